@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Final
 
@@ -100,9 +100,9 @@ class NcclCollector:
         self._allowance.begin(frozenset(owner for _, owner in chosen))
         wall, of_owner = self._wall(), Counter(owner for _, owner in chosen)
         readings = [run.read(wall, max(_LEAST_BYTES, LOG_BYTES // of_owner[run.owner])) for run in self._runs.values()]
-        if any(run.leads for run in self._runs.values()):
+        if leaders := frozenset(run.owner for run in self._runs.values() if run.leads):
             self._ras = self._ras or RasWatch(self._addresses, self._ras_period_s)
-            readings.append(self._ras.look(self._clock(), wall))
+            readings.append(self._ras.look(self._clock(), wall, leaders))
         elif self._ras is not None:
             self._ras.close()
             self._ras = None
@@ -125,16 +125,19 @@ class RasWatch:
         self._stalled_since: float | None = None
         self._told: frozenset[Problem] = frozenset()
 
-    def look(self, now: float, wall: float) -> Reading:
-        """Ask if it is time to, take the answer if it has come, and tell what is known at the second ``now``."""
+    def look(self, now: float, wall: float, users: Collection[int]) -> Reading:
+        """Ask if it is time to, take the answer if it has come, and tell what is known at the second ``now``.
+
+        ``users`` are those with a run that this node leads: RAS runs in the ranks, so it must be one of theirs.
+        """
         events: tuple[Event, ...] = ()
         try:
             if self._query is None and (self._asked is None or now - self._asked >= self._period_s):
                 self._asked = now
-                self._query = RasQuery(self._addresses[0], now)
+                self._query = RasQuery(self._addresses[0], now, users)
             if self._query is not None and (answer := self._query.poll(now)) is not None:
-                self._query = None
-                events = tuple(self._take(parse_status(answer), now, wall))
+                user, self._query = self._query.user, None
+                events = tuple(replace(told, user=user) for told in self._take(parse_status(answer), now, wall))
         except RasError:
             self._query = self._status = self._stalled_since = None
             # localhost has two addresses, and NCCL listens on one of them.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_unsupervised
-from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of
+from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
 from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.rank_hang import hangs, limit_of, moved_on, reported_states, state_of, waits_for_others
 
@@ -76,6 +76,7 @@ def _diagnose(finding: Finding, view: View) -> Finding:
     back = view.wall - since
     records = [e for e in view.events("nccl_flight_recorder", back) if text(e.data, "run") == run]
     problems = [e for e in view.events("nccl_ras", back) if text(e.data, "kind") in (*SILENT, *BEHIND)]
+    problems = [e for e in problems if e.user == user_of(view, run)]  # RAS runs in the ranks of one user
     logs = [e for e in view.events("nccl_log", back) if text(e.data, "run") == run and e.data.get("kind") != "warning"]
     told = [(e, source) for events, source in ((records, "flight recorder"), (problems, "NCCL RAS")) for e in events]
     named = (

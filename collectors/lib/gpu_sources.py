@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from typing import Final
 
 from opsd.collectors.base import GpuFact, Reading, Sample
@@ -60,12 +61,18 @@ def _strange(sample: Sample, uuid: str, gpu: GpuFact | None) -> str:
 
 def _key(sample: Sample) -> _Key | None:
     """What the sample is about: metric, UUID and the labels beyond the GPU's identity; None without a GPU."""
-    labels = sample.metric.labels
-    if "UUID" not in labels:
+    uuid, rest = _places(sample.metric.labels)
+    if uuid is None:
         return None
-    more = labels != _IDENTITY
-    rest = tuple(v for n, v in zip(labels, sample.labels, strict=True) if n not in _IDENTITY) if more else ()
-    return sample.metric.name, _label(sample, "UUID"), rest
+    labels = sample.labels
+    return sample.metric.name, labels[uuid], tuple(labels[place] for place in rest) if rest else ()
+
+
+@lru_cache(maxsize=256)
+def _places(names: tuple[str, ...]) -> tuple[int | None, tuple[int, ...]]:
+    """Where among the labels the UUID stands, and those beyond the GPU's identity."""
+    rest = tuple(place for place, name in enumerate(names) if name not in _IDENTITY)
+    return names.index("UUID") if "UUID" in names else None, rest
 
 
 def _label(sample: Sample, name: str) -> str:

@@ -21,8 +21,11 @@ def by_gpu(view: View, metric: str, **labels: str) -> dict[str, list[Series]]:
     A GPU may have changed its index or its model's name and have old series beside the new ones.
     """
     found: dict[str, list[Series]] = {}
-    for series in sorted(view.select(metric, **labels), key=lambda series: series.last is None):
+    for series in view.select(metric, **labels):
         found.setdefault(series.labels["UUID"], []).append(series)
+    for several in found.values():
+        if len(several) > 1:
+            several.sort(key=lambda series: series.last is None)
     return found
 
 

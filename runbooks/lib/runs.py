@@ -150,6 +150,12 @@ def job_of(view: View, run: str) -> str:
     return fact.job if fact else next((rank.job for rank in ranks_of(view, run)), "")
 
 
+def user_of(view: View, run: str) -> int | None:
+    """The user whose run it is, None if that is not known."""
+    facts = [run_of(view, run), *ranks_of(view, run)]
+    return next((fact.user for fact in facts if fact is not None and fact.user is not None), None)
+
+
 def quoted(event: Event, source: str, *sentences: str) -> tuple[Evidence, ...]:
     """Sentences taken from ``event`` as evidence; empty ones are left out."""
     return tuple(Evidence(sentence, source, event.at) for sentence in sentences if sentence)

@@ -49,3 +49,16 @@ def false_exporter(host: str, port: int, page: str) -> None:
     server = Server((host, port), Handler)
     print("listens", flush=True)
     server.serve_forever()
+
+
+def false_ras(port: int, answer: str) -> None:
+    """Listen where NCCL's RAS does, give everybody ``answer``, and print what they ask."""
+    import socket
+
+    listener = socket.create_server(("127.0.0.1", port))
+    print("listens", flush=True)
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            print(connection.recv(4096).decode(), flush=True)
+            connection.sendall(answer.encode())

@@ -28,7 +28,10 @@ def runbook(**changes: object) -> Runbook:
 
 
 class Agent:
-    """A loop and its parts; ``tick`` lets a second pass. It waits for its collectors for half of ``interval_s``."""
+    """A loop and its parts; ``tick`` lets a second pass. It waits for its collectors for half of ``interval_s``.
+
+    All collectors read the kernel or a driver unless ``witnesses`` names those that do.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Agent:
         clock: FakeClock | None = None,
         interval_s: float = 40.0,
         deadline_s: float = 2.0,
+        witnesses: Sequence[str] | None = None,
     ) -> None:
         self.clock = clock or FakeClock()
         self.told: list[str] = []
@@ -55,7 +59,7 @@ class Agent:
             judge, self.executor, self.journal, SILENT,
             mode_of=lambda _kind: mode, limits=limits, started_at=self.clock.wall(), listeners=listeners,
         )  # fmt: skip
-        window = Window("node", seconds=60, witnesses=[collector.name for collector in collectors])
+        window = Window("node", seconds=60, witnesses=[c.name for c in collectors] if witnesses is None else witnesses)
         clocks = Clock(self.clock.monotonic, self.clock.wall)
         self.loop = Loop(
             window, collectors, judge, self.responder, self.journal, SILENT,

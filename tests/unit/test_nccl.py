@@ -14,6 +14,7 @@ from opsd.collectors.lib.nccl.run import LogMessage, parse_line
 from opsd.collectors.nccl import METRICS, NcclCollector, RasWatch
 from tests.fakes.ras import FakeRas, missing_rank, ras_json, ras_rank
 
+OWN = frozenset({os.geteuid()})
 REFUSED = (("127.0.0.1", 1),)
 WARN = b"node-1:4242:4250 [3] transport/net_ib.cc:905 NCCL WARN NET/IB: Got async event : port error\n"
 TIMEOUT = (
@@ -263,7 +264,7 @@ class Asking:
         deadline = time.monotonic() + 30
         events: list[Event] = []
         while time.monotonic() < deadline:
-            reading = self.watch.look(self.now, 1000.0)
+            reading = self.watch.look(self.now, 1000.0, OWN)
             events += reading.events
             age = values(reading).get(("opsd_nccl_ras_answer_age_seconds",))
             if age == 0:
@@ -288,7 +289,7 @@ def test_the_same_difference_twice_is_a_stall() -> None:
         second = asking.next()
         assert values(second)["opsd_nccl_stalled_seconds",] == 10
         (event,) = second.events
-        assert (event.kind, event.data["kind"]) == ("nccl_ras", "mismatch")
+        assert (event.kind, event.data["kind"], event.user) == ("nccl_ras", "mismatch", os.geteuid())
         assert event.data["ranks"] == [{"rank": 1, "host": "10.0.0.1", "pid": 1001, "gpu": 1}]
         third = asking.next()
         assert values(third)["opsd_nccl_stalled_seconds",] == 20
@@ -314,7 +315,7 @@ def test_an_unusable_answer_makes_it_unknown() -> None:
         server.answer = server.answer[:200]
         asking.now += 10
         deadline = time.monotonic() + 30
-        while (found := values(asking.watch.look(asking.now, 1000.0)))["opsd_nccl_ras_up",] == 1:
+        while (found := values(asking.watch.look(asking.now, 1000.0, OWN)))["opsd_nccl_ras_up",] == 1:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         assert found == {("opsd_nccl_ras_up",): 0, ("opsd_nccl_ras_answer_age_seconds",): 10}
@@ -325,7 +326,7 @@ def test_an_address_that_cannot_be_asked_is_passed_over(tmp_path: Path) -> None:
     with FakeRas(ras_json([ras_rank(0, {})])) as server:
         asking = Asking(server)
         asking.watch = RasWatch([("::1%none", 28028), server.address], 10.0)
-        assert values(asking.watch.look(0.0, 1000.0)) == {("opsd_nccl_ras_up",): 0}
+        assert values(asking.watch.look(0.0, 1000.0, OWN)) == {("opsd_nccl_ras_up",): 0}
         assert values(asking.next())["opsd_nccl_ras_up",] == 1
 
 

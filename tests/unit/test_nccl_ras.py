@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
@@ -9,12 +10,13 @@ import pytest
 from opsd.collectors.lib.nccl.ras import REQUEST, RasError, RasQuery, parse_status
 from tests.fakes.ras import GREETING, FakeRas, missing_rank, ras_json, ras_rank, ras_text
 
+OWN = frozenset({os.geteuid()})
 AT_FIVE, AT_SIX = {"AllReduce": 5}, {"AllReduce": 6}
 
 
 def ask(server: FakeRas, deadline_s: float = 30.0) -> bytes:
     """Poll as the collector does, only faster."""
-    query = RasQuery(server.address, time.monotonic(), deadline_s)
+    query = RasQuery(server.address, time.monotonic(), OWN, deadline_s)
     while (answer := query.poll(time.monotonic())) is None:
         time.sleep(0.01)
     return answer
@@ -145,7 +147,17 @@ def test_nobody_listens() -> None:
     """Without NCCL the connection is refused, which is an answer."""
     with FakeRas("") as server:
         address = server.address
-    query = RasQuery(address, time.monotonic())
+    query = RasQuery(address, time.monotonic(), OWN)
     with pytest.raises(RasError, match="does not answer"):
         while query.poll(time.monotonic()) is None:
             time.sleep(0.01)
+
+
+def test_another_users_ras_is_not_asked() -> None:
+    """Whoever listens there: nothing is sent before it is known whose process has accepted."""
+    with FakeRas(JSON_ANSWER) as server:
+        query = RasQuery(server.address, time.monotonic(), frozenset({os.geteuid() + 1}))
+        with pytest.raises(RasError, match=f"belongs to user {os.geteuid()}, who leads no run here"):
+            while query.poll(time.monotonic()) is None:
+                time.sleep(0.01)
+    assert server.requests in ([], [b""])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from opsd.agent.window import Window
-from opsd.collectors.base import Reading, RunFact
+from opsd.collectors.base import Event, Reading, RunFact
+from opsd.runbooks import collective_hang
+from opsd.runbooks.base import Culprit, Finding, Severity
 from opsd.runbooks.lib.runs import recovered
 from tests.fakes.facts import rank
 
@@ -24,3 +26,16 @@ def seen(state: str, *ranks: int) -> Window:
 def test_a_spare_does_not_know_whether_the_run_goes_on(state: str, over: bool | None) -> None:
     """The node that was swapped out sees nothing of the run any more: its trouble is not kept open by that."""
     assert recovered(seen(state), "smol", 1) is over
+
+
+@pytest.mark.parametrize(("user", "named"), [(7, "n9"), (8, None)])
+def test_ras_names_the_culprit_of_its_own_users_run_only(user: int, named: str | None) -> None:
+    """Any user can listen where RAS does: it tells nothing about the hang of another user's run."""
+    window = Window("n1", interval_s=1.0)
+    window.begin(100.0, 1000.0)
+    silent = {"host": "n9", "pid": 1, "gpu": 0}
+    said = {"kind": "dead", "text": "rank 3 is dead", "communicator": "a1", "ranks": [silent]}
+    told = Event("nccl_ras", 999.0, "rank 3 is dead", said, user)
+    window.add("ranks", Reading(facts=(rank(0, user=7),), events=(told,)))
+    hang = Finding("collective_hang", "smol", Severity.CRITICAL, "", Culprit("unknown"), 0.3, (), data={"run": "smol"})
+    assert collective_hang.RUNBOOK.diagnose(hang, window).culprit.node == named

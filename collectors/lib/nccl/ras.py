@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any, Final
+
+from opsd.collectors.lib.listener import peer_uid
 
 ADDRESSES: Final = (("127.0.0.1", 28028), ("::1", 28028))
 """NCCL binds to whatever localhost resolves to; see NCCL_RAS_ADDR."""
@@ -74,10 +77,13 @@ class RasStatus:
 class RasQuery:
     """One question to RAS that never blocks: ``poll`` from time to time until there is an answer.
 
-    Raises RasError if this node cannot ask at such an address, as without IPv6.
+    It is sent once the process that accepts it is known to belong to one of the users ``uids``: any user can listen on
+    the port. ``user`` is whose it is then. Raises RasError if this node cannot ask at such an address, as without IPv6.
     """
 
-    def __init__(self, address: tuple[str, int], now: float, deadline_s: float = 20.0) -> None:
+    def __init__(self, address: tuple[str, int], now: float, uids: Collection[int], deadline_s: float = 20.0) -> None:
+        self.user: int | None = None
+        self._uids = uids
         self._deadline = now + deadline_s
         self._to_send = REQUEST
         self._received = bytearray()
@@ -87,7 +93,7 @@ class RasQuery:
             raise RasError(f"RAS cannot be asked at {address[0]}: {error.strerror}") from error
         try:
             self._socket.setblocking(False)
-            self._socket.connect_ex(address)
+            self._refused = self._socket.connect_ex(address)
         except OSError as error:
             self.close()
             raise RasError(f"RAS cannot be asked at {address[0]}: {error.strerror}") from error
@@ -95,6 +101,8 @@ class RasQuery:
     def poll(self, now: float) -> bytes | None:
         """The whole answer, None while it is not complete. Raises RasError; the query is over then."""
         try:
+            if self.user is None and not self._find_user(now):
+                return None
             if self._to_send:
                 self._to_send = self._to_send[self._socket.send(self._to_send) :]
             while chunk := self._socket.recv(1 << 20):
@@ -117,6 +125,19 @@ class RasQuery:
             raise
         self.close()
         return bytes(self._received)
+
+    def _find_user(self, now: float) -> bool:
+        """True once it is known whose process has accepted. Raises RasError if it is nobody's of ``uids``, OSError."""
+        if self._refused not in (0, errno.EINPROGRESS):
+            raise OSError(self._refused, os.strerror(self._refused))
+        self.user = peer_uid(self._socket)
+        if self.user is None:
+            if now < self._deadline:
+                return False
+            raise RasError("RAS has not accepted in time")
+        if self.user not in self._uids:
+            raise RasError(f"what listens on the RAS port belongs to user {self.user}, who leads no run here")
+        return True
 
     def close(self) -> None:
         """Give the question up."""
