@@ -81,7 +81,7 @@ torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its 
 	$(PYTHON) -m venv .venv-torchtitan
 	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check 'torchtitan==0.3.*'
 
-release: $(STAMP) ## Everything of a release but the upload: checks, sdist, wheel, deb, checksums under dist/
+release: $(STAMP) ## Everything of a release but the upload: checks, sdist, wheel, deb, bill of materials, checksums under dist/
 	@deploy/release
 
 bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/
