@@ -23,7 +23,7 @@ PINNED = Path(__file__).parent / "requirements" / "agent.txt"
 def main() -> None:
     """Exits with cyclonedx-py's code if that fails. Raises ValueError if opsd or a pinned package is missing."""
     environment, out = sys.argv[1:]
-    tool = [Path(sys.executable).parent / "cyclonedx-py", "environment", "--output-reproducible", environment]
+    tool = [str(Path(sys.executable).parent / "cyclonedx-py"), "environment", "--output-reproducible", environment]
     done = subprocess.run(tool, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         sys.exit(done.returncode)
