@@ -59,8 +59,9 @@ lint: $(STAMP) ## ruff, mypy --strict, import rules, links of the documentation
 test: $(STAMP) test-packages lint ## Linters and the tests, but for a few long ones; what cannot run is listed by name
 	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long and not waiting'
 
-test-long: $(STAMP) test-packages ## What takes longest: stories on a Slurm cluster, alerts, peers, every fault on every launcher
-	$(BIN)/python -m pytest --durations=10 -m long
+test-long: $(STAMP) test-packages ## What takes longest: stories on a Slurm cluster, alerts, peers, every fault on every launcher, fuzzing
+	$(BIN)/python -m pytest --durations=10 -m long --ignore=tests/fuzz
+	$(BIN)/python -m pytest -n $(JOBS) --durations=3 -m long tests/fuzz
 	$(BIN)/python -m pytest --durations=3 -n 4 -m waiting
 
 # As root on Debian or Ubuntu the real programs that some tests drive are installed; elsewhere those tests are skipped by name.
@@ -81,7 +82,7 @@ torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its 
 	$(PYTHON) -m venv .venv-torchtitan
 	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check 'torchtitan==0.3.*'
 
-release: $(STAMP) ## Everything of a release but the upload: checks, sdist, wheel, deb, checksums under dist/
+release: $(STAMP) ## Everything of a release but the upload: checks, sdist, wheel, deb, bill of materials, checksums under dist/
 	@deploy/release
 
 bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/

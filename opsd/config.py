@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import os
 import re
 import tomllib
@@ -118,7 +119,9 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not a text file in UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError as error:
+        raise ConfigError(f"{file}: not valid TOML: nested too deeply") from error
+    except ValueError as error:  # besides TOMLDecodeError: a number with thousands of digits, a date that is none
         raise ConfigError(f"{file}: not valid TOML: {error}") from error
 
 
@@ -137,7 +140,7 @@ def _set(data: dict[str, Any], dotted: str, value: object) -> None:
 def _parse_value(text: str) -> object:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -245,5 +248,4 @@ def literal(value: object) -> str:
         return f"{{ {pairs} }}" if value else "{}"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(literal, value)) + "]"
-    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML escapes as JSON does

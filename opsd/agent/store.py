@@ -34,7 +34,8 @@ KEEP_ASIDE = 5
 Row = tuple[str, tuple[object, ...]]
 """An SQL statement and its values."""
 
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_ERROR)
+"""Result codes for a file whose content is no journal; the last one for a format that SQLite does not know."""
 _REFUSED = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError, sqlite3.DataError)
 """What SQLite raises for values that no table of the journal takes."""
 _SCHEMA = """
@@ -185,7 +186,7 @@ class Store:
     def _reporting(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError, _UnusableError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError, _UnusableError) as error:
             said = error.strerror if isinstance(error, OSError) else error
             raise StoreError(
                 f"{self.path} cannot be written ({said}); records are kept in memory until it can"
@@ -231,10 +232,17 @@ def _open(path: Path, now: float) -> sqlite3.Connection:
         database.execute("DELETE FROM transitions WHERE at < ?", (now - KEEP_S,))
     except BaseException as error:
         database.close()
-        if isinstance(error, sqlite3.DatabaseError) and error.sqlite_errorcode in _DAMAGED:
+        if _is_damage(error):
             raise _UnusableError("damaged", "is damaged") from error
         raise
     return database
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether SQLite says that the file is damaged, be it in a message that is no UTF-8, which Python cannot raise."""
+    if isinstance(error, sqlite3.DatabaseError):
+        return error.sqlite_errorcode & 0xFF in _DAMAGED
+    return isinstance(error, UnicodeDecodeError)
 
 
 def _tables(database: sqlite3.Connection) -> frozenset[tuple[object, ...]]:

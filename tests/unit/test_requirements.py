@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -71,3 +72,18 @@ def test_agent_and_training_share_their_versions() -> None:
 def test_no_host_of_a_registry_is_written_down() -> None:
     """Sites have their own, and their credentials would stand here as well."""
     assert not [path for path in PINNED.iterdir() if re.search(r"https?://|--index|--find", path.read_text())]
+
+
+def test_the_bill_of_materials_names_opsd_and_the_hashes_of_what_it_needs() -> None:
+    """Opsd with its version is what it describes; each package has the hashes of its files."""
+    module = runpy.run_path(str(ROOT / "deploy" / "bom.py"))
+    hashes = module["pinned_hashes"]((PINNED / "agent.txt").read_text())
+    assert hashes.keys() == {pin.name for pin, _ in pins("agent.txt")}
+    listed = [{"name": name.replace("-", "_"), "purl": f"pkg:pypi/{name}@1"} for name in ("opsd", "pip", *hashes)]
+    bom = module["complete"]({"metadata": {}, "components": listed}, hashes)
+    assert bom["metadata"]["component"]["name"] == "opsd"
+    assert {part["name"] for part in bom["components"]} == {part["name"] for part in listed} - {"opsd"}
+    (click,) = [part for part in bom["components"] if part["name"] == "click"]
+    assert [one["content"] for one in click["externalReferences"][0]["hashes"]] == hashes["click"]
+    with pytest.raises(ValueError, match="not installed: click"):
+        module["complete"]({"metadata": {}, "components": [c for c in listed if c["name"] != "click"]}, hashes)

@@ -86,7 +86,7 @@ class Position:
         self.sequence: int | None = None
         self.skip = True
         self.kept = False
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             self._load()
 
     def _load(self) -> None:
