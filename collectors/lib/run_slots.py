@@ -158,8 +158,8 @@ class RunSlots:
             own.more_now += 1
             drawn = random.random() * max(own.more, own.more_now) < SAMPLED  # a sample, no secret
             new.lives = self._lives(self._root / name, owner) if drawn else None
-            last = min(own.folders.values(), key=lambda c: (bool(c.lives), c.name in self._held, c.modified))
-            if (bool(new.lives), modified) <= (bool(last.lives), last.modified):
+            last = min(own.folders.values(), key=lambda c: (self._may_live(c), c.name in self._held, c.modified))
+            if (self._may_live(new), modified) <= (self._may_live(last), last.modified):
                 return None
             del own.folders[last.name]
         own.folders[name] = new
@@ -188,13 +188,21 @@ class RunSlots:
         """The folders with a slot. In each round every owner gets one, as long as there are any."""
         owners = sorted(self._owners.items(), key=lambda item: (item[0] not in self._first, item[0]))
         chosen: list[tuple[int, _Candidate]] = []
-        for lives in (True, None, False):
+        for wanted in (True, None, False):
             queues = [
-                [(owner, c) for c in sorted(own.folders.values(), key=self._order) if c.lives is lives]
+                [
+                    (owner, c)
+                    for c in sorted(own.folders.values(), key=self._order)
+                    if (self._may_live(c) or c.lives) is wanted
+                ]
                 for owner, own in owners
             ]
             chosen += [one for turn in zip_longest(*queues) for one in turn if one is not None]
         return chosen[:MAX_RUNS]
+
+    def _may_live(self, candidate: _Candidate) -> bool:
+        """What has a slot and was not judged yet was looked at so far, and keeps the slot until it is."""
+        return bool(candidate.lives) or (candidate.lives is None and candidate.name in self._held)
 
     def _order(self, candidate: _Candidate) -> tuple[bool, float, str]:
         """Within one owner: what has a slot keeps it, then the newest."""

@@ -12,9 +12,10 @@ from pathlib import Path
 from opsd.client import Reporter, process_start
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
 from opsd.stack.ports import Port
+from opsd.stack.slurm import write_commands
 
 GPUS = 8
-JOB, RUN = "4242", "train"
+NODE, JOB, RUN = "node-17", "4242", "train"
 LOAD_WATTS = 640.0
 STEP_S = 0.5
 CHECKPOINT_STEPS = 40
@@ -32,6 +33,7 @@ class StackNode:
         self._library = build(folder)
         self.gpus = SimulatedGpus.create(folder / "gpus.state", count=GPUS)
         self._port = Port(folder / "infiniband" / "mlx5_0")
+        self._slurm = write_commands(folder / "slurm", NODE, JOB)
         self._stop = threading.Event()
         for gpu in self.gpus:
             gpu.thermal_tau_s = 2.0
@@ -45,7 +47,7 @@ class StackNode:
         """The agent's configuration file; it listens on ``port`` of the loopback address."""
         file = self.folder / "opsd.toml"
         file.write_text(
-            f'[agent]\nlisten = "127.0.0.1:{port}"\nnode = "node-17"\n[nvml]\nlibrary = "{self._library}"\n'
+            f'[agent]\nlisten = "127.0.0.1:{port}"\nnode = "{NODE}"\n[nvml]\nlibrary = "{self._library}"\n'
             f'[infiniband]\nroot = "{self.folder / "infiniband"}"\n'
         )
         return file
@@ -57,6 +59,7 @@ class StackNode:
             STATE_ENV: str(self.gpus.path),
             "OPSD_STATE_DIR": str(self.folder / "state"),
             "OPSD_SHM": str(self.folder / "shm"),
+            "PATH": f"{self._slurm}:{os.environ['PATH']}",
         }
 
     def overheat(self, gpu: int) -> None:
@@ -72,7 +75,7 @@ class StackNode:
     def _begin_run(self, folder: Path) -> list[Reporter]:
         folder.mkdir(parents=True)
         run = {
-            "job": JOB, "node": "node-17", "state": "running", "generation": 1, "launcher_pid": os.getpid(),
+            "job": JOB, "node": NODE, "state": "running", "generation": 1, "launcher_pid": os.getpid(),
             "launcher_start": process_start(os.getpid()), "world_size": GPUS, "control": "", "folder": str(folder),
         }  # fmt: skip
         (folder / "run.json").write_text(json.dumps(run))

@@ -12,7 +12,7 @@ from tests.adversary.attacks import invent_run
 from tests.adversary.node import Node
 from tests.fakes.clock import eventually
 
-FILES = 40_000
+FILES = 60_000
 
 
 @pytest.fixture
@@ -49,14 +49,15 @@ def make_runs(shm: str, count: int, living: bool) -> None:
 
 def make_files(folder: str, count: int) -> None:
     """Empty files, in the folder of runs and in a run of its own."""
+    import os
     import time
     from pathlib import Path
 
     own = Path(folder, "aa-mine")
     own.mkdir(mode=0o755)
     for number in range(count):
-        Path(folder, f"file-{number}").touch()
-        (own / f"rank-{number:06d}.page").touch()
+        os.mknod(f"{folder}/file-{number}")
+        os.mknod(f"{own}/rank-{100_000 + number}.page")
     print("made", flush=True)
     time.sleep(600)
 
@@ -96,10 +97,9 @@ def test_files_without_number_cost_little(node: Node, attacker: Attacker, good: 
     attacker.start(make_files, str(node.shm), FILES)
     with node.agent() as process:
         assert eventually(lambda: sees(node))
-        began = node.ticks()
-        used = cpu_s(process.pid)
+        began, used = node.ticks(), cpu_s(process.pid)
         assert eventually(lambda: node.ticks() >= began + 8)
-        assert (cpu_s(process.pid) - used) / 8 < 0.3
+        assert cpu_s(process.pid) - used < 0.17 * 8
         assert resident_bytes(process.pid) < 128 << 20
         assert len(node.series("opsd_rank_page_errors")) <= 2
     good.close()

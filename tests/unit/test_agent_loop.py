@@ -105,6 +105,21 @@ def test_a_refusal_says_why_once(tmp_path: Path, trouble: Trouble) -> None:
     assert agent.metrics()["opsd_actions_total{set_power_limit,refused}"] == 1
 
 
+def test_a_notification_goes_out_though_actions_are_refused(tmp_path: Path, trouble: Trouble) -> None:
+    """Once, without being the attempt: what was refused is done as soon as it may be."""
+
+    def remedy(incident: Incident, view: View) -> tuple[Action, ...]:
+        return (*trouble.remedy(incident, view), Action("notify", "node", {}, "too hot"))
+
+    agent = trouble.agent(tmp_path, runbooks=[replace(trouble.runbook(), remedy=remedy)], limits=Limits(0, 0))
+    trouble.on = True
+    assert eventually(lambda: agent.tick() or agent.told == ["too hot"])
+    agent.tick(5)
+    (incident,) = agent.responder.current
+    assert (incident.state, incident.attempts, agent.told) == (State.OPEN, 0, ["too hot"])
+    assert {(a["verb"], a["outcome"]) for a in incident.actions} == {("set_power_limit", "refused"), ("notify", "ok")}
+
+
 def test_an_open_incident_is_continued_after_a_restart(tmp_path: Path, trouble: Trouble) -> None:
     """The same id, the attempts and the history; the action is not repeated, and it opens no second incident."""
     trouble.repairs = False

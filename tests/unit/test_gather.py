@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from opsd.agent.gather import Gatherer, Health
+from opsd.agent.gather import CPU_BURST_S, LIMITED_S, MAX_EVENTS, MAX_SAMPLES, Gatherer, Health
 from opsd.collectors.base import Event, NoData, Reading, Sample
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.collectors import VALUE, FakeCollector, HangingCollector
@@ -131,3 +131,50 @@ def test_a_dear_collector_that_hangs_is_hung(hanging: HangingCollector) -> None:
     gatherer.gather(0.0)
     clock.advance(3)
     assert gatherer.gather(0.0)[0].health is Health.HUNG
+
+
+def test_a_reading_has_a_most_of_samples_and_events() -> None:
+    """What users make up must not fill the window; the collector is limited, which counts as seeing, and says so."""
+    samples = tuple(Sample(VALUE, 1.0, (str(number),)) for number in range(MAX_SAMPLES + 2))
+    events = tuple(Event("told", float(number), "") for number in range(MAX_EVENTS + 1))
+    gatherer = Gatherer([FakeCollector("a", lambda: Reading(samples, events))], deadline_s=5, clock=time.monotonic)
+    (source,) = gatherer.gather(LONG_S)
+    assert (source.health, source.fresh, source.health.delivers) == (Health.LIMITED, True, True)
+    assert (len(source.reading.samples), len(source.reading.events)) == (MAX_SAMPLES, MAX_EVENTS)
+    assert source.reason == "2 samples left out; 1 events left out"
+
+
+def test_a_limit_that_bites_now_and_then_is_one_state() -> None:
+    """It stands for a while, so that a user cannot fill the log with it."""
+    clock, readings = FakeClock(), [Reading(limited="much"), Reading(), Reading()]
+    gatherer = Gatherer([FakeCollector("a", lambda: readings.pop(0))], deadline_s=5, clock=clock.monotonic)
+    seen = []
+    for ahead in (0.0, 1.0, LIMITED_S):
+        clock.advance(ahead)
+        (source,) = gatherer.gather(LONG_S)
+        seen.append((source.health, source.reason))
+    assert seen == [(Health.LIMITED, "much"), (Health.LIMITED, "much"), (Health.OK, "")]
+
+
+def test_a_collector_that_takes_too_much_processor_time_pauses() -> None:
+    """What it delivered last stands meanwhile."""
+    clock = FakeClock()
+
+    def costly() -> Reading:
+        until = time.thread_time() + CPU_BURST_S + 0.2
+        while time.thread_time() < until:
+            pass
+        return Reading()
+
+    collector = FakeCollector("a", costly)
+    gatherer = Gatherer([collector], deadline_s=60, clock=clock.monotonic)
+    (source,) = gatherer.gather(LONG_S)
+    assert source.health is Health.LIMITED
+    assert "too much processor time" in source.reason
+    clock.advance(1.0)
+    gatherer.gather(LONG_S)
+    assert source.fresh and collector.calls == 1
+    clock.advance(60.0)
+    collector.answer = Reading
+    gatherer.gather(LONG_S)
+    assert collector.calls == 2

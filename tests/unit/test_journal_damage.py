@@ -209,3 +209,12 @@ def test_what_a_late_journal_remembers_is_taken_in(tmp_path: Path) -> None:
     assert [past.target for past in content.actions] == ["r"]
     assert second.remembered() is None
     second.close(PATIENCE_S)
+
+
+def test_a_journal_without_the_users_of_actions_gets_them(tmp_path: Path) -> None:
+    """One that an earlier build has left: its actions are known, without a user."""
+    keep(tmp_path, "a")
+    execute(tmp_path, "ALTER TABLE actions DROP COLUMN user")
+    log = Log()
+    (past,) = opened(tmp_path, log).actions
+    assert (past.target, past.user, log.sentences) == ("a", None, [])

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from opsd.collectors.lib.processes import DEAD, process_letter, sees_all_processes
+import pytest
+
+from opsd.collectors.lib.processes import DEAD, Identity, identify, process_letter, sees_all_processes, slurm_job
 from tests.fakes.clock import eventually
 
 
@@ -35,3 +37,28 @@ def test_without_a_proc_of_the_initial_namespace_not_all_are_seen(tmp_path: Path
     (tmp_path / "self/ns").mkdir(parents=True)
     (tmp_path / "self/ns/pid").touch()
     assert not sees_all_processes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "job"),
+    [
+        ("0::/system.slice/slurmstepd.scope/job_123/step_0/user/task_0", "123"),
+        ("0::/system.slice/node1_slurmstepd.scope/job_7/step_batch/user/task_special", "7"),
+        ("9:memory:/slurm/uid_1000/job_42/step_0/task_0", "42"),
+        ("4:cpuset:/slurm_node1/uid_1000/job_42", "42"),
+        ("0::/user.slice/user-1000.slice/user@1000.service/slurmstepd.scope/job_4242/step_0", ""),
+        ("0::/user.slice/user-1000.slice/slurm/uid_1000/job_4242", ""),
+        ("0::/../slurmstepd.scope/job_4242", ""),
+        ("0::/", ""),
+        ("", ""),
+    ],
+)
+def test_the_job_of_a_process_is_that_of_its_control_group(path: str, job: str) -> None:
+    """As Slurm makes them for control groups of both versions; a user can make groups of these names further down."""
+    assert slurm_job(path + "\n") == job
+
+
+def test_a_process_has_a_user() -> None:
+    """The real one; a process that is gone has none."""
+    assert identify(os.getpid()) == Identity(os.getuid(), identify(os.getpid()).job)
+    assert identify(1 << 22) is None

@@ -139,6 +139,17 @@ def test_a_flood_of_events_leaves_those_of_other_kinds() -> None:
     assert len(window.events("evaluation", 30)) == MAX_EVENTS
 
 
+def test_a_flood_of_one_users_events_leaves_those_of_others() -> None:
+    """Of the same kind, however often they come."""
+    window = Window("node", seconds=60)
+    window.begin(10.0, 1000.0)
+    mine = Event("rank_exited", 999.0, "", user=1000)
+    window.add("ranks", Reading(events=(mine,)))
+    window.add("ranks", Reading(events=tuple(Event("rank_exited", 999.5, "", user=1001) for _ in range(MAX_EVENTS))))
+    assert mine in window.events("rank_exited", 30)
+    assert len(window.events("rank_exited", 30)) == MAX_EVENTS
+
+
 def test_facts_outlive_a_missing_tick_but_not_a_failure() -> None:
     """A late collector keeps its facts but is not known; one that failed has none."""
     window = Window("node", seconds=60)

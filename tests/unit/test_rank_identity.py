@@ -1,0 +1,96 @@
+"""What a rank page or run.json says of processes, jobs, GPUs and sockets, against what others know."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opsd.collectors.lib.occupancy import Occupancy, Proof
+from opsd.collectors.lib.processes import Identity
+from opsd.collectors.ranks import RanksCollector
+from opsd.rank_page import process_start
+from tests.fakes.run_folder import ranks, read, reporter, runs, values, write_run
+
+ME = os.getuid()
+
+
+@pytest.fixture
+def occupancy() -> Occupancy:
+    return Occupancy()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "r1"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def collector(run: Path, occupancy: Occupancy) -> RanksCollector:
+    return RanksCollector(run.parent, occupancy=occupancy)
+
+
+@pytest.fixture
+def other() -> Iterator[int]:
+    """A process of another user."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: starts a process of another user")
+    with subprocess.Popen(["sleep", "60"], user=65534, cwd="/") as process:
+        yield process.pid
+        process.kill()
+
+
+def test_a_job_needs_slurms_word(run: Path, collector: RanksCollector, occupancy: Occupancy) -> None:
+    """About this very user: the page alone is no proof, and neither is the job of somebody else."""
+    reporter(run, gpu=0, job="4242")
+    write_run(run, os.getpid())
+    for jobs, shown in (({}, ""), ({"4242": ME + 1}, ""), ({"4242": ME}, "4242")):
+        occupancy.jobs = jobs
+        reading = read(collector)
+        assert [rank.job for rank in ranks(reading)] == [run.job for run in runs(reading)] == [shown]
+        assert ("opsd_gpu_job_info", "0", shown, "r1", "0") in values(reading)
+
+
+def test_the_control_group_decides_about_the_job(occupancy: Occupancy) -> None:
+    """Whatever the page says; a process that has ended was in the job it was in."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        pid, start = process.pid, process_start(process.pid) or 0
+        proof = Proof(ME, occupancy, lambda _pid: Identity(ME, "77"))
+        assert proof.owns(pid, start, 0.0)
+    assert proof.owns(pid, start, 1.0)
+    assert proof.job("4242") == "77"
+    assert proof.owns(pid, start + 1, 1.0) is None
+
+
+def test_a_gpu_is_who_holds_its(run: Path, collector: RanksCollector, occupancy: Occupancy, other: int) -> None:
+    """A page's claim stands unless all processes that the driver lists are other users'."""
+    reporter(run, gpu=3)
+    for holders, gpu in (({}, 3), ({3: ()}, 3), ({3: (other,)}, None), ({3: (other, os.getpid())}, 3)):
+        occupancy.holders = holders
+        assert [rank.gpu for rank in ranks(read(collector))] == [gpu]
+
+
+def test_the_launcher_is_the_users(run: Path, collector: RanksCollector, other: int) -> None:
+    """A process of another user keeps no run alive."""
+    write_run(run, other)
+    assert [fact.alive for fact in runs(read(collector))] == [False]
+
+
+@pytest.mark.parametrize("control", ["{root}/r2/control.sock", "{root}/r1/../r2/control.sock", "/run/x.sock", ""])
+def test_the_control_socket_is_in_the_runs_own_folder(run: Path, collector: RanksCollector, control: str) -> None:
+    """Any other is as good as none."""
+    write_run(run, os.getpid(), control=control.format(root=run.parent))
+    assert [fact.control for fact in runs(read(collector))] == [""]
+
+
+def test_own_control_sockets_stay(run: Path, collector: RanksCollector) -> None:
+    """The agent asks the launcher there, and knows whose run it is."""
+    write_run(run, os.getpid())
+    (fact,) = runs(read(collector))
+    assert (fact.control, fact.user) == (f"{run}/control.sock", ME)
