@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
-from opsd.agent.web.lanes import Lane
+from opsd.agent.web.lanes import MAX_WAITING, Lane
 from tests.fakes.clock import eventually
 
 
@@ -28,5 +29,24 @@ def test_a_peer_does_not_get_all_threads() -> None:
         lane.submit("stuck", lambda: bool(gate.wait(20)))
     lane.submit("other", ended.set)
     assert ended.wait(20)
+    gate.set()
+    lane.close()
+
+
+def test_a_lane_that_is_stuck_keeps_nothing_that_nobody_waits_for() -> None:
+    """Its one thread never returns, and clients come and go."""
+    lane, gate, kept = Lane("test", 1, share=1), threading.Event(), weakref.WeakSet()
+    lane.submit("stuck", lambda: bool(gate.wait(60)))
+
+    class Connection:
+        open = True
+
+    for number in range(10 * MAX_WAITING):
+        connection = Connection()
+        kept.add(connection)
+        lane.submit(f"10.0.0.{number % 200}", lambda: None, lambda connection=connection: connection.open)
+        connection.open = False
+    del connection
+    assert len(kept) <= MAX_WAITING + 1
     gate.set()
     lane.close()

@@ -286,13 +286,12 @@ class Server:
             self.refused["password"] += 1
             connection.answer(*problem(HTTPStatus.TOO_MANY_REQUESTS, "too many passwords; try again in some seconds"))
         else:
-            self._passwords.submit(connection.peer, partial(self._check_password, connection, request, password))
+            check = partial(self._check_password, connection, request, password)
+            self._passwords.submit(connection.peer, check, lambda: connection.open)
 
     # -- the other threads ---------------------------------------------------------------------------------------
 
     def _check_password(self, connection: Connection, request: Request, password: str) -> None:
-        if not connection.open:
-            return
         if self.web.admits(password):
             self._start(connection, request)
         else:
@@ -300,11 +299,9 @@ class Server:
 
     def _start(self, connection: Connection, request: Request) -> None:
         lane = self._slow if self.app.is_slow(request.path) else self._quick
-        lane.submit(connection.peer, partial(self._answer, connection, request))
+        lane.submit(connection.peer, partial(self._answer, connection, request), lambda: connection.open)
 
     def _answer(self, connection: Connection, request: Request) -> None:
-        if not connection.open:
-            return
         try:
             answer = self.app(request)
         except Exception:

@@ -1,0 +1,124 @@
+"""The whole agent: loop, journal, HTTP server and orders to Slurm, from the start to the end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+
+from opsd.agent import systemd
+from opsd.agent.logs import Log
+from opsd.agent.reload import Reloader
+from opsd.agent.web.access import WebConfig, WebConfigError, load
+from opsd.agent.web.app import App
+from opsd.agent.web.history import History
+from opsd.agent.web.hosts import own_hosts
+from opsd.agent.web.job_nodes import JobNodes, PeerError, job_nodes
+from opsd.agent.web.server import Server
+from opsd.agent.wiring import build, build_journal
+from opsd.collectors.slurm import SlurmSettings
+from opsd.config import ConfigError, Settings
+from opsd.slurm.connect import choose
+from opsd.slurm.deferred import DeferredUpdates, keep_applying
+from opsd.slurm.ownership import Rules
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message is the reason."""
+
+
+class Daemon:
+    """The agent. It listens from the beginning, answers once it runs, and ``read``s its settings again if ``wanted``.
+
+    Raises ConfigError for a web configuration that cannot be used, and ListenError.
+    """
+
+    def __init__(self, settings: Settings, log: Log, read: Callable[[], Settings], wanted: threading.Event) -> None:
+        self._log = log
+        web, others = web_parts(settings)
+        agent = settings.agent
+        try:
+            self._server = Server(agent.listen, log, web, own_hosts(agent.node, agent.names))
+        except OSError as error:
+            raise ListenError(error.strerror) from error
+        self._journal = build_journal(settings, log)
+        self._parts = build(settings, self._journal, log)
+        self._loop, self._history, self._orders = self._parts.loop, History(), Orders(log)
+        self._reloader = Reloader(settings, read, self._apply, log, wanted)
+        self._loop.others += self._server.samples, self._reloader.samples
+        self._facts = {"node": agent.node, "mode": settings.policy.mode, "started_at": time.time()}
+        self._app = App(
+            lambda: self._loop.snapshot,
+            self._facts,
+            stale_s=max(5.0, 3 * agent.interval_s),
+            history=self._history,
+            job_nodes=others,
+            config=self._reloader.status,
+        )
+        self._orders.take(settings)
+
+    def run(self, stop: threading.Event) -> None:
+        """Run until ``stop`` is set."""
+        self._server.start(self._app)
+        self._log.info("agent started", listen=self._server.address, **self._facts)
+        systemd.notify("READY=1")
+        self._loop.run(stop, after_tick=self._after_tick)
+        systemd.notify("STOPPING=1")
+        self._server.close()
+        self._journal.close()
+        self._log.info("agent stopped")
+
+    def _after_tick(self) -> None:
+        systemd.notify("WATCHDOG=1")
+        self._history.note(self._loop.snapshot)
+        if self._reloader.due():
+            systemd.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+            self._reloader.reload()
+            systemd.notify("READY=1")
+
+    def _apply(self, old: Settings, new: Settings) -> None:
+        web, others = web_parts(new)
+        self._parts.reconfigure(old, new)
+        self._server.web, self._server.hosts = web, own_hosts(new.agent.node, new.agent.names)
+        self._app.job_nodes = others
+        self._facts["mode"] = new.policy.mode
+        self._orders.take(new)
+
+
+def web_parts(settings: Settings) -> tuple[WebConfig, JobNodes | None]:
+    """Certificate and passwords of the server, and what asks other agents. Raises ConfigError."""
+    try:
+        web = load(settings.agent.web_config) if settings.agent.web_config else WebConfig()
+        return web, job_nodes(settings)
+    except (WebConfigError, PeerError) as error:
+        raise ConfigError(str(error)) from error
+
+
+class Orders:
+    """Executes pending drain orders once Slurm answers again.
+
+    Only an agent that is root or may drain accepts orders, as Slurm would refuse those of any other.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._stop = threading.Event()
+
+    def take(self, settings: Settings) -> None:
+        """From now on, by the rules of these settings."""
+        self._stop.set()
+        self._stop = threading.Event()
+        if not settings.section(SlurmSettings).enabled:
+            return
+        updates = DeferredUpdates(settings.agent.state_dir)
+        if os.geteuid() == 0 or settings.policy.drain:
+            updates.enable()
+        else:
+            updates.disable()
+        parts = (updates, cache(lambda: choose().slurm), Rules.of(settings.policy), self._say, self._stop)
+        threading.Thread(target=keep_applying, args=parts, name="slurm-orders", daemon=True).start()
+
+    def _say(self, sentence: str) -> None:
+        self._log.warning("order to Slurm", outcome=sentence)

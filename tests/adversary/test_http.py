@@ -1,0 +1,86 @@
+"""A user of the node against the HTTP server of its agent."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adversary.attacker import NOBODY, Attacker
+from tests.adversary.node import Node
+from tests.fakes.clock import eventually
+
+pytestmark = pytest.mark.xdist_group("agent-process")
+
+
+def hold_connections(port: int, request: str, number: int) -> None:
+    """Keep ``number`` connections that have sent ``request`` and send a byte now and then; none is ever read."""
+    import contextlib
+    import socket
+    import time
+
+    held: list[socket.socket] = []
+    while True:
+        while len(held) < number:
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.settimeout(5)
+            with contextlib.suppress(OSError):
+                connection.connect(("127.0.0.1", port))
+                connection.sendall(request.encode())
+            held.append(connection)
+        print("holds", flush=True)
+        time.sleep(0.2)
+        alive = []
+        for connection in held:
+            try:
+                connection.sendall(b"x")
+                alive.append(connection)
+            except OSError:
+                connection.close()
+        held = alive
+
+
+@pytest.mark.parametrize(
+    "request_text",
+    [
+        "GET /metrics HTTP/1.1\r\nX-Slow: ",
+        "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "GET /job/4242 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        "",
+    ],
+    ids=["slow header", "never reads", "pages of jobs", "silent"],
+)
+def test_no_user_keeps_others_from_the_agent(node: Node, attacker: Attacker, request_text: str) -> None:
+    """200 connections at once: 29 of 30 scrapes found no thread. The kernel says whose they are."""
+    with node.agent():
+        attacker.start(hold_connections, node.port, request_text, 200)
+        assert [bool(node.get("/metrics")) for _ in range(30)] == [True] * 30
+        assert eventually(lambda: sum(node.series("opsd_http_refused_total").values()) > 0)
+
+
+def test_a_user_shares_with_itself_only(node: Node, attacker: Attacker) -> None:
+    """All that one user may have open leaves room for the others."""
+    with node.agent():
+        attacker.start(hold_connections, node.port, "GET /", 64)
+        assert eventually(lambda: node.series("opsd_http_connections").get("", 0) >= 60)
+        assert node.get("/readyz")
+        assert node.series("opsd_http_refused_total")['reason="share"'] == 0
+        assert attacker.uid == NOBODY
+
+
+def test_what_a_user_sends_is_never_a_bug(node: Node, attacker: Attacker) -> None:
+    """Versions in Accept that are none were a 500 each, with a traceback in the log."""
+
+    def send(port: int) -> None:
+        import socket
+
+        accepts = ["application/openmetrics-text;version=x", "text/plain;version=1..0", ";q=,;", "text/plain;version=²"]
+        for accept in accepts:
+            with socket.create_connection(("127.0.0.1", port), 10) as connection:
+                text = f"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: {accept}\r\n\r\n"
+                connection.sendall(text.encode("latin-1"))
+                print(connection.recv(100).split()[1].decode())
+
+    with node.agent() as process:
+        assert attacker.run(send, node.port).split() == ["200"] * 4
+        process.terminate()
+        assert "Traceback" not in process.communicate(timeout=30)[1]
