@@ -27,6 +27,7 @@ FOLDERS: Final = (
 )
 """Where the packages of DCGM 4 and 3 have them."""
 PORT: Final = 5555
+LOCAL: Final = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 INTERVAL_US: Final = 1_000_000
 KEEP_S: Final = 60.0
 
@@ -77,7 +78,7 @@ def check_connections(uids: frozenset[int], port: int = PORT) -> None:
         with contextlib.suppress(OSError):
             if path.is_socket():
                 with socket.socket(fileno=os.dup(int(path.name))) as one:
-                    if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
+                    if one.family in LOCAL and one.getpeername()[:2] == (LOCAL[one.family], port):
                         check_owner(one, uids, time.monotonic())
 
 

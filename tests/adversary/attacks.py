@@ -62,3 +62,20 @@ def false_ras(port: int, answer: str) -> None:
         with connection:
             print(connection.recv(4096).decode(), flush=True)
             connection.sendall(answer.encode())
+
+
+def crash_in_a_file(folder: str, name: str, process: str) -> None:
+    """End with a segmentation fault in a file called ``name`` as ``process``: the kernel's log has both names."""
+    import ctypes
+    import os
+    from pathlib import Path
+
+    child = os.fork()
+    if child == 0:
+        Path("/proc/self/comm").write_text(process)
+        Path(folder, name).write_bytes(b"\xc7\x04\x25" + bytes(5000))  # mov dword [0], 0
+        file = os.open(Path(folder, name), os.O_RDONLY)
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        ctypes.CFUNCTYPE(None)(libc.mmap(None, 4096, 5, 2, file, 0))()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

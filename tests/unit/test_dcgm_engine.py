@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +16,8 @@ import pytest
 
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.dcgm import ENGINE_UP, SERIES, UP, DcgmCollector, DcgmError
-from opsd.collectors.lib.dcgm_engine import EngineError, HostEngine, Reader, find_bindings, runs
+from opsd.collectors.lib.dcgm_engine import EngineError, HostEngine, Reader, check_connections, find_bindings, runs
+from opsd.collectors.lib.listener import UntrustedError, trusted_uids
 from opsd.collectors.lib.nvml.series import GPU_TEMP, SM_CLOCK
 
 TEMPERATURE, CLOCK = 150, 100
@@ -106,7 +109,7 @@ def test_bindings_that_anybody_can_write_are_not_loaded(bindings: Path) -> None:
 
 def test_nobody_listens_where_there_is_no_engine() -> None:
     """Looked for by its port, before anything is loaded."""
-    assert not runs(("127.0.0.1", 9))
+    assert not runs(trusted_uids(()), ("127.0.0.1", 9))
 
 
 def test_the_bindings_are_loaded_as_dcgm_ships_them(tmp_path: Path) -> None:
@@ -138,3 +141,33 @@ def test_broken_bindings_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "DcgmReader.py").write_text("raise OSError('libdcgm.so.4 is missing')\n")
     with pytest.raises(EngineError, match="cannot be read"):
         HostEngine(SERIES, folders=(tmp_path,), running=lambda: True).read()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: a socket is given to another user")
+def test_another_users_engine_is_not_believed() -> None:
+    """Neither before the bindings connect nor after: they connect by themselves."""
+    own, others = trusted_uids(()), frozenset({65533})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with socket.create_connection(address), server.accept()[0] as accepted:
+            check_connections(own, address[1])
+            os.fchown(accepted.fileno(), 65534, -1)
+            with pytest.raises(UntrustedError, match="belongs to user 65534"):
+                check_connections(own, address[1])
+            check_connections(own, address[1] - 1)
+        with pytest.raises(UntrustedError):
+            runs(others, address)
+    assert not runs(own, address)
+
+
+def test_an_engine_that_is_not_believed_is_none(bindings: Path) -> None:
+    """Its bindings are not used; that it is there shows."""
+
+    def running() -> bool:
+        raise UntrustedError("what listens there belongs to user 65534, who is not believed")
+
+    dcgm = collector(HostEngine({}, folders=[bindings], running=running))
+    reading = dcgm.collect()
+    assert isinstance(reading, Reading)
+    assert {s.metric.name: s.value for s in reading.samples}["opsd_dcgm_untrusted"] == 1.0
+    assert dcgm.beside(reading, Reading())[1].endswith("is not believed")

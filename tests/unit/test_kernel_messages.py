@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.lib.kernel.messages import KINDS, RULES, parse_oom_victim, parse_trouble
+from opsd.collectors.lib.kernel.xid import parse_sxid, parse_xid
 
 MESSAGES = [
     (
@@ -206,3 +207,25 @@ def test_any_text_can_be_parsed(literal: str, before: str, after: str) -> None:
     """No text makes the parsers raise, with or without the words they look for."""
     parse_trouble(before + literal + after)
     parse_oom_victim(before + literal + after)
+
+
+USERS_TEXT = (
+    "{process}[6139]: segfault at 0 ip 00007f88 sp 00007ffd error 6 in {text}[0,7f886a3a4000+1000] likely on CPU 0",
+    "{process}[6139] general protection fault ip:7f88 sp:7ffd error:0 in {text}[7f88+1000]",
+    "traps: {process}[6139] trap invalid opcode ip:7f88 sp:7ffd error:0 in {text}[7f88+1000]",
+    "cgroup: fork rejected by pids controller in /user.slice/{text}",
+    "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/{text},task=x,pid=1,uid=65534",
+)
+"""Where the kernel writes what a user has chosen: names of processes, files and control groups."""
+
+
+@pytest.mark.parametrize("place", USERS_TEXT)
+@pytest.mark.parametrize("text", [message for message, *_ in MESSAGES], ids=lambda text: text[:40])
+def test_a_user_cannot_have_the_kernel_report_a_fault(place: str, text: str) -> None:
+    """Whatever message is put into a name: it is a crash at most, and no Xid."""
+    for process in ("python", text[:15]):
+        message = place.format(process=process, text=text)
+        found = parse_trouble(message)
+        assert found is None or found.kind == "segfault"
+        assert parse_xid(message) is None
+        assert parse_sxid(message) is None

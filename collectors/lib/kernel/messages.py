@@ -13,11 +13,12 @@ from opsd.collectors.lib.pci import ADDRESS, bus_id
 
 _DEVICE = r"(?P<device>[^\s,:)\]]+)"
 _PCI = rf"(?P<pci_bus_id>{ADDRESS})"
+_DRIVER = r"(?:[\w.-]+ )?"
 _NUMBERS = frozenset({"pid", "cpu", "bank", "errors", "sector", "seconds", "anon_rss_kib"})
 
 
 class Rule(NamedTuple):
-    """Messages that contain ``literal`` and match ``pattern`` are of ``kind``; named groups become the event's data.
+    """Messages that contain ``literal`` and begin with ``pattern`` are of ``kind``; its groups become the event's data.
 
     ``data`` is added to it. ``literal`` is there for speed: most messages contain none.
     """
@@ -46,7 +47,7 @@ _PROCESSES = (
     _rule(
         "hung_task",
         "blocked for more than",
-        r"task (?P<process>.*):(?P<pid>\d+) .*?blocked for more than (?P<seconds>\d+) seconds",
+        r"INFO: task (?P<process>.*):(?P<pid>\d+) .*?blocked for more than (?P<seconds>\d+) seconds",
     ),
     _rule(
         "segfault",
@@ -56,16 +57,30 @@ _PROCESSES = (
     _rule("segfault", "traps: ", r"^traps: (?P<process>.*?)\[(?P<pid>\d+)\] (?P<trap>general protection|trap [a-z ]+)"),
 )
 _PROCESSORS = (
-    _rule("mce", "Machine Check", r"CPU (?P<cpu>\d+): Machine Check(?: Exception)?: \w+ Bank (?P<bank>\d+)"),
+    _rule(
+        "mce",
+        "Machine Check",
+        r"(?:mce: )?(?:\[Hardware Error\]: )?CPU (?P<cpu>\d+): Machine Check(?: Exception)?: \w+ Bank (?P<bank>\d+)",
+    ),
     _rule("mce", "Machine check events logged", r"mce: "),
-    _rule("mce", "[Hardware Error]", r"\[Hardware Error\]: (?P<severity>Corrected|Uncorrected|Deferred) error"),
-    _rule("mce", "[Hardware Error]", r"\[Hardware Error\]: event severity: (?P<severity>\w+)"),
+    _rule(
+        "mce", "[Hardware Error]", r"(?:mce: )?\[Hardware Error\]: (?P<severity>Corrected|Uncorrected|Deferred) error"
+    ),
+    _rule("mce", "[Hardware Error]", r"(?:\{\d+\})?\[Hardware Error\]: event severity: (?P<severity>\w+)"),
     _rule("mce", "Memory failure:", r"Memory failure: 0x[0-9a-f]+: recovery action for .*: (?P<outcome>\w+)"),
     _rule("edac", "EDAC", r"EDAC (?P<controller>\w+): (?P<errors>\d+) (?P<severity>CE|UE)\b.*? on (?P<location>[^(]*)"),
-    _rule("cpu_lockup", "soft lockup", r"soft lockup - CPU#(?P<cpu>\d+) stuck for (?P<seconds>\d+)s"),
-    _rule("cpu_lockup", "hard LOCKUP", r"hard LOCKUP on cpu (?P<cpu>\d+)"),
-    _rule("cpu_lockup", "rcu", r"rcu: INFO: \w+ (?:self-)?detected stalls? on CPU"),
-    _rule("cpu_throttled", "temperature", r"CPU(?P<cpu>\d+): (?:Core|Package) temperature (?:is )?above threshold"),
+    _rule(
+        "cpu_lockup",
+        "soft lockup",
+        r"(?:(?:NMI )?watchdog: )?BUG: soft lockup - CPU#(?P<cpu>\d+) stuck for (?P<seconds>\d+)s",
+    ),
+    _rule("cpu_lockup", "hard LOCKUP", r"(?:(?:NMI )?watchdog: )?Watchdog detected hard LOCKUP on cpu (?P<cpu>\d+)"),
+    _rule("cpu_lockup", "rcu", r"(?:rcu: )?INFO: \w+ (?:self-)?detected stalls? on CPU"),
+    _rule(
+        "cpu_throttled",
+        "temperature",
+        r"(?:mce: )?CPU(?P<cpu>\d+): (?:Core|Package) temperature (?:is )?above threshold",
+    ),
 )
 _DEVICES = (
     _rule("nvme_error", "nvme", rf"nvme {_DEVICE}: I/O .*timeout, (?P<outcome>completion polled|\w+(?: controller)?)"),
@@ -76,20 +91,20 @@ _DEVICES = (
         r"|Device not ready; aborting \w+|Removing after probe failure|frozen state error detected)",
     ),
     _rule("nvme_error", "no available path", rf"block {_DEVICE}: (?P<outcome>no available path)"),
-    _rule("io_error", " error, dev ", rf"(?:I/O|critical \w+) error, dev {_DEVICE}, sector (?P<sector>\d+)"),
+    _rule("io_error", " error, dev ", rf"(?:\w+: )?(?:I/O|critical \w+) error, dev {_DEVICE}, sector (?P<sector>\d+)"),
     _rule("io_error", "I/O Error (sct", r"(?P<device>nvme\w+): .*?LBA (?P<sector>\d+).*I/O Error"),
     _rule("io_error", "Buffer I/O error", rf"Buffer I/O error on dev(?:ice)? {_DEVICE}, logical block"),
     _rule(
         "pcie_error",
         "Bus Error: severity=",
-        rf"{_PCI}: .*?Bus Error: severity=(?P<severity>\w+(?: \([\w-]+\))?), type=(?P<layer>[\w ]+)",
+        rf"{_DRIVER}{_PCI}: .*?Bus Error: severity=(?P<severity>\w+(?: \([\w-]+\))?), type=(?P<layer>[\w ]+)",
     ),
-    _rule("pcie_link_down", "Link Down", rf"{_PCI}: pciehp: Slot\((?P<slot>[^)]*)\): Link Down"),
-    _rule("nic_error", "mlx5", rf"{_PCI}.*?Port module event\[error\]: module \d+, (?P<cause>.*)"),
+    _rule("pcie_link_down", "Link Down", rf"{_DRIVER}{_PCI}: pciehp: Slot\((?P<slot>[^)]*)\): Link Down"),
+    _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI}.*?Port module event\[error\]: module \d+, (?P<cause>.*)"),
     _rule(
         "nic_error",
         "mlx5",
-        rf"{_PCI}.*?(?P<cause>Cable unplugged|device's health compromised|insufficient power on the PCIe slot"
+        rf"mlx5\w* {_PCI}.*?(?P<cause>Cable unplugged|device's health compromised|insufficient power on the PCIe slot"
         r"|Health issue observed, [^,]*|High temperature on sensors|timeout\. Will cause a leak of a command resource)",
     ),
 )
@@ -99,14 +114,27 @@ _FILESYSTEMS = (
     _rule("filesystem_shutdown", "XFS (", rf"(?P<fs>XFS) \({_DEVICE}\): .*(?:[Ss]hutting down|has been shut down)"),
     _rule("filesystem_error", "EXT4-fs error", rf"(?P<fs>EXT4)-fs error \(device {_DEVICE}\)"),
     _rule("filesystem_error", "EXT4-fs (", rf"(?P<fs>EXT4)-fs \({_DEVICE}\): .*(?:I/O error|failed to)"),
-    _rule("filesystem_error", "Aborting journal", r"on device (?P<device>\S+?)(?:-\d+)?\.?$", fs="EXT4"),
+    _rule(
+        "filesystem_error", "Aborting journal", r"Aborting journal on device (?P<device>\S+?)(?:-\d+)?\.?$", fs="EXT4"
+    ),
     _rule("filesystem_error", "XFS (", rf"(?P<fs>XFS) \({_DEVICE}\): .*(?:I/O [Ee]rror|[Cc]orruption)"),
     _rule("filesystem_error", "BTRFS", rf"(?P<fs>BTRFS):? (?:error|critical) \(device {_DEVICE}"),
     _rule("network_filesystem_lost", "not responding", r"(?P<fs>nfs\d?): server (?P<server>\S+) not responding"),
     _rule("network_filesystem_restored", "server", r"(?P<fs>nfs\d?): server (?P<server>\S+) OK"),
-    _rule("network_filesystem_lost", "Lustre", r"Connection to (?P<server>\S+) \(at .*\) was lost", fs="lustre"),
-    _rule("network_filesystem_restored", "Lustre", r"Connection restored to (?P<server>\S+)", fs="lustre"),
+    _rule(
+        "network_filesystem_lost",
+        "Lustre",
+        r"Lustre\w*: .*?Connection to (?P<server>\S+) \(at .*\) was lost",
+        fs="lustre",
+    ),
+    _rule(
+        "network_filesystem_restored", "Lustre", r"Lustre\w*: .*?Connection restored to (?P<server>\S+)", fs="lustre"
+    ),
 )
+
+_OF_A_PROCESS = tuple(rule for rule in _PROCESSES if rule.kind == "segfault")
+_NAMED = re.compile(r".{0,15}\[\d+\]:? ", re.DOTALL)
+"""A message about a process, which begins with its name: 15 characters that its user chooses."""
 
 RULES: Final = (*_GPU, *_PROCESSES, *_PROCESSORS, *_DEVICES, *_FILESYSTEMS)
 """The first row that matches decides."""
@@ -124,9 +152,13 @@ class Trouble(NamedTuple):
 
 
 def parse_trouble(message: str) -> Trouble | None:
-    """The trouble that ``message`` reports, or None if its kind is unknown."""
-    for rule in RULES:
-        if rule.literal in message and (match := rule.pattern.search(message)):
+    """The trouble that ``message`` reports, or None if its kind is unknown.
+
+    A user may have the kernel write any text in the middle of a message, as the name of a file in which a program
+    crashes. So the beginning decides, which is the kernel's or a driver's, or the name of a process.
+    """
+    for rule in _OF_A_PROCESS if _NAMED.match(message) else RULES:
+        if rule.literal in message and (match := rule.pattern.match(message)):
             named = {name: _value(name, text) for name, text in match.groupdict().items() if text}
             return Trouble(rule.kind, {**named, **rule.data})
     return None
@@ -143,6 +175,6 @@ def parse_oom_victim(message: str) -> tuple[int, str] | None:
 
     The kernel writes this one line before it says that the process was killed, which names no cgroup.
     """
-    if "oom-kill:" not in message or (match := _VICTIM.search(message)) is None:
+    if "oom-kill:" not in message or (match := _VICTIM.match(message)) is None:
         return None
     return int(match["pid"]), match["cgroup"]
