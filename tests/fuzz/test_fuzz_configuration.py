@@ -30,9 +30,9 @@ SEEDS: tuple[bytes, ...] = (
 
 
 @AMOUNTS
-def test_no_file_is_a_bug(amount: int, tmp_path: Path) -> None:
+def test_no_file_is_a_bug(amount: int, memory_folder: Path) -> None:
     """Edited, cut short, or no TOML at all; what is accepted can be written down and read again."""
-    file = tmp_path / "opsd.toml"
+    file = memory_folder / "opsd.toml"
 
     def load(content: bytes) -> None:
         file.write_bytes(content)

@@ -87,16 +87,16 @@ class Journals:
 
 
 @AMOUNTS
-def test_no_file_is_a_bug(amount: int, journal: Path, tmp_path: Path) -> None:
+def test_no_file_is_a_bug(amount: int, journal: Path, memory_folder: Path) -> None:
     """Damaged anywhere, cut off, or no database at all."""
     content = journal.read_bytes()
-    fuzz(Journals(tmp_path).survives, changed(content), amount, [b"", content[:100], b"SQLite format 3\0"])
+    fuzz(Journals(memory_folder).survives, changed(content), amount, [b"", content[:100], b"SQLite format 3\0"])
 
 
 @AMOUNTS
-def test_no_row_is_a_bug(amount: int, journal: Path, tmp_path: Path) -> None:
+def test_no_row_is_a_bug(amount: int, journal: Path, memory_folder: Path) -> None:
     """SQLite keeps any value in any column."""
-    content, journals = journal.read_bytes(), Journals(tmp_path)
+    content, journals = journal.read_bytes(), Journals(memory_folder)
     places = [(table, column) for table, columns in COLUMNS.items() for column in columns]
     stored = numbers.filter(lambda n: not isinstance(n, int) or abs(n) < 2**63) | st.binary(max_size=20) | st.none()
     written = texts.map(lambda text: text.encode(errors="replace").decode())

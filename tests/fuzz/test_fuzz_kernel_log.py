@@ -35,12 +35,12 @@ SEEDS: tuple[bytes, ...] = (
 
 
 @AMOUNTS
-def test_no_record_is_a_bug(amount: int, tmp_path: Path) -> None:
+def test_no_record_is_a_bug(amount: int, memory_folder: Path) -> None:
     """Damaged, continued, from any facility: events, counts and incidents can be passed on."""
     numbers = itertools.count()
 
     def look(records: list[bytes]) -> None:
-        node = Node(tmp_path / str(next(numbers) % 8))
+        node = Node(memory_folder / str(next(numbers) % 8))
         agent, pipeline = node.agent(injected=True), Pipeline()
         read(agent)
         for record in records:
@@ -52,11 +52,11 @@ def test_no_record_is_a_bug(amount: int, tmp_path: Path) -> None:
 
 
 @AMOUNTS
-def test_no_position_is_a_bug(amount: int, tmp_path: Path) -> None:
+def test_no_position_is_a_bug(amount: int, memory_folder: Path) -> None:
     """The file with the last record read, damaged or of another program."""
 
     def look(content: bytes) -> None:
-        node = Node(tmp_path)
+        node = Node(memory_folder)
         node.state.write_bytes(content)
         node.say(XID_31)
         read(node.agent())

@@ -55,7 +55,7 @@ class Node:
         self._root = folder
         self._names = itertools.count()
 
-    def look(self, files: dict[str, bytes], ticks: int = 3) -> None:
+    def look(self, files: dict[str, bytes], ticks: int = 2) -> None:
         """Let an agent read a run folder with these files, ``ticks`` times."""
         folder = self._root / str(next(self._names)) / "smol"
         folder.mkdir(parents=True)
@@ -70,8 +70,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Node:
-    return Node(tmp_path)
+def node(memory_folder: Path) -> Node:
+    return Node(memory_folder)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +143,6 @@ def test_no_event_is_a_bug(amount: int, node: Node, page: bytes) -> None:
     def look(lines: list[bytes]) -> None:
         content = b"".join(line + b"\n" for line in lines)
         files = {"events.jsonl": content, "rank-0000.page.events.jsonl": content}
-        node.look({**files, "run.json": encoded(RUN_JSON), "rank-0000.page": page}, ticks=2)
+        node.look({**files, "run.json": encoded(RUN_JSON), "rank-0000.page": page})
 
     fuzz(look, st.lists(EVENT_LINES, min_size=1, max_size=4), amount, [[seed] for seed in SEEDS])
