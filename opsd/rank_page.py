@@ -96,14 +96,16 @@ def write_request(path: Path, request: str) -> None:
         os.close(descriptor)
 
 
-def read_page(path: Path, known: RankPage | None = None) -> RankPage:
-    """Read the rank page at ``path``. Steps that ``known``, an earlier copy, already has are reused.
+def read_page(path: Path, known: RankPage | None = None, *, folder: int | None = None) -> RankPage:
+    """Read the rank page at ``path``, in the open ``folder`` if that is given.
+
+    Steps that ``known``, an earlier copy, already has are reused.
 
     Uses ``pread`` instead of a mapping, so that a file truncated by its owner cannot kill the reader. Raises PageError
     if there is no usable page: missing, truncated, foreign, damaged, or of a newer major version.
     """
     for _ in range(_READS):
-        data, slots, after = _read_bytes(path)
+        data, slots, after = _read_bytes(path, folder)
         header = _parse_header(path, data)
         slot = _newest_slot(*slots)
         if slot is not None:
@@ -111,10 +113,10 @@ def read_page(path: Path, known: RankPage | None = None) -> RankPage:
     raise PageError(f"{path}: no slot of the page is whole; its writer may have died while creating it")
 
 
-def _read_bytes(path: Path) -> tuple[bytes, tuple[bytes, bytes, bytes], bytes]:
+def _read_bytes(path: Path, folder: int | None) -> tuple[bytes, tuple[bytes, bytes, bytes], bytes]:
     """The page; three reads of the slots before it; one after it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError as error:
         raise PageError(f"{path}: cannot be opened: {error.strerror}") from error
     try:
@@ -245,10 +247,10 @@ def process_state(page: RankPage, proc: str = "/proc") -> str | None:
     return fields[0]
 
 
-def page_writer(path: Path) -> tuple[int, int]:
-    """Pid and start time of the process that writes the page at ``path``. Raises PageError."""
+def page_writer(path: Path, *, folder: int | None = None) -> tuple[int, int]:
+    """Pid and start time of the process that writes the page at ``path``, as in ``read_page``. Raises PageError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         try:
             data = os.pread(descriptor, layout.HEADER.size + layout.CRC.size, 0)
         finally:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from opsd.collectors.lib.processes import Identity, identify
-from opsd.rank_page import process_start
 
 RENEW_S: Final = 30.0
 """A process is looked up again after this time: it may have been moved to another control group."""
@@ -47,9 +46,9 @@ class Proof:
         self._identity: Identity | None = None
         self._until = 0.0
 
-    def owns(self, pid: int, start: int, now: float) -> bool | None:
+    def owns(self, pid: int, start: int, now: float, *, lives: bool) -> bool | None:
         """Whether the process with this start time is the owner's; None if it is gone and was never seen."""
-        if process_start(pid) != start:
+        if not lives:
             return self._process == (pid, start) or None
         if self._process != (pid, start) or now >= self._until:
             identity = self._look_up(pid)

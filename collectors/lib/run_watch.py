@@ -52,7 +52,7 @@ def lives(folder: Path, owner: int, wall: float, linger_s: float) -> bool:
         pages = [number for number, is_page in _rank_files(descriptor, ENTRIES // 16) if is_page][:_JUDGED_PAGES]
         for number in pages:
             with contextlib.suppress(PageError):
-                if _runs_for(owner, *page_writer(_page(descriptor, number))):
+                if _runs_for(owner, *page_writer(_page(number), folder=descriptor)):
                     return True
     return False
 
@@ -123,8 +123,7 @@ class RunWatch:
         if run is not None:
             facts.append(run)
             samples += series.run_samples(run)
-        for page in pages:
-            process = process_state(page)
+        for page, process in pages:
             supervised = run is not None and run.alive and run.takes_part
             if process is None and not supervised and now - page.changed > self._linger_s:
                 continue
@@ -158,7 +157,7 @@ class RunWatch:
         return replace(run, job=self._launcher.job(run.job), control=control, user=self.owner)
 
     def _launcher_lives(self, pid: int, start: int, now: float) -> bool:
-        return process_start(pid) == start and self._launcher.owns(pid, start, now) is True
+        return process_start(pid) == start and self._launcher.owns(pid, start, now, lives=True) is True
 
     def _known_ranks(self, most: int) -> list[int]:
         """The ranks that have a page. Those with any file at all are remembered, the others forgotten."""
@@ -199,15 +198,22 @@ class RunWatch:
             if len(self._relayed) > MAX_RELAYED:
                 self._relayed.popitem(last=False)
 
-    def _read_pages(self, folder: int, ranks: Sequence[int], now: float) -> tuple[list[RankPage], int]:
-        """The usable pages, and how many are not: of another rank than the name says, or of another user's process."""
+    def _read_pages(
+        self, folder: int, ranks: Sequence[int], now: float
+    ) -> tuple[list[tuple[RankPage, str | None]], int]:
+        """The usable pages with the state of their process, and how many are not usable.
+
+        Those are of another rank than the name says, or of another user's process.
+        """
         pages = []
         for number in ranks:
             rank = self._ranks[number]
             with contextlib.suppress(PageError):
-                page = rank.page = read_page(_page(folder, number), rank.page)
-                if page.rank == number and rank.proof.owns(page.pid, page.pid_start, now) is not False:
-                    pages.append(page)
+                page = rank.page = read_page(_page(number), rank.page, folder=folder)
+                process = process_state(page)
+                owned = rank.proof.owns(page.pid, page.pid_start, now, lives=process is not None)
+                if page.rank == number and owned is not False:
+                    pages.append((page, process))
         return pages, len(ranks) - len(pages)
 
     def _fact(self, page: RankPage, process: str | None) -> RankFact:
@@ -309,5 +315,5 @@ def _rank_files(folder: int, entries: int) -> list[tuple[int, bool]]:
     return [(int(match[1]), match[2] is None) for name in names if (match := _RANK_FILE.fullmatch(name))]
 
 
-def _page(folder: int, rank: int) -> Path:
-    return Path(f"/proc/self/fd/{folder}/rank-{rank:04d}.page")
+def _page(rank: int) -> Path:
+    return Path(f"rank-{rank:04d}.page")

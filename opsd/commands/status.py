@@ -13,7 +13,7 @@ from rich.table import Table
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.output import plain_table, printable, rank_table
 
-_STATES = {"ok": "green", "no_data": "dim", "error": "red", "hung": "red", "starting": "dim"}
+_STATES = {"ok": "green", "limited": "yellow", "no_data": "dim", "error": "red", "hung": "red", "starting": "dim"}
 
 
 @click.command()

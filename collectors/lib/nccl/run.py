@@ -103,7 +103,7 @@ class NcclRun:
         self._memory = memory
         self._run = memory.name
         self._skip_old = skip_old
-        self._rights = Rights(owner, frozenset())
+        self._rights, self._launcher = Rights(owner, frozenset()), 0
         self._tails: dict[tuple[int, int], Tail] = {}
         self._counts: Counter[tuple[int, str]] = Counter()
         self._dumps = _Dumps(self._run, lambda size, wall: allowance.take(owner, size, wall))
@@ -125,7 +125,9 @@ class NcclRun:
         if run is None:
             return Reading()
         self.leads = 0 in ranks
-        self._rights = Rights(self.owner, groups_of_process(run.launcher_pid, self.owner) or self._rights.groups)
+        if run.launcher_pid != self._launcher:
+            self._launcher = run.launcher_pid
+            self._rights = Rights(self.owner, groups_of_process(run.launcher_pid, self.owner))
         with _opened_as(self._rights, run.folder) as folder:
             if folder is None or os.fstat(folder).st_uid != self.owner:
                 return Reading((Sample(LOGS, 0, (self._run,)),))
@@ -147,15 +149,16 @@ class NcclRun:
         self._tails = {key: tail for key, tail in self._tails.items() if key in wanted}
         messages: list[tuple[int, LogMessage]] = []
         followed = 0
-        for number in (generation - 1, generation):
-            with _opened_as(self._rights, folder) as logs, _opened(Path(f"gen-{number:04d}"), logs) as place:
-                if place is None or os.fstat(place).st_uid != self.owner:
-                    continue
-                for rank in ranks:
-                    lines = self._read_log(place, number, rank, skip_old, most)
-                    most -= sum(map(len, lines))
-                    messages += [(rank, message) for line in lines if (message := parse_line(line))]
-                followed += len(ranks) if number == generation else 0
+        with _opened_as(self._rights, folder) as logs:
+            for number in (generation - 1, generation):
+                with _opened(Path(f"gen-{number:04d}"), logs) as place:
+                    if place is None or os.fstat(place).st_uid != self.owner:
+                        continue
+                    for rank in ranks:
+                        lines = self._read_log(place, number, rank, skip_old, most)
+                        most -= sum(map(len, lines))
+                        messages += [(rank, message) for line in lines if (message := parse_line(line))]
+                    followed += len(ranks) if number == generation else 0
         return messages, followed
 
     def _read_log(self, place: int, generation: int, rank: int, skip_old: bool, most: int) -> list[bytes]:
