@@ -43,6 +43,8 @@ AUTHENTICATION_TIMEOUT_S = 2.0
 """For the whole authentication of a sender."""
 MAX_UNAUTHENTICATED, MAX_PER_ADDRESS = 16, 4
 """Unauthenticated connections: in total, and from one address."""
+ATTEMPTS = 5
+"""Connections that a sender makes until one is authenticated."""
 LOG_INTERVAL_S = 60.0
 _BLOCK = 1 << 22
 _NONCE, _PROOF, _LONGEST = 16, 32, 1 << 16
@@ -66,6 +68,14 @@ class Refused(OSError):
     """The other side's objection."""
 
 
+class _Gone(ConnectionError):
+    """The other side has closed the connection."""
+
+
+_LOST = (_Gone, BrokenPipeError, ConnectionResetError, ConnectionAbortedError)
+"""Errors of a connection that was made and then closed by the other side."""
+
+
 class Sender(threading.Thread):
     """Sends a state to the other node; ``stop`` ends it early."""
 
@@ -74,24 +84,45 @@ class Sender(threading.Thread):
         self._key, self._info, self._state = key, info, state
         host, port = target.split()
         self._target = host, int(port)
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._socket.settimeout(TIMEOUT_S)
+        self._guard = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._stopped = False
         self.why = ""
         """Why no replica was made."""
 
     def run(self) -> None:
-        """Send the state."""
-        try:
-            with self._socket, memoryview(self._state) as view:
-                self._socket.connect(self._target)
-                _send(self._socket, self._key, self._info, view)
-        except OSError as error:
-            self.why = f"{self._target[0]}: {error.strerror or error}"
+        """Send the state. Strangers who crowd the port can have a connection closed that has not proven itself yet."""
+        for _ in range(ATTEMPTS):
+            proven = False
+            try:
+                with self._connection() as connection, memoryview(self._state) as view:
+                    connection.connect(self._target)
+                    proof = _send_metadata(connection, self._key, self._info)
+                    proven = True
+                    _send_state(connection, proof, view)
+                self.why = ""
+                return
+            except OSError as error:
+                self.why = f"{self._target[0]}: {error.strerror or error}"
+                if proven or self._stopped or not isinstance(error, _LOST):
+                    return
+
+    def _connection(self) -> socket.socket:
+        """A new socket, closed at once if it is to stop."""
+        with self._guard:
+            if self._stopped:
+                raise ConnectionAbortedError("stopped")
+            self._socket = socket.socket(socket.AF_INET6 if ":" in self._target[0] else socket.AF_INET)
+            self._socket.settimeout(TIMEOUT_S)
+            return self._socket
 
     def stop(self) -> None:
         """Give up."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._guard:
+            self._stopped = True
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
         self.join()
 
     def finish(self, hopeless: Callable[[float], bool]) -> None:
@@ -101,11 +132,16 @@ class Sender(threading.Thread):
                 self.stop()
 
 
-def _send(connection: socket.socket, key: bytes, info: StateInfo, view: memoryview) -> None:
+def _send_metadata(connection: socket.socket, key: bytes, info: StateInfo) -> hmac.HMAC:
+    """Prove where the state comes from; the HMAC so far."""
     header = json.dumps(asdict(info)).encode()
     proof = hmac.new(key, _read(connection, _NONCE) + header, "sha256")
     connection.sendall(len(header).to_bytes(4, "big") + header + proof.digest())
     _read_answer(connection)
+    return proof
+
+
+def _send_state(connection: socket.socket, proof: hmac.HMAC, view: memoryview) -> None:
     for begin in range(0, len(view), _BLOCK):
         with view[begin : begin + _BLOCK] as block:
             proof.update(block)
@@ -278,5 +314,5 @@ def _fill(connection: socket.socket, view: memoryview, deadline: float | None = 
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
         received = connection.recv_into(view[at:])
         if not received:
-            raise ConnectionError("the other side has gone")
+            raise _Gone("the other side has gone")
         at += received

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from opsd.trainer import memory
 from opsd.trainer.exchange import Save, newest_whole, plan_transfers
 from opsd.trainer.memory import StateInfo
-from opsd.trainer.replica import MAX_PER_ADDRESS, MAX_UNAUTHENTICATED, Receiver, Sender
+from opsd.trainer.replica import ATTEMPTS, MAX_PER_ADDRESS, MAX_UNAUTHENTICATED, Receiver, Sender
 
 KEY, STATE = b"k" * 32, os.urandom(9_000_001)
 
@@ -211,6 +211,23 @@ def test_a_partner_that_begins_again_is_not_kept_waiting(tmp_path: Path) -> None
         assert send(target, info) == ""
         assert memory.read_info(tmp_path, 3) == info
         assert is_cut_off(stuck)
+
+
+def test_a_sender_that_strangers_crowd_out_tries_again(tmp_path: Path) -> None:
+    """Its connection is the oldest of too many and is closed before it has proven itself."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            for _ in range(ATTEMPTS - 1):
+                listener.accept()[0].close()
+            Receiver(KEY, tmp_path, 3, "0000abcd").serve(listener)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        assert send(f"127.0.0.1 {listener.getsockname()[1]}", record_of(STATE)) == ""
+        assert memory.read_info(tmp_path, 3) == record_of(STATE)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
 
 
 SAVES = st.builds(Save, st.integers(1, 3), st.integers(1, 2))
