@@ -161,7 +161,10 @@ def _cooling(kind: str, action: Action, history: Sequence[PastAction], limits: L
     if action.verb in HARMLESS:
         return ""
     cooldown_s = limits.cooldowns.get(kind, limits.cooldown_s)
-    recent = any(p.kind == kind and p.target == action.target and now - p.at < cooldown_s for p in history)
+    recent = any(
+        past.kind == kind and past.target == action.target and past.verb not in HARMLESS and now - past.at < cooldown_s
+        for past in history
+    )
     return f"acted on {action.target} for {kind} less than {cooldown_s:g} s ago" if recent else ""
 
 
