@@ -55,7 +55,7 @@ ITSELF = Group(
             severity="warning",
             hold="2m",
             summary="The journal of {{ $labels.instance }} cannot be written",
-            description="Incidents are kept only in memory and are lost if the agent restarts.",
+            description="Incidents are kept only in memory, and the agent takes no action: nothing would remember it.",
         ),
         Alert(
             "ConfigRefused",

@@ -17,7 +17,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from opsd.agent.lifecycle import Outcome
-from opsd.agent.swap import SwapError, UnderWay, planned_swap
+from opsd.agent.policy import HARMLESS
+from opsd.agent.swap import NotInRun, SwapError, UnderWay, planned_swap
 from opsd.control import ControlError, ask_launcher
 from opsd.rank_page import PageError, RankPage, process_state, read_page
 from opsd.runbooks.base import Action
@@ -28,13 +29,17 @@ VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "
 
 ACTION_DEADLINE_S = 30.0
 SWAP_SHARE = 2 / 3
-"""Share of the deadline in which to wait for a swap; the rest is for the drain."""
+"""Share of the deadline in which to wait for a swap; the rest is for the journal and the drain."""
+JOURNAL_SHARE = 1 / 6
+"""Share of the deadline in which to wait until the intention is on the disk."""
 
 
 class ActionError(Exception):
     """An action that was refused before it changed anything; the message says why in one sentence."""
 
 
+Intended = Callable[[float], bool]
+"""Waits for seconds until the intention of an action is on the disk; False if it is not."""
 PowerLimiter = Callable[[int, float], None]
 """Sets a GPU to a power limit in watts. Raises an exception whose text says why if that is not possible."""
 Drainer = Callable[[str, str], str]
@@ -44,10 +49,7 @@ Notifier = Callable[[str, Mapping[str, object]], None]
 
 
 class Executor:
-    """Executes actions, each in its own thread, and passes their outcomes to ``outcomes``.
-
-    ``before_acting`` is called first in that thread and makes the intention durable.
-    """
+    """Executes actions, each in its own thread, and passes their outcomes to ``outcomes``."""
 
     def __init__(
         self,
@@ -56,7 +58,6 @@ class Executor:
         notify: Notifier,
         set_power_limit: PowerLimiter | None = None,
         drain_node: Drainer | None = None,
-        before_acting: Callable[[], object] = lambda: None,
         deadline_s: float = ACTION_DEADLINE_S,
     ) -> None:
         self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
@@ -64,7 +65,6 @@ class Executor:
         self._notify = notify
         self._power = set_power_limit
         self._drain = drain_node
-        self._before_acting = before_acting
         self._deadline_s = deadline_s
         self._verbs: Mapping[str, Callable[[Action], str]] = {
             "kill_process": self._kill_process,
@@ -75,8 +75,8 @@ class Executor:
             "notify": self._tell,
         }
 
-    def submit(self, incident: str, number: int, action: Action) -> None:
-        """Execute ``action``, the ``number``-th of ``incident``, in the background.
+    def submit(self, incident: str, number: int, action: Action, intended: Intended) -> None:
+        """Execute ``action``, the ``number``-th of ``incident``, in the background, once its intention is on the disk.
 
         Exactly one outcome follows, a failure after ``deadline_s`` if the action has not ended by then.
         """
@@ -87,8 +87,11 @@ class Executor:
                 self.outcomes.put(Outcome(incident, number, ok, detail, refused))
 
         def work() -> None:
-            self._before_acting()
-            done = self._attempt(action)
+            patience_s = self._deadline_s * JOURNAL_SHARE
+            if action.verb in HARMLESS or intended(patience_s):
+                done = self._attempt(action)
+            else:
+                done = False, f"not carried out: the journal was not written within {patience_s:g} s", True
             overdue.cancel()
             report(*done)
 
@@ -151,7 +154,8 @@ class Executor:
         except UnderWay as agreed:
             swapped = str(agreed)
         except (SwapError, ControlError) as error:
-            swapped, refusal = "", str(error)
+            left = isinstance(error, NotInRun) and action.args.get("resumed") is True
+            swapped, refusal = f"{node} has left the run" if left else "", str(error)
         if self._drain is None:
             if not swapped:
                 raise ActionError(refusal)

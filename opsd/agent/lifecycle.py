@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opsd.runbooks.base import Cost, Evidence, Finding, Incident, Severity, State
@@ -35,8 +35,8 @@ GIVE_UP_S = 3600.0
 """An incident that was neither found nor known to be healed for this long ends as escalated: its run may be gone."""
 COST_GAP_S = 10.0
 """Longest time between two findings for which their cost is assumed to continue."""
+GIVEN_UP = "given up after a restart of the agent: "
 _SEVERITIES = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
-RESTARTED = "the agent was restarted while this was under way; whether it was carried out is not known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +106,54 @@ def noted(incident: Incident, actions: Iterable[Mapping[str, object]]) -> Incide
 
 
 def resumed(incident: Incident, now: float) -> Incident:
-    """The incident as loaded after a restart of the agent: running actions have an unknown result and are verified.
+    """The incident as loaded after a restart of the agent. Actions under way stay so: see ``unfinished``.
 
-    The time of health starts over, as the time without an agent is unknown.
+    The time of health starts over, as the time without an agent is unknown. A time to come, of a clock that was ahead,
+    is taken for ``now``, or the wait that it begins would last until then.
     """
+
+    def past(at: float | None) -> float | None:
+        return None if at is None else min(at, now)
+
+    incident = replace(
+        incident,
+        healthy_since=None,
+        opened_at=min(incident.opened_at, now),
+        last_seen_at=min(incident.last_seen_at, now),
+        acted_at=past(incident.acted_at),
+        reopened_at=past(incident.reopened_at),
+    )
+    if incident.state is State.ACTING and not [*unfinished(incident)]:
+        return replace(incident, state=State.VERIFYING, acted_at=now)
+    if incident.state is State.VERIFYING and incident.acted_at is None:
+        return replace(incident, acted_at=now)
+    return incident
+
+
+def unfinished(incident: Incident) -> Iterator[tuple[int, Mapping[str, object]]]:
+    """Number and record of every action that is under way."""
+    for number, action in enumerate(incident.actions):
+        if action.get("outcome") == "running":
+            yield number, action
+
+
+def resuming(incident: Incident, number: int) -> Incident:
+    """The incident while an action that was cut off is carried out for the second time, which is recorded."""
+    actions = [*incident.actions]
+    actions[number] = {**actions[number], "resumed": True}
+    return replace(incident, actions=tuple(actions))
+
+
+def superseded(incident: Incident, by: str, now: float) -> Incident:
+    """The incident, ended because the one with the id ``by`` is about the same."""
     actions = tuple(
-        {**action, "outcome": "unknown", "detail": RESTARTED} if action.get("outcome") == "running" else action
+        {**action, "outcome": "failed", "detail": GIVEN_UP + f"{by} is about the same", "ended_at": now}
+        if action.get("outcome") == "running"
+        else action
         for action in incident.actions
     )
-    incident = replace(incident, healthy_since=None, actions=actions)
-    if incident.state is not State.ACTING:
-        return incident
-    return replace(incident, state=State.VERIFYING, acted_at=now, verdict=RESTARTED)
+    verdict = f"continued as {by}"
+    return replace(incident, state=State.ESCALATED, resolved_at=now, actions=actions, verdict=verdict)
 
 
 def shifted(incident: Incident, seconds: float) -> Incident:

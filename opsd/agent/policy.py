@@ -15,6 +15,7 @@ HARMLESS = frozenset({"notify"})
 """Verbs that change nothing on the node: no cool-down, no rate limit, and also executed in mode recommend."""
 OF_A_RUN = frozenset({"kill_process", "restart_generation"})
 """Verbs that touch the processes of a run's user; all others that change something are about hardware."""
+UNCONFIRMED = "neither kernel nor driver gives a reason for it now"
 
 
 class Verdict(StrEnum):
@@ -88,10 +89,12 @@ def decide(
     now: float,
     user_of: Callable[[Action], int | None] = lambda _action: None,
     confirmed: Sequence[Action] = (),
+    unrecorded: str = "",
 ) -> tuple[Decision, ...]:
     """Decide about ``actions``, which form one attempt. Times are epoch seconds, ``started_at`` that of the agent.
 
-    ``confirmed`` are the actions that the kernel and the drivers alone give reason for now.
+    ``confirmed`` are the actions that the kernel and the drivers alone give reason for now. ``unrecorded`` says why the
+    journal cannot take an intention, "" if it can; without it nothing is changed.
 
     In mode observe there are no decisions. An attempt is all or nothing: if one of its actions is refused, all are, so
     that no remedy is executed halfway. Notifications stand apart: neither do they refuse the others, nor the reverse.
@@ -104,6 +107,7 @@ def decide(
     silent = [action for action in actions if muted and action.verb in HARMLESS]
     actions = [action for action in actions if action not in silent]
     checks: tuple[Callable[[Action], str], ...] = (
+        lambda action: _unrecorded(action, mode, unrecorded),
         lambda _action: _stale(incident, started_at),
         lambda _action: muted if active_silence(limits.maintenance, incident.kind, now) else "",
         lambda action: _unconfirmed(action, confirmed),
@@ -131,6 +135,11 @@ def decide(
     return (*decisions, *(Decision(action, Verdict.REFUSE, muted) for action in silent))
 
 
+def _unrecorded(action: Action, mode: str, problem: str) -> str:
+    changes = mode == "act" and action.verb not in HARMLESS
+    return f"nothing would remember it: {problem}" if problem and changes else ""
+
+
 def _stale(incident: Incident, started_at: float) -> str:
     newest = max((evidence.at for evidence in incident.evidence), default=incident.opened_at)
     return "its evidence is older than this agent's start" if newest < started_at else ""
@@ -145,14 +154,17 @@ def _unconfirmed(action: Action, confirmed: Sequence[Action]) -> str:
     same = ((one.verb, one.target, one.args) for one in confirmed)
     if not needs_witness(action) or (action.verb, action.target, action.args) in same:
         return ""
-    return "neither kernel nor driver gives a reason for it now"
+    return UNCONFIRMED
 
 
 def _cooling(kind: str, action: Action, history: Sequence[PastAction], limits: Limits, now: float) -> str:
     if action.verb in HARMLESS:
         return ""
     cooldown_s = limits.cooldowns.get(kind, limits.cooldown_s)
-    recent = any(p.kind == kind and p.target == action.target and now - p.at < cooldown_s for p in history)
+    recent = any(
+        past.kind == kind and past.target == action.target and past.verb not in HARMLESS and now - past.at < cooldown_s
+        for past in history
+    )
     return f"acted on {action.target} for {kind} less than {cooldown_s:g} s ago" if recent else ""
 
 

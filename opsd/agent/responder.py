@@ -18,7 +18,8 @@ from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.policy import HARMLESS, OF_A_RUN, Decision, Limits, PastAction, Verdict, decide, needs_witness
-from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED
+from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
+from opsd.agent.unfinished import Unfinished
 from opsd.agent.window import Window
 from opsd.runbooks.base import Action, Incident, State
 
@@ -51,14 +52,13 @@ class Responder:
         self._started_at = started_at
         self.opened: Counter[str] = Counter()
         self.actions: Counter[tuple[str, str]] = Counter()
-        memory = journal.open()
-        loaded = {(i.kind, i.key): lifecycle.resumed(i, started_at) for i in memory.current}
-        recent = {(i.kind, i.key): i for i in reversed(memory.ended)}
-        self._book = incidents.Book(loaded, recent=recent, watching_since=started_at)
-        self.ended: deque[Incident] = deque(memory.ended, maxlen=MAX_ENDED)
-        self._history = [*memory.actions]
+        self._book = incidents.Book(watching_since=started_at)
+        self.ended: deque[Incident] = deque(maxlen=MAX_ENDED)
+        self._history: list[PastAction] = []
         self._written: dict[str, tuple[Incident, float]] = {}
         self._idle: frozenset[str] = frozenset()
+        self._unfinished = Unfinished()
+        self._remember(journal.open(), started_at)
 
     @property
     def current(self) -> tuple[Incident, ...]:
@@ -90,6 +90,9 @@ class Responder:
 
     def respond(self, view: Window) -> None:
         """One tick: update incidents from ``view`` and start actions."""
+        if (late := self._journal.remembered()) is not None:
+            self._remember(late, view.wall)
+        self._resume(view)
         observed = lifecycle.Observed(
             findings=self._judge.findings(view),
             healed=self._judge.healed(self.current, view),
@@ -110,6 +113,39 @@ class Responder:
         self._act(view)
         for incident in self.current:
             self._record(incident, view.wall)
+
+    def _remember(self, memory: JournalContent, wall: float) -> None:
+        """Go on from what an earlier agent knew. It may be read late; then incidents of this one are kept."""
+        known = dict(self._book.incidents)
+        for incident in memory.current:
+            name = (incident.kind, incident.key)
+            if name in known:
+                old = lifecycle.superseded(incident, known[name].id, wall)
+                self.ended.append(old)
+                self._journal.incident(old)
+            else:
+                known[name] = lifecycle.resumed(incident, wall)
+                self._unfinished.add(known[name])
+        recent = {(i.kind, i.key): i for i in reversed(memory.ended)} | dict(self._book.recent)
+        self._book = replace(self._book, incidents=known, recent=recent)
+        self.ended.extend(memory.ended[: MAX_ENDED - len(self.ended)])
+        self._history = [*memory.actions, *self._history]
+
+    def _resume(self, view: Window) -> None:
+        """Carry out what the end of the earlier agent cut off, or give it up. What is carried out is recorded first."""
+        for number, action, incident, refusal in self._unfinished.due(
+            self.current, self._judge, self._mode_of, self._limits, view
+        ):
+            if refusal:
+                detail = f"{lifecycle.GIVEN_UP}{refusal}"
+                self._executor.outcomes.put(Outcome(incident.id, number, False, detail))
+                continue
+            after = lifecycle.resuming(incident, number)
+            self._book = replace(self._book, incidents={**self._book.incidents, (incident.kind, incident.key): after})
+            self._record(after, view.wall)
+            said = {"verb": action.verb, "target": action.target, "reason": "cut off by the end of the earlier agent"}
+            self._log.warning("acting", incident=incident.id, **said)
+            self._executor.submit(incident.id, number, action, self._journal.flush)
 
     def _forget_returned(self) -> None:
         """Remove incidents that have come back from the ended ones."""
@@ -166,7 +202,16 @@ class Responder:
             actions, mode = remedies.get(incident.id, ()), self._mode_of(incident.kind)
             confirmed = self._judge.confirmed(incident, view.witnessed) if any(map(needs_witness, actions)) else ()
             decisions = decide(
-                incident, actions, mode, self._history, self._limits, self._started_at, view.wall, user_of, confirmed
+                incident,
+                actions,
+                mode,
+                self._history,
+                self._limits,
+                self._started_at,
+                view.wall,
+                user_of,
+                confirmed,
+                self._journal.problem,
             )
             after = self._note([d for d in decisions if d.verdict is not Verdict.RUN], incident, view.wall)
             admitted = [decision.action for decision in decisions if decision.verdict is Verdict.RUN]
@@ -216,10 +261,10 @@ class Responder:
         for number, action in enumerate(actions, len(incident.actions)):
             past = PastAction(incident.kind, action.verb, action.target, wall, user_of(action))
             self._history.append(past)
-            self._journal.action(incident.id, past)
+            intention = self._journal.action(incident.id, past)
             said = {"verb": action.verb, "target": action.target, "reason": action.reason}
             self._log.warning("acting", incident=incident.id, **said)
-            self._executor.submit(incident.id, number, action)
+            self._executor.submit(incident.id, number, action, intention.wait)
 
     def _tell(self, incident: Incident, transition: Transition) -> None:
         if transition.before is None:

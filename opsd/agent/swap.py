@@ -18,6 +18,10 @@ class SwapError(Exception):
     """A swap that is impossible or failed; the message says why in one sentence."""
 
 
+class NotInRun(SwapError):
+    """The node has no ranks of the run."""
+
+
 class UnderWay(SwapError):
     """The launcher agreed, but the step or the checkpoint takes longer than the limit of the wait."""
 
@@ -67,13 +71,14 @@ def planned_swap(
     """Ask for ``node`` to be swapped out, wait until it has no ranks, and return which node replaced it.
 
     A run without a spare may get one from a pool, for which this waits. A new leader, or a later generation that still
-    has ``node``, is asked again. Raises SwapError if the swap is impossible or the launcher refuses, UnderWay if it
-    agreed and ``node`` still has ranks after ``patience_s`` seconds, and whatever ``ask`` raises.
+    has ``node``, is asked again. Raises NotInRun if ``node`` has no ranks, SwapError if the swap is impossible or the
+    launcher refuses, UnderWay if it agreed and ``node`` still has ranks after ``patience_s`` seconds, and whatever
+    ``ask`` raises.
     """
     deadline = clock() + patience_s
     before = Members.of(ask({"cmd": "status"}))
     if node not in before.nodes:
-        raise SwapError(before.why_not(node))
+        raise NotInRun(before.why_not(node))
     answer = ask({"cmd": "swap", "node": node, "reason": reason})
     if answer.get("coming") is True:
         while not (before := Members.of(ask({"cmd": "status"}))).spares:

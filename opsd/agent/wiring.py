@@ -65,7 +65,6 @@ def _executor(settings: Settings, journal: Journal, notifier: Notifier) -> Execu
         notify=notifier,
         set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
         drain_node=_drainer(settings) if settings.policy.drain else None,
-        before_acting=lambda: journal.flush(1.0),
     )
 
 

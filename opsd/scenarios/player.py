@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opsd.agent.actions import Executor
+from opsd.agent.actions import Executor, Intended
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
@@ -45,7 +45,7 @@ class _SimulatedExecutor(Executor):
         super().__init__(shm=Path("/nonexistent"), notify=lambda _text, _fields: None)
         self._player = player
 
-    def submit(self, incident: str, number: int, action: Action) -> None:
+    def submit(self, incident: str, number: int, action: Action, _intended: Intended) -> None:
         fails = self._player.acted(incident, action)
         self.outcomes.put(Outcome(incident, number, not fails, fails or "done"))
 

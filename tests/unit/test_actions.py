@@ -61,6 +61,9 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
         process.wait()
 
 
+LOWER = Action("set_power_limit", "g", {"gpu": 0, "watts": 500})
+
+
 def rank(shm: Path, started: list[subprocess.Popen[str]], mode: str = "listed") -> tuple[int, int]:
     """A process that writes a rank page and has a child; their pids."""
     command = [sys.executable, "-c", RANK, str(shm / "r/rank-0000.page"), mode]
@@ -256,23 +259,36 @@ def test_an_action_runs_in_the_background_after_the_intention_is_durable(shm: Pa
     order: list[str] = []
     release = threading.Event()
 
-    def power(gpu: int, watts: float) -> None:
+    def written(_patience_s: float) -> bool:
         release.wait(20)
-        order.append("acted")
+        order.append("written")
+        return True
 
-    executor = Executor(shm=shm, notify=Told(), set_power_limit=power, before_acting=lambda: order.append("written"))
-    executor.submit("i", 3, Action("set_power_limit", "g", {"gpu": 0, "watts": 500}))
+    executor = Executor(shm=shm, notify=Told(), set_power_limit=lambda _gpu, _watts: order.append("acted"))
+    executor.submit("i", 3, LOWER, written)
     assert executor.outcomes.empty()
     release.set()
     assert executor.outcomes.get(timeout=20) == Outcome("i", 3, True, "power limit of GPU 0 set to 500 W")
     assert order == ["written", "acted"]
 
 
+def test_without_a_durable_intention_there_is_no_action(shm: Path) -> None:
+    """Notifications aside, which change nothing."""
+    limits: list[float] = []
+    executor = Executor(shm=shm, notify=Told(), set_power_limit=lambda _gpu, watts: limits.append(watts))
+    executor.submit("i", 0, LOWER, lambda _patience_s: False)
+    outcome = executor.outcomes.get(timeout=20)
+    assert (outcome.ok, outcome.detail) == (False, "not carried out: the journal was not written within 5 s")
+    assert limits == []
+    executor.submit("i", 1, Action("notify", "node", {"text": "look"}), lambda _patience_s: False)
+    assert executor.outcomes.get(timeout=20) == Outcome("i", 1, True, "told")
+
+
 def test_an_action_that_never_ends_has_one_outcome(shm: Path) -> None:
     """A hung driver call is a failure after the deadline, and its late end changes nothing."""
     release = threading.Event()
     executor = Executor(shm=shm, notify=Told(), set_power_limit=lambda gpu, watts: release.wait(20), deadline_s=0.05)
-    executor.submit("i", 0, Action("set_power_limit", "g", {"gpu": 0, "watts": 500}))
+    executor.submit("i", 0, LOWER, lambda _patience_s: True)
     outcome = executor.outcomes.get(timeout=20)
     assert (outcome.ok, outcome.detail) == (False, "has not ended within 0.05 s")
     release.set()

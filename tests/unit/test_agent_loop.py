@@ -137,23 +137,6 @@ def test_an_open_incident_is_continued_after_a_restart(tmp_path: Path, trouble: 
     assert second.metrics()["opsd_incidents_opened_total{trouble}"] == 0
 
 
-def test_an_agent_killed_while_acting_verifies_instead_of_acting_again(tmp_path: Path, trouble: Trouble) -> None:
-    """The intention was durable before the action, so the next agent knows of it."""
-    release = threading.Event()
-    trouble.on = True
-    first = Agent(
-        tmp_path, [FakeCollector("source")], [trouble.runbook()], set_power_limit=lambda gpu, watts: release.wait(20)
-    )
-    first.tick()
-    first.journal.close(20)
-    second = trouble.agent(tmp_path, clock=first.clock)
-    release.set()
-    (incident,) = second.responder.current
-    assert (incident.state, incident.actions[0]["outcome"]) == (State.VERIFYING, "unknown")
-    second.tick(3)
-    assert trouble.limits == []
-
-
 def test_a_slow_action_does_not_stop_the_loop(tmp_path: Path, trouble: Trouble) -> None:
     """Ticks go on while a driver call hangs; the incident is acting until the outcome is in."""
     release = threading.Event()

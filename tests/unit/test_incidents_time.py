@@ -13,14 +13,23 @@ from opsd.runbooks.base import State
 from tests.fakes.timeline import RULES, Timeline, finding
 
 
-def test_an_action_under_way_at_a_restart_is_verified_and_not_repeated() -> None:
-    """Nobody knows whether it was carried out, so its effect is looked for."""
+def test_an_action_under_way_at_a_restart_is_under_way_still() -> None:
+    """It is carried out or given up, and either has an outcome."""
     timeline = Timeline()
     timeline.tick(finding())
     timeline.act()
     loaded = lifecycle.resumed(timeline.incident, timeline.now + 60)
-    assert (loaded.state, loaded.attempts, loaded.acted_at) == (State.VERIFYING, 1, timeline.now + 60)
-    assert loaded.actions[0]["outcome"] == "unknown"
+    assert (loaded.state, loaded.attempts) == (State.ACTING, 1)
+    assert [number for number, _ in lifecycle.unfinished(loaded)] == [0]
+
+
+def test_an_attempt_without_an_action_under_way_is_verified() -> None:
+    """No outcome would ever end it."""
+    timeline = Timeline()
+    timeline.tick(finding())
+    timeline.act({"verb": "notify", "outcome": "ok"})
+    loaded = lifecycle.resumed(timeline.incident, timeline.now + 60)
+    assert (loaded.state, loaded.acted_at) == (State.VERIFYING, timeline.now + 60)
 
 
 def test_a_step_of_the_clock_does_not_cut_a_hold_time_short() -> None:

@@ -33,12 +33,13 @@ def test_the_mode_decides(mode: str, expected: list[Verdict]) -> None:
 
 
 def test_the_same_target_is_left_alone_for_the_cool_down() -> None:
-    """The cool-down is per kind and target."""
+    """The cool-down is per kind and target, and a notification begins none."""
     recent = PastAction("dataloader_stall", "restart_generation", KILL.target, NOW - 59)
     assert verdicts(history=[recent]) == [Verdict.REFUSE]
     assert verdicts(history=[replace(recent, at=NOW - 60)]) == [Verdict.RUN]
     assert verdicts(history=[replace(recent, target="other")]) == [Verdict.RUN]
     assert verdicts(history=[replace(recent, kind="rank_hang")]) == [Verdict.RUN]
+    assert verdicts(history=[replace(recent, verb="notify")]) == [Verdict.RUN]
 
 
 def test_actions_per_hour_are_limited() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ def test_the_agent_swaps_its_node_and_drains_it(tmp_path: Path) -> None:
     assert (ok, detail) == (True, "n02 is out of the run, s1 took its place; drained n02")
     assert launcher.requests == [{"cmd": "swap", "node": "n02", "reason": "GPU 2 is lost"}]
     assert launcher.nodes == ["n00", "n01", "s1", "n03"]
+    assert slurm.updates == [(("n02",), "drain", DRAINED)]
+
+
+def test_a_swap_that_an_earlier_agent_began_ends_with_the_drain(tmp_path: Path) -> None:
+    """The launcher has carried it out while no agent ran; what was agreed is done, and said so."""
+    SwappingLauncher(["n00", "n01", "s1", "n03"], [], control=tmp_path / CONTROL)
+    slurm, action = cluster(), swap_out(tmp_path)
+    resumed = replace(action, args={**action.args, "resumed": True})
+    assert executor(tmp_path, slurm).perform(resumed) == (True, "n02 has left the run; drained n02")
     assert slurm.updates == [(("n02",), "drain", DRAINED)]
 
 
