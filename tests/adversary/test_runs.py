@@ -88,15 +88,15 @@ def asked(node: Node, run: str) -> list[str]:
 
 def test_a_job_that_the_user_invents_is_blamed_for_nothing(node: Node, attacker: Attacker) -> None:
     """Neither in series nor in incidents: the run's name is there, the kernel and Slurm know no such job."""
-    attacker.start(claim, str(node.shm), "mine", 0, "4242", 0)
+    attacker.start(claim, str(node.shm), "mine", 0, "invented", 0)
     gpu = node.gpus[0]
     gpu.load(utilization=98, power_watts=650, memory_ratio=0.8)
     gpu.thermal_tau_s, gpu.cooling = 1.0, 0.45
     with node.agent():
         assert eventually(lambda: "gpu_throttle" in node.kinds())
-        assert "4242" not in json.dumps(node.incidents())
+        assert "invented" not in json.dumps(node.incidents())
         assert [labels for labels in node.series("opsd_gpu_job_info") if 'run="mine"' in labels]
-        assert "4242" not in (node.get("/metrics") or "") + (node.get("/api/v1/ranks") or "")
+        assert "invented" not in (node.get("/metrics") or "") + (node.get("/api/v1/ranks") or "")
 
 
 def test_a_gpu_that_another_user_holds_is_not_the_pages(node: Node, attacker: Attacker) -> None:
