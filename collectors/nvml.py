@@ -156,6 +156,7 @@ class NvmlCollector:
         if self._driver is not None:
             self._driver.close()
         self._driver = None
+        self._occupancy.holders = {}
 
     def _read(self, index: int, now: float) -> list[Sample]:
         if index not in self._gpus:
