@@ -67,7 +67,9 @@ def statuses(address: tuple[str, int], request: bytes) -> list[int]:
             connection.shutdown(socket.SHUT_WR)
             while chunk := connection.recv(1 << 16):
                 answer += chunk
-        except ConnectionError:
+        except TimeoutError:
+            raise
+        except OSError:  # it has closed the connection before all was sent
             pass
     return [int(answer[9:12])] if answer.startswith(b"HTTP/1.") else []
 
