@@ -27,6 +27,7 @@ NAMES = (
     "ranks",
     "nccl",
     "spare",
+    "prolog",
 )
 """Every collector, in the order of the configuration file."""
 

@@ -74,6 +74,13 @@ ITSELF = Group(
             description="Each user and each address has a share, so scrapes still succeed. It costs the node CPU time.",
         ),
         Alert(
+            "PrologBlind",
+            'max by (cluster, instance) (opsd_prolog_verdict{verdict="unknown"}) == 1',
+            severity="warning",
+            summary="The prolog could not check {{ $labels.instance }}",
+            description="Jobs start there unchecked; the system log says why.",
+        ),
+        Alert(
             "RunbookFailing",
             "sum by (cluster, instance, kind) (increase(opsd_runbook_errors_total[10m])) > 0",
             severity="warning",

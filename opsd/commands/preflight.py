@@ -68,6 +68,7 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     help="Drain this node in Slurm if it failed, give it back if it passed, mark a spare.",
 )
 @option("--quiet", is_flag=True, help="Print nothing; the exit code and the files tell.")
+@option("--verdict", "word_file", type=_FILE, help="Write fit, unfit or unknown to FILE once all checks have ended.")
 @click.pass_context
 def preflight(
     ctx: click.Context,
@@ -85,12 +86,16 @@ def preflight(
     fire_alerts: bool,
     acting: bool,
     quiet: bool,
+    word_file: Path | None,
     **files: Path | None,
 ) -> int | None:
     """Check that this node is fit for a run.
 
     Exits with 0 if it is, 1 if a check failed or could not run, 2 if the command line or configuration is wrong or
     checks need torch and there is none (see preflight.python), 3 if interrupted.
+
+    The word of --verdict is for scripts: "unfit" only if a check ended and failed, "unknown" if one that is not
+    optional could not run.
     """
     settings = ctx.obj = load(file, overrides)
     if ctx.invoked_subcommand is not None:
@@ -120,6 +125,8 @@ def preflight(
         quarantine(report, settings, targets.get("json"), console)
         if profile == readiness.PROFILE and not report.interrupted:
             _as_spare(report, settings, console)
+    if word_file is not None and not written(word_file, f"{report.word}\n", "the verdict"):
+        return exitcodes.BROKEN
     return exit_code(report)
 
 

@@ -44,6 +44,10 @@ class CouldNotRunError(Exception):
     """The check applies but could not run; the message says why and what to do."""
 
 
+class UnfitError(Exception):
+    """The check failed before it could measure, because of the node; the message says why and what to do."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Absolute bounds of a measure. A value that is worse than a bound gets that verdict."""

@@ -187,7 +187,7 @@ def _unfit_gpus(check: Check, context: Context) -> Answer | None:
         return None
     if context.gpus:
         reason = f"the node must have {context.gpus} GPUs and there is no NVIDIA GPU on its PCI bus"
-        return Answer(None, Verdict.COULD_NOT_RUN, reason)
+        return Answer(None, Verdict.FAIL, reason)
     return Answer(None, Verdict.NOT_APPLICABLE, "no NVIDIA GPU on this node")
 
 

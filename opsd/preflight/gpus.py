@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from opsd.collectors.base import GpuFact, Metric, NoData, Sample
 from opsd.collectors.nvml import NvmlCollector, NvmlError
-from opsd.preflight.base import Context, CouldNotRunError
+from opsd.preflight.base import Context, CouldNotRunError, UnfitError
 
 if TYPE_CHECKING:
     import torch
@@ -41,14 +41,14 @@ class Snapshot:
 def look(context: Context) -> Snapshot:
     """Ask NVML about every GPU.
 
-    Raises NotApplicableError on a node that neither has nor should have GPUs, CouldNotRunError if the driver fails.
+    Raises NotApplicableError on a node that neither has nor should have GPUs, UnfitError if the driver fails.
     """
     try:
         reading = NvmlCollector(context.nvml_library).collect()
     except NvmlError as error:
-        raise CouldNotRunError(f"{error}; read `dmesg | grep NVRM`, reload the driver or reboot the node") from error
+        raise UnfitError(f"{error}; read `dmesg | grep NVRM`, reload the driver or reboot the node") from error
     if isinstance(reading, NoData):
-        raise CouldNotRunError(f"{reading.reason}; install or load the NVIDIA driver")
+        raise UnfitError(f"{reading.reason}; install or load the NVIDIA driver")
     gpus = [fact for fact in reading.facts if isinstance(fact, GpuFact)]
     return Snapshot(gpus, reading.samples)
 

@@ -75,6 +75,16 @@ class Report:
         return ran and not self.interrupted and not any(result.failed for result in self.results)
 
     @property
+    def word(self) -> str:
+        """The verdict: "unfit" if a check has failed, "fit" if the preflight has passed, "unknown" otherwise.
+
+        A check that could not run, or did not end, says nothing about the node: the installation may be broken.
+        """
+        if any(result.verdict is Verdict.FAIL for result in self.results):
+            return "unfit"
+        return "fit" if self.passed else "unknown"
+
+    @property
     def counts(self) -> Counter[Verdict]:
         """How many checks ended with each verdict."""
         return Counter(result.verdict for result in self.results)

@@ -25,7 +25,7 @@ _TIDY_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How the process of a check ended: its outcome, or NOT_APPLICABLE or COULD_NOT_RUN with the reason."""
+    """How the process of a check ended: its outcome, or NOT_APPLICABLE, COULD_NOT_RUN or FAIL with the reason."""
 
     outcome: Outcome | None
     verdict: Verdict = Verdict.PASS
@@ -76,6 +76,8 @@ async def _converse(process: asyncio.subprocess.Process, context: Context, progr
             return Answer(TypeAdapter(Outcome).validate_python(message["outcome"]))
         elif "not_applicable" in message:
             return Answer(None, Verdict.NOT_APPLICABLE, message["not_applicable"])
+        elif "unfit" in message:
+            return Answer(None, Verdict.FAIL, message["unfit"])
         else:
             return Answer(None, Verdict.COULD_NOT_RUN, message["could_not_run"])
     return None

@@ -1,8 +1,8 @@
 """The process that runs one check: ``python -m opsd.preflight.worker MODULE:FUNCTION``, context as JSON on stdin.
 
 It answers with JSON lines on its original stdout: ``{"progress": [share, subject]}`` any number of times, and one
-``{"outcome": …}``, ``{"not_applicable": why}`` or ``{"could_not_run": why}``. Everything else that the check or its
-libraries print goes to stderr.
+``{"outcome": …}``, ``{"not_applicable": why}``, ``{"unfit": why}`` or ``{"could_not_run": why}``. Everything else that
+the check or its libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
-from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError, Outcome
+from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError, Outcome, UnfitError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,6 +42,8 @@ def main(reference: str) -> None:
         tell(not_applicable=str(error))
     except CouldNotRunError as error:
         tell(could_not_run=str(error))
+    except UnfitError as error:
+        tell(unfit=str(error))
     else:
         tell(outcome=TypeAdapter(Outcome).dump_python(outcome, mode="json"))
     # A thread stuck in a driver call must not keep the process alive.

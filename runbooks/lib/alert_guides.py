@@ -171,6 +171,28 @@ Incidents are detected later than they should be.
 """
         + NOTHING
     ),
+    "prolog_blind": Guide.parse(
+        """
+# Slurm's prolog cannot check a node
+
+## Meaning
+The last prolog of the node came to no verdict, and its job was started unchecked. On many nodes at once it is the
+installation that is broken; a node is never drained for that.
+
+## Impact
+A node with a fault takes jobs.
+
+## Diagnosis
+1. On the node `journalctl -t opsd -n 20`: why could the preflight not tell?
+2. On the node `opsd preflight --profile quick`: the checks that could not run, and what they need.
+
+## Mitigation
+- opsd is broken or half installed: install it again.
+- A check that this site cannot run: name it in `preflight.optional`.
+- The checks take too long: see which one, and leave it to `opsd preflight --profile standard` with `preflight.skip`.
+"""
+        + NOTHING
+    ),
     "journal_down": Guide.parse(
         """
 # The journal of a node cannot be written
@@ -179,7 +201,8 @@ Incidents are detected later than they should be.
 The agent cannot write its SQLite journal. Records wait in memory.
 
 ## Impact
-If the agent restarts now, it loses the incidents since then, and how often each action was already tried.
+The agent takes no action on the node, because nothing would remember it; notifications go out. If it restarts now, it
+loses the incidents since then.
 
 ## Diagnosis
 1. `opsd status`: the problem in one sentence.

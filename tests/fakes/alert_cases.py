@@ -188,6 +188,10 @@ CASES: Mapping[str, Case] = {
         at="12m",
     ),
     "JournalDown": Case([{f"opsd_journal_up{{{NODE}}}": "0x50"}], [{f"opsd_journal_up{{{NODE}}}": "1x50"}]),
+    "PrologBlind": Case(
+        [{f'opsd_prolog_verdict{{{NODE},verdict="unknown"}}': "1x50"}],
+        [{f'opsd_prolog_verdict{{{NODE},verdict="unknown"}}': "0x50"}],
+    ),
     "ConfigRefused": Case(
         [{f"opsd_config_last_reload_successful{{{NODE}}}": "0x50"}],
         [{f"opsd_config_last_reload_successful{{{NODE}}}": "1x50"}],

@@ -91,11 +91,11 @@ def test_links_that_are_narrow_or_down_fail_the_inventory(look: Callable[[Check]
     assert "GPU 6: 2 NVLinks are down (2, 9)" in text
 
 
-def test_a_driver_that_fails_to_initialise_could_not_run(look: Callable[[Check], Result], gpus: SimulatedGpus):
+def test_a_driver_that_fails_to_initialise_fails_the_node(look: Callable[[Check], Result], gpus: SimulatedGpus):
     """18: driver and library do not match. Not knowing is failing."""
     gpus.fail_init(18)
     result = look(gpu_health.CHECK)
-    assert result.verdict is Verdict.COULD_NOT_RUN
+    assert result.verdict is Verdict.FAIL
     assert "reload the driver" in result.reason
     assert result.failed
 

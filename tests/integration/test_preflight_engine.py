@@ -165,7 +165,7 @@ def test_a_check_that_needs_gpus_does_not_apply_where_there_are_none(tmp_path: P
 def test_a_node_that_must_have_gpus_and_shows_none_fails(tmp_path: Path):
     """Green because the driver is gone is what this must never be."""
     report = report_of(tmp_path, fake.NEEDS_GPU, context={"gpus": 8})
-    assert report.results[0].verdict is Verdict.COULD_NOT_RUN
+    assert (report.results[0].verdict, report.word) == (Verdict.FAIL, "unfit")
     assert "must have 8 GPUs" in report.results[0].reason
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from opsd.files import write_text
 from opsd.preflight import formats, view
 from opsd.preflight.base import Finding, Verdict
-from opsd.preflight.report import Report, ReportError
+from opsd.preflight.report import Report, ReportError, Result
 from opsd.preflight.units import quantity
 from tests.fakes.preflight_reports import ABSENT, CLOCK, DISK, GEMM, VERSIONS, report
 
@@ -28,6 +28,24 @@ ALL = report(GEMM, CLOCK, DISK, ABSENT, VERSIONS)
 def test_a_report_survives_json():
     """What is written is what is read."""
     assert Report.from_json(ALL.to_json()) == ALL
+
+
+@pytest.mark.parametrize(
+    ("results", "interrupted", "word"),
+    [
+        ((VERSIONS,), False, "fit"),
+        ((VERSIONS, GEMM, DISK), False, "unfit"),
+        ((VERSIONS, GEMM), True, "unfit"),
+        ((VERSIONS, DISK), False, "unknown"),
+        ((VERSIONS, replace(DISK, optional=True)), False, "fit"),
+        ((VERSIONS,), True, "unknown"),
+        ((ABSENT,), False, "unknown"),
+        ((), False, "unknown"),
+    ],
+)
+def test_only_a_check_that_has_failed_calls_a_node_unfit(results: tuple[Result, ...], interrupted: bool, word: str):
+    """One that could not run fails the preflight, and may have done so on every node."""
+    assert replace(report(*results), interrupted=interrupted).word == word
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"node": "a"}', ALL.to_json().replace('"format": 1', '"format": 99')])

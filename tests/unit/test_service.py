@@ -16,7 +16,6 @@ pytest.importorskip("yaml")
 import yaml
 
 from opsd import config
-from opsd.preflight.checks import CHECKS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -120,63 +119,6 @@ def logged(tmp_path: Path) -> Path:
     """What a ``logger`` in ``tmp_path`` was told."""
     program(tmp_path / "logger", f'echo "$*" >>{tmp_path}/log')
     return tmp_path / "log"
-
-
-def prolog(folder: Path, *lines: str) -> subprocess.CompletedProcess[bytes]:
-    """The prolog with an ``opsd`` of these lines."""
-    program(folder / "opsd", 'echo "opsd: torch is missing" >&2', *lines)
-    environment = {
-        "OPSD": str(folder / "opsd"),
-        "REPORTS": str(folder),
-        "PATH": f"{folder}:/usr/bin:/bin",
-        "SLURM_JOB_ID": "opsd-test",
-    }
-    return subprocess.run([str(DEPLOY / "slurm" / "prolog.sh")], env=environment, capture_output=True, check=False)
-
-
-@pytest.mark.parametrize(
-    ("status", "refused", "said"),
-    [
-        (0, False, ""),
-        (
-            1,
-            True,
-            "this node failed its preflight, job opsd-test does not start; see REPORTS/opsd-prolog-opsd-test.json",
-        ),
-        (2, False, "job opsd-test starts unchecked: the preflight ended with exit code 2: opsd: torch is missing"),
-        (3, False, "job opsd-test starts unchecked: the preflight ended with exit code 3: opsd: torch is missing"),
-        (124, False, "job opsd-test starts unchecked: the preflight took longer than 150 s"),
-    ],
-)
-def test_a_prolog_refuses_only_what_failed(tmp_path: Path, logged: Path, status: int, refused: bool, said: str) -> None:
-    """A node that failed its preflight; not one that could not be checked, which would drain the whole cluster."""
-    done = prolog(tmp_path, 'for report; do :; done; echo "{}" >"$report"', f"exit {status}")
-    assert (done.returncode == 1) == refused
-    assert [*tmp_path.glob("opsd-prolog-*")] == [tmp_path / "opsd-prolog-opsd-test.json"][: int(refused)]
-    expected = f"-t opsd {said}\n".replace("REPORTS", str(tmp_path)) if said else ""
-    assert (logged.read_text() if logged.exists() else "") == expected
-
-
-def test_an_installation_that_is_being_replaced_drains_no_node(tmp_path: Path, logged: Path) -> None:
-    """Python ends with 1 where a module is missing, which is the exit code of a node that failed."""
-    (tmp_path / "opsd-prolog-opsd-test.json").write_text("{}")  # of an earlier start of the job
-    assert prolog(tmp_path, "exit 1").returncode == 0
-    assert "starts unchecked: the preflight ended with exit code 1 and no report: opsd: torch" in logged.read_text()
-
-
-def test_the_prolog_waits_for_the_profile_and_slurm_for_the_prolog() -> None:
-    """One that is cut off starts every job unchecked, or has Slurm give up on a job that it let start."""
-    text = (DEPLOY / "slurm" / "prolog.sh").read_text()
-    found = re.search(r"timeout -k (\d+) (\d+)", text)
-    slurm = re.search(r"BatchStartTimeout=(\d+)", text)
-    assert found is not None and slurm is not None
-    measuring = sum(
-        check.seconds["quick"]
-        for check in CHECKS
-        if "quick" in check.seconds and "exclusive" in check.needs and "run" not in check.needs
-    )
-    assert 1.5 * measuring <= int(found[2])
-    assert int(found[1]) + int(found[2]) < int(slurm[1])
 
 
 @pytest.mark.parametrize(
