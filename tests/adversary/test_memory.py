@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import sqlite3
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +64,25 @@ def test_a_drain_that_was_begun_is_carried_out_after_a_kill(node: Node, attacker
         (outcome, detail), *_ = until(lambda: [swap for swap in swaps(node) if swap[0] != "running"])
         assert (outcome, f"drained {NAME}" in detail) == ("ok", True)
     assert node.actions().count(("swap_node", NAME)) == 1
+
+
+def test_an_agent_runs_with_an_odd_journal(node: Node) -> None:
+    """It takes nothing odd in, says so in one sentence, and still writes."""
+    with node.agent():
+        until(lambda: node.ticks() > 1)
+    journal = node.folder / "state/journal.db"
+    with contextlib.closing(sqlite3.connect(journal, isolation_level=None)) as database:
+        action = "INSERT INTO actions (incident, at, kind, verb, target) VALUES ('i', ?, 'k', 'v', ?)"
+        database.execute(action, ("noon", "t"))
+        database.execute(action, (1e9, b"\xff"))
+        database.execute("INSERT INTO incidents VALUES ('i', 'k', 'y', 'open', 1, NULL, ?)", ("[" * 100_000,))
+    with node.agent() as agent:
+        until(lambda: node.ticks() > 3)
+        assert node.series("opsd_journal_up") == {"": 1.0}
+        agent.terminate()
+        log = agent.communicate()[1]
+    assert log.count("records that cannot be read") == 1
+    assert [*journal.parent.glob("journal.db.odd-*")]
 
 
 def hold_updates(node: Node) -> Path:
