@@ -100,6 +100,30 @@ def test_a_rank_that_calls_something_else_is_named(fields: dict[str, object]) ->
     assert (verdict.cause, verdict.culprits) == (stuck.MISMATCHED, (2,))
 
 
+def test_the_operations_of_a_batch_are_over_when_its_frame_is() -> None:
+    """Torch never updates the state of what batch_isend_irecv calls, but that of the frame it records after it."""
+    groups = {"world": [0, 1, 2, 3], "pp0": [0, 1], "pp1": [2, 3]}
+
+    def rank(number: int, *last: Entry) -> Dump:
+        group, operation = f"pp{number // 2}", ("send 0->1", "recv 1<-0")[number % 2]
+        batch = entry(0, operation, group, 0, p2p_seq_id=1)
+        frame = entry(1, "coalesced", group, 0, p2p_seq_id=1, is_p2p=True, state="completed", retired=True)
+        return dump(batch, frame, *last, **groups)
+
+    late = rank(2)
+    verdict = judged({number: late if number == 2 else rank(number, entry(2)) for number in range(4)})
+    assert (verdict.cause, verdict.culprits, verdict.operation) == (stuck.NEVER_CALLED, (2,), "nccl:all_reduce")
+
+
+def test_a_batch_that_has_not_ended_is_waited_in() -> None:
+    """Its operations have come as far as its frame; the rank at the other end has not called."""
+    group = {"pp": [0, 1]}
+    batch = entry(0, "send 0->1", "pp", 0, p2p_seq_id=1)
+    frame = entry(1, "coalesced", "pp", 0, p2p_seq_id=1, is_p2p=True, state="started")
+    verdict = judged({0: dump(batch, frame, **group), 1: dump(**group)})
+    assert (verdict.cause, verdict.culprits) == (stuck.NEVER_CALLED, (1,))
+
+
 def test_sizes_may_differ_where_they_may() -> None:
     """Experts get different numbers of tokens."""
     dumps = {rank: dump(entry(1, "all_to_all", input_sizes=[[rank]]), world=[0, 1, 2]) for rank in range(3)}
