@@ -100,6 +100,16 @@ def test_a_rank_that_calls_something_else_is_named(fields: dict[str, object]) ->
     assert (verdict.cause, verdict.culprits) == (stuck.MISMATCHED, (2,))
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_without_a_majority_all_are_named(backend: str) -> None:
+    """Of two that call different operations neither is known to be right, also where calls have no states."""
+    group = {"world": [0, 1]}
+    calls = [entry(0, profiling_name=f"{backend}:{operation}") for operation in ("broadcast", "all_reduce")]
+    verdict = judged({rank: dump(call, **group) for rank, call in enumerate(calls)})
+    assert (verdict.cause, verdict.culprits) == (stuck.MISMATCHED, (0, 1))
+    assert "rank 0-1 has called different operations, or with different sizes" in stuck.evidence(verdict)
+
+
 def test_the_operations_of_a_batch_are_over_when_its_frame_is() -> None:
     """Torch never updates the state of what batch_isend_irecv calls, but that of the frame it records after it."""
     groups = {"world": [0, 1, 2, 3], "pp0": [0, 1], "pp1": [2, 3]}
