@@ -19,7 +19,7 @@ from opsd.collectors.lib.nccl.stuck import Verdict, judge, ranges
 from opsd.commands.diagnose import diagnose
 
 RECORDED = Path(__file__).parents[1] / "outside" / "fr_traces"
-TRUTH = {"gpu_error_1st": (12,), "gpu_error_2nd": (9, 14), "lock_gil_1st": (9, 14), "lock_gil_2nd": (10, 15)}
+TRUTH = {"gpu_error_1st": (12, 14), "gpu_error_2nd": (9, 14), "lock_gil_1st": (9, 14), "lock_gil_2nd": (10, 15)}
 
 Entry = dict[str, object]
 
@@ -98,6 +98,40 @@ def test_a_rank_that_calls_something_else_is_named(fields: dict[str, object]) ->
     usual, odd = entry(1), entry(1, **fields)  # type: ignore[arg-type]
     verdict = judged({rank: dump(odd if rank == 2 else usual, world=[0, 1, 2, 3]) for rank in range(4)})
     assert (verdict.cause, verdict.culprits) == (stuck.MISMATCHED, (2,))
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_without_a_majority_all_are_named(backend: str) -> None:
+    """Of two that call different operations neither is known to be right, also where calls have no states."""
+    group = {"world": [0, 1]}
+    calls = [entry(0, profiling_name=f"{backend}:{operation}") for operation in ("broadcast", "all_reduce")]
+    verdict = judged({rank: dump(call, **group) for rank, call in enumerate(calls)})
+    assert (verdict.cause, verdict.culprits) == (stuck.MISMATCHED, (0, 1))
+    assert "rank 0-1 has called different operations, or with different sizes" in stuck.evidence(verdict)
+
+
+def test_the_operations_of_a_batch_are_over_when_its_frame_is() -> None:
+    """Torch never updates the state of what batch_isend_irecv calls, but that of the frame it records after it."""
+    groups = {"world": [0, 1, 2, 3], "pp0": [0, 1], "pp1": [2, 3]}
+
+    def rank(number: int, *last: Entry) -> Dump:
+        group, operation = f"pp{number // 2}", ("send 0->1", "recv 1<-0")[number % 2]
+        batch = entry(0, operation, group, 0, p2p_seq_id=1)
+        frame = entry(1, "coalesced", group, 0, p2p_seq_id=1, is_p2p=True, state="completed", retired=True)
+        return dump(batch, frame, *last, **groups)
+
+    late = rank(2)
+    verdict = judged({number: late if number == 2 else rank(number, entry(2)) for number in range(4)})
+    assert (verdict.cause, verdict.culprits, verdict.operation) == (stuck.NEVER_CALLED, (2,), "nccl:all_reduce")
+
+
+def test_a_batch_that_has_not_ended_is_waited_in() -> None:
+    """Its operations have come as far as its frame; the rank at the other end has not called."""
+    group = {"pp": [0, 1]}
+    batch = entry(0, "send 0->1", "pp", 0, p2p_seq_id=1)
+    frame = entry(1, "coalesced", "pp", 0, p2p_seq_id=1, is_p2p=True, state="started")
+    verdict = judged({0: dump(batch, frame, **group), 1: dump(**group)})
+    assert (verdict.cause, verdict.culprits) == (stuck.NEVER_CALLED, (1,))
 
 
 def test_sizes_may_differ_where_they_may() -> None:

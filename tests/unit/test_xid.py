@@ -130,6 +130,7 @@ def test_actions_of_the_reference() -> None:
         ("145, RLW_REMAP Fatal XC0 i0 Link 00 (0x00000004 0x00000040 0x00000000)", "reset_gpu", "fatal"),
         ("149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 00 (0x00000013 0x00000001)", "ignore", "not fatal"),
         ("149, NETIR_LINK_EVT Fatal XC0 i0 Link 00 (0x026001c6 0x00000000 0x00000000)", "reset_gpu", "NETIR_LINK_EVT"),
+        ("149, NETIR_LINK_EVT  Fatal   XC0 i0 Link 14 (0x0215c5c6 0x00000000)", "reset_gpu", "link 14, NETIR_LINK_EVT"),
         ("149, NETIR Fatal XC0 i0 Link -1 (0x000fe406 0x00000000 0x00000000)", "reset_gpu", "link -1, NETIR"),
         ("149, cut off", "workflow", "NVLink 5 error"),
         ("74, pid=9, name=a, NVLink: fatal error detected on link 6(0x1, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)", "ignore", "6"),

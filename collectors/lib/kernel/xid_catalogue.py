@@ -142,7 +142,7 @@ _ENDS_PROGRAM: Final = {"RLW_REMAP": 0x3F, "RLW_SRC_TRACK": 0x0C}
 
 _NVLINK = re.compile(r"link (?P<link>\d+) ?\((?P<registers>0x[0-9a-f]+(?:, ?0x[0-9a-f]+)*)\)", re.IGNORECASE)
 _NVLINK5 = re.compile(
-    r"(?P<unit>[A-Z][A-Z0-9_/]*) (?:Link )?(?P<status>Non-?fatal|Fatal)\b.*?Link (?P<link>-?\d+)"
+    r"(?P<unit>[A-Z][A-Z0-9_/]*) +(?:Link +)?(?P<status>Non-?fatal|Fatal)\b.*?Link (?P<link>-?\d+)"
     r"(?: \(0x[0-9a-f]+ (?P<error>0x[0-9a-f]+))?",
     re.IGNORECASE,
 )

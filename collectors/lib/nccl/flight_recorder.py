@@ -11,7 +11,7 @@ import io
 import json
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -104,11 +104,12 @@ class _PlainUnpickler(pickle._Unpickler):
         raise _ForeignPickle(_text(f"{module}.{name}"))
 
 
-def _newest(entries: Iterable[Mapping[str, Any]]) -> tuple[Call, ...]:
+def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[Call, ...]:
     """The calls that may not have ended, in the order in which they were made."""
+    frames = {_batch(entry): entry for entry in entries if _text(entry["profiling_name"]).endswith("coalesced")}
     calls: dict[str, list[Call]] = {}
     for entry in entries:
-        if (call := _call(entry)) is not None:
+        if (call := _call(entry, frames.get(_batch(entry), entry))) is not None:
             calls.setdefault(call.group, []).append(call)
     kept = [
         call
@@ -118,11 +119,20 @@ def _newest(entries: Iterable[Mapping[str, Any]]) -> tuple[Call, ...]:
     return tuple(sorted(kept, key=lambda call: call.record))
 
 
-def _call(entry: Mapping[str, Any]) -> Call | None:
-    """The call of an entry, None if it is over: retired once that was seen."""
+def _batch(entry: Mapping[str, Any]) -> tuple[object, ...]:
+    """What the operations of a batch, as of batch_isend_irecv, and the frame recorded after them have in common."""
+    name, p2p = _text(entry["process_group"][0]), bool(entry.get("is_p2p"))
+    return name, p2p, int(entry.get("p2p_seq_id", 0) if p2p else entry["collective_seq_id"])
+
+
+def _call(entry: Mapping[str, Any], frame: Mapping[str, Any]) -> Call | None:
+    """The call of an entry, None if it is over: retired once that was seen.
+
+    Only the ``frame`` of a batch has a state: its operations stay "scheduled". Outside of one it is the entry itself.
+    """
     operation = _text(entry["profiling_name"])
-    state = _text(entry["state"])
-    if entry.get("retired") or state == "completed":
+    state = _text(frame["state"])
+    if entry.get("retired") or frame.get("retired") or state == "completed":
         return None
     pair = _pair(operation) if entry.get("is_p2p") else None
     if entry.get("is_p2p") and pair is None:  # the frame around a batch of them
