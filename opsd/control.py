@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,11 @@ class ControlError(Exception):
 
 
 def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Send one request to a launcher's control socket and return its answer. Raises ControlError."""
+    """Send one request to a launcher's control socket and return its answer, which takes ``timeout_s`` at most.
+
+    Raises ControlError.
+    """
+    deadline = time.monotonic() + timeout_s
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
@@ -32,12 +37,10 @@ def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float 
             if peer != owner:
                 raise ControlError(f"{control} is answered by another user than the run's")
             connection.sendall(json.dumps(request).encode() + b"\n")
-            with connection.makefile("rb") as stream:
-                line = stream.readline(MAX_ANSWER)
-        answer = json.loads(line)
+            answer = json.loads(_read_line(connection, deadline))
     except OSError as error:
         raise ControlError(f"the launcher at {control} does not answer: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ControlError(f"the launcher at {control} answered something else than JSON") from error
     if not isinstance(answer, dict):
         raise ControlError(f"the launcher at {control} answered something else than an object")
@@ -52,3 +55,18 @@ def _connect(connection: socket.socket, control: Path) -> int:
         return os.fstat(folder).st_uid
     finally:
         os.close(folder)
+
+
+def _read_line(connection: socket.socket, deadline: float) -> bytes:
+    """The first line. A limit for each read alone would let a launcher hold its caller by a byte now and then."""
+    line = b""
+    while b"\n" not in line and len(line) < MAX_ANSWER:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left_s)
+        part = connection.recv(MAX_ANSWER - len(line))
+        if not part:
+            break
+        line += part
+    return line.partition(b"\n")[0]
