@@ -15,7 +15,7 @@ from pathlib import Path
 
 from opsd.agent.incidents import Transition
 from opsd.agent.policy import PastAction
-from opsd.agent.store import JournalContent, Row, Store, StoreError
+from opsd.agent.store import JournalContent, MovedError, Row, Store, StoreError
 from opsd.runbooks.base import Incident
 
 MAX_BACKLOG = 10_000
@@ -142,6 +142,8 @@ class Journal:
             try:
                 with Store(self.path, self._wall()) as store:
                     self._serve(store)
+            except MovedError as error:
+                self._set_problem(str(error))
             except StoreError as error:
                 self._retry(str(error))
             except Exception as error:  # the thread must outlive a bug, or nothing is written until a restart

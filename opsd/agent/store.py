@@ -62,6 +62,10 @@ class StoreError(Exception):
     """The file cannot be used; the message says why in one sentence."""
 
 
+class MovedError(StoreError):
+    """The file was removed or replaced while it was open, and can be opened again at once."""
+
+
 class _UnusableError(Exception):
     """The file is no journal of this release: ``word`` for the name it gets, and a predicate."""
 
@@ -99,6 +103,7 @@ class Store:
                 aside = _set_aside(path, error.word)
                 self.notices.append(f"{path} {error}; it was set aside as {aside.name} and a new one was created")
                 self._database = _open(path, now)
+            self._files = self._identities()
             undo.pop_all()
 
     def load(self, now: float) -> JournalContent:
@@ -151,6 +156,8 @@ class Store:
         A record is refused whose values no table takes. Raises StoreError.
         """
         with self._reporting():
+            if self._identities() != self._files:  # SQLite would go on writing to files that nobody finds again
+                raise MovedError(f"{self.path} was removed or replaced while it was open; it is opened again")
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 kept = [self._insert(partial(_row, incident)) for incident in incidents]
@@ -169,6 +176,13 @@ class Store:
         except (*_REFUSED, TypeError, ValueError, OverflowError, RecursionError):
             return False
         return True
+
+    def _identities(self) -> list[tuple[int, int]]:
+        """Which files the journal and its lock are; empty if one is missing. Raises OSError."""
+        with contextlib.suppress(FileNotFoundError):
+            found = [path.stat() for path in (self.path, self.path.with_suffix(".lock"))]
+            return [(file.st_dev, file.st_ino) for file in found]
+        return []
 
     def close(self) -> None:
         """Close the file, so that another agent may open it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 import threading
 import time
@@ -218,3 +219,35 @@ def test_a_journal_without_the_users_of_actions_gets_them(tmp_path: Path) -> Non
     log = Log()
     (past,) = opened(tmp_path, log).actions
     assert (past.target, past.user, log.sentences) == ("a", None, [])
+
+
+@pytest.mark.parametrize("what", ["files", "folder"])
+def test_an_intention_is_not_written_to_a_removed_journal(tmp_path: Path, what: str) -> None:
+    """Somebody cleans the state folder up under a running agent: the next one must know of the action."""
+    folder, log = tmp_path / "state", Log()
+    journal = Journal(folder, log, retry_s=60.0)
+    journal.open(PATIENCE_S)
+    if what == "folder":
+        shutil.rmtree(folder)
+    else:
+        for path in folder.iterdir():
+            path.unlink()
+    past = PastAction("trouble", "kill_process", "r", time.time())
+    assert journal.action("a", past).wait(PATIENCE_S)
+    journal.close(PATIENCE_S)
+    assert log.sentences
+    assert opened(folder, Log()).actions == (past,)
+
+
+def test_a_journal_that_was_replaced_is_written_where_it_is_now(tmp_path: Path) -> None:
+    """The same for a file that somebody has put in its place, as from a backup."""
+    keep(tmp_path / "other", "backup")
+    folder, log = tmp_path / "state", Log()
+    journal = Journal(folder, log, retry_s=60.0)
+    journal.open(PATIENCE_S)
+    (tmp_path / "other/journal.db").rename(folder / "journal.db")
+    past = PastAction("trouble", "kill_process", "r", time.time())
+    assert journal.action("a", past).wait(PATIENCE_S)
+    journal.close(PATIENCE_S)
+    assert any("removed or replaced" in said for said in log)
+    assert past in opened(folder, Log()).actions
