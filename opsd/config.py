@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError, create_model
 
 from opsd.collectors import plugins
+from opsd.files import read_settings
 from opsd.settings.agent import AgentSettings
 from opsd.settings.notify import NotifySettings
 from opsd.settings.policy import PolicySettings
@@ -109,7 +110,7 @@ def load(path: Path | None = None, overrides: Sequence[str] = (), env: Mapping[s
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(read_settings(file).decode())
     except OSError as error:
         hint = ""
         if isinstance(error, FileNotFoundError):

@@ -1,11 +1,27 @@
-"""Writing reports so that a reader never sees half of one."""
+"""Writing reports so that a reader never sees half of one, and reading files of settings with a bound."""
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import sys
 from pathlib import Path
+
+MAX_SETTINGS = 1 << 20
+"""Size in bytes of the largest file of settings, certificate or key that is read."""
+
+
+def read_settings(path: Path) -> bytes:
+    """The content of a file that a person has written. Raises OSError, also for one of more than a mebibyte.
+
+    Without the bound a path such as /dev/zero, or a log by mistake, fills the memory of an agent that reloads.
+    """
+    with open(path, "rb") as file:
+        content = file.read(MAX_SETTINGS + 1)
+    if len(content) > MAX_SETTINGS:
+        raise OSError(errno.EFBIG, f"larger than {MAX_SETTINGS >> 20} MiB", str(path))
+    return content
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from opsd import config, exitcodes
+from opsd.agent.web import access
+from opsd.agent.web.access import WebConfigError
 from opsd.collectors.ranks import RanksSettings
 from opsd.commands.main import cli
 
@@ -58,6 +60,14 @@ def test_a_folder_in_place_of_the_file_is_not_written_over(tmp_path: Path) -> No
     """The advice to write a file is given only where none is."""
     with pytest.raises(config.ConfigError, match=r"cannot be read: Is a directory$"):
         config.load(tmp_path, env=NO_ENV)
+
+
+def test_a_file_without_end_is_a_sentence() -> None:
+    """An agent that reloads reads it in its loop: 16 GiB of memory were taken, and no tick was made."""
+    with pytest.raises(config.ConfigError, match="cannot be read: larger than 1 MiB"):
+        config.load(Path("/dev/zero"))
+    with pytest.raises(WebConfigError, match="cannot be read: larger than 1 MiB"):
+        access.load(Path("/dev/zero"))
 
 
 def test_a_secret_is_never_part_of_a_sentence_or_of_what_is_shown(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from opsd.files import read_settings
+
 MAX_REMEMBERED = 32
 """Size of the cache of correct passwords, as a bcrypt hash takes a tenth of a second."""
 _VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
@@ -143,7 +145,7 @@ def _read(path: Path) -> _File:
             f"{path}: {error}; install what TLS and passwords need: pip install 'opsd[web]'"
         ) from error
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data: Any = yaml.safe_load(read_settings(path).decode())
         return _File.model_validate(data if data is not None else {})
     except OSError as error:
         raise WebConfigError(f"{path}: cannot be read: {error.strerror}") from error
@@ -176,7 +178,7 @@ def _context(tls: _Tls, path: Path) -> ssl.SSLContext:
     certificate, key = path.parent / tls.cert_file, path.parent / tls.key_file
     try:
         for file in (certificate, key):
-            file.read_bytes()
+            read_settings(file)
         context.load_cert_chain(certificate, key, password=lambda: "")
         if tls.client_ca_file:
             context.load_verify_locations(path.parent / tls.client_ca_file)
