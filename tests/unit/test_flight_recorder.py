@@ -162,6 +162,11 @@ WHOLE = json.dumps({"entries": [entry(7)], "pg_config": {"0": {"name": "0", "ran
         b'{"entries": [], "pg_config": {"0": {"name": "0", "ranks": [Infinity]}}}',
         WHOLE.replace(b"all_reduce", b"\\ud800"),
         b"[" * 100_000,
+        pytest.param(pickle.dumps({"entries": [entry(1 << 20_000)]}), id="sequence"),
+        pickle.dumps({"entries": [entry(-1)]}),
+        pytest.param(
+            pickle.dumps({"entries": [], "pg_config": {"0": {"name": "0", "ranks": [0, 1 << 20_000]}}}), id="rank"
+        ),
         *(WHOLE[:cut] for cut in range(1, len(WHOLE), 23)),
     ],
 )

@@ -186,6 +186,15 @@ def test_a_pickle_that_refers_to_itself_a_million_times_is_bounded() -> None:
             assert field != "input_sizes"
 
 
+def test_a_dump_of_many_groups_is_read_in_time_that_grows_with_their_number() -> None:
+    """The agent reads what a program leaves: the ranks of all groups are counted once, not again for each group."""
+    groups = {str(number): {"name": str(number), "ranks": "[0]"} for number in range(40_000)}
+    content = json.dumps({"entries": [], "pg_config": groups}).encode()
+    began = time.thread_time()
+    assert len(parse_dump(content).members) == 40_000
+    assert time.thread_time() - began < 2
+
+
 def test_a_folder_of_dumps_on_the_command_line(tmp_path: Path) -> None:
     """Any program's folder: JSON with the culprits, or a sentence; what is no dump is named."""
     result = CliRunner().invoke(diagnose, ["--flight-recorder", str(RECORDED / "lock_gil_1st"), "--json", "-"])

@@ -26,6 +26,7 @@ MAX_ENTRIES: Final = 65_536
 MAX_MEMBERS: Final = 1 << 20
 """Entries of a dump, and ranks in all its groups together, that are looked at."""
 _CACHED: Final = 1 << 16
+_MAX_NUMBER: Final = 1 << 64
 _PROGRESS: Final = {"scheduled": SCHEDULED, "started": STARTED}
 _POINT_TO_POINT: Final = re.compile(r"(send|recv) (\d{1,6})(->|<-)(\d{1,6})")
 _MALFORMED: Final = (
@@ -80,12 +81,13 @@ def parse_dump(content: bytes) -> Dump:
         for entry in entries:
             if not entry.get("is_p2p"):
                 name = _text(entry["process_group"][0])
-                last[name] = max(last.get(name, 0), int(entry["collective_seq_id"]))
-        members: dict[str, tuple[int, ...]] = {}
+                last[name] = max(last.get(name, 0), _int(entry["collective_seq_id"]))
+        members, room = dict[str, tuple[int, ...]](), MAX_MEMBERS
         for group in raw.get("pg_config", {}).values():
-            members[_text(group["name"])] = _ranks(group["ranks"], MAX_MEMBERS - sum(map(len, members.values())))
-        oldest: Mapping[str, Any] = min(entries, key=lambda entry: int(entry["time_created_ns"]), default={})
-        forgotten = int(oldest["time_created_ns"]) if oldest.get("record_id") else 0
+            members[_text(group["name"])] = ranks = _ranks(group["ranks"], room)
+            room -= len(ranks)
+        oldest: Mapping[str, Any] = min(entries, key=lambda entry: _int(entry["time_created_ns"]), default={})
+        forgotten = _int(oldest["time_created_ns"]) if oldest.get("record_id") else 0
         return Dump(_newest(entries), last, members, forgotten)
     except _ForeignPickle as error:
         raise DumpError(f"a pickle that asks for {error}; a dump has plain values only") from error
@@ -122,7 +124,7 @@ def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[Call, ...]:
 def _batch(entry: Mapping[str, Any]) -> tuple[object, ...]:
     """What the operations of a batch, as of batch_isend_irecv, and the frame recorded after them have in common."""
     name, p2p = _text(entry["process_group"][0]), bool(entry.get("is_p2p"))
-    return name, p2p, int(entry.get("p2p_seq_id", 0) if p2p else entry["collective_seq_id"])
+    return name, p2p, _int(entry.get("p2p_seq_id", 0) if p2p else entry["collective_seq_id"])
 
 
 def _call(entry: Mapping[str, Any], frame: Mapping[str, Any]) -> Call | None:
@@ -140,8 +142,8 @@ def _call(entry: Mapping[str, Any], frame: Mapping[str, Any]) -> Call | None:
     # Gloo has no states: to have called, and perhaps to be over, is all that is known.
     progress = _PROGRESS[state] if operation.startswith("nccl") else CALLED
     shape = _shape(entry.get("input_sizes"), entry.get("input_dtypes"), entry.get("output_sizes"))
-    created, sequence = int(entry["time_created_ns"]), int(entry["collective_seq_id"])
-    record = int(entry.get("record_id", created))
+    created, sequence = _int(entry["time_created_ns"]), _int(entry["collective_seq_id"])
+    record = _int(entry.get("record_id", created))
     group, described = map(_text, entry["process_group"][:2])
     return Call(group, described, sequence, operation, record, created, progress, shape, pair)
 
@@ -164,6 +166,14 @@ def _text(value: object) -> str:
     text = str(value)[:64]
     text.encode()
     return text
+
+
+def _int(value: Any) -> int:
+    """Raises ValueError for a number that torch does not count to; Python refuses to print one of 4300 digits."""
+    number = int(value)
+    if not 0 <= number < _MAX_NUMBER:
+        raise ValueError("a number out of range")
+    return number
 
 
 def _list(value: object) -> list[Any]:
@@ -191,7 +201,7 @@ def _ranks(listed: object, most: int) -> tuple[int, ...]:
 
 
 def _numbers(listed: object) -> tuple[int, ...]:
-    return tuple(map(int, _list(json.loads(listed) if isinstance(listed, str) else listed)))
+    return tuple(map(_int, _list(json.loads(listed) if isinstance(listed, str) else listed)))
 
 
 @lru_cache(maxsize=64)
