@@ -19,7 +19,7 @@ from opsd.collectors.lib.nccl.stuck import Verdict, judge, ranges
 from opsd.commands.diagnose import diagnose
 
 RECORDED = Path(__file__).parents[1] / "outside" / "fr_traces"
-TRUTH = {"gpu_error_1st": (12, 14), "gpu_error_2nd": (9, 14), "lock_gil_1st": (9, 14), "lock_gil_2nd": (10, 15)}
+TRUTH = {"gpu_error_1st": (12,), "gpu_error_2nd": (9, 14), "lock_gil_1st": (9, 14), "lock_gil_2nd": (10, 15)}
 
 Entry = dict[str, object]
 

@@ -105,7 +105,7 @@ def _operations(dumps: Mapping[int, Dump], world: tuple[int, ...]) -> Iterator[_
         _place(operation, _participants(operation, members, known), dumps)
     earliest: dict[tuple[int, str, object], _Key] = {}
     for key, operation in sorted(found.items(), key=lambda item: item[0][1]):
-        if operation.missing or operation.silent or operation.first.progress != CALLED or _odd(operation):
+        if operation.missing or operation.silent or operation.first.progress != CALLED:
             for rank in operation.calls:
                 earliest.setdefault((rank, key[0], key[2]), key)
     wanted = set(earliest.values())
@@ -153,7 +153,7 @@ def _causes(
     lagging = {rank for operation in operations for rank in _lagging(operation, dumps)}
     for cause, ranks in (
         (NEVER_CALLED, [set(op.missing) - waiting for op in operations]),
-        (DEVICE, [lagging if lagging.intersection(op.missing) else set() for op in operations]),
+        (DEVICE, [lagging.intersection(op.missing) for op in operations]),
         (NO_DUMP, [set(op.silent) for op in operations]),
         (DEVICE, [lagging.intersection(op.calls) for op in operations]),
     ):
@@ -168,15 +168,13 @@ def _causes(
 
 
 def _odd(operation: _Operation) -> frozenset[int]:
-    """The ranks that have called another operation, or with another shape, than most; all if there is no majority."""
+    """The ranks that have called another operation, or with another shape, than most."""
     if operation.key[2] is not None:
         return frozenset()
     same = operation.is_one_of(_SAME_SHAPE)
     said = {rank: (call.operation, call.shape if same else "") for rank, call in operation.calls.items()}
-    (usual, most), *others = Counter(said.values()).most_common()
-    if not others:
-        return frozenset()
-    return frozenset(rank for rank, one in said.items() if one != usual or others[0][1] == most)
+    (usual, _), *others = Counter(said.values()).most_common()
+    return frozenset(rank for rank, one in said.items() if one != usual) if others else frozenset()
 
 
 def _lagging(operation: _Operation, dumps: Mapping[int, Dump]) -> list[int]:
@@ -239,12 +237,7 @@ def evidence(verdict: Verdict | None) -> list[str]:
     ):
         told += [f"rank {ranges(ranks)} {text}"] if ranks else []
     elsewhere = sorted({*verdict.culprits} - {*verdict.missing, *verdict.not_started, *verdict.no_dump})
-    does = (
-        "has called different operations, or with different sizes"
-        if verdict.cause == MISMATCHED
-        else "keeps others waiting in another operation"
-    )
-    return [*told, f"rank {ranges(elsewhere)} {does}"] if elsewhere else told
+    return [*told, f"rank {ranges(elsewhere)} keeps others waiting in another operation"] if elsewhere else told
 
 
 def ranges(ranks: Sequence[int]) -> str:
