@@ -105,7 +105,7 @@ def _operations(dumps: Mapping[int, Dump], world: tuple[int, ...]) -> Iterator[_
         _place(operation, _participants(operation, members, known), dumps)
     earliest: dict[tuple[int, str, object], _Key] = {}
     for key, operation in sorted(found.items(), key=lambda item: item[0][1]):
-        if operation.missing or operation.silent or operation.first.progress != CALLED:
+        if operation.missing or operation.silent or operation.first.progress != CALLED or _odd(operation):
             for rank in operation.calls:
                 earliest.setdefault((rank, key[0], key[2]), key)
     wanted = set(earliest.values())
@@ -168,13 +168,14 @@ def _causes(
 
 
 def _odd(operation: _Operation) -> frozenset[int]:
-    """The ranks that have called another operation, or with another shape, than most."""
+    """The ranks that have called another operation, or with another shape, than most; all where none is usual."""
     if operation.key[2] is not None:
         return frozenset()
     same = operation.is_one_of(_SAME_SHAPE)
     said = {rank: (call.operation, call.shape if same else "") for rank, call in operation.calls.items()}
-    (usual, _), *others = Counter(said.values()).most_common()
-    return frozenset(rank for rank, one in said.items() if one != usual) if others else frozenset()
+    (usual, most), *others = Counter(said.values()).most_common()
+    majority = not others or others[0][1] < most
+    return frozenset(rank for rank, one in said.items() if not majority or one != usual)
 
 
 def _lagging(operation: _Operation, dumps: Mapping[int, Dump]) -> list[int]:
@@ -236,6 +237,8 @@ def evidence(verdict: Verdict | None) -> list[str]:
         (verdict.no_dump, "left no dump"),
     ):
         told += [f"rank {ranges(ranks)} {text}"] if ranks else []
+    if verdict.cause == MISMATCHED:
+        return [*told, f"rank {ranges(verdict.culprits)} has called different operations, or with different sizes"]
     elsewhere = sorted({*verdict.culprits} - {*verdict.missing, *verdict.not_started, *verdict.no_dump})
     return [*told, f"rank {ranges(elsewhere)} keeps others waiting in another operation"] if elsewhere else told
 
