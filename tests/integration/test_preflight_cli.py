@@ -212,7 +212,16 @@ def test_ctrl_c_before_anything_was_started_is_exit_3(environment: dict[str, str
             writer.append(os.open(tmp_path / "slow.toml", os.O_WRONLY | os.O_NONBLOCK))
         return bool(writer)
 
+    def waits() -> bool:
+        """Python does not see a signal that comes between the opening of a file and the reading of it."""
+        states = []
+        for _ in range(20):
+            states.append(psutil.Process(process.pid).status())
+            time.sleep(0.01)
+        return set(states) == {psutil.STATUS_SLEEPING}
+
     assert eventually(is_read, within_s=60)
+    assert eventually(waits, within_s=60)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 3
     os.close(writer[0])
