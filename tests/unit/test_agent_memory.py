@@ -134,7 +134,7 @@ def test_what_is_no_longer_to_be_done_is_given_up_in_words(
 
 
 def test_hardware_is_changed_only_for_a_reason_that_still_holds(node: Node) -> None:
-    """Kernel or driver must give it anew; where they do not within half a minute, the action is given up."""
+    """Kernel or driver must give it again; where they do not within half a minute, the action is given up."""
     with killed_while_acting(node):
         node.trouble = False
         agent = node.agent()
