@@ -6,6 +6,8 @@ imported torch.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import importlib.abc
 import importlib.machinery
@@ -13,7 +15,7 @@ import importlib.util
 import os
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 
 def _on_the_cpu(place: Any) -> Any:
@@ -62,6 +64,29 @@ def _keep(torch: Any) -> None:
     parallel.__init__ = build_and_keep
 
 
+def _end_at_once() -> None:
+    """End the process after all that programs have registered for its exit, without what Python does then.
+
+    With torch 2.13 destructors that run later take the GIL of an interpreter that is gone: the main thread then ends
+    alone, and the process stays for good.
+    """
+    codes = [0]
+    leave = sys.exit
+
+    def note(code: Any = None) -> NoReturn:
+        codes.append(code if isinstance(code, int) else int(code is not None))
+        leave(code)
+
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(codes[-1])
+
+    sys.exit = note
+    atexit.register(end)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds torch as the others do, and has it patched after its import."""
 
@@ -86,4 +111,5 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 if "RANK" in os.environ:
+    _end_at_once()
     sys.meta_path.insert(0, _Finder())
