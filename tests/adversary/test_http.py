@@ -40,21 +40,24 @@ def hold_connections(port: int, request: str, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "request_text",
+    ("request_text", "complete"),
     [
-        "GET /metrics HTTP/1.1\r\nX-Slow: ",
-        "GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "GET /job/4242 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        "",
+        ("GET /metrics HTTP/1.1\r\nX-Slow: ", False),
+        ("GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n", True),
+        ("GET /job/4242 HTTP/1.1\r\nHost: localhost\r\n\r\n", True),
+        ("", False),
     ],
     ids=["slow header", "never reads", "pages of jobs", "silent"],
 )
-def test_no_user_keeps_others_from_the_agent(node: Node, attacker: Attacker, request_text: str) -> None:
-    """200 connections at once: 29 of 30 scrapes found no thread. The kernel says whose they are."""
+def test_no_user_keeps_others_from_the_agent(node: Node, attacker: Attacker, request_text: str, complete: bool) -> None:
+    """200 connections at once: 29 of 30 scrapes found no thread. The kernel says whose they are.
+
+    A complete request may be answered before the next connection comes; one that is not is refused in any case.
+    """
     with node.agent():
         attacker.start(hold_connections, node.port, request_text, 200)
         assert [bool(node.get("/metrics")) for _ in range(30)] == [True] * 30
-        assert eventually(lambda: sum(node.series("opsd_http_refused_total").values()) > 0)
+        assert complete or eventually(lambda: sum(node.series("opsd_http_refused_total").values()) > 0)
 
 
 def test_a_user_shares_with_itself_only(node: Node, attacker: Attacker) -> None:
