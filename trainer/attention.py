@@ -1,4 +1,4 @@
-"""Attention within documents: rotary positions, masks, and the kernels.
+"""Attention within documents: masks and kernels.
 
 Three kernels give the same numbers. ``sdpa`` takes a mask and runs everywhere. ``varlen`` is FlashAttention over
 concatenated documents and computes nothing that the mask would hide. ``flex`` skips hidden blocks and also supports
@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from opsd.trainer.settings import ModelSettings
+from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.rotary import rotary_angles, rotation_factors
 
 Context = DeviceMesh | None
 """The mesh over which sequences are split; None if each rank has whole ones."""
@@ -47,12 +48,13 @@ Mask = torch.Tensor | Packed | BlockMask | None
 class AttentionInputs:
     """What the layers share in a forward pass.
 
-    ``rotation`` rotates this rank's tokens, ``full_mask`` is the mask of layers that see their whole document,
-    ``window_mask`` that of layers with a window.
+    ``rotation`` rotates this rank's tokens, ``mask`` is that of layers that see their whole document;
+    ``window_rotation`` and ``window_mask`` are for layers with a window.
     """
 
     rotation: torch.Tensor
-    full_mask: Mask
+    window_rotation: torch.Tensor
+    mask: Mask
     window_mask: Mask
     context: Context
 
@@ -75,7 +77,10 @@ def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: 
 
     full_mask = mask(0)
     window_mask = mask(settings.window) if settings.window else full_mask
-    return AttentionInputs(rotation_factors(rotary_angles(queries, settings)), full_mask, window_mask, context)
+    rotation = window_rotation = rotation_factors(rotary_angles(queries, settings))
+    if settings.window_theta:
+        window_rotation = rotation_factors(rotary_angles(queries, settings, window=True))
+    return AttentionInputs(rotation, window_rotation, full_mask, window_mask, context)
 
 
 def kernel_for(settings: ModelSettings, device: torch.device, context: Context) -> str:
@@ -84,24 +89,53 @@ def kernel_for(settings: ModelSettings, device: torch.device, context: Context) 
         return settings.attention
     if device.type != "cuda" or (context is None and settings.dtype == "float32"):
         return "sdpa"
-    return "varlen" if context is None else "flex"
+    return "varlen" if context is None and not settings.attention_softcap else "flex"
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, context: Context) -> torch.Tensor:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, context: Context, scale: float, softcap: float = 0.0
+) -> torch.Tensor:
     """Attention of ``q`` [batch, heads, sequence, head_dim] to ``k`` and ``v``, which have at most as many heads.
 
+    Scores are multiplied by ``scale``, and bounded by ``softcap`` unless that is 0.
     With a ``context`` the keys and values of all its ranks are gathered. With grouped queries they are small, and
     gathering allows any mask, unlike a ring of partial results (Llama 3, arXiv 2407.21783, section 3.3.2).
     """
     if context is not None:
         k, v = (gather(x, context) for x in (k, v))
     if isinstance(mask, BlockMask):
-        y = _flex_attention(q)(q, k, v, block_mask=mask, enable_gqa=True)
+        bound = _bound(softcap) if softcap else None
+        y = _flex_attention(q)(q, k, v, score_mod=bound, block_mask=mask, scale=scale, enable_gqa=True)
         assert isinstance(y, torch.Tensor)
         return y
     if isinstance(mask, Packed):
-        return _attend_packed(q, k, v, mask)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return _attend_packed(q, k, v, mask, scale)
+    if softcap:
+        return _attend_bounded(q, k, v, mask, scale, softcap)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )  # fmt: skip
+
+
+@cache
+def _bound(softcap: float) -> Callable[..., torch.Tensor]:
+    """FlexAttention's form of the bound; one function per value, so that it is compiled once."""
+
+    def bound(score: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return bound
+
+
+def _attend_bounded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
+) -> torch.Tensor:
+    """Attention with bounded scores, which no kernel of the CPU has."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = softcap * torch.tanh(q @ k.mT * scale / softcap)
+    return scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
 
 
 def _flex_attention(q: torch.Tensor) -> Callable[..., Any]:
@@ -146,12 +180,15 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
-def _attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Packed) -> torch.Tensor:
+def _attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Packed, scale: float
+) -> torch.Tensor:  # fmt: skip
     batch, heads, length, channels = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     window = (mask.window - 1 if mask.window else -1, 0)
     y = varlen_attn(
-        q, k, v, mask.starts, mask.starts, mask.longest, mask.longest, window_size=window, enable_gqa=True
+        q, k, v, mask.starts, mask.starts, mask.longest, mask.longest, scale=scale, window_size=window,
+        enable_gqa=True,
     )  # fmt: skip
     assert isinstance(y, torch.Tensor)
     return y.view(batch, length, heads, channels).transpose(1, 2)
@@ -210,49 +247,3 @@ def pack(documents: torch.Tensor, window: int = 0) -> Packed:
     starts = begin.new_full((2 ** math.ceil(math.log2(len(begin))) + 1,), rows * length, dtype=torch.int32)
     starts[: len(begin)] = begin
     return Packed(starts, length, window)
-
-
-def rotary_angles(at: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
-    """The cosines and sines [2, length, head_dim / 2] of RoPE (arXiv 2104.09864) for the positions ``at`` [length].
-
-    Positions count through the whole sequence: attention depends only on their differences, so they need not restart
-    with each document.
-    """
-    half = torch.arange(0, settings.head_dim, 2, device=at.device, dtype=torch.float32)
-    frequencies = settings.rope_theta ** (-half / settings.head_dim)
-    scale = 1.0
-    if settings.yarn_factor > 1:
-        frequencies, scale = _yarn(frequencies, settings)
-    angles = torch.outer(at.float(), frequencies)
-    return torch.stack((angles.cos(), angles.sin())) * scale
-
-
-def _yarn(frequencies: torch.Tensor, settings: ModelSettings) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071, section 3): the stretched frequencies, and the factor for queries and keys.
-
-    Channels that turn more than 32 times within the original length keep their frequency, those that turn less than
-    once are slowed down by the factor, and those between by a linear ramp over the channels (alpha 1, beta 32).
-    """
-
-    def channel(turns: float) -> float:
-        wavelength = settings.yarn_positions / (turns * 2 * math.pi)
-        return settings.head_dim * math.log(wavelength) / (2 * math.log(settings.rope_theta))
-
-    low = max(math.floor(channel(32)), 0)
-    high = min(math.ceil(channel(1)), settings.head_dim - 1)
-    ramp = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
-    slowed = ((ramp - low) / max(high - low, 0.001)).clamp(0, 1)
-    stretched = frequencies / settings.yarn_factor
-    return slowed * stretched + (1 - slowed) * frequencies, 0.1 * math.log(settings.yarn_factor) + 1.0
-
-
-def rotation_factors(angles: torch.Tensor) -> torch.Tensor:
-    """The factors of ``rotate``, [2, length, 1, head_dim], for ``angles`` from ``rotary_angles``."""
-    cos, sin = angles
-    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))[:, :, None]
-
-
-def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of channels (i, i + head_dim / 2) of ``x`` [batch, sequence, heads, head_dim], as in Llama."""
-    cos, sin = rotation.to(x.dtype)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

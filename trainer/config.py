@@ -20,17 +20,16 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from opsd.trainer.data.mixture import Mixture
+from opsd.trainer.model_settings import ModelSettings, Section
 from opsd.trainer.settings import (
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
     MetricsSettings,
-    ModelSettings,
     OptimizerSettings,
     ParallelSettings,
     RunSettings,
     ScheduleSettings,
-    Section,
     TrackingSettings,
 )
 

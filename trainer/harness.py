@@ -18,7 +18,7 @@ from typing import Any
 
 from opsd.trainer.config import Config
 from opsd.trainer.data.shards import DataError
-from opsd.trainer.huggingface import export_checkpoint
+from opsd.trainer.hf.export import export_checkpoint
 
 MODEL, OUTPUT = "{model}", "{output}"
 """Placeholders in the command for the folders of the model and of the results."""

@@ -1,87 +1,109 @@
-"""The decoder: grouped-query attention, RoPE with exempt layers, tied embeddings, RMSNorm, SwiGLU.
+"""The decoder: grouped-query attention, RoPE, RMSNorm, gated feed-forward layers.
 
-The default architecture is SmolLM3's; settings give others. Documents are packed into sequences, and a token attends to
-its own document only.
+The default architecture is SmolLM3's; settings give those of Llama, Qwen, Gemma, Mistral and OLMo. Documents are packed
+into sequences, and a token attends to its own document only.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Final
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs, rotate
+from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs
 from opsd.trainer.loss import next_token_loss
-from opsd.trainer.settings import ModelSettings
+from opsd.trainer.model_settings import LayerKind, ModelSettings
+from opsd.trainer.rotary import rotate
+
+ACTIVATIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class Attention(nn.Module):
-    """Causal self-attention within documents; ``rotary`` is off in layers without positions (NoPE).
+    """Causal self-attention within documents; its kind says whether it has positions (RoPE) and a window."""
 
-    Layers without positions see their whole document even if others have a window.
-    """
-
-    def __init__(self, settings: ModelSettings, rotary: bool) -> None:
+    def __init__(self, settings: ModelSettings, kind: LayerKind) -> None:
         super().__init__()
-        width, kv_width = settings.width, settings.kv_heads * settings.head_dim
-        self.head_dim = settings.head_dim
-        self.rotary = rotary
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, kv_width, bias=False)
-        self.value = nn.Linear(width, kv_width, bias=False)
-        self.output = nn.Linear(width, width, bias=False)
-        if settings.qk_norm:
-            self.query_norm = nn.RMSNorm(settings.head_dim, settings.norm_eps)
-            self.key_norm = nn.RMSNorm(settings.head_dim, settings.norm_eps)
-        self.normalised = settings.qk_norm
+        width, kv_width = settings.attention_width, settings.kv_heads * settings.head_channels
+        self.head_dim = settings.head_channels
+        self.rotary, self.windowed = not kind.startswith("nope"), kind.endswith("window")
+        self.scale = settings.attention_scale or self.head_dim**-0.5
+        self.softcap = settings.attention_softcap
+        self.query = nn.Linear(settings.width, width, bias=settings.qkv_bias)
+        self.key = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
+        self.value = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
+        self.output = nn.Linear(width, settings.width, bias=settings.output_bias)
+        self.norm_over = settings.qk_norm_over if settings.qk_norm else None
+        if self.norm_over:
+            channels = (self.head_dim, self.head_dim) if self.norm_over == "head" else (width, kv_width)
+            self.query_norm, self.key_norm = (nn.RMSNorm(n, settings.norm_eps) for n in channels)
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """``x`` [batch, sequence, width] to the same shape."""
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.query, self.key, self.value)
-        )
-        if self.normalised:
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.norm_over == "all":
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
+        if self.norm_over == "head":
             q, k = self.query_norm(q), self.key_norm(k)
         if self.rotary:
-            q, k = rotate(q, inputs.rotation), rotate(k, inputs.rotation)
+            rotation = inputs.window_rotation if self.windowed else inputs.rotation
+            q, k = rotate(q, rotation), rotate(k, rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = attend(q, k, v, inputs.window_mask if self.rotary else inputs.full_mask, inputs.context)
+        mask = inputs.window_mask if self.windowed else inputs.mask
+        y = attend(q, k, v, mask, inputs.context, self.scale, self.softcap)
         output: torch.Tensor = self.output(y.transpose(1, 2).flatten(2))
         return output
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """A gated linear unit (arXiv 2002.05202)."""
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        self.gate = nn.Linear(settings.width, settings.ffn, bias=False)
-        self.up = nn.Linear(settings.width, settings.ffn, bias=False)
-        self.down = nn.Linear(settings.ffn, settings.width, bias=False)
+        width, ffn, bias = settings.width, settings.ffn, settings.ffn_bias
+        self.gate = nn.Linear(width, ffn, bias=bias)
+        self.up = nn.Linear(width, ffn, bias=bias)
+        self.down = nn.Linear(ffn, width, bias=bias)
+        self.activation = ACTIVATIONS[settings.activation]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        y: torch.Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
         return y
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each on a normalised copy of the residual stream."""
+    """One layer: attention and feed-forward, normalised before, after or both, each added to the residual stream."""
 
-    def __init__(self, settings: ModelSettings, rotary: bool) -> None:
+    def __init__(self, settings: ModelSettings, kind: LayerKind) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(settings.width, settings.norm_eps)
-        self.attention = Attention(settings, rotary)
-        self.ffn_norm = nn.RMSNorm(settings.width, settings.norm_eps)
+
+        def norm(*where: str) -> nn.Module | None:
+            return nn.RMSNorm(settings.width, settings.norm_eps) if settings.norms in where else None
+
+        self.attention_norm = norm("before", "both")
+        self.attention = Attention(settings, kind)
+        self.attention_post_norm = norm("after", "both")
+        self.ffn_norm = norm("before", "both")
         self.ffn = FeedForward(settings)
+        self.ffn_post_norm = norm("after", "both")
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
         """``x`` [batch, sequence, width] to the same shape."""
-        x = x + self.attention(self.attention_norm(x), inputs)
-        x = x + self.ffn(self.ffn_norm(x))
-        return x  # noqa: RET504 -- one line for each half of the block
+        y = self.attention(self.attention_norm(x) if self.attention_norm else x, inputs)
+        x = x + (self.attention_post_norm(y) if self.attention_post_norm else y)
+        y = self.ffn(self.ffn_norm(x) if self.ffn_norm else x)
+        x = x + (self.ffn_post_norm(y) if self.ffn_post_norm else y)
+        return x  # noqa: RET504 -- a line of its own for each half
 
 
 class Decoder(nn.Module):
@@ -102,7 +124,7 @@ class Decoder(nn.Module):
         """The ranks over which the vocabulary of the logits is split; None if it is not split."""
         if self.first or (self.last and settings.tied):
             self.embedding = nn.Embedding(settings.vocab, settings.width)
-        self.blocks = nn.ModuleDict({str(layer): Block(settings, has_rotary(layer, settings)) for layer in layers})
+        self.blocks = nn.ModuleDict({str(layer): Block(settings, settings.kinds[layer]) for layer in layers})
         if self.last:
             self.norm = nn.RMSNorm(settings.width, settings.norm_eps)
             self.head = nn.Linear(settings.width, settings.vocab, bias=False)
@@ -130,17 +152,16 @@ class Decoder(nn.Module):
         inputs = attention_inputs(documents, self.settings, self.context)
         if self.first:
             x = self.embedding(x)
+            if self.settings.embedding_scale != 1:
+                x = x * torch.tensor(self.settings.embedding_scale, dtype=x.dtype, device=x.device)
         for block in self.blocks.values():
             x = block(x, inputs)
         if not self.last:
             return x
         logits: torch.Tensor = self.head(self.norm(x))
+        if cap := self.settings.logit_softcap:
+            logits = cap * torch.tanh(logits / cap)
         return logits if targets is None else self.loss(logits, targets, z_loss, self.vocabulary)
-
-
-def has_rotary(layer: int, settings: ModelSettings) -> bool:
-    """Whether ``layer``, counted from 0, has rotary positions: all but every ``nope_every``-th."""
-    return settings.nope_every == 0 or (layer + 1) % settings.nope_every != 0
 
 
 def count_parameters(settings: ModelSettings) -> int:
@@ -159,5 +180,8 @@ def init_std(name: str, settings: ModelSettings) -> float:
 
 
 def flops_per_token(parameters: int, settings: ModelSettings, sequence: int) -> float:
-    """Forward and backward FLOP per token, attention counted in full: 6 N + 12 layers width sequence (PaLM, app. B)."""
-    return 6.0 * parameters + 12.0 * settings.layers * settings.width * sequence
+    """Forward and backward FLOP per token, attention counted in full: 6 N + 12 layers width sequence (PaLM, app. B).
+
+    The width is that of all heads of attention.
+    """
+    return 6.0 * parameters + 12.0 * settings.layers * settings.attention_width * sequence

@@ -92,11 +92,13 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         "attention.query_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
         "attention.key_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
         "attention.output": RowwiseParallel(output_layouts=Shard(1)),
+        "attention_post_norm": SequenceParallel(use_local_output=True),
         "ffn_norm": SequenceParallel(),
         "ffn": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
         "ffn.gate": ColwiseParallel(),
         "ffn.up": ColwiseParallel(),
         "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_post_norm": SequenceParallel(use_local_output=True),
     }
     modules = dict(model.named_modules())
     parallelize_module(model, mesh, {name: style for name, style in ends.items() if name in modules})

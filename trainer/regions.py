@@ -69,7 +69,7 @@ def initialise(model: Decoder, seed: int) -> None:
     for name, parameter in model.named_parameters():
         region = region_of(parameter)
         if parameter.dim() == 1:
-            region.local.fill_(1.0)
+            region.local.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue
         key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(region.local.device).manual_seed(int.from_bytes(key, "little") >> 1)

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 
 from opsd.trainer.data.mixture import Mixture, MixtureError, Stage
-
-
-class Section(BaseModel):
-    """Frozen and strict: unknown keys and values of another type are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+from opsd.trainer.model_settings import ModelSettings, Section
 
 
 class RunSettings(Section):
@@ -32,64 +27,6 @@ class RunSettings(Section):
     """Refuse operations that have no deterministic implementation (slower on a GPU, free on the CPU)."""
     initial: str = ""
     """Folder of a Hugging Face model with the initial weights; empty draws them at random."""
-
-
-class ModelSettings(Section):
-    """Shape of the decoder."""
-
-    layers: PositiveInt
-    """Number of transformer layers."""
-    width: PositiveInt
-    """Width of the residual stream."""
-    heads: PositiveInt
-    """Heads of attention; they divide ``width``."""
-    kv_heads: PositiveInt
-    """Heads of keys and values; they divide ``heads`` (grouped-query attention)."""
-    ffn: PositiveInt
-    """Width of the feed-forward layers."""
-    vocab: PositiveInt
-    """Size of the vocabulary; at least that of the tokenizer."""
-    rope_theta: float = Field(50_000.0, gt=0)
-    """Base of the rotary positions."""
-    nope_every: NonNegativeInt = 4
-    """4 leaves every 4th layer without rotary positions, 0 none."""
-    norm_eps: float = Field(1e-6, gt=0)
-    """Epsilon of RMSNorm."""
-    init_std: float = Field(0.02, gt=0)
-    """Standard deviation of the drawn weights."""
-    document_mask: bool = True
-    """Whether a token sees only its own document, not earlier ones in the sequence."""
-    window: NonNegativeInt = 0
-    """How many tokens, itself included, a token sees in layers with positions; 0 is no limit."""
-    yarn_factor: float = Field(1.0, ge=1)
-    """Sequence length as a multiple of ``yarn_positions`` (YaRN); 1 is plain RoPE."""
-    yarn_positions: NonNegativeInt = 0
-    """Sequence length of the model's earlier training; needed with ``yarn_factor``."""
-    tied: bool = True
-    """Whether the output projection shares the embedding."""
-    qk_norm: bool = False
-    """Whether queries and keys are normalised in each head (as in OLMo 2 and Qwen 3)."""
-    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
-    """Kernel; auto is sdpa on the CPU and for float32, varlen on a GPU, and flex there with context parallelism."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation; parameters, gradients and optimiser state are float32."""
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.width // self.heads
-
-    def problem(self) -> str | None:
-        """What is inconsistent in the settings, in one sentence."""
-        if self.width % self.heads or self.head_dim % 2:
-            return f"model.width {self.width} does not split into {self.heads} heads of an even number of channels"
-        if self.heads % self.kv_heads:
-            return f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}"
-        if self.attention == "varlen" and self.dtype == "float32":
-            return "model.attention varlen needs model.dtype bfloat16"
-        if self.yarn_factor > 1 and not self.yarn_positions:
-            return "model.yarn_factor needs model.yarn_positions, the length that the model was trained with before"
-        return None
 
 
 class ParallelSettings(Section):
@@ -116,6 +53,8 @@ class ParallelSettings(Section):
         for name, size in shares.items():
             if size % self.tp:
                 return f"parallel.tp {self.tp} does not divide model.{name} {size}"
+        if self.tp > 1 and model.qk_norm and model.qk_norm_over == "all":
+            return "parallel.tp does not work with model.qk_norm_over all, which needs the heads of all its ranks"
         if model.layers % self.pp:
             return f"parallel.pp {self.pp} does not divide model.layers {model.layers}"
         if sequence % (parts := self.tp * (2 * self.cp if self.cp > 1 else 1)):
@@ -316,9 +255,9 @@ class MetricsSettings(Section):
 class EvaluationSettings(Section):
     """What every checkpoint is evaluated on; without a set or a harness there are no evaluations."""
 
-    perplexity: dict[str, str] = {}
+    perplexity: dict[str, str] = {}  # noqa: RUF012 -- pydantic copies it
     """Files of text, or JSON lines or Parquet with it, by the name of the set."""
-    cloze: dict[str, str] = {}
+    cloze: dict[str, str] = {}  # noqa: RUF012 -- pydantic copies it
     """Files of JSON lines with ``context``, ``choices`` and ``answer``, by the name of the set."""
     harness: str = ""
     """A command of lm-evaluation-harness or lighteval.

@@ -21,7 +21,7 @@ from opsd.trainer.checkpoint import training_state
 from opsd.trainer.config import Config
 from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
-from opsd.trainer.huggingface import fill
+from opsd.trainer.hf.weights import fill
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build, demand_float8
 from opsd.trainer.restore import restore

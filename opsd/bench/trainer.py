@@ -33,7 +33,7 @@ from opsd.client import Reporter
 from opsd.trainer.accumulate import accumulator
 from opsd.trainer.config import Config, load
 from opsd.trainer.data.loader import Batch
-from opsd.trainer.huggingface import hf_config, hf_name
+from opsd.trainer.hf.config import config_of
 from opsd.trainer.model import Decoder
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build
@@ -146,10 +146,11 @@ def _peer(config: Config) -> Step:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     stream = _Stream()
-    model = LlamaForCausalLM(LlamaConfig(**hf_config(config.model, LENGTH)))
+    architecture, fields = config_of(config.model, LENGTH)
+    model = LlamaForCausalLM(LlamaConfig(**fields))
     ours = Decoder(config.model)
     initialise(ours, config.run.seed)
-    weights = {hf_name(name): value.detach() for name, value in ours.named_parameters()}
+    weights = {architecture.weight(name): value.detach() for name, value in ours.named_parameters()}
     model.load_state_dict(weights, strict=False)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.get_submodule("model.layers").children():

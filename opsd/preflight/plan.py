@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from opsd.trainer.config import Config
-    from opsd.trainer.settings import ModelSettings
+    from opsd.trainer.model_settings import ModelSettings
 
 EXPECTED_MFU: Final = 0.30
 """That of SmolLM3's run on 384 H100s (its training notes); a single node is better."""
@@ -60,16 +60,21 @@ class RunPlan:
 
 def parameters(model: ModelSettings) -> int:
     """Number of parameters of the decoder."""
-    attention = model.width * model.head_dim * 2 * (model.heads + model.kv_heads)
-    norms = 2 * model.width + (2 * model.head_dim if model.qk_norm else 0)
-    layer = attention + 3 * model.width * model.ffn + norms
+    queries, keys = model.attention_width, model.kv_heads * model.head_channels
+    attention = model.width * 2 * (queries + keys)
+    biases = model.qkv_bias * (queries + 2 * keys) + model.output_bias * model.width
+    biases += model.ffn_bias * (2 * model.ffn + model.width)
+    norms = (4 if model.norms == "both" else 2) * model.width
+    if model.qk_norm:
+        norms += 2 * model.head_channels if model.qk_norm_over == "head" else queries + keys
+    layer = attention + 3 * model.width * model.ffn + biases + norms
     return model.layers * layer + model.width + model.vocab * model.width * (1 if model.tied else 2)
 
 
 def flops_per_token(config: Config) -> float:
     """Forward and backward, attention counted in full: 6 N + 12 layers width sequence (PaLM, appendix B)."""
     model = config.model
-    return 6.0 * parameters(model) + 12.0 * model.layers * model.width * config.data.sequence
+    return 6.0 * parameters(model) + 12.0 * model.layers * model.attention_width * config.data.sequence
 
 
 def memory_per_device(config: Config, ranks: int) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from opsd.trainer.attention import attend, attention_inputs
-from opsd.trainer.settings import ModelSettings
+from opsd.trainer.model_settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from measure import measure, summary
@@ -31,7 +31,7 @@ def test_kernels_agree(kernel: str, window: int) -> None:
         shapes = [(2, heads, 1024, 64) for heads in (4, 2, 2)]
         q, k, v = (torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
         view = attention_inputs(documents, SETTINGS.model_copy(update={"attention": name, "window": window}))
-        y = attend(q, k, v, view.near, None)
+        y = attend(q, k, v, view.window_mask, None, 0.125)
         y.square().sum().backward()
         results.append([y, q.grad, k.grad, v.grad])
     for one, other in zip(*results, strict=True):

@@ -103,3 +103,25 @@ def test_data_that_is_not_there_could_not_be_tried(tmp_path: Path) -> None:
     code, report = preflight(tmp_path, tmp_path / "nothing", "run_data")
     assert code == exitcodes.FAILED
     assert "python -m opsd.trainer.data" in report.results[0].reason
+
+
+@pytest.mark.long
+def test_initial_weights_are_compared_with_transformers(tmp_path: Path, shards: Path) -> None:
+    """Weights that fit are computed as transformers does; those of another model fail, before the run."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 402, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True}
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads)).save_pretrained(tmp_path / "qwen3")
+    shape = {
+        "layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 48, "vocab": 402, "nope_every": 0,
+        "qk_norm": "true", "rope_theta": 10000.0,
+    }  # fmt: skip
+    given = [f"--train-set=model.{name}={value}" for name, value in shape.items()]
+    given += [f"--train-set=run.initial={tmp_path / 'qwen3'}", "--profile=quick"]
+    code, report = preflight(tmp_path, shards, "run_initial", *given)
+    [result] = report.results
+    assert code == exitcodes.OK, result
+    assert result.facts["layers"] == "2 of 3"
+    code, report = preflight(tmp_path, shards, "run_initial", *given, "--train-set=model.qk_norm=false")
+    assert code == exitcodes.FAILED
+    assert "needs model.qk_norm = true" in report.results[0].findings[0].summary

@@ -128,6 +128,19 @@ def test_untied_normalised_and_windowed(tmp_path: Path, shards: Path) -> None:
         assert_same_curve(start(tmp_path / name, shards, LAYOUTS[name], **switches), whole)
 
 
+def test_gemma_with_biases(tmp_path: Path, shards: Path) -> None:
+    """So do norms on both sides, biases, bounds of scores and logits, and a pattern of windows with their own base."""
+    switches = {
+        "model__norms": "both", "model__qkv_bias": "true", "model__output_bias": "true", "model__ffn_bias": "true",
+        "model__activation": "gelu_tanh", "model__attention_softcap": 3.0, "model__logit_softcap": 5.0,
+        "model__embedding_scale": 5.5, "model__head_dim": 12, "model__pattern": ["window", "global"],
+        "model__window": 7, "model__window_theta": 100.0, "run__steps": 3,
+    }  # fmt: skip
+    whole = start(tmp_path / "alone", shards, {}, **switches)
+    for name in ("pp2 tp2", "replicas2 cp2"):
+        assert_same_curve(start(tmp_path / name, shards, LAYOUTS[name], **switches), whole)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputing_changes_nothing(tmp_path: Path, shards: Path, alone: Run, recompute: str) -> None:
     """Activations that are computed again are the same bits."""
@@ -233,6 +246,11 @@ def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path, shards: Path) 
     result = CliRunner().invoke(export, [*arguments, *(f"--set={name}={value}" for name, value in sets.items())])
     assert result.exit_code == 0, result.output
     assert f"of {folder_of(run.checkpoints, 4)} written" in result.output
+    modes = {path.name: path.stat().st_mode for path in (tmp_path / "exported").iterdir()}
+    assert len({*modes.values()}) == 1, modes
+    generation = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    tokenizer = json.loads((tmp_path / "exported" / "tokenizer.json").read_text())
+    assert tokenizer["added_tokens"][generation["eos_token_id"]]["content"] == "<|document|>"
     settings = {"run__initial": tmp_path / "exported", "run__steps": 1, "optimizer__lr": 1e-300}
     another = start(tmp_path / "second", shards, {"dp": 2}, **settings)
     trained, begun = weights(run, 4), weights(another, 1)

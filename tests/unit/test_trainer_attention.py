@@ -19,7 +19,7 @@ from opsd.trainer.attention import (
     rotary_angles,
     visible,
 )
-from opsd.trainer.settings import ModelSettings
+from opsd.trainer.model_settings import ModelSettings
 
 torch.set_num_threads(1)
 
@@ -62,15 +62,17 @@ def test_a_token_sees_the_near_past_of_its_document(documents: torch.Tensor, win
             assert mask[query, key] == (window_mask and documents[0, query] == documents[0, key])
 
 
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("window", [0, 3])
-def test_flex_attention_is_attention(window: int) -> None:
+def test_flex_attention_is_attention(window: int, softcap: float) -> None:
     """The kernel for GPUs, run here without compiling, gives what the mask gives."""
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16]).int()
     q, k, v = drawn(2, 4, 16, 16), drawn(2, 2, 16, 16), drawn(2, 2, 16, 16)
     flex, sdpa = view_of(documents, "flex", window), view_of(documents, "sdpa", window)
     assert isinstance(flex.window_mask, BlockMask)
     with torch.no_grad():
-        torch.testing.assert_close(attend(q, k, v, flex.window_mask, None), attend(q, k, v, sdpa.window_mask, None))
+        one, other = (attend(q, k, v, view.window_mask, None, 0.3, softcap) for view in (flex, sdpa))
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(
@@ -104,13 +106,13 @@ def test_packed_documents_begin_where_they_begin(documents: torch.Tensor, rows: 
 def test_the_kernel_follows_the_setting() -> None:
     """Plain causal attention needs no mask; with documents each kernel has its own form of one."""
     documents = torch.zeros(1, 8, dtype=torch.int32)
-    assert view_of(documents, "sdpa").full_mask.dtype == torch.bool
-    assert isinstance(view_of(documents, "varlen").full_mask, Packed)
-    assert view_of(documents, "auto").full_mask.dtype == torch.bool
+    assert view_of(documents, "sdpa").mask.dtype == torch.bool
+    assert isinstance(view_of(documents, "varlen").mask, Packed)
+    assert view_of(documents, "auto").mask.dtype == torch.bool
     plain = SETTINGS.model_copy(update={"document_mask": False})
-    assert attention_inputs(documents, plain).full_mask is None
+    assert attention_inputs(documents, plain).mask is None
     windowed = attention_inputs(documents, plain.model_copy(update={"window": 2}))
-    assert windowed.full_mask is None
+    assert windowed.mask is None
     assert windowed.window_mask.sum() == 15
 
 

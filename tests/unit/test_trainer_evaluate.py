@@ -14,7 +14,7 @@ from opsd.trainer.data.shards import DOCUMENT, DataError
 from opsd.trainer.data.tokenize import train_tokenizer
 from opsd.trainer.evaluate import Model, at_equal_tokens, cloze, perplexity, read_items
 from opsd.trainer.model import Decoder
-from opsd.trainer.settings import ModelSettings
+from opsd.trainer.model_settings import ModelSettings
 
 TEXTS = ["the cat sat on the mat and größer things", "a dog and a cat"]
 

@@ -1,38 +1,96 @@
-"""Export to and import from Hugging Face, checked with its own implementation on the same weights."""
+"""Models of Hugging Face in and out, checked with its own implementation on the same weights."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.huggingface import CONFIG, fill, hf_config, settings_of, write
+from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE
+from opsd.trainer.hf.config import config_of, settings_of
+from opsd.trainer.hf.weights import CONFIG, fill, write
+from opsd.trainer.huggingface import main
 from opsd.trainer.model import Decoder
-from opsd.trainer.settings import ModelSettings
+from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.tensors import Chunk, Stored
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)
 
-SHAPE = ModelSettings(layers=4, width=32, heads=4, kv_heads=2, ffn=48, vocab=64)
-KINDS: dict[str, dict[str, object]] = {
-    "smollm3": {},
-    "llama, all heads": {"nope_every": 0, "kv_heads": 4, "tied": False},
-    "llama, one head": {"nope_every": 0, "kv_heads": 1},
-    "llama, yarn": {"nope_every": 0, "yarn_factor": 4.0, "yarn_positions": 16, "rope_theta": 1000.0},
-    "smollm3, window": {"window": 5},
-    "qwen3": {"nope_every": 0, "qk_norm": True},
-}
+TINY: dict[str, Any] = {
+    "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "vocab_size": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 24.0,
+    "beta_slow": 2.0, "attention_factor": 1.3,
+}  # fmt: skip
+MSCALE = {
+    "rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 2": ("Llama", {"num_key_value_heads": 4}),
+    "Llama 3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5}),
+    "Llama, biases, heads of another size": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 12}),
+    "Llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "Llama, YaRN": ("Llama", {"rope_parameters": YARN}),
+    "Llama, YaRN, mscale": ("Llama", {"rope_parameters": MSCALE}),
+    "Llama, gelu": ("Llama", {"hidden_act": "gelu"}),
+    "SmolLM2": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "SmolLM3": ("SmolLM3", {}),
+    "SmolLM3, another pattern": ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0]}),
+    "SmolLM3, windows": ("SmolLM3", {"use_sliding_window": True, "sliding_window": 5}),
+    "Qwen 2.5": ("Qwen2", {"tie_word_embeddings": True}),
+    "Qwen 2, windows above": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
+    "Qwen 3": ("Qwen3", {"head_dim": 16}),
+    "Qwen 3, biases": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+    "Mistral": ("Mistral", {"sliding_window": 7}),
+    "Mistral, no window": ("Mistral", {"sliding_window": None, "head_dim": 10}),
+    "OLMo 2": ("Olmo2", {}),
+    "Gemma 2": (
+        "Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6, "attn_logit_softcapping": 2.0},
+    ),
+    "Gemma 3": ("Gemma3", {"head_dim": 16, "num_hidden_layers": 7, "sliding_window": 5}),
+    "Gemma 3, scaled": (
+        "Gemma3",
+        {
+            "head_dim": 8, "sliding_window": 9, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
+}  # fmt: skip
+"""Class in transformers and how its configuration differs from its defaults, with tiny sizes."""
 
 
-def decoder(seed: int = 0, **changes: object) -> Decoder:
+def theirs(name: str, folder: Path, seed: int = 0) -> Any:
+    """A random model of transformers, saved into ``folder`` by itself."""
+    kind, changes = MODELS[name]
+    config_class = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
     torch.manual_seed(seed)
-    model = Decoder(SHAPE.model_copy(update=changes))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config_class(**{**TINY, **changes}))
     for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def ours(folder: Path) -> Decoder:
+    """The same model in this trainer."""
+    model = Decoder(settings_of(json.loads((folder / CONFIG).read_text())))
+    fill(model, folder)
     return model
 
 
@@ -41,69 +99,145 @@ def export(model: Decoder, folder: Path) -> None:
         Stored(name, tuple(value.shape), [Chunk((0,) * value.dim(), tuple(value.shape), value.detach().clone)])
         for name, value in model.named_parameters()
     ]
-    write(folder, tensors, torch.float32, hf_config(model.settings, 64))
+    write(folder, tensors, torch.float32, *config_of(model.settings, 64))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_their_model_computes_what_ours_does(tmp_path: Path, kind: str) -> None:
-    """The exported model, loaded by transformers, has our logits; imported again it has our bits."""
-    model = decoder(**KINDS[kind])
-    export(model, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    assert theirs.config.model_type == kind.partition(",")[0]
-    tokens = torch.randint(0, SHAPE.vocab, (2, 24), generator=torch.Generator().manual_seed(1))
+def logits(model: Any) -> torch.Tensor:
+    tokens = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours = model(tokens, torch.zeros(2, 24, dtype=torch.int32))
-        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
-    again = decoder(seed=1, **KINDS[kind])
-    fill(again, tmp_path)
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, other)
+        if isinstance(model, Decoder):
+            found: torch.Tensor = model(tokens, torch.zeros(2, 24, dtype=torch.int32))
+            return found
+        return model(tokens, use_cache=False).logits  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_and_out_with_the_same_logits(tmp_path: Path, name: str) -> None:
+    """What transformers saved has its logits here; what is exported again has them there."""
+    model = theirs(name, tmp_path / "theirs")
+    expected = logits(model)
+    mine = ours(tmp_path / "theirs")
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(logits(mine), expected, rtol=0, atol=1e-5 * scale)
+    export(mine, tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
+    torch.testing.assert_close(logits(again), expected, rtol=0, atol=1e-5 * scale)
+    assert settings_of(json.loads((tmp_path / "ours" / CONFIG).read_text())).architecture == mine.settings.architecture
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.kind)
+def test_defaults_are_those_of_transformers(architecture: Any) -> None:
+    """A field that a file leaves out has the value that transformers gives it."""
+    config = transformers.AutoConfig.for_model(architecture.kind)
+    full = settings_of(config.to_dict())
+    shape = {name: getattr(config, name) for name in SHAPE.values() if name not in architecture.defaults}
+    assert settings_of({"model_type": architecture.kind, **shape}).architecture == full.architecture
 
 
 def test_their_files_can_be_read(tmp_path: Path) -> None:
     """What transformers itself saves is imported, in half precision and split over files too."""
-    model = decoder()
-    export(model, tmp_path / "ours")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
-    again = decoder(seed=1)
-    fill(again, tmp_path / "theirs")
-    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+    model = theirs("SmolLM3", tmp_path / "whole")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "split", max_shard_size="20KB")
+    assert len(list((tmp_path / "split").glob("*.safetensors"))) > 1
+    for one, other in zip(ours(tmp_path / "whole").parameters(), ours(tmp_path / "split").parameters(), strict=True):
         assert torch.equal(one.bfloat16().float(), other)
 
 
 def test_smollm3_as_published() -> None:
     """The configuration of SmolLM3-3B-Base becomes the settings of our preset."""
     config = transformers.SmolLM3Config(rope_parameters={"rope_type": "default", "rope_theta": 5e4}).to_dict()
-    settings = ModelSettings(**settings_of(config))
+    settings = settings_of(config)
     assert (settings.layers, settings.width, settings.kv_heads, settings.nope_every) == (36, 2048, 4, 4)
     assert settings.tied
     assert settings.window == 0
+
+
+def changed(folder: Path, changes: dict[str, object]) -> None:
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
-        ({"no_rope_layers": [0, 1, 1, 0]}, "not every n-th"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "lacks factor for rope_type llama3"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu'"),
+        ({"no_rope_layers": [0, 1, 1, 0]}, r'needs model.pattern = \["nope", "global", "global", "nope"\], not'),
         ({"intermediate_size": 50}, "needs model.ffn = 50, not 48"),
-        ({"hidden_size": None}, "needs model.width"),
+        ({"head_dim": 16}, "needs model.head_dim = 16, not 8"),
+        ({"hidden_size": None}, "model.width a value that cannot be"),
+        ({"attention_multiplier": 0.5}, "attention_multiplier = 0.5, which this trainer does not compute"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+        ({"layer_types": ["chunked_attention"] * 4}, "'chunked_attention' in layer_types"),
+        ({"no_rope_layers": [1, 1]}, "of 2 layers what they are, and has 4"),
     ],
 )
 def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], text: str) -> None:
     """Weights that would be misread are refused in one sentence."""
-    model = decoder()
-    export(model, tmp_path)
-    config = json.loads((tmp_path / CONFIG).read_text())
-    (tmp_path / CONFIG).write_text(json.dumps(config | changes))
+    theirs("SmolLM3", tmp_path)
+    model = ours(tmp_path)
+    changed(tmp_path, changes)
     with pytest.raises(ConfigError, match=text):
         fill(model, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "text"),
+    [
+        ("model.embed_tokens.weight", (80, 32), r"of shape \[80, 32\], not \[64, 32\]"),
+        ("model.layers.0.self_attn.q_proj.weight", None, "has no tensor model.layers.0.self_attn.q_proj.weight"),
+        ("model.layers.0.self_attn.q_proj.bias", (32,), "q_proj.bias, which the model has not"),
+        ("model.norm.weight", "int8", "model.norm.weight as I8"),
+    ],
+)
+def test_other_tensors_are_refused(tmp_path: Path, name: str, shape: Any, text: str) -> None:
+    """A tensor that is too large was cut to size, one that the model has not was left out, both without a word."""
+    from safetensors.torch import load_file, save_file
+
+    theirs("SmolLM3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    if shape is None:
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name].to(torch.int8) if shape == "int8" else torch.ones(shape)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=text):
+        ours(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    """Weights in the pickle format are not opened; the sentence says how to convert them."""
+    theirs("SmolLM3", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="safe_serialization=True"):
+        ours(tmp_path)
+
+
 def test_what_they_do_not_have_is_not_exported() -> None:
     """QK-norm with layers without positions has no architecture there."""
+    settings = ModelSettings(layers=4, width=32, heads=4, kv_heads=2, ffn=48, vocab=64, qk_norm=True)
     with pytest.raises(ConfigError, match="no architecture"):
-        hf_config(SHAPE.model_copy(update={"qk_norm": True}), 64)
+        config_of(settings, 64)
+
+
+def test_verify_compares_with_transformers(tmp_path: Path) -> None:
+    """The command says how far the logits are apart; what transformers computes otherwise ends with 1."""
+    theirs("Gemma 2", tmp_path)
+    good = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert good.exit_code == 0, good.output
+    assert "4 of 4 layers" in good.output
+    part = CliRunner().invoke(main, ["verify", str(tmp_path), "--layers", "2"])
+    assert "2 of 4 layers" in part.output, part.output
+
+
+def test_settings_are_printed_as_toml(tmp_path: Path) -> None:
+    """The printed section gives the same model again."""
+    import tomllib
+
+    theirs("Gemma 3, scaled", tmp_path)
+    printed = CliRunner().invoke(main, ["settings", str(tmp_path)]).output
+    assert ModelSettings(**tomllib.loads(printed)["model"]).architecture == ours(tmp_path).settings.architecture

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.trainer.attention import AttentionInputs, attention_inputs, rotary_angles, rotate, rotation_factors, visible
+from opsd.trainer.attention import AttentionInputs, attention_inputs, visible
 from opsd.trainer.config import load
 from opsd.trainer.loss import next_token_loss
-from opsd.trainer.model import Attention, Decoder, count_parameters, flops_per_token, has_rotary, init_std
-from opsd.trainer.settings import ModelSettings
+from opsd.trainer.model import Attention, Decoder, count_parameters, flops_per_token, init_std
+from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.rotary import rotary_angles, rotate, rotation_factors
 
 torch.set_num_threads(1)  # threads cost more than they bring for matrices this small
 
@@ -92,9 +93,9 @@ def test_mask_is_the_own_documents_past() -> None:
 def test_every_fourth_layer_has_no_positions() -> None:
     """Layers 4, 8, ... of SmolLM3 are NoPE; with nope_every 0 none is."""
     settings = SETTINGS.model_copy(update={"layers": 36})
-    without = [layer + 1 for layer in range(36) if not has_rotary(layer, settings)]
+    without = [layer for layer, kind in enumerate(settings.kinds, 1) if kind == "nope"]
     assert without == [4, 8, 12, 16, 20, 24, 28, 32, 36]
-    assert all(has_rotary(layer, settings.model_copy(update={"nope_every": 0})) for layer in range(36))
+    assert set(settings.model_copy(update={"nope_every": 0}).kinds) == {"global"}
     with torch.device("meta"):
         blocks = Decoder(settings).blocks.values()
     assert [number + 1 for number, block in enumerate(blocks) if not block.attention.rotary] == without
@@ -106,7 +107,7 @@ def test_attention_without_positions_ignores_order() -> None:
     shuffled = torch.cat((x[:, [3, 1, 6, 0, 2, 5, 4]], x[:, 7:]), dim=1)
     for rotary in (False, True):
         torch.manual_seed(0)
-        layer = Attention(SETTINGS, rotary)
+        layer = Attention(SETTINGS, "global" if rotary else "nope")
         with torch.no_grad():
             same = torch.allclose(layer(x, plain(8))[:, -1], layer(shuffled, plain(8))[:, -1], atol=1e-6)
         assert same is not rotary
@@ -114,10 +115,10 @@ def test_attention_without_positions_ignores_order() -> None:
 
 def test_rotation_is_that_of_complex_numbers() -> None:
     """RoPE multiplies pairs of channels, as complex numbers, by exp(i position theta^(-2k/d))."""
-    x = torch.randn(2, 3, 10, SETTINGS.head_dim, dtype=torch.float64)
+    x = torch.randn(2, 3, 10, SETTINGS.head_channels, dtype=torch.float64)
     first, second = x.chunk(2, dim=-1)
-    k = torch.arange(SETTINGS.head_dim // 2, dtype=torch.float64)
-    angle = torch.arange(10, dtype=torch.float64)[:, None] * 50_000.0 ** (-2 * k / SETTINGS.head_dim)
+    k = torch.arange(SETTINGS.head_channels // 2, dtype=torch.float64)
+    angle = torch.arange(10, dtype=torch.float64)[:, None] * 50_000.0 ** (-2 * k / SETTINGS.head_channels)
     expected = torch.complex(first, second) * torch.exp(1j * angle)
     rotated = rotate(x.transpose(1, 2), rotation_factors(rotary_angles(torch.arange(10), SETTINGS))).transpose(1, 2)
     torch.testing.assert_close(rotated, torch.cat((expected.real, expected.imag), dim=-1), rtol=1e-5, atol=1e-5)
@@ -126,10 +127,12 @@ def test_rotation_is_that_of_complex_numbers() -> None:
 def test_attention_groups_its_queries() -> None:
     """Query heads share key and value heads in order: heads 0 and 1 the first, heads 2 and 3 the second."""
     torch.manual_seed(0)
-    layer, x = Attention(SETTINGS, rotary=False), torch.randn(1, 6, SETTINGS.width)
-    q, k, v = (p(x).view(1, 6, -1, SETTINGS.head_dim).transpose(1, 2) for p in (layer.query, layer.key, layer.value))
+    layer, x = Attention(SETTINGS, "nope"), torch.randn(1, 6, SETTINGS.width)
+    q, k, v = (
+        p(x).view(1, 6, -1, SETTINGS.head_channels).transpose(1, 2) for p in (layer.query, layer.key, layer.value)
+    )
     k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
-    scores = (q @ k.mT / math.sqrt(SETTINGS.head_dim)).masked_fill(~torch.ones(6, 6).tril().bool(), -math.inf)
+    scores = (q @ k.mT / math.sqrt(SETTINGS.head_channels)).masked_fill(~torch.ones(6, 6).tril().bool(), -math.inf)
     expected = layer.output((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x, plain(6)), expected)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from opsd.trainer.model import Decoder
+from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.optimizer import Optimizer
-from opsd.trainer.settings import ModelSettings, OptimizerSettings
+from opsd.trainer.settings import OptimizerSettings
 
 torch.set_num_threads(1)  # threads cost more than they bring for matrices this small
 

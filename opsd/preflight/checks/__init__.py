@@ -33,6 +33,7 @@ NAMES = (
     "storage_local",
     "storage_shared",
     "run_config",
+    "run_initial",
     "run_data",
     "run_evaluation",
     "run_steps",

@@ -1,0 +1,186 @@
+"""Hugging Face's architectures that this trainer computes: the fields of their files, the names of weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from opsd.trainer.config import ConfigError
+from opsd.trainer.model_settings import LayerKind
+
+Fields = Mapping[str, Any]
+"""Of a ``config.json``."""
+
+SHAPE: Final = {
+    "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size", "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+}  # fmt: skip
+ROPE: Final = {"rope_parameters", "rope_scaling", "rope_theta", "head_dim"}
+_WINDOW: Final = frozenset({"sliding_window", "layer_types"})
+_BLOCK: Final = {
+    "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj", "attention.value": "self_attn.v_proj",
+    "attention.output": "self_attn.o_proj", "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj", "ffn.down": "mlp.down_proj",
+}  # fmt: skip
+_ENDS: Final = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_NORMS: Final = {
+    "before": {"attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"},
+    "after": {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"},
+    "both": {
+        "attention_norm": "input_layernorm", "attention_post_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm", "ffn_post_norm": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A ``model_type``. ``defaults`` are those of its class in transformers, for fields that a file leaves out.
+
+    ``fixed`` are settings that it does not let the file decide. ``one_plus`` says that weights of norms are stored less
+    1. ``kinds`` gives the kinds of the layers. ``flags`` are fields that are true or false, with the settings that
+    they set, and ``extra`` other fields that are read.
+    """
+
+    kind: str
+    name: str
+    defaults: Fields
+    fixed: Fields
+    kinds: Callable[[Fields], list[LayerKind]]
+    extra: frozenset[str] = frozenset()
+    flags: Fields = field(default_factory=dict)
+    one_plus: bool = False
+    activation: str = "hidden_act"
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The fields that are translated."""
+        return frozenset({*SHAPE.values(), *ROPE, *self.flags, *self.extra, self.activation})
+
+    def weight(self, name: str) -> str:
+        """The name there of our parameter ``name``."""
+        match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", name)
+        assert match
+        layer, part, end = match.groups()
+        if layer is None:
+            return f"{_ENDS[part]}.{end}"
+        return f"model.layers.{layer}.{(_BLOCK | _NORMS[self.fixed.get('norms', 'before')])[part]}.{end}"
+
+    def offset(self, name: str) -> float:
+        """What has to be added to the stored values of our parameter ``name``."""
+        return 1.0 if self.one_plus and "norm" in name.rpartition(".")[0].rpartition(".")[2] else 0.0
+
+
+def _all_global(config: Fields) -> list[LayerKind]:
+    return ["global"] * config["num_hidden_layers"]
+
+
+def _by_type(config: Fields) -> list[LayerKind]:
+    names: dict[str, LayerKind] = {"full_attention": "global", "sliding_attention": "window"}
+    if strange := next((name for name in config["layer_types"] if name not in names), None):
+        raise ConfigError(f"config.json has {strange!r} in layer_types; {' and '.join(names)} can be used")
+    return [names[name] for name in config["layer_types"]]
+
+
+def _mistral(config: Fields) -> list[LayerKind]:
+    if config.get("layer_types"):
+        return _by_type(config)
+    return ["window" if config["sliding_window"] else "global"] * config["num_hidden_layers"]
+
+
+def _qwen(config: Fields) -> list[LayerKind]:
+    if not (config["use_sliding_window"] and config["sliding_window"]):
+        return _all_global(config)
+    if config.get("layer_types"):
+        return _by_type(config)
+    full = config["max_window_layers"]
+    return ["window" if layer >= full else "global" for layer in range(config["num_hidden_layers"])]
+
+
+def _gemma(config: Fields) -> list[LayerKind]:
+    if config.get("layer_types"):
+        return _by_type(config)
+    every = config.get("sliding_window_pattern") or config["_sliding_window_pattern"]
+    return ["window" if (layer + 1) % every else "global" for layer in range(config["num_hidden_layers"])]
+
+
+def _smollm3(config: Fields) -> list[LayerKind]:
+    layers, every = range(config["num_hidden_layers"]), config["no_rope_layer_interval"]
+    rotary = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in layers]
+    windows = bool(config["use_sliding_window"] and config["sliding_window"])
+    windowed = [windows and not has for has in rotary]
+    if types := config.get("layer_types"):
+        windowed = [kind == "window" for kind in _by_type({"layer_types": types})]
+    kinds: dict[tuple[bool, bool], LayerKind] = {
+        (True, False): "global", (True, True): "window", (False, False): "nope", (False, True): "nope_window",
+    }  # fmt: skip
+    return [kinds[bool(has), window] for has, window in zip(rotary, windowed, strict=False)]
+
+
+_LLAMA_LIKE: Final[dict[str, Any]] = {
+    "num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_SLIDING: Final[dict[str, Any]] = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_GEMMA: Final[dict[str, Any]] = _LLAMA_LIKE | {
+    "num_key_value_heads": 4, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+}  # fmt: skip
+_BIASED: Final = {"attention_bias": ("qkv_bias", "output_bias")}
+_GEMMA_ONLY: Final = frozenset({
+    "hidden_act", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping",
+})  # fmt: skip
+
+ARCHITECTURES: Final = (
+    Architecture("llama", "Llama", _LLAMA_LIKE, {}, _all_global, flags={**_BIASED, "mlp_bias": ("ffn_bias",)}),
+    Architecture(
+        "smollm3", "SmolLM3",
+        _LLAMA_LIKE | {
+            "num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4,
+            "use_sliding_window": False, "sliding_window": None,
+        },
+        {}, _smollm3, _WINDOW | {"use_sliding_window", "no_rope_layers"},
+        flags={**_BIASED, "mlp_bias": ("ffn_bias",)},
+    ),
+    Architecture(
+        "qwen3", "Qwen3", _LLAMA_LIKE | _SLIDING | {"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True},
+        _qwen, _WINDOW | {"use_sliding_window", "max_window_layers"}, flags=_BIASED,
+    ),
+    Architecture(
+        "qwen2", "Qwen2", _LLAMA_LIKE | _SLIDING | {"num_key_value_heads": 32}, {"qkv_bias": True},
+        _qwen, _WINDOW | {"use_sliding_window", "max_window_layers"},
+    ),
+    Architecture(
+        "mistral", "Mistral", _LLAMA_LIKE | {"num_key_value_heads": 8, "sliding_window": 4096}, {}, _mistral, _WINDOW,
+    ),
+    Architecture(
+        "olmo2", "Olmo2", _LLAMA_LIKE | {"rms_norm_eps": 1e-5},
+        {"norms": "after", "qk_norm": True, "qk_norm_over": "all"}, _all_global, flags=_BIASED,
+    ),
+    Architecture(
+        "gemma2", "Gemma2",
+        _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "_sliding_window_pattern": 2},
+        {"norms": "both"}, _gemma, _WINDOW | _GEMMA_ONLY, _BIASED, one_plus=True, activation="hidden_activation",
+    ),
+    Architecture(
+        "gemma3_text", "Gemma3",
+        _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "_sliding_window_pattern": 6},
+        {"norms": "both", "qk_norm": True}, _gemma, _WINDOW | _GEMMA_ONLY | {"rope_local_base_freq"}, _BIASED,
+        one_plus=True, activation="hidden_activation",
+    ),
+)  # fmt: skip
+"""In the order in which they are tried for an export."""
+
+
+def architecture_of(config: Fields) -> Architecture:
+    """The architecture of a ``config.json``. Raises ConfigError if it is not known."""
+    kind = config.get("model_type")
+    if found := next((each for each in ARCHITECTURES if each.kind == kind), None):
+        return found
+    kinds = ", ".join(each.kind for each in ARCHITECTURES)
+    raise ConfigError(f"config.json has model_type {kind!r}; these can be used: {kinds}")

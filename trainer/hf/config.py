@@ -1,0 +1,160 @@
+"""A ``config.json`` of Hugging Face as our settings, and back.
+
+A field is either translated, or has the one value that this trainer computes, or changes nothing that it computes. Any
+other one is refused by name: with a wrong configuration, weights are read without an error and train from garbage.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from opsd.trainer.config import ConfigError
+from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE, Architecture, Fields, architecture_of
+from opsd.trainer.hf.rope import config_of_rope, settings_of_rope
+from opsd.trainer.model_settings import LayerKind, ModelSettings
+
+_ACTIVATIONS: Final = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
+_NO_CHANGE: Final = frozenset({
+    "architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings", "_name_or_path", "pretraining_tp",
+    "id2label", "label2id", "problem_type", "return_dict", "output_attentions", "output_hidden_states", "torchscript",
+    "chunk_size_feed_forward", "tokenizer_class", "prefix", "finetuning_task", "task_specific_params",
+    "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "cache_implementation",
+    "use_return_dict", "sep_token_id", "cls_token_id", "decoder_start_token_id", "is_llama_config",
+    "max_window_layers", "transformers.js_config",
+    "no_rope_layer_interval", "_sliding_window_pattern", "sliding_window_pattern", "unsloth_version", "unsloth_fixed",
+})  # fmt: skip
+"""Of the library, of files, of generation, or defaults of other fields that are translated."""
+_ONE_VALUE: Final[Fields] = {
+    "attention_dropout": 0, "hidden_dropout": 0, "resid_pdrop": 0, "embd_pdrop": 0, "is_encoder_decoder": False,
+    "is_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "partial_rotary_factor": 1,
+    "use_bidirectional_attention": False, "use_bfloat16": False, "rope_interleaved": False, "use_mrope": False,
+}  # fmt: skip
+
+
+def settings_of(config: Fields) -> ModelSettings:
+    """The settings that compute what ``config.json`` says. Raises ConfigError if this trainer cannot."""
+    architecture = architecture_of(config)
+    for name, value in config.items():
+        _demand_known(architecture, name, value)
+    fields = {**architecture.defaults, **config}
+    try:
+        shape = {ours: fields[theirs] for ours, theirs in SHAPE.items()}
+    except KeyError as error:
+        raise ConfigError(f"config.json lacks {error.args[0]}") from error
+    kinds = architecture.kinds(fields)
+    if len(kinds) < shape["layers"]:
+        raise ConfigError(f"config.json says of {len(kinds)} layers what they are, and has {shape['layers']}")
+    flags = {ours: bool(fields.get(theirs)) for theirs, names in architecture.flags.items() for ours in names}
+    try:
+        return ModelSettings(**{
+            **shape, **flags, **architecture.fixed, **_pattern(kinds[: shape["layers"]]),
+            **_scores(architecture, fields), **settings_of_rope(architecture, fields),
+            "kv_heads": shape["kv_heads"] or shape["heads"],
+            "head_dim": fields.get("head_dim") or 0, "activation": _activation(architecture, fields),
+            "window": fields["sliding_window"] if any("window" in kind for kind in kinds) else 0,
+        })  # fmt: skip
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(
+            f"config.json gives model.{wrong['loc'][0]} a value that cannot be: {wrong['msg']}"
+        ) from error
+
+
+def _demand_known(architecture: Architecture, name: str, value: object) -> None:
+    if name in architecture.known or name in _NO_CHANGE:
+        return
+    if value is None or value in ([], {}) or (name in _ONE_VALUE and value == _ONE_VALUE[name]):
+        return
+    raise ConfigError(
+        f"config.json has {name} = {value!r}, which this trainer does not compute for {architecture.kind}; if it "
+        "changes nothing in the model, remove it from the file"
+    )
+
+
+def _activation(architecture: Architecture, fields: Fields) -> str:
+    name = fields.get(architecture.activation) or architecture.defaults[architecture.activation]
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"config.json has {architecture.activation} {name!r}; {', '.join(_ACTIVATIONS)} can be used")
+    return _ACTIVATIONS[name]
+
+
+def _pattern(kinds: list[LayerKind]) -> dict[str, Any]:
+    """The shortest settings for these kinds of layers."""
+    every = next((number for number, kind in enumerate(kinds, 1) if kind == "nope"), 0)
+    rotary = set(kinds) - {"nope"}
+    if len(rotary) <= 1 and kinds == [
+        "nope" if every and not number % every else next(iter(rotary), "nope") for number in range(1, len(kinds) + 1)
+    ] and "nope_window" not in rotary:  # fmt: skip
+        return {"nope_every": every}
+    for length in range(1, len(kinds) + 1):
+        if all(kind == kinds[layer % length] for layer, kind in enumerate(kinds)):
+            return {"pattern": tuple(kinds[:length]), "nope_every": 0}
+    raise AssertionError
+
+
+def _scores(architecture: Architecture, fields: Fields) -> dict[str, float]:
+    """Scales and bounds of Gemma."""
+    if not architecture.one_plus:
+        return {}
+    return {
+        "embedding_scale": math.sqrt(fields["hidden_size"]),
+        "attention_scale": float(fields["query_pre_attn_scalar"]) ** -0.5,
+        "attention_softcap": float(fields.get("attn_logit_softcapping") or 0),
+        "logit_softcap": float(fields.get("final_logit_softcapping") or 0),
+    }
+
+
+def config_of(model: ModelSettings, sequence: int) -> tuple[Architecture, dict[str, Any]]:
+    """An architecture that computes what ``model`` does, and its ``config.json`` for sequences of ``sequence`` tokens.
+
+    It is the first whose file is read back as the same. Raises ConfigError if there is none.
+    """
+    for architecture in ARCHITECTURES:
+        config = _config(architecture, model, sequence)
+        if settings_of(config).architecture == model.architecture:
+            return architecture, config
+    raise ConfigError(
+        "no architecture of Hugging Face that this trainer knows has this combination of settings in [model]"
+    )
+
+
+def _config(architecture: Architecture, model: ModelSettings, sequence: int) -> dict[str, Any]:
+    positions = max(sequence, int(model.yarn_factor * model.yarn_positions))
+    config: dict[str, Any] = {
+        "architectures": [f"{architecture.name}ForCausalLM"], "model_type": architecture.kind,
+        **{theirs: getattr(model, ours) for ours, theirs in SHAPE.items()}, "head_dim": model.head_channels,
+        architecture.activation: {"gelu_tanh": "gelu_pytorch_tanh"}.get(model.activation, model.activation),
+        "initializer_range": model.init_std, "max_position_embeddings": positions,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+        **{theirs: getattr(model, names[0]) for theirs, names in architecture.flags.items()},
+    }  # fmt: skip
+    config |= config_of_rope(architecture, model)
+    if "sliding_window" in architecture.extra:
+        windowed = ["window" in kind for kind in model.kinds]
+        config |= {
+            "sliding_window": model.window if any(windowed) else None,
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in windowed],
+        }  # fmt: skip
+        if architecture.kind == "mistral" and len(set(windowed)) == 1:
+            del config["layer_types"]
+        if "use_sliding_window" in architecture.extra:
+            config["use_sliding_window"] = any(windowed)
+    if "no_rope_layers" in architecture.extra:
+        config["no_rope_layers"] = [int(not kind.startswith("nope")) for kind in model.kinds]
+    if architecture.one_plus:
+        config |= {
+            "query_pre_attn_scalar": _whole((model.attention_scale or model.head_channels**-0.5) ** -2),
+            "attn_logit_softcapping": model.attention_softcap or None,
+            "final_logit_softcapping": model.logit_softcap or None,
+        }  # fmt: skip
+    return config
+
+
+def _whole(value: float) -> float:
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-9) else value

@@ -1,0 +1,163 @@
+"""The weights of Hugging Face's models: read into ours, and written from our checkpoints, as safetensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from opsd.checkpoints.manifest import verify
+from opsd.trainer.config import ConfigError
+from opsd.trainer.hf.architectures import Architecture, Fields, architecture_of
+from opsd.trainer.hf.config import settings_of
+from opsd.trainer.model import Decoder
+from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.regions import region_of
+from opsd.trainer.tensors import Stored, tensors_of_files
+
+INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
+FILE_BYTES = 4_000_000_000
+"""File size from which the next tensor goes into another file."""
+_DTYPES: Final = {"F64", "F32", "F16", "BF16"}
+_NOT_WEIGHTS: Final = re.compile(r".*rotary_emb\.inv_freq")
+"""Tensors that older releases stored and that are computed from the configuration."""
+_DERIVED: Final = ("kinds", "attention_scale")
+_SETTING: Final = {"kinds": "pattern", "head_channels": "head_dim"}
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` in ``folder``. Raises ConfigError."""
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not the configuration of a model")
+    return config
+
+
+def fill(model: Decoder, folder: Path, *, part: bool = False) -> None:
+    """Load the weights in ``folder`` into this rank's part of ``model``, which has the first layers only if ``part``.
+
+    Raises ConfigError if they do not fit: another architecture, a tensor of another shape, one too few or too many.
+    """
+    try:
+        config = config_in(folder)
+        if not part:
+            demand_same(model.settings, folder)
+        _load(model, folder, architecture_of(config), part=part)
+    except ConfigError as error:
+        raise ConfigError(f"run.initial: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise ConfigError(f"run.initial: {folder} cannot be used: {error}") from error
+
+
+def demand_same(settings: ModelSettings, folder: Path) -> None:
+    """Raises ConfigError if the model in ``folder`` is another one than that of ``settings``, or cannot be read."""
+    wanted, given = settings_of(config_in(folder)).architecture, settings.architecture
+    for key in sorted(wanted.keys() | given.keys(), key=lambda key: (key in _DERIVED, key)):
+        if wanted.get(key) != given.get(key):
+            name = f"model.{_SETTING.get(key, key)}"
+            raise ConfigError(
+                f"{folder / CONFIG} needs {name} = {_toml(wanted.get(key))}, not {_toml(given.get(key))}; "
+                f"python -m opsd.trainer.huggingface settings {folder} prints the section [model] for it"
+            )
+
+
+def _toml(value: object) -> str:
+    return "its default" if value is None else json.dumps(value)
+
+
+@torch.no_grad()
+def _load(model: Decoder, folder: Path, architecture: Architecture, *, part: bool) -> None:
+    places = _places(folder)
+    with torch.device("meta"):
+        whole = Decoder(model.settings)
+    names = {name: architecture.weight(name) for name, _ in whole.named_parameters()}
+    optional = {architecture.weight("head.weight")} if model.settings.tied else set()
+    missing = sorted({*names.values()} - places.keys())
+    unknown = sorted(name for name in places.keys() - {*names.values()} - optional if not _NOT_WEIGHTS.fullmatch(name))
+    if missing or (unknown and not part):
+        what = f"has no tensor {missing[0]}" if missing else f"has the tensor {unknown[0]}, which the model has not"
+        raise ConfigError(f"{folder} {what} ({len(missing)} missing, {len(unknown)} unknown)")
+    for name, parameter in model.named_parameters():
+        region = region_of(parameter)
+        with safe_open(places[names[name]], framework="pt") as file:
+            stored = file.get_slice(names[name])
+            if (shape := tuple(stored.get_shape())) != region.shape:
+                raise ConfigError(f"{folder} has {names[name]} of shape {list(shape)}, not {list(region.shape)}")
+            if (kind := stored.get_dtype()) not in _DTYPES:
+                raise ConfigError(f"{folder} has {names[name]} as {kind}; only floating-point weights can be used")
+            region.local.copy_(stored[region.slices])
+        if offset := architecture.offset(name):
+            region.local.add_(offset)
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """The file of each tensor. Raises ConfigError if there are no safetensors."""
+    index = folder / INDEX
+    if index.exists():
+        return {name: folder / Path(file).name for name, file in json.loads(index.read_text())["weight_map"].items()}
+    if not (folder / SINGLE).exists():
+        raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; save the model with safe_serialization=True")
+    with safe_open(folder / SINGLE, framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / SINGLE)
+
+
+def write(
+    folder: Path, tensors: Iterable[Stored], dtype: torch.dtype, architecture: Architecture, config: Fields
+) -> int:
+    """Write our parameters as a model of ``architecture`` into ``folder``; returns the number of tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names: dict[str, str] = {}
+    size = 0
+    for number, group in enumerate(_groups(tensors, dtype, architecture), start=1):
+        file = f"model-{number:05d}.safetensors"
+        _save(group, folder / file)
+        names |= dict.fromkeys(group, file)
+        size += sum(tensor.nbytes for tensor in group.values())
+    if len(set(names.values())) == 1:
+        (folder / next(iter(names.values()))).rename(folder / SINGLE)
+    else:
+        index = {"metadata": {"total_size": size}, "weight_map": names}
+        (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    text = json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=1)
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+    return len(names)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write ``tensors`` with the mode that the umask gives; safetensors lets only the owner read."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+def _groups(
+    tensors: Iterable[Stored], dtype: torch.dtype, architecture: Architecture
+) -> Iterator[dict[str, torch.Tensor]]:  # fmt: skip
+    group: dict[str, torch.Tensor] = {}
+    for stored in tensors:
+        values = stored.read() - architecture.offset(stored.name)
+        group[architecture.weight(stored.name)] = values.to(dtype).contiguous()
+        if sum(tensor.nbytes for tensor in group.values()) > FILE_BYTES:
+            yield group
+            group = {}
+    if group:
+        yield group
+
+
+def parameters_in(checkpoint: Path) -> Iterator[Stored]:
+    """The model's parameters in one of our checkpoints, which is verified first. Raises CheckpointError."""
+    files = [checkpoint / entry.name for entry in verify(checkpoint).files]
+    for stored in tensors_of_files(checkpoint, files):
+        if stored.name.startswith("model."):
+            yield Stored(stored.name.removeprefix("model."), stored.shape, stored.chunks)

@@ -1,0 +1,175 @@
+"""The section [model] of a run's settings: the shape of the decoder and the variants of its parts."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
+
+
+class Section(BaseModel):
+    """Frozen and strict: unknown keys and values of another type are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+LayerKind = Literal["global", "window", "nope", "nope_window"]
+"""Whether a layer of attention has rotary positions (not ``nope``), and sees its window or its whole document."""
+
+
+class ModelSettings(Section):
+    """Shape of the decoder."""
+
+    layers: PositiveInt
+    """Number of transformer layers."""
+    width: PositiveInt
+    """Width of the residual stream."""
+    heads: PositiveInt
+    """Heads of attention."""
+    kv_heads: PositiveInt
+    """Heads of keys and values; they divide ``heads`` (grouped-query attention)."""
+    head_dim: NonNegativeInt = 0
+    """Channels of a head of attention; 0 is ``width`` / ``heads``."""
+    ffn: PositiveInt
+    """Width of the feed-forward layers."""
+    vocab: PositiveInt
+    """Size of the vocabulary; at least that of the tokenizer."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    """Of the gate in the feed-forward layers."""
+    norm_eps: float = Field(1e-6, gt=0)
+    """Epsilon of RMSNorm."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Where the halves of a layer are normalised: their input (Llama), their output (OLMo 2), or both (Gemma)."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the drawn weights."""
+    tied: bool = True
+    """Whether the output projection shares the embedding."""
+    embedding_scale: float = Field(1.0, gt=0)
+    """Factor of the embedded tokens; sqrt(width) in Gemma."""
+    logit_softcap: NonNegativeFloat = 0.0
+    """Bound c of the logits, as c tanh(x / c); 0 is none."""
+    qkv_bias: bool = False
+    """Whether the projections to queries, keys and values have a bias (Qwen 2)."""
+    output_bias: bool = False
+    """Whether the output projection of attention has a bias."""
+    ffn_bias: bool = False
+    """Whether the feed-forward layers have biases."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised."""
+    qk_norm_over: Literal["head", "all"] = "head"
+    """What ``qk_norm`` normalises: each head (Qwen 3, Gemma 3), or all heads at once (OLMo 2)."""
+    attention_scale: NonNegativeFloat = 0.0
+    """Factor of the scores of attention; 0 is 1 / sqrt(``head_dim``)."""
+    attention_softcap: NonNegativeFloat = 0.0
+    """Bound c of the scores of attention, as c tanh(x / c) (Gemma 2); 0 is none."""
+    document_mask: bool = True
+    """Whether a token sees only its own document, not earlier ones in the sequence."""
+    window: NonNegativeInt = 0
+    """How many tokens, itself included, a token sees in layers with a window: without ``pattern`` those with positions.
+
+    0 is no limit.
+    """
+    nope_every: NonNegativeInt = 4
+    """4 leaves every 4th layer without rotary positions, 0 none."""
+    pattern: Annotated[tuple[LayerKind, ...], Strict(False)] = ()
+    """Kinds of attention of the first layers, repeated for the others, instead of ``nope_every``.
+
+    ``global`` and ``window`` have rotary positions, ``nope`` and ``nope_window`` none.
+    """
+    rope_theta: float = Field(50_000.0, gt=0)
+    """Base of the rotary positions."""
+    window_theta: NonNegativeFloat = 0.0
+    """The base in layers with a window, where positions are not scaled (Gemma 3); 0 is as in the others."""
+    rope_factor: float = Field(1.0, ge=1)
+    """Positions are divided by this (linear scaling)."""
+    yarn_factor: float = Field(1.0, ge=1)
+    """Sequence length as a multiple of ``yarn_positions`` (YaRN); 1 is plain RoPE."""
+    yarn_positions: NonNegativeInt = 0
+    """Sequence length of the model's earlier training; needed with ``yarn_factor``."""
+    yarn_turns: Annotated[tuple[float, float], Strict(False)] = (1.0, 32.0)
+    """Channels with fewer turns than the first in ``yarn_positions`` are slowed, with more than the second kept."""
+    yarn_whole_channels: bool = True
+    """Whether the bounds between these channels are rounded to whole channels."""
+    yarn_attention: NonNegativeFloat = 0.0
+    """Factor of rotated queries and keys; 0 is 0.1 ln(``yarn_factor``) + 1."""
+    llama3_factor: float = Field(1.0, ge=1)
+    """Llama 3.1's scaling: by how much channels with few turns are slowed; 1 is none."""
+    llama3_positions: NonNegativeInt = 0
+    """Sequence length of the model's earlier training; needed with ``llama3_factor``."""
+    llama3_turns: Annotated[tuple[float, float], Strict(False)] = (1.0, 4.0)
+    """Channels with fewer turns than the first in ``llama3_positions`` are slowed, with more than the second kept."""
+    attention: Literal["auto", "sdpa", "varlen", "flex"] = "auto"
+    """Kernel; auto is sdpa on the CPU and for float32, varlen on a GPU, and flex there with context parallelism."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; parameters, gradients and optimiser state are float32."""
+
+    @property
+    def head_channels(self) -> int:
+        """Channels of one attention head."""
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """Channels of all heads of the queries."""
+        return self.heads * self.head_channels
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        if self.pattern:
+            return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.layers))
+        rotary: LayerKind = "window" if self.window else "global"
+        every = self.nope_every
+        return tuple("nope" if every and not (layer + 1) % every else rotary for layer in range(self.layers))
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What the model computes, in one form for all settings that compute the same."""
+        free = {"init_std", "document_mask", "attention", "dtype", "nope_every", "pattern", "head_dim"}
+        form = self.model_dump(exclude=free) | {"kinds": self.kinds, "head_channels": self.head_channels}
+        unused = {"window"} if not any("window" in kind for kind in self.kinds) else set()
+        unused |= set() if self.qk_norm else {"qk_norm_over"}
+        for part in ("yarn", "llama3"):
+            unused |= {name for name in form if name.startswith(f"{part}_") and form[f"{part}_factor"] == 1}
+        scaled = max(self.rope_factor, self.yarn_factor, self.llama3_factor) > 1
+        if "window" not in self.kinds or (self.window_theta == self.rope_theta and not scaled):
+            form["window_theta"] = 0.0
+        form["attention_scale"] = self.attention_scale or self.head_channels**-0.5
+        form["yarn_attention"] = self.yarn_attention or yarn_attention(self.yarn_factor)
+        return {name: value for name, value in form.items() if name not in unused}
+
+    def problem(self) -> str | None:
+        """What is inconsistent in the settings, in one sentence."""
+        if not self.head_dim and self.width % self.heads:
+            return f"model.width {self.width} does not split into {self.heads} heads; set model.head_dim"
+        if self.head_channels % 2:
+            return f"model.head_dim {self.head_channels} is not even, which rotary positions need"
+        if self.heads % self.kv_heads:
+            return f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}"
+        if self.attention == "varlen" and self.dtype == "float32":
+            return "model.attention varlen needs model.dtype bfloat16"
+        if self.attention == "varlen" and self.attention_softcap:
+            return "model.attention varlen has no model.attention_softcap; set it to auto"
+        if not self.window and (kind := next((kind for kind in self.pattern if "window" in kind), None)):
+            return f"model.pattern has {kind!r}, which needs model.window"
+        return self._rope_problem()
+
+    def _rope_problem(self) -> str | None:
+        if self.yarn_factor > 1 and not self.yarn_positions:
+            return "model.yarn_factor needs model.yarn_positions, the length that the model was trained with before"
+        if self.llama3_factor > 1 and not self.llama3_positions:
+            return "model.llama3_factor needs model.llama3_positions, the length that the model was trained with before"
+        scalings = ("rope_factor", "yarn_factor", "llama3_factor")
+        if len(given := [f"model.{name}" for name in scalings if getattr(self, name) > 1]) > 1:
+            return f"{' and '.join(given)} exclude each other"
+        for name in ("yarn_turns", "llama3_turns"):
+            low, high = getattr(self, name)
+            if not 0 < low < high:
+                return f"model.{name} needs two numbers above 0, the smaller one first"
+        return None
+
+
+def yarn_attention(factor: float) -> float:
+    """YaRN's factor of queries and keys for sequences longer by ``factor`` (arXiv 2309.00071, eq. 22)."""
+    return 0.1 * math.log(factor) + 1.0

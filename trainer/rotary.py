@@ -1,0 +1,77 @@
+"""Rotary positions (RoPE, arXiv 2104.09864) and the ways of stretching them to longer sequences."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from opsd.trainer.model_settings import ModelSettings, yarn_attention
+
+
+def rotary_angles(at: torch.Tensor, settings: ModelSettings, *, window: bool = False) -> torch.Tensor:
+    """The cosines and sines [2, length, head_dim / 2] of RoPE for the positions ``at`` [length].
+
+    Positions count through the whole sequence: attention depends only on their differences, so they need not restart
+    with each document. Layers with a ``window`` may have a base of their own.
+    """
+    channels = settings.head_channels
+    exponents = -torch.arange(0, channels, 2, device=at.device, dtype=torch.float32) / channels
+    scale = 1.0
+    if window and settings.window_theta:
+        frequencies = settings.window_theta**exponents
+    else:
+        frequencies = settings.rope_theta**exponents / settings.rope_factor
+        if settings.yarn_factor > 1:
+            frequencies = _yarn(frequencies, settings)
+            scale = settings.yarn_attention or yarn_attention(settings.yarn_factor)
+        elif settings.llama3_factor > 1:
+            frequencies = _llama3(frequencies, settings)
+    angles = torch.outer(at.float(), frequencies)
+    return torch.stack((angles.cos(), angles.sin())) * scale
+
+
+def _yarn(frequencies: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071, section 3).
+
+    Channels that turn more often than the upper bound of ``yarn_turns`` within the original length keep their
+    frequency, those that turn less often than the lower one are slowed down by the factor, and those between by a
+    linear ramp over the channels.
+    """
+    channels = settings.head_channels
+
+    def channel(turns: float) -> float:
+        wavelength = settings.yarn_positions / (turns * 2 * math.pi)
+        return channels * math.log(wavelength) / (2 * math.log(settings.rope_theta))
+
+    few, many = settings.yarn_turns
+    low, high = channel(many), channel(few)
+    if settings.yarn_whole_channels:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, channels - 1)
+    ramp = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
+    slowed = ((ramp - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return slowed * (frequencies / settings.yarn_factor) + (1 - slowed) * frequencies
+
+
+def _llama3(frequencies: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
+    """Llama 3.1's scaling: as YaRN, but with a ramp over the turns, and no factor for queries and keys.
+
+    Source: ``apply_scaling`` in meta-llama/llama-models.
+    """
+    few, many = settings.llama3_turns
+    turns = settings.llama3_positions * frequencies / (2 * math.pi)
+    kept = ((turns - few) / (many - few)).clamp(0, 1)
+    return (1 - kept) * (frequencies / settings.llama3_factor) + kept * frequencies
+
+
+def rotation_factors(angles: torch.Tensor) -> torch.Tensor:
+    """The factors of ``rotate``, [2, length, 1, head_dim], for ``angles`` from ``rotary_angles``."""
+    cos, sin = angles
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))[:, :, None]
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of channels (i, i + head_dim / 2) of ``x`` [batch, sequence, heads, head_dim], as in Llama."""
+    cos, sin = rotation.to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
