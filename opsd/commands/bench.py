@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from opsd import exitcodes
 from opsd.bench import BenchError
 from opsd.commands.options import option
 from opsd.scenarios.model import ScenarioError
@@ -28,13 +29,16 @@ BENCHES = {
     "recovery": "fifty kills and SIGTERM: steps lost, and every loss compared with an undisturbed run",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
     "scrape": "fifty concurrent scrapers of one agent, beside nvitop-exporter",
-    "soak": "memory and CPU of the agent over an hour",
+    "soak": "the agent under attack for an hour: memory, scrapes, and whether anything is lost",
     "swap": "how long a run stops when it loses a node, on a real Slurm cluster in namespaces",
     "trainer": "tokens/s of the trainer beside torchtitan and transformers' Llama under FSDP2; start of eight ranks",
 }
 LONG = ("faults", "soak", "swap")
 """Left out of ``--names``, and so of ``make bench``."""
-OPTIONS = {"nodes": ("rendezvous",), "trials": ("faults", "swap"), "seed": ("faults",), "scenario": ("swap",)}
+OPTIONS = {
+    "nodes": ("rendezvous",), "trials": ("faults", "swap"), "seed": ("faults",), "scenario": ("swap",),
+    "hours": ("soak",),
+}  # fmt: skip
 """Options that only some benchmarks have."""
 
 
@@ -69,6 +73,7 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 @option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
 @option("--seed", type=click.IntRange(0), help="Of faults: the seed of the first sequence; 1 unless given.")
 @option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
+@option("--hours", type=click.FloatRange(1 / 60), help="Of soak: how long it lasts; 1 unless given.")
 @option(
     "--names",
     is_flag=True,
@@ -80,7 +85,8 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def bench(name: str, target: TextIO | None, **given: Any) -> None:
     """Run the benchmark NAME and print what it measured.
 
-    The results are named ours_*, PEER_* and ratio_*; a peer that is not installed is missing from them.
+    The results are named ours_*, PEER_* and ratio_*; a peer that is not installed is missing from them. Ends with 1 if
+    what was measured is wrong, as the verdict of soak says.
     """
     options = {key: value for key, value in given.items() if value not in (None, ())}
     for other in options:
@@ -100,3 +106,5 @@ def bench(name: str, target: TextIO | None, **given: Any) -> None:
     Console().print(table)
     if target is not None:
         target.write(json.dumps(results, indent=1) + "\n")
+    if results.get("verdict", "good") != "good":
+        raise click.exceptions.Exit(exitcodes.FAILED)

@@ -79,3 +79,70 @@ def crash_in_a_file(folder: str, name: str, process: str) -> None:
         libc.mmap.restype = ctypes.c_void_p
         ctypes.CFUNCTYPE(None)(libc.mmap(None, 4096, 5, 2, file, 0))()
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def hold_connections(port: int, request: str, number: int) -> None:
+    """Keep ``number`` connections that have sent ``request`` and send a byte now and then; none is ever read."""
+    import contextlib
+    import socket
+    import time
+
+    held: list[socket.socket] = []
+    while True:
+        while len(held) < number:
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.settimeout(5)
+            with contextlib.suppress(OSError):
+                connection.connect(("127.0.0.1", port))
+                connection.sendall(request.encode())
+            held.append(connection)
+        print("holds", flush=True)
+        time.sleep(0.2)
+        alive = []
+        for connection in held:
+            try:
+                connection.sendall(b"x")
+                alive.append(connection)
+            except OSError:
+                connection.close()
+        held = alive
+
+
+def make_runs(shm: str, count: int, living: bool) -> None:
+    """Folders of runs; with ``living`` the launcher of each is this process."""
+    import json
+    import os
+    import time
+    from pathlib import Path
+
+    from opsd.client import process_start
+
+    for number in range(count):
+        folder = Path(shm, f"job-{number:06d}")
+        folder.mkdir(mode=0o755)
+        said = {
+            "state": "running" if living else "finished", "launcher_pid": os.getpid() if living else 1,
+            "launcher_start": process_start(os.getpid()) if living else 1, "job": "", "node": "node1",
+            "generation": 0, "world_size": 1, "control": "", "folder": str(folder),
+        }  # fmt: skip
+        (folder / "run.json").write_text(json.dumps(said))
+        if not living:
+            os.utime(folder / "run.json", (1, 1))
+    print("made", flush=True)
+    time.sleep(86_400)
+
+
+def make_files(folder: str, count: int) -> None:
+    """Empty files, in the folder of runs and in a run of its own."""
+    import os
+    import time
+    from pathlib import Path
+
+    own = Path(folder, "aa-mine")
+    own.mkdir(mode=0o755)
+    for number in range(count):
+        os.mknod(f"{folder}/file-{number}")
+        os.mknod(f"{own}/rank-{100_000 + number}.page")
+    print("made", flush=True)
+    time.sleep(86_400)

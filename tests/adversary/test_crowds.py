@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.adversary.attacker import Attacker
-from tests.adversary.attacks import invent_run
+from tests.adversary.attacks import invent_run, make_files, make_runs
 from tests.adversary.node import Node
 from tests.fakes.clock import eventually
 
@@ -21,45 +21,6 @@ def good(node: Node) -> Attacker:
     user = Attacker(0)
     user.start(invent_run, str(node.shm), "zz-good")
     return user
-
-
-def make_runs(shm: str, count: int, living: bool) -> None:
-    """Folders of runs; with ``living`` the launcher of each is this process."""
-    import json
-    import os
-    import time
-    from pathlib import Path
-
-    from opsd.client import process_start
-
-    for number in range(count):
-        folder = Path(shm, f"job-{number:06d}")
-        folder.mkdir(mode=0o755)
-        said = {
-            "state": "running" if living else "finished", "launcher_pid": os.getpid() if living else 1,
-            "launcher_start": process_start(os.getpid()) if living else 1, "job": "", "node": "node1",
-            "generation": 0, "world_size": 1, "control": "", "folder": str(folder),
-        }  # fmt: skip
-        (folder / "run.json").write_text(json.dumps(said))
-        if not living:
-            os.utime(folder / "run.json", (1, 1))
-    print("made", flush=True)
-    time.sleep(600)
-
-
-def make_files(folder: str, count: int) -> None:
-    """Empty files, in the folder of runs and in a run of its own."""
-    import os
-    import time
-    from pathlib import Path
-
-    own = Path(folder, "aa-mine")
-    own.mkdir(mode=0o755)
-    for number in range(count):
-        os.mknod(f"{folder}/file-{number}")
-        os.mknod(f"{own}/rank-{100_000 + number}.page")
-    print("made", flush=True)
-    time.sleep(600)
 
 
 def sees(node: Node) -> bool:

@@ -5,38 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.adversary.attacker import NOBODY, Attacker
+from tests.adversary.attacks import hold_connections
 from tests.adversary.node import Node
 from tests.fakes.clock import eventually
 
 pytestmark = pytest.mark.xdist_group("agent-process")
-
-
-def hold_connections(port: int, request: str, number: int) -> None:
-    """Keep ``number`` connections that have sent ``request`` and send a byte now and then; none is ever read."""
-    import contextlib
-    import socket
-    import time
-
-    held: list[socket.socket] = []
-    while True:
-        while len(held) < number:
-            connection = socket.socket()
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            connection.settimeout(5)
-            with contextlib.suppress(OSError):
-                connection.connect(("127.0.0.1", port))
-                connection.sendall(request.encode())
-            held.append(connection)
-        print("holds", flush=True)
-        time.sleep(0.2)
-        alive = []
-        for connection in held:
-            try:
-                connection.sendall(b"x")
-                alive.append(connection)
-            except OSError:
-                connection.close()
-        held = alive
 
 
 @pytest.mark.parametrize(
