@@ -99,7 +99,8 @@ class RankFact:
 
     ``process`` is the kernel's state letter, None once the process is gone. ``workers`` are its helper processes (pid,
     role), ``worker_process`` their state letters in the same order, empty where they were not read. ``job`` is ""
-    unless the kernel or Slurm has the process in it. ``user`` is the id of the user whose process it is.
+    unless the kernel or Slurm has the process in it. ``user`` is the id of the user whose process it is. ``source`` is
+    who reports, as on the rank page: "client", "adapter" or "observed".
     """
 
     run: str
@@ -121,6 +122,7 @@ class RankFact:
     steps: tuple[StepFact, ...] = field(repr=False)
     worker_process: tuple[str | None, ...] = ()
     user: int | None = None
+    source: str = "client"
 
     @property
     def live(self) -> bool:

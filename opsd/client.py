@@ -24,6 +24,7 @@ offset  content
 ======  =====================================================================================
 0       header, written once: magic, version, identity of the rank, CRC-32 of all before it
 448     model: floating point operations per token, and per second at the device's peak; 0 if unknown
+464     since version 1.3, who reports: an index of ``SOURCES``
 512     control word, written by the launcher only
 576     up to 8 helper processes of the rank (pid, role), written rarely
 1024    slot 0: sequence, phase, state, phase since, steps reported, committed step, sequence
@@ -64,10 +65,16 @@ PHASES = (
     "evaluation",
 )
 
+SOURCES = ("client", "adapter", "observed")
+"""Who reports: the program itself, an adapter of ``opsd.adapters``, or the launcher's hooks in an unchanged program.
+
+What is observed has no tokens, loss or gradient norm; its forward phase is all compute that no hook tells apart.
+"""
+
 PAGE_BYTES = 12_288
 RING_STEPS = 64
 MAX_WORKERS = 8
-MAJOR, MINOR = 1, 2
+MAJOR, MINOR = 1, 3
 
 PERSIST = "persist"
 """Role of a helper process that writes a staged checkpoint; the launcher lets it finish after its rank has died."""
@@ -76,12 +83,13 @@ MAGIC = b"OPSDRANK"
 HEADER = struct.Struct("<8sHHIIIIIiQQQQ64s64s64s")
 CRC = struct.Struct("<I")
 MODEL = struct.Struct("<dd")
+SOURCE = struct.Struct("<I")
 CONTROL = struct.Struct("<I")
 WORKER = struct.Struct("<Q16s")
 SLOT = struct.Struct("<QIIQQqQ")
 STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQ")
 LEARNING_RATE = struct.Struct("<d")
-MODEL_AT, CONTROL_AT, WORKERS_AT, SLOTS_AT, SLOT_STRIDE = 448, 512, 576, 1024, 256
+MODEL_AT, SOURCE_AT, CONTROL_AT, WORKERS_AT, SLOTS_AT, SLOT_STRIDE = 448, 464, 512, 576, 1024, 256
 RING_AT, STEP_STRIDE = 2048, 160
 
 PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
@@ -122,6 +130,7 @@ class Reporter:
         node: str = "",
         job: str = "",
         run: str = "",
+        source: str = "client",
     ) -> None:
         header = HEADER.pack(
             MAGIC, MAJOR, MINOR, PAGE_BYTES, rank, local_rank, world_size, generation,
@@ -131,6 +140,7 @@ class Reporter:
         )  # fmt: skip
         self.path = None if path is None else Path(path)
         self._page = _create_page(self.path, header + CRC.pack(zlib.crc32(header)))
+        SOURCE.pack_into(self._page, SOURCE_AT, SOURCES.index(source))
         self._phases = {name: _Phase(self, index) for name, index in PHASE_INDEX.items()}
         self._spent = [0] * len(PHASES)
         self._outer: list[int] = []
@@ -145,11 +155,11 @@ class Reporter:
         self._publish()
 
     @classmethod
-    def from_env(cls) -> Reporter:
+    def from_env(cls, source: str = "client") -> Reporter:
         """A reporter configured by the variables that ``opsd launch`` (or torchrun) sets for the rank.
 
-        Under ``opsd launch`` the rank then ignores SIGTERM and SIGUSR1, which Slurm sends to every process of a job:
-        the launcher requests the stop through the page.
+        ``source`` is one of ``SOURCES``. Under ``opsd launch`` the rank then ignores SIGTERM and SIGUSR1, which Slurm
+        sends to every process of a job: the launcher requests the stop through the page.
         """
         env = os.environ
         gpu = env.get("OPSD_GPU", "")
@@ -165,6 +175,7 @@ class Reporter:
             node=env.get("OPSD_NODE", os.uname().nodename),
             job=env.get("OPSD_JOB", env.get("SLURM_JOB_ID", "")),
             run=env.get("OPSD_RUN", ""),
+            source=source,
         )
 
     def phase(self, name: str) -> _Phase:

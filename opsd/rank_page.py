@@ -10,6 +10,7 @@ from pathlib import Path
 
 from opsd import client as layout
 from opsd.client import PHASES as PHASES
+from opsd.client import SOURCES as SOURCES
 from opsd.client import process_start as process_start
 
 STATES = ("running", "finished")
@@ -49,7 +50,8 @@ class StepRecord:
 class RankPage:
     """A consistent copy of a rank page. Times in seconds: ``*_wall`` since the epoch, the others monotonic.
 
-    ``flops_per_token`` and ``peak_flops`` are as in ``Reporter.model``, None if not reported.
+    ``flops_per_token`` and ``peak_flops`` are as in ``Reporter.model``, None if not reported. ``source`` is one of
+    ``SOURCES``; a page of a release before 1.3 of the layout counts as "client".
     """
 
     rank: int
@@ -75,11 +77,17 @@ class RankPage:
     flops_per_token: float | None
     peak_flops: float | None
     steps: tuple[StepRecord, ...] = field(repr=False)
+    source: str = "client"
 
     @property
     def last_step(self) -> StepRecord | None:
         """The newest completed step, or None before the first."""
         return self.steps[-1] if self.steps else None
+
+    @property
+    def observed(self) -> bool:
+        """The program does not know of the page: it has not agreed to phases, and reads no request."""
+        return self.source == "observed"
 
     @property
     def changed(self) -> float:
@@ -218,6 +226,7 @@ def _decode(
         layout.WORKER.unpack_from(data, layout.WORKERS_AT + i * layout.WORKER.size) for i in range(layout.MAX_WORKERS)
     )
     flops_per_token, peak_flops = layout.MODEL.unpack_from(data, layout.MODEL_AT)
+    source = min(layout.SOURCE.unpack_from(data, layout.SOURCE_AT)[0], len(SOURCES) - 1)
     request = min(layout.CONTROL.unpack_from(data, layout.CONTROL_AT)[0], len(REQUESTS) - 1)
     return RankPage(
         rank=number(4), local_rank=number(5), world_size=number(6), generation=number(7),
@@ -230,6 +239,7 @@ def _decode(
         flops_per_token=flops_per_token if flops_per_token > 0 else None,
         peak_flops=peak_flops if peak_flops > 0 else None,
         steps=steps,
+        source=SOURCES[source],
     )  # fmt: skip
 
 

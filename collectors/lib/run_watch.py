@@ -239,13 +239,15 @@ class RunWatch:
             steps=rank.steps,
             worker_process=tuple(process_letter(pid) for pid, _ in page.workers),
             user=self.owner,
+            source=page.source,
         )
 
     def _rank_samples(self, fact: RankFact, page: RankPage, now: float) -> Iterator[Sample]:
         labels = (self._run, str(fact.rank))
         live = fact.live and fact.process != "Z"
         yield Sample(series.UP, float(live), labels)
-        yield Sample(series.TOKENS, page.tokens, labels)
+        if not page.observed:
+            yield Sample(series.TOKENS, page.tokens, labels)
         for phase, seconds in self._ranks[fact.rank].totals.update(page).items():
             yield Sample(series.PHASE_SECONDS, seconds, (*labels, phase))
         if fact.committed_step is not None:
@@ -258,7 +260,7 @@ class RunWatch:
             yield Sample(series.PHASE, float(phase == fact.phase), (*labels, phase))
         yield Sample(series.PHASE_AGE, max(0.0, now - fact.phase_since), labels)
         yield Sample(series.CHANGE_AGE, max(0.0, now - fact.changed), labels)
-        if (rate := series.tokens_per_second(page, now)) is not None:
+        if not page.observed and (rate := series.tokens_per_second(page, now)) is not None:
             yield Sample(series.TOKENS_RATE, rate, labels)
             yield from series.model_samples(page, rate, labels)
         if fact.gpu is not None:

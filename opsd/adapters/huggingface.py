@@ -33,7 +33,7 @@ class RankPageCallback(TrainerCallback):
     """
 
     def __init__(self, reporter: Reporter | None = None, fence: Fence | None = None) -> None:
-        self._reporter = reporter or Reporter.from_env()
+        self._reporter = reporter or Reporter.from_env("adapter")
         self.gate = Gate(self._reporter, fence)
         self._phases = Phases(self._reporter)
         self._loss = self._norm = self._rate = float("nan")

@@ -53,7 +53,7 @@ class RankPageCallback(Callback):
         tokens: Callable[[Any], int] | None = None,
         fence: Fence | None = None,
     ) -> None:
-        self._reporter = reporter or Reporter.from_env()
+        self._reporter = reporter or Reporter.from_env("adapter")
         self._gate = Gate(self._reporter, fence)
         self._phases = Phases(self._reporter)
         self._count = tokens

@@ -36,7 +36,7 @@ class RankPageTrainer(Trainer):
     """
 
     def __init__(self, config: Trainer.Config, reporter: Reporter | None = None) -> None:
-        self._reporter = reporter or Reporter.from_env()
+        self._reporter = reporter or Reporter.from_env("adapter")
         self._phases = Phases(self._reporter)
         self._saving: int | None = None
         self._kept: int | None = None

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.client import PAGE_BYTES, PHASES, RING_STEPS, Reporter, events_path
+from opsd.client import PAGE_BYTES, PHASES, RING_STEPS, SOURCES, Reporter, events_path
 from opsd.rank_page import PageError, process_state, read_page, write_request
 
 
@@ -73,6 +73,23 @@ def test_a_page_from_before_learning_rates_has_none(path: Path) -> None:
     (step,) = read_page(path).steps
     assert step.loss == 2.5
     assert step.learning_rate is None
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_page_says_who_reports(path: Path, source: str) -> None:
+    """Judges know whether the program itself reports, an adapter, or the launcher's hooks."""
+    Reporter(path, source=source)
+    assert read_page(path).source == source
+
+
+def test_a_page_from_before_sources_is_the_programs_own(path: Path) -> None:
+    """An older client wrote nothing at that place: it was the program that reported."""
+    Reporter(path, source="observed")
+    with open(path, "r+b") as file:
+        file.seek(464)
+        file.write(bytes(4))
+    assert read_page(path).source == "client"
+    assert not read_page(path).observed
 
 
 def test_nested_phase_returns_to_the_outer_one(path: Path) -> None:

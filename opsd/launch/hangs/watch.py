@@ -101,7 +101,11 @@ class HangWatch:
     def _read(
         self, generation: Generation, pages: Mapping[int, RankPage | None]
     ) -> tuple[dict[int, RankPage], dict[int, str | None]]:
-        running = {rank.rank: page for rank in generation.running if (page := pages.get(rank.rank)) is not None}
+        running = {
+            rank.rank: page
+            for rank in generation.running
+            if (page := pages.get(rank.rank)) is not None and not page.observed
+        }
         return running, {number: process_state(page) for number, page in running.items()}
 
     def rank_statuses(self, generation: Generation) -> tuple[RankStatus, ...]:

@@ -51,9 +51,9 @@ class GracefulStop:
             self._late(f"{names} did not stop in time after {self.by} and was killed")
 
     def explains(self, rank: Rank) -> bool:
-        """True for a rank without a page that died of the stop signal, forwarded or sent to the whole job."""
+        """True for a rank that reads no page and died of the stop signal, forwarded or sent to the whole job."""
         signalled = rank.exit is not None and rank.exit.signal in _TO_STOP
-        return bool(self.by) and signalled and rank.page() is None
+        return bool(self.by) and signalled and not _reads_page(rank)
 
     def forget(self) -> None:
         """Other ranks are about to start."""
@@ -64,13 +64,18 @@ class GracefulStop:
 
 def _ask(rank: Rank) -> None:
     try:
-        if rank.page() is None:
-            rank.child.signal(signal.SIGTERM)
-        else:
+        if _reads_page(rank):
             write_request(rank.page_path, "checkpoint_and_stop")
+        else:
+            rank.child.signal(signal.SIGTERM)
     except OSError as error:
         print_message(f"rank {rank.rank} cannot be asked to stop ({error.strerror}); it is sent SIGTERM")
         rank.child.signal(signal.SIGTERM)
+
+
+def _reads_page(rank: Rank) -> bool:
+    page = rank.page()
+    return page is not None and not page.observed
 
 
 ORPHAN_GRACE_S = 3.0
