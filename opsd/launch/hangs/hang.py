@@ -126,20 +126,18 @@ class HangDetector:
             self.limits.more_patience(UNKNOWN if self._by_idleness else phase)
 
     def _status(self, rank: Observation, now: float) -> RankStatus:
-        page = rank.page
+        page, idle_limit = rank.page, self.limits.limit(UNKNOWN)
         if page is None:
-            changed, phase, judged_as, step, limit = rank.active, UNKNOWN, "idle", None, self.limits.limit(UNKNOWN)
+            changed, phase, judged_as, step, limit = rank.active, UNKNOWN, "idle", None, idle_limit
         else:
             changed, phase, step = page.changed, page.phase, page.last_step.step if page.last_step else None
             judged_as, limit = self._page_limit(page)
-        begun = max(changed, self._since)
-        idle_limit = self.limits.limit(UNKNOWN)
-        if page is not None and page.state != "finished":
-            idle_since = max(rank.active, begun)
-            if idle_since + idle_limit < begun + limit:
-                judged_as, begun, limit = "idle", idle_since, idle_limit
         if rank.process == "T":
             limit = min(limit, self.limits.limit("other"))
+        begun = max(changed, self._since)
+        idle_since = max(begun, rank.active)
+        if page is not None and page.state != "finished" and idle_since + idle_limit < begun + limit:
+            judged_as, begun, limit = "idle", idle_since, idle_limit
         waits = self._known_to_wait(rank.rank, changed, phase, now)
         return RankStatus(rank.rank, phase, judged_as, step, changed, now - begun, limit, rank.process, bool(waits))
 

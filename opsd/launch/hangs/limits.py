@@ -104,7 +104,7 @@ class LearntLimits:
         seen = self._seen.get(page.rank, 0)
         fresh = page.steps[-(page.steps_reported - seen) :] if page.steps_reported > seen else ()
         self._seen[page.rank] = page.steps_reported
-        if page.source != "observed" and page.phase not in ("other", "setup"):
+        if not page.observed and page.phase not in ("other", "setup"):
             self._announcing.add(page.rank)
         first_fresh = page.steps_reported - len(fresh)
         for number, record in enumerate(fresh, start=first_fresh + 1):
@@ -119,7 +119,7 @@ class LearntLimits:
         self._learnt.data.append(data)
         self._learnt.checkpoint = max(self._learnt.checkpoint, checkpoint)
         self._learnt.evaluation = max(self._learnt.evaluation, evaluation)
-        if page.source != "observed" and record.phase("other") + record.phase("setup") < record.duration_s / 2:
+        if not page.observed and record.phase("other") + record.phase("setup") < record.duration_s / 2:
             self._announcing.add(page.rank)
 
 
