@@ -257,6 +257,12 @@ def process_state(page: RankPage, proc: str = "/proc") -> str | None:
     return fields[0]
 
 
+def state_of(pid: int, proc: str = "/proc") -> str | None:
+    """The kernel's state letter of a process, None if there is none."""
+    fields = layout.stat_fields(pid, proc)
+    return fields[0] if fields else None
+
+
 def page_writer(path: Path, *, folder: int | None = None) -> tuple[int, int]:
     """Pid and start time of the process that writes the page at ``path``, as in ``read_page``. Raises PageError."""
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from click.core import ParameterSource
 from opsd import exitcodes
 from opsd.commands.launch_options import own_options, rdzv_seconds, rendezvous_options
 from opsd.commands.torchrun_options import full_name, torchrun_options
-from opsd.launch.hangs.hang import HangLimits
+from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.hangs.watch import HangWatch, find_py_spy
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
@@ -248,7 +249,13 @@ def _hang_limits(options: dict[str, Any]) -> HangLimits | None:
     """None if hangs are not to be judged."""
     if not options["hang_limit"]:
         return None
-    return HangLimits(options["hang_limit"], options["data_hang_limit"], options["startup_limit"])
+    return HangLimits(
+        options["hang_limit"],
+        options["data_hang_limit"],
+        options["startup_limit"],
+        unannounced_s=max(options["hang_limit"], options["unannounced_hang_limit"]),
+        idle_s=options["idle_limit"] or math.inf,
+    )
 
 
 def _supervise(

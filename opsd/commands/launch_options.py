@@ -223,6 +223,18 @@ own_options = options(
         default=1800.0,
         help="Seconds without change allowed until the first three steps are done: loading, compiling.",
     ),
+    option(
+        "--unannounced-hang-limit",
+        type=Finite(0),
+        default=60.0,
+        help="The least --hang-limit of programs that do not report their phases.",
+    ),
+    option(
+        "--idle-limit",
+        type=Finite(0),
+        default=600.0,
+        help="Seconds in which the processes of a rank use no CPU and move no data that are a hang; 0: never.",
+    ),
     option("--no-standby", is_flag=True, help="Keep no warm interpreters for the next restart."),
     option("--standby-import", multiple=True, metavar="MODULE", help="Import MODULE too in warm interpreters."),
     option(

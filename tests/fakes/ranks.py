@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from opsd.client import PHASES
+from opsd.launch.hangs.hang import Observation
 from opsd.rank_page import RankPage, StepRecord
 
 
@@ -18,6 +19,9 @@ class FakeRank:
     phase: str = "setup"
     since: float = 0.0
     state: str = "running"
+    paged: bool = True
+    idle_since: float | None = None
+    writing: bool = False
     records: list[StepRecord] = field(default_factory=list)
 
     def enter(self, phase: str, now: float) -> None:
@@ -29,6 +33,11 @@ class FakeRank:
         spent = tuple(phase_s.get(name, 0.0) for name in PHASES)
         self.records.append(StepRecord(len(self.records), now, duration_s, 1, 0.0, 0.0, spent))
         self.enter("other", now)
+
+    def observed(self, now: float) -> Observation:
+        """The rank as the launcher sees it at ``now``; at work unless it is idle since some second."""
+        active = now if self.idle_since is None else self.idle_since
+        return Observation(self.rank, self.page if self.paged else None, self.process, active, self.writing)
 
     @property
     def page(self) -> RankPage:

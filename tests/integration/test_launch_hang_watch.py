@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from opsd.client import process_start
-from opsd.launch.hangs.hang import Hang, HangLimits
+from opsd.launch.hangs.culprit import Hang
+from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop

@@ -59,6 +59,11 @@ class Stack:
         return self.threads[0].frames if self.threads else ()
 
     @property
+    def python(self) -> tuple[Frame, ...]:
+        """The main thread's frames without native ones."""
+        return tuple(frame for frame in self.main if frame.file.endswith(".py"))
+
+    @property
     def in_collective(self) -> str | None:
         """The collective call that the main thread is in, None without one."""
         return next((frame.name for frame in self.main if _COLLECTIVE.search(frame.name)), None)

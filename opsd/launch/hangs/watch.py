@@ -15,17 +15,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from opsd.launch.hangs.hang import Hang, HangDetector, HangLimits, RankStatus, Stall
+from opsd.launch.hangs.activity import Activity, ActivityTracker
+from opsd.launch.hangs.culprit import Hang, RankStatus
+from opsd.launch.hangs.hang import HangDetector, Observation, Stall
+from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.hangs.stacks import Stack, parse_stack
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.process import GONE_S, Child, spawn
-from opsd.launch.ranks.ranks import Generation
+from opsd.launch.ranks.ranks import Generation, Rank
 from opsd.launch.ranks.worker import STACK_SIGNAL
-from opsd.rank_page import RankPage, process_state
+from opsd.rank_page import RankPage, process_state, state_of
 from opsd.rundir import RunFolders
 
 _OUTPUT_LIMIT = 4 << 20
+MOVING_S = 1.0
+"""A rank whose page has changed within this time is at work, and its processes are not looked at."""
 _HANDLER_S = 0.1
 """Time for a rank's faulthandler to write its stack; it runs in the signal handler, without the GIL."""
 
@@ -41,6 +46,7 @@ class HangWatch:
         self, limits: HangLimits, folders: RunFolders, loop: Loop, py_spy: str | None, suffix: str = ""
     ) -> None:
         self._judge = HangDetector(limits)
+        self._activity = ActivityTracker()
         self._folders = folders
         self._suffix = suffix
         self._loop = loop
@@ -64,6 +70,7 @@ class HangWatch:
         """Start again with new ranks."""
         self.reset()
         self._judge.new_generation()
+        self._activity.forget()
 
     def reset(self) -> None:
         """Drop the stall that is examined."""
@@ -74,8 +81,8 @@ class HangWatch:
 
     def look(self, generation: Generation, pages: Mapping[int, RankPage]) -> Hang | None:
         """The hang that has been established, with the stacks written to a file; None without one."""
-        running, processes = self._read(generation, pages)
-        stall = self._judge.check(running, processes, time.monotonic())
+        now = time.monotonic()
+        stall = self._judge.check(self._read(generation, pages, now), now)
         if stall is None or stall.longest.changed > self._begun:
             self.reset()
         if stall is None:
@@ -85,12 +92,21 @@ class HangWatch:
         if not stall.due:
             return None
         hang = self._judge.verdict(stall, self._capture.stacks)
-        if hang is None:
+        if hang is None or self._moves(generation, stall.longest, self._capture):
             self.reset()
             return None
         if not self._written:
             self._written, self._file = True, self._write(generation.number, self._capture)
         return replace(hang, stacks=self._file)
+
+    def _moves(self, generation: Generation, rank: RankStatus, capture: StackCapture) -> bool:
+        """Whether the stack of a rank that seemed idle has changed, which is noted."""
+        if rank.judged_as != "idle" or rank.rank not in capture.moved:
+            return False
+        for each in generation.running:
+            if each.rank == rank.rank:
+                self._activity.note_activity(each.child.pid, time.monotonic())
+        return True
 
     def write_stacks(self, generation: Generation) -> str | None:
         """Write the stacks taken so far of a stall that is examined; returns the file, None without one."""
@@ -98,20 +114,23 @@ class HangWatch:
             return self._file
         return self._write(generation.number, self._capture)
 
-    def _read(
-        self, generation: Generation, pages: Mapping[int, RankPage | None]
-    ) -> tuple[dict[int, RankPage], dict[int, str | None]]:
-        running = {
-            rank.rank: page
-            for rank in generation.running
-            if (page := pages.get(rank.rank)) is not None and not page.observed
-        }
-        return running, {number: process_state(page) for number, page in running.items()}
+    def _read(self, generation: Generation, pages: Mapping[int, RankPage | None], now: float) -> list[Observation]:
+        return [self._observe(rank, pages.get(rank.rank), now) for rank in generation.running]
+
+    def _observe(self, rank: Rank, page: RankPage | None, now: float) -> Observation:
+        pid = rank.child.pid
+        process = process_state(page) if page is not None else state_of(pid)
+        if page is not None and now - page.changed < MOVING_S:
+            return Observation(rank.rank, page, process, now)
+        activity: Activity = self._activity.look(pid, now)
+        if page is None and activity.stopped_child is not None:
+            process = "T"
+        return Observation(rank.rank, page, process, activity.active, activity.writing)
 
     def rank_statuses(self, generation: Generation) -> tuple[RankStatus, ...]:
         """The current status of the ranks."""
-        pages, processes = self._read(generation, {rank.rank: rank.page() for rank in generation.running})
-        return self._judge.rank_statuses(pages, processes, time.monotonic())
+        now, pages = time.monotonic(), {rank.rank: rank.page() for rank in generation.running}
+        return self._judge.rank_statuses(self._read(generation, pages, now), now)
 
     def accept(self, phase: str, score: int) -> None:
         """The ranks are killed for a hang in ``phase``; ``score`` is the weight of the evidence."""
@@ -196,6 +215,8 @@ class StackCapture:
     loop: Loop
     py_spy: str | None
     stacks: dict[int, Stack] = field(default_factory=dict)
+    moved: set[int] = field(default_factory=set)
+    """Ranks whose main thread was elsewhere when its stack was taken a second time."""
     _dumps: dict[int, _Dump] = field(default_factory=dict)
 
     def start(self) -> None:
@@ -266,8 +287,12 @@ class StackCapture:
         with open(dump.output, "rb") as file:
             file.seek(0)
             stack = parse_stack(file.read(_OUTPUT_LIMIT).decode(errors="replace"))
-        if stack is not None:
-            self.stacks[dump.target.rank] = stack
+        if stack is None:
+            return
+        before = self.stacks.get(dump.target.rank)
+        if before is not None and before.python != stack.python:
+            self.moved.add(dump.target.rank)
+        self.stacks[dump.target.rank] = stack
 
 
 def find_py_spy() -> str | None:

@@ -15,7 +15,7 @@ from opsd import exitcodes
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun
-from opsd.launch.hangs.hang import Hang
+from opsd.launch.hangs.culprit import Hang
 from opsd.launch.hangs.watch import hang_fields
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member

@@ -10,7 +10,8 @@ from typing import Literal
 
 from opsd import exitcodes
 from opsd.client import process_start
-from opsd.launch.hangs.hang import WARM_STEPS, RankStatus
+from opsd.launch.hangs.culprit import RankStatus
+from opsd.launch.hangs.limits import WARM_STEPS
 from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import Request
