@@ -4,24 +4,28 @@
 
     trainer = Trainer(model, arguments, callbacks=[RankPageCallback()], ...)   # or SFTTrainer, DPOTrainer, ...
 
-Steps, losses, gradient norms, saves and evaluations go to the rank page. When the launcher asks for it, the trainer
-saves at the next step boundary and ends; ``trainer.train(resume_from_checkpoint=True)`` continues from there.
+Steps, tokens, losses, gradient norms, saves and evaluations go to the rank page. Tokens are those of this rank's own
+batches, padding included, of which ranks that share a batch (tensor or context parallel) count equal parts. When the
+launcher asks for it, the trainer saves at the next step boundary and ends;
+``trainer.train(resume_from_checkpoint=True)`` continues from there.
 
 A trainer with this callback checks before each checkpoint, and before ``trainer.save_model()``, whether a later
 generation of the run has begun elsewhere; then it writes nothing and ends with exit code 76. Hugging Face calls no
-callback before a save, so importing this module wraps these two methods of ``Trainer``.
+callback before a save, and shows none the batches, so importing this module wraps three methods of ``Trainer``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from opsd.adapters.fencing import Gate
 from opsd.adapters.phases import Phases, any_rank
+from opsd.adapters.tokens import Share
 from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
 
@@ -37,7 +41,11 @@ class RankPageCallback(TrainerCallback):
         self.gate = Gate(self._reporter, fence)
         self._phases = Phases(self._reporter)
         self._loss = self._norm = self._rate = float("nan")
-        self._tokens = 0
+        self._tokens = Share()
+
+    def count(self, tokens: int, sharing: int) -> None:
+        """Add a batch of ``tokens`` that ``sharing`` ranks compute together."""
+        self._tokens.add(tokens, sharing)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -62,15 +70,13 @@ class RankPageCallback(TrainerCallback):
     ) -> TrainerControl:
         """A step is done; loss, gradient norm and learning rate are those of the last log, nan before the first."""
         self._phases.leave()
-        tokens = int(state.num_input_tokens_seen)
         self._reporter.step(
-            tokens=tokens - self._tokens,
+            tokens=self._tokens.take(),
             loss=self._loss,
             grad_norm=self._norm,
             learning_rate=self._rate,
             step=state.global_step,
         )
-        self._tokens = tokens
         if any_rank(self._reporter.stop_requested, args.device):
             control.should_save = control.should_training_stop = True
         self._phases.enter("evaluation" if control.should_evaluate else "checkpoint" if control.should_save else "data")
@@ -116,16 +122,42 @@ class RankPageCallback(TrainerCallback):
         self._reporter.close()
 
 
+def _callbacks(trainer: Trainer) -> Iterator[RankPageCallback]:
+    return (each for each in trainer.callback_handler.callbacks if isinstance(each, RankPageCallback))
+
+
 def _gated(save: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(save)
     def look_and_save(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, RankPageCallback):
-                callback.gate.pass_through()
+        for callback in _callbacks(trainer):
+            callback.gate.pass_through()
         save(trainer, *args, **kwargs)
 
     return look_and_save
 
 
+def _counted(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(step)
+    def count_and_step(trainer: Trainer, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if callbacks := [*_callbacks(trainer)]:
+            layout = getattr(trainer.accelerator, "parallelism_config", None)
+            sharing = layout.non_data_parallel_size if layout is not None else 1
+            for callback in callbacks:
+                callback.count(_tokens(trainer, inputs), sharing)
+        return step(trainer, model, inputs, *args, **kwargs)
+
+    return count_and_step
+
+
+def _tokens(trainer: Trainer, inputs: Any) -> int:
+    """Tokens of a micro-batch, padding included; 0 where they are not known, as of prompts to be completed."""
+    if not isinstance(inputs, Mapping):
+        return 0
+    main = getattr(trainer.model, "main_input_name", "input_ids")
+    names = [main] if main in inputs else [name for name in inputs if str(name).endswith("input_ids")]
+    return sum(inputs[name].numel() for name in names if isinstance(inputs[name], torch.Tensor))
+
+
+setattr(Trainer, "training_step", _counted(Trainer.training_step))  # noqa: B010 -- as below
 for _name in ("_save_checkpoint", "save_model"):
     setattr(Trainer, _name, _gated(getattr(Trainer, _name)))

@@ -24,6 +24,7 @@ from torchtitan.trainer import Trainer
 
 from opsd.adapters.fencing import Gate
 from opsd.adapters.phases import Phases, any_rank
+from opsd.adapters.tokens import Share
 from opsd.client import Reporter
 
 VALIDATION = "validation_metrics/"
@@ -39,6 +40,7 @@ class RankPageTrainer(Trainer):
         self._reporter = reporter or Reporter.from_env("adapter")
         self._phases = Phases(self._reporter)
         self._saving: int | None = None
+        self._tokens = Share()
         self._kept: int | None = None
         """The step of the last save, complete or not; at first the one that was loaded."""
         super().__init__(config)
@@ -67,8 +69,9 @@ class RankPageTrainer(Trainer):
         before, rates = self.ntokens_seen, self.lr_schedulers.get_metrics()
         super().train_step(data_iterator)
         self._phases.leave()
+        self._tokens.add(self.ntokens_seen - before, self.parallel_dims.non_data_parallel_size)
         self._reporter.step(
-            tokens=self.ntokens_seen - before, loss=self._logged.loss, grad_norm=self._logged.grad_norm,
+            tokens=self._tokens.take(), loss=self._logged.loss, grad_norm=self._logged.grad_norm,
             learning_rate=next(iter(rates.values()), float("nan")), step=self.step,
         )  # fmt: skip
         self._tell_saved()

@@ -14,6 +14,7 @@ import torch
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim, Fence, create
 from opsd.client import Reporter, events_path
+from opsd.launch.ranks.settings import free_port
 from opsd.rank_page import read_page, write_request
 
 transformers = pytest.importorskip("transformers")
@@ -38,8 +39,8 @@ def trainer(tmp_path: Path, callbacks: list[object], **settings: object) -> tran
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
     arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=4, save_steps=3, logging_steps=1,
-        report_to=[], use_cpu=True, include_num_input_tokens_seen="all", disable_tqdm=True, **settings,
+        output_dir=str(tmp_path / "out"), **{"per_device_train_batch_size": 4, **settings}, max_steps=6, save_steps=3,
+        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     return transformers.Trainer(model, arguments, train_dataset=Numbers(), eval_dataset=Numbers(), callbacks=callbacks)
@@ -76,7 +77,9 @@ def test_a_stop_is_a_save_and_an_orderly_end(tmp_path: Path) -> None:
     assert (page.state, page.steps_reported, page.committed_step) == ("finished", 1, 1)
     again = trainer(tmp_path, [RankPageCallback(Reporter(path))])
     again.train(resume_from_checkpoint=True)
-    assert read_page(path).steps[-1].step == 6
+    page = read_page(path)
+    assert page.steps[-1].step == 6
+    assert {step.tokens for step in page.steps} == {4 * 8}, "after a resume each step counts its own tokens"
 
 
 class OvertakenAt(transformers.TrainerCallback):  # type: ignore[name-defined, misc]
@@ -113,6 +116,35 @@ def test_a_trainer_without_the_callback_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "final").exists()
 
 
+def test_ranks_count_their_own_tokens(tmp_path: Path) -> None:
+    """Two ranks: each page has the tokens of its own batches, accumulated ones too; the sum was trained on."""
+    run_ranks(tmp_path, 2, "per_device_train_batch_size=2, gradient_accumulation_steps=2")
+    pages = [read_page(tmp_path / f"rank-{rank:04d}.page") for rank in range(2)]
+    assert [page.tokens for page in pages] == [6 * 2 * 2 * 8] * 2
+
+
+def run_ranks(folder: Path, ranks: int, settings: str) -> None:
+    script = (
+        f"from pathlib import Path\n{RANK}\ntrainer(Path({str(folder)!r}), [RankPageCallback()], {settings}).train()"
+    )
+    port = free_port()
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={
+                **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "OPSD_RANK_PAGE": str(folder / f"rank-{rank:04d}.page"),
+            },
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    assert [process.wait(timeout=300) for process in started] == [0] * ranks
+
+
+RANK = """from test_adapter_huggingface import trainer
+from opsd.adapters.huggingface import RankPageCallback"""
 SCRIPT = """
 import sys
 from pathlib import Path

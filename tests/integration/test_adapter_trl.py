@@ -70,6 +70,7 @@ def test_a_training_fills_its_page(tmp_path: Path, make: Callable[[Path, Reporte
     assert (page.state, page.committed_step) == ("finished", 4)
     assert [step.step for step in page.steps] == [1, 2, 3, 4]
     assert 0 < page.steps[-1].loss < 10
+    assert all(step.tokens > 0 for step in page.steps)
     assert all(page.steps[-1].phase(name) > 0 for name in ("data", "forward", "optimizer"))
 
 
