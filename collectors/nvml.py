@@ -107,7 +107,8 @@ class NvmlCollector:
             self._close()
             return NoData("the NVIDIA driver sees no GPU on this node")
         if self._process_letter is not None:
-            self._occupancy.holders = {index: tuple(gpu.processes) for index, gpu in self._gpus.items()}
+            found = ((index, gpu.holders) for index, gpu in self._gpus.items())
+            self._occupancy.holders = {index: holders for index, holders in found if holders is not None}
         events = tuple(self._new_xids(driver))
         samples += self._state(driver)
         return Reading(tuple(samples), events, tuple(self._facts(driver)))

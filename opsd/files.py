@@ -13,11 +13,17 @@ MAX_SETTINGS = 1 << 20
 
 
 def read_settings(path: Path) -> bytes:
-    """The content of a file that a person has written. Raises OSError, also for one of more than a mebibyte.
+    """The content of a file that a person has written.
 
-    Without the bound a path such as /dev/zero, or a log by mistake, fills the memory of an agent that reloads.
+    Raises OSError, also for what is no regular file and for one of more than a mebibyte: a pipe by mistake would stop
+    an agent that reloads, and a log would fill its memory.
     """
-    with open(path, "rb") as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         content = file.read(MAX_SETTINGS + 1)
     if len(content) > MAX_SETTINGS:
         raise OSError(errno.EFBIG, f"larger than {MAX_SETTINGS >> 20} MiB", str(path))

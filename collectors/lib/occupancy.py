@@ -28,9 +28,15 @@ class Occupancy:
         return frozenset(identity.user for identity in found if identity)
 
     def may_hold(self, gpu: int, user: int) -> bool:
-        """False if the driver lists processes on the GPU, and all of them are other users'."""
-        found = [identity.user for pid in self.holders.get(gpu, ()) if (identity := identify(pid))]
-        return not found or user in found
+        """False if nobody holds the GPU, or the driver lists processes on it and all of them are other users'.
+
+        A rank whose page names a GPU is not on it before the driver lists it: until then the claim proves nothing.
+        """
+        pids = self.holders.get(gpu)
+        if pids is None:
+            return True
+        found = [identity.user for pid in pids if (identity := identify(pid))]
+        return user in found or (bool(pids) and not found)
 
     def confirms(self, job: str, user: int) -> bool:
         """True if Slurm runs this job of this user here."""
@@ -66,5 +72,5 @@ class Proof:
         return claimed if claimed and self._occupancy.confirms(claimed, self._owner) else ""
 
     def gpu(self, claimed: int | None) -> int | None:
-        """``claimed`` unless another user's processes hold that GPU."""
+        """``claimed`` unless nobody, or another user's processes, hold that GPU."""
         return claimed if claimed is not None and self._occupancy.may_hold(claimed, self._owner) else None

@@ -16,6 +16,7 @@ from typing import Any
 from opsd.agent.incidents import Transition
 from opsd.agent.lifecycle import is_current
 from opsd.agent.logs import Log
+from opsd.files import read_settings
 from opsd.runbooks.base import Incident, State
 
 TIMEOUT_S = 5.0
@@ -89,7 +90,7 @@ class Annotator:
         import httpx  # 18 MiB that only an agent with annotations needs
 
         try:
-            token = self._token_file.read_text(encoding="ascii").strip()
+            token = read_settings(self._token_file).decode("ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise AnnotationError(f"{self._token_file}: the token cannot be read") from error
         try:

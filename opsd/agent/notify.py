@@ -11,6 +11,7 @@ from queue import Full, Queue
 from opsd.agent.actions import ActionError, Notifier
 from opsd.agent.incidents import Transition, is_over
 from opsd.agent.logs import Log
+from opsd.files import read_settings
 from opsd.runbooks.base import Incident, State
 
 WEBHOOK_TIMEOUT_S = 5.0
@@ -54,7 +55,7 @@ class WebhookNotifier:
         if isinstance(self._receiver, str):
             return self._receiver
         try:
-            return self._receiver.read_text(encoding="ascii").strip()
+            return read_settings(self._receiver).decode("ascii").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ActionError(f"{self._receiver}: the URL of the webhook cannot be read") from error
 

@@ -6,8 +6,11 @@ import os
 import signal
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -49,7 +52,21 @@ def _is_open(file: Path) -> bool:
     return False
 
 
+def _fails_on_bad_config(command: Callable[..., int]) -> Callable[..., int]:
+    """A file that is wrong is what this command finds out, and no mistake in its use."""
+
+    @wraps(command)
+    def run(*args: Any, **given: Any) -> int:
+        try:
+            return command(*args, **given)
+        except BadConfig as error:
+            fail(f"refused, the agent was not told: {error.message}")
+
+    return run
+
+
 @config.command()
+@_fails_on_bad_config
 @with_agent
 def reload(agent: Agent) -> int:
     """Have the agent of this node read its configuration again, and say what came of it.
@@ -97,7 +114,13 @@ def show(file: Path | None, overrides: tuple[str, ...]) -> None:
 @config.command()
 @click.argument("file", type=click.Path(path_type=Path), default=settings.SYSTEM_FILE)
 def init(file: Path) -> None:
-    """Write a commented configuration to FILE (by default /etc/opsd/opsd.toml); an existing file is left alone."""
+    """Write a commented configuration to FILE (by default /etc/opsd/opsd.toml), - for stdout.
+
+    An existing file is left alone.
+    """
+    if str(file) == "-":
+        click.echo(settings.template(), nl=False)
+        return
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # For everybody: commands of users and launchers of jobs read it too. Secrets have files of their own.

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 from opsd.collectors.base import GpuFact, NoData, Reading
 from opsd.collectors.lib.kernel.xid import XidLedger
+from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.nvml import NvmlCollector, PowerControl
 
 
@@ -31,12 +32,25 @@ class _BesideKernelLog:
         return self._ledger.report(code, pci_bus_id, at=time.time(), source="kmsg")
 
 
+class _Holders:
+    """Who holds which GPU, as a collector tells the others."""
+
+    def __init__(self, library: str) -> None:
+        self._occupancy = Occupancy()
+        self._collector = NvmlCollector(library, process_letter=process_letter, occupancy=self._occupancy)
+
+    def read(self) -> dict[int, tuple[int, ...]]:
+        self._collector.collect()
+        return dict(self._occupancy.holders)
+
+
 class _Manager(BaseManager):
     """Serves objects that live in another process."""
 
 
 _Manager.register("NvmlCollector", NvmlCollector, exposed=("collect",))
 _Manager.register("BesideKernelLog", _BesideKernelLog, exposed=("collect", "kernel_tells"))
+_Manager.register("Holders", _Holders, exposed=("read",))
 _Manager.register("PowerControl", PowerControl, exposed=("set_power_limit",))
 
 
@@ -45,6 +59,7 @@ class DriverProcess(Protocol):
 
     def NvmlCollector(self, library: str | None = None, **options: Any) -> Any: ...
     def BesideKernelLog(self, library: str) -> Any: ...
+    def Holders(self, library: str) -> Any: ...
     def PowerControl(self, library: str | None = None) -> PowerControl: ...
 
 

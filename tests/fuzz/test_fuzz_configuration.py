@@ -48,13 +48,15 @@ def test_no_file_is_a_bug(amount: int, memory_folder: Path) -> None:
 
 
 @AMOUNTS
-def test_no_override_is_a_bug(amount: int) -> None:
+def test_no_override_is_a_bug(amount: int, tmp_path: Path) -> None:
     """``--set``: any key with any value."""
     keys = st.sampled_from(config.known_keys()) | texts
     overrides = st.tuples(keys, json_values.map(repr) | texts).map(lambda pair: f"{pair[0]}={pair[1]}")
 
+    (empty := tmp_path / "empty.toml").touch()
+
     def load(override: str) -> None:
         with suppress(ConfigError):
-            config.load(None, [override], env={"OPSD_CONFIG": "/dev/null"})
+            config.load(empty, [override], env={})
 
     fuzz(load, overrides, amount, ["agent.interval_s=" + "[" * 5000, "agent.=1", ".=", "agent.listen.x=1"])

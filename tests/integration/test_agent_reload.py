@@ -60,6 +60,11 @@ def test_the_command_says_what_came_of_it(opsd: Opsd) -> None:
         refused = opsd.run(*reload)
         assert refused.returncode == exitcodes.FAILED
         assert "refused, the old configuration stays: /none.yml" in refused.stderr
+        opsd.config.write_text("[agent]\nlisen = 1\n")  # the command cannot tell from it where the agent is
+        unusable = opsd.run(*reload[:4])
+        assert unusable.returncode == exitcodes.FAILED
+        assert "refused, the agent was not told" in unusable.stderr and "unknown key agent.lisen" in unusable.stderr
+        opsd.config.write_text(good)
     nobody = opsd.run(*reload)
     assert nobody.returncode == exitcodes.FAILED
     assert "no agent answers" in nobody.stderr

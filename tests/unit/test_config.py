@@ -62,12 +62,17 @@ def test_a_folder_in_place_of_the_file_is_not_written_over(tmp_path: Path) -> No
         config.load(tmp_path, env=NO_ENV)
 
 
-def test_a_file_without_end_is_a_sentence() -> None:
-    """An agent that reloads reads it in its loop: 16 GiB of memory were taken, and no tick was made."""
-    with pytest.raises(config.ConfigError, match="cannot be read: larger than 1 MiB"):
-        config.load(Path("/dev/zero"))
-    with pytest.raises(WebConfigError, match="cannot be read: larger than 1 MiB"):
-        access.load(Path("/dev/zero"))
+def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path) -> None:
+    """An agent that reloads reads it in its loop: a device without end took 16 GiB, a pipe stopped all ticks."""
+    pipe, log = tmp_path / "pipe", tmp_path / "log"
+    os.mkfifo(pipe)
+    log.write_bytes(bytes(2 << 20))
+    kinds = ((pipe, "not a regular file"), (Path("/dev/zero"), "not a regular file"), (log, "larger than 1 MiB"))
+    for file, said in kinds:
+        with pytest.raises(config.ConfigError, match=f"cannot be read: {said}$"):
+            config.load(file, env=NO_ENV)
+        with pytest.raises(WebConfigError, match=f"cannot be read: {said}$"):
+            access.load(file)
 
 
 def test_a_secret_is_never_part_of_a_sentence_or_of_what_is_shown(tmp_path: Path) -> None:
@@ -191,3 +196,9 @@ def test_commands(tmp_path: Path) -> None:
     bad = run(cli, ["config", "check", str(file)])
     assert "did you mean agent.listen?" in bad.output
     assert bad.exit_code != exitcodes.OK
+
+
+def test_the_template_goes_to_stdout() -> None:
+    """As with other commands, - is no file name."""
+    assert CliRunner().invoke(cli, ["config", "init", "-"]).output == config.template()
+    assert not Path("-").exists()

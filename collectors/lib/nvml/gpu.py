@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from opsd.collectors.base import Metric, Sample
 from opsd.collectors.lib.nvml import driver, fields, gpm, series
 from opsd.collectors.lib.nvml.driver import CallError, NvmlError
 from opsd.collectors.lib.nvml.throttle import REASONS, ThrottleClock
+
+IDLE_MIB: Final = 64.0
+"""A GPU that uses less memory is held by nobody: a context of CUDA takes some hundred."""
 
 
 class _Bound(NamedTuple):
@@ -26,6 +30,8 @@ class Gpu:
     """
 
     processes: Mapping[int, int]
+    _lists_processes = False
+    _used_mib = math.inf
 
     def __init__(self, session: driver.Driver, index: int, hostname: str) -> None:
         self._library = session.library
@@ -51,6 +57,12 @@ class Gpu:
         """True if it tells what its units do."""
         return self._units is not None
 
+    @property
+    def holders(self) -> tuple[int, ...] | None:
+        """The processes that hold the GPU; None if the driver does not list them, as it may not across containers."""
+        complete = self._lists_processes and (self.processes or self._used_mib < IDLE_MIB)
+        return tuple(self.processes) if complete else None
+
     def profile(self, now: float) -> None:
         """Begin to watch what the GPU's units do, where it can tell. Raises NvmlError if it does not answer."""
         if gpm.supported(self._library, self._handle):
@@ -66,6 +78,8 @@ class Gpu:
             of_units = self._ask_units(now)
         if not samples:
             raise NvmlError("the driver knows the GPU but answers no call about it")
+        if not self.processes:
+            self._used_mib = next((sample.value for sample in samples if sample.metric is series.FB_USED), math.inf)
         mask = next((int(sample.value) for sample in samples if sample.metric is series.EVENT_REASONS), None)
         samples += of_fields
         samples += of_units
@@ -124,6 +138,7 @@ class Gpu:
 
     def _count_processes(self, handle: Any) -> tuple[float, ...]:
         self.processes = driver.processes(handle)
+        self._lists_processes = True
         return len(self.processes), sum(self.processes.values())
 
     def _ask(self, calls: list[_Bound]) -> list[Sample]:

@@ -177,7 +177,7 @@ def _context(tls: _Tls, path: Path) -> ssl.SSLContext:
     context.minimum_version = _VERSIONS[tls.min_version]
     certificate, key = path.parent / tls.cert_file, path.parent / tls.key_file
     try:
-        for file in (certificate, key):
+        for file in (certificate, key, *([path.parent / tls.client_ca_file] if tls.client_ca_file else [])):
             read_settings(file)
         context.load_cert_chain(certificate, key, password=lambda: "")
         if tls.client_ca_file:

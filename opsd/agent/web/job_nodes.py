@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from opsd.agent.web.access import has_tls
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import Settings
+from opsd.files import read_settings
 from opsd.settings.agent import AgentSettings
 from opsd.slurm.port import SlurmError
 
@@ -191,6 +192,8 @@ class Asker:
 
 def _trusting(file: Path | None) -> ssl.SSLContext:
     try:
+        if file is not None:
+            read_settings(file)  # the library would wait for ever at a pipe
         return ssl.create_default_context(cafile=file)
     except OSError as error:
         raise PeerError(f"agent.peer_ca_file {file} holds no certificates that can be used: {error}") from error
@@ -200,7 +203,7 @@ def _authorization(file: Path | None) -> dict[str, str]:
     if file is None:
         return {}
     try:
-        user, colon, password = file.read_text(encoding="utf-8").strip().partition(":")
+        user, colon, password = read_settings(file).decode().strip().partition(":")
     except (OSError, UnicodeDecodeError) as error:
         raise PeerError(f"agent.peer_credentials_file {file} cannot be read: {error}") from error
     if not (user and colon):

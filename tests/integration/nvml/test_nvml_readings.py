@@ -144,6 +144,17 @@ def test_dead_processes_that_hold_a_gpu_are_told(gpus: SimulatedGpus, process: D
     assert facts(collector.collect())[0].orphans == ()
 
 
+def test_who_holds_a_gpu_is_known_only_from_a_complete_list(
+    gpus: SimulatedGpus, process: DriverProcess, library: str
+) -> None:
+    """An idle GPU is nobody's. One whose memory is used by no process of the list is left out: it may be anybody's."""
+    gpus[1].load(utilization=90, power_watts=500, memory_ratio=0.5)
+    gpus[2].set_processes([(50, 1 << 30)])
+    gpus[3].set_unsupported(["nvmlDeviceGetComputeRunningProcesses_v3"])
+    holders = process.Holders(library).read()
+    assert [holders.get(gpu, "unknown") for gpu in range(4)] == [(), "unknown", (50,), "unknown"]
+
+
 def test_a_call_that_blocks_is_never_made(gpus: SimulatedGpus, collector: Any) -> None:
     """The call for PCIe throughput samples for 20 ms."""
     for _ in range(3):
