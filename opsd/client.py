@@ -159,11 +159,12 @@ class Reporter:
         """A reporter configured by the variables that ``opsd launch`` (or torchrun) sets for the rank.
 
         ``source`` is one of ``SOURCES``. Under ``opsd launch`` the rank then ignores SIGTERM and SIGUSR1, which Slurm
-        sends to every process of a job: the launcher requests the stop through the page.
+        sends to every process of a job: the launcher requests the stop through the page. One that is observed reads no
+        requests and keeps its signals.
         """
         env = os.environ
         gpu = env.get("OPSD_GPU", "")
-        if "OPSD_RANK_PAGE" in env:
+        if "OPSD_RANK_PAGE" in env and source != "observed":
             _outlive_stop_signals()
         return cls(
             env.get("OPSD_RANK_PAGE"),
@@ -181,6 +182,13 @@ class Reporter:
     def phase(self, name: str) -> _Phase:
         """A context manager that marks the time inside it as ``name``, one of ``PHASES``. Raises KeyError otherwise."""
         return self._phases[name]
+
+    def enter(self, name: str) -> None:
+        """Mark the time from now on as ``name``, one of ``PHASES``: for who knows when phases begin, and no ends."""
+        now = time.monotonic_ns()
+        self._spent[self._current] += now - self._since
+        self._current, self._since = PHASE_INDEX[name], now
+        self._publish()
 
     def timed(self, name: str, items: Iterable[T]) -> Iterator[T]:
         """Yield from ``items`` with the time spent waiting for each one marked as the phase ``name``."""

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -168,7 +169,7 @@ def _default_name(program: Program, options: dict[str, Any]) -> str:
 
 def _settings(program: Program, run: str, node: str, options: dict[str, Any]) -> Settings:
     return Settings(
-        program=program,
+        program=replace(program, observe=not options["no_observe"]),
         run=run,
         job=os.environ.get("SLURM_JOB_ID", ""),
         node=node,

@@ -235,6 +235,11 @@ own_options = options(
         default=600.0,
         help="Seconds in which the processes of a rank use no CPU and move no data that are a hang; 0: never.",
     ),
+    option(
+        "--no-observe",
+        is_flag=True,
+        help="Do not hook the programs' calls of torch: those that report nothing themselves have no rank page then.",
+    ),
     option("--no-standby", is_flag=True, help="Keep no warm interpreters for the next restart."),
     option("--standby-import", multiple=True, metavar="MODULE", help="Import MODULE too in warm interpreters."),
     option(

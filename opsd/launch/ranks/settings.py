@@ -44,7 +44,8 @@ class ProgramNotFound(Exception):
 class Program:
     """A Python script, a module as in ``python -m``, or any executable. ``python`` runs the first two.
 
-    ``given`` is ``name`` as the user wrote it: ``sys.argv[0]`` of a script.
+    ``given`` is ``name`` as the user wrote it: ``sys.argv[0]`` of a script. ``observe``: its calls of torch are hooked
+    to report its progress.
     """
 
     kind: Literal["script", "module", "executable"]
@@ -53,6 +54,7 @@ class Program:
     python: str
     cwd: Path
     given: str = ""
+    observe: bool = True
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 Started by path with the ranks' interpreter (``python -u worker.py DESCRIPTOR PROGRAM …``), so it uses the standard
 library only, not even opsd. It has the whole environment of its rank from the start, and the program's name and
 arguments for process listings. The descriptor is a socket; messages are JSON with a length prefix. Each has the
-program: ``kind`` (script, module or executable), ``name``, ``argv0``, ``args``, ``path`` (its ``sys.path[0]``), and
+program: ``kind`` (script, module or executable), ``name``, ``argv0``, ``args``, ``path`` (its ``sys.path[0]``),
+``observe`` (whether hooks are to write its rank page, see ``opsd/launch/observe``), and
 
 ``{"do": "import", "extra": [modules], "watch": [variables]}`` -> ``{"ready": bool, "read": [variables]}``
     become a warm standby; ``read`` are the watched variables that an import has read. If an import fails, restart as
@@ -40,6 +41,8 @@ STACK_SIGNAL = signal.SIGRTMIN + 8
 NOT_FOUND = 127
 _PR_SET_PDEATHSIG, _PR_SET_PTRACER = 1, 0x59616D61
 _OF_THE_CHANNEL = 1
+_OBSERVE = "_opsd_observe"
+_OBSERVING = Path(__file__).parents[1] / "observe"
 Order = dict[str, Any]
 
 
@@ -87,6 +90,8 @@ class _Standby:
         The launcher may need this process as a rank before it is ready; its next order then waits in the channel.
         """
         _set_up(order)
+        if order["observe"]:
+            _hooks()
         script, module = (order["name"] if order["kind"] == kind else None for kind in ("script", "module"))
         self._reads = _sibling("env_reads").EnvironmentReads(order["watch"])
         stdin = _without_stdin()
@@ -130,11 +135,27 @@ def _change(environment: dict[str, str | None]) -> None:
 
 def _sibling(name: str) -> Any:
     """The module in a file beside this one, loaded without an entry in ``sys.modules``."""
-    spec = importlib.util.spec_from_file_location(f"_opsd_{name}", Path(__file__).with_name(f"{name}.py"))
+    return _load(name, Path(__file__).with_name(f"{name}.py"))
+
+
+def _load(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"_opsd_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _hooks() -> Any:
+    """What reports for the program from its calls of torch; made once, before torch is imported."""
+    if _OBSERVE not in sys.modules:
+        package = _OBSERVING / "__init__.py"
+        spec = importlib.util.spec_from_file_location(_OBSERVE, package, submodule_search_locations=[str(_OBSERVING)])
+        assert spec is not None and spec.loader is not None
+        sys.modules[_OBSERVE] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        vars(module)["observer"] = module.install(_load("client", _OBSERVING.parents[1] / "client.py"))
+    return sys.modules[_OBSERVE].observer
 
 
 def _without_stdin() -> int | None:
@@ -231,6 +252,8 @@ def _run(order: Order, channel: socket.socket) -> None:
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     os.register_at_fork(after_in_child=lambda: faulthandler.unregister(STACK_SIGNAL))
     _set_up(order)
+    if order["observe"]:
+        _hooks().begin()
     try:
         code = _load_script(name) if kind == "script" else _load_module(name)
         exec(code, sys.modules["__main__"].__dict__)  # noqa: S102  # running the user's program is what a launcher is for
@@ -247,12 +270,21 @@ def _run(order: Order, channel: socket.socket) -> None:
 
 
 def _report(error: BaseException) -> types.TracebackType | None:
-    """Print the error as Python would, without the frames of this file; returns the remaining frames."""
+    """Print the error as Python would, without the frames of this file and of hooks; returns the remaining frames."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and _is_ours(frames):
         frames = frames.tb_next
+    frame = frames
+    while frame is not None:
+        while frame.tb_next is not None and _is_ours(frame.tb_next):
+            frame.tb_next = frame.tb_next.tb_next
+        frame = frame.tb_next
     sys.excepthook(type(error), error.with_traceback(frames), frames)
     return frames
+
+
+def _is_ours(frame: types.TracebackType) -> bool:
+    return frame.tb_frame.f_code.co_filename.startswith((__file__, f"{_OBSERVING}/"))
 
 
 def _execute(name: str, args: list[str]) -> None:

@@ -74,7 +74,8 @@ class Worker:
         program = self.program
         argv0 = program.given if program.kind == "script" and program.given else program.name
         described = {
-            "kind": program.kind, "name": program.name, "argv0": argv0, "args": program.args, "path": program.path
+            "kind": program.kind, "name": program.name, "argv0": argv0, "args": program.args, "path": program.path,
+            "observe": program.observe,
         }  # fmt: skip
         payload = json.dumps({"do": do, **described, **details}).encode()
         socket.send_fds(self.channel, [len(payload).to_bytes(4, "little")], list(descriptors))

@@ -30,7 +30,7 @@ State = Literal["waiting", "running", "restarting", "stopping", "spare", "finish
 
 POLL_S, POLL_SUSPICIOUS_S, POLL_AWAITING_S = 0.25, 0.05, 0.02
 QUIET_S = 10.0
-"""When ranks without pages count as started up."""
+"""When ranks without pages, or with observed ones, which may never have a step, count as started up."""
 
 
 class Supervisor:
@@ -130,9 +130,11 @@ class Supervisor:
 
     def _settled(self, pages: Mapping[int, RankPage]) -> bool:
         """True once the generation is past its start, so that warming up standbys does not delay it."""
+        quiet = not self.generation.ranks or time.monotonic() - self.generation.started > QUIET_S
         if pages:
-            return all(page.steps_reported >= WARM_STEPS for page in pages.values())
-        return not self.generation.ranks or time.monotonic() - self.generation.started > QUIET_S
+            steps = [page.steps_reported for page in pages.values() if not (quiet and page.observed)]
+            return all(count >= WARM_STEPS for count in steps)
+        return quiet
 
     def _is_own_child(self, pid: int) -> bool:
         ranks = any(rank.child.pid == pid for rank in self.generation.ranks)

@@ -1,0 +1,79 @@
+"""Which step a program goes on from: that at which the checkpoint was saved that it loads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FOLDER = "observed"
+KEPT = 16
+
+
+class SavedSteps:
+    """The steps of the newest saves of this rank, kept in the run's ``folder`` for the processes after it.
+
+    Most programs let rank 0 save for all: what a rank has not saved itself is looked up with rank 0. A file is known by
+    its path, or, once renamed, by its inode and size.
+    """
+
+    def __init__(self, folder: str | None, rank: int) -> None:
+        self._files = [Path(folder, FOLDER, f"rank-{one:04d}.json") for one in (rank, 0)] if folder else []
+        self._own: list[list[Any]] | None = None
+        self._found: int | None = None
+        self._counted = 0
+
+    @property
+    def next_step(self) -> int:
+        """The number of the first step of this process, from 0: after the newest checkpoint that it has loaded.
+
+        Else as many as the loaded state of an optimizer has counted.
+        """
+        return self._found + 1 if self._found is not None else self._counted
+
+    def note(self, path: str, step: int) -> None:
+        """A checkpoint was saved at ``path`` after ``step``."""
+        if not self._files:
+            return
+        own = _read(self._files[0]) if self._own is None else self._own
+        mark = _mark(path)
+        self._own = [*(entry for entry in own if entry[0] != mark[0]), [*mark, step]][-KEPT:]
+        draft = self._files[0].with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            draft.parent.mkdir(exist_ok=True)
+            draft.write_text(json.dumps(self._own), encoding="utf-8")
+            draft.replace(self._files[0])
+
+    def loaded(self, path: str) -> None:
+        """This process reads ``path``."""
+        path, inode, size = _mark(path)
+        for file in dict.fromkeys(self._files):
+            for known, its_inode, its_size, step in _read(file):
+                if known == path or (size > 0 and (its_inode, its_size) == (inode, size)):
+                    self._found = step if self._found is None else max(self._found, step)
+
+    def counted(self, steps: int) -> None:
+        """The state of an optimizer that was loaded has seen so many steps."""
+        self._counted = max(self._counted, steps)
+
+
+def _read(file: Path) -> list[list[Any]]:
+    try:
+        entries = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return [entry for entry in entries if isinstance(entry, list) and len(entry) == len(_FIELDS)]
+
+
+_FIELDS = ("path", "inode", "size", "step")
+
+
+def _mark(path: str) -> tuple[str, int, int]:
+    """The absolute path; inode and size of a file, 0 of a folder or of nothing."""
+    real = Path(path).resolve()
+    with contextlib.suppress(OSError):
+        if real.is_file():
+            return str(real), real.stat().st_ino, real.stat().st_size
+    return str(real), 0, 0
