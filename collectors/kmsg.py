@@ -50,7 +50,7 @@ LABELS: Final = {
 }
 
 SEVERITIES: Final = ("fatal", "non_fatal", "correctable", "unknown")
-_IDENTITY: Final = ("device", "pid", "server", "pci_bus_id", "controller", "severity", "cause", "outcome")
+_IDENTITY: Final = ("device", "pid", "server", "pci_bus_id", "location", "severity", "cause", "outcome", "lockup")
 _MAX_VICTIMS: Final = 64
 _MAX_SWITCHES: Final = 16
 

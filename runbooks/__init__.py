@@ -49,6 +49,15 @@ NAMES = (
     "storage_full",
     "nvme_failing",
     "host_memory",
+    "oom_kill",
+    "machine_check",
+    "kernel_lockup",
+    "cpu_thermal",
+    "disk_errors",
+    "pcie_error",
+    "gpu_driver_failed",
+    "nic_failed",
+    "lustre_client",
     "clock_skew",
 )
 """Every runbook, in the order in which they are asked."""

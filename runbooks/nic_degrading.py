@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from opsd.runbooks import nic_failed
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.ports import Port, dependent, job_text, name, port_of
 from opsd.runbooks.lib.remedies import notify_node
@@ -33,8 +34,8 @@ LOOK_EVERY_S = 10.0
 QUIET_S = 300.0
 FAST_A_MINUTE = FAST / FAST_S * 60
 HORIZON_H = 24.0
-ELSEWHERE = "Cable unplugged"
-"""A driver message about a lost link, which ``ib_link`` handles."""
+ELSEWHERE = nic_failed.CAUSES | {"Cable unplugged"}
+"""What the driver says of a failed adapter, and of a lost link, which ``ib_link`` handles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def _complaints(view: View) -> Iterator[_Fault]:
     ports = {s.labels["pci_bus_id"]: port_of(s.labels) for s in view.select("opsd_ib_port_info")}
     for event in view.events("nic_error", SLOW_S):
         pci, cause = text(event.data, "pci_bus_id"), text(event.data, "cause")
-        if cause != ELSEWHERE:
+        if cause not in ELSEWHERE:
             yield _Fault(ports.get(pci, (pci, "?")), f"its driver says: {cause}")
 
 

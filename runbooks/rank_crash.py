@@ -82,6 +82,10 @@ def _killed_for_memory(crash: Incident, host_memory: Incident) -> bool:
     return "SIGKILL" in crash.summary and host_memory.severity == Severity.CRITICAL
 
 
+def _same_rank(crash: Incident, kill: Incident) -> bool:
+    return crash.culprit.rank == kill.culprit.rank and "SIGKILL" in crash.summary
+
+
 RUNBOOK = Runbook(
     kind="rank_crash",
     guide=Guide.parse("""
@@ -123,6 +127,7 @@ In every mode the launcher restarts the generation; it gives up after the same f
     causes=(
         Cause("gpu_lost", "gpu", within_s=60.0),
         Cause("gpu_xid", "gpu", within_s=60.0),
+        Cause("oom_kill", "run", within_s=60.0, fits=_same_rank),
         Cause("host_memory", "node", fits=_killed_for_memory),
     ),
 )

@@ -29,6 +29,10 @@ EVICTED, EVICTED_FACTOR = 5000.0, 5.0
 """Pages a second (20 MB) that are read again soon after their eviction, and how many times more than before."""
 
 LOST_S = 600.0
+RECONNECT_S = 15.0
+"""A Lustre client that has lost a server connects to it again within seconds, unless the server is gone. NFS says that
+a server does not respond only after a minute."""
+
 COSTLY = 0.1
 WAITING_S = 3.0
 """It costs training time once ranks wait for data in a tenth of their steps, or one waits this long right now."""
@@ -93,8 +97,13 @@ def _lost(view: View) -> Iterator[_Slow]:
 def _lost_servers(view: View) -> list[str]:
     """Servers whose last word in the kernel log is that they do not respond."""
     events = [*view.events("network_filesystem_lost", LOST_S), *view.events("network_filesystem_restored", LOST_S)]
-    words = {text(event.data, "server"): event.kind for event in sorted(events, key=lambda event: event.at)}
-    return [server for server, kind in words.items() if kind == "network_filesystem_lost"]
+    words = {text(event.data, "server"): event for event in sorted(events, key=lambda event: event.at)}
+    return [
+        server
+        for server, event in words.items()
+        if event.kind == "network_filesystem_lost"
+        and (text(event.data, "fs") != "lustre" or view.wall - event.at >= RECONNECT_S)
+    ]
 
 
 def _evictions(view: View) -> float:

@@ -18,7 +18,7 @@ MESSAGES = [
     (
         "Out of memory: Killed process 7 (a) b) total-vm:9kB, anon-rss:5kB",
         "oom_kill",
-        {"scope": "Out of memory", "pid": 7, "process": "a", "anon_rss_kib": 5},
+        {"scope": "Out of memory", "pid": 7, "process": "a) b", "anon_rss_kib": 5},
     ),
     (
         "INFO: task python:1234 blocked for more than 122 seconds.",
@@ -35,7 +35,11 @@ MESSAGES = [
         "segfault",
         {"process": "python", "pid": 5727, "trap": "general protection"},
     ),
-    ("mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 5: bea0", "mce", {"cpu": 3, "bank": 5}),
+    (
+        "mce: [Hardware Error]: CPU 3: Machine Check: 0 Bank 5: bea0",
+        "mce",
+        {"cpu": 3, "bank": 5, "severity": "Uncorrected"},
+    ),
     ("mce: [Hardware Error]: Machine check events logged", "mce", {}),
     ("[Hardware Error]: Corrected error, no action required.", "mce", {"severity": "Corrected"}),
     ("{1}[Hardware Error]: event severity: corrected", "mce", {"severity": "corrected"}),
@@ -44,10 +48,18 @@ MESSAGES = [
         "edac",
         {"controller": "MC0", "errors": 1, "severity": "CE", "location": "CPU_SrcID#0_MC#0_Chan#0_DIMM#0"},
     ),
-    ("watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [python:1234]", "cpu_lockup", {"cpu": 3, "seconds": 22}),
-    ("NMI watchdog: Watchdog detected hard LOCKUP on cpu 7", "cpu_lockup", {"cpu": 7}),
-    ("rcu: INFO: rcu_preempt self-detected stall on CPU", "cpu_lockup", {}),
-    ("mce: CPU12: Core temperature above threshold, cpu clock throttled", "cpu_throttled", {"cpu": 12}),
+    (
+        "watchdog: BUG: soft lockup - CPU#3 stuck for 22s! [python:1234]",
+        "cpu_lockup",
+        {"cpu": 3, "seconds": 22, "process": "python", "pid": 1234, "lockup": "soft"},
+    ),
+    ("NMI watchdog: Watchdog detected hard LOCKUP on cpu 7", "cpu_lockup", {"cpu": 7, "lockup": "hard"}),
+    ("rcu: INFO: rcu_preempt self-detected stall on CPU", "cpu_lockup", {"lockup": "rcu"}),
+    (
+        "mce: CPU12: Core temperature above threshold, cpu clock throttled",
+        "cpu_throttled",
+        {"cpu": 12, "lasting": False},
+    ),
     (
         "nvme nvme1: I/O 998 QID 1 timeout, completion polled",
         "nvme_error",
@@ -66,9 +78,13 @@ MESSAGES = [
     (
         "blk_update_request: I/O error, dev nvme0n1, sector 123 op 0x0:(READ) flags 0x0 phys_seg 1",
         "io_error",
-        {"device": "nvme0n1", "sector": 123},
+        {"cause": "I/O", "device": "nvme0n1", "sector": 123},
     ),
-    ("critical medium error, dev sda, sector 9 op 0x0:(READ)", "io_error", {"device": "sda", "sector": 9}),
+    (
+        "critical medium error, dev sda, sector 9 op 0x0:(READ)",
+        "io_error",
+        {"cause": "critical medium", "device": "sda", "sector": 9},
+    ),
     ("Buffer I/O error on dev dm-0, logical block 1308, lost async page write", "io_error", {"device": "dm-0"}),
     (
         "nvme0n1: I/O Cmd(0x2) @ LBA 77, 8 blocks, I/O Error (sct 0x2 / sc 0x81) DNR",
@@ -147,6 +163,22 @@ MESSAGES = [
         "Lustre: scratch-OST0001-osc-ffff8: Connection restored to scratch-OST0001 (at 10.0.0.2@o2ib)",
         "network_filesystem_restored",
         {"fs": "lustre", "server": "scratch-OST0001"},
+    ),
+    (
+        "LustreError: 167-0: scratch-OST0001-osc-ffff8: This client was evicted by scratch-OST0001; in progress "
+        "operations using this service will fail.",
+        "network_filesystem_evicted",
+        {"fs": "lustre", "server": "scratch-OST0001"},
+    ),
+    (
+        "LustreError: 1474:0:(lcommon_cl.c:147:cl_file_inode_init()) LBUG",
+        "network_filesystem_crashed",
+        {"fs": "lustre", "cause": "LBUG"},
+    ),
+    (
+        "nvidia-peermem nv_get_p2p_free_callback:127 ERROR detected invalid context, skipping further processing",
+        "peermem_error",
+        {"cause": "invalid context"},
     ),
     (
         "NVRM: GPU 0000:3b:00.0: RmInitAdapter failed! (0x22:0x56:742)",

@@ -14,7 +14,7 @@ from opsd.collectors.lib.pci import ADDRESS, bus_id
 _DEVICE = r"(?P<device>[^\s,:)\]]+)"
 _PCI = rf"(?P<pci_bus_id>{ADDRESS})"
 _DRIVER = r"(?:[\w.-]+ )?"
-_NUMBERS = frozenset({"pid", "cpu", "bank", "errors", "sector", "seconds", "anon_rss_kib"})
+_NUMBERS = frozenset({"pid", "uid", "cpu", "bank", "errors", "sector", "seconds", "anon_rss_kib"})
 
 
 class Rule(NamedTuple):
@@ -35,14 +35,30 @@ def _rule(kind: str, literal: str, pattern: str, **data: object) -> Rule:
 
 _GPU = (
     _rule("gpu_driver_loaded", "NVRM: loading", r"NVRM: loading NVIDIA .*?(?P<version>\d+\.\d+(?:\.\d+)?)\b"),
-    _rule("gpu_init_failed", "RmInitAdapter", rf"NVRM: GPU {_PCI}: RmInitAdapter failed!? ?\(?(?P<status>[^)]*)"),
+    _rule("gpu_init_failed", "RmInitAdapter", rf"NVRM: (?:GPU {_PCI}: )?RmInitAdapter failed!? ?\(?(?P<status>[^)]*)"),
+    _rule(
+        "gpu_init_failed",
+        "failed with error",
+        rf"nvidia(?:: probe of)? {_PCI}:?(?: probe with driver nvidia)? failed with error (?P<status>-\d+)",
+    ),
+    _rule(
+        "peermem_error",
+        "nv_get_p2p_free_callback",
+        r"(?:nvidia-peermem|nv_mem) nv_get_p2p_free_callback:\d+ .*?(?P<cause>invalid \w+)",
+    ),
+    _rule(
+        "peermem_error",
+        "symbol ib_",
+        r"(?:nvidia_peermem|nv_peer_mem): (?P<cause>disagrees about version of symbol|Unknown symbol)",
+    ),
 )
 _PROCESSES = (
     _rule(
         "oom_kill",
         "Killed process",
-        r"(?P<scope>Memory cgroup out of memory|Out of memory).*?: Killed process (?P<pid>\d+) \((?P<process>.*?)\),?"
-        r"(?:.*?anon-rss:(?P<anon_rss_kib>\d+)kB)?",
+        r"(?:(?P<scope>Memory cgroup out of memory|Out of memory).*?: )?Killed process (?P<pid>\d+),? "
+        r"(?:UID \d+, )?\((?P<process>.*?)\)(?=,? total-vm|,? UID|\.?$)"
+        r"(?:.*?anon-rss:(?P<anon_rss_kib>\d+)kB)?(?:.*? UID:(?P<uid>\d+))?",
     ),
     _rule(
         "hung_task",
@@ -56,31 +72,64 @@ _PROCESSES = (
     ),
     _rule("segfault", "traps: ", r"^traps: (?P<process>.*?)\[(?P<pid>\d+)\] (?P<trap>general protection|trap [a-z ]+)"),
 )
+_MACHINE_CHECK = (
+    r"(?:mce: )?(?:\[Hardware Error\]: )?CPU (?P<cpu>\d+): Machine Check(?: Exception)?: \w+ "
+    r"Bank (?P<bank>\d+): (?:0x)?"
+)
+"""The status follows: 64 bits in hexadecimal digits. Bit 61 is set if the error was not corrected."""
+
+_THERMAL = r"(?:mce: )?CPU(?P<cpu>\d+): (?:Core|Package) temperature "
+"""Kernels from 5.6 on add "is" and write it only while the average of some seconds is rising."""
+
 _PROCESSORS = (
-    _rule(
-        "mce",
-        "Machine Check",
-        r"(?:mce: )?(?:\[Hardware Error\]: )?CPU (?P<cpu>\d+): Machine Check(?: Exception)?: \w+ Bank (?P<bank>\d+)",
-    ),
+    _rule("mce", "Machine Check", rf"{_MACHINE_CHECK}[2367abef]", severity="Uncorrected"),
+    _rule("mce", "Machine Check", _MACHINE_CHECK, severity="Corrected"),
+    _rule("mce", "hardware memory error", r"(?:mce: )?(?P<severity>Uncorrected) hardware memory error in user-access"),
     _rule("mce", "Machine check events logged", r"mce: "),
     _rule(
-        "mce", "[Hardware Error]", r"(?:mce: )?\[Hardware Error\]: (?P<severity>Corrected|Uncorrected|Deferred) error"
+        "mce",
+        "[Hardware Error]",
+        r"(?:mce: )?\[Hardware Error\]: (?P<severity>Corrected|Uncorrected|Deferred)(?: error|, )",
     ),
-    _rule("mce", "[Hardware Error]", r"(?:\{\d+\})?\[Hardware Error\]: event severity: (?P<severity>\w+)"),
-    _rule("mce", "Memory failure:", r"Memory failure: 0x[0-9a-f]+: recovery action for .*: (?P<outcome>\w+)"),
+    _rule(
+        "mce",
+        "event severity",
+        r"(?:\{\d+\})?\[Hardware Error\]: event severity: (?P<severity>corrected|recoverable|fatal)",
+    ),
+    _rule(
+        "mce",
+        "Memory failure:",
+        r"Memory failure: 0x[0-9a-f]+: recovery action for .*: (?P<outcome>\w+)",
+        severity="Uncorrected",
+    ),
+    _rule(
+        "mce",
+        "hardware memory corruption",
+        r"Memory failure: 0x[0-9a-f]+: (?:Sending SIGBUS to|Killing) (?P<process>.*):(?P<pid>\d+) due to",
+        severity="Uncorrected",
+    ),
     _rule("edac", "EDAC", r"EDAC (?P<controller>\w+): (?P<errors>\d+) (?P<severity>CE|UE)\b.*? on (?P<location>[^(]*)"),
     _rule(
         "cpu_lockup",
         "soft lockup",
-        r"(?:(?:NMI )?watchdog: )?BUG: soft lockup - CPU#(?P<cpu>\d+) stuck for (?P<seconds>\d+)s",
+        r"(?:(?:NMI )?watchdog: )?BUG: soft lockup - CPU#(?P<cpu>\d+) stuck for (?P<seconds>\d+)s"
+        r"(?:! \[(?P<process>.*):(?P<pid>\d+)\])?",
+        lockup="soft",
     ),
-    _rule("cpu_lockup", "hard LOCKUP", r"(?:(?:NMI )?watchdog: )?Watchdog detected hard LOCKUP on cpu (?P<cpu>\d+)"),
-    _rule("cpu_lockup", "rcu", r"(?:rcu: )?INFO: \w+ (?:self-)?detected stalls? on CPU"),
     _rule(
-        "cpu_throttled",
-        "temperature",
-        r"(?:mce: )?CPU(?P<cpu>\d+): (?:Core|Package) temperature (?:is )?above threshold",
+        "cpu_lockup",
+        "hard LOCKUP",
+        r"(?:(?:NMI )?watchdog: )?(?:CPU\d+: )?Watchdog detected hard LOCKUP on cpu (?P<cpu>\d+)",
+        lockup="hard",
     ),
+    _rule(
+        "cpu_lockup",
+        "rcu",
+        r"(?:rcu: )?INFO: \w+ (?:self-)?detected (?:expedited )?stalls? on CPU",
+        lockup="rcu",
+    ),
+    _rule("cpu_throttled", "is above threshold", rf"{_THERMAL}is above threshold", lasting=True),
+    _rule("cpu_throttled", "above threshold", rf"{_THERMAL}above threshold", lasting=False),
 )
 _DEVICES = (
     _rule("nvme_error", "nvme", rf"nvme {_DEVICE}: I/O .*timeout, (?P<outcome>completion polled|\w+(?: controller)?)"),
@@ -88,10 +137,16 @@ _DEVICES = (
         "nvme_error",
         "nvme",
         rf"nvme {_DEVICE}: (?P<outcome>controller is down; will reset|Disabling device after reset failure"
-        r"|Device not ready; aborting \w+|Removing after probe failure|frozen state error detected)",
+        r"|Device not ready; aborting \w+|Removing after probe failure|frozen state error detected"
+        r"|resetting controller due to AER)",
     ),
     _rule("nvme_error", "no available path", rf"block {_DEVICE}: (?P<outcome>no available path)"),
-    _rule("io_error", " error, dev ", rf"(?:\w+: )?(?:I/O|critical \w+) error, dev {_DEVICE}, sector (?P<sector>\d+)"),
+    _rule(
+        "io_error",
+        " error, dev ",
+        r"(?:\w+: )?(?P<cause>I/O|critical medium|timeout|recoverable transport|protection|device offline) error, "
+        rf"dev {_DEVICE}, sector (?P<sector>\d+)",
+    ),
     _rule("io_error", "I/O Error (sct", r"(?P<device>nvme\w+): .*?LBA (?P<sector>\d+).*I/O Error"),
     _rule("io_error", "Buffer I/O error", rf"Buffer I/O error on dev(?:ice)? {_DEVICE}, logical block"),
     _rule(
@@ -99,8 +154,22 @@ _DEVICES = (
         "Bus Error: severity=",
         rf"{_DRIVER}{_PCI}: .*?Bus Error: severity=(?P<severity>\w+(?: \([\w-]+\))?), type=(?P<layer>[\w ]+)",
     ),
+    _rule(
+        "pcie_error",
+        "AER: ",
+        rf"{_DRIVER}{_PCI}: AER: (?P<outcome>[Dd]evice recovery failed|subordinate device reset failed)",
+    ),
+    _rule("pcie_error", "DPC: ", rf"{_DRIVER}{_PCI}: DPC: (?P<outcome>containment event)"),
     _rule("pcie_link_down", "Link Down", rf"{_DRIVER}{_PCI}: pciehp: Slot\((?P<slot>[^)]*)\): Link Down"),
     _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI}.*?Port module event\[error\]: module \d+, (?P<cause>.*)"),
+    _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI} \S+: (?P<cause>TX timeout detected)"),
+    _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI}:? .*?(?P<cause>CQ error) on CQN \w+, syndrome? (?P<status>\w+)"),
+    _rule(
+        "nic_error",
+        "mlx5",
+        rf"mlx5\w* {_PCI}.*?(?P<cause>health recovery flow aborted|health recovery failed|Fatal error detected"
+        r"|starting health recovery flow|handling bad device here)",
+    ),
     _rule(
         "nic_error",
         "mlx5",
@@ -108,8 +177,13 @@ _DEVICES = (
         r"|Health issue observed, [^,]*|High temperature on sensors|timeout\. Will cause a leak of a command resource)",
     ),
 )
+_LUSTRE = r"Lustre\w*: (?:[0-9a-f]+-[0-9a-f]+: )?(?P<server>[^\s:]+?)(?:-(?:osc|mdc|lwp)-[^\s:]*)?: "
+"""The message begins with the connection: its target, and the client's end of it. Releases differ in what follows."""
+
 _FILESYSTEMS = (
-    _rule("filesystem_readonly", "Remounting", rf"(?P<fs>EXT4|F2FS)-fs \({_DEVICE}\): Remounting filesystem read-only"),
+    _rule(
+        "filesystem_readonly", "Remounting", rf"(?P<fs>EXT[34]|F2FS)-fs \({_DEVICE}\): Remounting filesystem read-only"
+    ),
     _rule("filesystem_readonly", "forced readonly", rf"(?P<fs>BTRFS).*?\(device {_DEVICE}"),
     _rule("filesystem_shutdown", "XFS (", rf"(?P<fs>XFS) \({_DEVICE}\): .*(?:[Ss]hutting down|has been shut down)"),
     _rule("filesystem_error", "EXT4-fs error", rf"(?P<fs>EXT4)-fs error \(device {_DEVICE}\)"),
@@ -121,14 +195,14 @@ _FILESYSTEMS = (
     _rule("filesystem_error", "BTRFS", rf"(?P<fs>BTRFS):? (?:error|critical) \(device {_DEVICE}"),
     _rule("network_filesystem_lost", "not responding", r"(?P<fs>nfs\d?): server (?P<server>\S+) not responding"),
     _rule("network_filesystem_restored", "server", r"(?P<fs>nfs\d?): server (?P<server>\S+) OK"),
+    _rule("network_filesystem_lost", "Lustre", rf"{_LUSTRE}Connection to \S+ \(at .*?\) was lost", fs="lustre"),
+    _rule("network_filesystem_restored", "Lustre", rf"{_LUSTRE}Connection restored to ", fs="lustre"),
+    _rule("network_filesystem_evicted", "Lustre", rf"{_LUSTRE}This client was evicted by ", fs="lustre"),
     _rule(
-        "network_filesystem_lost",
+        "network_filesystem_crashed",
         "Lustre",
-        r"Lustre\w*: .*?Connection to (?P<server>\S+) \(at .*\) was lost",
+        r"LustreError: \d+:\d+:\([\w.-]+:\d+:\w+\(\)\) (?P<cause>LBUG|ASSERTION)",
         fs="lustre",
-    ),
-    _rule(
-        "network_filesystem_restored", "Lustre", r"Lustre\w*: .*?Connection restored to (?P<server>\S+)", fs="lustre"
     ),
 )
 

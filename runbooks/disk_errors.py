@@ -1,0 +1,103 @@
+"""A local disk or its file system fails: a controller that resets, I/O errors, a file system set to read-only."""
+
+from __future__ import annotations
+
+from re import compile
+
+from opsd.runbooks.base import Cause, Severity
+from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Row, kernel_runbook
+from opsd.runbooks.lib.signals import text
+
+_NO_DISK = compile(r"(?:loop|sr|fd|zram|ram|nbd)\d")
+"""Devices without a disk of the node behind them; whoever mounts an image has the kernel report its errors."""
+
+_LOST = compile(r"Disabling|Removing|Device not ready|no available path")
+_POLLED = "completion polled"
+
+
+def _disk(data: Data) -> bool:
+    return not _NO_DISK.match(text(data, "device"))
+
+
+ROWS = (
+    Row(
+        "filesystem_readonly",
+        "the file system on {device} was set to read-only",
+        _disk,
+        "device",
+        within_s=DAY_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row(
+        "filesystem_shutdown",
+        "the file system on {device} was shut down",
+        _disk,
+        "device",
+        within_s=DAY_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row(
+        "nvme_error",
+        "{device} is lost: {outcome}",
+        lambda data: bool(_LOST.match(text(data, "outcome"))),
+        "device",
+        within_s=DAY_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row(
+        "nvme_error",
+        "{device} does not answer in time: {outcome}",
+        lambda data: text(data, "outcome") != _POLLED,
+        "device",
+        within_s=HOUR_S,
+    ),
+    Row(
+        "nvme_error",
+        "{device} loses interrupts",
+        lambda data: text(data, "outcome") == _POLLED,
+        "device",
+        at_least=3,
+        within_s=HOUR_S,
+    ),
+    Row("io_error", "I/O errors of {device}", _disk, "device", within_s=HOUR_S),
+    Row("filesystem_error", "errors of the file system on {device}", _disk, "device", within_s=HOUR_S),
+)
+
+RUNBOOK = kernel_runbook(
+    "disk_errors",
+    ROWS,
+    """
+# A local disk or file system has errors
+
+## Meaning
+The kernel has reported one of these: an NVMe controller that does not answer in time and is reset, or is given up;
+I/O errors of a disk; errors of a file system on it, up to one that is set to read-only or shut down. Devices without
+a disk (loop, CD, RAM) do not count, nor commands that a drive does not support.
+
+## Impact
+Reads and writes of that disk fail or hang for half a minute and longer: loaders, staged data, local checkpoints, or
+the system itself. A read-only or shut down file system fails every write to it until it is repaired.
+
+## Diagnosis
+1. `opsd incidents show ID`: which device, and what the kernel said.
+2. `findmnt -S /dev/DEVICE`: what is mounted from it. The root file system makes the node unusable.
+3. `journalctl -k --since -1hour | grep -iE "nvme|i/o error|remounting|xfs|ext4|btrfs"`: what came first. Errors of
+   the PCIe port above the drive point to the slot, not to the drive.
+4. `smartctl -a /dev/nvme0`: media errors, critical warning, temperature.
+
+## Mitigation
+- Read-only or shut down: take the node out, then check the file system while it is not mounted.
+- A controller that is gone: a cold start brings it back once; have drive or slot replaced if it happens again.
+- Time-outs without errors: newer firmware of the drive, and `pcie_aspm=off` on boards known for it.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after a reboot, an hour without errors, or a day if data cannot be written.
+- recommend: the same, and notifies.
+- act: if a file system is read-only or a drive is lost, a run on several nodes with a spare swaps this node for it,
+  and the node is drained if policy.drain allows it.
+""",
+    component="storage",
+    advice=": check the drive and have it replaced",
+    cost="loaders and checkpoints on it fail",
+    causes=(Cause("pcie_error", "node"),),
+)

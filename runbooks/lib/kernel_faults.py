@@ -1,0 +1,156 @@
+"""Runbooks about what the kernel log says: a table of the events that are a fault, and the incident made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from opsd.collectors.base import Event, RankFact
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.signals import integer, latest, number, text
+
+BOOT_TIME = "opsd_host_boot_time_seconds"
+HOUR_S, DAY_S = 3600.0, 86_400.0
+QUOTED = 4
+"""Lines of the log that an incident quotes: the newest."""
+
+_ORDER = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
+
+Data = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Events that are a fault: ``at_least`` of kind ``event`` for which ``when`` holds, within ``within_s`` seconds.
+
+    The fault counts as over once that time has passed without them, or the node was booted. ``about`` is the field that
+    says what they are about, "" for the node. ``what`` describes the fault; its placeholders are fields of the event.
+    ``apart_s`` demands that the first and the last lie so far apart.
+    """
+
+    event: str
+    what: str
+    when: Callable[[Data], bool] = lambda _data: True
+    about: str = ""
+    at_least: int = 1
+    within_s: float = DAY_S
+    apart_s: float = 0.0
+    severity: Severity = Severity.WARNING
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """The events of one row about one thing."""
+
+    row: Row
+    about: str
+    events: Sequence[Event]
+
+    @property
+    def what(self) -> str:
+        """The row's description with the fields of the newest event."""
+        return self.row.what.format_map(_Fields(self.events[-1].data))
+
+
+class _Fields(dict[str, object]):
+    """The data of an event; what it does not have is an empty text."""
+
+    def __missing__(self, key: str) -> str:
+        return ""
+
+
+Blame = Callable[[View, Fault], tuple[Culprit, RankFact | None]]
+"""Culprit of a fault, and the rank that it hits, if it hits one alone."""
+
+
+def _times(event: Event) -> int:
+    """How many the event stands for: equal lines are one event, and a line of EDAC may count several errors."""
+    return integer(event.data, "count", 1) * integer(event.data, "errors", 1)
+
+
+def faults(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+    """What ``rows`` find in the log since the node was booted."""
+    booted = None
+    for row in rows:
+        events = view.events(row.event, row.within_s)
+        if not events:
+            continue
+        booted = booted if booted is not None else latest(view, BOOT_TIME) or 0.0
+        found: dict[str, list[Event]] = {}
+        for event in events:
+            if event.at > booted and row.when(event.data):
+                found.setdefault(text(event.data, row.about) if row.about else "", []).append(event)
+        for about, of_it in found.items():
+            if sum(map(_times, of_it)) >= row.at_least and of_it[-1].at - of_it[0].at >= row.apart_s:
+                yield Fault(row, about, of_it)
+
+
+def kernel_runbook(
+    kind: str,
+    rows: Sequence[Row],
+    guide: str,
+    *,
+    component: str = "node",
+    advice: str,
+    cost: str = "",
+    blame: Blame | None = None,
+    causes: Sequence[Cause] = (),
+) -> Runbook:
+    """The runbook of the incident that ``rows`` describe.
+
+    One incident for each thing that they are about. ``component`` is its culprit's unless ``blame`` names another.
+    The node is swapped out if the incident is critical; ``advice`` ends the notification, ``cost`` is what is at stake
+    for a job on the node.
+    """
+
+    def of_component(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+        return Culprit(component, view.node, detail=fault.about), None
+
+    def detect(view: View) -> Iterator[Finding]:
+        found: dict[str, list[Fault]] = {}
+        for fault in faults(view, rows):
+            found.setdefault(fault.about, []).append(fault)
+        for about, several in found.items():
+            yield finding(view, about, sorted(several, key=lambda fault: _ORDER.index(fault.row.severity)))
+
+    def finding(view: View, about: str, several: Sequence[Fault]) -> Finding:
+        worst = several[0]
+        culprit, rank = (blame or of_component)(view, worst)
+        jobs = [fact.job for fact in view.ranks if fact.live]
+        events = sorted((event for fault in several for event in fault.events), key=lambda event: event.at)
+        return Finding(
+            kind=kind,
+            key=f"{view.node}/{about}",
+            severity=worst.row.severity,
+            summary=f"{view.node}: {' and '.join(dict.fromkeys(fault.what for fault in several))}",
+            culprit=culprit,
+            confidence=0.9,
+            evidence=tuple(Evidence(event.message, "kernel log", event.at) for event in events[-QUOTED:]),
+            cost=Cost(text=cost if jobs else ""),
+            job=rank.job if rank else text(events[-1].data, "job") or next(iter(jobs), ""),
+            data={"about": about, "at": events[-1].at, "quiet_s": max(fault.row.within_s for fault in several)},
+        )
+
+    def healed(incident: Incident, view: View) -> bool | None:
+        booted = latest(view, BOOT_TIME)
+        last = number(incident.data, "at") or incident.opened_at
+        if booted is not None and booted > last:
+            return True
+        if any(fault.about == text(incident.data, "about") for fault in faults(view, rows)):
+            return False
+        return True if view.known("kmsg") and view.wall - last >= (number(incident.data, "quiet_s") or 0.0) else None
+
+    def remedy(incident: Incident, view: View) -> Sequence[Action]:
+        return notify_node(advice, swap=incident.severity == Severity.CRITICAL)(incident, view)
+
+    return Runbook(
+        kind=kind,
+        guide=Guide.parse(guide),
+        detect=detect,
+        remedy=remedy,
+        healed=healed,
+        needs=("kmsg",),
+        verify_s=HOUR_S,
+        causes=tuple(causes),
+    )

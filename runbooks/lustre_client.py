@@ -1,0 +1,53 @@
+"""The Lustre client of the node has lost data in flight, or has crashed."""
+
+from __future__ import annotations
+
+from opsd.runbooks.base import Severity
+from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Row, kernel_runbook
+
+ROWS = (
+    Row(
+        "network_filesystem_crashed",
+        "the Lustre client has crashed ({cause})",
+        within_s=DAY_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row("network_filesystem_evicted", "{server} has evicted the Lustre client", about="server", within_s=HOUR_S),
+)
+
+RUNBOOK = kernel_runbook(
+    "lustre_client",
+    ROWS,
+    """
+# The Lustre client was evicted, or has crashed
+
+## Meaning
+A server has evicted this client: it had not answered for too long, and what it had not written yet was thrown away.
+Or the client has hit an assertion (`LBUG`), after which every access hangs until the node is booted. A connection
+that is lost and restored is neither; while it is lost, `storage_slow` says so.
+
+## Impact
+Reads and writes that were in flight fail with an I/O error, so that a rank may crash or a file may be incomplete.
+After an LBUG processes hang and cannot be killed.
+
+## Diagnosis
+1. `opsd incidents show ID`: which server.
+2. `journalctl -k --since -1hour | grep -iE "lustre|lnet"`: time-outs before it point to the network, many clients at
+   once to the server.
+3. `df -h /scratch`: whether the file system answers now.
+4. `opsd checkpoint list FOLDER`: checkpoints that were being written at that time must be verified before use.
+
+## Mitigation
+- Evicted: the client reconnects by itself; verify or repeat what was being written.
+- LBUG: drain and reboot the node. Tell those who run the file system the line with `ASSERTION`.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after a reboot, or after an hour (LBUG: a day) without such a message.
+- recommend: the same, and notifies.
+- act: after an LBUG a run on several nodes with a spare swaps this node for it, and the node is drained if
+  policy.drain allows it.
+""",
+    component="storage",
+    advice=": verify what was being written at that time",
+    cost="reads and writes in flight have failed",
+)

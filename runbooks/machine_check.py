@@ -1,0 +1,70 @@
+"""Main memory or a processor of the node reports errors: EDAC, machine checks, the firmware's error records."""
+
+from __future__ import annotations
+
+from opsd.runbooks.base import Severity
+from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Row, kernel_runbook
+from opsd.runbooks.lib.signals import text
+
+STORM = 100
+"""Corrected errors within an hour. A single one is what ECC is for."""
+
+
+def _uncorrected(data: Data) -> bool:
+    return text(data, "severity") in ("UE", "Uncorrected", "recoverable", "fatal")
+
+
+def _corrected(data: Data) -> bool:
+    return text(data, "severity") in ("CE", "Corrected", "Deferred", "corrected")
+
+
+ROWS = (
+    Row(
+        "edac",
+        "memory errors of {location} that cannot be corrected",
+        _uncorrected,
+        "location",
+        within_s=DAY_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row("mce", "an uncorrected hardware error", _uncorrected, within_s=DAY_S, severity=Severity.CRITICAL),
+    Row("edac", "a storm of corrected memory errors of {location}", _corrected, "location", STORM, HOUR_S),
+    Row("mce", "a storm of corrected hardware errors", _corrected, "", STORM, HOUR_S),
+)
+
+RUNBOOK = kernel_runbook(
+    "machine_check",
+    ROWS,
+    """
+# Memory or processor of the node is faulty
+
+## Meaning
+The kernel has logged a hardware error that could not be corrected (EDAC `UE`, a machine check with its uncorrected
+bit, a record of the firmware with severity recoverable or fatal), or 100 corrected ones of one DIMM within an hour.
+Single corrected errors, and `Machine check events logged` without more, do not count.
+
+## Impact
+A process that uses the memory is killed with SIGBUS; if the kernel itself uses it, the node panics. Corrected errors
+cost nothing by themselves, but a DIMM with many of them is likely to have uncorrected ones.
+
+## Diagnosis
+1. `opsd incidents show ID`: the lines of the kernel log, with the DIMM if EDAC knows it.
+2. `journalctl -k --since -1day | grep -iE "edac|mce|hardware error|memory failure"`: which DIMM, which processes.
+3. `grep . /sys/devices/system/edac/mc/mc*/dimm*/dimm_ce_count /sys/devices/system/edac/mc/mc*/dimm*/dimm_label`:
+   counts by DIMM.
+4. `ipmitool sel list`: what the board has recorded, with its own names of the slots.
+
+## Mitigation
+- Uncorrected: take the node out now and have the DIMM (or the processor, if EDAC names none) replaced.
+- Corrected: at the next maintenance; swap two DIMMs to see whether the errors move with the part or stay with the
+  slot.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after a reboot, or after a day (corrected: an hour) without such errors.
+- recommend: the same, and notifies.
+- act: for uncorrected errors, a run on several nodes with a spare swaps this node for it, and the node is drained if
+  policy.drain allows it.
+""",
+    advice=": have the memory module or the processor replaced",
+    cost="a process that uses the memory is killed, or the node panics",
+)

@@ -1,0 +1,96 @@
+"""A network adapter has failed: its firmware does not answer, it sends nothing, or its queues have errors."""
+
+from __future__ import annotations
+
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Cause, Culprit, Severity, View
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Row, kernel_runbook
+from opsd.runbooks.lib.ports import dependent, name, port_of
+from opsd.runbooks.lib.signals import text
+
+DEAD = frozenset(
+    {
+        "device's health compromised",
+        "health recovery flow aborted",
+        "health recovery failed",
+        "Fatal error detected",
+        "handling bad device here",
+        "starting health recovery flow",
+        "timeout. Will cause a leak of a command resource",
+    }
+)
+TIMEOUT, QUEUE = "TX timeout detected", "CQ error"
+CAUSES = DEAD | {TIMEOUT, QUEUE}
+"""What the adapter's driver says when the adapter itself has failed; the rest is for ``nic_degrading``."""
+
+ROWS = (
+    Row(
+        "nic_error",
+        "the adapter at {pci_bus_id} has failed: {cause}",
+        lambda data: text(data, "cause") in DEAD,
+        "pci_bus_id",
+        within_s=HOUR_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row(
+        "nic_error",
+        "the adapter at {pci_bus_id} does not send",
+        lambda data: text(data, "cause") == TIMEOUT,
+        "pci_bus_id",
+        within_s=HOUR_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row(
+        "nic_error",
+        "a completion queue of the adapter at {pci_bus_id} has an error (syndrome {status})",
+        lambda data: text(data, "cause") == QUEUE,
+        "pci_bus_id",
+        within_s=HOUR_S,
+    ),
+)
+
+
+def _blame(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+    """The port by its name, and a rank that needs the network."""
+    ports = [series.labels for series in view.select("opsd_ib_port_info", pci_bus_id=fault.about)]
+    detail = name(port_of(ports[0])) if ports else f"adapter {fault.about}"
+    return Culprit("network", view.node, detail=detail), dependent(view)
+
+
+RUNBOOK = kernel_runbook(
+    "nic_failed",
+    ROWS,
+    """
+# A network adapter has failed
+
+## Meaning
+The driver of the adapter says that its firmware is in a fatal state, that recovering it began or failed, that a
+command was never answered, that nothing was sent for many seconds (`TX timeout`), or that a completion queue has an
+error. The last one may also come from a program that does not read its queue, and is only a warning.
+
+## Impact
+Ranks that use the port fail with NCCL errors or hang until their time-out. With its management network on the same
+adapter the node drops out altogether.
+
+## Diagnosis
+1. `opsd incidents show ID`: which adapter, what its driver said.
+2. `journalctl -k --since -1hour | grep -i mlx5`: what came first: heat, a PCIe error, a firmware assert.
+3. `ibstat` and `cat /sys/class/infiniband/mlx5_0/ports/1/state`: whether the port is back.
+4. Errors of completion queues only: which program used the port at that time?
+
+## Mitigation
+- Recovered by itself, once: note the firmware release, let the job go on.
+- Not recovered, or again: take the node out, start it cold, update the firmware, then replace the adapter.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after a reboot, or an hour without such a message.
+- recommend: the same, and notifies.
+- act: unless only a completion queue has an error, a run on several nodes with a spare swaps this node for it, and
+  the node is drained if policy.drain allows it.
+""",
+    component="network",
+    advice=": start the node cold, then replace the adapter",
+    cost="collectives over this adapter fail or hang",
+    blame=_blame,
+    causes=(Cause("pcie_error", "node"),),
+)

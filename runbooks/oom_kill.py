@@ -1,0 +1,126 @@
+"""The kernel has killed a process because memory ran out, of the node or of a control group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from re import compile
+
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.runs import job_of
+from opsd.runbooks.lib.signals import integer, number, text
+
+REMEMBERED_S = 600.0
+_JOB = compile(r"/job_(\d+)(?:/|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Whose process it was: a rank (``rank`` is None for anything else), and the job of its control group or run."""
+
+    job: str
+    run: str = ""
+    rank: int | None = None
+
+
+def _owner(view: View, event: Event) -> _Owner:
+    """By what the kernel says of process and control group, by rank pages, and by the launcher if the rank is gone."""
+    pid, named = integer(event.data, "pid"), _JOB.search(text(event.data, "cgroup"))
+    job = named[1] if named else ""
+    for rank in view.ranks:
+        if pid == rank.pid or any(pid == helper for helper, _ in rank.workers):
+            return _Owner(job or rank.job, rank.run, rank.rank)
+    for gone in view.events("rank_exited", REMEMBERED_S):
+        if integer(gone.data, "pid") == pid:
+            run = text(gone.data, "run")
+            return _Owner(job or job_of(view, run), run, integer(gone.data, "rank"))
+    return _Owner(job)
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    by_job: dict[str, list[tuple[Event, _Owner]]] = {}
+    for event in view.events("oom_kill", REMEMBERED_S):
+        owner = _owner(view, event)
+        by_job.setdefault(owner.job, []).append((event, owner))
+    return (_finding(view, job, killed) for job, killed in by_job.items())
+
+
+def _finding(view: View, job: str, killed: Sequence[tuple[Event, _Owner]]) -> Finding:
+    event, owner = next(((e, o) for e, o in reversed(killed) if o.rank is not None), killed[-1])
+    size, user = number(event.data, "anon_rss_kib"), text(event.data, "uid")
+    limit = text(event.data, "scope") == "Memory cgroup out of memory"
+    whose = f"of job {job}" if job else f"of user {user}" if user else "of no job"
+    facts = [
+        f"{len(killed)} processes were killed" if len(killed) > 1 else "",
+        f"it held {size / 2**20:.1f} GiB of memory" if size is not None else "",
+        f"its control group was at its limit: {text(event.data, 'cgroup') or 'not named'}" if limit else "",
+        f"rank {owner.rank} of run {owner.run} was hit" if owner.rank is not None else "",
+    ]
+    hit = owner.rank is not None
+    return Finding(
+        kind="oom_kill",
+        key=f"{view.node}/{job}",
+        severity=Severity.CRITICAL if hit or any(fact.job == job for fact in view.ranks if job) else Severity.WARNING,
+        summary=f"out of memory on {view.node}: the kernel killed {text(event.data, 'process')} "
+        f"(pid {integer(event.data, 'pid')}) {whose}",
+        culprit=Culprit(
+            "rank" if hit else "node",
+            view.node,
+            rank=owner.rank,
+            detail="limit of the job's memory" if limit else "memory of the node",
+        ),
+        confidence=0.95,
+        evidence=(
+            *(Evidence(one.message, "kernel log", one.at) for one, _ in killed[-3:]),
+            *(Evidence(fact, "kernel log", event.at) for fact in facts if fact),
+        ),
+        cost=Cost(text="the run restarts from its last checkpoint" if hit else ""),
+        job=job,
+        data={"at": killed[-1][0].at, **({"run": owner.run, "rank": owner.rank} if hit else {})},
+    )
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True after ten minutes without another kill."""
+    last = number(incident.data, "at") or incident.opened_at
+    return True if view.known("kmsg") and view.wall - last >= REMEMBERED_S else None
+
+
+RUNBOOK = Runbook(
+    kind="oom_kill",
+    guide=Guide.parse("""
+# The kernel killed a process for lack of memory
+
+## Meaning
+Memory ran out, and the kernel killed the process with the most. Either the whole node had none left, or a control
+group reached its limit: then only processes of that job were candidates. The incident names process, user and job.
+
+## Impact
+If it was a rank or one of its loaders the run restarts from its last checkpoint, and will run out again at the same
+point. If it was something else, a service of the node may be missing now.
+
+## Diagnosis
+1. `opsd incidents show ID`: which process, how much memory it held, whose limit was reached.
+2. `journalctl -k --since -1hour | grep -iE "oom|killed process"`: all processes at that time, with their sizes.
+3. `sacct -j JOB --format=JobID,State,ExitCode,MaxRSS,ReqMem`: the limit of the job.
+4. `opsd runbook show host_memory`: what usually takes the memory of a node.
+
+## Mitigation
+- The job's limit: ask Slurm for more memory, or use fewer loader processes and a shallower prefetch.
+- The node's memory: end what does not belong there; shared memory counts, too (`ls -laS /dev/shm`).
+- It grows with the steps: a leak, most often in a loader. `opsd runbook show dataloader_growth`.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after ten minutes without another kill. Where it hit a rank, the crash of
+  that rank is a symptom of this incident.
+- recommend, act: the same, and notifies. It frees no memory.
+"""),
+    detect=_detect,
+    remedy=notify_node(": give the job more memory, or have it use less"),
+    healed=_healed,
+    needs=("kmsg",),
+    verify_s=3600.0,
+    hold_s=0.0,
+)

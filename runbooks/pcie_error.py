@@ -1,0 +1,107 @@
+"""The PCI Express link of a device has errors that the hardware could not correct, or is gone."""
+
+from __future__ import annotations
+
+from re import compile
+
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Cause, Culprit, Severity, View
+from opsd.runbooks.lib.gpus import blamed
+from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Fault, Row, kernel_runbook
+from opsd.runbooks.lib.ports import name, port_of
+from opsd.runbooks.lib.signals import text
+
+STORM = 1000
+"""Corrected errors within an hour; each is repeated by the link and costs microseconds."""
+
+_FATAL = compile(r"\w+ \(Fatal\)")
+_NON_FATAL = compile(r"\w+ \(Non-Fatal\)")
+
+
+def _fatal(data: Data) -> bool:
+    return bool(_FATAL.fullmatch(text(data, "severity"))) or "outcome" in data
+
+
+ROWS = (
+    Row(
+        "pcie_error",
+        "a fatal PCIe error at {pci_bus_id} {outcome}",
+        _fatal,
+        "pci_bus_id",
+        within_s=DAY_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row(
+        "pcie_link_down",
+        "the device in PCIe slot {slot} ({pci_bus_id}) is gone",
+        about="pci_bus_id",
+        within_s=DAY_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row(
+        "pcie_error",
+        "uncorrected PCIe errors at {pci_bus_id}",
+        lambda data: bool(_NON_FATAL.fullmatch(text(data, "severity"))),
+        "pci_bus_id",
+        within_s=HOUR_S,
+    ),
+    Row(
+        "pcie_error",
+        "a storm of corrected PCIe errors at {pci_bus_id}",
+        lambda data: text(data, "severity") in ("Corrected", "Correctable"),
+        "pci_bus_id",
+        STORM,
+        HOUR_S,
+    ),
+)
+
+
+def _blame(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+    """The GPU or network port at this address, else the node with the address."""
+    for gpu in view.gpus:
+        if gpu.pci_bus_id == fault.about:
+            return blamed(view, gpu.index, "PCIe")
+    for series in view.select("opsd_ib_port_info", pci_bus_id=fault.about):
+        return Culprit("network", view.node, detail=f"PCIe link of {name(port_of(series.labels))}"), None
+    return Culprit("node", view.node, detail=f"PCIe device {fault.about}"), None
+
+
+RUNBOOK = kernel_runbook(
+    "pcie_error",
+    ROWS,
+    """
+# A PCIe link has uncorrected errors
+
+## Meaning
+The kernel's error handler (AER, or DPC, which cuts the device off) has reported a fatal error, a recovery that
+failed, a device whose link is down, uncorrected errors that are not fatal, or a thousand corrected ones within an
+hour. The incident names the GPU or the network port if the address is theirs; otherwise it is a port of the board,
+and everything below it is affected. Single corrected errors are repeated by the link and do not count.
+
+## Impact
+After a fatal error the device is reset or gone: its rank dies or hangs, an NVMe drive loses its file systems. What is
+not fatal may have lost a transaction.
+
+## Diagnosis
+1. `opsd incidents show ID`: the address, and the device if it is known.
+2. `journalctl -k --since -1hour | grep -iE "aer|dpc|pcieport|pciehp"`: which device reported first, which error.
+3. `cat /sys/bus/pci/devices/0000:3b:00.0/aer_dev_fatal`: the counters of the device since boot.
+4. `nvidia-smi --query-gpu=index,pci.bus_id,pcie.link.gen.current,pcie.link.width.current --format=csv`: GPUs and
+   their links.
+5. `ipmitool sel list`: the board's own record, with the slot.
+
+## Mitigation
+- Fatal, or recovery failed: take the node out; a cold start, then `opsd preflight`. Back again: riser, slot, device.
+- Not fatal, or a storm of corrected ones: reseat card and riser at the next maintenance.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it after a reboot, a day without a fatal error, an hour without others.
+- recommend: the same, and notifies.
+- act: for fatal errors a run on several nodes with a spare swaps this node for it, and the node is drained if
+  policy.drain allows it.
+""",
+    advice=": have slot, riser and device checked",
+    cost="ranks that use the device die or hang",
+    blame=_blame,
+    causes=(Cause("gpu_lost", "gpu"),),
+)
