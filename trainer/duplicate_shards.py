@@ -1,8 +1,11 @@
 """``python -m opsd.trainer.duplicate_shards PATH``: finds tensors whose tensor-parallel shards are equal.
 
-A checkpoint does not say how its tensors were split, so every power of two is tried along the first two dimensions.
-Independently drawn shards have no rows in common. Prints one JSON object per line: ``{"tensor", "dimension", "shards",
-"copies"}`` or, at the end, ``{"tensors": examined}``; ``{"error": sentence}`` if PATH cannot be read. ``opsd checkpoint
+A checkpoint does not say how its tensors were split, so every number of shards is tried along the first two dimensions.
+Independently drawn shards have no rows in common. Some copies are no fault: heads of keys and values that were repeated
+to as many as the queries have, rows of tokens that never occurred, tables of positions and masks.
+
+Prints one JSON object per line: ``{"tensor", "dimension", "shards", "copies"}`` or, at the end, ``{"tensors":
+examined}``; ``{"error": sentence}`` if PATH cannot be read, or has nothing that could be compared. ``opsd checkpoint
 audit`` is the user's command.
 """
 
@@ -16,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from opsd.trainer.tensors import FormatError, Stored, stored_tensors
+from opsd.trainer.stored import FormatError, Stored
+from opsd.trainer.tensors import stored_tensors
 
 MAX_SHARDS = 64
 SIMILAR = 0.99
@@ -31,6 +35,10 @@ MOMENTS = re.compile(r"exp_avg|optim|momentum|adam", re.IGNORECASE)
 Heads that share keys and values have nearly the same gradients while attention is still even, and copies show in the
 weights.
 """
+KEYS_OR_VALUES = re.compile(r"(?:^|[._])(?:k|v|kv|key|value|key_value)(?:_?proj|s)?(?:[._]|$)", re.IGNORECASE)
+"""Names of projections to keys or values, whose heads may have been repeated (GQA made MHA)."""
+SMOOTH = 0.5
+"""Mean correlation of neighbouring rows from which a matrix was not drawn: positions, sinusoids, masks."""
 MIN_ELEMENTS = 32
 """Least number of elements of a shard for a comparison."""
 
@@ -49,32 +57,62 @@ class Finding:
     correlation: float
 
 
+def comparable(stored: Stored) -> bool:
+    """Whether the tensor may have been drawn in shards: a matrix of the model, of which there is something."""
+    key = stored.name.rpartition(":")[2]  # files may be named after all that they have: model_optim_rng.pt
+    return len(stored.shape) - bool(stored.ranks) >= 2 and 0 not in stored.shape and not MOMENTS.search(key)
+
+
 def examine(stored: Stored) -> Finding | None:
     """The copies found in a tensor; None without any."""
-    if len(stored.shape) - bool(stored.ranks) < 2 or 0 in stored.shape or MOMENTS.search(stored.name):
-        return None
-    values = stored.read()
-    if not values.is_floating_point():
+    if not comparable(stored) or not (values := stored.read()).is_floating_point():
         return None
     values = values.float().flatten(1)
     if stored.ranks:
         return _compare(stored.name, values, values.std(1) > 0, 0, [stored.ranks])
+    values = _without_repeated_rows(values)
+    if _is_smooth(values):
+        return None
     # What all rows or all columns have in common makes independent shards look alike.
     centred = values - values.mean(0)
     centred -= centred.mean(1, keepdim=True)
     for dimension in (0, 1):
-        pieces = _power_of_two(values.shape[dimension])
-        if pieces == 1:
-            continue
-        rows, raw = (torch.stack(matrix.chunk(pieces, dimension)).flatten(1) for matrix in (centred, values))
-        counts = [2**i for i in range(pieces.bit_length() - 1, 0, -1)]
-        if finding := _compare(stored.name, rows, raw.std(1) > 0, dimension, counts):
-            return finding
+        for pieces in _largest_divisors(values.shape[dimension]):
+            rows, raw = (torch.stack(matrix.chunk(pieces, dimension)).flatten(1) for matrix in (centred, values))
+            counts = [count for count in range(pieces, 1, -1) if pieces % count == 0]
+            finding = _compare(stored.name, rows, raw.std(1) > 0, dimension, counts)
+            if finding and not _repeats_heads(finding):
+                return finding
     return None
 
 
-def _power_of_two(length: int) -> int:
-    return min(MAX_SHARDS, length & -length)
+def _largest_divisors(length: int) -> list[int]:
+    """Divisors of ``length`` up to MAX_SHARDS that divide no larger one of them: each number of shards divides one."""
+    divisors = [number for number in range(min(MAX_SHARDS, length), 1, -1) if length % number == 0]
+    return [number for number in divisors if not any(other > number and other % number == 0 for other in divisors)]
+
+
+def _without_repeated_rows(values: torch.Tensor) -> torch.Tensor:
+    """``values`` with zeros where a row equals the one above or below: tokens that never occurred, or padding."""
+    same = (values[1:] == values[:-1]).all(1)
+    if not same.any():
+        return values
+    repeated = torch.zeros(len(values), dtype=torch.bool)
+    repeated[1:] |= same
+    repeated[:-1] |= same
+    return values.masked_fill(repeated[:, None], 0.0)
+
+
+def _is_smooth(values: torch.Tensor) -> bool:
+    """Whether neighbouring rows are alike throughout, as in no matrix that was drawn."""
+    rows = values - values.mean(0)
+    norms = rows.norm(dim=1).clamp(min=1e-30)
+    return bool(((rows[1:] * rows[:-1]).sum(1) / (norms[1:] * norms[:-1])).mean() > SMOOTH)
+
+
+def _repeats_heads(finding: Finding) -> bool:
+    """Whether some, but not all, heads of keys or values are copies: each was repeated for a group of queries."""
+    return len(finding.copies) < finding.shards and bool(KEYS_OR_VALUES.search(finding.tensor))
 
 
 def _compare(name: str, rows: torch.Tensor, varied: torch.Tensor, dimension: int, counts: list[int]) -> Finding | None:
@@ -114,12 +152,18 @@ def _largest(alike: torch.Tensor) -> list[int]:
 
 def main() -> None:
     """Examine the checkpoint given on the command line."""
-    examined = 0
+    examined = compared = 0
     try:
         for stored in stored_tensors(Path(sys.argv[1])):
             examined += 1
+            compared += comparable(stored)
             if finding := examine(stored):
                 print(json.dumps(asdict(finding)), flush=True)
+        if not compared:
+            raise FormatError(
+                f"{sys.argv[1]} has no matrices that could be compared ({examined} tensors); DeepSpeed's ZeRO-3 keeps "
+                "them in pieces, which zero_to_fp32.py puts together"
+            )
         print(json.dumps({"tensors": examined}))
     except FormatError as error:
         print(json.dumps({"error": str(error)}))

@@ -1,106 +1,123 @@
-"""The tensors of any checkpoint, one at a time: DCP folders and safetensors, without executing a pickle.
+"""The tensors of any checkpoint, one at a time, without executing a pickle.
 
-Supported: torch's distributed checkpoint (``.metadata`` and ``.distcp`` files), this trainer's own (safetensors whose
-metadata has the position of each region), safetensors of whole tensors (Hugging Face), and one file per tensor-parallel
-rank (``…tp-rank-0-of-2….safetensors``, nanotron).
+Supported: torch's distributed checkpoint, this trainer's own (safetensors whose metadata has the position of each
+region), whole tensors as safetensors or by ``torch.save`` (Hugging Face, Lightning, plain programs), and one file per
+tensor-parallel rank (nanotron, Megatron-LM, DeepSpeed, Meta's Llama), which become one tensor with a dimension for the
+ranks.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-_TP_RANK = re.compile(r"tp-rank-(\d+)")
-_DCP = ".metadata"
+from opsd.trainer.pickles import METADATA, distributed, saved
+from opsd.trainer.stored import Chunk, FormatError, Stored
 
-
-class FormatError(ValueError):
-    """Not a readable checkpoint; the message is one sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A stored part of a tensor, beginning at ``offset``."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
+_TP_RANK: Final = re.compile(
+    r"(?<![a-z])(?:(?:tp|mp|(?:tensor|model)[-_]?(?:model[-_]?)?parallel)[-_]?(?:rank)?[-_]?|consolidated\.)(\d+)",
+    re.IGNORECASE,
+)
+"""The rank in names like ``tp-rank-0-of-2``, ``mp_rank_00_001`` (its first number) and ``consolidated.00.pth``."""
+_ANY_RANK: Final = re.compile(r"(?<![a-z])(?:rank|shard)[-_]?(\d+)", re.IGNORECASE)
+_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a checkpoint.
+class _Entry:
+    """A tensor of a file; ``whole`` is the shape of the tensor of which it is the part at ``chunk.offset``."""
 
-    ``ranks`` is the number of tensor-parallel files that contain it, counted by its first dimension; 0 if it is whole.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    chunks: list[Chunk] = field(default_factory=list)
-    ranks: int = 0
-
-    def read(self) -> torch.Tensor:
-        """The whole tensor."""
-        if len(self.chunks) == 1 and self.chunks[0].shape == self.shape:
-            return self.chunks[0].read()
-        whole: torch.Tensor | None = None
-        for chunk in self.chunks:
-            part = chunk.read().reshape(chunk.shape)
-            whole = torch.zeros(self.shape, dtype=part.dtype) if whole is None else whole
-            whole[tuple(slice(at, at + n) for at, n in zip(chunk.offset, chunk.shape, strict=True))] = part
-        assert whole is not None
-        return whole
+    path: Path
+    key: str
+    chunk: Chunk
+    whole: tuple[int, ...]
 
 
 def stored_tensors(path: Path) -> Iterator[Stored]:
     """The tensors at ``path``, a folder or a file, by name. Raises FormatError."""
     try:
-        if (path / _DCP).is_file():
-            yield from _distributed(path)
+        if (path / METADATA).is_file():
+            yield from distributed(path)
             return
-        files = [path] if path.is_file() else sorted(path.rglob("*.safetensors"))
+        files = [path] if path.is_file() else _files(path)
         if not files:
-            raise FormatError(f"{path} holds neither a distributed checkpoint ({_DCP}) nor safetensors files")
-        yield from tensors_of_files(path, files)
-    except (OSError, SafetensorError, pickle.UnpicklingError, EOFError) as error:
-        raise FormatError(f"{path} cannot be read: {error}") from error
+            raise FormatError(f"{path} holds neither a distributed checkpoint ({METADATA}) nor files of tensors")
+        yield from tensors_of_files(path if path.is_dir() else path.parent, files)
+    except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise FormatError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files with tensors below ``folder``; where a folder has the weights in both formats, safetensors only."""
+    safe = sorted(folder.rglob("*.safetensors"))
+    folders = {path.parent for path in safe}
+    pickled = (path for pattern in _PICKLES for path in folder.rglob(pattern) if path.is_file())
+    return [*safe, *sorted(path for path in pickled if path.parent not in folders)]
 
 
 def tensors_of_files(root: Path, files: Sequence[Path]) -> Iterator[Stored]:
-    """The tensors in these safetensors ``files`` under ``root``, by name."""
-    found: dict[str, Stored] = {}
+    """The tensors in these ``files`` below ``root``, by name."""
+    named: dict[str, list[tuple[int | None, _Entry]]] = defaultdict(list)
+    by_key: dict[str, list[_Entry]] = defaultdict(list)
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            regions = json.loads((file.metadata() or {}).get("regions", "{}"))
-            rank = _TP_RANK.search(path.name)
-            for key in file.keys():  # noqa: SIM118 -- not a mapping
-                shape = tuple(file.get_slice(key).get_shape())
-                chunk = Chunk((0,) * len(shape), shape, _reader(path, key))
-                if rank:
-                    name = f"{path.relative_to(root).with_name(_TP_RANK.sub('tp-rank-*', path.name))}:{key}"
-                    _add_rank(found, name, int(rank[1]), chunk)
-                elif key in regions:
-                    whole, offset = tuple(regions[key]["shape"]), tuple(regions[key]["offset"])
-                    found.setdefault(key, Stored(key, whole)).chunks.append(Chunk(offset, shape, chunk.read))
-                else:
-                    found[key] = Stored(key, shape, [chunk])
-    yield from (found[name] for name in sorted(found))
+        for entry in _safetensors(path) if path.suffix == ".safetensors" else _saved(path):
+            if (place := _template(_TP_RANK, path.relative_to(root))) is not None:
+                named[f"{place[0]}:{entry.key}"].append((place[1], entry))
+            else:
+                by_key[entry.key].append(entry)
+    for key, entries in by_key.items():
+        if len(entries) == 1 or all(entry.whole != entry.chunk.shape for entry in entries):
+            named[key] += [(None, entry) for entry in entries]
+            continue
+        for entry in entries:
+            name, rank = _template(_ANY_RANK, entry.path.relative_to(root)) or (entry.path.relative_to(root), None)
+            named[f"{name}:{key}"].append((rank, entry))
+    for name in sorted(named):
+        yield from _joined(name, named[name])
 
 
-def _add_rank(found: dict[str, Stored], name: str, rank: int, chunk: Chunk) -> None:
-    before = found.get(name)
-    ranks = max(before.ranks if before else 0, rank + 1)
-    chunks = [*(before.chunks if before else []), Chunk((rank, *chunk.offset), (1, *chunk.shape), chunk.read)]
-    found[name] = Stored(name, (ranks, *chunk.shape), chunks, ranks)
+def _template(pattern: re.Pattern[str], path: Path) -> tuple[str, int] | None:
+    """``path`` with a star for the rank, and the rank; None without one."""
+    if not (found := [*pattern.finditer(str(path))]):
+        return None
+    begin, end = found[-1].span(1)
+    return f"{str(path)[:begin]}*{str(path)[end:]}", int(found[-1][1])
+
+
+def _joined(name: str, entries: list[tuple[int | None, _Entry]]) -> Iterator[Stored]:
+    """The tensor, or several where ranks have other shapes than others, which cannot be compared."""
+    if entries[0][0] is None:
+        yield Stored(name, entries[0][1].whole, [entry.chunk for _, entry in entries])
+        return
+    shapes = sorted({entry.chunk.shape for _, entry in entries})
+    ranks = max(rank or 0 for rank, _ in entries) + 1
+    for shape in shapes:
+        parts = [
+            Chunk((rank or 0, *(0 for _ in shape)), (1, *shape), entry.chunk.read)
+            for rank, entry in entries
+            if entry.chunk.shape == shape
+        ]
+        yield Stored(name if len(shapes) == 1 else f"{name} {list(shape)}", (ranks, *shape), parts, ranks)
+
+
+def _safetensors(path: Path) -> Iterator[_Entry]:
+    with safe_open(path, framework="pt") as file:
+        regions = json.loads((file.metadata() or {}).get("regions", "{}"))
+        for key in file.keys():  # noqa: SIM118 -- not a mapping
+            shape = tuple(file.get_slice(key).get_shape())
+            region = regions.get(key, {"offset": (0,) * len(shape), "shape": shape})
+            chunk = Chunk(tuple(region["offset"]), shape, _reader(path, key))
+            yield _Entry(path, key, chunk, tuple(region["shape"]))
 
 
 def _reader(path: Path, key: str) -> Callable[[], torch.Tensor]:
@@ -112,59 +129,11 @@ def _reader(path: Path, key: str) -> Callable[[], torch.Tensor]:
     return read
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Reads the pickled metadata of torch's distributed checkpoint; only its plain classes are allowed."""
-
-    _ALLOWED = frozenset({
-        ("torch.distributed.checkpoint.metadata", "Metadata"),
-        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("torch", "Size"),
-        ("pathlib", "PosixPath"),
-    })  # fmt: skip
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Look up ``name`` of ``module`` if it is allowed. Raises UnpicklingError."""
-        if (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
-        raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which plain metadata does not")
+def _saved(path: Path) -> Iterator[_Entry]:
+    for key, tensor in saved(path):
+        shape = tuple(tensor.shape)
+        yield _Entry(path, key, Chunk((0,) * len(shape), shape, partial(_itself, tensor)), shape)
 
 
-def _distributed(root: Path) -> Iterator[Stored]:
-    with open(root / _DCP, "rb") as file:
-        metadata = _MetadataUnpickler(file).load()
-    places = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
-    for name in sorted(metadata.state_dict_metadata):
-        entry = metadata.state_dict_metadata[name]
-        if not hasattr(entry, "chunks"):
-            continue
-        stored = Stored(name, tuple(entry.size))
-        for chunk in entry.chunks:
-            info = places[name, tuple(chunk.offsets)]
-            if info.transform_descriptors:
-                raise FormatError(f"{root} is compressed or encrypted, which cannot be read")
-            if Path(info.relative_path).name != info.relative_path:
-                raise FormatError(f"{root} names files outside its folder")
-            read = _slice_reader(root / info.relative_path, info.offset, info.length)
-            stored.chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), read))
-        yield stored
-
-
-def _slice_reader(path: Path, offset: int, length: int) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            content = io.BytesIO(file.read(length))
-        tensor: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
-        return tensor
-
-    return read
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

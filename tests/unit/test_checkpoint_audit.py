@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import enum
 import json
 import pickle
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +17,9 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from opsd.commands.checkpoint import checkpoint
-from opsd.trainer.duplicate_shards import examine
-from opsd.trainer.tensors import Chunk, FormatError, Stored, stored_tensors
+from opsd.trainer.duplicate_shards import Finding, examine
+from opsd.trainer.stored import Chunk, FormatError, Stored
+from opsd.trainer.tensors import stored_tensors
 
 torch.set_num_threads(1)
 
@@ -29,11 +33,15 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def findings(path: Path) -> list[Finding]:
+    return [finding for each in stored_tensors(path) if (finding := examine(each))]
+
+
 def audit(*arguments: object) -> Result:
     return CliRunner().invoke(checkpoint, ["audit", *map(str, arguments)], standalone_mode=False)
 
 
-@pytest.mark.parametrize(("dimension", "shards"), [(0, 2), (0, 4), (1, 2), (1, 8)])
+@pytest.mark.parametrize(("dimension", "shards"), [(0, 2), (0, 3), (0, 4), (0, 6), (1, 2), (1, 5), (1, 8)])
 def test_copies_are_found_along_either_dimension(dimension: int, shards: int) -> None:
     """A matrix put together from one shard several times is named, with the number of shards."""
     whole = torch.cat([drawn(48, 40)] * shards, dimension)
@@ -77,6 +85,122 @@ def test_two_copies_among_four_are_found() -> None:
 def test_independent_shards_are_left_alone(values: torch.Tensor) -> None:
     """Random, constant and padded tensors, moments, and what has rows in common are no copies."""
     assert examine(stored(values)) is None
+
+
+def repeated_heads() -> torch.Tensor:
+    """Four heads of keys, each repeated for three heads of queries."""
+    return drawn(4, 16, 48).repeat_interleave(3, dim=0).flatten(0, 1)
+
+
+def sinusoids() -> torch.Tensor:
+    angles = torch.arange(256)[:, None] / 10_000 ** (torch.arange(32) / 32)
+    return torch.cat((angles.sin(), angles.cos()), dim=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("layers.0.self_attn.k_proj.weight", repeated_heads()),
+        ("h.3.attn.value.weight", repeated_heads()),
+        ("wte.weight", torch.cat((drawn(192, 32), drawn(1, 32, seed=1).expand(64, -1)))),
+        ("lm_head.weight", torch.cat((drawn(100, 32), torch.zeros(28, 32)))),
+        ("embed_positions.weight", sinusoids()),
+        ("h.0.attn.bias", torch.ones(64, 64).tril()),
+    ],
+    ids=["GQA made MHA", "values too", "unused tokens", "padded tokens", "sinusoids", "causal mask"],
+)
+def test_copies_that_are_no_fault(name: str, values: torch.Tensor) -> None:
+    """Each was an alarm on somebody's good checkpoint."""
+    assert examine(stored(values, name)) is None
+
+
+def test_heads_that_are_all_copies_are_a_fault() -> None:
+    """Repeated heads leave groups that differ; shards of keys that are all equal were drawn from one seed."""
+    finding = examine(stored(drawn(32, 48).repeat(4, 1), "self_attn.k_proj.weight"))
+    assert finding is not None
+    assert finding.copies == (0, 1, 2, 3)
+
+
+def save_ranks(folder: Path, names: tuple[str, ...], seeds: tuple[int, ...], extra: object = None) -> None:
+    """A file of ``torch.save`` for each rank, with one matrix of the model, and what else people save."""
+    for name, seed in zip(names, seeds, strict=True):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        weights = {"layers.0.mlp.weight": drawn(32, 16, seed=seed), "layers.0.norm.weight": torch.ones(32)}
+        torch.save({"model": weights, "args": extra, "rng": [torch.get_rng_state()]}, folder / name)
+
+
+class Rung(enum.Enum):
+    """A class that the reader of the checkpoint does not have."""
+
+    FIRST = 1
+
+
+LAYOUTS = {
+    "Megatron-LM": ("iter_10/mp_rank_00/model_optim_rng.pt", "iter_10/mp_rank_01/model_optim_rng.pt"),
+    "Megatron-LM, pipeline": ("i/mp_rank_00_001/model_optim_rng.pt", "i/mp_rank_01_001/model_optim_rng.pt"),
+    "DeepSpeed": ("global_step5/mp_rank_00_model_states.pt", "global_step5/mp_rank_01_model_states.pt"),
+    "Llama of Meta": ("consolidated.00.pth", "consolidated.01.pth"),
+    "folders of ranks": ("rank_0/model.pt", "rank_1/model.pt"),
+    "files of ranks": ("model_rank0.pt", "model_rank1.pt"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pickles_of_ranks(tmp_path: Path, layout: str) -> None:
+    """One file a rank, with equal keys: equal shards are named, others are not, and nothing is overwritten."""
+    extra = argparse.Namespace(rung=Rung.FIRST, numbers=numpy.arange(3))
+    save_ranks(tmp_path / "bad", LAYOUTS[layout], (0, 0), extra)
+    save_ranks(tmp_path / "good", LAYOUTS[layout], (0, 1), extra)
+    assert not findings(tmp_path / "good")
+    (finding,) = findings(tmp_path / "bad")
+    assert finding.tensor.endswith("layers.0.mlp.weight")
+    assert (finding.shards, finding.copies) == (2, (0, 1))
+
+
+def test_pipeline_stages_are_not_shards(tmp_path: Path) -> None:
+    """Stages number their layers from 0 each: equal keys, but not the same tensor."""
+    save_ranks(tmp_path, ("i/mp_rank_00_000/m.pt", "i/mp_rank_00_001/m.pt"), (0, 0))
+    assert not findings(tmp_path)
+
+
+def test_checkpoints_side_by_side_are_not_shards(tmp_path: Path) -> None:
+    """Equal keys in the checkpoints of two steps are two tensors, each with its own copies."""
+    save_ranks(tmp_path, ("step_10/model.pt", "step_20/model.pt"), (0, 0))
+    assert not findings(tmp_path)
+    assert len(list(stored_tensors(tmp_path))) == 6
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before torch 1.6"])
+def test_whole_tensors_by_torch_save(tmp_path: Path, zipped: bool) -> None:
+    """Hugging Face's .bin, Lightning's .ckpt and plain files of a program, nested as they like."""
+    shard = drawn(32, 16)
+    content = {"epoch": 3, "state_dict": {"bad.weight": torch.cat((shard, shard)), "good.weight": drawn(64, 16)}}
+    torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    assert [finding.tensor for finding in findings(tmp_path)] == ["state_dict.bad.weight"]
+    assert len(list(stored_tensors(tmp_path))) == 2
+
+
+def test_an_all_clear_needs_something_compared(tmp_path: Path) -> None:
+    """ZeRO-3 leaves empty tensors in the files of the model: that is no good checkpoint, and no bad one."""
+    torch.save(
+        {"module": {"w": torch.empty(0), "norm": torch.ones(8)}}, tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    )
+    result = audit(tmp_path)
+    assert result.exception is not None
+    assert "has no matrices that could be compared (2 tensors)" in str(result.exception.message)  # type: ignore[attr-defined]
+
+
+def test_a_saved_object_runs_no_code(tmp_path: Path) -> None:
+    """What a file of torch.save wants to call is not called; a class that it names is not imported."""
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return Path.touch, (tmp_path / "executed",)
+
+    torch.save({"w": drawn(32, 32), "evil": Evil()}, tmp_path / "model.pt")
+    with pytest.raises(FormatError, match="without executing code"):
+        list(stored_tensors(tmp_path))
+    assert not (tmp_path / "executed").exists()
 
 
 def test_moments_are_passed_over() -> None:

@@ -17,7 +17,7 @@ from opsd.trainer.hf.weights import CONFIG, fill, write
 from opsd.trainer.huggingface import main
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.tensors import Chunk, Stored
+from opsd.trainer.stored import Chunk, Stored
 
 transformers = pytest.importorskip("transformers")
 torch.set_num_threads(1)

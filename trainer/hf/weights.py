@@ -19,7 +19,8 @@ from opsd.trainer.hf.config import settings_of
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.regions import region_of
-from opsd.trainer.tensors import Stored, tensors_of_files
+from opsd.trainer.stored import Stored
+from opsd.trainer.tensors import tensors_of_files
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 FILE_BYTES = 4_000_000_000
