@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 class Event:
     """Something that happened once: a rank exited, an Xid. ``at`` is wall-clock seconds; ``data`` is JSON-able.
 
-    ``user`` is the id of the user who says so, None if it is not a user's word.
+    ``user`` is the id of the user who says so, None if it is not a user's word; ``size`` is in bytes, as it was read.
     """
 
     kind: str
@@ -61,6 +61,7 @@ class Event:
     message: str
     data: Mapping[str, object] = field(default_factory=dict)
     user: int | None = None
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

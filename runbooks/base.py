@@ -188,8 +188,8 @@ class View(Protocol):
         """Every series of ``metric`` whose labels include ``labels``."""
         ...
 
-    def events(self, kind: str, seconds: float) -> Sequence[Event]:
-        """Events of one kind from the last ``seconds``, oldest first."""
+    def events(self, kind: str, seconds: float, run: str | None = None) -> Sequence[Event]:
+        """Events of one kind from the last ``seconds``, oldest first; with ``run`` those about it."""
         ...
 
     def known(self, collector: str) -> bool:

@@ -16,6 +16,9 @@ HISTORY_S = 7 * 86_400.0
 LEAST_EVALUATIONS = 2
 """One evaluation may have been asked for by hand; a run that has had two is evaluated as it goes."""
 
+NEWEST = 32
+"""Evaluations by which it is judged what is usual."""
+
 FACTOR, LEAST_BACKLOG = 2.0, 3
 """An evaluation is missing if more checkpoints wait for one than this, and than twice as many as usually do."""
 
@@ -53,7 +56,8 @@ def _backlog(view: View, run: str) -> _Backlog | None:
     evaluations = [event for event in told if _has_results(event)]
     if len({integer(event.data, "step") for event in evaluations}) < LEAST_EVALUATIONS:
         return None
-    evaluated, usual = -1, list[int]()
+    earlier, evaluations = evaluations[:-NEWEST], evaluations[-NEWEST:]
+    evaluated, usual = max((integer(event.data, "step") for event in earlier), default=-1), list[int]()
     for event in evaluations:
         if integer(event.data, "step") > evaluated:
             usual.append(_waiting(commits, evaluated, event.at))

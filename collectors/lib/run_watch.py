@@ -173,7 +173,7 @@ class RunWatch:
         for line in lines:
             if (event := parse_event(line, self._run, wall)) and self._affords(line, now):
                 self._remember(event)
-                yield replace(event, user=self.owner)
+                yield replace(event, user=self.owner, size=len(line))
         if relayed:
             return
         for number, rank in self._ranks.items():
@@ -182,7 +182,7 @@ class RunWatch:
             for line in lines:
                 event = parse_event(line, self._run, wall, rank=number)
                 if event and _identity(event) not in self._relayed and self._affords(line, now):
-                    yield replace(event, user=self.owner)
+                    yield replace(event, user=self.owner, size=len(line))
 
     def _affords(self, line: bytes, now: float) -> bool:
         """Whether the agent keeps this event: the window remembers them for minutes."""

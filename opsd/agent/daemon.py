@@ -10,6 +10,7 @@ from functools import cache
 
 from opsd.agent import systemd
 from opsd.agent.logs import Log
+from opsd.agent.metrics import log_samples
 from opsd.agent.reload import Reloader
 from opsd.agent.web.access import WebConfig, WebConfigError, load
 from opsd.agent.web.app import App
@@ -47,7 +48,7 @@ class Daemon:
         self._parts = build(settings, self._journal, log)
         self._loop, self._history, self._orders = self._parts.loop, History(), Orders(log)
         self._reloader = Reloader(settings, read, self._apply, log, wanted)
-        self._loop.others += self._server.samples, self._reloader.samples
+        self._loop.others += self._server.samples, self._reloader.samples, lambda: log_samples(log.lost())
         self._facts = {"node": agent.node, "mode": settings.policy.mode, "started_at": time.time()}
         self._app = App(
             lambda: self._loop.snapshot,

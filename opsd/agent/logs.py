@@ -8,23 +8,27 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 
+from opsd.agent.sink import Sink
 from opsd.agent.systemd import SOCKET, JournalWriter, leads_to_journal
 
 _BOLD, _CYAN, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
 _COLOURS = {"warning": "\x1b[33m", "error": "\x1b[31m"}
 
-Write = Callable[[Mapping[str, object]], None]
+Write = Callable[[Mapping[str, object]], object]
 """Takes an event: its name in ``event``, its ``level``, and its fields."""
 
 
 class Log:
-    """Events with fields. (Not structlog, as it imports asyncio: a tenth of the agent's memory.)"""
+    """Events with fields. (Not structlog, as it imports asyncio: a tenth of the agent's memory.)
 
-    def __init__(self, write: Write) -> None:
-        self._write = write
+    ``lost`` returns how many were not taken. The first one that is taken again is told that, too.
+    """
+
+    def __init__(self, write: Write, lost: Callable[[], int] = lambda: 0) -> None:
+        self._take, self.lost = write, lost
+        self._told = 0
 
     def info(self, event: str, **fields: object) -> None:
         """Something has happened."""
@@ -42,27 +46,31 @@ class Log:
         """As ``error``, with the traceback of the exception that is being handled."""
         self.error(event, **fields, exception=traceback.format_exc().rstrip())
 
+    def _write(self, event: Mapping[str, object]) -> None:
+        lost = self.lost()
+        if lost > self._told:
+            self._take({"lines": lost - self._told, "event": "lines of this log were not taken", "level": "warning"})
+            if self.lost() > lost:
+                return  # and neither is this one: it is counted with the next
+            self._told = lost
+        self._take(event)
+
 
 def configure(journal: str = SOCKET) -> Log:
     """The log of this process; ``journal`` is the socket of systemd's journal."""
+    sink = Sink(sys.stderr.fileno())
     if leads_to_journal(sys.stderr, os.environ):
-        return Log(JournalWriter(journal))
-    return Log(_show if sys.stderr.isatty() else _tell)
+        return Log(JournalWriter(sink, journal), lambda: sink.lost)
+    form = _readable if sys.stderr.isatty() else _json
+    return Log(lambda event: sink.line(form(event)), lambda: sink.lost)
 
 
-def _show(event: Mapping[str, object]) -> None:
+def _readable(event: Mapping[str, object]) -> str:
     level = str(event["level"])
     fields = [f"{_CYAN}{name}{_PLAIN}={value}" for name, value in event.items() if name not in ("event", "level")]
     said = f"{_COLOURS.get(level, '')}{_BOLD}{event['event']}{_PLAIN}"
-    _line(" ".join([time.strftime("%H:%M:%S"), said, *fields]))
+    return " ".join([time.strftime("%H:%M:%S"), said, *fields])
 
 
-def _tell(event: Mapping[str, object]) -> None:
-    _line(json.dumps({**event, "timestamp": datetime.now(UTC).isoformat()}, default=str))
-
-
-def _line(text: str) -> None:
-    """Write a line in one call, so that lines of threads do not mix. A closed log is ignored."""
-    with suppress(OSError, ValueError):
-        sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+def _json(event: Mapping[str, object]) -> str:
+    return json.dumps({**event, "timestamp": datetime.now(UTC).isoformat()}, default=str)

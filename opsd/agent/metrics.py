@@ -64,6 +64,11 @@ HTTP_REFUSED = Metric(
     "counter",
     labels=("reason",),
 )
+LOG_LOST = Metric(
+    "opsd_log_lines_lost_total",
+    "Lines of the agent's log that nobody took: a full pipe, a journal that hangs.",
+    "counter",
+)
 CONFIG_OK = Metric(
     "opsd_config_last_reload_successful",
     "1 if the latest attempt to load the configuration succeeded; 0: the one before it is in force.",
@@ -77,7 +82,7 @@ CONFIG_AT = Metric(
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
     MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
-    HTTP_CONNECTIONS, HTTP_REFUSED, CONFIG_OK, CONFIG_AT,
+    HTTP_CONNECTIONS, HTTP_REFUSED, LOG_LOST, CONFIG_OK, CONFIG_AT,
 )  # fmt: skip
 LABELS: Final = {
     "version": "one",
@@ -173,6 +178,11 @@ def http_samples(connections: int, refused: Mapping[str, int]) -> Iterator[Sampl
     yield Sample(HTTP_CONNECTIONS, float(connections))
     for reason, number in refused.items():
         yield Sample(HTTP_REFUSED, float(number), (reason,))
+
+
+def log_samples(lost: int) -> Iterator[Sample]:
+    """The agent's log."""
+    yield Sample(LOG_LOST, float(lost))
 
 
 def reload_samples(problem: str, loaded_at: float) -> Iterator[Sample]:

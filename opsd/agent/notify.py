@@ -41,15 +41,15 @@ class WebhookNotifier:
 
     def __call__(self, text: str, fields: Mapping[str, object]) -> None:
         self._to_log(text, fields)
-        import httpx  # 18 MiB and 0.1 s that only an agent with a webhook needs
-
         url = self._url()
         try:
-            answer = httpx.post(url, json={"text": text, **fields}, timeout=WEBHOOK_TIMEOUT_S)
+            from opsd.agent.outgoing import send_json  # megabytes that only an agent with a webhook needs
+
+            status, _ = send_json("POST", url, {"text": text, **fields}, WEBHOOK_TIMEOUT_S)
         except Exception as error:  # also of proxies and certificates, which the environment names
             raise ActionError(f"the webhook could not be reached: {type(error).__name__}") from error
-        if not answer.is_success:  # redirects are failures, too
-            raise ActionError(f"the webhook answered with status {answer.status_code}")
+        if not 200 <= status < 300:  # redirects are failures, too
+            raise ActionError(f"the webhook answered with status {status}")
 
     def _url(self) -> str:
         if isinstance(self._receiver, str):
@@ -101,8 +101,10 @@ class Announcer:
             "job": incident.job,
             "verdict": incident.verdict,
         }
-        with contextlib.suppress(Full):
+        try:
             self._waiting.put_nowait((text, fields))
+        except Full:
+            self._log.warning("announcement dropped", incident=incident.id, reason=f"{MAX_WAITING} are waiting")
 
     def close(self) -> None:
         """End once what is queued is sent."""

@@ -11,13 +11,13 @@ import os
 import re
 import socket
 import struct
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final, TextIO
 
+from opsd.agent.sink import Sink
+
 SOCKET: Final = "/run/systemd/journal/socket"
-TIMEOUT_S: Final = 0.5
 MAX_NAME: Final = 64
 PRIORITIES: Final = {"critical": 2, "error": 3, "warning": 4, "info": 6, "debug": 7}
 """Levels as in syslog(3)."""
@@ -63,16 +63,15 @@ def _field(name: str, value: bytes) -> bytes:
 
 
 class JournalWriter:
-    """What the journal does not take goes to stderr as JSON, which leads there as well."""
+    """What the journal does not take at once goes to ``stderr`` as JSON, which leads there as well."""
 
-    def __init__(self, path: str = SOCKET) -> None:
-        self._path = path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(TIMEOUT_S)
+    def __init__(self, stderr: Sink, path: str = SOCKET) -> None:
+        self._stderr, self._path = stderr, path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def __call__(self, event: Mapping[str, object]) -> None:
         """Write one entry."""
         try:
             self._socket.sendto(encode(event), self._path)
         except OSError:
-            print(json.dumps(event, default=str), file=sys.stderr)
+            self._stderr.line(json.dumps(event, default=str))

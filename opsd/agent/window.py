@@ -11,18 +11,19 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
+from opsd.agent.event_log import EventLog
 from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RunFact, Sample
 
 F = TypeVar("F", GpuFact, RankFact, RunFact)
 
-MAX_EVENTS = 2_000
-"""Limit of stored events per kind; the oldest are dropped of the user who has most."""
 MAX_SERIES = 50_000
 """Limit of stored series; further ones are dropped and counted in ``Window.refused``."""
+
+MAX_GONE = 4_000
+"""Limit of stored series that have no sample any more; those that ended first are dropped."""
 
 MAX_REBASES = 64
 """Limit of series per collector and tick that get a new base, at 0.1 ms each; the others wait."""
@@ -31,8 +32,6 @@ _NAN = math.nan
 _FIRST_LIMIT = 2.0**20
 
 
-Teller = tuple[int | None, bool]
-"""The user whose word an event is, None for nobody's, and whether a witness told it."""
 Family = dict[tuple[str, ...], "Ring"]
 Families = dict[str, Family]
 
@@ -58,7 +57,7 @@ class Window:
         self._witnessed: Families = {}
         self._told: Families = {}
         self._count = 0
-        self._events: dict[str, dict[Teller, deque[Event]]] = {}
+        self._events = EventLog()
         self._readings: dict[str, Reading] = {}
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
         self._fresh: set[str] = set()
@@ -84,7 +83,7 @@ class Window:
         self.tick += 1
         self.times[self.tick % self.ticks] = now
         self._fresh.clear()
-        if self.tick % max(1, self.ticks // 10) == 0:
+        if self.tick % max(1, self.ticks // 40) == 0:
             self._drop_unseen()
 
     def add(self, collector: str, reading: Reading) -> None:
@@ -94,7 +93,7 @@ class Window:
         self._kinds.clear()
         witness = collector in self.witnesses
         for event in reading.events:
-            self._remember(event, (event.user, witness))
+            self._events.add(event, witness)
         self._store(reading.samples, self._witnessed if witness else self._told, collector)
 
     def forget(self, collector: str) -> None:
@@ -110,11 +109,9 @@ class Window:
             rings = [ring for ring in rings if not _superseded(ring, witnessed, told)]
         return [ring for ring in rings if ring.matches(labels)] if labels else rings
 
-    def events(self, kind: str, seconds: float) -> Sequence[Event]:
-        """Events of ``kind`` that happened in the last ``seconds``, oldest first."""
-        oldest = self.wall - seconds
-        stored = self._events.get(kind, {}).values()
-        return sorted((e for events in stored for e in events if e.at >= oldest), key=lambda e: e.at)
+    def events(self, kind: str, seconds: float, run: str | None = None) -> Sequence[Event]:
+        """Events of ``kind`` that happened in the last ``seconds``, oldest first; with ``run`` those about it."""
+        return self._events.since(kind, self.wall - seconds, run)
 
     @property
     def witnessed(self) -> Witnessed:
@@ -127,15 +124,6 @@ class Window:
 
     def __len__(self) -> int:
         return self._count
-
-    def _remember(self, event: Event, teller: Teller) -> None:
-        of_kind = self._events.setdefault(event.kind, {})
-        of_kind.setdefault(teller, deque()).append(event)
-        if sum(map(len, of_kind.values())) > MAX_EVENTS:
-            busiest, most = max(of_kind.items(), key=lambda item: len(item[1]))
-            most.popleft()
-            if not most:
-                del of_kind[busiest]
 
     def _facts(self, kind: type[F]) -> Sequence[F]:
         """The facts of one type, cached as runbooks ask for them dozens of times in a tick."""
@@ -176,6 +164,15 @@ class Window:
 
     def _drop_unseen(self) -> None:
         oldest = self.tick - self.ticks
+        ended = [
+            ring.tick
+            for families in (self._witnessed, self._told)
+            for family in families.values()
+            for ring in family.values()
+            if ring.tick < self.tick - 1
+        ]
+        if len(ended) > MAX_GONE:
+            oldest = max(oldest, sorted(ended, reverse=True)[MAX_GONE])
         for families in (self._witnessed, self._told):
             for name, family in list(families.items()):
                 for labels in [labels for labels, ring in family.items() if ring.tick <= oldest]:
@@ -191,9 +188,7 @@ class Witnessed:
     Valid in the tick of its making.
     """
 
-    def __init__(
-        self, window: Window, families: Families, events: Mapping[str, Mapping[Teller, Iterable[Event]]]
-    ) -> None:
+    def __init__(self, window: Window, families: Families, events: EventLog) -> None:
         self.node, self.now, self.wall = window.node, window.now, window.wall
         self.gpus, self.ranks, self.runs = window.gpus, window.ranks, window.runs
         self.known = window.known
@@ -204,11 +199,9 @@ class Witnessed:
         """Every witnessed series of ``metric`` whose labels include ``labels``."""
         return [ring for ring in self._families.get(metric, {}).values() if ring.matches(labels)]
 
-    def events(self, kind: str, seconds: float) -> Sequence[Event]:
-        """Witnessed events of ``kind`` of the last ``seconds``, oldest first."""
-        stored = (events for (_, witness), events in self._events.get(kind, {}).items() if witness)
-        oldest = self.wall - seconds
-        return sorted((e for events in stored for e in events if e.at >= oldest), key=lambda e: e.at)
+    def events(self, kind: str, seconds: float, run: str | None = None) -> Sequence[Event]:
+        """Witnessed events of ``kind`` of the last ``seconds``, oldest first; with ``run`` those about it."""
+        return self._events.witnessed(kind, self.wall - seconds, run)
 
 
 def _superseded(ring: Ring, witnessed: Family, told: Family) -> bool:

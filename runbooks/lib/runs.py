@@ -40,9 +40,9 @@ def supervised(view: View, run: str) -> bool:
     return fact is not None and fact.alive and fact.state in ("running", "restarting")
 
 
-def run_events(view: View, kind: str, run: str, seconds: float = REMEMBERED_S) -> list[Event]:
+def run_events(view: View, kind: str, run: str, seconds: float = REMEMBERED_S) -> Sequence[Event]:
     """The events of one kind that belong to ``run``, oldest first."""
-    return [event for event in view.events(kind, seconds) if text(event.data, "run") == run]
+    return view.events(kind, seconds, run)
 
 
 def resumed_event(view: View, run: str, generation: int) -> Event | None:
@@ -83,9 +83,15 @@ def run_over(incident: Incident, view: View) -> bool | None:
 
 def unsolved(view: View, kind: str) -> Iterator[Event]:
     """Events of one kind whose run has not recovered, and those too young for that to hide them."""
+    ended_well: dict[tuple[str, int], bool | None] = {}
     for event in view.events(kind, REMEMBERED_S):
-        fresh = view.wall - event.at <= FRESH_S
-        if fresh or recovered(view, text(event.data, "run"), integer(event.data, "generation")) is False:
+        which = text(event.data, "run"), integer(event.data, "generation")
+        if view.wall - event.at <= FRESH_S:
+            yield event
+            continue
+        if which not in ended_well:
+            ended_well[which] = recovered(view, *which)
+        if ended_well[which] is False:
             yield event
 
 

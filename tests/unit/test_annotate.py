@@ -106,11 +106,11 @@ def test_a_grafana_that_refuses_is_a_line_in_the_log_without_the_token(site: Sit
 def test_an_environment_in_which_nothing_can_be_asked_does_not_end_the_annotations(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Certificates that are missing are said as what they are, and the next incident is annotated again."""
-    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    """A proxy that is none is said as what it is, and the next incident is annotated again."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:port")
     site.tell(State.OPEN, None, WALL)
-    assert site.failed("Grafana does not answer as it should: FileNotFoundError")
-    monkeypatch.delenv("SSL_CERT_FILE")
+    assert site.failed("Grafana does not answer as it should: InvalidURL")
+    monkeypatch.delenv("http_proxy")
     site.tell(State.OPEN, None, WALL)
     assert eventually(lambda: len(site.grafana.annotations) == 1)
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent import window as module
-from opsd.agent.window import MAX_EVENTS, Window
+from opsd.agent.event_log import MAX_EVENTS, USER_BYTES, USERS_BYTES
+from opsd.agent.window import MAX_GONE, Window
 from opsd.collectors.base import Event, GpuFact, Metric, Reading, Sample
 
 GAUGE = Metric("temperature", "help", labels=("gpu",))
@@ -148,6 +149,45 @@ def test_a_flood_of_one_users_events_leaves_those_of_others() -> None:
     window.add("ranks", Reading(events=tuple(Event("rank_exited", 999.5, "", user=1001) for _ in range(MAX_EVENTS))))
     assert mine in window.events("rank_exited", 30)
     assert len(window.events("rank_exited", 30)) == MAX_EVENTS
+
+
+def test_what_is_kept_of_users_events_has_a_size() -> None:
+    """A few large events of one user fill no memory; nobody's share is taken for those of another."""
+    window = Window("node", seconds=60)
+    window.begin(10.0, 1000.0)
+    for user in range(1000, 1008):
+        small = Event("finished", 990.0, "", {"run": str(user)}, user, 200)
+        large = (Event("evaluation", 999.0, "", {"run": str(user)}, user, USER_BYTES // 10) for _ in range(40))
+        window.add("ranks", Reading(events=(small, *large)))
+    assert [event.user for event in window.events("finished", 30)] == [*range(1000, 1008)]
+    kept = [event for kind in ("finished", "evaluation") for event in window.events(kind, 30)]
+    assert max(sum(e.size for e in kept if e.user == user) for user in range(1000, 1008)) <= USER_BYTES
+    assert USERS_BYTES // 2 < sum(event.size for event in kept) <= USERS_BYTES
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 99)), max_size=40))
+def test_events_about_a_run_are_those_that_name_it(told: list[tuple[str, str, int]]) -> None:
+    """Whatever came in between, asked before and after."""
+    window = Window("node", seconds=60)
+    window.begin(10.0, 100.0)
+    for run, kind, at in told:
+        window.add("ranks", Reading(events=(Event(kind, float(at), "", {"run": run}),)))
+        for kind in "xy":
+            all_of_kind = window.events(kind, 50)
+            for run in "abc":
+                assert [*window.events(kind, 50, run)] == [one for one in all_of_kind if one.data["run"] == run]
+
+
+def test_series_that_have_ended_are_kept_up_to_a_number() -> None:
+    """A user who starts and ends runs all the time takes no more memory than that; the newest stay."""
+    window = Window("node", seconds=600)
+    for tick in range(80):
+        window.begin(float(tick), 1000.0 + tick)
+        new = (Sample(GAUGE, 1.0, (f"{tick}-{number}",)) for number in range(200))
+        window.add("ranks", Reading((Sample(GAUGE, 2.0, ("stays",)), *new)))
+    assert len(window) <= MAX_GONE + 20 * 200
+    names = {ring.values_of[0] for ring in window.select("temperature")}
+    assert {"stays", "79-0", "62-0"} <= names and "1-0" not in names
 
 
 def test_facts_outlive_a_missing_tick_but_not_a_failure() -> None:

@@ -1,0 +1,100 @@
+"""The events that the window remembers: by kind and teller, with a bound for each kind and for what each user says."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from opsd.collectors.base import Event
+
+MAX_EVENTS: Final = 2_000
+"""Events kept of a kind; the oldest are dropped of the user who has most."""
+USER_BYTES: Final = 1 << 20
+USERS_BYTES: Final = 3 << 20
+"""Size of the events kept of one user, and of all users, as they were read; in memory they take some six times that."""
+
+Teller = tuple[int | None, bool]
+"""The user whose word an event is, None for nobody's, and whether a witness told it."""
+
+
+class EventLog:
+    """Used in one thread."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, dict[Teller, deque[Event]]] = {}
+        self._sizes: dict[int, int] = {}
+        self._sorted: dict[str, list[Event]] = {}
+        self._by_run: dict[str, dict[str, list[Event]]] = {}
+
+    def add(self, event: Event, witness: bool) -> None:
+        """Remember ``event``; what is too much then is forgotten."""
+        tellers = self._kinds.setdefault(event.kind, {})
+        tellers.setdefault((event.user, witness), deque()).append(event)
+        self._sorted.pop(event.kind, None)
+        self._by_run.pop(event.kind, None)
+        if event.user is not None:
+            self._sizes[event.user] = self._sizes.get(event.user, 0) + event.size
+            self._bound_users(event.user)
+        if sum(map(len, tellers.values())) > MAX_EVENTS:
+            self._drop(event.kind, max(tellers, key=lambda teller: len(tellers[teller])))
+
+    def since(self, kind: str, oldest: float, run: str | None = None) -> Sequence[Event]:
+        """Events of ``kind`` from the wall second ``oldest`` on, oldest first; with ``run`` those about it."""
+        if kind not in self._kinds:
+            return ()
+        found = self._of_run(kind, run) if run is not None else self._of_kind(kind)
+        return found[bisect_left(found, oldest, key=lambda event: event.at) :]
+
+    def witnessed(self, kind: str, oldest: float, run: str | None = None) -> Sequence[Event]:
+        """The same, of those that a witness told."""
+        told = (events for (_, witness), events in self._kinds.get(kind, {}).items() if witness)
+        return _in_order(e for events in told for e in events if e.at >= oldest and run in (None, e.data.get("run")))
+
+    def _of_kind(self, kind: str) -> list[Event]:
+        if kind not in self._sorted:
+            self._sorted[kind] = _in_order(e for events in self._kinds[kind].values() for e in events)
+        return self._sorted[kind]
+
+    def _of_run(self, kind: str, run: str) -> list[Event]:
+        """Runbooks ask for each run; going through all events for each of them took longer than a tick."""
+        if kind not in self._by_run:
+            runs = self._by_run[kind] = defaultdict(list)
+            for event in self._of_kind(kind):
+                if isinstance(name := event.data.get("run"), str):
+                    runs[name].append(event)
+        return self._by_run[kind].get(run, [])
+
+    def _bound_users(self, user: int) -> None:
+        while self._sizes[user] > USER_BYTES:
+            self._drop_of(user)
+        while sum(self._sizes.values()) > USERS_BYTES:
+            self._drop_of(max(self._sizes, key=lambda one: self._sizes[one]))
+
+    def _drop_of(self, user: int) -> None:
+        """Drop the oldest event of the kind of which the user has most."""
+        theirs = (
+            (len(events), kind, teller)
+            for kind, tellers in self._kinds.items()
+            for teller, events in tellers.items()
+            if teller[0] == user
+        )
+        _, kind, teller = max(theirs)
+        self._drop(kind, teller)
+
+    def _drop(self, kind: str, teller: Teller) -> None:
+        events = self._kinds[kind][teller]
+        dropped = events.popleft()
+        if not events:
+            del self._kinds[kind][teller]
+        if dropped.user is not None:
+            self._sizes[dropped.user] -= dropped.size
+            if not self._sizes[dropped.user]:
+                del self._sizes[dropped.user]
+        self._sorted.pop(kind, None)
+        self._by_run.pop(kind, None)
+
+
+def _in_order(events: Iterable[Event]) -> list[Event]:
+    return sorted(events, key=lambda event: event.at)
