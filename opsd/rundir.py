@@ -21,6 +21,8 @@ from opsd.rank_page import process_runs
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 RECORDER = "flight_recorder"
 """Where the ranks' flight recorder dumps go, in the run's folder."""
+STEPS = "steps.jsonl"
+"""The steps of the run as its launcher sees them, in the run's folder."""
 KEEP_FINISHED_S = 24 * 3600
 _MAX_NAME = 63
 _MAX_TWINS = 100

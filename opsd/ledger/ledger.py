@@ -13,10 +13,13 @@ checkpoint_stall  in which a checkpoint held up the training
 data_stall        waiting for data beyond the usual: of a wait over 3 x the median wait, what exceeds the median
 stop              from the last step to the end of the launcher
 queued            between one launcher of the run and the next
-other             between steps, outside of what the trainer counts as a step
+other             between steps, outside of what the trainer counts as a step; evaluation
 ================  ====================================================================================================
 
 ETTR (effective training time ratio) is productive / wall clock.
+
+Steps are those of the included trainer, metrics.jsonl, or for any other program those that its launcher has seen on the
+rank pages, steps.jsonl, where one line has the steps of ten seconds.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -120,7 +124,7 @@ class _Clock:
 
 
 def make_ledger(events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> Ledger:
-    """The ledger of a run from its launcher events and the trainer's metrics (one mapping per step).
+    """The ledger of a run from its launcher events and its steps, one mapping for each, or for several ``steps``.
 
     Raises LedgerError if the events hold no start of a generation.
     """
@@ -128,7 +132,7 @@ def make_ledger(events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[s
     if not generations:
         raise LedgerError("the events hold no generation_started: the run never began")
     steps = _steps(metrics)
-    usual = median(float(line.get("data_s") or 0.0) for line in metrics) if metrics else 0.0
+    usual = median(float(line.get("data_s") or 0.0) / _count(line) for line in metrics) if metrics else 0.0
     clock, highest, total = _Clock(generations[0].started), -1, 0
     for index, generation in enumerate(generations):
         following = generations[index + 1] if index + 1 < len(generations) else None
@@ -137,10 +141,10 @@ def make_ledger(events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[s
         _book_start(clock, generation, own)
         end = generation.failed or generation.finished or (following.started if following else None)
         for step in own:
-            _book_step(clock, step, again=step["step"] <= highest, usual=usual, end=end)
+            _book_step(clock, step, again=_again(step, highest), usual=usual, end=end)
         _book_end(clock, generation, known=bool(metrics), stepped=bool(own))
         highest = max([highest, *(step["step"] for step in own)])
-        total += len(own)
+        total += sum(_count(step) for step in own)
     clock.advance(max(_ns(event["t"]) for event in events), "other")
     finished = generations[-1].finished is not None
     return Ledger(clock.booked, total, len(generations), finished, tuple(_notes(metrics, finished)))
@@ -184,16 +188,30 @@ def _book_start(clock: _Clock, generation: _Generation, steps: Sequence[Mapping[
     clock.advance(first, "load")
 
 
-def _book_step(clock: _Clock, step: Mapping[str, Any], *, again: bool, usual: float, end: int | None) -> None:
-    """The time up to the end of one step: what lies before it, its stalls, its work."""
-    done = _ns(step["t"]) if end is None else min(_ns(step["t"]), end)
+def _count(line: Mapping[str, Any]) -> int:
+    """How many steps a line has."""
+    return max(1, int(line.get("steps") or 1))
+
+
+def _again(line: Mapping[str, Any], highest: int) -> float:
+    """The share of the steps of a line, which follow each other, that had been done before."""
+    count = _count(line)
+    first = int(line["step"]) - count + 1
+    return min(max(highest - first + 1, 0), count) / count
+
+
+def _book_step(clock: _Clock, step: Mapping[str, Any], *, again: float, usual: float, end: int | None) -> None:
+    """The time up to the end of one step, or several: what lies before, their stalls, their work."""
+    done, count = _ns(step["t"]) if end is None else min(_ns(step["t"]), end), _count(step)
     clock.advance(done - _ns(step.get("step_s") or 0), "other")
     for bucket, seconds in (
         ("checkpoint_stall", step.get("checkpoint_s") or 0.0),
-        ("data_stall", data_stall(step.get("data_s") or 0.0, usual)),
+        ("data_stall", count * data_stall((step.get("data_s") or 0.0) / count, usual)),
+        ("other", step.get("evaluation_s") or 0.0),
     ):
         clock.advance(min(done, clock.at + _ns(seconds)), bucket)
-    clock.advance(done, "recomputed" if again else "productive")
+    clock.advance(clock.at + round(max(0, done - clock.at) * again), "recomputed")
+    clock.advance(done, "productive")
 
 
 def _book_end(clock: _Clock, generation: _Generation, *, known: bool, stepped: bool) -> None:
@@ -230,8 +248,8 @@ def _steps(metrics: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping[str, 
 def _notes(metrics: Sequence[Mapping[str, Any]], finished: bool) -> Iterator[str]:
     if not metrics:
         yield (
-            "no metrics.jsonl: steps are not known, so recomputed steps, stalls and the setup of the first generation "
-            "count as productive"
+            "no metrics.jsonl, and no steps on rank pages: steps are not known, so recomputed steps, stalls and the "
+            "setup of the first generation count as productive"
         )
     if not finished:
         yield "the run has not finished: the time after the last event or step is missing"
@@ -242,7 +260,7 @@ def _ns(seconds: float) -> int:
 
 
 def read_ledger(folder: Path, opener: Opener | None = None) -> Ledger:
-    """The ledger of the run in ``folder``, from its events.jsonl and, if there is one, metrics.jsonl.
+    """The ledger of the run in ``folder``, from its events.jsonl and metrics.jsonl, or else steps.jsonl.
 
     Lines cut off by a crash are skipped. ``opener`` opens the files, as in open(). Raises LedgerError if there are no
     events.
@@ -251,10 +269,10 @@ def read_ledger(folder: Path, opener: Opener | None = None) -> Ledger:
         events = list(_lines(folder / "events.jsonl", ("t", "event", "generation"), opener))
     except OSError as error:
         raise LedgerError(f"{folder} is not a run folder: events.jsonl: {error.strerror}") from error
-    try:
-        metrics = list(_lines(folder / "metrics.jsonl", ("t", "step", "generation"), opener))
-    except OSError:
-        metrics = []
+    metrics: list[dict[str, Any]] = []
+    for name in ("metrics.jsonl", "steps.jsonl"):
+        with suppress(OSError):
+            metrics = metrics or list(_lines(folder / name, ("t", "step", "generation"), opener))
     return make_ledger(events, metrics)
 
 

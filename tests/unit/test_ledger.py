@@ -123,6 +123,33 @@ def test_requeued_run() -> None:
     assert seconds(ledger) == {"setup": 3.0, "productive": 2.0, "stop": 1.0, "queued": 1000.0}
 
 
+def test_lines_with_several_steps() -> None:
+    """What a launcher has seen of any program: done again is the part before the crash, evaluation is no step."""
+    events = [
+        event(0, "generation_started"),
+        event(12, "rank_exited", culprit=True, noticed_s=0.0),
+        event(13, "generation_started", 2),
+        event(24, "finished", 2),
+    ]
+    metrics = [
+        step(12, 9, step_s=10.0, steps=10, data_s=0.1, evaluation_s=2.0),
+        step(24, 14, 2, step_s=10.0, steps=10, data_s=0.1),
+    ]
+    ledger = make_ledger(events, metrics)
+    expected = {"setup": 2.0, "other": 2.0, "productive": 13.0, "recomputed": 5.0, "restart": 2.0}
+    assert seconds(ledger) == expected
+    assert ledger.steps == 20
+
+
+@pytest.mark.parametrize("names", [("metrics.jsonl",), ("steps.jsonl",), ("metrics.jsonl", "steps.jsonl")])
+def test_steps_of_the_trainer_come_before_those_of_the_launcher(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Either will do, and no step is counted twice."""
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in [event(0, "generation_started")]))
+    for name in names:
+        (tmp_path / name).write_text("".join(json.dumps(step(t, t)) + "\n" for t in range(2, 5)))
+    assert read_ledger(tmp_path).steps == 3
+
+
 def test_without_metrics() -> None:
     """From events alone the ledger still sums, and says what it cannot tell."""
     events = [

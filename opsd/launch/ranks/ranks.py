@@ -16,6 +16,7 @@ from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.reporting import EventLog, EventTail
 from opsd.launch.ranks.failure import Failure, RankError, classify
 from opsd.launch.ranks.process import Child, Exit
+from opsd.launch.ranks.step_log import StepLog
 from opsd.rank_page import PageError, RankPage, read_page
 
 AT_ONCE_S = 60.0
@@ -209,6 +210,7 @@ class RunProgress:
     """The run's progress over all generations: highest completed step, highest durable checkpoint."""
 
     events: EventLog
+    steps: StepLog | None = None
     furthest: int | None = None
     committed: int | None = None
     recovery: Recovery | None = None
@@ -217,6 +219,8 @@ class RunProgress:
     def update(self, generation: Generation) -> dict[int, RankPage]:
         """Read all pages of ``generation`` and emit what is new as events; returns the usable pages by rank."""
         pages = {rank.rank: page for rank in generation.ranks if (page := rank.page()) is not None}
+        if self.steps is not None:
+            self.steps.note(generation.number, pages)
         self._relay(generation.ranks)
         self._note_resumed(list(pages.values()))
         for page in pages.values():

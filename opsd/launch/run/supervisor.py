@@ -21,6 +21,7 @@ from opsd.launch.ranks.process import ForeignChildren, collect_orphans
 from opsd.launch.ranks.ranks import Generation, LocalFailureAggregation, Rank, RunProgress
 from opsd.launch.ranks.settings import Assignment, Settings
 from opsd.launch.ranks.shutdown import SECOND_STOP_S, GracefulStop, Teardown
+from opsd.launch.ranks.step_log import StepLog
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.run_control import CONTROL, RunControl
 from opsd.rank_page import RankPage
@@ -51,7 +52,8 @@ class Supervisor:
         self.folders = folders
         self.events = events
         self.loop = loop
-        self.progress = RunProgress(events)
+        self.steps = StepLog(folders.folder)
+        self.progress = RunProgress(events, self.steps)
         self.generation = Generation(folders.last_generation())
         self.done = False
         """True once the ranks of the generation have all ended in good order."""
@@ -311,6 +313,7 @@ class Supervisor:
     def finish(self, code: int, reason: str) -> None:
         """End the launcher with the exit code ``code``; the ranks have ended."""
         self._exit_code = code
+        self.steps.flush()
         self.set_state("finished" if code in (exitcodes.OK, exitcodes.REQUEUE) else "failed")
         self.events.emit("finished", exit_code=code, reason=reason)
         if code != exitcodes.OK:
