@@ -27,7 +27,7 @@ KEEP_FINISHED_S = 24 * 3600
 _MAX_NAME = 63
 _MAX_TWINS = 100
 _OWN_FILES = re.compile(
-    r"run\.json|events\.jsonl|control\.sock|\.?rank-\d{4,}\.(page|error\.json)(\..*)?|\.run\.json\.\d+"
+    r"run\.json|events\.jsonl|control\.sock|\.?rank-\d{4,}\.(page|error\.json|dump)(\..*)?|\.run\.json\.\d+"
 )
 
 _STATES = re.compile(r"\.?rank-\d{4,}\.state(\..*)?")
@@ -107,6 +107,10 @@ class RunFolders:
         """Where ``rank`` leaves the exception that it ends with; in memory, as the disk may be full."""
         return self.memory / f"rank-{rank:04d}.error.json"
 
+    def dump(self, rank: int) -> Path:
+        """Where ``rank`` leaves its flight recorder when asked; in memory, as a file server may hang."""
+        return self.memory / f"rank-{rank:04d}.dump"
+
     def generation_logs(self, generation: int) -> Path:
         """The folder for the logs of one generation."""
         return self.logs / f"gen-{generation:04d}"
@@ -118,7 +122,8 @@ class RunFolders:
 
     def forget_pages(self) -> None:
         """Remove the rank pages and errors of the generation before, so that none is taken for a new rank's."""
-        for path in (*self.memory.glob("rank-*.page"), *self.memory.glob("rank-*.error.json")):
+        stale = ("rank-*.page", "rank-*.error.json", "rank-*.dump")
+        for path in (path for pattern in stale for path in self.memory.glob(pattern)):
             path.unlink(missing_ok=True)
 
     def write_state(self, state: RunState) -> None:

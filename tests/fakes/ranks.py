@@ -19,6 +19,7 @@ class FakeRank:
     phase: str = "setup"
     since: float = 0.0
     state: str = "running"
+    source: str = "client"
     paged: bool = True
     idle_since: float | None = None
     writing: bool = False
@@ -47,4 +48,5 @@ class FakeRank:
             node="node", job="", run="run", created_wall=self.born, created=self.born, state=self.state,
             phase=self.phase, phase_since=self.since, steps_reported=len(self.records), committed_step=None, tokens=0,
             request="none", flops_per_token=None, peak_flops=None, workers=(), steps=tuple(self.records[-63:]),
+            source=self.source,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from opsd.collectors.lib.nccl.stuck import Verdict
 from opsd.launch.hangs.limits import UNKNOWN
 
 EARLY_S = 0.3
@@ -50,7 +51,8 @@ class RankStatus:
 class Hang:
     """A verdict. ``rank`` is None if no rank stands out; ``evidence`` are sentences, ``score`` is their weight.
 
-    ``stacks`` is the file with the stacks of the ranks, None if it could not be written.
+    ``stacks`` is the file with the stacks of the ranks, None if it could not be written. ``recorder`` is what the
+    flight recorders say, None if they say nothing.
     """
 
     rank: int | None
@@ -63,6 +65,7 @@ class Hang:
     ranks: tuple[RankStatus, ...]
     score: int
     stacks: str | None = None
+    recorder: Verdict | None = None
 
 
 def is_hang(ranks: Sequence[RankStatus]) -> bool:

@@ -186,5 +186,4 @@ class HangDetector:
 
 def _with_stack(rank: RankStatus, stack: Stack | None) -> RankStatus:
     waits = rank.waits if stack is None else stack.in_collective is not None
-    where = str(stack.main[0]) if stack is not None and stack.main else ""
-    return replace(rank, waits=waits or rank.phase == "collective", where=where)
+    return replace(rank, waits=waits or rank.phase == "collective", where=stack.where if stack is not None else "")

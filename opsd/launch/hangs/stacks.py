@@ -22,7 +22,36 @@ _SAVING = re.compile(
 )
 _LAUNCHER = "opsd/launch/ranks/worker.py"
 """Frames of this file and outside of it belong to the launcher, not to the program."""
-_EVALUATING = re.compile(r"lm_eval/|lighteval/|\bevaluate\b|\beval_step\b|validation_step")
+_HOOKS = "opsd/launch/observe/"
+_LIBRARIES = (
+    ("setup", _COMPILING),
+    ("checkpoint", _SAVING),
+    ("evaluation", re.compile(r"lm_eval/|lighteval/")),
+    (
+        "setup",
+        re.compile(
+            r"/huggingface_hub/|/urllib/request\.py|/http/client\.py|/requests/|/urllib3/|/boto\w*/|/gcsfs/|/fsspec/|"
+            r"/datasets/(?:download|builder|load)|gc_collect_main|_PyGC_"
+        ),
+    ),
+)
+"""Work that is known by the file or the native function: also downloads and CPython's garbage collector."""
+_FUNCTIONS = (
+    ("checkpoint", re.compile(r"(?:^|[_.])(?:save|saving|dump|serialize)(?:$|[_.])", re.IGNORECASE)),
+    (
+        "evaluation",
+        re.compile(
+            r"(?:^|[_.])(?:evals?|evaluate|evaluation|valid|validate|validation|test|generate|inference)(?:$|[_.])",
+            re.IGNORECASE,
+        ),
+    ),
+    ("setup", re.compile(r"(?:^|[_.])download", re.IGNORECASE)),
+)
+"""Work that is known by what programs call their Python functions."""
+_NO_GRAD = "decorate_context"
+"""The wrapper that ``torch.no_grad`` puts around a function."""
+_UPDATES = re.compile(r"(?:^|[_.])step(?:$|_)|zero_grad|clip_grad")
+"""Functions of optimizers, which are under torch.no_grad as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +93,11 @@ class Stack:
         return tuple(frame for frame in self.main if frame.file.endswith(".py"))
 
     @property
+    def where(self) -> str:
+        """The innermost frame of the main thread, a Python one if there is one; "" without any."""
+        return str(next(iter(self.python or self.main), ""))
+
+    @property
     def in_collective(self) -> str | None:
         """The collective call that the main thread is in, None without one."""
         return next((frame.name for frame in self.main if _COLLECTIVE.search(frame.name)), None)
@@ -72,19 +106,35 @@ class Stack:
     def busy_as(self) -> str | None:
         """The phase of the main thread's work, whatever the rank reported; None if unknown.
 
-        "setup" for a compilation, "checkpoint" for a save, "evaluation". Waiting in a collective is no work.
+        "setup" for a compilation, a download and the garbage collector, "checkpoint" for a save, "evaluation", also for
+        whatever is decorated with ``torch.no_grad``. Waiting in a collective is no work.
         """
+        called = ""
         for frame in self.main:
             if _COLLECTIVE.search(frame.name):
                 return None
-            text = f"{frame.file} {frame.name}"
-            for phase, pattern in (("setup", _COMPILING), ("checkpoint", _SAVING), ("evaluation", _EVALUATING)):
-                if pattern.search(text):
+            if _HOOKS not in frame.file:
+                if (phase := _work(frame, called)) is not None:
                     return phase
+                called = frame.name
         return None
 
     def __str__(self) -> str:
         return "\n".join(_thread_lines(self.threads))
+
+
+def _work(frame: Frame, called: str) -> str | None:
+    """The phase of the work that a frame shows, which has ``called`` the function inside of it; None if unknown."""
+    text = f"{frame.file} {frame.name}"
+    for phase, pattern in _LIBRARIES:
+        if pattern.search(text):
+            return phase
+    if not frame.line:
+        return None
+    for phase, pattern in _FUNCTIONS:
+        if pattern.search(frame.name):
+            return phase
+    return "evaluation" if frame.name == _NO_GRAD and called and not _UPDATES.search(called) else None
 
 
 def _thread_lines(threads: tuple[Thread, ...]) -> Iterator[str]:

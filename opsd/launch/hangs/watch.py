@@ -19,6 +19,7 @@ from opsd.launch.hangs.activity import Activity, ActivityTracker
 from opsd.launch.hangs.culprit import Hang, RankStatus
 from opsd.launch.hangs.hang import HangDetector, Observation, Stall
 from opsd.launch.hangs.limits import HangLimits
+from opsd.launch.hangs.recorder import Dumps
 from opsd.launch.hangs.stacks import Stack, parse_stack
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import print_message
@@ -31,6 +32,7 @@ from opsd.rundir import RunFolders
 _OUTPUT_LIMIT = 4 << 20
 MOVING_S = 1.0
 """A rank whose page has changed within this time is at work, and its processes are not looked at."""
+DUMPS_S = 0.05
 _HANDLER_S = 0.1
 """Time for a rank's faulthandler to write its stack; it runs in the signal handler, without the GIL."""
 
@@ -55,6 +57,7 @@ class HangWatch:
         self._begun = 0.0
         self._written = False
         self._file: str | None = None
+        self._dumps: Dumps | None = None
 
     @property
     def suspicious(self) -> bool:
@@ -77,7 +80,7 @@ class HangWatch:
         if self._capture is not None:
             self._capture.close()
             self._capture = None
-        self._written, self._file = False, None
+        self._written, self._file, self._dumps = False, None, None
 
     def look(self, generation: Generation, pages: Mapping[int, RankPage]) -> Hang | None:
         """The hang that has been established, with the stacks written to a file; None without one."""
@@ -95,6 +98,10 @@ class HangWatch:
         if hang is None or self._moves(generation, stall.longest, self._capture):
             self.reset()
             return None
+        if self._dumps is None:
+            self._dumps = self._ask_for_dumps(generation)
+        if not self._dumps.settled(self._loop):
+            return None
         if not self._written:
             self._written, self._file = True, self._write(generation.number, self._capture)
         return replace(hang, stacks=self._file)
@@ -108,6 +115,20 @@ class HangWatch:
                 self._activity.note_activity(each.child.pid, time.monotonic())
         return True
 
+    def write_dumps(self, generation: Generation) -> None:
+        """Have the ranks of this node write their flight recorders, unless they have: the leader sees a hang."""
+        if self._dumps is None:
+            self._dumps = self._ask_for_dumps(generation)
+            self._follow(self._dumps)
+
+    def _follow(self, dumps: Dumps) -> None:
+        if not dumps.settled(self._loop):
+            self._loop.later(DUMPS_S, lambda: self._follow(dumps))
+
+    def _ask_for_dumps(self, generation: Generation) -> Dumps:
+        stopped = frozenset(rank.rank for rank in generation.running if state_of(rank.child.pid) == "T")
+        return Dumps(generation.running, stopped, self._folders, generation.number)
+
     def write_stacks(self, generation: Generation) -> str | None:
         """Write the stacks taken so far of a stall that is examined; returns the file, None without one."""
         if self._capture is None or self._written:
@@ -120,6 +141,8 @@ class HangWatch:
     def _observe(self, rank: Rank, page: RankPage | None, now: float) -> Observation:
         pid = rank.child.pid
         process = process_state(page) if page is not None else state_of(pid)
+        if process == "t" and self.pids:
+            process = "S"  # by our own py-spy
         if page is not None and now - page.changed < MOVING_S:
             return Observation(rank.rank, page, process, now)
         activity: Activity = self._activity.look(pid, now)
@@ -172,6 +195,9 @@ def hang_fields(hang: Hang) -> dict[str, object]:
         "reason": hang.reason,
         "evidence": list(hang.evidence),
         "stacks": hang.stacks,
+        "flight_recorder": None
+        if (found := hang.recorder) is None
+        else {"culprits": list(found.culprits), "cause": found.cause, "confidence": found.confidence},
         "ranks": [
             {
                 "rank": rank.rank,

@@ -43,6 +43,8 @@ class Rank:
     error_file: Path
     page_path: Path
     warm: bool
+    records: bool = False
+    """Whether the program uses torch.distributed, so that it can be asked for its flight recorder."""
     exit: Exit | None = None
     ended: float | None = None
     noticed_s: float = 0.0
@@ -58,13 +60,24 @@ class Rank:
     def failing(self) -> bool:
         """Whether the message on its channel says that the program has failed, or the channel is closed.
 
-        A standby that was used while it still imported first reports that it is ready.
+        A standby that was used while it still imported first reports that it is ready, and any that it records.
         """
         try:
             said = self.channel.recv(4096)
         except OSError:
             return True
+        self.records = self.records or b'"records"' in said
         return not said or b'"failed"' in said
+
+    def ask_for_dump(self, path: Path) -> bool:
+        """Ask the rank to write its flight recorder to ``path``; False if it cannot be asked."""
+        payload = json.dumps({"do": "dump", "path": str(path)}).encode()
+        try:
+            if self.records:
+                self.channel.send(len(payload).to_bytes(4, "little") + payload, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        return self.records
 
     def log_tail(self, lines: int = 20) -> str:
         """The last ``lines`` lines of the rank's output."""

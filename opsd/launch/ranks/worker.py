@@ -11,7 +11,10 @@ program: ``kind`` (script, module or executable), ``name``, ``argv0``, ``args``,
     a cold worker;
 ``{"do": "run", "changes": {variable: value or null}}`` with the descriptors of stdout and stderr attached
     become the rank. If an import has read what changes now, or the program was edited, restart and run. A program that
-    ends with an exception answers ``{"failed": true}`` at once: the interpreter's shutdown may take seconds.
+    ends with an exception answers ``{"failed": true}`` at once: the interpreter's shutdown may take seconds. One that
+    uses torch.distributed answers ``{"records": true}``; it then takes
+``{"do": "dump", "path": file}``
+    write torch's flight recorder to the file, if the interpreter lock can be had.
 """
 
 from __future__ import annotations
@@ -254,6 +257,7 @@ def _run(order: Order, channel: socket.socket) -> None:
     _set_up(order)
     if order["observe"]:
         _hooks().begin()
+    _sibling("dumps").serve(channel)
     try:
         code = _load_script(name) if kind == "script" else _load_module(name)
         exec(code, sys.modules["__main__"].__dict__)  # noqa: S102  # running the user's program is what a launcher is for

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from opsd.launch.claims.tcp_group import TcpGroup
+from opsd.launch.hangs.recorder import RecorderJudge
 from opsd.launch.io.reporting import WorkQueue
 from opsd.launch.io.run_log import LocalRunLog, RunEventLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
@@ -55,7 +56,7 @@ def assemble_run(
         log: RunEventLog = (
             LocalRunLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", work)
         )
-        return Leader(shape, group, node.loop, policy, log, over)
+        return Leader(shape, group, node.loop, policy, log, over, RecorderJudge(folder, node.loop))
 
     job = EnclosingJob(os.environ, folder / "requeue.log")
     return ClusterRun(

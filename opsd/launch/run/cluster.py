@@ -342,6 +342,9 @@ class ClusterRun:
             case messages.RankStatusesWanted(generation):
                 if generation == self._node.generation.number and self._node.generation.running:
                     self._tell(self._hang.report())
+            case messages.DumpsWanted(generation):
+                if generation == self._node.generation.number:
+                    self._node.write_dumps()
             case messages.HangFound():
                 self._hang.judged(message)
             case _ if self._leader is not None:

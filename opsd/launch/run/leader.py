@@ -7,15 +7,17 @@ nodes report their state again to a new leader.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from opsd import exitcodes
+from opsd.collectors.lib.nccl.stuck import Verdict
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun
 from opsd.launch.hangs.culprit import Hang
+from opsd.launch.hangs.recorder import RecorderJudge, with_verdict
 from opsd.launch.hangs.watch import hang_fields
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
@@ -23,7 +25,7 @@ from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain
 from opsd.launch.run import messages
-from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, rank_statuses, reports
+from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, Stacks, rank_statuses, reports
 from opsd.launch.run.messages import CODEC, Stop, ToLeader
 from opsd.launch.run.nodes import GenerationPlanner, NodeHealth, RunShape
 from opsd.launch.run.stops import StopCoordinator
@@ -33,7 +35,7 @@ class Leader:
     """Makes the plans.
 
     ``over`` is called with the exit code, the reason, the lost and the unfit nodes before the end of the run is
-    claimed.
+    claimed. ``recorder`` judges the flight recorders of a hang.
     """
 
     def __init__(
@@ -44,17 +46,22 @@ class Leader:
         policy: RestartPolicy,
         log: RunEventLog,
         over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None],
+        recorder: RecorderJudge | None = None,
     ) -> None:
         self._group = group
         self._policy = policy
         self._log = log
         self._over = over
+        self._recorder = recorder
+        self._judging = 0
+        """The generation whose flight recorders are being judged."""
         self._health = NodeHealth(log, lambda: self._planner.spares)
         self._planner = GenerationPlanner(shape, group, loop, self._health, self)
         self._stops = StopCoordinator(self._planner, group, self._health, log, self)
         self._failures = FailureAggregation(loop, shape.victim_s, self._judge)
         self._hangs = HangInquiry(loop, self._ask_rank_statuses, self._hung)
         self._first_rank: dict[str, int] = {}
+        self._world_size = 0
         self._restarts = 0
         self._furthest: int | None = None
         self._committed: int | None = None
@@ -156,6 +163,7 @@ class Leader:
         self._log.generation = plan.generation
         sizes = [plan.sizes[name] for name in plan.slots]
         self._first_rank = {name: sum(sizes[:place]) for place, name in enumerate(plan.slots)}
+        self._world_size = sum(sizes)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -250,7 +258,24 @@ class Leader:
     def _ask_rank_statuses(self) -> None:
         self._group.tell_all(CODEC.encode(messages.RankStatusesWanted(self._log.generation)))
 
-    def _hung(self, hang: Hang, stacks: Mapping[str, str | None]) -> None:
+    def _hung(self, hang: Hang, stacks: Stacks) -> None:
+        """Ask the flight recorders before the ranks are killed."""
+        generation, alone = self._log.generation, len(self._first_rank) == 1
+        if self._recorder is None:
+            self._end_hang(hang, stacks)
+        elif self._judging != generation:
+            self._judging = generation
+            if not alone:
+                self._group.tell_all(CODEC.encode(messages.DumpsWanted(generation)))
+
+            def judged(verdict: Verdict | None) -> None:
+                if self._judging == generation and not self._finished:
+                    self._judging = 0
+                    self._end_hang(with_verdict(hang, verdict), stacks)
+
+            self._recorder.judge(generation, self._world_size, alone=alone, then=judged)
+
+    def _end_hang(self, hang: Hang, stacks: Stacks) -> None:
         rank = hang.rank if hang.rank is not None else 0
         node = max((first, name) for name, first in self._first_rank.items() if first <= rank)[1]
         fields = hang_fields(replace(hang, stacks=stacks.get(node)))
@@ -281,6 +306,7 @@ class Leader:
         """Forget what was known of the generation that ends."""
         self._failures.forget()
         self._hangs.forget()
+        self._judging = 0
         self._stops.forget()
 
     # -- the end -------------------------------------------------------------------------------------------------

@@ -203,6 +203,14 @@ class RankStatusesWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class DumpsWanted:
+    """The ranks of all nodes hang: their flight recorders are to be written into the run's folder."""
+
+    direction: ClassVar = FROM_LEADER
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class HangFound:
     """The run is restarted for a hang; ``fields`` are those of its event, ``score`` is the weight of the evidence."""
 
@@ -215,7 +223,7 @@ ToLeader = (
     Progress | Event | Failed | Hung | RankStatuses | Ended | Waiting | Late | StopWanted | RestartWanted | SwapWanted
     | SpareWanted | Leaving | Readiness
 )  # fmt: skip
-FromLeader = StopOrdered | RankStatusesWanted | HangFound
+FromLeader = StopOrdered | RankStatusesWanted | DumpsWanted | HangFound
 KINDS: tuple[type, ...] = (*typing.get_args(ToLeader), *typing.get_args(FromLeader))
 CODEC = Codec(KINDS)
 MESSAGES = (*group.MESSAGES, *KINDS)

@@ -154,6 +154,11 @@ class Supervisor:
         """The status of the ranks, empty if hang detection is off."""
         return self._hangs.rank_statuses(self.generation) if self._hangs is not None else ()
 
+    def write_dumps(self) -> None:
+        """Have the ranks write their flight recorders into the run's folder."""
+        if self._hangs is not None:
+            self._hangs.write_dumps(self.generation)
+
     def write_stacks(self) -> str | None:
         """The file with the stacks of a suspected hang, None without one."""
         return self._hangs.write_stacks(self.generation) if self._hangs is not None else None

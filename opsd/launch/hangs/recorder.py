@@ -1,0 +1,136 @@
+"""Torch's flight recorder in a hang: every rank's is written to the run's folder before anything is killed, and judged.
+
+A rank that cannot answer, because it is stopped or holds the interpreter lock, leaves none; nothing waits for it long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
+from opsd.collectors.lib.nccl.stuck import BETWEEN, Verdict, evidence, judge
+from opsd.launch.hangs.culprit import CERTAIN, Hang
+from opsd.launch.io.loop import Loop
+from opsd.launch.ranks.ranks import Rank
+from opsd.rundir import RECORDER, RunFolders
+
+ANSWER_S = 1.0
+"""Time for the ranks of a node to write their recorders, and for the launcher to copy them."""
+OTHERS_S = 1.5
+"""Time for the dumps of other nodes to appear in the run's folder."""
+JUDGE_S = 3.0
+"""After this time the culprit is named without the recorders."""
+MAX_DUMP = 64 << 20
+NAMES_FROM = 0.5
+"""Confidence from which on a verdict may name a rank."""
+_POLL_S = 0.05
+
+
+class Dumps:
+    """Asks the ranks of this node for their recorders, once per hang."""
+
+    def __init__(self, ranks: Iterable[Rank], stopped: frozenset[int], folders: RunFolders, generation: int) -> None:
+        self._folders, self._generation = folders, generation
+        self._asked = [
+            rank.rank for rank in ranks if rank.rank not in stopped and rank.ask_for_dump(folders.dump(rank.rank))
+        ]
+        self._deadline = time.monotonic() + ANSWER_S
+        self._copying = self._done = False
+
+    def settled(self, loop: Loop) -> bool:
+        """Whether the dumps are in the run's folder, or have had their time."""
+        answered = [rank for rank in self._asked if self._folders.dump(rank).exists()]
+        late = time.monotonic() > self._deadline
+        if not self._copying and (late or len(answered) == len(self._asked)):
+            self._copying, self._deadline = True, time.monotonic() + ANSWER_S
+            loop.run_in_thread(lambda: self._copy(answered), lambda outcome: self._copied())
+            late = not answered
+        return self._done or (self._copying and late)
+
+    def _copied(self) -> None:
+        self._done = True
+
+    def _copy(self, ranks: list[int]) -> None:
+        for rank in ranks:
+            mark = f', "opsd_generation": {self._generation}}}'.encode()
+            content = self._folders.dump(rank).read_bytes().rstrip()[:-1] + mark
+            path = dump_path(self._folders.folder, rank)
+            draft = path.with_name(f".{path.name}")
+            draft.write_bytes(content)
+            draft.replace(path)
+
+
+class RecorderJudge:
+    """Judges the dumps that the launchers of a run have put into its ``folder``."""
+
+    def __init__(self, folder: Path, loop: Loop) -> None:
+        self._folder = folder
+        self._loop = loop
+
+    def judge(self, generation: int, world: int, *, alone: bool, then: Callable[[Verdict | None], None]) -> None:
+        """Call ``then`` once, with None if the dumps say nothing or are not to be had in time.
+
+        ``alone``: all ranks are on this node, so that no further dump will come.
+        """
+        waiting = [then]
+
+        def done(verdict: Verdict | None) -> None:
+            if waiting:
+                waiting.pop()(verdict)
+
+        wait_s = 0.0 if alone else OTHERS_S
+        self._loop.later(JUDGE_S + wait_s, lambda: done(None))
+        self._loop.run_in_thread(
+            lambda: judge_folder(self._folder, generation, world, wait_s),
+            lambda found: done(found if isinstance(found, Verdict) else None),
+        )
+
+
+def judge_folder(folder: Path, generation: int, world: int, wait_s: float = 0.0) -> Verdict | None:
+    """The verdict of the dumps of this generation; waits for those of all ranks, ``wait_s`` seconds at most."""
+    deadline = time.monotonic() + wait_s
+    dumps = dict[int, Dump]()
+    while True:
+        for rank in set(range(world)) - dumps.keys():
+            if (dump := _read(dump_path(folder, rank), generation)) is not None:
+                dumps[rank] = dump
+        if len(dumps) == world or time.monotonic() >= deadline:
+            return judge(dumps, frozenset(range(world))) if dumps else None
+        time.sleep(_POLL_S)
+
+
+def dump_path(folder: Path, rank: int) -> Path:
+    """Where the dump of ``rank`` is kept; the agent and ``opsd diagnose`` read it there."""
+    return folder / RECORDER / f"rank-{rank:04d}.json"
+
+
+def _read(path: Path, generation: int) -> Dump | None:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_DUMP)
+        current = content.endswith(b'"opsd_generation": %d}' % generation)
+        return parse_dump(content) if current else None
+    except (OSError, DumpError):
+        return None
+
+
+def with_verdict(hang: Hang, verdict: Verdict | None) -> Hang:
+    """``hang`` with what the recorders say; they name the rank unless a process is stopped, dead or in the kernel."""
+    if verdict is None:
+        return hang
+    said = tuple(f"flight recorder: {sentence}" for sentence in evidence(verdict))
+    hang = replace(hang, evidence=(*hang.evidence, *said), recorder=verdict)
+    named = next(iter(verdict.culprits), None)
+    if hang.score >= CERTAIN or named is None or verdict.cause == BETWEEN or verdict.confidence < NAMES_FROM:
+        return hang
+    if hang.rank in verdict.culprits:
+        return replace(hang, score=CERTAIN)
+    culprit = next((rank for rank in hang.ranks if rank.rank == named), None)
+    reason = f"rank {named}: {verdict.cause} {verdict.operation} {verdict.sequence} of group {verdict.group}"
+    hang = replace(hang, rank=named, reason=reason, score=CERTAIN, evidence=said)
+    return hang if culprit is None else replace(
+        hang, phase=culprit.phase, step=culprit.step, stuck_s=culprit.stuck_s, limit_s=culprit.limit_s
+    )  # fmt: skip

@@ -1,0 +1,269 @@
+"""The judge of hangs on programs that report much, little or nothing: all that is slow, and all that hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opsd.launch.hangs.culprit import Hang
+from opsd.launch.hangs.hang import HangDetector
+from opsd.launch.hangs.limits import HangLimits
+from opsd.launch.hangs.stacks import Frame, Stack, Thread
+from tests.fakes.ranks import FakeRank
+
+POLL_S = 1.0
+LIMITS = HangLimits()
+IN_COLLECTIVE = (("all_reduce", "torch/distributed/distributed_c10d.py"), ("train", "train.py"))
+AT_WORK = (("forward", "model.py"), ("train", "train.py"))
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """How a program reports: whether it has pages, by whom, and whether they say which phase it is in."""
+
+    source: str | None
+    phases: bool
+
+
+REPORTERS = {
+    "nothing": Reporting(None, phases=False),
+    "observed": Reporting("observed", phases=False),
+    "three lines": Reporting("client", phases=False),
+    "adapter": Reporting("adapter", phases=True),
+}
+
+
+class World:
+    """Four ranks that train together, the judge, the clock, and the stacks that py-spy would return."""
+
+    def __init__(self, reporting: Reporting, ranks: int = 4) -> None:
+        self.now = 1000.0
+        self.reporting = reporting
+        self.judge = HangDetector(LIMITS)
+        self.ranks = [
+            FakeRank(
+                number, born=self.now, since=self.now, paged=reporting.source is not None,
+                source=reporting.source or "client",
+            )
+            for number in range(ranks)
+        ]  # fmt: skip
+        self.frames: dict[int, tuple[tuple[str, str], ...]] = {}
+
+    def enter(self, rank: int, phase: str, frames: tuple[tuple[str, str], ...], *, idle: bool = False) -> None:
+        """A rank begins something; ``phase`` is on its page if the program reports phases."""
+        self.frames[rank] = frames
+        self.ranks[rank].idle_since = self.now if idle else None
+        self.ranks[rank].enter(phase if self.reporting.phases else "other", self.now)
+
+    def pass_time(self, seconds: float) -> Hang | None:
+        """Let time pass, until a hang is named."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += POLL_S
+            stall = self.judge.check([rank.observed(self.now) for rank in self.ranks], self.now)
+            if stall is not None and stall.due:
+                stacks = {rank: _stack(frames) for rank, frames in self.frames.items()}
+                hang = self.judge.verdict(stall, stacks)
+                if hang is not None:
+                    return hang
+        return None
+
+    def train(self, steps: int = 10, step_s: float = 1.0) -> None:
+        """Complete steps on all ranks together."""
+        spent = {"forward": step_s} if self.reporting.phases else {"other": step_s}
+        for _ in range(steps):
+            for rank in self.ranks:
+                self.enter(rank.rank, "forward", AT_WORK)
+            assert self.pass_time(step_s) is None
+            for rank in self.ranks:
+                rank.step(self.now, step_s, **spent)
+
+    def wait_for(self, rank: int) -> None:
+        """All others wait for ``rank`` in a collective."""
+        for other in self.ranks:
+            if other.rank != rank:
+                self.enter(other.rank, "collective", IN_COLLECTIVE, idle=True)
+
+
+def _stack(frames: tuple[tuple[str, str], ...]) -> Stack:
+    return Stack((Thread("MainThread", True, True, tuple(Frame(name, file, 1) for name, file in frames)),))
+
+
+Act = Callable[[World], float]
+"""Begins something on a world's ranks; returns how many seconds it takes."""
+
+
+def _all(phase: str, seconds: float, *frames: tuple[str, str]) -> Act:
+    def act(world: World) -> float:
+        for rank in world.ranks:
+            world.enter(rank.rank, phase, (*frames, ("train", "train.py")))
+        return seconds
+
+    return act
+
+
+def _one(phase: str, seconds: float, *frames: tuple[str, str]) -> Act:
+    def act(world: World) -> float:
+        world.wait_for(0)
+        world.enter(0, phase, (*frames, ("train", "train.py")))
+        return seconds
+
+    return act
+
+
+def _first_step(world: World) -> float:
+    for rank in world.ranks:
+        rank.records.clear()
+    return _all("forward", 120.0, ("matmul", "model.py"))(world)
+
+
+def _slow_disk(world: World) -> float:
+    """Nothing in the stack is known, but its file grows."""
+    seconds = _one("checkpoint", 60.0, ("put", "mystore.py"))(world)
+    world.ranks[0].writing = True
+    return seconds
+
+
+SLOW: dict[str, Act] = {
+    "evaluation by all": _all("evaluation", 60.0, ("forward", "model.py"), ("evaluate", "train.py")),
+    "evaluation by one": _one("evaluation", 60.0, ("forward", "model.py"), ("run_validation", "train.py")),
+    "nanoGPT's estimate_loss": _all(
+        "evaluation", 60.0, ("estimate_loss", "train.py"), ("decorate_context", "torch/utils/_contextlib.py")
+    ),
+    "save by rank 0": _one("checkpoint", 60.0, ("_save", "torch/serialization.py"), ("save", "torch/serialization.py")),
+    "save of unknown kind": _slow_disk,
+    "compile": _all("forward", 90.0, ("compile_fx", "torch/_inductor/compile_fx.py")),
+    "garbage collection": _one("backward", 20.0, ("gc_collect_main", "python3.11")),
+    "download by one": _one("data", 60.0, ("recv", "socket.py"), ("urlopen", "lib/urllib/request.py")),
+    "evaluation nobody can recognise": _one("evaluation", 50.0, ("mix", "mine.py")),
+}
+
+
+@pytest.mark.parametrize("reporting", REPORTERS)
+@pytest.mark.parametrize("slow", SLOW)
+def test_what_is_slow_is_no_hang(slow: str, reporting: str) -> None:
+    """Nobody is killed for work that takes its time, at its first time."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    assert world.pass_time(SLOW[slow](world)) is None
+    world.train(3)
+
+
+@pytest.mark.parametrize("reporting", REPORTERS)
+def test_the_first_step_takes_long(reporting: str) -> None:
+    """Loading and the first step may take minutes."""
+    world = World(REPORTERS[reporting])
+    assert world.pass_time(_first_step(world)) is None
+    world.train(3)
+
+
+@pytest.mark.parametrize("reporting", REPORTERS)
+def test_steps_of_many_micro_batches(reporting: str) -> None:
+    """With 64 micro-batches a step takes half a minute, and some take twice as long."""
+    world = World(REPORTERS[reporting])
+    world.train(5, step_s=32.0)
+    world.train(1, step_s=64.0)
+    world.train(2, step_s=32.0)
+
+
+def _stopped(world: World) -> None:
+    world.ranks[2].process = "T"
+    world.enter(2, "forward", AT_WORK, idle=True)
+
+
+def _locked(world: World) -> None:
+    world.enter(2, "forward", (("acquire", "threading.py"), ("train", "train.py")), idle=True)
+
+
+def _in_the_kernel(world: World) -> None:
+    world.ranks[2].process = "D"
+    world.enter(2, "data", (("read", "dataset.py"),), idle=True)
+
+
+def _fifo(world: World) -> None:
+    world.enter(2, "data", (("open", "dataset.py"),), idle=True)
+
+
+def _spins(world: World) -> None:
+    world.enter(2, "forward", (("spin", "train.py"),))
+
+
+HUNG: dict[str, Callable[[World], None]] = {
+    "stopped": _stopped, "lock": _locked, "in the kernel": _in_the_kernel, "fifo": _fifo, "endless loop": _spins
+}  # fmt: skip
+PATIENCE = {"nothing": LIMITS.idle_s, "observed": LIMITS.unannounced_s, "three lines": LIMITS.unannounced_s}
+
+
+@pytest.mark.parametrize("reporting", REPORTERS)
+@pytest.mark.parametrize("hung", HUNG)
+def test_what_hangs_is_named(hung: str, reporting: str) -> None:
+    """The right rank within the limit and 20 s. A loop that burns CPU time cannot be told from work without a page."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    world.wait_for(2)
+    HUNG[hung](world)
+    limit = LIMITS.steady_s if hung == "stopped" else PATIENCE.get(reporting, LIMITS.data_s)
+    found = world.pass_time(limit + 20.0)
+    if (hung, reporting) == ("endless loop", "nothing"):
+        assert found is None
+        return
+    assert found is not None
+    assert found.rank == 2
+
+
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+def test_waiting_ranks_that_burn_cpu_excuse_nobody(reporting: str) -> None:
+    """Ranks that wait in NCCL poll: by their stacks they wait, whatever CPU time they use."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    for rank in world.ranks:
+        world.enter(rank.rank, "backward", IN_COLLECTIVE)
+    _locked(world)
+    found = world.pass_time(PATIENCE[reporting] + 20.0)
+    assert found is not None
+    assert found.rank == 2
+    assert "ranks 0, 1, 3 wait in a collective" in found.reason
+
+
+def test_a_program_that_waits_for_one_at_work_is_left_alone() -> None:
+    """Without pages: three ranks wait for hours in a barrier for one that computes."""
+    world = World(REPORTERS["nothing"])
+    world.wait_for(0)
+    world.enter(0, "other", AT_WORK)
+    assert world.pass_time(7200.0) is None
+
+
+def test_idle_limit_can_be_switched_off() -> None:
+    """A program that may do nothing for days is never judged by that."""
+    world = World(REPORTERS["nothing"], ranks=1)
+    world.judge = HangDetector(HangLimits(idle_s=float("inf")))
+    world.enter(0, "other", AT_WORK, idle=True)
+    assert world.pass_time(3600.0) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_more_evidence_of_progress_never_makes_a_hang(data: st.DataObject) -> None:
+    """Of two equal worlds, one with later activity, writes or changes of page: it is not hung before the other."""
+    reporting = data.draw(st.sampled_from(sorted(REPORTERS)))
+    seconds = data.draw(st.floats(1.0, 1200.0))
+    less, more = World(REPORTERS[reporting], ranks=1), World(REPORTERS[reporting], ranks=1)
+    phase = data.draw(st.sampled_from(["forward", "data", "checkpoint", "evaluation", "collective"]))
+    frames = data.draw(st.sampled_from([AT_WORK, IN_COLLECTIVE, (("evaluate", "x.py"),)]))
+    for world in (less, more):
+        world.train(data.draw(st.just(6)))
+        world.enter(0, phase, frames, idle=True)
+    kind = data.draw(st.sampled_from(["active", "writing", "changed"]))
+    if kind == "active":
+        more.ranks[0].idle_since = None
+    elif kind == "writing":
+        more.ranks[0].writing = True
+    else:
+        more.pass_time(data.draw(st.floats(0.0, 4.0)))
+        more.enter(0, phase, frames, idle=True)
+    if less.pass_time(seconds) is None:
+        assert more.pass_time(seconds) is None
