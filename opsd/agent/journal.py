@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from opsd.agent.incidents import Transition
+from opsd.agent.journal_file import StoreError
 from opsd.agent.policy import PastAction
-from opsd.agent.store import JournalContent, MovedError, Row, Store, StoreError
+from opsd.agent.store import JournalContent, MovedError, Row, Store
 from opsd.runbooks.base import Incident
 
 MAX_BACKLOG = 10_000
 RETRY_S = 5.0
+FORGETS_EVERY_S = 3600.0
 
 
 class Intention:
@@ -163,8 +165,12 @@ class Journal:
             self._loaded = True
         for notice in store.notices:
             self._tell(notice)
+        forgot = time.monotonic()
         while True:
             self._write(store)
+            if time.monotonic() - forgot > FORGETS_EVERY_S:
+                forgot = time.monotonic()
+                store.forget(self._wall())
             self._set_problem("")
             with self._state:
                 self._tried = True

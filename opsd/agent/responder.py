@@ -260,7 +260,8 @@ class Responder:
         """Hand ``actions`` to the executor; ``incident`` is as before them."""
         for number, action in enumerate(actions, len(incident.actions)):
             past = PastAction(incident.kind, action.verb, action.target, wall, user_of(action))
-            self._history.append(past)
+            if action.verb not in HARMLESS:  # the policy asks for no others, and users can bring them about
+                self._history.append(past)
             intention = self._journal.action(incident.id, past)
             said = {"verb": action.verb, "target": action.target, "reason": action.reason}
             self._log.warning("acting", incident=incident.id, **said)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import json
 import os
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from opsd.agent.policy import PastAction
+from opsd.agent.journal_file import (
+    MAX_CURRENT,
+    StoreError,
+    UnusableError,
+    forget,
+    free_name,
+    lock,
+    open_file,
+    prune,
+    set_aside,
+)
+from opsd.agent.policy import HARMLESS, PastAction
 from opsd.agent.records import RecordError, clean, from_json, past_action, to_json
 from opsd.runbooks.base import Incident
 
@@ -22,56 +32,20 @@ T = TypeVar("T")
 Parse = Callable[[Sequence[object]], T]
 """Makes a record of a row. Raises RecordError."""
 
-SCHEMA_VERSION = 1
-KEEP_S = 90 * 86_400.0
 KEEP_ACTIONS_S = 86_400.0
 """Length of the policy's history of actions in seconds."""
 MAX_ENDED = 500
-"""Number of ended incidents that are loaded."""
-KEEP_ASIDE = 5
-"""Number of files of a kind (damaged, newer, ...) that are kept aside."""
-
+MAX_ACTIONS = 10_000
+"""Number of ended incidents, and of actions, that are loaded: the newest."""
 Row = tuple[str, tuple[object, ...]]
 """An SQL statement and its values."""
 
-_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_ERROR)
-"""Result codes for a file whose content is no journal; the last one for a format that SQLite does not know."""
 _REFUSED = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError, sqlite3.DataError)
 """What SQLite raises for values that no table of the journal takes."""
-_SCHEMA = """
-CREATE TABLE incidents (
-  id TEXT PRIMARY KEY, kind TEXT NOT NULL, key TEXT NOT NULL, state TEXT NOT NULL,
-  opened_at REAL NOT NULL, resolved_at REAL, document TEXT NOT NULL
-);
-CREATE INDEX incidents_current ON incidents (opened_at) WHERE resolved_at IS NULL;
-CREATE INDEX incidents_by_time ON incidents (opened_at);
-CREATE TABLE transitions (
-  number INTEGER PRIMARY KEY, incident TEXT NOT NULL, at REAL NOT NULL,
-  before TEXT, after TEXT NOT NULL, text TEXT NOT NULL
-);
-CREATE TABLE actions (
-  number INTEGER PRIMARY KEY, incident TEXT NOT NULL, at REAL NOT NULL,
-  kind TEXT NOT NULL, verb TEXT NOT NULL, target TEXT NOT NULL, user INTEGER
-);
-"""
-_ADDED = ("actions", "user", "INTEGER", 0)
-"""A column that journals of this schema may still lack."""
-
-
-class StoreError(Exception):
-    """The file cannot be used; the message says why in one sentence."""
 
 
 class MovedError(StoreError):
     """The file was removed or replaced while it was open, and can be opened again at once."""
-
-
-class _UnusableError(Exception):
-    """The file is no journal of this release: ``word`` for the name it gets, and a predicate."""
-
-    def __init__(self, word: str, predicate: str) -> None:
-        super().__init__(predicate)
-        self.word = word
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +69,14 @@ class Store:
         self.notices: list[str] = []
         with self._reporting(), contextlib.ExitStack() as undo:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = _lock(path)
+            self._lock = lock(path)
             undo.callback(os.close, self._lock)
             try:
-                self._database = _open(path, now)
-            except _UnusableError as error:
-                aside = _set_aside(path, error.word)
+                self._database = open_file(path, now)
+            except UnusableError as error:
+                aside = set_aside(path, error.word)
                 self.notices.append(f"{path} {error}; it was set aside as {aside.name} and a new one was created")
-                self._database = _open(path, now)
+                self._database = open_file(path, now)
             self._files = self._identities()
             undo.pop_all()
 
@@ -111,17 +85,27 @@ class Store:
 
         Raises StoreError.
         """
-        current = "SELECT rowid, id, document FROM incidents WHERE resolved_at IS NULL ORDER BY opened_at"
+        current = "SELECT rowid, id, document FROM incidents WHERE resolved_at IS NULL ORDER BY opened_at DESC LIMIT ?"
         ended = (
             "SELECT rowid, id, document FROM incidents WHERE resolved_at IS NOT NULL ORDER BY opened_at DESC LIMIT ?"
         )
-        actions = "SELECT rowid, kind, verb, target, at, user FROM actions WHERE at > ? ORDER BY at"
+        actions = (
+            "SELECT rowid, kind, verb, target, at, user FROM actions"
+            " WHERE number > (SELECT max(number) FROM actions) - ? AND at > ?"
+            " AND verb NOT IN (SELECT value FROM json_each(?)) ORDER BY at"
+        )
+        recent = (MAX_ACTIONS, now - KEEP_ACTIONS_S, json.dumps([*HARMLESS]))
         with self._reporting():
             odd: dict[str, list[int]] = {"incidents": [], "actions": []}
             content = JournalContent(
-                self._read(current, (), lambda row: _incident(row, over=False), odd["incidents"]),
+                self._read(current, (MAX_CURRENT,), lambda row: _incident(row, over=False), odd["incidents"])[::-1],
                 self._read(ended, (MAX_ENDED,), lambda row: _incident(row, over=True), odd["incidents"]),
-                self._read(actions, (now - KEEP_ACTIONS_S,), lambda row: past_action(row, now), odd["actions"]),
+                self._read(
+                    actions,
+                    recent,
+                    lambda row: past_action(row, now),
+                    odd["actions"],
+                ),
             )
             if any(odd.values()):
                 self._leave_out(odd)
@@ -139,10 +123,10 @@ class Store:
         return tuple(read)
 
     def _leave_out(self, odd: dict[str, list[int]]) -> None:
-        aside = _free_name(self.path, "odd")
+        aside = free_name(self.path, "odd")
         self._database.execute("VACUUM INTO ?", (str(aside),))
         aside.chmod(0o600)
-        _prune(self.path, "odd")
+        prune(self.path, "odd")
         for table, numbers in odd.items():
             delete = f"DELETE FROM {table} WHERE rowid = ?"  # noqa: S608
             self._database.executemany(delete, [(number,) for number in numbers])
@@ -168,6 +152,11 @@ class Store:
                     self._database.execute("ROLLBACK")
                 raise
         return kept.count(False), written
+
+    def forget(self, now: float) -> None:
+        """Delete what is too old or too much at the epoch second ``now``. Raises StoreError."""
+        with self._reporting():
+            forget(self._database, now)
 
     def _insert(self, make: Callable[[], Row]) -> bool:
         try:
@@ -200,100 +189,11 @@ class Store:
     def _reporting(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError, UnicodeDecodeError, _UnusableError) as error:
+        except (sqlite3.Error, OSError, UnicodeDecodeError, UnusableError) as error:
             said = error.strerror if isinstance(error, OSError) else error
             raise StoreError(
                 f"{self.path} cannot be written ({said}); records are kept in memory until it can"
             ) from error
-
-
-def _lock(path: Path) -> int:
-    """Lock the journal for this agent while the returned file descriptor is open."""
-    lock = os.open(path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise StoreError(f"{path} is in use by another agent; give each its own agent.state_dir") from error
-    except BaseException:
-        os.close(lock)
-        raise
-    return lock
-
-
-def _open(path: Path, now: float) -> sqlite3.Connection:
-    database = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
-    try:
-        database.text_factory = lambda raw: raw.decode(errors="replace")
-        (version,) = database.execute("PRAGMA user_version").fetchone()
-        tables = _tables(database)
-        if version != SCHEMA_VERSION and (tables or version):
-            age = "newer" if version > SCHEMA_VERSION else "older"
-            raise _UnusableError(age, f"was written by a{'n' * (age == 'older')} {age} opsd (schema {version})")
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = FULL")  # an intention must survive the node, not only the agent
-        (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
-        if verdict != "ok":
-            raise _UnusableError("damaged", "is damaged")
-        if version == 0:
-            database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        elif tables == _own_tables() - {_ADDED}:
-            database.execute("ALTER TABLE actions ADD COLUMN user INTEGER")
-        elif tables != _own_tables():
-            raise _UnusableError("foreign", "has other tables than opsd's")
-        database.execute("DELETE FROM incidents WHERE resolved_at < ?", (now - KEEP_S,))
-        database.execute("DELETE FROM actions WHERE at < ?", (now - KEEP_S,))
-        database.execute("DELETE FROM transitions WHERE at < ?", (now - KEEP_S,))
-    except BaseException as error:
-        database.close()
-        if _is_damage(error):
-            raise _UnusableError("damaged", "is damaged") from error
-        raise
-    return database
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Whether SQLite says that the file is damaged, be it in a message that is no UTF-8, which Python cannot raise."""
-    if isinstance(error, sqlite3.DatabaseError):
-        return error.sqlite_errorcode & 0xFF in _DAMAGED
-    return isinstance(error, UnicodeDecodeError)
-
-
-def _tables(database: sqlite3.Connection) -> frozenset[tuple[object, ...]]:
-    """Every column of every table, with its type."""
-    columns = "SELECT t.name, c.name, c.type, c.pk FROM sqlite_master t JOIN pragma_table_info(t.name) c"
-    return frozenset(database.execute(f"{columns} WHERE t.type = 'table'"))
-
-
-@cache
-def _own_tables() -> frozenset[tuple[object, ...]]:
-    with contextlib.closing(sqlite3.connect(":memory:")) as database:
-        database.executescript(_SCHEMA)
-        return _tables(database)
-
-
-def _set_aside(path: Path, word: str) -> Path:
-    """Rename the file, and what SQLite keeps beside it, to a name with ``word``."""
-    aside = _free_name(path, word)
-    for suffix in ("", "-wal", "-shm"):
-        with contextlib.suppress(FileNotFoundError):
-            path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
-    _prune(path, word)
-    return aside
-
-
-def _free_name(path: Path, word: str) -> Path:
-    stem = f"{path.name}.{word}-{time.strftime('%Y%m%dT%H%M%S')}"
-    names = (path.with_name(f"{stem}.{number}" if number else stem) for number in range(1_000_000))
-    return next(name for name in names if not name.exists())
-
-
-def _prune(path: Path, word: str) -> None:
-    """Remove all but the newest files of ``word``."""
-    kept = [p for p in path.parent.glob(f"{path.name}.{word}-*") if not p.name.endswith(("-wal", "-shm"))]
-    for old in sorted(kept, key=lambda p: p.stat().st_mtime_ns)[:-KEEP_ASIDE]:
-        for suffix in ("", "-wal", "-shm"):
-            old.with_name(old.name + suffix).unlink(missing_ok=True)
 
 
 def _row(i: Incident) -> Row:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import subprocess
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import MAX_BACKLOG, Journal
+from opsd.agent.journal_file import KEEP_INCIDENTS, KEEP_ROWS, MAX_CURRENT
 from opsd.agent.policy import PastAction
 from opsd.agent.records import from_json, to_json
-from opsd.agent.store import JournalContent
+from opsd.agent.store import MAX_ACTIONS, MAX_ENDED, JournalContent
 from opsd.runbooks.base import State
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
@@ -144,6 +147,34 @@ def test_the_backlog_is_bounded(tmp_path: Path, log: Log) -> None:
     for number in range(MAX_BACKLOG + 7):
         journal.transition(Transition("a", "trouble", None, State.OPEN, float(number), ""))
     assert (journal.backlog, journal.lost) == (MAX_BACKLOG, 7)
+
+
+def test_a_journal_with_too_much_is_read_and_kept_in_part(tmp_path: Path, log: Log) -> None:
+    """A million actions took 150 MB and seconds at the start; notifications are not of the policy's history."""
+    first = Journal(tmp_path, log)
+    first.open(PATIENCE_S)
+    first.close(PATIENCE_S)
+    now, over = time.time(), incident("b", state=State.RESOLVED, resolved_at=time.time())
+    current, ended = to_json(incident("a")), to_json(over)
+    with closing(sqlite3.connect(tmp_path / "journal.db", isolation_level=None)) as database:
+        database.execute("BEGIN")
+        insert = "INSERT INTO incidents VALUES (?, 'trouble', 'k', 'open', ?, ?, ?)"
+        rows = ((f"{n:05d}", now - n / 10, now if n % 2 else None, "") for n in range(2 * KEEP_INCIDENTS + 4000))
+        database.executemany(insert, rows)
+        database.execute("UPDATE incidents SET document = replace(?, '\"a\"', '\"' || id || '\"')", (current,))
+        document = "replace(?, '\"b\"', '\"' || id || '\"')"
+        database.execute(f"UPDATE incidents SET document = {document} WHERE resolved_at IS NOT NULL", (ended,))
+        insert = "INSERT INTO actions (incident, at, kind, verb, target) VALUES ('a', ?, 'trouble', ?, 't')"
+        database.executemany(insert, ((now - 60, "notify" if n % 2 else "drain_node") for n in range(KEEP_ROWS + 500)))
+        database.execute("COMMIT")
+    found = Journal(tmp_path, log).open(PATIENCE_S)
+    assert (len(found.current), len(found.ended)) == (MAX_CURRENT, MAX_ENDED)
+    assert (len(found.actions), {past.verb for past in found.actions}) == (MAX_ACTIONS // 2, {"drain_node"})
+    assert found.current[-1].id == "00000"
+    with closing(sqlite3.connect(tmp_path / "journal.db")) as database:
+        counts = [database.execute(f"SELECT count(*) FROM {table}").fetchone() for table in ("incidents", "actions")]
+    assert counts == [(KEEP_INCIDENTS + MAX_CURRENT,), (KEEP_ROWS,)]
+    assert log[-1] == ""
 
 
 def test_closing_writes_what_is_left(tmp_path: Path, log: Log) -> None:

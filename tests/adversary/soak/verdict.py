@@ -108,8 +108,8 @@ def incidents_verdict(
         for state in ("opened", "resolved"):
             if times[incident["id"], state] != 1:
                 said.append(f"{name}: told {times[incident['id'], state]} times that it was {state}")
-    twice = [key for key, count in times.items() if count > 1]
-    return [*said, *([f"{len(twice)} incidents were told more than once"] if twice else [])]
+    twice = [key for key, count in times.items() if count > 1 and key[1] == "opened"]
+    return [*said, *([f"{len(twice)} incidents were opened more than once"] if twice else [])]
 
 
 def _state(text: str) -> str:
