@@ -24,6 +24,7 @@ BENCHES = {
     "data": "finding a sample at any point of a run, beside Grain, Megatron's index and a growing one",
     "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
     "faults": "runs with random faults, on a real Slurm cluster in namespaces",
+    "observe": "what the hooks cost a program that reports nothing itself: tiny steps, and nanoGPT's",
     "rendezvous": "launchers that agree on a new generation after a loss, and what they cost the leader",
     "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "fifty kills and SIGTERM: steps lost, and every loss compared with an undisturbed run",

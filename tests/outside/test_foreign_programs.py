@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
+from opsd.ledger.ledger import read_ledger
+from opsd.rank_page import read_page
 from tests.fakes.launched import Launched
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -66,7 +68,21 @@ def survives_a_kill(folder: Path, *words: str, after: str, env: dict[str, str], 
         (killed,) = [event for event in launched.events("rank_exited") if event["culprit"]]
         assert (killed["rank"], killed["exit"]) == (1, "signal SIGKILL")
         assert end in said
+        assert_observed(launched)
         return said
+
+
+def assert_observed(launched: Launched) -> None:
+    """Its pages show the steps, numbered on from the checkpoint it went on from, and the ledger has an ETTR."""
+    pages = [read_page(launched.memory / f"rank-{rank:04d}.page") for rank in range(2)]
+    ledger = read_ledger(launched.run)
+    for page in pages:
+        assert (page.source, page.tokens) == ("observed", 0)
+        assert [record.step for record in page.steps] == [page.steps[0].step + n for n in range(len(page.steps))]
+    (resumed,) = launched.events("resumed")
+    print([(page.steps_reported, page.steps[-1], page.committed_step) for page in pages], resumed, ledger.as_dict())
+    assert ledger.steps > 0
+    assert 0 < ledger.ettr < 1
 
 
 def test_nanogpt(tmp_path: Path) -> None:

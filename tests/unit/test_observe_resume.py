@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 from opsd.launch.observe.resume import KEPT, SavedSteps
@@ -9,7 +11,7 @@ from opsd.launch.observe.resume import KEPT, SavedSteps
 
 def save(saved: SavedSteps, path: Path, step: int, content: bytes = b"weights") -> None:
     path.write_bytes(content)
-    saved.note(str(path), step)
+    saved.note(str(path), len(content), step)
 
 
 def test_the_step_of_the_checkpoint_that_is_loaded(tmp_path: Path) -> None:
@@ -36,6 +38,30 @@ def test_a_file_that_was_renamed_is_known(tmp_path: Path) -> None:
     later = SavedSteps(str(tmp_path), 0)
     later.loaded(str(tmp_path / "a.pt"))
     assert later.next_step == 5
+
+
+def test_a_file_that_was_made_in_memory_is_known_by_its_size(tmp_path: Path) -> None:
+    """Of buffers of one size, the file was the last before it was written; other sizes are other things."""
+    saved = SavedSteps(str(tmp_path), 0)
+    now = time.time()
+    saved.note(None, 7, 9)
+    (tmp_path / "a.ckpt").write_bytes(b"weights")
+    os.utime(tmp_path / "a.ckpt", (now, now))
+    assert resumed(tmp_path, "a.ckpt") == 10
+    saved.note(None, 7, 19)
+    (tmp_path / "b.ckpt").write_bytes(b"weights")
+    assert resumed(tmp_path, "b.ckpt") == 20
+    (tmp_path / "c.ckpt").write_bytes(b"other weights")
+    assert resumed(tmp_path, "c.ckpt") == 0
+    os.utime(tmp_path / "b.ckpt", (now - 60, now - 60))
+    assert resumed(tmp_path, "b.ckpt") == 0, "older than all that was saved"
+
+
+def resumed(folder: Path, name: str) -> int:
+    """The next step of a process that loads a file."""
+    later = SavedSteps(str(folder), 0)
+    later.loaded(str(folder / name))
+    return later.next_step
 
 
 def test_a_path_that_was_written_again_has_its_newest_step(tmp_path: Path) -> None:

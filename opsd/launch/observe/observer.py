@@ -202,8 +202,7 @@ class Observer:
         if size is not None and size * LEAST_SHARE < self._parameter_bytes:
             return
         step = self._step - 1
-        if path is not None:
-            self.saved_steps.note(path, step)
+        self.saved_steps.note(path, size or 0, step)
         if later is None and path is not None and threading.get_ident() == self._thread:
             self._page.checkpoint_committed(step)
         else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ class SavedSteps:
     """The steps of the newest saves of this rank, kept in the run's ``folder`` for the processes after it.
 
     Most programs let rank 0 save for all: what a rank has not saved itself is looked up with rank 0. A file is known by
-    its path, or, once renamed, by its inode and size.
+    its path, or, once renamed, by its inode and size. What was saved into memory, as Lightning does before it writes a
+    file, is taken for the next file of exactly that size.
     """
 
     def __init__(self, folder: str | None, rank: int) -> None:
@@ -33,13 +36,13 @@ class SavedSteps:
         """
         return self._found + 1 if self._found is not None else self._counted
 
-    def note(self, path: str, step: int) -> None:
-        """A checkpoint was saved at ``path`` after ``step``."""
+    def note(self, path: str | None, size: int, step: int) -> None:
+        """A checkpoint of ``size`` bytes was saved at ``path``, None: into memory, after ``step``."""
         if not self._files:
             return
         own = _read(self._files[0]) if self._own is None else self._own
-        mark = _mark(path)
-        self._own = [*(entry for entry in own if entry[0] != mark[0]), [*mark, step]][-KEPT:]
+        mark = (_IN_MEMORY, 0, size, time.time()) if path is None else _mark(path)
+        self._own = [*(entry for entry in own if path is None or entry[0] != mark[0]), [*mark, step]][-KEPT:]
         draft = self._files[0].with_suffix(f".{os.getpid()}")
         with contextlib.suppress(OSError):
             draft.parent.mkdir(exist_ok=True)
@@ -48,11 +51,15 @@ class SavedSteps:
 
     def loaded(self, path: str) -> None:
         """This process reads ``path``."""
-        path, inode, size = _mark(path)
+        path, inode, size, written = _mark(path)
         for file in dict.fromkeys(self._files):
-            for known, its_inode, its_size, step in _read(file):
-                if known == path or (size > 0 and (its_inode, its_size) == (inode, size)):
-                    self._found = step if self._found is None else max(self._found, step)
+            entries = _read(file)
+            steps = [entry[-1] for entry in entries if entry[0] == path or (size and entry[1:3] == [inode, size])]
+            buffers = [entry for entry in entries if entry[0] == _IN_MEMORY and size and entry[2] == size]
+            if not steps:
+                steps = [entry[-1] for entry in buffers if entry[3] <= written + _CLOCKS_S][-1:]
+            if steps:
+                self._found = max(steps if self._found is None else [*steps, self._found])
 
     def counted(self, steps: int) -> None:
         """The state of an optimizer that was loaded has seen so many steps."""
@@ -67,13 +74,17 @@ def _read(file: Path) -> list[list[Any]]:
     return [entry for entry in entries if isinstance(entry, list) and len(entry) == len(_FIELDS)]
 
 
-_FIELDS = ("path", "inode", "size", "step")
+_FIELDS = ("path", "inode", "size", "written", "step")
+_IN_MEMORY = ""
+_CLOCKS_S = 1.0
+"""How much the clock of a file server may be behind."""
 
 
-def _mark(path: str) -> tuple[str, int, int]:
-    """The absolute path; inode and size of a file, 0 of a folder or of nothing."""
+def _mark(path: str) -> tuple[str, int, int, float]:
+    """The absolute path; inode, size and wall second of the last change of a file, 0 of a folder or of nothing."""
     real = Path(path).resolve()
     with contextlib.suppress(OSError):
-        if real.is_file():
-            return str(real), real.stat().st_ino, real.stat().st_size
-    return str(real), 0, 0
+        info = real.stat()
+        if stat.S_ISREG(info.st_mode):
+            return str(real), info.st_ino, info.st_size, info.st_mtime
+    return str(real), 0, 0, 0.0

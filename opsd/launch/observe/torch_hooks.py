@@ -26,12 +26,18 @@ COLLECTIVES = (
 )  # fmt: skip
 
 
+REPLACED: list[tuple[Any, str, Any, Any]] = []
+"""What has been replaced: owner, name, original, hook."""
+
+
 def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     """Put ``make(original)`` in the place of ``owner.name``, if there is one."""
     original = vars(owner).get(name)
     if original is not None:
+        hook = make(original)
         with contextlib.suppress(AttributeError, TypeError):
-            setattr(owner, name, make(original))
+            setattr(owner, name, hook)
+            REPLACED.append((owner, name, original, hook))
 
 
 def _compiling() -> Callable[[], bool]:
@@ -173,7 +179,7 @@ def _replace_everywhere(module: ModuleType, name: str, make: Callable[[Any], Any
     _replace(module, name, make)
     for other in [sys.modules[other] for other in also if other in sys.modules]:
         if original is not None and vars(other).get(name) is original:
-            setattr(other, name, vars(module)[name])
+            _replace(other, name, lambda _: vars(module)[name])
 
 
 Place = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]

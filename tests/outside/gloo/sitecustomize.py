@@ -88,20 +88,24 @@ def _end_at_once() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds torch as the others do, and has it patched after its import."""
+    """Finds torch as the others do, and has it patched after its import; who finds it need not import it."""
+
+    busy = False
 
     def find_spec(
         self, name: str, path: Any, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self.busy:
             return None
-        sys.meta_path.remove(self)
+        self.busy = True
         spec = importlib.util.find_spec(name)
+        self.busy = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_patch(module: ModuleType) -> None:
                 execute(module)
+                sys.meta_path.remove(self)
                 _keep(module)
                 if "NO_GPU" in os.environ:
                     _pretend(module)
