@@ -38,7 +38,7 @@ class FakeRank:
     def observed(self, now: float) -> Observation:
         """The rank as the launcher sees it at ``now``; at work unless it is idle since some second."""
         active = now if self.idle_since is None else self.idle_since
-        return Observation(self.rank, self.page if self.paged else None, self.process, active, self.writing)
+        return Observation(self.rank, self.page if self.paged else None, self.process, active, now, self.writing)
 
     @property
     def page(self) -> RankPage:

@@ -27,20 +27,20 @@ def test_a_process_that_does_nothing_is_idle_since_it_did_something() -> None:
 
 def test_what_cannot_be_read_counts_as_active() -> None:
     """Nobody is killed for what is not seen."""
-    assert compare(IDLE, None, 2.0, Activity(0.0), 9.0).active == 9.0
-    assert compare(None, IDLE, 2.0, Activity(0.0), 9.0).active == 9.0
+    assert compare(IDLE, None, 2.0, Activity(0.0, 0.0), 9.0).active == 9.0
+    assert compare(None, IDLE, 2.0, Activity(0.0, 0.0), 9.0).active == 9.0
 
 
 def test_processes_that_come_and_go_are_activity() -> None:
     """A program that starts others is at work, even if those end between two looks."""
-    assert compare(IDLE, replace(IDLE, pids=frozenset({7, 9})), 2.0, Activity(0.0), 9.0).active == 9.0
+    assert compare(IDLE, replace(IDLE, pids=frozenset({7, 9})), 2.0, Activity(0.0, 0.0), 9.0).active == 9.0
 
 
 def test_a_stopped_child_counts_if_nothing_else_moves() -> None:
     """``bash train.sh`` whose Python is stopped does not go on."""
     stopped = replace(IDLE, stopped=frozenset({8}))
-    assert compare(IDLE, stopped, 2.0, Activity(0.0), 9.0).stopped_child == 8
-    assert compare(IDLE, replace(stopped, cpu_s=12.0), 2.0, Activity(0.0), 9.0).stopped_child is None
+    assert compare(IDLE, stopped, 2.0, Activity(0.0, 0.0), 9.0).stopped_child == 8
+    assert compare(IDLE, replace(stopped, cpu_s=12.0), 2.0, Activity(0.0, 0.0), 9.0).stopped_child is None
 
 
 @given(st.floats(0, 2), st.integers(0, 1 << 24), st.floats(0, 2), st.integers(0, 1 << 24))
@@ -48,7 +48,7 @@ def test_more_work_is_never_less_activity(cpu_s: float, moved: int, more_cpu_s: 
     """Whatever is used more, the rank does not count as idle for longer."""
     usage = replace(IDLE, cpu_s=IDLE.cpu_s + cpu_s, moved=IDLE.moved + moved)
     more = replace(usage, cpu_s=usage.cpu_s + more_cpu_s, moved=usage.moved + more_moved)
-    before = Activity(0.0)
+    before = Activity(0.0, 0.0)
     assert compare(IDLE, more, 2.0, before, 9.0).active >= compare(IDLE, usage, 2.0, before, 9.0).active
 
 
@@ -75,4 +75,4 @@ def test_a_tree_of_processes_is_read(tmp_path: Path) -> None:
 def test_thresholds_are_those_of_helper_threads() -> None:
     """NCCL's watchdog wakes ten times a second and uses less; any training uses more."""
     still = replace(IDLE, cpu_s=IDLE.cpu_s + BUSY_SHARE * 2.0 * 0.9, moved=IDLE.moved + MOVED_BYTES - 1)
-    assert compare(IDLE, still, 2.0, Activity(0.0), 9.0).active == 0.0
+    assert compare(IDLE, still, 2.0, Activity(0.0, 0.0), 9.0).active == 0.0

@@ -237,6 +237,17 @@ def test_a_program_that_waits_for_one_at_work_is_left_alone() -> None:
     assert world.pass_time(7200.0) is None
 
 
+def test_nobody_is_blamed_for_having_waited_for_a_rank_that_ended() -> None:
+    """The one that all have waited for has ended: the others get their time from then on."""
+    world = World(REPORTERS["nothing"])
+    world.wait_for(0)
+    world.enter(0, "other", AT_WORK)
+    assert world.pass_time(1800.0) is None
+    del world.ranks[0]
+    assert world.pass_time(LIMITS.idle_s - 10.0) is None
+    assert world.pass_time(20.0) is not None
+
+
 def test_idle_limit_can_be_switched_off() -> None:
     """A program that may do nothing for days is never judged by that."""
     world = World(REPORTERS["nothing"], ranks=1)

@@ -38,9 +38,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """``active``: the monotonic second in which a rank last did anything. ``writing``: it has just written files."""
+    """``active``: the monotonic second in which a rank was last seen to do anything; it did nothing until ``seen``.
+
+    ``writing``: it has just written files. ``stopped_child``: nothing moves, and this process is stopped by a signal.
+    """
 
     active: float
+    seen: float
     writing: bool = False
     stopped_child: int | None = None
 
@@ -64,7 +68,7 @@ class ActivityTracker:
         """The activity of the rank whose first process is ``pid``."""
         known = self._known.get(pid)
         if known is None:
-            known = self._known[pid] = _Known(now, self._read(pid), Activity(now))
+            known = self._known[pid] = _Known(now, self._read(pid), Activity(now, now))
         elif now - known.at >= self._sample_s:
             usage = self._read(pid)
             known.activity = compare(known.usage, usage, now - known.at, known.activity, now)
@@ -74,7 +78,7 @@ class ActivityTracker:
     def note_activity(self, pid: int, now: float) -> None:
         """The rank was seen to move by other means."""
         if pid in self._known:
-            self._known[pid].activity = Activity(now)
+            self._known[pid].activity = Activity(now, now)
 
     def forget(self) -> None:
         """There are other ranks now."""
@@ -84,11 +88,11 @@ class ActivityTracker:
 def compare(before: Usage | None, usage: Usage | None, seconds: float, activity: Activity, now: float) -> Activity:
     """The activity at ``now`` after ``seconds`` that began with ``before``; what cannot be read counts as active."""
     if before is None or usage is None or before.pids != usage.pids:
-        return Activity(now)
+        return Activity(now, now)
     written = usage.written - before.written
     busy = usage.cpu_s - before.cpu_s >= BUSY_SHARE * seconds or usage.moved - before.moved >= MOVED_BYTES
     stopped = min(usage.stopped, default=None)
-    return Activity(now if busy else activity.active, written >= WRITING_BYTES, None if busy else stopped)
+    return Activity(now if busy else activity.active, now, written >= WRITING_BYTES, None if busy else stopped)
 
 
 def read_usage(pid: int, proc: Path = Path("/proc")) -> Usage | None:

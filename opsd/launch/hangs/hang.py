@@ -43,13 +43,15 @@ _STILL_WAITS_S = 20.0
 class Observation:
     """One rank as it is seen now; ``page`` is None if it has none. ``process`` as in ``RankStatus``.
 
-    ``active`` is the monotonic second in which its processes last did anything; ``writing``: they write files.
+    ``active`` is the monotonic second in which its processes were last seen to do anything, and they did nothing from
+    then until ``seen``. ``writing``: they write files.
     """
 
     rank: int
     page: RankPage | None
     process: str | None
     active: float
+    seen: float
     writing: bool = False
 
 
@@ -72,6 +74,7 @@ class HangDetector:
         self._overdue: dict[int, RankStatus] = {}
         self._writing: frozenset[int] = frozenset()
         self._by_idleness = False
+        self._at_work: frozenset[int] = frozenset()
         self._asked = self._since = -math.inf
 
     def new_generation(self) -> None:
@@ -79,6 +82,7 @@ class HangDetector:
         self.limits.new_generation()
         self._excused.clear()
         self._waits.clear()
+        self._at_work = frozenset()
         self._overdue.clear()
 
     def check(self, ranks: Sequence[Observation], now: float) -> Stall | None:
@@ -91,6 +95,10 @@ class HangDetector:
                 self.limits.learn(rank.page)
         self._writing = frozenset(rank.rank for rank in ranks if rank.writing)
         at_work = [rank for rank in ranks if rank.page is None or rank.page.state != "finished"] or list(ranks)
+        numbers = frozenset(rank.rank for rank in at_work)
+        if self._at_work - numbers:
+            self._since = now  # others may have waited for a rank that has ended
+        self._at_work = numbers
         standing = list(self.rank_statuses(at_work, now))
         late = [rank for rank in standing if rank.stuck_s >= rank.limit_s - SUSPECT_BEFORE_S]
         stuck = [rank for rank in late if self._suspicious(rank, standing, late, now)]
@@ -135,11 +143,13 @@ class HangDetector:
         if rank.process == "T":
             limit = min(limit, self.limits.limit("other"))
         begun = max(changed, self._since)
-        idle_since = max(begun, rank.active)
-        if page is not None and page.state != "finished" and idle_since + idle_limit < begun + limit:
-            judged_as, begun, limit = "idle", idle_since, idle_limit
+        stuck_s, idle_s = now - begun, rank.seen - max(begun, rank.active)
+        if page is None:
+            stuck_s = idle_s
+        elif page.state != "finished" and idle_limit - idle_s < limit - stuck_s:
+            judged_as, stuck_s, limit = "idle", idle_s, idle_limit
         waits = self._known_to_wait(rank.rank, changed, phase, now)
-        return RankStatus(rank.rank, phase, judged_as, step, changed, now - begun, limit, rank.process, bool(waits))
+        return RankStatus(rank.rank, phase, judged_as, step, changed, stuck_s, limit, rank.process, bool(waits))
 
     def _page_limit(self, page: RankPage) -> tuple[str, float]:
         """The phase as which a rank is judged, and its limit."""

@@ -144,11 +144,11 @@ class HangWatch:
         if process == "t" and self.pids:
             process = "S"  # by our own py-spy
         if page is not None and now - page.changed < MOVING_S:
-            return Observation(rank.rank, page, process, now)
+            return Observation(rank.rank, page, process, now, now)
         activity: Activity = self._activity.look(pid, now)
         if page is None and activity.stopped_child is not None:
             process = "T"
-        return Observation(rank.rank, page, process, activity.active, activity.writing)
+        return Observation(rank.rank, page, process, activity.active, activity.seen, activity.writing)
 
     def rank_statuses(self, generation: Generation) -> tuple[RankStatus, ...]:
         """The current status of the ranks."""
