@@ -20,6 +20,7 @@ NAMES = (
     "checkpoint_corrupt",
     "tp_seed",
     "replica_divergence",
+    "silent_corruption",
     "gpu_lost",
     "driver_hang",
     "gpu_xid",

@@ -226,6 +226,7 @@ Detect = Callable[[View], Iterable[Finding]]
 Diagnose = Callable[[Finding, View], Finding]
 Remedy = Callable[[Incident, View], Sequence[Action]]
 Healed = Callable[[Incident, View], bool | None]
+Confirmed = Callable[[Incident, View], bool]
 
 
 def same_finding(finding: Finding, view: View) -> Finding:
@@ -263,13 +264,16 @@ class Runbook:
     runbook is blind. A finding within ``hold_s`` of the end reopens the incident; None takes the policy's value, 0 is
     for independent events. ``causes`` are other kinds of incident that can cause this one, the likeliest first. An
     expensive detector runs only every ``look_every_s``; its findings stay valid meanwhile. ``prediction`` means
-    that the fault is still to come; `opsd bench detect` also scores these on their own.
+    that the fault is still to come; `opsd bench detect` also scores these on their own. ``confirmed`` is for findings
+    that only ranks can make: whether what kernel and drivers say, in the view that it is given, bears the incident out,
+    so that it may act on hardware. Without it they have to give reason for the same finding.
     """
 
     kind: str
     guide: Guide
     detect: Detect
     healed: Healed
+    confirmed: Confirmed | None = None
     diagnose: Diagnose = same_finding
     remedy: Remedy = lambda _incident, _view: ()
     needs: tuple[str, ...] = ()

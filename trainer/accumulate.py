@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from opsd.client import Reporter
 from opsd.trainer.attention import Context, positions
@@ -125,23 +125,29 @@ class Pipelined:
     """
 
     def __init__(self, model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter) -> None:
-        self._model, self._batches, self._reporter = model, batches, reporter
-        self._z_loss = config.optimizer.z_loss
-        self._device = world.device
+        self._model, self._batches, self._config, self._world = model, batches, config, world
+        self._reporter = reporter
+        self._schedules: dict[int, Schedule1F1B | ScheduleGPipe] = {}
+        self._ends = world.ends if model.shared else None
+
+    def _schedule(self, count: int) -> Schedule1F1B | ScheduleGPipe:
+        """A schedule of ``count`` micro-batches with a stage of its own: a stage remembers how many there are."""
+        model, config, world = self._model, self._config, self._world
         tokens = config.data.sequence // config.parallel.cp
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         rows = config.data.micro_batch
         ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
         shape = (rows, tokens // config.parallel.tp, config.model.width)
         activations = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        self._stage = PipelineStage(
+        stage = PipelineStage(
             model, world.stage, config.parallel.pp, world.device,
             input_args=ids if model.first else activations,
             output_args=torch.empty((), device="meta", requires_grad=True) if model.last else activations,
             group=world.mesh.get_group("pp"),
         )  # fmt: skip
-        self._schedules: dict[int, Schedule1F1B] = {}
-        self._ends = world.ends if model.shared else None
+        # 1F1B refuses fewer micro-batches than stages, which a replay has; for one the two are the same.
+        kind = Schedule1F1B if count >= config.parallel.pp else ScheduleGPipe
+        return kind(stage, count, loss_fn=lambda loss, _: loss / count, scale_grads=False)
 
     def __call__(self, count: int) -> torch.Tensor:
         """See ``Accumulate``."""
@@ -150,18 +156,16 @@ class Pipelined:
             torch.cat([getattr(batch, name) for batch in rows]) for name in ("tokens", "targets", "documents")
         )
         if count not in self._schedules:
-            self._schedules[count] = Schedule1F1B(
-                self._stage, count, loss_fn=lambda loss, _: loss / count, scale_grads=False
-            )
+            self._schedules[count] = self._schedule(count)
         losses: list[torch.Tensor] = []
         with self._reporter.phase("forward"):
             self._schedules[count].step(
                 *([tokens] if self._model.first else []),
-                documents=documents, targets=targets, z_loss=self._z_loss,
+                documents=documents, targets=targets, z_loss=self._config.optimizer.z_loss,
                 target=targets if self._model.last else None, losses=losses, return_outputs=False,
             )  # fmt: skip
         if self._ends is not None:
             with self._reporter.phase("collective"):
                 assert self._model.embedding.weight.grad is not None
                 dist.all_reduce(local_part(self._model.embedding.weight.grad), group=self._ends)
-        return torch.stack([loss.detach() for loss in losses] or [torch.zeros((), device=self._device)]).sum()
+        return torch.stack([loss.detach() for loss in losses] or [torch.zeros((), device=self._world.device)]).sum()

@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 
 from opsd.client import Reporter
+from opsd.trainer.checksums import checksum
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of
 from opsd.trainer.world import World
-
-_BLOCK = 1 << 22
-_EVEN = 0x1E3779B97F4A7C16
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +105,3 @@ def different_copies(gathered: Sequence[Checksums]) -> Iterator[tuple[str, list[
         for places in by_offset.values():
             if len({gathered[place][name].checksum for place in places}) > 1:
                 yield name, places
-
-
-@torch.no_grad()
-def checksum(values: torch.Tensor) -> str:
-    """16 hex digits over the bits of ``values`` and their order, computed on their device; detects any one changed bit.
-
-    The sum modulo 2^64 of each word times an odd number for its place: exact in integers, in any order of summation.
-    """
-    words = values.contiguous().flatten().view(torch.int32 if values.element_size() == 4 else torch.int16)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for begin in range(0, len(words), _BLOCK):
-        block = words[begin : begin + _BLOCK].long()
-        place = torch.arange(begin, begin + len(block), device=values.device)
-        total += (block * (place * _EVEN + 1)).sum()
-    return f"{int(total.item()) & (1 << 64) - 1:016x}"

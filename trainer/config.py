@@ -28,6 +28,7 @@ from opsd.trainer.settings import (
     MetricsSettings,
     OptimizerSettings,
     ParallelSettings,
+    ReplaySettings,
     RunSettings,
     ScheduleSettings,
     TrackingSettings,
@@ -53,6 +54,7 @@ class Config(Section):
     optimizer: OptimizerSettings
     schedule: ScheduleSettings
     checkpoint: CheckpointSettings
+    replay: ReplaySettings = ReplaySettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     metrics: MetricsSettings = MetricsSettings()
     tracking: TrackingSettings = TrackingSettings()

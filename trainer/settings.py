@@ -245,6 +245,13 @@ class CheckpointSettings(Section):
         return None
 
 
+class ReplaySettings(Section):
+    """How often a micro-batch of each rank is computed again to find GPUs that compute wrong values."""
+
+    every: NonNegativeInt = 500
+    """Steps between replays; 0 for none. Each costs about as much as two micro-batches of every rank."""
+
+
 class MetricsSettings(Section):
     """What metrics are calculated with."""
 

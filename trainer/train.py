@@ -24,6 +24,7 @@ from opsd.trainer.data.sources import Source, open_sources, sizes
 from opsd.trainer.hf.weights import fill
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build, demand_float8
+from opsd.trainer.replay import Repeatable, Replay
 from opsd.trainer.restore import restore
 from opsd.trainer.saving import Saving, checkpoint_folder
 from opsd.trainer.settings import ScheduleSettings
@@ -104,7 +105,9 @@ class Training:
         self._config, self._counts, self._world, self._reporter = config, counts, world, reporter
         self.loader = Loader(config, sources, world, reporter)
         self.model = build(config, world)
-        self._gradients = accumulator(self.model, self.loader, config, world, reporter)
+        batches = Repeatable(self.loader)
+        self._gradients = accumulator(self.model, batches, config, world, reporter)
+        self._replay = Replay(self.model, batches, self._gradients, config, world, reporter)
         self._optimizer = Optimizer(self.model, config.optimizer)
         self.state = training_state(self.model, self._optimizer)
         self.mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
@@ -145,6 +148,7 @@ class Training:
         loss, norm = loss_sum / (world.size // config.parallel.pp), math.sqrt(square)
         with reporter.phase("optimizer"):
             self._update(rate, norm)
+        self._replay(self.step)
         # The line comes first: while storage answers, no start goes on from a step that has none.
         telemetry.write(
             step=self.step, tokens=self.sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,

@@ -60,6 +60,12 @@ TRAINING = Group(
             description="State that must be equal on all ranks differs. Only checkpoints from before that are good.",
         ),
         Alert(
+            "SilentCorruption",
+            incident("silent_corruption"),
+            summary="A rank on {{ $labels.instance }} computes wrong without an error",
+            description="A micro-batch had other bits when it was computed again. Suspect the GPU or the program.",
+        ),
+        Alert(
             "TpSeed",
             incident("tp_seed"),
             summary="Tensor-parallel shards of a run on {{ $labels.instance }} are equal",

@@ -72,10 +72,15 @@ class Judge:
         return {i.id: tuple(self._try(r, partial(r.remedy, i, view), ())) for i, r in self._seen(incidents, view)}
 
     def confirmed(self, incident: Incident, view: View) -> Sequence[Action]:
-        """The actions that the runbook wants by what ``view`` shows, nothing of the incident's past; () if none."""
+        """The actions that the runbook wants by what ``view`` shows; () if none.
+
+        Nothing of the incident's past counts, unless the runbook says what confirms it.
+        """
         runbook = self.runbooks[incident.kind]
 
         def ask() -> Sequence[Action]:
+            if runbook.confirmed is not None:
+                return tuple(runbook.remedy(incident, view)) if runbook.confirmed(incident, view) else ()
             found = (runbook.diagnose(finding, view) for finding in runbook.detect(view))
             now = next((finding for finding in found if finding.key == incident.key), None)
             if now is None:

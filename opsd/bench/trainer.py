@@ -3,7 +3,8 @@
 All have the same shape and train on the same micro-batches in turn, so that other load on the machine affects all.
 transformers' Llama begins with the same weights. torchtitan needs a newer torch and runs in its own process
 (``torchtitan_cpu``) if ``make torchtitan`` has installed it. Also measured: the time from the command to the fifth step
-of eight ranks in three dimensions of parallelism.
+of eight ranks in three dimensions of parallelism, and what replays cost: the time of one, over that of the steps
+between two of them if a step has one micro-batch only, which is the worst case.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from opsd.trainer.model import Decoder
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build
 from opsd.trainer.regions import initialise
+from opsd.trainer.replay import Repeatable, Replay
+from opsd.trainer.settings import ReplaySettings
 from opsd.trainer.world import World, join
 
 STEPS, WARMUP = 31, 3
@@ -68,6 +71,7 @@ def run() -> dict[str, float | int]:
             contenders["transformers_fsdp2"] = _peer(config)
         with _torchtitan(config) as titan:
             results = _compare(contenders | ({"torchtitan": titan} if titan else {}))
+        results["ours_replay_ratio"] = _replay_ratio(config, world)
     finally:
         dist.destroy_process_group()
     return results | {"ours_dp2_tp2_pp2_five_steps_s": _five_steps_s()}
@@ -127,6 +131,26 @@ class _Stream:
         self._next += 1
         documents = torch.zeros(ROWS, LENGTH, dtype=torch.int32)
         return Batch(self._next, drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous(), documents)
+
+
+def _replay_ratio(config: Config, world: World) -> float:
+    """Medians of replays and steps in turn."""
+    config = config.model_copy(update={"replay": config.replay.model_copy(update={"every": 1})})
+    model, batches = build(config, world), Repeatable(_Stream())
+    gradients = accumulator(model, batches, config, world, Reporter(None))
+    optimizer = Optimizer(model, config.optimizer)
+    replay = Replay(model, batches, gradients, config, world, Reporter(None))
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(WARMUP + STEPS):
+        began = time.perf_counter()
+        _, square = world.sum([gradients(1), optimizer.take_gradients()])
+        optimizer.update(config.optimizer.lr, math.sqrt(square))
+        stepped = time.perf_counter()
+        replay(number)
+        times[0].append(stepped - began)
+        times[1].append(time.perf_counter() - stepped)
+    step_s, replay_s = (statistics.median(seconds[WARMUP:]) for seconds in times)
+    return replay_s / (ReplaySettings().every * step_s)
 
 
 def _ours(config: Config, world: World) -> Step:

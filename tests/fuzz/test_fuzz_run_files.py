@@ -41,6 +41,7 @@ SEEDS: tuple[bytes, ...] = (
     b'{"event": "evaluation", "results": {"loss": NaN, "x": 1e999}}',
     b'{"event": "rank_exited", "rank": ' + b"[" * 5000,
     encoded({"event": "replicas_differ", "ranks": [[]], "checksums": {}}),
+    encoded({"event": "replay_differs", "ranks": [[]], "checksums": [1, {}], "neighbour": [], "agreed": {}}),
 )
 RUN_SEEDS: tuple[bytes, ...] = (
     encoded({**RUN_JSON, "generation": True, "world_size": 10**30}),

@@ -153,10 +153,12 @@ def test_what_the_ranks_tell_of_each_other_fails_the_drill() -> None:
         {"event": "generation_started"},
         {"event": "tp_shards_equal", "tensors": ["layers.0.wq"], "ranks": [0, 1]},
         {"event": "replicas_differ", "tensor": "norm", "ranks": [1, 3], "step": 10},
+        {"event": "replay_differs", "ranks": [2], "step": 12},
     ]
-    seeds, replicas = run_steps.of_ranks(events)
+    seeds, replicas, replay = run_steps.of_ranks(events)
     assert seeds.summary == "ranks 0, 1 began with the same random numbers in different shards (layers.0.wq)"
     assert replicas.summary == "ranks 1, 3 should hold the same norm and do not, at step 10"
+    assert replay.summary == "ranks 2 got other bits when they computed a micro-batch again, at step 12"
 
 
 @pytest.mark.parametrize(("seconds", "verdict"), [(10.0, []), (200.0, [Verdict.WARN]), (700.0, [Verdict.FAIL])])

@@ -283,6 +283,9 @@ _TOLD: Mapping[str, Callable[[EventRecord], str]] = {
     "replicas_differ": lambda event: (
         f"ranks {_names(event['ranks'])} hold different bits of {event['tensor']} since step {event['step']}"
     ),
+    "replay_differs": lambda event: (
+        f"ranks {_names(event['ranks'])} got other bits when they computed a micro-batch of step {event['step']} again"
+    ),
 }
 
 

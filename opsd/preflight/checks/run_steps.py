@@ -138,6 +138,11 @@ def of_ranks(events: Iterable[dict[str, Any]]) -> Iterator[Finding]:
             yield Finding(
                 V.FAIL, summary, "burn in the GPUs of these ranks, and see `opsd runbook show replica_divergence`"
             )
+        elif event["event"] == "replay_differs":
+            summary = f"ranks {ranks} got other bits when they computed a micro-batch again, at step {event['step']}"
+            yield Finding(
+                V.FAIL, summary, "burn in the GPUs of these ranks, and see `opsd runbook show silent_corruption`"
+            )
 
 
 def _write_seconds(folder: Path) -> float | None:

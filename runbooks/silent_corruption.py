@@ -1,0 +1,227 @@
+"""The same micro-batch came out differently when a rank computed it again: its GPU computes wrong, or the program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.gpus import gpu_of, newest, xids_of
+from opsd.runbooks.lib.remedies import swap_out
+from opsd.runbooks.lib.runs import (
+    job_of,
+    rank_of,
+    ranks_of,
+    run_recovered,
+    step_seconds,
+    unsolved,
+    world_size,
+)
+from opsd.runbooks.lib.signals import counted, integer, latest, number, text
+
+ERRORS = "opsd_gpu_ecc_errors_total"
+PENDING = "opsd_gpu_row_remap_pending"
+ASKED = "opsd_gpu_recovery_action"
+DAY_S = 86400.0
+FEW = 3
+"""GPUs of a run that are believed to compute wrong at once on a node; more of them share a cause."""
+
+GPU, PROGRAM = "gpu", "program"
+_CONFIDENCE: Final = {GPU: 0.9, PROGRAM: 0.7}
+_ADVICE: Final = {
+    GPU: "take the node out and burn its GPUs in: `opsd preflight --profile burn-in`",
+    PROGRAM: "two GPUs got different results each time: look for operations that are not deterministic",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Replay:
+    """What one replay found; ``ranks`` are those that differ first, the GPU may be of any of them."""
+
+    event: Event
+    ranks: tuple[int, ...]
+
+    @property
+    def verdict(self) -> str:
+        verdict = text(self.event.data, "verdict")
+        return verdict if verdict in _CONFIDENCE else "unknown"
+
+    def __str__(self) -> str:
+        data = self.event.data
+        sums = " and ".join(_texts(data, "checksums"))
+        return (
+            f"step {integer(data, 'step')}, computed twice: {text(data, 'where') or 'its gradients'} differs ({sums})"
+        )
+
+    @property
+    def neighbour(self) -> str:
+        """What another rank got for the same."""
+        rank, sums = number(self.event.data, "neighbour"), _texts(self.event.data, "neighbour_checksums")
+        if rank is None or len(sums) != 2:
+            return "no other rank computes the same part, so GPU and program cannot be told apart"
+        same = f"the same bits twice ({sums[0]})" if sums[0] == sums[1] else f"different bits ({' and '.join(sums)})"
+        return f"rank {rank:.0f} computed the same micro-batch twice and got {same}"
+
+
+def _texts(data: Mapping[str, object], key: str) -> list[str]:
+    value = data.get(key)
+    return [str(one)[:64] for one in value[:8]] if isinstance(value, list | tuple) else []
+
+
+def _replay(event: Event) -> _Replay | None:
+    """None unless the event has two checksums that differ, of a rank."""
+    ranks = event.data.get("ranks")
+    if not isinstance(ranks, list | tuple) or not ranks or not all(isinstance(rank, int) for rank in ranks):
+        return None
+    return _Replay(event, tuple(ranks)) if len(set(_texts(event.data, "checksums"))) == 2 else None
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    by_run: dict[tuple[str, int], list[_Replay]] = {}
+    for event in unsolved(view, "replay_differs"):
+        if replay := _replay(event):
+            by_run.setdefault((text(event.data, "run"), integer(event.data, "generation")), []).append(replay)
+    for (run, generation), replays in by_run.items():
+        by_ranks: dict[tuple[int, ...], list[_Replay]] = {}
+        for replay in replays:
+            by_ranks.setdefault(replay.ranks, []).append(replay)
+        if len(by_ranks) > FEW or any(replay.verdict == PROGRAM for replay in replays):
+            yield _finding(view, run, generation, replays, PROGRAM)
+            continue
+        for several in by_ranks.values():
+            yield _finding(view, run, generation, several, several[-1].verdict)
+
+
+def _finding(view: View, run: str, generation: int, replays: Sequence[_Replay], verdict: str) -> Finding:
+    first = replays[0]
+    culprit, uuid = _culprit(view, run, first.ranks, verdict)
+    agreed, step = number(first.event.data, "agreed"), integer(first.event.data, "step")
+    lost = max(0, step - int(agreed or 0))
+    world = world_size(view, run)
+    since = f"all ranks were last equal at step {agreed:.0f}" if agreed is not None else "there was no replay before"
+    facts = [*(str(replay) for replay in replays[-FEW:]), replays[-1].neighbour, since]
+    return Finding(
+        kind="silent_corruption",
+        key=uuid or (run if verdict == PROGRAM else f"{run}/{'-'.join(map(str, first.ranks))}"),
+        severity=Severity.WARNING if verdict == PROGRAM else Severity.CRITICAL,
+        summary=f"{run}: {culprit} computed one micro-batch twice and got different bits",
+        culprit=culprit,
+        confidence=_CONFIDENCE.get(verdict, 0.5) if len(first.ranks) == 1 else 0.4,
+        evidence=(
+            *(Evidence(fact, "rank events", replays[-1].event.at) for fact in facts),
+            *(Evidence(fact, "driver", view.wall) for fact in _doubts(view, uuid)),
+        ),
+        cost=Cost(
+            gpu_seconds=lost * step_seconds(ranks_of(view, run)) * world,
+            text=f"what {counted(world, 'GPU')} computed in up to {counted(lost, 'step')} may be wrong",
+        ),
+        job=job_of(view, run),
+        data={"run": run, "generation": generation, "verdict": verdict, "uuid": uuid, "agreed": agreed},
+    )
+
+
+def _culprit(view: View, run: str, ranks: tuple[int, ...], verdict: str) -> tuple[Culprit, str]:
+    """The culprit, and the UUID of its GPU; "" if no GPU of this node is named."""
+    if verdict == PROGRAM:
+        return Culprit("user code", view.node, detail="it is not deterministic"), ""
+    if len(ranks) > 1:
+        names = ", ".join(map(str, ranks[:8]))
+        return Culprit("unknown", view.node, detail=f"one of the ranks {names}, which exchange what they compute"), ""
+    rank = rank_of(view, run, ranks[0])
+    if rank is None:
+        return Culprit("rank", rank=ranks[0], detail="on another node"), ""
+    gpu = next((gpu for gpu in view.gpus if gpu.index == rank.gpu), None)
+    detail = "it computes wrong" if verdict == GPU else "it computes wrong, or the program is not deterministic"
+    return Culprit("gpu", view.node, rank.gpu, rank.rank, detail), gpu.uuid if gpu and verdict == GPU else ""
+
+
+def _doubts(view: View, uuid: str) -> list[str]:
+    """What the driver says against the GPU."""
+    gpu = gpu_of(view, uuid) if uuid else None
+    if gpu is None:
+        return []
+    errors = newest(view, ERRORS, type="uncorrected", counter="volatile").get(uuid, 0.0)
+    asked = newest(view, ASKED).get(uuid, 0.0)
+    return [
+        *([f"{errors:.0f} uncorrected ECC errors since the driver was loaded"] if errors else []),
+        *(["a row of its memory waits to be remapped"] if newest(view, PENDING).get(uuid) else []),
+        *([f"the driver asks for recovery action {asked:.0f}"] if asked else []),
+        *[xid.message for xid in xids_of(view, gpu, DAY_S) if text(xid.data, "action") in ("reset_gpu", "diagnostics")],
+    ]
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    """Only a GPU that a neighbour's result convicts is taken out, and only if the driver says something against it."""
+    verdict = text(incident.data, "verdict")
+    swaps = swap_out(incident, view) if verdict == GPU and incident.culprit.component == "gpu" else ()
+    advice = _ADVICE.get(verdict, "burn its GPUs in; only a second data-parallel rank can tell GPU from program")
+    agreed = number(incident.data, "agreed")
+    back = f"; checkpoints up to step {agreed:.0f} are from before" if agreed is not None and verdict != PROGRAM else ""
+    return (*swaps, Action("notify", target=view.node, reason=f"{incident.summary}: {advice}{back}"))
+
+
+def _confirmed(incident: Incident, view: View) -> bool:
+    return bool(_doubts(view, text(incident.data, "uuid")))
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once a later start of the run trains, and on another GPU or after a reset if a GPU was convicted."""
+    over = run_recovered(incident, view)
+    uuid = text(incident.data, "uuid")
+    if not over or not uuid:
+        return over
+    booted = latest(view, "opsd_host_boot_time_seconds") or 0.0
+    loaded = [event.at for event in view.events("gpu_driver_loaded", DAY_S)]
+    if max([booted, *loaded]) > incident.opened_at:
+        return True
+    gpu = gpu_of(view, uuid)
+    return gpu is None or not any(rank.gpu == gpu.index and rank.live for rank in view.ranks)
+
+
+RUNBOOK = Runbook(
+    kind="silent_corruption",
+    guide=Guide.parse("""
+# A GPU computes wrong without an error
+
+## Meaning
+The included trainer computes one micro-batch of every rank twice from time to time (`replay.every`), with the same
+weights and deterministic kernels. On this rank the loss or a gradient had other bits the second time. A second GPU then
+computed the same twice. If it got the same bits both times, this rank's GPU computes wrong; if not, the program is not
+deterministic. Where ranks exchange activations, the rank is the one whose results differed first.
+
+## Impact
+Wrong values of one rank get into the gradients and with them into all weights. Nothing crashes, and a single wrong
+value may do no harm that the loss shows. The fault may be rare: it was found, so it has probably come before.
+
+## Diagnosis
+1. `opsd incidents show ID`: the step, what differed first, the checksums, what the neighbour got, and what the driver
+   says about this GPU.
+2. One rank again and again: its GPU. Other ranks each time, or the neighbour differs as well: the program or a kernel.
+3. `nvidia-smi -q -d ECC,ROW_REMAPPER,TEMPERATURE,CLOCK -i GPU`. Often there is no error there.
+4. `opsd preflight --profile burn-in` on the node, once no job runs there: it compares results bit by bit.
+
+## Mitigation
+- Take the node out: `opsd drain NODE --incident ID --reason WHY`, or swap it under the run: `opsd swap NODE`.
+- Return to a checkpoint from before the last replay that agreed, if the loss or the evaluations have suffered:
+  `opsd checkpoint list FOLDER`.
+- A GPU that passes the burn-in and is convicted again is replaced all the same.
+- The program: `--set run.deterministic=true` names operations without a deterministic implementation.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it once a later start of the run trains and no rank works on this GPU, or the
+  driver was loaded again.
+- recommend: the same, names the swap of the node and notifies.
+- act: swaps the node if the driver as well has something against this GPU (uncorrected memory errors, a row that waits
+  to be remapped, an Xid that calls for a reset). The trainer's word alone only notifies. A burn-in that fails takes
+  the node out by itself.
+"""),
+    detect=_detect,
+    remedy=_remedy,
+    confirmed=_confirmed,
+    healed=_healed,
+    needs=("ranks",),
+    clear_after_s=10.0,
+    verify_s=1800.0,
+)
