@@ -14,6 +14,8 @@ UNBALANCED = 0.05
 TOGETHER, APART = 0.8, 0.5
 """Correlation of forward and backward times above which the input decides, and below which the host does: only the
 forward pass waits for Python."""
+MOSTLY = 0.6
+"""A rank that is the slowest in this share of the uneven steps is no coincidence."""
 
 
 def stages(trace: Trace, what_if: WhatIf) -> Candidate | None:
@@ -57,6 +59,8 @@ def lengths(trace: Trace, what_if: WhatIf) -> Candidate | None:
     together = correlation(*passes) if min(max(p) - min(p) for p in passes) > 0 else 0.0
     if APART <= together < TOGETHER:
         return None
+    if _mostly_one(trace, what_if):
+        return None
     own = what_if.slowdown(*_even(what_if, trace.groups()))
     if together >= TOGETHER:
         told = [
@@ -91,6 +95,19 @@ def _ahead(trace: Trace, what_if: WhatIf) -> float:
     return float(
         median(max(values) / fmean(values) - 1 for values in zip(*rows.values(), strict=True) if fmean(values) > 0)
     )
+
+
+def _mostly_one(trace: Trace, what_if: WhatIf) -> bool:
+    """Whether it is one and the same rank that takes longest: one that has become slow, not the luck of the draw."""
+    work = {r: [f + b for f, b in zip(what_if.forward[r], what_if.backward[r], strict=True)] for r in trace.places}
+    logs = ratios(trace, work)
+    times: dict[int, int] = {}
+    for step in range(len(trace.steps)):
+        for group in trace.groups():
+            longest = max(group, key=lambda rank: logs[rank][step])
+            if logs[longest][step] > SLOW / 2:
+                times[longest] = times.get(longest, 0) + 1
+    return max(times.values(), default=0) > MOSTLY * sum(times.values())
 
 
 def _centred(logs: Mapping[int, Sequence[float]]) -> list[float]:

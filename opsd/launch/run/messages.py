@@ -60,12 +60,14 @@ class StepTimes:
     """How long some steps took on the ranks of a node; see ``step_times``.
 
     ``gpus`` has the GPU of each rank, -1 if it is unknown. ``seconds`` has for each rank and step the encoded times.
+    ``places`` has dp, pp, tp and cp of each rank, one after the other, or nothing if they are unknown.
     """
 
     ranks: tuple[int, ...]
     steps: tuple[int, ...]
     gpus: tuple[int, ...]
     seconds: str
+    places: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,10 +72,10 @@ class SlowRankWatch:
             print_message(f"{node} tells {error}; they are ignored")
             return
         values = iter(seconds)
-        for rank, gpu in zip(ranks, told.gpus, strict=False):
+        for rank, place in zip(ranks, _places(node, told), strict=False):
             own = self._ranks.get(rank)
-            if own is None or own.place.node != node:
-                own = self._ranks[rank] = _Rank(Place(node, gpu if gpu >= 0 else None), now)
+            if own is None or own.place != place:
+                own = self._ranks[rank] = _Rank(place, now)
             own.heard = now
             for step in steps:
                 own.steps[step] = tuple(next(values) for _ in PHASES)
@@ -133,6 +133,14 @@ class SlowRankWatch:
             if now - known.seen >= GONE_S:
                 del self._announced[key]
                 self._announce(GONE, _fields(known.verdict, step, len(trace.places)))
+
+
+def _places(node: str, told: StepTimes) -> list[Place]:
+    """The places of the ranks of ``node``; without a layout they are all taken to do equal work."""
+    gpus = [gpu if gpu >= 0 else None for gpu in told.gpus]
+    if len(told.places) != 4 * len(gpus):
+        return [Place(node, gpu) for gpu in gpus]
+    return [Place(node, gpu, *told.places[4 * index : 4 * index + 4]) for index, gpu in enumerate(gpus)]
 
 
 def judge_windows(trace: Trace) -> tuple[Verdict, ...]:

@@ -17,7 +17,7 @@ from statistics import median
 
 from opsd.launch.run.messages import StepTimes
 from opsd.rank_page import RankPage, StepRecord
-from opsd.stragglers.trace import BACKWARD, COMPUTE, DATA, FORWARD, STEP
+from opsd.stragglers.trace import BACKWARD, COMPUTE, DATA, FORWARD, GPU, STEP
 
 SAMPLE_S = 0.5
 SETTLED_STEPS = 10
@@ -26,7 +26,7 @@ KEPT = 8
 """Sampled steps of a rank that wait to be told; of more the newest."""
 MOST_BYTES = 24_000
 """Of the encoded times in one message, which has at most 64 KiB."""
-PHASES = (FORWARD, BACKWARD, COMPUTE, DATA, STEP)
+PHASES = (FORWARD, BACKWARD, COMPUTE, DATA, GPU, STEP)
 """What is told of each step, in this order."""
 Seconds = tuple[float, ...]
 _LEAST_S, _PER_NAT = 1e-5, 1000
@@ -59,13 +59,17 @@ class StepSampler:
         for rank in self._ranks.values():
             rank.forget(steps[-1])
         gpus = tuple(-1 if (gpu := self._ranks[rank].gpu) is None else gpu for rank in ranks)
-        return StepTimes(tuple(ranks), tuple(steps), gpus, encode(seconds))
+        places = [self._ranks[rank].place for rank in ranks]
+        known = [number for place in places if place is not None for number in place]
+        whole = tuple(known) if None not in places else ()
+        return StepTimes(tuple(ranks), tuple(steps), gpus, encode(seconds), whole)
 
 
 class _Rank:
     def __init__(self) -> None:
         self.steps: dict[int, Seconds] = {}
         self.gpu: int | None = None
+        self.place: tuple[int, int, int, int] | None = None
         self._writer = 0, 0.0
         self._counted = 0
 
@@ -75,7 +79,7 @@ class _Rank:
         new = page.steps_reported - self._counted
         if new <= 0 or not page.steps:
             return
-        self._counted, self.gpu = page.steps_reported, page.gpu
+        self._counted, self.gpu, self.place = page.steps_reported, page.gpu, page.place
         every = interval(median(step.duration_s for step in page.steps[-16:]))
         self.steps.update({step.step: times(step) for step in page.steps[-new:] if step.step % every == 0})
         for old in sorted(self.steps)[:-KEPT]:
@@ -100,6 +104,7 @@ def times(step: StepRecord) -> Seconds:
         step.phase("backward"),
         step.phase("optimizer") + step.phase("other"),
         step.phase("data"),
+        step.gpu_s,
         step.duration_s,
     )
 
