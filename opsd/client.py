@@ -25,11 +25,12 @@ offset  content
 0       header, written once: magic, version, identity of the rank, CRC-32 of all before it
 448     model: floating point operations per token, and per second at the device's peak; 0 if unknown
 464     since version 1.3, who reports: an index of ``SOURCES``
+468     since version 1.4, 1 and the rank's place in the layout (dp, pp, tp, cp), or 0 if it is unknown
 512     control word, written by the launcher only
 576     up to 8 helper processes of the rank (pid, role), written rarely
 1024    slot 0: sequence, phase, state, phase since, steps reported, committed step, sequence
 1280    slot 1
-2048    ring of 64 step records, since version 1.2 each followed by its learning rate
+2048    ring of 64 step records, since version 1.2 each followed by its learning rate, since 1.4 by GPU nanoseconds
 ======  =====================================================================================
 
 Times are CLOCK_MONOTONIC nanoseconds, comparable between processes of one boot.
@@ -74,7 +75,7 @@ What is observed has no tokens, loss or gradient norm; its forward phase is all 
 PAGE_BYTES = 12_288
 RING_STEPS = 64
 MAX_WORKERS = 8
-MAJOR, MINOR = 1, 3
+MAJOR, MINOR = 1, 4
 
 PERSIST = "persist"
 """Role of a helper process that writes a staged checkpoint; the launcher lets it finish after its rank has died."""
@@ -84,12 +85,13 @@ HEADER = struct.Struct("<8sHHIIIIIiQQQQ64s64s64s")
 CRC = struct.Struct("<I")
 MODEL = struct.Struct("<dd")
 SOURCE = struct.Struct("<I")
+PLACE = struct.Struct("<IHHHH")
 CONTROL = struct.Struct("<I")
 WORKER = struct.Struct("<Q16s")
 SLOT = struct.Struct("<QIIQQqQ")
 STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQ")
-LEARNING_RATE = struct.Struct("<d")
-MODEL_AT, SOURCE_AT, CONTROL_AT, WORKERS_AT, SLOTS_AT, SLOT_STRIDE = 448, 464, 512, 576, 1024, 256
+RATE_AND_GPU = struct.Struct("<dQ")
+MODEL_AT, SOURCE_AT, PLACE_AT, CONTROL_AT, WORKERS_AT, SLOTS_AT, SLOT_STRIDE = 448, 464, 468, 512, 576, 1024, 256
 RING_AT, STEP_STRIDE = 2048, 160
 
 PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
@@ -209,15 +211,20 @@ class Reporter:
         grad_norm: float = float("nan"),
         learning_rate: float = float("nan"),
         step: int | None = None,
+        gpu_s: float = 0.0,
     ) -> None:
-        """Report one completed step. ``step`` defaults to the previous one plus 1, starting at 0."""
+        """Report one completed step. ``step`` defaults to the previous one plus 1, starting at 0.
+
+        ``gpu_s``: seconds that the GPU computed in this step or one shortly before, by CUDA events that are read when
+        they are complete; 0.0 if unknown.
+        """
         now = time.monotonic_ns()
         self._spent[self._current] += now - self._since
         self._step = self._step + 1 if step is None else step
         self._tokens += tokens
         self._count = count = self._count + 1
         at = RING_AT + (count - 1) % RING_STEPS * STEP_STRIDE
-        LEARNING_RATE.pack_into(self._page, at + STEP.size, learning_rate)
+        RATE_AND_GPU.pack_into(self._page, at + STEP.size, learning_rate, int(gpu_s * 1e9) if gpu_s > 0 else 0)
         STEP.pack_into(
             self._page, at, count, self._step, now, now - self._step_began, tokens, self._tokens,
             loss, grad_norm, *self._spent, count,
@@ -227,6 +234,10 @@ class Reporter:
         if not self._outer:
             self._current = 0
         self._publish()
+
+    def place(self, *, dp: int = 0, pp: int = 0, tp: int = 0, cp: int = 0) -> None:
+        """Report the rank's coordinates in the parallel layout, so that it is compared with ranks of equal work."""
+        PLACE.pack_into(self._page, PLACE_AT, 1, dp, pp, tp, cp)
 
     def model(self, flops_per_token: float, peak_flops: float) -> None:
         """Report the parameters of the MFU.

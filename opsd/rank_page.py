@@ -16,6 +16,7 @@ from opsd.client import process_start as process_start
 STATES = ("running", "finished")
 REQUESTS = ("none", "checkpoint_and_stop")
 _LEARNING_RATE_SINCE = 2
+_GPU_SINCE = 4
 _SLOTS_BYTES = layout.SLOT_STRIDE + layout.SLOT.size
 _READS = 400
 """Attempts to read a page whose writer is busy; one takes a few microseconds."""
@@ -29,6 +30,7 @@ class PageError(Exception):
 class StepRecord:
     """One completed step. ``phase_s`` has seconds for each name in ``PHASES``.
 
+    ``gpu_s`` is 0.0 if unknown.
     ``loss`` and ``grad_norm`` are nan, ``learning_rate`` is None if the trainer has not reported them.
     """
 
@@ -40,6 +42,7 @@ class StepRecord:
     grad_norm: float
     phase_s: tuple[float, ...]
     learning_rate: float | None = None
+    gpu_s: float = 0.0
 
     def phase(self, name: str) -> float:
         """Seconds spent in the phase ``name`` during this step."""
@@ -78,6 +81,7 @@ class RankPage:
     peak_flops: float | None
     steps: tuple[StepRecord, ...] = field(repr=False)
     source: str = "client"
+    place: tuple[int, int, int, int] | None = None
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -196,14 +200,20 @@ def _decode_steps(
             continue
         _, step, end, duration, step_tokens, tokens, loss, norm, *phases, _ = entry
         phase_s = tuple(ns / 1e9 for ns in phases)
-        rate = (
-            layout.LEARNING_RATE.unpack_from(data, at + layout.STEP.size)[0]
-            if minor >= _LEARNING_RATE_SINCE
-            else math.nan
-        )
+        rate, gpu_ns = layout.RATE_AND_GPU.unpack_from(data, at + layout.STEP.size)
+        if minor < _LEARNING_RATE_SINCE:
+            rate = math.nan
         records.append(
             StepRecord(
-                step, end / 1e9, duration / 1e9, step_tokens, loss, norm, phase_s, None if math.isnan(rate) else rate
+                step,
+                end / 1e9,
+                duration / 1e9,
+                step_tokens,
+                loss,
+                norm,
+                phase_s,
+                None if math.isnan(rate) else rate,
+                gpu_ns / 1e9 if minor >= _GPU_SINCE else 0.0,
             )
         )
     return tuple(records), tokens
@@ -227,6 +237,7 @@ def _decode(
     )
     flops_per_token, peak_flops = layout.MODEL.unpack_from(data, layout.MODEL_AT)
     source = min(layout.SOURCE.unpack_from(data, layout.SOURCE_AT)[0], len(SOURCES) - 1)
+    known_place, *place = layout.PLACE.unpack_from(data, layout.PLACE_AT)
     request = min(layout.CONTROL.unpack_from(data, layout.CONTROL_AT)[0], len(REQUESTS) - 1)
     return RankPage(
         rank=number(4), local_rank=number(5), world_size=number(6), generation=number(7),
@@ -240,6 +251,7 @@ def _decode(
         peak_flops=peak_flops if peak_flops > 0 else None,
         steps=steps,
         source=SOURCES[source],
+        place=(place[0], place[1], place[2], place[3]) if known_place else None,
     )  # fmt: skip
 
 

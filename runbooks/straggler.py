@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
 from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpu_throttle import CLOCK, unfit_gpus
-from opsd.runbooks.lib.gpus import newest, told
+from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import ranks_of, recovered, slowdown
 from opsd.runbooks.lib.signals import excess, integer, spread, text
+from opsd.runbooks.lib.slow_causes import explained
+from opsd.runbooks.lib.straggler_news import announced
+from opsd.runbooks.lib.straggler_news import healed as announcement_healed
 
 NOT_COMPUTING = ("collective", "data", "checkpoint", "evaluation", "setup")
 """Phases in which a rank waits for others or for the node; only what is left can make it a straggler."""
@@ -103,9 +105,14 @@ def stragglers_of(view: View, run: str) -> list[Straggler]:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    found = [straggler for ranks in _groups(view) for straggler in _stragglers(ranks, view.now)]
-    explained = unfit_gpus(view) if found else set()
-    return (_finding(straggler, view) for straggler in found if straggler.rank.gpu not in explained)
+    known = list(announced(view))
+    judged = {finding.data["run"] for finding in known}
+    found = [
+        straggler for ranks in _groups(view) if ranks[0].run not in judged for straggler in _stragglers(ranks, view.now)
+    ]
+    unfit = unfit_gpus(view) if found or known else set()
+    yield from (finding for finding in known if finding.culprit.gpu is None or finding.culprit.gpu not in unfit)
+    yield from (_finding(straggler, view) for straggler in found if straggler.rank.gpu not in unfit)
 
 
 def _finding(found: Straggler, view: View) -> Finding:
@@ -129,33 +136,17 @@ def _finding(found: Straggler, view: View) -> Finding:
     )
 
 
-def _clock_behind(view: View, gpu: int) -> str:
-    """How far the GPU's clock lies below its peers', in words, "" if it does not."""
-    indexes: Mapping[str, int] = {fact.uuid: fact.index for fact in view.gpus}
-    clocks = {indexes[uuid]: clock for uuid, clock in newest(view, CLOCK).items() if uuid in indexes}
-    peers = [clock for index, clock in clocks.items() if index != gpu]
-    if gpu not in clocks or not peers or clocks[gpu] > 0.95 * median(peers):
-        return ""
-    return f"the SM clock of GPU {gpu} is {clocks[gpu]:.0f} MHz, its peers' {median(peers):.0f} MHz"
-
-
 def _diagnose(finding: Finding, view: View) -> Finding:
-    """A slow clock makes it the GPU; otherwise the rank is named and the reason is open."""
-    gpu = finding.culprit.gpu
-    behind = _clock_behind(view, gpu) if gpu is not None and view.known("nvml") else ""
-    if not behind:
+    """What the witnesses say makes it the GPU or the host; otherwise the rank is named and the reason is open."""
+    if finding.culprit.component not in ("rank", "node", "gpu"):
         return finding
-    uuid = next((fact.uuid for fact in view.gpus if fact.index == gpu), "")
-    return replace(
-        finding,
-        culprit=replace(finding.culprit, component="gpu", detail="low clock"),
-        confidence=0.9,
-        evidence=(*finding.evidence, *told(view, uuid, CLOCK, behind)),
-    )
+    return explained(finding, view)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once the rank keeps up over as many steps as it took to find it, or its run has ended as planned."""
+    if incident.data.get("leader"):
+        return announcement_healed(incident, view)
     run, number = text(incident.data, "run"), integer(incident.data, "rank")
     for ranks in _groups(view):
         if ranks[0].run == run and any(rank.rank == number for rank in ranks):
@@ -175,6 +166,11 @@ than the usual differences. Waiting in collectives and for data, and checkpoints
 ranks wait for the straggler and so have equally long steps. A rank whose GPU is throttled or lost is not reported here:
 that incident is the cause.
 
+Under `opsd launch` the launcher that leads the run compares the ranks of all nodes, those of the same pipeline stage
+and tensor place with each other, and announces who is slow: a rank, a whole node, slow data. Without anybody to blame
+it announces pipeline stages or sequence lengths that are not equal, for the record. The evidence says whether the times
+are those of CUDA events or of the hosts' clocks.
+
 ## Impact
 A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10 % of all.
 
@@ -185,9 +181,12 @@ A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10
 3. Same clock but slow: the host. `ps -eo pid,psr,pcpu,comm --sort=-pcpu` for other processes on the rank's cores,
    `numactl --show` for a rank bound to the wrong socket, `nvidia-smi topo -m` for its GPU's socket.
 4. `py-spy record --native -d 20 -o rank.svg --pid PID` on this rank and on a peer, side by side.
-5. Is more work expected? The last pipeline stage, or a rank that writes logs, computes longer. Balance the stages.
+5. `opsd diagnose --steps FILE` judges a table of step times of any job.
+6. Is more work expected? The last pipeline stage, or a rank that writes logs, computes longer. Balance the stages.
 
 ## Mitigation
+- Power cap: `nvidia-smi -i GPU -pl WATTS`. Application clocks: `nvidia-smi -i GPU --reset-applications-clocks`.
+- Unbalanced stages: move layers. Unequal sequence lengths: distribute sequences by their cost.
 - Another process on the cores: end it. Wrong socket: restart with the right binding.
 - The GPU: swap the node out at the next checkpoint, `opsd swap NODE`, then `opsd drain NODE --incident ID --reason
   WHY`, and run its acceptance tests.
@@ -209,5 +208,8 @@ A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10
         Cause("gpu_throttle", "gpu", lag_s=60.0),
         Cause("pcie_degraded", "gpu", lag_s=60.0),
         Cause("dataloader_stall", "rank"),
+        Cause("nvlink_errors", "gpu", lag_s=60.0),
+        Cause("cpu_thermal", "node", lag_s=60.0),
+        Cause("host_memory", "node", lag_s=60.0),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,17 @@ from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
 from opsd.commands.options import option
 from opsd.commands.output import fail, printable
 from opsd.commands.settings import load
+from opsd.stragglers.judge import LEAST_STEPS
+from opsd.stragglers.judge import judge as judge_steps
+from opsd.stragglers.table import TableError, read_table
 
+_EVEN: dict[str, Any] = {
+    "culprits": [],
+    "cause": "nothing stands out",
+    "slowdown": 1.0,
+    "confidence": 0.0,
+    "evidence": [],
+}
 _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknown[/dim]"}
 
 
@@ -39,19 +50,32 @@ _MARKS = {True: "[red]yes[/red]", False: "[green]no[/green]", None: "[dim]unknow
     help="Judge a folder of dumps of PyTorch's flight recorder, of any program: who keeps the others waiting?",
 )
 @option(
+    "--steps",
+    "table",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Judge a table of step times, of any job: which rank, stage or input makes it slow, and by how much?",
+)
+@option(
     "--json", "output", type=click.File("w"), is_flag=False, flag_value="-", help="Print JSON, or write it to FILE."
 )
 @with_agent
-def diagnose(job: str, folder: Path | None, agent: Agent, output: IO[str] | None) -> int:
+def diagnose(job: str, folder: Path | None, table: Path | None, agent: Agent, output: IO[str] | None) -> int:
     """Diagnose the runs on this node now: do they hang, or do data, network or kernels slow them down?
 
     Asks the agent, or reads the rank pages of this machine if no agent runs. Ends with 1 if there is no such run.
 
     With --flight-recorder it asks nobody but judges the dumps in DIR, pickles or JSON, one file a rank with the rank as
     the last number of its name. Ends with 1 if none of them can be used.
+
+    With --steps it judges a table in CSV, JSON or Parquet (which needs pyarrow). Columns: rank and step; forward,
+    backward, compute, data, transfer, gpu or step_s in seconds, or phase and seconds with a row for each; if known also
+    node, gpu_index, microbatches and the coordinates dp, pp, tp and cp. Ends with 1 if it cannot be judged.
     """
     if folder is not None:
         return _judge_dumps(folder, output)
+    if table is not None:
+        return _judge_steps(table, output)
     incidents: Sequence[dict[str, Any]] = ()
     try:
         answer = agent.get("/api/v1/ranks", job=job)
@@ -98,6 +122,34 @@ def _judge_dumps(folder: Path, output: IO[str] | None) -> int:
     if verdict is not None:
         named = f"look at rank{'s' * (len(culprits) != 1)} {ranges(culprits)}" if culprits else "no rank stands out"
         console.print(f"[bold]{named}[/bold]: {verdict.cause}; confidence {verdict.confidence:.0%}", soft_wrap=True)
+    return exitcodes.OK
+
+
+def _judge_steps(table: Path, output: IO[str] | None) -> int:
+    try:
+        trace = read_table(table)
+    except (OSError, UnicodeDecodeError, csv.Error, TableError) as error:
+        fail(f"{table} cannot be judged: {error}")
+    if len(trace.steps) < LEAST_STEPS:
+        fail(f"{table} has {len(trace.steps)} steps that all ranks have done; at least {LEAST_STEPS} are needed")
+    verdicts = judge_steps(trace)
+    if output is not None:
+        found = [asdict(verdict) for verdict in verdicts] or [_EVEN]
+        print(json.dumps(found[0] | {"others": found[1:]}, indent=1), file=output)
+        return exitcodes.OK
+    console = Console(highlight=False)
+    console.print(f"{len(trace.places)} ranks, {len(trace.steps)} steps", soft_wrap=True)
+    for verdict in verdicts:
+        console.print(
+            f"[bold]{verdict.cause}[/bold]: steps take {verdict.slowdown:.2f} times as long as without; "
+            f"confidence {verdict.confidence:.0%}",
+            *(f"  {printable(fact)}" for fact in verdict.evidence),
+            f"  advice: {verdict.advice}",
+            sep="\n",
+            soft_wrap=True,
+        )
+    if not verdicts:
+        console.print("[bold]no rank and no stage stands out[/bold]")
     return exitcodes.OK
 
 

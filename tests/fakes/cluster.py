@@ -12,6 +12,7 @@ from opsd.launch.ranks.failure import Failure, Kind
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.messages import Progress, ToLeader
 from opsd.launch.run.nodes import RunShape
+from opsd.launch.run.step_times import StepSampler
 from tests.fakes.leader import NODES, FakeGroup, FakeLoop, member
 
 OWN, LEADER = "n2", "n1"
@@ -28,6 +29,7 @@ class FakeNode:
         self.folders = SimpleNamespace(folder="/runs/r")
         self.events = SimpleNamespace(relay=None, emit=lambda kind, **fields: None)
         self.progress = SimpleNamespace(furthest=7, committed=5, recovery=None)
+        self.step_times = StepSampler()
         self.generation = SimpleNamespace(number=0, running=[], ranks=[])
         self.state, self.stopping, self.done, self.ending = "waiting", "", False, False
         self.left: tuple[int, str] | None = None

@@ -22,6 +22,8 @@ from opsd.launch.io.reporting import EventFile, EventLog, Work, WorkQueue, encod
 OF_ONE_LAUNCHER = ("generation_started", "finished")
 """Each launcher has its own of these events; the leader's are those of the run."""
 JOB_LOG = "job.log"
+OF_THEIR_NODE = ("hang_detected", "straggler_found", "straggler_gone")
+"""The launcher of the node that they are about writes them, too."""
 BATCH_HOST = "OPSD_BATCH_HOST"
 """The node with the batch script, which copies ``job.log`` to the job's output while it lives."""
 JOB_OUTPUT = "OPSD_JOB_OUTPUT"
@@ -52,7 +54,7 @@ class LocalRunLog:
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
         """See ``RunEventLog.emit``."""
-        if event not in (*OF_ONE_LAUNCHER, "hang_detected"):
+        if event not in (*OF_ONE_LAUNCHER, *OF_THEIR_NODE):
             self._events.write(event, time.time() - age_s, fields, relayed=False)
 
     def relay(self, record: Mapping[str, Any], age_s: float) -> None:
@@ -237,6 +239,16 @@ def _hang(event: EventRecord) -> str:
     return f"{who}{where} hangs in {event['phase']} since {_number(event['stuck_s']):.0f} s{stacks}"
 
 
+def _straggler(event: EventRecord) -> str:
+    evidence = event.get("evidence") or ("",)
+    return f"{event['cause']}, {_number(event['slowdown']):.2f} times the usual step: {evidence[0]}"
+
+
+def _straggler_gone(event: EventRecord) -> str:
+    where = f" on {_names(event['culprit_nodes'])}" if event.get("culprit_nodes") else ""
+    return f"no longer: {event['cause']}{where}"
+
+
 def _resumed(event: EventRecord) -> str:
     lost = int(event.get("lost_steps") or 0)
     again = f"{lost} step{'s are' if lost != 1 else ' is'} done again" if lost else "no step is lost"
@@ -264,6 +276,8 @@ def _finished(event: EventRecord) -> str:
 _TOLD: Mapping[str, Callable[[EventRecord], str]] = {
     "rank_exited": _rank_exited,
     "hang_detected": _hang,
+    "straggler_found": _straggler,
+    "straggler_gone": _straggler_gone,
     "resumed": _resumed,
     "restart_requested": lambda event: f"a restart is asked for: {event['reason']}",
     "requeued": _requeued,

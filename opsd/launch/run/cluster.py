@@ -32,9 +32,11 @@ from opsd.launch.run.nodes import RunShape, assign_slots
 from opsd.launch.run.readiness import Readiness
 from opsd.launch.run.run_control import CONTROL, RankFailure, answer
 from opsd.launch.run.shutdown import BatchJob, Shutdown
+from opsd.launch.run.slow_ranks import concerns
 from opsd.launch.run.supervisor import Supervisor
 
 PROGRESS_S = 1.0
+STEP_TIMES_S = 2.0
 READINESS_S = 30.0
 """How often a spare checks whether it may still be used."""
 REFUSED_S = 1.0
@@ -100,6 +102,7 @@ class ClusterRun:
             self._node.finish(exitcodes.FAILED, cannot_listen(self._group.own, error))
             return
         self._node.loop.every(PROGRESS_S, self._tell_first_progress)
+        self._node.loop.every(STEP_TIMES_S, self._tell_step_times)
         self._node.loop.every(READINESS_S, self._tell_readiness)
         self._isolation.watch()
 
@@ -114,6 +117,13 @@ class ClusterRun:
     def _tell_progress(self) -> None:
         progress = self._node.progress
         self._tell(messages.Progress(self._generation, progress.furthest, progress.committed))
+
+    def _tell_step_times(self) -> None:
+        """Of no use to a later leader: nothing is kept for it."""
+        times = self._node.step_times.take()
+        if times is not None and self._group.leader is not None:
+            progress = self._node.progress
+            self._tell(messages.Progress(self._generation, progress.furthest, progress.committed, times))
 
     def _relay(self, record: dict[str, object]) -> None:
         """Send an event that concerns the whole run to the leader, with its age: the clocks of nodes may differ."""
@@ -347,6 +357,9 @@ class ClusterRun:
                     self._node.write_dumps()
             case messages.HangFound():
                 self._hang.judged(message)
+            case messages.StragglerNews(event, fields):
+                if concerns(fields, [rank.rank for rank in self._node.generation.ranks]):
+                    self._node.events.write(event, None, fields, relayed=False)
             case _ if self._leader is not None:
                 self._leader.received(sender, cast(ToLeader, message))
 

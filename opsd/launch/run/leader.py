@@ -28,6 +28,7 @@ from opsd.launch.run import messages
 from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, Stacks, rank_statuses, reports
 from opsd.launch.run.messages import CODEC, Stop, ToLeader
 from opsd.launch.run.nodes import GenerationPlanner, NodeHealth, RunShape
+from opsd.launch.run.slow_ranks import SlowRankWatch
 from opsd.launch.run.stops import StopCoordinator
 
 
@@ -60,6 +61,7 @@ class Leader:
         self._stops = StopCoordinator(self._planner, group, self._health, log, self)
         self._failures = FailureAggregation(loop, shape.victim_s, self._judge)
         self._hangs = HangInquiry(loop, self._ask_rank_statuses, self._hung)
+        self._slow = SlowRankWatch(loop, self._announce_straggler, time.monotonic)
         self._first_rank: dict[str, int] = {}
         self._world_size = 0
         self._restarts = 0
@@ -173,8 +175,10 @@ class Leader:
         match message:
             case messages.Event(record, age_s):
                 self._log.relay(record, age_s)
-            case messages.Progress(_, furthest, committed):
+            case messages.Progress(generation, furthest, committed, times):
                 self._note_progress(furthest, committed)
+                if times is not None and plan is not None and generation == plan.generation and not self._finished:
+                    self._slow.add(sender, times)
             case _ if self._finished:
                 pass
             case messages.StopWanted(stop):
@@ -285,6 +289,10 @@ class Leader:
         self._noticed = time.monotonic()
         self._recover(FailureReport(node, cause, "not within reach", ""), named=hang.rank is not None)
 
+    def _announce_straggler(self, event: str, fields: dict[str, Any]) -> None:
+        self._log.emit(event, **fields)
+        self._group.tell_all(CODEC.encode(messages.StragglerNews(event, fields)))
+
     # -- what requests lead to -----------------------------------------------------------------------------------
 
     def note_interruption(self) -> None:
@@ -307,6 +315,7 @@ class Leader:
         self._failures.forget()
         self._hangs.forget()
         self._judging = 0
+        self._slow.forget()
         self._stops.forget()
 
     # -- the end -------------------------------------------------------------------------------------------------

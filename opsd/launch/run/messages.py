@@ -56,13 +56,29 @@ class FailedRank:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """How long some steps took on the ranks of a node; see ``step_times``.
+
+    ``gpus`` has the GPU of each rank, -1 if it is unknown. ``seconds`` has for each rank and step the encoded times.
+    ``places`` has dp, pp, tp and cp of each rank, one after the other, or nothing if they are unknown.
+    """
+
+    ranks: tuple[int, ...]
+    steps: tuple[int, ...]
+    gpus: tuple[int, ...]
+    seconds: str
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """The highest completed and committed step known on a node."""
+    """The highest completed and committed step known on a node, and how long its latest steps took."""
 
     direction: ClassVar = TO_LEADER
     generation: int
     furthest: int | None
     committed: int | None
+    times: StepTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +235,20 @@ class HangFound:
     score: int
 
 
+@dataclass(frozen=True, slots=True)
+class StragglerNews:
+    """A straggler was found or is gone: ``event`` with its ``fields`` is for the node of its ranks."""
+
+    direction: ClassVar = FROM_LEADER
+    event: str
+    fields: dict[str, Any]
+
+
 ToLeader = (
     Progress | Event | Failed | Hung | RankStatuses | Ended | Waiting | Late | StopWanted | RestartWanted | SwapWanted
     | SpareWanted | Leaving | Readiness
 )  # fmt: skip
-FromLeader = StopOrdered | RankStatusesWanted | DumpsWanted | HangFound
+FromLeader = StopOrdered | RankStatusesWanted | DumpsWanted | HangFound | StragglerNews
 KINDS: tuple[type, ...] = (*typing.get_args(ToLeader), *typing.get_args(FromLeader))
 CODEC = Codec(KINDS)
 MESSAGES = (*group.MESSAGES, *KINDS)

@@ -24,6 +24,7 @@ from opsd.launch.ranks.shutdown import SECOND_STOP_S, GracefulStop, Teardown
 from opsd.launch.ranks.step_log import StepLog
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.run_control import CONTROL, RunControl
+from opsd.launch.run.step_times import StepSampler
 from opsd.rank_page import RankPage
 from opsd.rundir import RunFolders, RunState
 
@@ -55,6 +56,7 @@ class Supervisor:
         self.steps = StepLog(folders.folder)
         self.progress = RunProgress(events, self.steps)
         self.generation = Generation(folders.last_generation())
+        self.step_times = StepSampler()
         self.done = False
         """True once the ranks of the generation have all ended in good order."""
         self._starter = starter
@@ -122,6 +124,7 @@ class Supervisor:
     def _poll(self) -> None:
         if self._teardown is None:
             pages = self.progress.update(self.generation)
+            self.step_times.collect(pages)
             if not self.stopping and self._settled(pages):
                 self._standby.refill()
             hang = self._hangs.look(self.generation, pages) if self._hangs is not None else None

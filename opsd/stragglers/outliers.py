@@ -1,0 +1,106 @@
+"""Which ranks or nodes take longer than their peers, step after step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TypeVar
+
+from opsd.stragglers.trace import Rows, Trace, middles
+
+_Name = TypeVar("_Name", int, str)
+
+SLOW = 0.07
+"""A rank this much above the median of its peers is slow: a GPU that is 10 % slow must be caught for sure."""
+OUTLIER = 4.0
+"""... and this many robust standard deviations, more if there are many ranks …"""
+OUTLIER_BASE = 2.5
+CONSISTENT = 0.8
+"""... in this share of the steps: a single pause moves no median, a bad minute is not a bad GPU."""
+MOST_SHARE = 0.25
+"""If more than this share of the nodes or ranks are slow, the work is uneven by nature and nobody is a culprit."""
+FLOOR = 0.01
+SMALL_GROUP = 8
+"""Of fewer ranks a rank is compared with the others only: it would move the median that it is compared with."""
+MAD_TO_SIGMA = 1.4826
+MEDIAN_ERROR = 1.2533
+"""Standard error of a median in that of a mean, for normal noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlier:
+    """A rank, or the ranks of a node. ``excess`` is the share by which it takes longer than its peers."""
+
+    ranks: tuple[int, ...]
+    node: str
+    excess: float
+    sigmas: float
+    peers: int
+
+
+def ratios(trace: Trace, rows: Rows) -> dict[int, list[float]]:
+    """Of each rank and step the logarithm of its time in proportion to the median of its peers; 0.0 without peers."""
+    found: dict[int, list[float]] = {}
+    for group in trace.groups():
+        typical = middles(rows, group)
+        for rank in group:
+            if 1 < len(group) < SMALL_GROUP:
+                typical = middles(rows, (peer for peer in group if peer != rank))
+            found[rank] = [
+                math.log(own / usual) if own > 0 and usual > 0 else 0.0
+                for own, usual in zip(rows[rank], typical, strict=True)
+            ]
+    return found
+
+
+def outliers(trace: Trace, rows: Rows) -> list[Outlier]:
+    """The slow ranks and nodes, the slowest first; none if so many are slow that it is their nature."""
+    logs = ratios(trace, rows)
+    peerless = {group[0] for group in trace.groups() if len(group) == 1}
+    nodes: dict[str, list[int]] = {}
+    for rank in sorted(trace.places.keys() - peerless):
+        nodes.setdefault(trace.places[rank].node, []).append(rank)
+    nodes.pop("", None)
+    found = [
+        Outlier(tuple(rank for rank in nodes[node] if median(logs[rank]) > SLOW / 2), node, *rest)
+        for node, rest in _extreme({node: middles(logs, ranks) for node, ranks in nodes.items()}).items()
+    ]
+    taken = {rank for outlier in found for rank in outlier.ranks}
+    single = _extreme({rank: log for rank, log in logs.items() if rank not in peerless})
+    found += [Outlier((rank,), trace.places[rank].node, *rest) for rank, rest in single.items() if rank not in taken]
+    slow, units = (
+        (len({outlier.node for outlier in found}), len(nodes))
+        if len(nodes) > 1
+        else (sum(len(outlier.ranks) for outlier in found), len(logs) - len(peerless))
+    )
+    return [] if slow > max(1.0, MOST_SHARE * units) else sorted(found, key=lambda outlier: -outlier.excess)
+
+
+def _extreme(logs: Mapping[_Name, Sequence[float]]) -> dict[_Name, tuple[float, float, int]]:
+    """Of each name that is extreme: excess, robust standard deviations, and the number of its peers."""
+    if len(logs) < 2:
+        return {}
+    own = {name: median(row) for name, row in logs.items()}
+    steps = len(next(iter(logs.values())))
+    noise = median(spread(row) for row in logs.values()) * MEDIAN_ERROR / math.sqrt(steps)
+    least = max(OUTLIER, OUTLIER_BASE + math.sqrt(2 * math.log(len(logs))))
+    everyone = spread(list(own.values()))
+    found = {}
+    for name, value in own.items():
+        if math.expm1(value) < SLOW or value < least * max(noise, FLOOR):
+            continue
+        others = [other for key, other in own.items() if key != name]
+        usual = everyone if len(others) >= SMALL_GROUP else spread(others)
+        sigmas = value / max(usual, noise, FLOOR)
+        steady = sum(log > SLOW / 2 for log in logs[name]) >= CONSISTENT * steps
+        if sigmas >= least and steady:
+            found[name] = (math.expm1(value), sigmas, len(others))
+    return found
+
+
+def spread(values: Sequence[float]) -> float:
+    """The scaled median absolute deviation, which one outlier does not move."""
+    middle = median(values)
+    return MAD_TO_SIGMA * median(abs(value - middle) for value in values)

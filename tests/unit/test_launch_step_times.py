@@ -1,0 +1,194 @@
+"""What launchers tell of their ranks' steps, and what the leader makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd.launch.run.messages import CODEC, Progress, StepTimes
+from opsd.launch.run.slow_ranks import FOUND, GONE, GONE_S, REPEAT_S, SlowRankWatch, concerns
+from opsd.launch.run.step_times import PHASES, StepSampler, decode, encode, interval
+from tests.fakes.leader import FakeLoop
+from tests.fakes.ranks import FakeRank
+
+
+@given(st.lists(st.floats(1.1e-5, 1e6)))
+def test_times_are_exact_to_a_thousandth(seconds: list[float]) -> None:
+    """What is encoded comes back within 0.1 %; nothing stays nothing."""
+    assert decode(encode(seconds), len(seconds)) == pytest.approx(seconds, rel=1e-3)
+    assert decode(encode([0.0, -1.0, float("nan")]), 3) == [0.0, 0.0, 0.0]
+
+
+@given(st.text(max_size=40), st.integers(0, 20))
+def test_times_of_anybody(text: str, count: int) -> None:
+    """Whatever is sent, the times are as many as expected, or it is refused."""
+    with contextlib.suppress(ValueError):
+        assert len(decode(text, count)) == count
+
+
+def stepping(ranks: int, steps: int, duration_s: float) -> list[FakeRank]:
+    """Ranks that have done so many steps of a second forward and the rest waiting."""
+    fakes = [FakeRank(rank) for rank in range(ranks)]
+    for fake in fakes:
+        for step in range(steps):
+            fake.step(step * duration_s, duration_s, forward=duration_s / 2, collective=duration_s / 2)
+    return fakes
+
+
+def test_a_sampler_tells_each_step_once() -> None:
+    """Long steps are all told, without the first ten; the next call has only new ones."""
+    ranks, sampler = stepping(2, 14, 1.0), StepSampler()
+    sampler.collect({fake.rank: fake.page for fake in ranks})
+    told = sampler.take()
+    assert told is not None
+    assert (told.ranks, told.steps) == ((0, 1), (10, 11, 12, 13))
+    assert decode(told.seconds, 2 * 4 * len(PHASES))[0] == pytest.approx(0.5, rel=1e-3)
+    assert sampler.take() is None
+    ranks[0].step(15.0, 1.0, forward=0.5)
+    sampler.collect({fake.rank: fake.page for fake in ranks})
+    assert sampler.take() is None  # the other rank has not done it yet
+    ranks[1].step(15.0, 1.0, forward=0.5)
+    sampler.collect({fake.rank: fake.page for fake in ranks})
+    told = sampler.take()
+    assert told is not None
+    assert told.steps == (14,)
+
+
+def test_short_steps_are_sampled_by_their_number() -> None:
+    """Of steps of 20 ms every 32nd is told, the same ones by every launcher."""
+    ranks, sampler = stepping(1, 60, 0.02), StepSampler()
+    sampler.collect({0: ranks[0].page})
+    told = sampler.take()
+    assert told is not None
+    assert told.steps == (32,)
+
+
+@given(st.floats(1e-4, 100.0), st.floats(0.5, 2.0))
+def test_neighbouring_intervals_share_steps(duration_s: float, factor: float) -> None:
+    """Launchers that see slightly different durations sample steps that divide each other."""
+    one, other = interval(duration_s), interval(duration_s * factor)
+    assert max(one, other) % min(one, other) == 0
+
+
+def test_a_message_fits(ranks: int = 256) -> None:
+    """A launcher with 256 ranks and eight steps stays below the 64 KiB of a message."""
+    fakes, sampler = stepping(ranks, 30, 1.0), StepSampler()
+    sampler.collect({fake.rank: fake.page for fake in fakes})
+    told = sampler.take()
+    assert told is not None
+    body = CODEC.encode(Progress(1, 3, 2, told))
+    assert len(json.dumps(body)) < 48_000
+    assert CODEC.decode(json.loads(json.dumps(body))) == Progress(1, 3, 2, told)
+
+
+def test_progress_of_an_older_launcher() -> None:
+    """Without times it is understood."""
+    assert CODEC.decode({"kind": "progress", "generation": 1, "furthest": 3, "committed": 2}) == Progress(1, 3, 2)
+
+
+class Watched:
+    """A watch over nodes n0, n1, … with four ranks each; its time is that of the loop."""
+
+    def __init__(self, nodes: int = 4) -> None:
+        self.loop, self.nodes = FakeLoop(), nodes
+        self.said: list[tuple[str, dict[str, Any]]] = []
+        self.watch = SlowRankWatch(self.loop, lambda event, fields: self.said.append((event, fields)), self._now)
+        self.step = 0
+
+    def _now(self) -> float:
+        return self.loop.now
+
+    def go_on(self, steps: int, slow: Callable[[int], float] = lambda rank: 1.0, *, layout: bool = False) -> None:
+        """Steps of a second in which each rank works as long as ``slow`` says."""
+        for _ in range(steps):
+            for node in range(self.nodes):
+                ranks = range(4 * node, 4 * node + 4)
+                seconds = [s for rank in ranks for s in (0.1 * slow(rank), 0.2 * slow(rank), 0.0, 0.0, 0.0, 1.0)]
+                places = tuple(n for rank in ranks for n in (rank // 2, rank % 2, 0, 0)) if layout else ()
+                told = StepTimes(tuple(ranks), (self.step,), tuple(range(4)), encode(seconds), places)
+                self.watch.add(f"n{node}", told)
+            self.step += 1
+            self.loop.advance(1.0)
+            while self.loop._busy:
+                self.loop.settle()
+
+    @property
+    def kinds(self) -> list[str]:
+        """The announced events."""
+        return [event for event, _ in self.said]
+
+
+def slow_rank(number: int, factor: float) -> Callable[[int], float]:
+    """One rank works longer."""
+    return lambda rank: factor if rank == number else 1.0
+
+
+def test_a_slow_rank_is_announced_once() -> None:
+    """Within a few steps of its beginning, with node, GPU and cost, and not again for a minute."""
+    watched = Watched()
+    watched.go_on(20)
+    assert watched.said == []
+    watched.go_on(9, slow_rank(6, 2.0))
+    assert watched.kinds == [FOUND]
+    fields = watched.said[0][1]
+    assert (fields["rank"], fields["culprit_nodes"], fields["gpus"]) == (6, ["n1"], [2])
+    assert 1.25 < fields["slowdown"] < 1.45  # not all of the steps that were judged were slow yet
+    assert fields["compared"] == 16
+    watched.go_on(20, slow_rank(6, 2.0))
+    assert watched.kinds == [FOUND]
+    watched.go_on(int(REPEAT_S), slow_rank(6, 2.0))
+    assert watched.kinds == [FOUND, FOUND]
+
+
+def test_a_straggler_that_recovers_is_taken_back() -> None:
+    """Once no look has seen it for a while."""
+    watched = Watched()
+    watched.go_on(10, slow_rank(6, 2.0))
+    watched.go_on(16 + int(GONE_S) + 10)
+    assert watched.kinds == [FOUND, GONE]
+    assert watched.said[-1][1]["ranks"] == [6]
+
+
+def test_a_slow_node() -> None:
+    """All four ranks of a node are one announcement."""
+    watched = Watched()
+    watched.go_on(10, lambda rank: 1.5 if rank // 4 == 2 else 1.0)
+    assert [(event, fields["ranks"]) for event, fields in watched.said] == [(FOUND, [8, 9, 10, 11])]
+
+
+def test_stages_of_a_pipeline() -> None:
+    """With the layout, stages are compared with each other as a whole: nobody is to blame."""
+    watched = Watched()
+    watched.go_on(20, lambda rank: 3.0 if rank % 2 else 1.0, layout=True)
+    assert [(fields["cause"], fields["ranks"]) for _, fields in watched.said] == [("unbalanced pipeline stages", [])]
+
+
+def test_a_node_that_sends_nonsense() -> None:
+    """It is ignored, and the others are judged."""
+    watched = Watched()
+    watched.watch.add("n9", StepTimes((99,), (1, 2), (0,), "nonsense"))
+    watched.go_on(10, slow_rank(6, 2.0))
+    assert watched.kinds == [FOUND]
+
+
+def test_another_generation_begins_afresh() -> None:
+    """Steps of ranks that have ended are not compared with those of new ones."""
+    watched = Watched()
+    watched.go_on(4, slow_rank(6, 2.0))
+    watched.watch.forget()
+    watched.go_on(4, slow_rank(6, 2.0))
+    assert watched.said == []
+
+
+def test_whom_it_concerns() -> None:
+    """The node of one of the ranks, or that of rank 0 if nobody is to blame."""
+    assert concerns({"ranks": [5, 6]}, [6, 7])
+    assert not concerns({"ranks": [5, 6]}, [0, 1])
+    assert concerns({"ranks": []}, [0, 1])
+    assert not concerns({"ranks": None}, [2])
