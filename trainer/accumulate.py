@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,9 +20,9 @@ from opsd.trainer.regions import local_part
 from opsd.trainer.world import World, mesh_shape
 
 Accumulate = Callable[[int], torch.Tensor]
-"""Accumulates the gradients of that many micro-batches; returns this rank's mean loss, a scalar in nats per token.
+"""Accumulates the gradients of that many micro-batches; returns this rank's mean loss per token.
 
-It is 0 on all but the last pipeline stage.
+These are its terms [2], cross-entropy in nats and z-loss; 0 on all but the last pipeline stage.
 """
 
 
@@ -110,11 +111,11 @@ class Sequential:
             model.set_requires_gradient_sync(number == count)
             model.set_reshard_after_backward(number == count or not self._whole)
             with self._reporter.phase("forward"):
-                loss = model(batch.tokens, batch.documents, batch.targets, self._z_loss) / count
+                terms = model(batch.tokens, batch.documents, batch.targets, self._z_loss)
             with self._reporter.phase("backward"):
-                torch.autograd.backward(loss)
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
+                torch.autograd.backward(terms.sum() / count)
+            losses.append(terms.detach() / count)
+        return torch.stack(losses).sum(0)
 
 
 class Pipelined:
@@ -128,6 +129,7 @@ class Pipelined:
         self._model, self._batches, self._config, self._world = model, batches, config, world
         self._reporter = reporter
         self._schedules: dict[int, Schedule1F1B | ScheduleGPipe] = {}
+        self._terms: list[torch.Tensor] = []
         self._ends = world.ends if model.shared else None
 
     def _schedule(self, count: int) -> Schedule1F1B | ScheduleGPipe:
@@ -142,12 +144,16 @@ class Pipelined:
         stage = PipelineStage(
             model, world.stage, config.parallel.pp, world.device,
             input_args=ids if model.first else activations,
-            output_args=torch.empty((), device="meta", requires_grad=True) if model.last else activations,
+            output_args=torch.empty(2, device="meta", requires_grad=True) if model.last else activations,
             group=world.mesh.get_group("pp"),
         )  # fmt: skip
         # 1F1B refuses fewer micro-batches than stages, which a replay has; for one the two are the same.
         kind = Schedule1F1B if count >= config.parallel.pp else ScheduleGPipe
-        return kind(stage, count, loss_fn=lambda loss, _: loss / count, scale_grads=False)
+        return kind(stage, count, loss_fn=partial(self._loss, count), scale_grads=False)
+
+    def _loss(self, count: int, terms: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        self._terms.append(terms.detach() / count)
+        return terms.sum() / count
 
     def __call__(self, count: int) -> torch.Tensor:
         """See ``Accumulate``."""
@@ -157,15 +163,15 @@ class Pipelined:
         )
         if count not in self._schedules:
             self._schedules[count] = self._schedule(count)
-        losses: list[torch.Tensor] = []
+        self._terms = [torch.zeros(2, device=self._world.device)]
         with self._reporter.phase("forward"):
             self._schedules[count].step(
                 *([tokens] if self._model.first else []),
                 documents=documents, targets=targets, z_loss=self._config.optimizer.z_loss,
-                target=targets if self._model.last else None, losses=losses, return_outputs=False,
+                target=targets if self._model.last else None, return_outputs=False,
             )  # fmt: skip
         if self._ends is not None:
             with self._reporter.phase("collective"):
                 assert self._model.embedding.weight.grad is not None
                 dist.all_reduce(local_part(self._model.embedding.weight.grad), group=self._ends)
-        return torch.stack([loss.detach() for loss in losses] or [torch.zeros((), device=self._world.device)]).sum()
+        return torch.stack(self._terms).sum(0)

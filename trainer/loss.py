@@ -12,10 +12,11 @@ import torch.nn.functional as F
 def next_token_loss(
     logits: torch.Tensor, targets: torch.Tensor, z_loss: float = 0.0, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Mean cross-entropy in nats per token, plus ``z_loss`` times the mean of log(Z)^2 (PaLM, arXiv 2204.02311, 5).
+    """The terms of the loss [2]: mean cross-entropy in nats per token, and ``z_loss`` times the mean of log(Z)^2.
 
-    ``logits`` [..., vocab], ``targets`` [...] of token ids; computed in float32. With a ``group`` the logits are this
-    rank's equal share of the vocabulary, in the order of its ranks, and all of them get the same loss.
+    The second is PaLM's (arXiv 2204.02311, 5); what is minimised is their sum. ``logits`` [..., vocab], ``targets``
+    [...] of token ids; computed in float32. With a ``group`` the logits are this rank's equal share of the vocabulary,
+    in the order of its ranks, and all of them get the same loss.
     """
     logits, targets = logits.flatten(0, -2).float(), targets.flatten()
     if group is None:
@@ -24,9 +25,8 @@ def next_token_loss(
     else:
         log_z = _log_z(logits, group)
         loss = (log_z - _chosen(logits, targets, group)).mean()
-    if z_loss and log_z is not None:
-        loss = loss + z_loss * log_z.square().mean()
-    return loss
+    regulariser = z_loss * log_z.square().mean() if z_loss and log_z is not None else torch.zeros_like(loss)
+    return torch.stack((loss, regulariser))
 
 
 def _log_z(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -7,7 +7,8 @@ t              wall-clock second of the end of the step
 generation     which start of the run wrote the line; a step that was computed again has a line of each
 step           absolute, from 1
 tokens         trained on so far, this step included
-loss           mean over the global batch, nats per token, every digit of the float64
+loss           cross-entropy, mean over the global batch, nats per token, every digit of the float64
+z_loss         the regulariser that is added to it, ``optimizer.z_loss`` times the mean of log(Z)^2
 grad_norm      global, before clipping
 lr             learning rate of the step
 step_s         seconds since the line before, of which ``data_s`` waiting for data and ``checkpoint_s`` for the

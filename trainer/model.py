@@ -143,7 +143,7 @@ class Decoder(nn.Module):
     def forward(
         self, x: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor | None = None, z_loss: float = 0.0
     ) -> torch.Tensor:
-        """Logits [batch, sequence, vocab], or the mean loss per token if ``targets`` are given.
+        """Logits [batch, sequence, vocab], or the terms of the loss [2] if ``targets`` are given.
 
         ``x`` and ``targets`` [batch, sequence] are token ids. ``documents`` [batch, sequence] numbers the document of
         each token within its row, of whole sequences even if they are split over ranks. Between pipeline stages ``x``

@@ -137,21 +137,23 @@ class Training:
         batch = config.data.batch_at(self.step)
         self.sample += batch
         rate = config.optimizer.lr * rate_factor(self.step, config.schedule)
-        local_loss = self._gradients(self._counts[batch])
+        terms = self._gradients(self._counts[batch])
         with reporter.phase("collective"):
             telemetry.poll(saving.take_committed())
             # One all-reduce carries all that the ranks must agree on.
-            loss_sum, square, stops, *votes = world.sum(
-                (local_loss, self._optimizer.take_gradients(), reporter.stop_requested, *saving.votes(self.step))
+            loss_sum, z_loss_sum, square, stops, *votes = world.sum(
+                (*terms, self._optimizer.take_gradients(), reporter.stop_requested, *saving.votes(self.step))
             )
         # Every rank of the last stage has contributed the loss of its part of the batch.
-        loss, norm = loss_sum / (world.size // config.parallel.pp), math.sqrt(square)
+        parts = world.size // config.parallel.pp
+        loss, z_loss, norm = loss_sum / parts, z_loss_sum / parts, math.sqrt(square)
         with reporter.phase("optimizer"):
             self._update(rate, norm)
         self._replay(self.step)
         # The line comes first: while storage answers, no start goes on from a step that has none.
         telemetry.write(
-            step=self.step, tokens=self.sample * config.data.sequence, loss=loss, grad_norm=norm, lr=rate,
+            step=self.step, tokens=self.sample * config.data.sequence, loss=loss, z_loss=z_loss,
+            grad_norm=norm, lr=rate,
             data_s=self.loader.take_wait(), checkpoint_s=saving.take_stall(),
         )  # fmt: skip
         if saving.save_if_due(votes, self.step, self.sample, self.digest):

@@ -143,7 +143,7 @@ def _replay_ratio(config: Config, world: World) -> float:
     times: tuple[list[float], list[float]] = ([], [])
     for number in range(WARMUP + STEPS):
         began = time.perf_counter()
-        _, square = world.sum([gradients(1), optimizer.take_gradients()])
+        *_, square = world.sum([*gradients(1), optimizer.take_gradients()])
         optimizer.update(config.optimizer.lr, math.sqrt(square))
         stepped = time.perf_counter()
         replay(number)
@@ -159,7 +159,7 @@ def _ours(config: Config, world: World) -> Step:
     optimizer = Optimizer(model, config.optimizer)
 
     def step(_: int) -> float:
-        loss, square = world.sum([gradients(MICRO_BATCHES), optimizer.take_gradients()])
+        loss, *_rest, square = world.sum([*gradients(MICRO_BATCHES), optimizer.take_gradients()])
         optimizer.update(config.optimizer.lr, math.sqrt(square))
         return loss
 

@@ -67,7 +67,7 @@ def test_the_likeliest_choice_wins(tokenizer: Tokenizer) -> None:
         documents = torch.zeros(1, ids.shape[1] - 1, dtype=torch.int32)
         loss = ours._decoder(ids[:, :-1], documents, ids[:, 1:])
         optimizer.zero_grad()
-        loss.backward()
+        loss.sum().backward()
         optimizer.step()
     items = [
         {"context": "the cat", "choices": [" sat", " and größer things"], "answer": 0},

@@ -142,7 +142,7 @@ def test_embeddings_are_tied() -> None:
     model = decoder()
     assert [name for name, value in model.named_parameters() if SETTINGS.vocab in value.shape] == ["embedding.weight"]
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    model(tokens, tokens, torch.ones_like(tokens)).backward()
+    model(tokens, tokens, torch.ones_like(tokens)).sum().backward()
     rows = model.embedding.weight.grad.abs().sum(dim=1)
     assert (rows > 0).all()
 
@@ -168,24 +168,26 @@ def test_loss_is_the_mean_over_tokens() -> None:
     """The loss is the negative log-likelihood of the targets; equal logits cost log(vocab)."""
     logits, targets = torch.randn(2, 3, 11), torch.randint(0, 11, (2, 3))
     expected = -torch.log_softmax(logits, -1).gather(-1, targets[..., None]).mean()
-    torch.testing.assert_close(next_token_loss(logits, targets), expected)
-    assert next_token_loss(torch.zeros(1, 4, 11), targets[:1, :1].expand(1, 4)).item() == pytest.approx(math.log(11))
+    torch.testing.assert_close(next_token_loss(logits, targets), torch.stack((expected, torch.tensor(0.0))))
+    equal, _ = next_token_loss(torch.zeros(1, 4, 11), targets[:1, :1].expand(1, 4))
+    assert equal.item() == pytest.approx(math.log(11))
 
 
 def test_z_loss_pulls_on_the_normaliser() -> None:
     """z-loss adds its weight times log(Z)^2, and shifts of the logits, free otherwise, cost then."""
     logits, targets = torch.randn(1, 5, 11), torch.randint(0, 11, (1, 5))
-    plain = next_token_loss(logits, targets)
-    torch.testing.assert_close(
-        next_token_loss(logits, targets, 0.5) - plain, 0.5 * torch.logsumexp(logits, -1).square().mean()
-    )
-    torch.testing.assert_close(next_token_loss(logits + 7, targets), plain, rtol=1e-4, atol=1e-5)
-    assert next_token_loss(logits + 7, targets, 0.1) > next_token_loss(logits, targets, 0.1)
+    plain, _ = next_token_loss(logits, targets)
+    with_z, z = next_token_loss(logits, targets, 0.5)
+    assert with_z == plain, "the cross-entropy is reported without it"
+    torch.testing.assert_close(z, 0.5 * torch.logsumexp(logits, -1).square().mean())
+    shifted, shifted_z = next_token_loss(logits + 7, targets, 0.5)
+    torch.testing.assert_close(shifted, plain, rtol=1e-4, atol=1e-5)
+    assert shifted_z > z
 
 
 def test_loss_of_half_precision_logits_is_float32() -> None:
     """Logits in bfloat16 are summed in float32."""
     logits, targets = torch.randn(1, 5, 11).bfloat16(), torch.randint(0, 11, (1, 5))
-    loss = next_token_loss(logits, targets)
+    loss, _ = next_token_loss(logits, targets)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, F.cross_entropy(logits[0].float(), targets[0]))
