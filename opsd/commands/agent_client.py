@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import base64
+import http.client
+import json
 import os
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import click
 
 from opsd.agent.web.access import has_tls
+from opsd.collectors.lib.listener import UntrustedError, connect
 from opsd.commands.options import option, options
 from opsd.commands.output import fail
-from opsd.commands.settings import load
+from opsd.commands.settings import BadConfig, load
 from opsd.settings.agent import AgentSettings
+
+TIMEOUT_S = 5.0
 
 _agent_options = options(
     option("--url", help="Where the agent listens, for instance http://node-17:9477."),
@@ -65,8 +73,9 @@ class Agent:
     """The API of one agent, at ``url`` or at the listen address in the configuration ``file``.
 
     ``ca_file`` has the certificates to trust instead of the system's, ``credentials`` are user and password; without
-    ``url`` both default to those with which this node's agent asks others. Raises click.UsageError if credentials would
-    be sent over a network unencrypted, and if ``url`` is invalid.
+    ``url`` both default to those with which this node's agent asks others. Without TLS, credentials are sent to this
+    node only, and there to root, this user, or whose the agent's state is: any user can listen on a free port. Raises
+    click.UsageError if credentials would be sent over a network unencrypted, and if ``url`` is invalid.
     """
 
     def __init__(
@@ -93,26 +102,55 @@ class Agent:
 
     def get(self, path: str, **query: str | int | Sequence[str]) -> Any:
         """The agent's answer. Raises NoAgent and Refused."""
+        try:
+            status, content = (
+                self._get_from_owner(path, query)
+                if self._credentials is not None and self.base.startswith("http:")
+                else self._get(path, query)
+            )
+            body = json.loads(content)
+        except ValueError as error:
+            raise NoAgent(f"no agent answers at {self.base} ({error}); {_advice(self.base, error)}") from error
+        if status == HTTPStatus.UNAUTHORIZED:
+            said = body.get("error", "not admitted")
+            raise Refused(f"{said}: put USER:PASSWORD into a file and name it with --credentials-file")
+        if status >= HTTPStatus.BAD_REQUEST:
+            raise Refused(str(body.get("error", status)))
+        return body
+
+    def _get(self, path: str, query: Mapping[str, object]) -> tuple[int, bytes]:
         import httpx
 
         try:
             answer = httpx.get(
                 self.base + path,
-                params=query,
+                params=dict(query),  # type: ignore[arg-type]
                 auth=self._credentials,
                 verify=_trusting(self._ca_file) if self._ca_file else True,
-                timeout=5.0,
+                timeout=TIMEOUT_S,
                 trust_env=False,
             )
-            body = answer.json()
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise NoAgent(f"no agent answers at {self.base} ({error}); {_advice(self.base, error)}") from error
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            said = body.get("error", "not admitted")
-            raise Refused(f"{said}: put USER:PASSWORD into a file and name it with --credentials-file")
-        if answer.is_error:
-            raise Refused(str(body.get("error", answer.status_code)))
-        return body
+        return answer.status_code, answer.content
+
+    def _get_from_owner(self, path: str, query: Mapping[str, object]) -> tuple[int, bytes]:
+        """The answer of what listens on this node, if it belongs to a user who may have the password."""
+        url, secret = urlsplit(self.base), ":".join(self._credentials or ())
+        host, port = url.hostname or "", url.port or 80
+        connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+        try:
+            connection.sock = connect(host, port, _owners(self.file), TIMEOUT_S)
+            head = {"Authorization": f"Basic {base64.b64encode(secret.encode()).decode()}"}
+            connection.request("GET", f"{url.path}{path}?{urlencode(query, doseq=True)}", headers=head)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except UntrustedError as error:
+            raise NoAgent(f"the password was not sent: {error}; use https") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise NoAgent(f"no agent answers at {self.base} ({error}); {_advice(self.base, error)}") from error
+        finally:
+            connection.close()
 
     def ask(self, path: str, **query: str | int | Sequence[str]) -> Any:
         """The agent's answer; ends the command with one sentence if there is none."""
@@ -120,6 +158,14 @@ class Agent:
             return self.get(path, **query)
         except (NoAgent, Refused) as error:
             fail(str(error))
+
+
+def _owners(file: Path | None) -> frozenset[int]:
+    """Root, this user, and the owner of the state of the agent that is configured."""
+    owners = {0, os.geteuid()}
+    with suppress(BadConfig, OSError):
+        owners.add(load(file).agent.state_dir.stat().st_uid)
+    return frozenset(owners)
 
 
 def _base(settings: AgentSettings) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from opsd import exitcodes
 from tests.adversary.attacker import NOBODY, Attacker
 from tests.adversary.attacks import hold_connections
 from tests.adversary.node import Node
@@ -60,3 +61,28 @@ def test_what_a_user_sends_is_never_a_bug(node: Node, attacker: Attacker) -> Non
         assert attacker.run(send, node.port).split() == ["200"] * 4
         process.terminate()
         assert "Traceback" not in process.communicate(timeout=30)[1]
+
+
+def test_a_password_is_not_sent_to_a_user_who_listens_in_the_agents_place(node: Node, attacker: Attacker) -> None:
+    """Where the agent is stopped its port is free; the command sent user and password in the clear to any taker."""
+
+    def listen(port: int) -> None:
+        import socket
+
+        listener = socket.create_server(("127.0.0.1", port))
+        print("listens", flush=True)
+        while True:
+            connection, _ = listener.accept()
+            print(connection.recv(4096), flush=True)
+            connection.close()
+
+    heard = attacker.start(listen, node.port)
+    asked = node.run("status", "--url", f"http://127.0.0.1:{node.port}", OPSD_AGENT_CREDENTIALS="operator:secret")
+    heard.kill()
+    assert heard.stdout is not None
+    assert heard.stdout.read() in ("", "b''\n")
+    assert asked.returncode == exitcodes.FAILED
+    assert f"the password was not sent: what listens at 127.0.0.1:{node.port} belongs to user {NOBODY}" in asked.stderr
+    with node.agent():
+        asked = node.run("status", "--url", f"http://127.0.0.1:{node.port}", OPSD_AGENT_CREDENTIALS="operator:secret")
+        assert asked.returncode == exitcodes.OK
