@@ -260,6 +260,14 @@ def test_a_child_process_reports_nothing(program: Program) -> None:
     assert program.page.steps_reported == 1
 
 
+def test_a_program_that_has_ended_says_so(program: Program) -> None:
+    """Python's exit is no step that takes long."""
+    program.step()
+    program.observer.finish()
+    program.step()
+    assert (program.page.state, program.page.steps_reported) == ("finished", 1)
+
+
 def test_a_save_of_the_models_size_is_a_checkpoint(program: Program, tmp_path: Path) -> None:
     """It is durable when the call returns, a list of losses is none, and one into memory is by the next step."""
     observer = program.observer
