@@ -50,8 +50,14 @@ class Observer:
         self.saved_steps = SavedSteps(folder, int(env.get("RANK", "0")))
 
     def finish(self) -> None:
-        """The program's main file has ended in good order; what Python does at its exit may take a while."""
+        """The program's main file has ended in good order; what Python does at its exit may take a while.
+
+        A program that trains in another thread goes on.
+        """
+        if threading.get_ident() != self._thread:
+            return
         if self._page is not None:
+            self._look_at_saves(self._page)
             self._page.close()
         self.end()
 
