@@ -245,7 +245,8 @@ def test_a_program_may_train_in_another_thread(program: Program) -> None:
     other = threading.Thread(target=lambda: [program.step() for _ in range(3)])
     other.start()
     other.join()
-    assert program.page.steps_reported == 3
+    program.observer.finish()
+    assert (program.page.steps_reported, program.page.state) == (3, "running")
 
 
 def test_a_child_process_reports_nothing(program: Program) -> None:
@@ -258,6 +259,15 @@ def test_a_child_process_reports_nothing(program: Program) -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert program.page.steps_reported == 1
+
+
+def test_a_program_that_has_ended_says_so(program: Program) -> None:
+    """Python's exit is no step that takes long."""
+    program.step()
+    program.observer.saved(4_000, None)
+    program.observer.finish()
+    program.step()
+    assert (program.page.state, program.page.steps_reported, program.page.committed_step) == ("finished", 1, 0)
 
 
 def test_a_save_of_the_models_size_is_a_checkpoint(program: Program, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from opsd.launch.hangs.stacks import Stack, parse_stack
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.process import GONE_S, Child, spawn
-from opsd.launch.ranks.ranks import Generation, Rank
+from opsd.launch.ranks.ranks import Generation, Rank, usable_pages
 from opsd.launch.ranks.worker import STACK_SIGNAL
 from opsd.rank_page import RankPage, process_state, state_of
 from opsd.rundir import RunFolders
@@ -152,7 +152,7 @@ class HangWatch:
 
     def rank_statuses(self, generation: Generation) -> tuple[RankStatus, ...]:
         """The current status of the ranks."""
-        now, pages = time.monotonic(), {rank.rank: rank.page() for rank in generation.running}
+        now, pages = time.monotonic(), usable_pages(generation.running)
         return self._judge.rank_statuses(self._read(generation, pages, now), now)
 
     def accept(self, phase: str, score: int) -> None:

@@ -49,6 +49,18 @@ class Observer:
         self._ready = "OPSD_RANK_PAGE" in env
         self.saved_steps = SavedSteps(folder, int(env.get("RANK", "0")))
 
+    def finish(self) -> None:
+        """The program's main file has ended in good order; what Python does at its exit may take a while.
+
+        A program that trains in another thread goes on.
+        """
+        if threading.get_ident() != self._thread:
+            return
+        if self._page is not None:
+            self._look_at_saves(self._page)
+            self._page.close()
+        self.end()
+
     def end(self) -> None:
         """Report nothing any more."""
         self._ready, self._thread, self._page = False, None, None

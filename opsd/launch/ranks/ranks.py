@@ -156,6 +156,16 @@ class Generation:
         return found
 
 
+def usable_pages(ranks: Sequence[Rank]) -> dict[int, RankPage]:
+    """The pages of ``ranks`` by rank. Where some ranks report themselves, observed pages of others are left out.
+
+    A program may count its steps from another number than the hooks do.
+    """
+    pages = {rank.rank: page for rank in ranks if (page := rank.page()) is not None}
+    own = {rank: page for rank, page in pages.items() if not page.observed}
+    return own or pages
+
+
 class LocalFailureAggregation:
     """Waits for further failures after a rank has failed: the first to be noticed may not be the first cause.
 
@@ -231,7 +241,7 @@ class RunProgress:
 
     def update(self, generation: Generation) -> dict[int, RankPage]:
         """Read all pages of ``generation`` and emit what is new as events; returns the usable pages by rank."""
-        pages = {rank.rank: page for rank in generation.ranks if (page := rank.page()) is not None}
+        pages = usable_pages(generation.ranks)
         if self.steps is not None:
             self.steps.note(generation.number, pages)
         self._relay(generation.ranks)

@@ -255,12 +255,15 @@ def _run(order: Order, channel: socket.socket) -> None:
     faulthandler.register(STACK_SIGNAL, all_threads=True)
     os.register_at_fork(after_in_child=lambda: faulthandler.unregister(STACK_SIGNAL))
     _set_up(order)
-    if order["observe"]:
-        _hooks().begin()
+    hooks = _hooks() if order["observe"] else None
+    if hooks is not None:
+        hooks.begin()
     _sibling("dumps").serve(channel)
     try:
         code = _load_script(name) if kind == "script" else _load_module(name)
         exec(code, sys.modules["__main__"].__dict__)  # noqa: S102  # running the user's program is what a launcher is for
+        if hooks is not None:
+            hooks.finish()
     except SystemExit:
         raise
     except KeyboardInterrupt as error:
