@@ -21,6 +21,7 @@ from opsd.trainer.checkpoint import training_state
 from opsd.trainer.config import Config
 from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
+from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.hf.weights import fill
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build, demand_float8
@@ -66,6 +67,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     counts = micro_batches(config, int(os.environ.get("WORLD_SIZE", "1")))
     sources = open_corpora(config)
     world = join(config.run, config.parallel)
+    reporter.place(**world.place)
     training = Training(config, counts, sources, world, reporter)
     root = checkpoint_folder(config, world)
     training.restore(root, fresh=fresh)
@@ -104,7 +106,10 @@ class Training:
         self._config, self._counts, self._world, self._reporter = config, counts, world, reporter
         self.loader = Loader(config, sources, world, reporter)
         self.model = build(config, world)
-        self._gradients = accumulator(self.model, self.loader, config, world, reporter)
+        alone = world.whole and config.parallel.pp == config.parallel.cp == 1
+        self._clock = gpu_clock(world.device) if alone else None
+        """Not of a sharded model, in whose forward pass the GPU also waits for other ranks."""
+        self._gradients = accumulator(self.model, self.loader, config, world, reporter, self._clock)
         self._optimizer = Optimizer(self.model, config.optimizer)
         self.state = training_state(self.model, self._optimizer)
         self.mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
@@ -154,7 +159,7 @@ class Training:
             telemetry.report_mixture(self.step, self.sample)
         reporter.step(
             tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm,
-            learning_rate=rate, step=self.step,
+            learning_rate=rate, step=self.step, gpu_s=self._clock.take() if self._clock else 0.0,
         )  # fmt: skip
         if self._skipped > config.optimizer.max_skipped:
             raise TrainingError(

@@ -8,7 +8,9 @@ from statistics import fmean, median
 
 from opsd.stragglers.outliers import SLOW, Outlier, outliers, spread
 from opsd.stragglers.trace import (
+    BACKWARD,
     DATA,
+    FORWARD,
     GPU,
     SLOW_DATA,
     SLOW_GPU,
@@ -27,6 +29,8 @@ from opsd.stragglers.verdicts import Candidate, alone, named, verdict_of
 from opsd.stragglers.what_if import WhatIf
 
 LEAST_STEPS = 5
+EQUAL = 0.05
+"""The share by which the work of ranks may differ that wait for each other within it."""
 COSTLY = 0.03
 """What costs a smaller share of the step is not worth a word."""
 
@@ -51,6 +55,8 @@ def _candidates(trace: Trace) -> Iterator[Candidate]:
         yield alone(_worker(trace, slow, what_if))
     elif trace.source == GPU and (late := outliers(trace, trace.host_work())):
         yield alone(_on_host(trace, late))
+    elif trace.source != GPU and (hidden := _hidden(trace)):
+        yield alone(hidden)
     left = what_if.without(rank for outlier in slow for rank in outlier.ranks)
     found = (stages(trace, left), lengths(trace, left))
     yield from (candidate for candidate in found if candidate is not None)
@@ -82,6 +88,33 @@ def _on_host(trace: Trace, slow: Sequence[Outlier]) -> Verdict:
     extra = max(fmean(host[rank]) for rank in ranks) - fmean(middles(host, peers))
     told = [f"{named(trace, o.ranks)} is {o.excess:.0%} slower by the host's clock, and not by the GPU's" for o in slow]
     return verdict_of(trace, SLOW_HOST, ranks, _relieved(trace, extra), 0.8, told)
+
+
+def _hidden(trace: Trace) -> Verdict | None:
+    """A rank whose forward pass takes longer and whose backward pass is as much shorter.
+
+    Where gradients are reduced within the backward pass, its peers wait for it there, and all work equally long.
+    """
+    forward, backward = trace.rows(FORWARD), trace.rows(BACKWARD)
+    if forward is None or backward is None:
+        return None
+    work, found = trace.work(), outliers(trace, forward)
+    for group in trace.groups():
+        whole, reverse = median(middles(work, group)), median(middles(backward, group))
+        for rank in (rank for outlier in found for rank in outlier.ranks if rank in group):
+            if abs(median(work[rank]) - whole) > EQUAL * whole or median(backward[rank]) >= reverse:
+                return None
+    if not found:
+        return None
+    ranks = sorted({rank for outlier in found for rank in outlier.ranks})
+    peers = [rank for rank in trace.places if rank not in ranks]
+    extra = max(median(forward[rank]) for rank in ranks) - median(middles(forward, peers))
+    told = [
+        f"the forward pass of {named(trace, o.ranks)} takes {o.excess:.0%} longer, and its backward pass is shorter by "
+        "what the others wait for it in theirs"
+        for o in found
+    ]
+    return verdict_of(trace, SLOW_WORKER, ranks, _relieved(trace, extra), 0.75, told)
 
 
 def _waiting(trace: Trace, phase: str, cause: str) -> Verdict | None:
