@@ -35,31 +35,33 @@ COSTLY = 0.03
 """What costs a smaller share of the step is not worth a word."""
 
 
-def judge(trace: Trace) -> tuple[Verdict, ...]:
+def judge(trace: Trace, *, uneven: bool = True) -> tuple[Verdict, ...]:
     """What slows the job down, the costliest first; empty if all is well or there are too few steps or ranks.
 
-    Slow ranks are named even if they cost nothing at present because others take longer still.
+    Slow ranks are named even if they cost nothing at present because others take longer still. Without ``uneven``
+    work that is not the same for all is not looked for, which takes the most time.
     """
     if len(trace.steps) < LEAST_STEPS or len(trace.places) < 2:
         return ()
-    found = [one for one in _candidates(trace) if one.alone - 1 >= COSTLY or one.verdict.culprits]
+    found = [one for one in _candidates(trace, uneven=uneven) if one.alone - 1 >= COSTLY or one.verdict.culprits]
     found.sort(key=lambda one: one.alone, reverse=True)
     others = (replace(one.verdict, slowdown=max(1.0, one.alone)) for one in found[1:])
     return (found[0].verdict, *others) if found else ()
 
 
-def _candidates(trace: Trace) -> Iterator[Candidate]:
+def _candidates(trace: Trace, *, uneven: bool) -> Iterator[Candidate]:
     slow = outliers(trace, trace.work())
-    what_if = WhatIf(trace)
-    if slow:
+    what_if = WhatIf(trace) if slow or uneven else None
+    if slow and what_if is not None:
         yield alone(_worker(trace, slow, what_if))
     elif trace.source == GPU and (late := outliers(trace, trace.host_work())):
         yield alone(_on_host(trace, late))
     elif trace.source != GPU and (hidden := _hidden(trace)):
         yield alone(hidden)
-    left = what_if.without(rank for outlier in slow for rank in outlier.ranks)
-    found = (stages(trace, left), lengths(trace, left))
-    yield from (candidate for candidate in found if candidate is not None)
+    if uneven and what_if is not None:
+        left = what_if.without(rank for outlier in slow for rank in outlier.ranks)
+        found = (stages(trace, left), lengths(trace, left))
+        yield from (candidate for candidate in found if candidate is not None)
     for phase, cause in ((DATA, SLOW_DATA), (TRANSFER, SLOW_LINK)):
         verdict = _waiting(trace, phase, cause)
         if verdict is not None:
