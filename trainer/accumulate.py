@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from opsd.client import Reporter
 from opsd.trainer.attention import Context, positions
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.loader import Batch
+from opsd.trainer.gpu_clock import GpuClock
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import local_part
 from opsd.trainer.world import World, mesh_shape
@@ -75,11 +77,13 @@ def fitting_ranks(config: Config) -> list[int]:
     ]
 
 
-def accumulator(model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter) -> Accumulate:
+def accumulator(
+    model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter, clock: GpuClock | None = None
+) -> Accumulate:
     """The accumulation of a step's gradients in this layout."""
     z_loss = config.optimizer.z_loss
     if config.parallel.pp == 1:
-        return Sequential(model, batches, z_loss, world.whole, reporter)
+        return Sequential(model, batches, z_loss, world.whole, reporter, clock)
     return Pipelined(model, batches, config, world, reporter)
 
 
@@ -95,11 +99,21 @@ class Sequential:
     """One micro-batch after the other; gradients are reduced with the last.
 
     A model that is ``whole`` on this rank stays gathered until then.
+    The ``clock`` times the forward passes.
     """
 
-    def __init__(self, model: Decoder, batches: Batches, z_loss: float, whole: bool, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        batches: Batches,
+        z_loss: float,
+        whole: bool,
+        reporter: Reporter,
+        clock: GpuClock | None = None,
+    ) -> None:
         self._model, self._batches, self._z_loss, self._reporter = model, batches, z_loss, reporter
         self._whole = whole
+        self._clock = clock
 
     def __call__(self, count: int) -> torch.Tensor:
         """See ``Accumulate``."""
@@ -110,7 +124,7 @@ class Sequential:
             batch = shard_batch(self._batches.next(), model.context)
             model.set_requires_gradient_sync(number == count)
             model.set_reshard_after_backward(number == count or not self._whole)
-            with self._reporter.phase("forward"):
+            with self._reporter.phase("forward"), self._clock.computing() if self._clock else nullcontext():
                 terms = model(batch.tokens, batch.documents, batch.targets, self._z_loss)
             with self._reporter.phase("backward"):
                 torch.autograd.backward(terms.sum() / count)

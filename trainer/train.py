@@ -21,6 +21,7 @@ from opsd.trainer.checkpoint import training_state
 from opsd.trainer.config import Config
 from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
+from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.hf.weights import fill
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build, demand_float8
@@ -67,6 +68,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     counts = micro_batches(config, int(os.environ.get("WORLD_SIZE", "1")))
     sources = open_corpora(config)
     world = join(config.run, config.parallel)
+    reporter.place(**world.place)
     training = Training(config, counts, sources, world, reporter)
     root = checkpoint_folder(config, world)
     training.restore(root, fresh=fresh)
@@ -105,8 +107,11 @@ class Training:
         self._config, self._counts, self._world, self._reporter = config, counts, world, reporter
         self.loader = Loader(config, sources, world, reporter)
         self.model = build(config, world)
+        alone = world.whole and config.parallel.pp == config.parallel.cp == 1
+        self._clock = gpu_clock(world.device) if alone else None
+        """Not of a sharded model, in whose forward pass the GPU also waits for other ranks."""
         batches = Repeatable(self.loader)
-        self._gradients = accumulator(self.model, batches, config, world, reporter)
+        self._gradients = accumulator(self.model, batches, config, world, reporter, self._clock)
         self._replay = Replay(self.model, batches, self._gradients, config, world, reporter)
         self._optimizer = Optimizer(self.model, config.optimizer)
         self.state = training_state(self.model, self._optimizer)
@@ -160,7 +165,7 @@ class Training:
             telemetry.report_mixture(self.step, self.sample)
         reporter.step(
             tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm,
-            learning_rate=rate, step=self.step,
+            learning_rate=rate, step=self.step, gpu_s=self._clock.take() if self._clock else 0.0,
         )  # fmt: skip
         if self._skipped > config.optimizer.max_skipped:
             raise TrainingError(

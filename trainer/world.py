@@ -73,6 +73,12 @@ class World:
         return self.rank // (self.size // self.parallel.pp)
 
     @property
+    def place(self) -> dict[str, int]:
+        """This rank's coordinates in the layout, as ``Reporter.place`` takes them."""
+        tp, cp = self.parallel.tp, self.parallel.cp
+        return {"dp": self.data_rank, "pp": self.stage, "tp": self.rank % tp, "cp": self.rank // tp % cp}
+
+    @property
     def sharding(self) -> DeviceMesh:
         """The mesh over which FSDP shards, and with several replicas replicates."""
         if self.parallel.replicas > 1:

@@ -31,6 +31,7 @@ BENCHES = {
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
     "scrape": "fifty concurrent scrapers of one agent, beside nvitop-exporter",
     "soak": "the agent under attack for an hour: memory, scrapes, and whether anything is lost",
+    "stragglers": "what comparing the step times of 4,096 ranks costs the leader",
     "swap": "how long a run stops when it loses a node, on a real Slurm cluster in namespaces",
     "trainer": "tokens/s of the trainer beside torchtitan and transformers' Llama under FSDP2; start of eight ranks",
 }

@@ -8,7 +8,9 @@ from statistics import fmean, median
 
 from opsd.stragglers.outliers import SLOW, Outlier, outliers, spread
 from opsd.stragglers.trace import (
+    BACKWARD,
     DATA,
+    FORWARD,
     GPU,
     SLOW_DATA,
     SLOW_GPU,
@@ -27,33 +29,39 @@ from opsd.stragglers.verdicts import Candidate, alone, named, verdict_of
 from opsd.stragglers.what_if import WhatIf
 
 LEAST_STEPS = 5
+EQUAL = 0.05
+"""The share by which the work of ranks may differ that wait for each other within it."""
 COSTLY = 0.03
 """What costs a smaller share of the step is not worth a word."""
 
 
-def judge(trace: Trace) -> tuple[Verdict, ...]:
+def judge(trace: Trace, *, uneven: bool = True) -> tuple[Verdict, ...]:
     """What slows the job down, the costliest first; empty if all is well or there are too few steps or ranks.
 
-    Slow ranks are named even if they cost nothing at present because others take longer still.
+    Slow ranks are named even if they cost nothing at present because others take longer still. Without ``uneven``
+    work that is not the same for all is not looked for, which takes the most time.
     """
     if len(trace.steps) < LEAST_STEPS or len(trace.places) < 2:
         return ()
-    found = [one for one in _candidates(trace) if one.alone - 1 >= COSTLY or one.verdict.culprits]
+    found = [one for one in _candidates(trace, uneven=uneven) if one.alone - 1 >= COSTLY or one.verdict.culprits]
     found.sort(key=lambda one: one.alone, reverse=True)
     others = (replace(one.verdict, slowdown=max(1.0, one.alone)) for one in found[1:])
     return (found[0].verdict, *others) if found else ()
 
 
-def _candidates(trace: Trace) -> Iterator[Candidate]:
+def _candidates(trace: Trace, *, uneven: bool) -> Iterator[Candidate]:
     slow = outliers(trace, trace.work())
-    what_if = WhatIf(trace)
-    if slow:
+    what_if = WhatIf(trace) if slow or uneven else None
+    if slow and what_if is not None:
         yield alone(_worker(trace, slow, what_if))
     elif trace.source == GPU and (late := outliers(trace, trace.host_work())):
         yield alone(_on_host(trace, late))
-    left = what_if.without(rank for outlier in slow for rank in outlier.ranks)
-    found = (stages(trace, left), lengths(trace, left))
-    yield from (candidate for candidate in found if candidate is not None)
+    elif trace.source != GPU and (hidden := _hidden(trace)):
+        yield alone(hidden)
+    if uneven and what_if is not None:
+        left = what_if.without(rank for outlier in slow for rank in outlier.ranks)
+        found = (stages(trace, left), lengths(trace, left))
+        yield from (candidate for candidate in found if candidate is not None)
     for phase, cause in ((DATA, SLOW_DATA), (TRANSFER, SLOW_LINK)):
         verdict = _waiting(trace, phase, cause)
         if verdict is not None:
@@ -82,6 +90,33 @@ def _on_host(trace: Trace, slow: Sequence[Outlier]) -> Verdict:
     extra = max(fmean(host[rank]) for rank in ranks) - fmean(middles(host, peers))
     told = [f"{named(trace, o.ranks)} is {o.excess:.0%} slower by the host's clock, and not by the GPU's" for o in slow]
     return verdict_of(trace, SLOW_HOST, ranks, _relieved(trace, extra), 0.8, told)
+
+
+def _hidden(trace: Trace) -> Verdict | None:
+    """A rank whose forward pass takes longer and whose backward pass is as much shorter.
+
+    Where gradients are reduced within the backward pass, its peers wait for it there, and all work equally long.
+    """
+    forward, backward = trace.rows(FORWARD), trace.rows(BACKWARD)
+    if forward is None or backward is None:
+        return None
+    work, found = trace.work(), outliers(trace, forward)
+    for group in trace.groups():
+        whole, reverse = median(middles(work, group)), median(middles(backward, group))
+        for rank in (rank for outlier in found for rank in outlier.ranks if rank in group):
+            if abs(median(work[rank]) - whole) > EQUAL * whole or median(backward[rank]) >= reverse:
+                return None
+    if not found:
+        return None
+    ranks = sorted({rank for outlier in found for rank in outlier.ranks})
+    peers = [rank for rank in trace.places if rank not in ranks]
+    extra = max(median(forward[rank]) for rank in ranks) - median(middles(forward, peers))
+    told = [
+        f"the forward pass of {named(trace, o.ranks)} takes {o.excess:.0%} longer, and its backward pass is shorter by "
+        "what the others wait for it in theirs"
+        for o in found
+    ]
+    return verdict_of(trace, SLOW_WORKER, ranks, _relieved(trace, extra), 0.75, told)
 
 
 def _waiting(trace: Trace, phase: str, cause: str) -> Verdict | None:

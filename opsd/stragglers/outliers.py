@@ -22,6 +22,8 @@ CONSISTENT = 0.8
 MOST_SHARE = 0.25
 """If more than this share of the nodes or ranks are slow, the work is uneven by nature and nobody is a culprit."""
 FLOOR = 0.01
+NOISY_ROWS = 256
+"""The noise of so many ranks is that of all."""
 SMALL_GROUP = 8
 """Of fewer ranks a rank is compared with the others only: it would move the median that it is compared with."""
 MAD_TO_SIGMA = 1.4826
@@ -84,7 +86,8 @@ def _extreme(logs: Mapping[_Name, Sequence[float]]) -> dict[_Name, tuple[float, 
         return {}
     own = {name: median(row) for name, row in logs.items()}
     steps = len(next(iter(logs.values())))
-    noise = median(spread(row) for row in logs.values()) * MEDIAN_ERROR / math.sqrt(steps)
+    some = list(logs.values())[:: 1 + len(logs) // NOISY_ROWS]
+    noise = median(spread(row) for row in some) * MEDIAN_ERROR / math.sqrt(steps)
     least = max(OUTLIER, OUTLIER_BASE + math.sqrt(2 * math.log(len(logs))))
     everyone = spread(list(own.values()))
     found = {}

@@ -102,8 +102,9 @@ def _mostly_one(trace: Trace, what_if: WhatIf) -> bool:
     work = {r: [f + b for f, b in zip(what_if.forward[r], what_if.backward[r], strict=True)] for r in trace.places}
     logs = ratios(trace, work)
     times: dict[int, int] = {}
+    groups = trace.groups()
     for step in range(len(trace.steps)):
-        for group in trace.groups():
+        for group in groups:
             longest = max(group, key=lambda rank: logs[rank][step])
             if logs[longest][step] > SLOW / 2:
                 times[longest] = times.get(longest, 0) + 1

@@ -149,6 +149,17 @@ def test_a_slow_host() -> None:
     assert (verdict.cause, verdict.culprits) == (SLOW_HOST, (3,))
 
 
+def test_waiting_that_hides_in_the_backward_pass() -> None:
+    """Where gradients are reduced in it, all work equally long, and the long forward pass tells who is slow."""
+    trace = made(1, 8)
+    forward = {rank: [s * (1.6 if rank == 5 else 1.0) for s in row] for rank, row in trace.seconds[FORWARD].items()}
+    backward = {rank: [3.6 - s for s in row] for rank, row in forward.items()}
+    hidden = also(trace, **{FORWARD: forward, BACKWARD: backward, STEP: flat(trace, 4.0)})
+    verdict = only(judge(hidden))
+    assert (verdict.cause, verdict.culprits) == (SLOW_WORKER, (5,))
+    assert verdict.slowdown == pytest.approx(4.0 / 3.4, rel=0.03)
+
+
 def test_slow_data() -> None:
     """A rank that waits for its data."""
     trace = made(1, 8)

@@ -5,6 +5,7 @@ Nobody is restarted or replaced for it: the event lets the agent of that node op
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,14 +19,18 @@ from opsd.stragglers.trace import Place, Trace, Verdict
 
 FOUND, GONE = "straggler_found", "straggler_gone"
 LOOK_S = 2.0
-WINDOWS = (LEAST_STEPS, 16)
-"""Steps that are judged: few, to be quick, and many, for a small excess in noisy times."""
+MOST_SHARE = 0.1
+"""Of the time, that is spent on judging at most: with very many ranks it is done less often."""
+SHORT, LONG = LEAST_STEPS, 16
+"""Steps that are judged: few, to be quick, and many, for a small excess in noisy times and for uneven work."""
+LONG_EVERY = 5
+"""One look of so many judges the long window."""
 KEPT = 24
 """Sampled steps remembered of each rank."""
 REPEAT_S = 60.0
 """How often a straggler that stays is announced again, for agents that have started since."""
-GONE_S = 20.0
-"""A straggler that was not seen in any look for so long is gone."""
+GONE_S = 30.0
+"""A straggler that was not seen in any look for so long, and in three long ones, is gone."""
 UNEVEN = 1.1
 """Uneven work is announced from this slowdown on; it is no fault, and few jobs have none."""
 SILENT_S = 30.0
@@ -61,7 +66,8 @@ class SlowRankWatch:
         self._announced: dict[tuple[str, ...], _Announced] = {}
         self._timer: Timer | None = None
         self._judged_step: int | None = None
-        self._epoch = 0
+        self._epoch = self._looks = 0
+        self._look_s = LOOK_S
 
     def add(self, node: str, told: StepTimes) -> None:
         """Step times of the ranks of ``node``."""
@@ -82,7 +88,7 @@ class SlowRankWatch:
             for old in sorted(own.steps)[:-KEPT]:
                 del own.steps[old]
         if self._timer is None:
-            self._timer = self._loop.later(LOOK_S, self._look)
+            self._timer = self._loop.later(self._look_s, self._look)
 
     def forget(self) -> None:
         """The generation has ended, or another launcher leads. What was announced may still hold on the same nodes."""
@@ -98,11 +104,20 @@ class SlowRankWatch:
             return
         self._judged_step, epoch = trace.steps[-1], self._epoch
 
-        def judged(verdicts: tuple[Verdict, ...] | OSError) -> None:
-            if epoch == self._epoch and not isinstance(verdicts, OSError):
+        def judging() -> tuple[tuple[Verdict, ...], float]:
+            began = time.thread_time()
+            return judge_windows(trace, long=long), time.thread_time() - began
+
+        def judged(result: tuple[tuple[Verdict, ...], float] | OSError) -> None:
+            if isinstance(result, OSError):
+                return
+            verdicts, took_s = result
+            self._look_s = max(LOOK_S, took_s / MOST_SHARE)
+            if epoch == self._epoch:
                 self._conclude(verdicts, trace)
 
-        self._loop.run_in_thread(lambda: judge_windows(trace), judged, key="slow ranks")
+        long = self._looks % LONG_EVERY == 0
+        self._looks += self._loop.run_in_thread(judging, judged, key="slow ranks")
 
     def _trace(self) -> Trace | None:
         """The steps that all ranks have in common, None if they are too few."""
@@ -130,7 +145,7 @@ class SlowRankWatch:
             else:
                 known.seen = now
         for key, known in list(self._announced.items()):
-            if now - known.seen >= GONE_S:
+            if now - known.seen >= max(GONE_S, 3 * LONG_EVERY * self._look_s):
                 del self._announced[key]
                 self._announce(GONE, _fields(known.verdict, step, len(trace.places)))
 
@@ -143,14 +158,13 @@ def _places(node: str, told: StepTimes) -> list[Place]:
     return [Place(node, gpu, *told.places[4 * index : 4 * index + 4]) for index, gpu in enumerate(gpus)]
 
 
-def judge_windows(trace: Trace) -> tuple[Verdict, ...]:
-    """What the last few steps show, then what only more of them show; uneven work if it costs much."""
-    found: dict[tuple[str, ...], Verdict] = {}
-    for steps in WINDOWS:
-        if len(trace.steps) >= steps:
-            for verdict in judge(trace.last(steps)):
-                if verdict.culprits or (steps == WINDOWS[-1] and verdict.slowdown >= UNEVEN):
-                    found.setdefault(_key(verdict), verdict)
+def judge_windows(trace: Trace, *, long: bool) -> tuple[Verdict, ...]:
+    """What the last few steps show; with ``long`` also what only more of them show, and uneven work that costs much."""
+    found = {_key(verdict): verdict for verdict in judge(trace.last(SHORT), uneven=False)}
+    if long and len(trace.steps) >= LONG:
+        for verdict in judge(trace.last(LONG)):
+            if verdict.culprits or verdict.slowdown >= UNEVEN:
+                found.setdefault(_key(verdict), verdict)
     return tuple(found.values())
 
 
