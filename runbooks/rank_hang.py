@@ -78,7 +78,7 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
         severity=Severity.CRITICAL,
         summary=f"{run} hangs in {text(data, 'phase')}: {reason}",
         culprit=_named(view, run, None if rank is None else int(rank), reason),
-        confidence=_confidence(states, rank),
+        confidence=_confidence(states, rank, data.get("flight_recorder")),
         evidence=(
             *quoted(event, "launcher", f"no rank has moved for {stuck:.1f} s; {limit}"),
             *quoted(event, "rank pages", *map(str, sentences if isinstance(sentences, list | tuple) else ())),
@@ -98,10 +98,13 @@ def _named(view: View, run: str, rank: int | None, reason: str) -> Culprit:
     return Culprit("rank", view.node, page.gpu if page else None, rank, reason.removeprefix(f"rank {rank}: "))
 
 
-def _confidence(states: Sequence[RankState], rank: float | None) -> float:
-    """How sure the launcher's verdict is; it had the stacks as well when it disagrees with the pages."""
+def _confidence(states: Sequence[RankState], rank: float | None, recorder: object) -> float:
+    """How sure the launcher's verdict is; it had stacks and flight recorders as well when it disagrees with pages."""
     if rank is None:
         return 0.2
+    recorded = recorder.get("culprits") if isinstance(recorder, Mapping) else None
+    if isinstance(recorder, Mapping) and isinstance(recorded, list | tuple) and rank in recorded:
+        return min(0.95, max(0.7, number(recorder, "confidence") or 0.0))
     verdict = blame(states) if states else None
     return max(verdict.confidence, 0.7) if verdict and verdict.rank == rank else 0.7
 
