@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from opsd.blame import NOBODY, STOPPED, RankState, blame
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Detect, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.blame import STOPPED, RankState, blame
 from opsd.runbooks.lib.remedies import notify_unsupervised
 from opsd.runbooks.lib.runs import (
     downtime,
@@ -28,9 +28,6 @@ FLOOR_S = 15.0
 SLOW_PHASES = ("setup", "other", "checkpoint", "evaluation")
 SLOW_PHASE_LIMIT_S = 900.0
 """Phases without a past to learn from: reading a checkpoint over a slow network once took hours and then recovered."""
-
-NOBODY = 0.2
-"""The confidence with which a rank is named when none stands out."""
 
 SETTLED_STEPS = 3
 """The first steps compile and autotune; a rank that has not completed this many has the limit of a slow phase."""
