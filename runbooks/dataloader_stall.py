@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
+from opsd.blame import STOPPED, UNINTERRUPTIBLE
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.blame import STOPPED, UNINTERRUPTIBLE
 from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, run_of, supervised, unsolved
 from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.rank_hang import moved_on, reported_states, waits_for_data

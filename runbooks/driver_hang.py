@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from opsd.blame import UNINTERRUPTIBLE
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.blame import UNINTERRUPTIBLE
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import latest, text
 from opsd.runbooks.lib.xids import ECHOES, code_of, gpu_at

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from opsd.blame import NOBODY, STOPPED, RankState, blame
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Detect, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.blame import STOPPED, RankState, blame
 from opsd.runbooks.lib.remedies import notify_unsupervised
 from opsd.runbooks.lib.runs import (
     downtime,
@@ -28,9 +28,6 @@ FLOOR_S = 15.0
 SLOW_PHASES = ("setup", "other", "checkpoint", "evaluation")
 SLOW_PHASE_LIMIT_S = 900.0
 """Phases without a past to learn from: reading a checkpoint over a slow network once took hours and then recovered."""
-
-NOBODY = 0.2
-"""The confidence with which a rank is named when none stands out."""
 
 SETTLED_STEPS = 3
 """The first steps compile and autotune; a rank that has not completed this many has the limit of a slow phase."""
@@ -78,7 +75,7 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
         severity=Severity.CRITICAL,
         summary=f"{run} hangs in {text(data, 'phase')}: {reason}",
         culprit=_named(view, run, None if rank is None else int(rank), reason),
-        confidence=_confidence(states, rank),
+        confidence=_confidence(states, rank, data.get("flight_recorder")),
         evidence=(
             *quoted(event, "launcher", f"no rank has moved for {stuck:.1f} s; {limit}"),
             *quoted(event, "rank pages", *map(str, sentences if isinstance(sentences, list | tuple) else ())),
@@ -98,10 +95,13 @@ def _named(view: View, run: str, rank: int | None, reason: str) -> Culprit:
     return Culprit("rank", view.node, page.gpu if page else None, rank, reason.removeprefix(f"rank {rank}: "))
 
 
-def _confidence(states: Sequence[RankState], rank: float | None) -> float:
-    """How sure the launcher's verdict is; it had the stacks as well when it disagrees with the pages."""
+def _confidence(states: Sequence[RankState], rank: float | None, recorder: object) -> float:
+    """How sure the launcher's verdict is; it had stacks and flight recorders as well when it disagrees with pages."""
     if rank is None:
         return 0.2
+    recorded = recorder.get("culprits") if isinstance(recorder, Mapping) else None
+    if isinstance(recorder, Mapping) and isinstance(recorded, list | tuple) and rank in recorded:
+        return min(0.95, max(0.7, number(recorder, "confidence") or 0.0))
     verdict = blame(states) if states else None
     return max(verdict.confidence, 0.7) if verdict and verdict.rank == rank else 0.7
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
+from opsd.blame import STOPPED
 from opsd.collectors.base import RankFact, StepFact
 from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
-from opsd.runbooks.lib.blame import STOPPED
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, slowdown
 from opsd.runbooks.lib.signals import integer, level, number, text

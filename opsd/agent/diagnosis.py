@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from opsd.agent.window import Window
+from opsd.blame import blame
 from opsd.collectors.base import RankFact, Reading, StepFact
-from opsd.runbooks.lib.blame import blame
 from opsd.runbooks.rank_hang import FACTOR, FLOOR_S, SLOW_PHASE_LIMIT_S, SLOW_PHASES, state_of
 from opsd.runbooks.straggler import SLOW, compute_seconds, stragglers_of
 from opsd.runbooks.throughput_drop import DROP, PAUSES

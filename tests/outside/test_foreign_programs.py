@@ -94,10 +94,10 @@ def assert_observed(launched: Launched, last: int | None) -> None:
     assert 0 < ledger.ettr < 1
 
 
-def test_nanogpt(tmp_path: Path) -> None:
-    """karpathy/nanoGPT, train.py."""
+def nanogpt(folder: Path, **settings: object) -> tuple[Path, list[str]]:
+    """A checkout of karpathy/nanoGPT with data below ``folder``, and the command line of a small model."""
     need("torch", "numpy")
-    folder = checkout("nanoGPT", into=tmp_path, files=".")
+    folder = checkout("nanoGPT", into=folder, files=".")
     data = folder / "data/tiny"
     data.mkdir()
     for name in ("train.bin", "val.bin"):
@@ -106,12 +106,47 @@ def test_nanogpt(tmp_path: Path) -> None:
     settings = {
         "dataset": "tiny", "backend": "gloo", "compile": False, "dtype": "float32", "eval_interval": 20,
         "eval_iters": 1, "block_size": 32, "batch_size": 2, "gradient_accumulation_steps": 2, "n_layer": 1,
-        "n_head": 2, "n_embd": 16, "max_iters": 60, "lr_decay_iters": 60, "warmup_iters": 5,
+        "n_head": 2, "n_embd": 16, "max_iters": 60, "lr_decay_iters": 60, "warmup_iters": 5, **settings,
     }  # fmt: skip
-    words = [f"--{name}={value}" for name, value in settings.items()]
-    env = {"NO_GPU": "1"}
-    survives_a_kill(folder, "train.py", *words, after="iter 20:", env=env, end="iter 60:", last=60)
+    return folder, ["train.py", *(f"--{name}={value}" for name, value in settings.items())]
+
+
+def test_nanogpt(tmp_path: Path) -> None:
+    """karpathy/nanoGPT, train.py."""
+    folder, words = nanogpt(tmp_path)
+    survives_a_kill(folder, *words, after="iter 20:", env={"NO_GPU": "1"}, end="iter 60:", last=60)
     assert (folder / "out/ckpt.pt").exists()
+
+
+@pytest.mark.parametrize("observe", [(), ("--no-observe",)])
+def test_nanogpt_evaluates_without_being_killed(tmp_path: Path, observe: tuple[str, ...]) -> None:
+    """``estimate_loss`` takes hundreds of steps and several limits, while rank 1 waits for rank 0."""
+    folder, words = nanogpt(tmp_path, eval_iters=1200)
+    flags = ("--nproc-per-node=2", "--hang-limit=1", "--unannounced-hang-limit=2", "--idle-limit=8", *observe)
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ON_GLOO), "NO_GPU": "1"}
+    (tmp_path / "watched").mkdir()
+    with Launched(tmp_path / "watched", "", *flags, program=tuple(words), env=env, cwd=folder) as launched:
+        assert launched.wait(500) == exitcodes.OK
+        assert not launched.events("hang_detected")
+        assert "step 60: train loss" in launched.log(0)
+
+
+@pytest.mark.parametrize("observe", [(), ("--no-observe",)])
+def test_a_stopped_rank_of_nanogpt_is_named(tmp_path: Path, observe: tuple[str, ...]) -> None:
+    """SIGSTOP for one of two ranks: named within seconds, its evidence kept, and the run goes on."""
+    folder, words = nanogpt(tmp_path, max_iters=2000, eval_interval=10_000)
+    flags = ("--nproc-per-node=2", "--hang-limit=2", *observe)
+    env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ON_GLOO), "NO_GPU": "1"}
+    (tmp_path / "watched").mkdir()
+    with Launched(tmp_path / "watched", "", *flags, program=tuple(words), env=env, cwd=folder) as launched:
+        launched.until(lambda: "iter 20:" in launched.log(0), 300)
+        os.kill(launched.event("generation_started")["ranks"][1]["pid"], signal.SIGSTOP)
+        hang = launched.event("hang_detected")
+        assert hang["rank"] == 1
+        assert "state T" in hang["reason"]
+        assert hang["stuck_s"] < hang["limit_s"] + 20
+        assert (launched.run / "flight_recorder/rank-0000.json").exists()
+        launched.until(lambda: "iter 20:" in launched.log(0, 2), 300)
 
 
 def test_pytorch_ddp(tmp_path: Path) -> None:

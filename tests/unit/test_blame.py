@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.runbooks.lib.blame import RankState, blame
+from opsd.blame import RankState, blame
 
 WAITING = RankState(0, "collective", 20.0, "S", 41)
 

@@ -1,10 +1,11 @@
-"""Names the rank behind a hang, from the statuses of all ranks. Pure."""
+"""Names the rank behind a hang, from the statuses of all ranks. Pure; the agent shares the rules (``opsd.blame``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from opsd.blame import NOBODY, STOPPED, UNINTERRUPTIBLE, RankState, blame
 from opsd.collectors.lib.nccl.stuck import Verdict
 from opsd.launch.hangs.limits import UNKNOWN
 
@@ -12,8 +13,6 @@ EARLY_S = 0.3
 """A hang is declared this long before the limit, so that the event is published in time."""
 CERTAIN = 50
 """Evidence of this weight is more than elapsed time."""
-STOPPED = {"T": "stopped by a signal", "t": "stopped by a debugger", "Z": "dead", "X": "dead"}
-_APART_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,57 +88,61 @@ def may_be_waiting_for(rank: RankStatus, other: RankStatus, stuck: Sequence[Rank
 
 def name_culprit(ranks: Sequence[RankStatus]) -> Hang:
     """The hang of ``ranks``, which have all exceeded their limits or wait for one that has."""
-    everyone = tuple(ranks)
-    scored = [(_score(rank, everyone), rank) for rank in everyone]
-    scored.sort(key=lambda pair: (-pair[0][0], pair[1].changed))
-    (score, evidence), culprit = scored[0]
-    if len(scored) > 1 and score == scored[1][0][0]:
+    everyone, newest = tuple(ranks), max(rank.changed for rank in ranks)
+    verdict = blame([_state(rank, newest) for rank in everyone])
+    culprit = next(rank for rank in everyone if rank.rank == verdict.rank)
+    others = [rank for rank in everyone if rank is not culprit]
+    named = culprit.rank if verdict.confidence > NOBODY or not others else None
+    certain = culprit.process is None or culprit.process in (*STOPPED, UNINTERRUPTIBLE)
+    evidence = _evidence(culprit, others) if named is not None else []
+    if named is None:
         evidence = [f"all ranks have stood still since the same moment, in {culprit.phase}; none stands out"]
-        named = None
-    else:
-        named = culprit.rank
     who = "no rank stands out" if named is None else f"rank {named}"
-    reason = f"{who}: {evidence[0]}" if evidence else f"{who} has stood still in {culprit.phase}"
     return Hang(
-        named, culprit.phase, culprit.step, culprit.stuck_s, culprit.limit_s, reason, tuple(evidence), everyone, score
+        named,
+        culprit.phase,
+        culprit.step,
+        culprit.stuck_s,
+        culprit.limit_s,
+        f"{who}: {evidence[0]}",
+        tuple(evidence),
+        everyone,
+        CERTAIN if certain else 0,
     )
 
 
-def _score(rank: RankStatus, everyone: tuple[RankStatus, ...]) -> tuple[int, list[str]]:
-    """The weight of the evidence against ``rank``, and the evidence."""
-    score, evidence = 0, []
-    others = [other for other in everyone if other.rank != rank.rank]
+def _state(rank: RankStatus, newest: float) -> RankState:
+    return RankState(rank.rank, rank.phase, newest - rank.changed, rank.process, rank.progress, rank.waits)
+
+
+def _evidence(rank: RankStatus, others: Sequence[RankStatus]) -> list[str]:
+    """What speaks against ``rank``, the strongest first."""
+    evidence = []
     if rank.process is None or rank.process in STOPPED:
-        score += 2 * CERTAIN
         evidence.append(f"its process is {STOPPED.get(rank.process or 'X')} (state {rank.process or 'gone'})")
-    elif rank.process == "D":
-        score += CERTAIN
+    elif rank.process == UNINTERRUPTIBLE:
         evidence.append("its process is in uninterruptible sleep (state D), waiting for a device or a file system")
     if others and all(rank.progress < other.progress for other in others):
-        score += 20
         done = "no step" if rank.step is None else f"step {rank.step}"
         evidence.append(f"it has completed {done}, all others are further")
     waiting = [other for other in others if other.in_collective]
     if waiting and not rank.in_collective:
-        score += 10
         what = "it is in no collective" if rank.phase == UNKNOWN else f"it is in {rank.phase}"
         evidence.append(f"{what} while {_ranks(waiting)} in a collective")
-    if others and all(rank.changed < other.changed - _APART_S for other in others):
-        score += 5
-        first = min(other.changed for other in others) - rank.changed
+    first = min((other.changed for other in others), default=rank.changed) - rank.changed
+    if first > 0:
         evidence.append(f"it stopped changing {first:.1f} s before any other rank")
-    if not others:
-        score += 1
+    if not evidence:
         evidence.append(
             f"it has stood still in {rank.phase} for {rank.stuck_s:.1f} s; the limit is {rank.limit_s:.1f} s"
         )
-    if evidence and rank.judged_as == "idle":
+    if rank.judged_as == "idle":
         evidence.append(f"its processes have used no CPU time and moved no data for {rank.stuck_s:.0f} s")
-    if evidence and rank.where:
+    if rank.where:
         evidence.append(f"its main thread is in {rank.where}")
-    return score, evidence
+    return evidence
 
 
-def _ranks(ranks: list[RankStatus]) -> str:
+def _ranks(ranks: Sequence[RankStatus]) -> str:
     numbers = [str(rank.rank) for rank in sorted(ranks, key=lambda rank: rank.rank)]
     return f"rank {numbers[0]} waits" if len(numbers) == 1 else f"ranks {', '.join(numbers)} wait"

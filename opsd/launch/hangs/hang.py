@@ -25,7 +25,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opsd.launch.hangs.culprit import CERTAIN, EARLY_S, STOPPED, Hang, RankStatus, is_hang, may_be_waiting_for
+from opsd.blame import STOPPED
+from opsd.launch.hangs.culprit import CERTAIN, EARLY_S, Hang, RankStatus, is_hang, may_be_waiting_for
 from opsd.launch.hangs.culprit import name_culprit as name_culprit
 from opsd.launch.hangs.limits import UNKNOWN, WARM_STEPS, HangLimits, LearntLimits
 from opsd.launch.hangs.stacks import Stack

@@ -17,9 +17,9 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.ranks import Rank
 from opsd.rundir import RECORDER, RunFolders
 
-ANSWER_S = 1.0
+ANSWER_S = 3.0
 """Time for the ranks of a node to write their recorders, and for the launcher to copy them."""
-OTHERS_S = 1.5
+OTHERS_S = 4.0
 """Time for the dumps of other nodes to appear in the run's folder."""
 JUDGE_S = 3.0
 """After this time the culprit is named without the recorders."""

@@ -1,4 +1,4 @@
-"""Which rank blocks a hung job, from each rank's page and process.
+"""Which rank blocks a hung job, from each rank's page, process and stack.
 
 In synchronous training every rank stops when one does, so the question is which rank made the others wait. The
 launcher asks it when it detects a hang, the runbooks ask it for runs without a launcher.
@@ -27,13 +27,22 @@ _APART_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """One rank of a hung job: ``stuck_s`` seconds since its page changed, ``step`` the last completed (-1: none)."""
+    """One rank of a hung job: ``stuck_s`` seconds since it changed, ``step`` the last completed (-1: none).
+
+    ``waits``: its stack is in a collective, whatever its phase.
+    """
 
     rank: int
     phase: str
     stuck_s: float
     process: str | None
     step: int
+    waits: bool = False
+
+    @property
+    def in_collective(self) -> bool:
+        """Whether it waits for other ranks."""
+        return self.waits or self.phase == "collective"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,9 @@ class Blame:
     confidence: float
     evidence: tuple[str, ...]
 
+
+NOBODY = 0.2
+"""The confidence with which a rank is named when none stands out."""
 
 Rule = Callable[[Sequence[RankState]], tuple[Sequence[RankState], str]]
 
@@ -68,6 +80,11 @@ def _lowest_step(ranks: Sequence[RankState]) -> tuple[Sequence[RankState], str]:
     return [r for r in ranks if r.step == lowest], f"it has completed step {lowest}, the others are further"
 
 
+def _not_waiting(ranks: Sequence[RankState]) -> tuple[Sequence[RankState], str]:
+    found = [r for r in ranks if not r.in_collective]
+    return found, f"it is in phase {found[0].phase}, the others wait for it in collective" if found else ""
+
+
 def _least_progress(ranks: Sequence[RankState]) -> tuple[Sequence[RankState], str]:
     lowest = min(_PROGRESS.get(r.phase, 0) for r in ranks)
     found = [r for r in ranks if _PROGRESS.get(r.phase, 0) == lowest]
@@ -80,6 +97,7 @@ _RULES: tuple[tuple[Rule, float], ...] = (
     (_stopped, 0.95),
     (_in_the_kernel, 0.8),
     (_lowest_step, 0.9),
+    (_not_waiting, 0.85),
     (_least_progress, 0.85),
 )
 
@@ -99,14 +117,14 @@ def blame(ranks: Sequence[RankState]) -> Blame:
             suspects, confidence = list(found), confidence or sure
             reasons.append(reason)
     culprit = max(suspects, key=lambda r: r.stuck_s)
-    waiting = all(r.phase == "collective" for r in suspects)
+    waiting = all(r.in_collective for r in suspects)
     if len(ranks) == 1:
         certain = not waiting or culprit.process in STOPPED
-        reasons, confidence = ["it is the only rank here"], 0.9 if certain else 0.2
+        reasons, confidence = ["it is the only rank here"], 0.9 if certain else NOBODY
     elif len(suspects) > 1:
         apart = culprit.stuck_s - max(r.stuck_s for r in suspects if r is not culprit) > _APART_S
         reasons.append("its page stopped changing first" if apart else "no rank stands out")
-        confidence = confidence or (0.5 if apart and not waiting else 0.2)
+        confidence = confidence or (0.5 if apart and not waiting else NOBODY)
     return Blame(
         rank=culprit.rank,
         reason="; ".join(reasons),
