@@ -7,7 +7,6 @@ its own pace (every 30 s by default), so this asks rarely.
 
 from __future__ import annotations
 
-import http.client
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ from dataclasses import replace
 from typing import Final
 from urllib.parse import urlsplit
 
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import Field
 
 from opsd.collectors.base import Context, Metric, NoData, Plugin, Reading, Sample
@@ -56,6 +54,8 @@ def parse_exposition(text: str) -> Iterator[Sample]:
 
     Left out are samples of MIG instances, which have the labels of their GPU, and DCGM's numbers for "not supported".
     """
+    from prometheus_client.parser import text_string_to_metric_families  # megabytes that few nodes need
+
     seen: set[tuple[str, tuple[str, ...]]] = set()
     try:
         for family in text_string_to_metric_families(text):
@@ -84,9 +84,17 @@ def fetch(url: str, timeout_s: float, uids: frozenset[int]) -> str:
     """
     parts = urlsplit(url)
     host, port = parts.hostname or "localhost", parts.port or 80
+    try:
+        raw = connect(host, port, uids, timeout_s)
+    except ConnectionRefusedError:
+        raise
+    except OSError as error:
+        raise DcgmError(f"{url} does not answer: {type(error).__name__} {error}") from error
+    import http.client  # megabytes that only a node with an exporter needs
+
     http_connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
-        http_connection.sock = connect(host, port, uids, timeout_s)
+        http_connection.sock = raw
         deadline = time.monotonic() + timeout_s
         http_connection.request("GET", parts.path or "/metrics")
         response = http_connection.getresponse()
@@ -98,8 +106,6 @@ def fetch(url: str, timeout_s: float, uids: frozenset[int]) -> str:
             if len(body) > MAX_ANSWER or time.monotonic() > deadline:
                 raise DcgmError(f"{url} has sent too much or too slowly ({len(body)} bytes)")
         return body.decode("utf-8", "replace")
-    except ConnectionRefusedError:
-        raise
     except (OSError, http.client.HTTPException) as error:
         raise DcgmError(f"{url} does not answer: {type(error).__name__} {error}") from error
     finally:

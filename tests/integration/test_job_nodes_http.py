@@ -10,7 +10,8 @@ import pytest
 
 from opsd.agent.web.access import load
 from opsd.agent.web.app import App, Request
-from opsd.agent.web.job_nodes import Asker, JobNodes
+from opsd.agent.web.asker import Asker
+from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.server import Server
 from opsd.settings.agent import AgentSettings
 from tests.fakes.agent import SILENT

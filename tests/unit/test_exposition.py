@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from opsd.agent.web.exposition import Exposition
+from opsd.agent.web.exposition import Exposition, negotiate
 from opsd.collectors.base import Metric, Sample
 
 METRICS = (
@@ -71,6 +72,22 @@ def test_the_format_is_negotiated() -> None:
     assert headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
     assert gzip.decompress(body).endswith(b"opsd_plain 1.0\n# EOF\n")
     assert plain == b"# HELP opsd_plain No labels.\n# TYPE opsd_plain gauge\nopsd_plain 1.0\n"
+
+
+kinds = st.sampled_from(["application/openmetrics-text", "text/plain", "text/html", " text/plain ", "*/*", ""])
+versions = st.sampled_from(["", "0.0.1", "1.0.0", "1", "1.0.0.x", "2.0.0", "a", "1..0", "1.0", "²"])
+escapings = st.sampled_from(["", "dots", "values", "underscores", "allow-utf-8", "x"])
+part = st.builds(lambda k, v, e, q: f"{k};version={v}; escaping={e}{q}", kinds, versions, escapings, st.just(";q=0.5"))
+
+
+@given(st.lists(part | kinds | st.text(max_size=9), max_size=4).map(",".join))
+def test_the_format_is_that_which_prometheus_client_chooses(accept: str) -> None:
+    """For any Accept header; where that raises, the plain format."""
+    try:
+        expected = choose_encoder(accept)[1]
+    except TypeError:
+        expected = choose_encoder("")[1]
+    assert negotiate(accept) == expected
 
 
 def test_a_series_delivered_twice_is_rendered_once() -> None:

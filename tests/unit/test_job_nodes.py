@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.web.job_nodes import FRESH_S, MAX_NODES, Answer, Asker, JobNodes, NodeOfJob, PeerError, job_nodes
+from opsd.agent.web.asker import Asker
+from opsd.agent.web.job_nodes import FRESH_S, MAX_NODES, Answer, JobNodes, NodeOfJob, PeerError, job_nodes
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import Settings
 from opsd.settings.agent import AgentSettings

@@ -10,24 +10,26 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from opsd.files import read_settings
 
+if TYPE_CHECKING:
+    import ssl
+
 MAX_REMEMBERED = 32
 """Size of the cache of correct passwords, as a bcrypt hash takes a tenth of a second."""
-_VERSIONS = {"TLS12": ssl.TLSVersion.TLSv1_2, "TLS13": ssl.TLSVersion.TLSv1_3}
+_VERSIONS = {"TLS12": "TLSv1_2", "TLS13": "TLSv1_3"}
 _VERIFY = {
-    "NoClientCert": ssl.CERT_NONE,
-    "VerifyClientCertIfGiven": ssl.CERT_OPTIONAL,
-    "RequireAndVerifyClientCert": ssl.CERT_REQUIRED,
+    "NoClientCert": "CERT_NONE",
+    "VerifyClientCertIfGiven": "CERT_OPTIONAL",
+    "RequireAndVerifyClientCert": "CERT_REQUIRED",
 }
 _NOBODY = b"$2b$10$SgcCAQoAAAAAAAAAAAAAAOsw9oEvY3bZ9WbC1K0sJqPqHzqTqjRzW"
 """Hash checked for unknown users, so that they take as long as known ones."""
@@ -171,10 +173,12 @@ def _hash(user: str, text: str, path: Path) -> bytes:
 
 
 def _context(tls: _Tls, path: Path) -> ssl.SSLContext:
+    import ssl  # takes three megabytes
+
     if tls.client_auth_type != "NoClientCert" and not tls.client_ca_file:
         raise WebConfigError(f"{path}: client_auth_type {tls.client_auth_type} needs a client_ca_file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = _VERSIONS[tls.min_version]
+    context.minimum_version = ssl.TLSVersion[_VERSIONS[tls.min_version]]
     certificate, key = path.parent / tls.cert_file, path.parent / tls.key_file
     try:
         for file in (certificate, key, *([path.parent / tls.client_ca_file] if tls.client_ca_file else [])):
@@ -188,5 +192,5 @@ def _context(tls: _Tls, path: Path) -> ssl.SSLContext:
         ) from error
     except OSError as error:
         raise WebConfigError(f"{path}: {error.filename or tls.client_ca_file}: {error.strerror}") from error
-    context.verify_mode = _VERIFY[tls.client_auth_type]
+    context.verify_mode = ssl.VerifyMode[_VERIFY[tls.client_auth_type]]
     return context

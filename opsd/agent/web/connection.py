@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import selectors
 import socket
-import ssl
+import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from email.utils import formatdate
 from enum import Enum
 from http import HTTPStatus
 
@@ -20,6 +19,9 @@ MAX_HEADER = 1 << 14
 """Limit of a request's header in bytes."""
 _READ, _BLOCK = 1 << 12, 1 << 16
 """Bytes read and sent at once: h11 applies the limit to what is incomplete after each read."""
+
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
 class Stage(Enum):
@@ -33,26 +35,34 @@ class Stage(Enum):
 class Connection:
     """A connection of ``peer``. ``events`` are those of ``selectors`` that it waits for, 0 while the agent works.
 
-    All of it belongs to one thread, but ``open`` may be read by any. Raises OSError where the other side has gone.
+    All of it belongs to one thread, but ``open`` may be read by any. Raises OSError where the other side has gone, one
+    of ``malformed`` for what is no TLS.
     """
 
-    def __init__(self, raw: socket.socket, peer: str, context: ssl.SSLContext | None, now: float) -> None:
+    try_read_again: tuple[type[OSError], ...] = (BlockingIOError,)
+    try_write_again: tuple[type[OSError], ...] = (BlockingIOError,)
+    want_read: tuple[type[OSError], ...] = ()
+    want_write: tuple[type[OSError], ...] = ()
+    malformed: tuple[type[OSError], ...] = ()
+    """What a call raises that has to be made again; what TLS raises to read or write first, and for what is no TLS."""
+
+    def __init__(self, raw: socket.socket, peer: str, now: float) -> None:
         self.peer, self.opened_at = peer, now
         self.stage, self.open = Stage.READING, True
         self.events = selectors.EVENT_READ
         raw.setblocking(False)
         self.socket = raw
-        if context is not None:
-            self.socket = context.wrap_socket(raw, server_side=True, do_handshake_on_connect=False)
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER)
         self._bodiless = False
         self._out: deque[memoryview] = deque()
 
+    def handshake(self) -> None:
+        """Go on with the handshake, if there is one."""
+
     def receive(self) -> h11.Request | None:
         """The request, once its header is complete. Raises OSError, and h11.RemoteProtocolError for what is no HTTP."""
         try:
-            if isinstance(self.socket, ssl.SSLSocket):
-                self.socket.do_handshake()
+            self.handshake()
             while data := self.socket.recv(_READ):
                 self._http.receive_data(data)
                 event = self._http.next_event()
@@ -60,10 +70,10 @@ class Connection:
                     self.stage, self.events = Stage.WORKING, 0
                     self._bodiless = event.method == b"HEAD"
                     return event
-        except (BlockingIOError, ssl.SSLWantReadError):
+        except self.try_read_again:
             self.events = selectors.EVENT_READ
             return None
-        except ssl.SSLWantWriteError:
+        except self.want_write:
             self.events = selectors.EVENT_WRITE
             return None
         raise ConnectionResetError("closed before its request was complete")
@@ -72,7 +82,7 @@ class Connection:
         """Queue the answer; ``send`` sends it."""
         fields = {
             "Server": f"opsd/{__version__}",
-            "Date": formatdate(usegmt=True),
+            "Date": _date(time.gmtime()),
             **headers,
             "Content-Length": str(len(body)),
             "Cache-Control": "no-store",
@@ -97,10 +107,10 @@ class Connection:
                     self._out[0] = rest
                 else:
                     self._out.popleft()
-        except (BlockingIOError, ssl.SSLWantWriteError):
+        except self.try_write_again:
             self.events = selectors.EVENT_WRITE
             return False
-        except ssl.SSLWantReadError:
+        except self.want_read:
             self.events = selectors.EVENT_READ
             return False
         return True
@@ -112,3 +122,9 @@ class Connection:
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
         self.socket.close()
+
+
+def _date(at: time.struct_time) -> str:
+    """As in RFC 9110, 5.6.7. (email.utils takes half a megabyte for it.)"""
+    day, month = _DAYS[at.tm_wday], _MONTHS[at.tm_mon - 1]
+    return f"{day}, {at.tm_mday:02d} {month} {at.tm_year} {at.tm_hour:02d}:{at.tm_min:02d}:{at.tm_sec:02d} GMT"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -54,6 +53,9 @@ HEADERS: Final = {
 }
 """Browsers run and load nothing from a page, even if a user managed to inject HTML."""
 
+_ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
+"""As html.escape, whose module takes a quarter of a megabyte for its names of characters."""
+
 
 class Html(str):
     """Text that is HTML already."""
@@ -67,7 +69,7 @@ def h(value: object) -> Html:
         return value
     text = "".join(c if c.isprintable() else " " for c in str(value))
     shown = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 1] + "…"
-    return Html(html.escape(shown.encode("utf-8", "replace").decode()))
+    return Html(shown.encode("utf-8", "replace").decode().translate(_ESCAPES))
 
 
 def join(parts: Iterable[object], between: str = "") -> Html:

@@ -6,25 +6,17 @@ last known answers.
 
 from __future__ import annotations
 
-import base64
-import http.client
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from opsd.agent.web.access import has_tls
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import Settings
-from opsd.files import read_settings
-from opsd.settings.agent import AgentSettings
 from opsd.slurm.port import SlurmError
 
 FRESH_S: Final = 5.0
@@ -138,77 +130,11 @@ class JobNodes:
 
     def _ask_all(self, job: str) -> OtherNodes:
         nodes = [node for node in self._nodes_of(job) if node != self._node]
+        from concurrent.futures import ThreadPoolExecutor
+
         with ThreadPoolExecutor(AT_ONCE, "job-nodes") as threads:
             answers = tuple(threads.map(lambda node: self._ask(node, job), nodes[:MAX_NODES]))
         return OtherNodes(answers, f"{len(nodes) - MAX_NODES} more are not asked." if len(nodes) > MAX_NODES else "")
-
-
-class Asker:
-    """Asks agents that are configured like this one: same port, TLS if this one has it, user and password from a file.
-
-    Without TLS agents that want a password are not asked.
-
-    Raises PeerError if the files that the settings name cannot be used.
-    """
-
-    def __init__(self, settings: AgentSettings) -> None:
-        self._port = settings.listen.rpartition(":")[2]
-        tls = settings.web_config is not None and has_tls(settings.web_config)
-        self._scheme = "https" if tls else "http"
-        self._context = _trusting(settings.peer_ca_file) if tls else None
-        self._headers = _authorization(settings.peer_credentials_file) if settings.web_config else {}
-        self._exposed = bool(self._headers) and not tls
-
-    def __call__(self, node: str, job: str) -> Answer:
-        """What the agent of ``node`` knows about ``job``."""
-        url = f"{self._scheme}://{node}:{self._port}"
-        if self._exposed:
-            return Answer(node, url, problem="is not asked: without TLS the password would go in the clear")
-        try:
-            status, body = self._get(node, f"/api/v1/jobs/{job}")
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            return Answer(node, url, problem=f"does not answer: {error}")
-        if status == http.client.NOT_FOUND:
-            return Answer(node, url, problem="knows of no run of this job")
-        try:
-            return Answer(node, url, NodeOfJob.model_validate_json(body))
-        except ValidationError:
-            return Answer(node, url, problem=f"answers what is not understood ({status})")
-
-    def _get(self, node: str, path: str) -> tuple[int, bytes]:
-        host = f"{node}:{self._port}"
-        connection = (
-            http.client.HTTPConnection(host, timeout=TIMEOUT_S)
-            if self._context is None
-            else http.client.HTTPSConnection(host, timeout=TIMEOUT_S, context=self._context)
-        )
-        try:
-            connection.request("GET", path, headers=self._headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read(MAX_ANSWER)
-        finally:
-            connection.close()
-
-
-def _trusting(file: Path | None) -> ssl.SSLContext:
-    try:
-        if file is not None:
-            read_settings(file)  # the library would wait for ever at a pipe
-        return ssl.create_default_context(cafile=file)
-    except OSError as error:
-        raise PeerError(f"agent.peer_ca_file {file} holds no certificates that can be used: {error}") from error
-
-
-def _authorization(file: Path | None) -> dict[str, str]:
-    if file is None:
-        return {}
-    try:
-        user, colon, password = read_settings(file).decode().strip().partition(":")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PeerError(f"agent.peer_credentials_file {file} cannot be read: {error}") from error
-    if not (user and colon):
-        raise PeerError(f"agent.peer_credentials_file {file} does not hold USER:PASSWORD")
-    return {"Authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
 
 
 def job_nodes(settings: Settings) -> JobNodes | None:
@@ -216,6 +142,7 @@ def job_nodes(settings: Settings) -> JobNodes | None:
 
     Raises PeerError.
     """
+    from opsd.agent.web.asker import Asker  # megabytes that an agent without peers does not need
     from opsd.slurm.connect import choose
 
     if not settings.section(SlurmSettings).enabled or _is_loopback(settings.agent.listen):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import selectors
 import socket
-import ssl
 import threading
 import time
 from collections import Counter, deque
@@ -144,6 +143,13 @@ class Server:
                 self._proceed(connection, answer)
         self._close_late(time.monotonic())
 
+    def _connection(self, raw: socket.socket, peer: str) -> Connection:
+        if self.web.context is None:
+            return Connection(raw, peer, time.monotonic())
+        from opsd.agent.web.tls import TlsConnection
+
+        return TlsConnection(raw, peer, self.web.context, time.monotonic())
+
     def _accept(self) -> None:
         for _ in range(_AT_ONCE):
             try:
@@ -158,7 +164,7 @@ class Server:
             try:
                 peer = peer_of(raw)
                 self._make_room(peer)
-                connection = Connection(raw, peer, self.web.context, time.monotonic())
+                connection = self._connection(raw, peer)
             except OSError:  # it has gone already
                 raw.close()
                 continue
@@ -202,7 +208,7 @@ class Server:
             self.refused["malformed"] += 1
             self._give_up(connection, HTTPStatus(error.error_status_hint), "not HTTP that can be understood")
             return
-        except ssl.SSLError:
+        except connection.malformed:
             self._refuse(connection, "malformed")
             return
         except OSError:  # the client has gone
