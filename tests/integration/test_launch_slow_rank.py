@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from opsd.agent.window import Window
+from opsd.collectors.base import Reading
+from opsd.collectors.ranks import RanksCollector
+from opsd.runbooks.lib.straggler_news import announced
 from tests.fakes.nodes import Nodes
 
 IN_STEP = """
@@ -49,6 +54,16 @@ def named(nodes: Nodes, node: str) -> list[dict[str, object]]:
     return [record for line in lines if (record := json.loads(line))["event"] == "straggler_found"]
 
 
+def announced_to_agent(nodes: Nodes, node: str) -> list[str]:
+    """What the runbook of the agent of ``node`` finds in what its collector reads."""
+    reading = RanksCollector(nodes.folder / node).collect()
+    assert isinstance(reading, Reading)
+    window = Window(node)
+    window.begin(time.monotonic(), time.time())
+    window.add("ranks", reading)
+    return [f"{finding.kind} {finding.key}" for finding in announced(window)]
+
+
 @pytest.mark.slow
 def test_the_slow_rank_of_another_node_is_named(tmp_path: Path) -> None:
     """The leader's log names rank, node, cause and cost; the event is on the rank's node and on no other."""
@@ -60,4 +75,6 @@ def test_the_slow_rank_of_another_node_is_named(tmp_path: Path) -> None:
         assert 1.3 < event["slowdown"] < 1.9
         assert local["ranks"] == [2]
         assert named(nodes, "n1") == named(nodes, "n2") == []
+        seen = {name: announced_to_agent(nodes, name) for name in nodes.names}
+        assert seen == {"n1": [], "n2": [], "n3": ["straggler r/rank 2"]}
         assert "slow worker" in (nodes.run / "job.log").read_text(encoding="utf-8")
