@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.blame import UNINTERRUPTIBLE
-from opsd.collectors.base import RankFact
+from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.gpus import rank_on
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import latest, text
+from opsd.runbooks.lib.signals import integer, latest, text
 from opsd.runbooks.lib.xids import ECHOES, code_of, gpu_at
 
 STATE = "opsd_collector_state"
@@ -51,7 +52,7 @@ def _finding(view: View) -> Finding:
         key=view.node,
         severity=Severity.CRITICAL if stuck else Severity.WARNING,
         summary=f"the NVIDIA driver of {view.node} does not answer",
-        culprit=_culprit(view, [text(event.data, "pci_bus_id") for event in xids]),
+        culprit=_culprit(view, [text(event.data, "pci_bus_id") for event in xids], tasks),
         confidence=0.9 if xids or tasks or in_kernel else 0.7,
         evidence=tuple(facts),
         cost=_cost(stuck, view) if stuck else Cost(text="GPUs are not watched while it lasts"),
@@ -59,11 +60,15 @@ def _finding(view: View) -> Finding:
     )
 
 
-def _culprit(view: View, addresses: Sequence[str]) -> Culprit:
-    """The GPU, if all Xids of the last minutes are from one; otherwise the node."""
-    if len(set(addresses)) == 1 and (gpu := gpu_at(view, addresses[0])).index is not None:
-        rank = next((rank.rank for rank in view.ranks if rank.gpu == gpu.index and rank.live), None)
-        return Culprit("gpu", view.node, gpu.index, rank, "the driver waits for it")
+def _culprit(view: View, addresses: Sequence[str], tasks: Sequence[Event]) -> Culprit:
+    """The GPU if one alone is pointed at: by all Xids of the last minutes, else by ranks that hang in the kernel."""
+    named = {gpu_at(view, address).index for address in addresses}
+    hung = {integer(event.data, "pid") for event in tasks}
+    held = {rank.gpu for rank in view.ranks if rank.live and (rank.process == UNINTERRUPTIBLE or rank.pid in hung)}
+    gpus = named or held
+    if len(gpus) == 1 and (gpu := next(iter(gpus))) is not None:
+        rank = rank_on(view, gpu)
+        return Culprit("gpu", view.node, gpu, rank.rank if rank else None, "the driver waits for it")
     return Culprit("node", view.node, detail="NVIDIA driver")
 
 
@@ -94,7 +99,8 @@ Ranks will hang in the driver and cannot be killed: a process in state D ends on
 hang at their first CUDA call, tools like nvidia-smi immediately.
 
 ## Diagnosis
-1. `opsd incidents show ID`: Xids of the last minutes, the GPU they name, ranks that make no progress.
+1. `opsd incidents show ID`: Xids of the last minutes, the GPU they name (or the one whose rank hangs in the kernel),
+   ranks that make no progress.
 2. `journalctl -k --since -1hour | grep -iE "NVRM|xid|blocked for more than"`: which GPU, which processes.
 3. `ps -eo pid,stat,wchan:32,comm | grep " D"`: processes that hang in the driver. Do not start nvidia-smi, it would
    hang too.

@@ -12,7 +12,11 @@ from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import REMEMBERED_S, recovered, unsolved
 from opsd.runbooks.lib.signals import integer, number, text
 
-UP = "opsd_gpu_nvlink_up"
+UP, STATE = "opsd_gpu_nvlink_up", "opsd_gpu_fabric_state"
+IN_PROGRESS, STUCK_S = 2.0, 300.0
+"""A GPU is registered with the fabric within seconds of the fabric manager's start; one that is not yet after this time
+waits for something that does not come."""
+
 DOWN_S = 60.0
 """After a boot, or a restart of the fabric manager, links may take this long."""
 
@@ -40,6 +44,20 @@ def _all_down(view: View) -> bool | None:
     return view.now - max(up, default=points[0][0]) >= DOWN_S
 
 
+def _stuck(view: View) -> list[str]:
+    """The GPUs whose registration with the fabric has been in progress for minutes, by index."""
+    found = []
+    for series in view.select(STATE):
+        points = series.values(STUCK_S) if series.last == IN_PROGRESS else ()
+        if (
+            len(points) > 1
+            and points[-1][0] - points[0][0] >= 0.95 * STUCK_S
+            and {v for _, v in points} == {IN_PROGRESS}
+        ):
+            found.append(series.labels["gpu"])
+    return sorted(found)
+
+
 def _refused(view: View) -> Iterator[Event]:
     """Ends of ranks whose error says that the fabric is not ready, and whose run has not got over it."""
     for event in unsolved(view, "rank_exited"):
@@ -64,14 +82,17 @@ def _cured(view: View, since: float) -> bool:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    refused, fatal = list(_refused(view)), list(_fatal(view))
-    if _all_down(view) or refused or fatal:
-        yield _finding(view, refused, fatal)
+    refused, fatal, stuck = list(_refused(view)), list(_fatal(view)), _stuck(view)
+    if _all_down(view) or refused or fatal or stuck:
+        yield _finding(view, refused, fatal, stuck)
 
 
-def _finding(view: View, refused: Sequence[Event], fatal: Sequence[Event]) -> Finding:
+def _finding(view: View, refused: Sequence[Event], fatal: Sequence[Event], stuck: Sequence[str]) -> Finding:
     ranks = [rank for rank in view.ranks if rank.live]
     facts = [Evidence("every NVLink of the node is down", "NVML", view.wall)] if _all_down(view) else []
+    if stuck:
+        who = f"GPU {', '.join(stuck)}: registering with the fabric has been in progress for {STUCK_S / 60:.0f} minutes"
+        facts.append(Evidence(who, "NVML", view.wall))
     facts += [Evidence(event.message, "kernel log", event.at) for event in fatal[-4:]]
     facts += [Evidence(f"rank {text(e.data, 'rank')} ended: {_said(e)}", "launcher", e.at) for e in refused[-4:]]
     what = facts[0].text
@@ -104,7 +125,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     data = incident.data
     down, fatal_at, run = _all_down(view), number(data, "at"), text(data, "run")
     over = recovered(view, run, integer(data, "generation")) if run else True
-    if down or over is False or (fatal_at is not None and not _cured(view, fatal_at)):
+    if down or over is False or _stuck(view) or (fatal_at is not None and not _cured(view, fatal_at)):
         return False
     return None if down is None or over is None else True
 
@@ -117,8 +138,8 @@ RUNBOOK = Runbook(
 ## Meaning
 On boards with NVSwitches a service, the fabric manager, connects the GPUs. One of these is true: every link of every
 GPU has been down for a minute; a rank ended because CUDA said "system not yet initialized" (error 802); a switch has
-reported a fatal error (SXid). Links that come up within a minute of a boot, and cards without an NVLink bridge, are no
-incident.
+reported a fatal error (SXid); a GPU's registration with the fabric has been in progress for five minutes. Links that
+come up within a minute of a boot, and cards without an NVLink bridge, are no incident.
 
 ## Impact
 CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one GPU can run on the node.
@@ -127,7 +148,8 @@ CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one G
 1. `opsd incidents show ID`: links, the switch's message, or the rank's error.
 2. `journalctl -u nvidia-fabricmanager --since -1hour`: is it running, and in the driver's version? Different versions
    are the usual cause after an update.
-3. `nvidia-smi -q -i 0`: the section Fabric says completed, in progress, or what failed. `nvidia-smi nvlink -s`: links.
+3. `nvidia-smi -q -i 0`: the section Fabric says completed, in progress, or what failed. `nvidia-smi nvlink -s`:
+   links.
 4. `journalctl -k --since -1hour | grep -iE "SXid|NVSwitch"`: a fatal SXid names switch and link.
 
 ## Mitigation

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from itertools import pairwise
+from statistics import fmean, median
 
 from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.gpus import by_gpu, job_evidence, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.trends import Trend, blocks, due, thirds, trend
+from opsd.runbooks.lib.trends import Trend, blocks, thirds, trend
 
 TEMPERATURE, POWER = "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE"
 MARGIN = "opsd_gpu_temperature_margin_celsius"
@@ -26,7 +27,7 @@ CELSIUS_PER_WATT = 0.05
 LOADED_W, PEER_SHARE = 200.0, 0.6
 """A GPU that draws less is idle; a peer draws at least this share of what the GPU itself does."""
 
-SAME_POWER, SAME_CELSIUS = 0.05, 2.0
+SAME_POWER, SAME_CELSIUS = 0.1, 2.0
 SETTLED_BLOCKS = 4
 """Blocks are compared with the newest one only if power, and the peers' temperature, were the same, and had been for a
 while: temperature follows power by a minute, and while a job warms its GPUs up the hotter ones leave the others behind
@@ -34,6 +35,12 @@ without any fault."""
 
 LEAST_PEERS = 2
 RISE_CELSIUS = 4.0
+WANDER, STEADY = 4.0, 0.75
+"""A failing fan stands out from what sensors and loads do anyway: the rise is this many times the range that the
+offsets of the other GPUs wander through meanwhile, and this share of the way that the own offset has gone, back and
+forth included."""
+
+OPEN_AFTER_S = 60.0
 HORIZON_S = 3600.0
 """A throttle is predicted for the next hour; what is slower than that shows on the node's board first."""
 
@@ -128,13 +135,17 @@ def _block(
 def _rising(view: View) -> list[_Rising]:
     """The GPUs whose offset grows so that they throttle within the hour."""
     margins, indexes = newest(view, MARGIN), {gpu.uuid: gpu.index for gpu in view.gpus if gpu.lost is None}
-    found = []
-    for uuid, offsets in _offsets(view).items():
+    found, offsets_of = [], _offsets(view)
+    wander = {uuid: _range(_smooth(list(offsets.values()))) for uuid, offsets in offsets_of.items() if offsets}
+    for uuid, offsets in offsets_of.items():
         if uuid not in indexes or len(offsets) < LEAST_BLOCKS:
             continue
         course = [offsets[number] for number in sorted(offsets)]
         line, (before, _, late) = trend(offsets), thirds(course)
         if line.rise < RISE_CELSIUS or min(late, course[-1]) - before < RISE_CELSIUS / 2 or not line.sure:
+            continue
+        others = [other for peer, other in wander.items() if peer != uuid]
+        if line.rise < WANDER * median(others or [0.0]) or not _steady(course):
             continue
         left = margins.get(uuid)
         limit_s = None if left is None else max(left, 0.0) / line.slope * BLOCK_S
@@ -143,9 +154,24 @@ def _rising(view: View) -> list[_Rising]:
     return found
 
 
+def _smooth(course: Sequence[float]) -> list[float]:
+    """Means of three blocks each: sensors that tell whole degrees jump by one."""
+    return [fmean(course[first : first + 3]) for first in range(len(course) % 3, len(course), 3)] or list(course)
+
+
+def _range(values: Sequence[float]) -> float:
+    return max(values) - min(values)
+
+
+def _steady(course: Sequence[float]) -> bool:
+    """True if the offset rises nearly all the time."""
+    means = _smooth(course)
+    way = sum(abs(after - before) for before, after in pairwise(means))
+    return means[-1] - means[0] >= STEADY * way
+
+
 def _detect(view: View) -> Iterator[Finding]:
-    series = view.select(TEMPERATURE)
-    rising = _rising(view) if series and due(series[0], LOOK_EVERY_S) else []
+    rising = _rising(view) if view.select(TEMPERATURE) else []
     if rising and not unfit_gpus(view).issuperset(gpu.index for gpu in rising):
         yield _finding(view, sorted(rising, key=lambda gpu: -gpu.trend.rise))
 
@@ -199,9 +225,10 @@ RUNBOOK = Runbook(
 # A fan fails
 
 ## Meaning
-At the same power a GPU becomes steadily hotter than its peers of this node: by at least 4 °C within ten minutes,
-clearly more than the noise, and so fast that it reaches its slowdown temperature within the next hour. The prediction
-covers only that hour. Warming up under a new load, a warmer room, or a GPU that was always hotter do not count.
+At the same power a GPU becomes steadily hotter than its peers of this node: by at least 4 °C within ten minutes, more
+than four times the range in which the other GPUs wander meanwhile, nearly without going back, and so fast that it
+reaches its slowdown temperature within the next hour. The prediction covers only that hour. Warming up under a new
+load, a warmer room, or a GPU that was always hotter do not count.
 
 ## Impact
 None yet. At its limit the GPU is throttled, and a synchronous job then runs at that GPU's speed.
@@ -228,6 +255,8 @@ None yet. At its limit the GPU is throttled, and a synchronous job then runs at 
     remedy=notify_node(": have fans and heat sinks checked"),
     healed=_healed,
     needs=("nvml",),
+    look_every_s=LOOK_EVERY_S,
+    open_after_s=OPEN_AFTER_S,
     clear_after_s=60.0,
     verify_s=3600.0,
     prediction=True,

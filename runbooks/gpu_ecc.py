@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from opsd.collectors.base import GpuFact
 from opsd.runbooks.base import Action, Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.lib.gpus import blamed, by_gpu, job_evidence, newest, told
+from opsd.runbooks.lib.gpus import blamed, by_gpu, gpu_of, job_evidence, newest, told
+from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import growth, number, text
 
 ERRORS = "opsd_gpu_ecc_errors_total"
+SRAM = "opsd_gpu_sram_threshold_exceeded"
 SHORT_S = 30.0
 BURST_S, BURST = 60.0, 100.0
 """Single corrected errors are what ECC is for; this many in a minute come before an uncorrectable one."""
@@ -44,9 +47,33 @@ def _detect(view: View) -> Iterator[Finding]:
         for series in view.select(ERRORS, type=kind, counter="volatile"):
             if series.last is not None and (errors := growth(series, seconds)) >= least:
                 yield _finding(view, series, kind, errors, seconds)
+    for uuid, exceeded in newest(view, SRAM).items() if view.select(SRAM) else ():
+        if exceeded and (gpu := gpu_of(view, uuid)) is not None:
+            yield _sram_finding(view, gpu)
+
+
+def _sram_finding(view: View, gpu: GpuFact) -> Finding:
+    """The driver itself counts and judges these; it asks for a replacement of the GPU."""
+    what = "uncorrected errors of its SRAM have passed the threshold for a replacement"
+    culprit, rank = blamed(view, gpu.index, what)
+    return Finding(
+        kind="gpu_ecc",
+        key=f"{gpu.uuid}/sram",
+        severity=Severity.CRITICAL,
+        summary=f"GPU {gpu.index}: {what}",
+        culprit=culprit,
+        confidence=0.98,
+        evidence=(*told(view, gpu.uuid, SRAM, f"GPU {gpu.index}: {what}"), job_evidence(view, rank)),
+        cost=Cost(text="the next such error ends the rank"),
+        job=rank.job if rank else "",
+        data={"uuid": gpu.uuid, "gpu": gpu.index, "errors": "sram"},
+    )
 
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    if text(incident.data, "errors") == "sram":
+        notice = Action("notify", target=view.node, reason=f"{incident.summary}: have the GPU replaced")
+        return (*swap_out(incident, view), notice)
     advice = "reset it before it trains again" if incident.severity is Severity.CRITICAL else "plan its replacement"
     return (Action("notify", target=view.node, reason=f"{incident.summary}: {advice}"),)
 
@@ -55,6 +82,9 @@ def _healed(incident: Incident, view: View) -> bool | None:
     """True after a reset of the GPU (its counter restarts at 0), or after minutes without errors or pending remaps."""
     data = incident.data
     uuid = text(data, "uuid")
+    if text(data, "errors") == "sram":
+        exceeded = newest(view, SRAM).get(uuid)
+        return None if exceeded is None else not exceeded
     found = by_gpu(view, ERRORS, type=text(data, "errors"), counter="volatile").get(uuid)
     if not found or (total := found[0].last) is None:
         return None
@@ -73,9 +103,10 @@ RUNBOOK = Runbook(
 # A GPU has memory errors
 
 ## Meaning
-Uncorrected: data in the GPU's memory was lost; the driver kills the process that used it (Xid 48, 63, 94, 95) and marks
-the row for replacement. Corrected in a burst (more than 100 a minute): nothing was lost, but the memory is likely to
-fail. Single corrected errors are normal and no incident.
+Uncorrected: data in the GPU's memory was lost; the driver kills the process that used it (Xid 48, 63, 94, 95) and
+marks the row for replacement. Corrected in a burst (more than 100 a minute): nothing was lost, but the memory is
+likely to fail. Single corrected errors are normal and no incident. The driver also counts errors of the chip's SRAM,
+and says when they have passed the threshold for a replacement.
 
 ## Impact
 An uncorrected error ends the rank, and with it the generation. The GPU may need a reset before it can be used again.
@@ -88,13 +119,16 @@ An uncorrected error ends the rank, and with it the generation. The GPU may need
 
 ## Mitigation
 - After a contained error without pending remap the job can be restarted on this GPU.
-- Otherwise drain (`opsd drain NODE --incident ID --reason WHY`), then reset when no process uses it: `nvidia-smi -r -i
-  GPU`, or reboot.
-- Corrected bursts that come back after a reset: replace the GPU.
+- Otherwise drain (`opsd drain NODE --incident ID --reason WHY`), then reset when no process uses it: `nvidia-smi -r
+  -i GPU`, or reboot.
+- Corrected bursts that come back after a reset, or the SRAM threshold: replace the GPU.
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it after a reset, or after five minutes without errors and with nothing pending.
-- recommend, act: the same, and notifies. The launcher restarts the killed rank in every mode.
+- observe: opens the incident; resolves it after a reset, or after five minutes without errors and with nothing
+  pending.
+- recommend, act: the same, and notifies. The launcher restarts the killed rank in every mode. For the SRAM threshold
+  in mode act, a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain
+  allows.
 """),
     detect=_detect,
     remedy=_remedy,

@@ -8,6 +8,7 @@ from statistics import median
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import (
     Action,
+    Cause,
     Cost,
     Culprit,
     Finding,
@@ -64,6 +65,11 @@ def _throttles(counters: Mapping[str, Series]) -> list[str]:
         if reasons := [reason for reason, series in moved.items() if seconds_spent(series, seconds) >= limit_s]:
             return reasons
     return []
+
+
+def throttled_gpus(view: View) -> dict[str, list[str]]:
+    """The GPUs that are held back, under load or not: UUID -> reasons."""
+    return {uuid: reasons for uuid, counters in _counters(view).items() if (reasons := _throttles(counters))}
 
 
 def _detect(view: View) -> Iterator[Finding]:
@@ -227,4 +233,5 @@ hardware threshold clocks fall by half or more.
     needs=("nvml",),
     verify_s=60.0,
     max_attempts=2,
+    causes=(Cause("node_throttle", "node"),),
 )

@@ -10,7 +10,7 @@ from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, rank_of, recovered
 from opsd.runbooks.lib.signals import integer, number, text
-from opsd.runbooks.loss_spike import MOST, RECENT, past_level
+from opsd.runbooks.loss_spike import MOST, RECENT, began_anew, past_level
 
 FACTOR, OUTLIER = 10.0, 10.0
 """An explosion is ten times the past level, and as many robust standard deviations away from it."""
@@ -25,7 +25,7 @@ def _detect(view: View) -> Iterator[Finding]:
             continue
         middle, noise = past
         limit = max(FACTOR * middle, middle + OUTLIER * noise)
-        if sum(norm > limit or math.isinf(norm) for norm in norms) >= MOST:
+        if sum(norm > limit or math.isinf(norm) for norm in norms) >= MOST and not began_anew(view, leader):
             yield _finding(view, leader, norms, middle)
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders
-from opsd.runbooks.lib.signals import counted
-from opsd.runbooks.lib.trends import SURE, by_step, condensed, due, thirds, trend
+from opsd.runbooks.lib.runs import leaders, rank_of, run_recovered
+from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.lib.trends import SURE, WINDOW_S, by_step, condensed, due, thirds, trend
 from opsd.runbooks.loss_rising import fell_below_limit
 
 LOSS, NORM = "opsd_rank_loss", "opsd_rank_grad_norm"
@@ -30,6 +31,10 @@ keeps most of its slope there while it flattens over the steps."""
 
 FALLS_AGAIN = 0.25
 """Share of the missing fall by which the loss has to be below the plateau for it to be over."""
+
+FROZEN_STEPS, CHANGING = 30, 0.9
+"""Losses that are equal to the bit. Before, nine of ten differed from the one before them: the loss is reported anew
+with each step."""
 
 VANISHED = 0.1
 """A gradient norm this far below the earlier one means that nothing is learnt, whatever the data."""
@@ -72,12 +77,72 @@ def _vanished(view: View, leader: RankFact) -> bool:
 
 def _detect(view: View) -> Iterator[Finding]:
     series = view.select(LOSS)
-    if not series or not due(series[0], LOOK_EVERY_S):
+    if not series:
         return
+    looks = due(series[0], LOOK_EVERY_S)
     for leader in leaders(view):
-        plateau = _plateau(view, leader) if leader.live else None
-        if plateau is not None:
+        if leader.live and _frozen(view, leader):
+            yield _frozen_finding(view, leader)
+        elif looks and leader.live and (plateau := _plateau(view, leader)) is not None:
             yield _finding(view, leader, plateau)
+
+
+def _frozen(view: View, leader: RankFact) -> bool:
+    """True if the last losses are equal to the bit, and are those of their steps.
+
+    Some trainers repeat the last loss that they have logged. So a loss other than 0 counts only if the gradient norm or
+    the learning rate changed meanwhile, or if before it the loss had changed with nearly every step.
+    """
+    steps = leader.steps[-FROZEN_STEPS:]
+    if len(steps) < FROZEN_STEPS or not math.isfinite(steps[-1].loss):
+        return False
+    value = steps[-1].loss
+    if steps[0].loss != value or any(step.loss != value for step in steps):
+        return False
+    beside = {(step.grad_norm, step.learning_rate) for step in steps if math.isfinite(step.grad_norm)}
+    return value == 0.0 or len(beside) > FROZEN_STEPS // 2 or _changed_each_step(view, leader, value)
+
+
+def _changed_each_step(view: View, leader: RankFact, value: float) -> bool:
+    """True if the loss was another one with nearly every sample before it became ``value`` for good."""
+    for series in view.select(LOSS, run=leader.run, rank=str(leader.rank)):
+        losses = [loss for _, loss in series.values(WINDOW_S)]
+        while losses and losses[-1] == value:
+            losses.pop()
+        before = losses[-FROZEN_STEPS:]
+        changes = sum(earlier != later for earlier, later in pairwise(before))
+        return len(before) == FROZEN_STEPS and changes >= CHANGING * (FROZEN_STEPS - 1)
+    return False
+
+
+def _frozen_finding(view: View, leader: RankFact) -> Finding:
+    value, since = leader.steps[-1].loss, leader.steps[-FROZEN_STEPS].step
+    what = "exactly 0" if value == 0.0 else f"exactly {value!r}"
+    fact = f"the loss has been {what} in each of the last {FROZEN_STEPS} steps, from step {since} on at the latest"
+    return Finding(
+        kind="loss_plateau",
+        key=leader.run,
+        severity=Severity.CRITICAL,
+        summary=f"the loss of {leader.run} is frozen at {what}",
+        culprit=Culprit("user code", detail="parameters that do not change, or a loss of nothing"),
+        confidence=0.9,
+        evidence=(Evidence(fact, "rank pages", view.wall),),
+        cost=Cost(text=f"every step since step {since} has taught the model nothing"),
+        job=leader.job,
+        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "frozen": value},
+    )
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once a frozen loss changes, or the loss has fallen again; see ``fell_below_limit``."""
+    frozen = number(incident.data, "frozen")
+    if frozen is None:
+        return fell_below_limit(incident, view)
+    over = run_recovered(incident, view)
+    leader = rank_of(view, text(incident.data, "run"), integer(incident.data, "rank"))
+    if over is not False or leader is None or not leader.live:
+        return over
+    return any(step.loss != frozen for step in leader.steps[-3:])
 
 
 def _finding(view: View, leader: RankFact, plateau: _Plateau) -> Finding:
@@ -115,15 +180,16 @@ RUNBOOK = Runbook(
 In the first half of the window the loss fell clearly; in the second half it fell by at most 15 % of what its course
 predicts. The course is a line over the logarithm of the step, which fits a healthy loss well. The window is ten
 minutes, so that plateaus are detected only while ten minutes are a large part of the run. Late in a long run use the
-evaluations instead.
+evaluations instead. The same incident is opened for a loss that is frozen: exactly 0, or equal to the bit for 30
+steps although it changed with each step before, or norm and learning rate still do.
 
 ## Impact
 Nothing fails. The steps cost as much as before, but the model learns very little.
 
 ## Diagnosis
 1. `opsd incidents show ID`: the expected and the actual fall, the gradient norm.
-2. `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step. A learning rate near its end, or near
-   zero by mistake: the schedule was made for fewer steps, or was restarted at a resume.
+2. `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step. A learning rate near its end, or
+   near zero by mistake: the schedule was made for fewer steps, or was restarted at a resume.
 3. The norm is close to 0: dead activations, a loss scale that underflows, parameters that are not in the optimizer.
 4. Norm and learning rate are as before: suspect the data. Repeated batches (an epoch without a new shuffle, a loader
    that was set back), or a source that is too predictable.
@@ -132,8 +198,8 @@ Nothing fails. The steps cost as much as before, but the model learns very littl
 ## Mitigation
 - Schedule: return to the checkpoint before the plateau with the right number of steps.
 - Data: check the order of samples first, then the mixture.
-- The model may have reached its limit. Test with a smaller learning rate for some hundred steps: if the loss drops, the
-  rate was too high.
+- The model may have reached its limit. Test with a smaller learning rate for some hundred steps: if the loss drops,
+  the rate was too high.
 
 ## What opsd does by itself
 - observe: opens the incident, resolves it once the loss falls again.
@@ -141,7 +207,7 @@ Nothing fails. The steps cost as much as before, but the model learns very littl
 """),
     detect=_detect,
     remedy=notify_run(),
-    healed=fell_below_limit,
+    healed=_healed,
     needs=("ranks",),
     clear_after_s=30.0,
     verify_s=3600.0,

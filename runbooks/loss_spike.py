@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
@@ -34,6 +35,14 @@ def past_level(view: View, leader: RankFact, metric: str) -> tuple[float, float]
     return None if past is None or past[2] < LEAST_SAMPLES or leader.steps_reported < SETTLED_STEPS else past[:2]
 
 
+def began_anew(view: View, leader: RankFact) -> bool:
+    """True if the run went back to its first steps within the time of the past level, as with a run id used again."""
+    for series in view.select("opsd_rank_step", run=leader.run, rank=str(leader.rank)):
+        steps = [step for _, step in series.values(PAST_S)]
+        return any(after < before and after < SETTLED_STEPS for before, after in pairwise(steps))
+    return False
+
+
 def _detect(view: View) -> Iterator[Finding]:
     for leader in leaders(view):
         losses = [step.loss for step in leader.steps[-RECENT:]]
@@ -43,7 +52,7 @@ def _detect(view: View) -> Iterator[Finding]:
             continue
         middle, noise = past
         limit = middle + max(OUTLIER * noise, LEAST_RISE * abs(middle))
-        if sum(loss > limit for loss in losses) >= MOST:
+        if sum(loss > limit for loss in losses) >= MOST and not began_anew(view, leader):
             yield _finding(view, leader, losses, middle, limit)
 
 

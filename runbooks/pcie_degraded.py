@@ -14,6 +14,7 @@ from opsd.runbooks.lib.signals import growth, text
 WIDTH, WIDTH_MAX = "opsd_gpu_pcie_link_width", "opsd_gpu_pcie_link_width_max"
 GENERATION, GENERATION_MAX = "opsd_gpu_pcie_link_generation", "opsd_gpu_pcie_link_generation_max"
 REPLAYS = "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"
+ERRORS, ERRORS_S = "opsd_gpu_pcie_errors_total", 600.0
 REPLAY_S, REPLAY_LIMIT = 60.0, 60.0
 """One packet a second sent again, on average over a minute; a healthy link repeats a few in a day."""
 
@@ -54,12 +55,23 @@ def _replays(view: View) -> dict[str, float]:
     return {uuid: count for uuid, count in found.items() if count >= REPLAY_LIMIT}
 
 
+def _errors(view: View) -> dict[str, list[str]]:
+    """Errors of the last minutes that the link has not corrected, by GPU; fatal ones first."""
+    found: dict[str, list[str]] = {}
+    for severity in ("fatal", "non_fatal"):
+        for uuid, series in by_gpu(view, ERRORS, severity=severity).items():
+            if series[0].last and (count := growth(series[0], ERRORS_S)) >= 1:
+                found.setdefault(uuid, []).append(f"{count:.0f} {severity.replace('_', '-')} errors in ten minutes")
+    return found
+
+
 def _detect(view: View) -> Iterator[Finding]:
-    links, replays, under_load = _Links.of(view), _replays(view), loaded(view)
+    links, replays, errors, under_load = _Links.of(view), _replays(view), _errors(view), loaded(view)
     for gpu in view.gpus:
         faults = links.faults(gpu.uuid, under_load(gpu.uuid, rank_on(view, gpu.index)))
         if gpu.uuid in replays:
             faults.append(f"{replays[gpu.uuid]:.0f} packets repeated in a minute")
+        faults += errors.get(gpu.uuid, [])
         if faults:
             yield _finding(view, gpu.uuid, gpu.index, faults)
 
@@ -89,7 +101,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     if gpu is None or uuid not in links.width or uuid not in links.generation:
         return None
     busy = loaded(view)(uuid, rank_on(view, gpu.index))
-    if links.faults(uuid, busy) or uuid in _replays(view):
+    if links.faults(uuid, busy) or uuid in _replays(view) or uuid in _errors(view):
         return False
     return True if busy else None
 

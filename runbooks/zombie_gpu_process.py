@@ -14,6 +14,7 @@ from opsd.runbooks.lib.signals import text
 
 PROCESSES, USED = "opsd_gpu_processes", "DCGM_FI_DEV_FB_USED"
 DEAD_PROCESSES = "opsd_gpu_orphan_processes"
+JOBS = "opsd_slurm_jobs"
 
 LEAST_MIB = 2048.0
 """Device memory in use that a driver without clients does not explain."""
@@ -73,10 +74,26 @@ def _ownerless(view: View, gpu: GpuFact, used: float) -> str:
     return f"{used / 1024:.1f} GiB of its memory in use by no process" if enough and all(held) and all(alone) else ""
 
 
+def _jobless(view: View, gpu: GpuFact, processes: float, used: float) -> str:
+    """Processes that hold memory of a GPU for a while though Slurm runs no job here."""
+    memory, jobs = by_gpu(view, USED).get(gpu.uuid), view.select(JOBS)
+    if used < LEAST_MIB or not memory or not jobs or jobs[0].last != 0.0:
+        return ""
+    idle = [value == 0 for _, value in jobs[0].values(ALONE_S)]
+    held = [value >= LEAST_MIB for _, value in memory[0].values(ALONE_S)]
+    if len(held) < 0.9 * ALONE_S or not all(held) or not all(idle):
+        return ""
+    return f"{_counted(processes)} of no job on it, with {used / 1024:.1f} GiB of its memory"
+
+
 def _held(view: View) -> dict[str, tuple[GpuFact, str]]:
-    """The GPUs in use, by UUID, and by what."""
+    """The GPUs in use, by UUID, and by what.
+
+    While a rank works on a GPU that nobody knows, no process on any GPU is known not to be its own.
+    """
     processes, used, dead = newest(view, PROCESSES), newest(view, USED), newest(view, DEAD_PROCESSES)
     working = {gpu.index: sum(_works(rank) for rank in view.ranks if rank.gpu == gpu.index) for gpu in view.gpus}
+    homeless = any(_works(rank) and rank.gpu is None for rank in view.ranks)
     counts = {gpu.index: processes[gpu.uuid] for gpu in view.gpus if gpu.uuid in processes}
     extra = {index: count - working[index] for index, count in counts.items() if working[index]}
     found = {}
@@ -86,8 +103,9 @@ def _held(view: View) -> dict[str, tuple[GpuFact, str]]:
             continue
         what = _undead(gpu, dead.get(gpu.uuid, 0.0))
         what = what or (_ownerless(view, gpu, used.get(gpu.uuid, 0.0)) if not count else "")
-        what = what or (_strangers(view, extra, gpu) if working[gpu.index] else "")
-        what = what or (_left_behind(view, gpu, count) if count and not working[gpu.index] else "")
+        what = what or (_strangers(view, extra, gpu) if working[gpu.index] and not homeless else "")
+        what = what or (_left_behind(view, gpu, count) if count and not working[gpu.index] and not homeless else "")
+        what = what or (_jobless(view, gpu, count, used.get(gpu.uuid, 0.0)) if count and not working[gpu.index] else "")
         if what:
             found[gpu.uuid] = gpu, what
     return found
@@ -124,7 +142,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     gpu = next((gpu for gpu in view.gpus if gpu.uuid == uuid), None)
     if count is None or used is None or gpu is None:
         return None
-    working = any(_works(rank) for rank in view.ranks if rank.gpu == gpu.index)
+    working = any(_works(rank) for rank in view.ranks if rank.gpu in (gpu.index, None))
     return uuid not in _held(view) if working else count == 0 and used < LEAST_MIB
 
 
@@ -134,9 +152,10 @@ RUNBOOK = Runbook(
 # A process holds a GPU that should be free
 
 ## Meaning
-One of these for half a minute: a process has died and the driver still lists it; a run has ended but processes are left
-on its GPU; memory of a GPU is in use without a process; or an unrelated process uses one GPU of a run, but not its
-others. GPUs that no run under opsd has used are ignored.
+One of these for half a minute: a process has died and the driver still lists it; a run has ended but processes are
+left on its GPU; memory of a GPU is in use without a process; or an unrelated process uses one GPU of a run, but not
+its others; or Slurm runs no job here and processes hold memory of a GPU. Without Slurm, GPUs that no run under opsd
+has used are ignored.
 
 ## Impact
 The next job on the node dies with "out of memory" while it loads, or is slowed down by the other process. A process

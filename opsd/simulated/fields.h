@@ -83,6 +83,7 @@ static int field_value(const struct gpu *gpu, struct field *field) {
     case 138: case 139: case 140: case 141: return link_field(gpu, field);
     case 142: case 143: case 144: case 145: return answer(field, TYPE_U32, gpu->remapped[field->id - 142]);
     case 161: case 162: case 163: case 164: case 165: case 166: return link_field(gpu, field);
+    case 179: case 180: return answer(field, TYPE_U32, gpu->pcie_errors[field->id - 179]);
     case 185: case 186: return answer(field, TYPE_U32, (uint64_t)(gpu->power_w * 1e3));
     case 187: return answer(field, TYPE_U32, (uint64_t)(MIN_LIMIT_W * 1e3));
     case 188: case 189: return answer(field, TYPE_U32, (uint64_t)(MAX_LIMIT_W * 1e3));

@@ -42,7 +42,7 @@ struct gpu {
     uint32_t process_pid[PROCESSES];
     uint32_t link_active[LINKS];
     uint32_t remapped[4]; /* correctable, uncorrectable, pending, failure */
-    uint32_t pcie_gen, pcie_width, pcie_replays, recovery_action, persistence, lost, forced_reasons, counters_work;
+    uint32_t pcie_gen, pcie_width, pcie_replays, recovery_action, pcie_errors[2], sram_exceeded, persistence, lost, forced_reasons, counters_work;
     uint32_t profiling, fabric_state, fabric_status, fabric_health;
     uint32_t xid[XIDS], xid_count;
     uint32_t padding;

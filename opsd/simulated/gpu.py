@@ -206,6 +206,14 @@ class SimulatedGpu:
         for kind, count in enumerate((replay, recovery, crc)):
             self._raw.link_errors[kind][link] = count
 
+    def set_pcie_errors(self, non_fatal: int, fatal: int) -> None:
+        """Counters of PCIe errors that were not corrected."""
+        self._raw.pcie_errors[:] = (non_fatal, fatal)
+
+    def set_sram_exceeded(self, exceeded: bool) -> None:
+        """Whether uncorrected errors of the SRAM have passed the threshold for a replacement."""
+        self._raw.sram_exceeded = exceeded
+
     def set_recovery_action(self, action: int) -> None:
         """Set the recovery action of the driver: 0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."""
         self._raw.recovery_action = action

@@ -44,6 +44,8 @@ class GpuState(ctypes.Structure):
         ("link_active", ctypes.c_uint32 * LINKS),
         ("remapped", ctypes.c_uint32 * 4),
         *((name, ctypes.c_uint32) for name in ("pcie_gen", "pcie_width", "pcie_replays", "recovery_action")),
+        ("pcie_errors", ctypes.c_uint32 * 2),
+        ("sram_exceeded", ctypes.c_uint32),
         *((name, ctypes.c_uint32) for name in ("persistence", "lost", "forced_reasons", "counters_work")),
         *((name, ctypes.c_uint32) for name in ("profiling", "fabric_state", "fabric_status", "fabric_health")),
         ("xid", ctypes.c_uint32 * XIDS),

@@ -337,6 +337,15 @@ int nvmlDeviceGetGpuFabricInfoV(struct gpu *gpu, struct fabric *out) {
     return SUCCESS;
 }
 
+struct sram { uint32_t version; uint64_t counts[11]; uint32_t exceeded; };
+
+int nvmlDeviceGetSramEccErrorStatus(struct gpu *gpu, struct sram *out) {
+    ENTER(gpu);
+    if (out->version != (1u << 24 | sizeof *out)) return ARGUMENT_VERSION_MISMATCH;
+    *out = (struct sram){.version = out->version, .exceeded = gpu->sram_exceeded};
+    return SUCCESS;
+}
+
 /* ---- field values ---- */
 
 int nvmlDeviceGetFieldValues(struct gpu *gpu, int count, struct field *fields) {

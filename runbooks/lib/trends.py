@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from math import sqrt
 from statistics import median
 
 from opsd.runbooks.base import Series, View
@@ -96,8 +97,14 @@ def each_minute(series: Series, seconds: float) -> list[float]:
 
 
 def hours_until(limit: float, minutes: Sequence[float]) -> float | None:
-    """Hours until the number per minute reaches ``limit`` at its present growth; None without clear growth."""
-    if len(minutes) < LEAST_MINUTES:
+    """Hours until the number per minute reaches ``limit`` at its present growth; None without clear growth.
+
+    Growth is clear if the later half has more than the earlier one by several standard deviations of events that come
+    at random (Poisson).
+    """
+    half = len(minutes) // 2
+    early, late = sum(minutes[:half]), sum(minutes[-half:])
+    if len(minutes) < LEAST_MINUTES or late - early < SURE * sqrt(early + late):
         return None
     course = trend(list(enumerate(minutes)))
     return max(limit - minutes[-1], 0.0) / course.slope / 60 if course.slope > 0 and course.sure else None

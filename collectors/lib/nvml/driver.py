@@ -164,6 +164,16 @@ EACH_TICK: Final = (
     ),
 )
 
+
+def _sram(handle: Any) -> tuple[float, ...]:
+    status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, ctypes.byref(status))
+    return (status.bThresholdExceeded,)
+
+
+EACH_MINUTE: Final = (Call(_sram, (series.SRAM_THRESHOLD,)),)
+"""What changes once in a GPU's life."""
+
 ONCE: Final = (
     Call(lambda h: (pynvml.nvmlDeviceGetPowerManagementDefaultLimit(h) / 1e3,), (series.POWER_LIMIT_DEFAULT,)),
     Call(_limits, (series.POWER_LIMIT_MIN, series.POWER_LIMIT_MAX)),

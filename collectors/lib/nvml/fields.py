@@ -53,6 +53,8 @@ _FIELDS: Mapping[FieldKey, Target] = {
     (82, 0): Target(series.MEMORY_TEMP),
     (83, 0): Target(series.ENERGY),
     (94, 0): Target(series.PCIE_REPLAYS),
+    (179, 0): Target(series.PCIE_ERRORS, 1, ("non_fatal",)),
+    (180, 0): Target(series.PCIE_ERRORS, 1, ("fatal",)),
     (3, 0): Target(series.ECC_ERRORS, 1, ("corrected", "volatile")),
     (4, 0): Target(series.ECC_ERRORS, 1, ("uncorrected", "volatile")),
     (5, 0): Target(series.ECC_ERRORS, 1, ("corrected", "aggregate")),

@@ -14,6 +14,8 @@ from opsd.collectors.lib.nvml.throttle import REASONS, ThrottleClock
 IDLE_MIB: Final = 64.0
 """A GPU that uses less memory is held by nobody: a context of CUDA takes some hundred."""
 
+RARE_S = 60.0
+
 
 class _Bound(NamedTuple):
     """A driver call and the series, with their label values, that its numbers go to."""
@@ -45,6 +47,9 @@ class Gpu:
         self.processes = {}
         processes = driver.Call(self._count_processes, (series.PROCESSES, series.PROCESS_MEMORY))
         self._calls = [self._bind(call) for call in (*driver.EACH_TICK, processes)]
+        self._rare = [self._bind(call) for call in driver.EACH_MINUTE]
+        self._rarely: list[Sample] = []
+        self._rare_at = -math.inf
         self._fields = self._reader(self._routes(links))
         self._units: gpm.GpmReader | None = None
         self._bandwidth = self._labels(series.NVLINK_BANDWIDTH)
@@ -74,6 +79,8 @@ class Gpu:
         """Everything the GPU tells at ``now``, in seconds since boot. Raises NvmlError if it does not answer."""
         with driver.translated():
             samples = self._ask(self._calls)
+            if now - self._rare_at >= RARE_S:
+                self._rarely, self._rare_at = self._ask(self._rare), now
             of_fields, rest = self._ask_fields()
             of_units = self._ask_units(now)
         if not samples:
@@ -88,6 +95,7 @@ class Gpu:
         for reason, seconds in self._throttle.update(now, mask, fields.throttle_counters(rest)).items():
             samples.append(Sample(series.THROTTLE, seconds, self._reasons[reason]))
         samples += self._static
+        samples += self._rarely
         return samples
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ LABELS: Final = {
     "driver_version": "one at a time",
     "link": "NVLinks of a GPU, 18 on an H100",
     "problem": "problems of the NVLink fabric, 5 known",
+    "severity": "fatal, non_fatal",
     "simulated": "yes, no",
     "threshold": "shutdown, slowdown, gpu_max, memory_max",
     "type": "corrected, uncorrected for ECC; types of NVLink errors",
@@ -99,6 +100,16 @@ RETIRED_PENDING = _gpu("retired_pages_pending", "1 if page retirements wait for 
 PCIE_GENERATION = _gpu("pcie_link_generation", "PCIe generation the link runs at; low at idle is normal.")
 PCIE_GENERATION_MAX = _gpu("pcie_link_generation_max", "Highest PCIe generation of GPU and slot together.")
 PCIE_WIDTH = _gpu("pcie_link_width", "PCIe lanes in use.")
+PCIE_ERRORS = _gpu(
+    "pcie_errors_total",
+    "PCIe errors that were not corrected, since the driver was loaded.",
+    "",
+    "severity",
+    kind="counter",
+)
+SRAM_THRESHOLD = _gpu(
+    "sram_threshold_exceeded", "1 if uncorrected errors of the SRAM have passed the threshold for a replacement."
+)
 PCIE_WIDTH_MAX = _gpu("pcie_link_width_max", "Most PCIe lanes of GPU and slot together.")
 NVLINK_SENT = _gpu("nvlink_transmitted_bytes_total", "Data sent over all NVLinks.", "bytes", kind="counter")
 NVLINK_RECEIVED = _gpu("nvlink_received_bytes_total", "Data received over all NVLinks.", "bytes", kind="counter")
@@ -136,6 +147,7 @@ METRICS: Final = (
     REMAP_FAILURE, EVENT_REASONS, THROTTLE_REASONS, UP, INFO, THROTTLE, POWER_LIMIT, POWER_LIMIT_DEFAULT,
     POWER_LIMIT_MIN, POWER_LIMIT_MAX, TEMPERATURE_LIMIT, TEMPERATURE_MARGIN, MEMORY_TOTAL, CLOCK_MAX, ECC_ERRORS,
     REMAP_PENDING, RETIRED_PAGES, RETIRED_PENDING, PCIE_GENERATION, PCIE_GENERATION_MAX, PCIE_WIDTH, PCIE_WIDTH_MAX,
+    PCIE_ERRORS, SRAM_THRESHOLD,
     NVLINK_SENT, NVLINK_RECEIVED, NVLINK_ERRORS, NVLINK_UP, NVLINK_LINK_ERRORS, PERFORMANCE_STATE, RECOVERY_ACTION,
     PERSISTENCE, PROCESSES, PROCESS_MEMORY, ORPHANS, ORPHAN_MEMORY, FABRIC_STATE, FABRIC_STATUS, FABRIC_PROBLEM,
     PROFILING, DRIVER_RELOADS,

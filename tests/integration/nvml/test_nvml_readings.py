@@ -53,6 +53,8 @@ def test_errors_and_links_are_read(gpus: SimulatedGpus, collector: Any) -> None:
     gpus[1].set_pcie(generation=3, width=8, replays=77)
     gpus[1].set_nvlink(17, active=False, replay=5, recovery=6, crc=7)
     gpus[1].set_recovery_action(4)
+    gpus[1].set_pcie_errors(non_fatal=8, fatal=9)
+    gpus[1].set_sram_exceeded(True)
     gpus[1].set_processes([(123, 1 << 30), (456, 1 << 31)])
     mine = of_gpu(samples(collector.collect()), 1)
     dcgm = {name.removeprefix("DCGM_FI_DEV_"): value for name, *_ in mine for value in [mine.get((name,))]}
@@ -66,6 +68,8 @@ def test_errors_and_links_are_read(gpus: SimulatedGpus, collector: Any) -> None:
     assert mine["opsd_gpu_nvlink_link_errors_total", "17"] == 18
     assert mine["opsd_gpu_nvlink_errors_total", "replay"] == 5
     assert mine["opsd_gpu_recovery_action",] == 4
+    assert [mine["opsd_gpu_pcie_errors_total", severity] for severity in ("non_fatal", "fatal")] == [8, 9]
+    assert mine["opsd_gpu_sram_threshold_exceeded",] == 1
     assert (mine["opsd_gpu_processes",], mine["opsd_gpu_process_memory_bytes",]) == (2, 3 << 30)
 
 

@@ -1,0 +1,129 @@
+"""A person has set a GPU slower: a power limit below its default, or application clocks below the highest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from opsd.collectors.base import GpuFact
+from opsd.runbooks.base import Cause, Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.gpu_throttle import REASONS as HELD_BACK
+from opsd.runbooks.gpu_throttle import THROTTLED
+from opsd.runbooks.lib.gpus import by_gpu, gpu_of, job_evidence, loaded, newest, rank_on, told
+from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.signals import seconds_spent, text, usual
+
+LIMIT, DEFAULT = "opsd_gpu_power_limit_watts", "opsd_gpu_power_limit_default_watts"
+REASONS, CLOCK = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS", "DCGM_FI_DEV_SM_CLOCK"
+APPLICATION_CLOCKS = 0x2
+"""The bit of the reasons that says that application clocks hold the GPU back (nvmlClocksEventReasons of nvml.h)."""
+
+REMEMBERED_S = 600.0
+BELOW, LASTING_S = 0.95, 20.0
+"""A limit below this share of what its peers have; reasons that were there for so long."""
+
+
+def _expected(of_gpus: dict[str, float], uuid: str) -> float:
+    """What the other GPUs have, the median; a fleet that is capped on purpose is capped alike."""
+    return median([value for other, value in of_gpus.items() if other != uuid] or [0.0])
+
+
+def _throttled(view: View, uuid: str) -> bool:
+    """True if the GPU was held back by heat or its board in the last minutes: then opsd itself may have lowered it."""
+    return any(
+        series.labels["reason"] in HELD_BACK and seconds_spent(series, REMEMBERED_S) > 0
+        for series in view.select(THROTTLED, UUID=uuid)
+    )
+
+
+def _capped(view: View) -> Iterator[tuple[GpuFact, str, str]]:
+    """GPU, metric and words of each cap."""
+    limits, defaults, masks = newest(view, LIMIT), newest(view, DEFAULT), by_gpu(view, REASONS)
+    for uuid, limit in limits.items():
+        gpu, default = gpu_of(view, uuid), defaults.get(uuid, 0.0)
+        low = limit < BELOW * default and limit < BELOW * _expected(limits, uuid)
+        if gpu is not None and low and not _throttled(view, uuid):
+            yield gpu, LIMIT, f"its power limit is {limit:.0f} W, its default {default:.0f} W"
+    if not masks:
+        return
+    clocks = {
+        uuid: clock for uuid, one in by_gpu(view, CLOCK).items() if (clock := usual(one[0], LASTING_S)) is not None
+    }
+    for uuid, series in masks.items():
+        gpu, values = gpu_of(view, uuid), [int(mask) for _, mask in series[0].values(LASTING_S)]
+        held = len(values) > LASTING_S / 2 and all(mask & APPLICATION_CLOCKS for mask in values)
+        if held and gpu is not None and uuid in clocks and clocks[uuid] < BELOW * _expected(clocks, uuid):
+            yield gpu, REASONS, f"application clocks hold it at {clocks[uuid]:.0f} MHz"
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    capped, under_load = list(_capped(view)), loaded(view)
+    for uuid in dict.fromkeys(gpu.uuid for gpu, _, _ in capped):
+        of_it = [(metric, what) for gpu, metric, what in capped if gpu.uuid == uuid]
+        gpu = next(gpu for gpu, _, _ in capped if gpu.uuid == uuid)
+        rank = rank_on(view, gpu.index)
+        if not under_load(uuid, rank):
+            continue
+        what = " and ".join(words for _, words in of_it)
+        yield Finding(
+            kind="gpu_capped",
+            key=uuid,
+            severity=Severity.WARNING,
+            summary=f"GPU {gpu.index} was set slower than its peers: {what}",
+            culprit=Culprit("gpu", view.node, gpu.index, rank.rank if rank else None, "set by a person or a tool"),
+            confidence=0.95,
+            evidence=(
+                *(one for metric, words in of_it for one in told(view, uuid, metric, f"GPU {gpu.index}: {words}")),
+                job_evidence(view, rank),
+            ),
+            cost=Cost(text="every GPU of the job waits for it" if rank else ""),
+            job=rank.job if rank else "",
+            data={"uuid": uuid, "gpu": gpu.index},
+        )
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once it is set as its peers are; None while limits and clocks are not known."""
+    uuid = text(incident.data, "uuid")
+    if uuid not in newest(view, LIMIT) or not view.known("nvml"):
+        return None
+    return all(gpu.uuid != uuid for gpu, _, _ in _capped(view))
+
+
+RUNBOOK = Runbook(
+    kind="gpu_capped",
+    guide=Guide.parse("""
+# A GPU was set slower than its peers
+
+## Meaning
+The power limit of a GPU under load is below its default and below that of the other GPUs, or its application clocks
+hold it below them. Drivers and boards do not do that: a person or a tool has, and has often forgotten it. A whole
+node that is set alike is a decision, and no incident.
+
+## Impact
+A synchronous job runs at the speed of this GPU, although nothing is broken.
+
+## Diagnosis
+1. `opsd incidents show ID`: the limit or the clock, beside its default.
+2. `nvidia-smi -q -d POWER,CLOCK -i GPU`: limits now and by default, application clocks.
+3. `journalctl --since -7day | grep -iE "nvidia-smi|power limit|applications clocks"`: who set it.
+4. `opsd incidents list`: opsd itself lowers the limit of a GPU that is throttled by heat; then that incident is the
+   cause of this one, and the node waits for service.
+
+## Mitigation
+- Set it back: `nvidia-smi -i GPU -pl WATTS` with the default, `nvidia-smi -i GPU -rac` for application clocks.
+- It comes back after each boot: look in prolog, start-up scripts and the configuration of DCGM.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it once the GPU is set as its peers are.
+- recommend, act: the same, and notifies. It does not undo what a person has set.
+"""),
+    detect=_detect,
+    remedy=notify_node(": set it back, unless it was meant"),
+    healed=_healed,
+    needs=("nvml",),
+    open_after_s=10.0,
+    look_every_s=5.0,
+    verify_s=3600.0,
+    causes=(Cause("gpu_throttle", "gpu", lag_s=86_400.0),),
+)

@@ -1,0 +1,91 @@
+"""The memory of a GPU is at its highest temperature, where the driver slows it down and errors become likely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from opsd.runbooks.base import Cause, Cost, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.gpus import blamed, by_gpu, gpu_of, job_evidence, newest, told
+from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.signals import text, usual
+
+TEMPERATURE, LIMIT = "DCGM_FI_DEV_MEMORY_TEMP", "opsd_gpu_temperature_threshold_celsius"
+LASTING_S = 30.0
+COOLER = 3.0
+"""So many degrees below its limit the memory counts as cool again."""
+
+
+def _heat(view: View) -> dict[str, tuple[float, float]]:
+    """Temperature of the last half minute and its limit, by GPU; empty without limits of the driver."""
+    limits = newest(view, LIMIT, threshold="memory_max")
+    found = {}
+    for uuid, series in by_gpu(view, TEMPERATURE).items() if limits else ():
+        celsius = usual(series[0], LASTING_S)
+        if uuid in limits and limits[uuid] > 0 and celsius is not None and series[0].last is not None:
+            found[uuid] = celsius, limits[uuid]
+    return found
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for uuid, (celsius, limit) in _heat(view).items():
+        gpu = gpu_of(view, uuid)
+        if gpu is None or celsius < limit:
+            continue
+        culprit, rank = blamed(view, gpu.index, "memory cooling")
+        what = f"the memory of GPU {gpu.index} is at {celsius:.0f} °C, its limit is {limit:.0f} °C"
+        yield Finding(
+            kind="gpu_memory_hot",
+            key=uuid,
+            severity=Severity.WARNING,
+            summary=what,
+            culprit=culprit,
+            confidence=0.95,
+            evidence=(*told(view, uuid, TEMPERATURE, what), job_evidence(view, rank)),
+            cost=Cost(text="its clocks are held back, and memory errors become likely" if rank else ""),
+            job=rank.job if rank else "",
+            data={"uuid": uuid, "gpu": gpu.index},
+        )
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    heat = _heat(view).get(text(incident.data, "uuid"))
+    return None if heat is None else heat[0] <= heat[1] - COOLER
+
+
+RUNBOOK = Runbook(
+    kind="gpu_memory_hot",
+    guide=Guide.parse("""
+# The memory of a GPU is too hot
+
+## Meaning
+The HBM of a GPU has been at the highest temperature that the driver allows for it for half a minute. The chip itself
+may be well within its limits. Where the driver tells no limit for the memory there is no such incident.
+
+## Impact
+The driver lowers clocks until the memory is cooler, which shows as a thermal throttle. Memory that stays hot has more
+errors and is refreshed more often, which costs bandwidth.
+
+## Diagnosis
+1. `opsd incidents show ID`: the temperature and its limit.
+2. `nvidia-smi -q -d TEMPERATURE -i GPU`: memory beside chip, current beside maximum.
+3. `nvidia-smi --query-gpu=index,temperature.memory,temperature.gpu,power.draw --format=csv`: one GPU: its heat sink
+   or cold plate; all of them: air or coolant of the node.
+4. `nvidia-smi -q -d ECC -i GPU`: errors that were corrected meanwhile.
+
+## Mitigation
+- A lower power limit helps within a minute: `nvidia-smi -i GPU -pl WATTS`.
+- Have heat sink, pads or cold plate of this GPU serviced at the next maintenance.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it at three degrees below the limit.
+- recommend, act: the same, and notifies. If the GPU is throttled as well, that incident has the remedies.
+"""),
+    detect=_detect,
+    remedy=notify_node(": have the cooling of the GPU serviced"),
+    healed=_healed,
+    needs=("nvml",),
+    look_every_s=5.0,
+    clear_after_s=30.0,
+    verify_s=1800.0,
+    causes=(Cause("node_throttle", "node"),),
+)

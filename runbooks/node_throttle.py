@@ -1,0 +1,101 @@
+"""Several GPUs of a node are throttled together: the node's cooling or its power, not the GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.gpu_throttle import THERMAL, THROTTLED, throttled_gpus
+from opsd.runbooks.lib.gpus import loaded, rank_on, told
+from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.signals import counted
+
+LEAST, SHARE = 3, 0.5
+"""So many GPUs, and this share of those under load: heat sinks do not fail together."""
+
+
+def _together(view: View) -> Mapping[str, Sequence[str]]:
+    """UUIDs and reasons of the GPUs under load that are throttled, if they are so many."""
+    throttled = throttled_gpus(view)
+    if len(throttled) < LEAST:
+        return {}
+    under_load = loaded(view)
+    busy = {gpu.uuid for gpu in view.gpus if under_load(gpu.uuid, rank_on(view, gpu.index))}
+    found = {uuid: reasons for uuid, reasons in throttled.items() if uuid in busy}
+    return found if len(found) >= max(LEAST, SHARE * len(busy)) else {}
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    if together := _together(view):
+        yield _finding(view, together)
+
+
+def _finding(view: View, together: Mapping[str, Sequence[str]]) -> Finding:
+    indexes = sorted(gpu.index for gpu in view.gpus if gpu.uuid in together)
+    reasons = sorted({reason for of_gpu in together.values() for reason in of_gpu})
+    what = "cooling" if any(reason in THERMAL for reason in reasons) else "power supply"
+    names = ", ".join(map(str, indexes))
+    ranks = [rank for index in indexes if (rank := rank_on(view, index)) is not None]
+    fact = f"GPUs {names} are throttled together by {' and '.join(reasons)}"
+    return Finding(
+        kind="node_throttle",
+        key=view.node,
+        severity=Severity.CRITICAL if ranks else Severity.WARNING,
+        summary=f"{view.node}: {fact}",
+        culprit=Culprit("node", view.node, detail=f"{what} of GPUs {names}"),
+        confidence=0.95,
+        evidence=told(view, next(iter(together)), THROTTLED, fact),
+        cost=Cost(text=f"{counted(ranks[0].world_size, 'GPU')} run at the speed of the slowest" if ranks else ""),
+        job=ranks[0].job if ranks else "",
+        data={"uuids": sorted(together)},
+    )
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once fewer than half of its GPUs are throttled; what is left is an incident of those GPUs."""
+    listed = incident.data.get("uuids")
+    if not view.known("nvml") or not isinstance(listed, list | tuple):
+        return None
+    still = sum(uuid in throttled_gpus(view) for uuid in listed)
+    return still < SHARE * len(listed)
+
+
+RUNBOOK = Runbook(
+    kind="node_throttle",
+    guide=Guide.parse("""
+# Several GPUs are throttled together
+
+## Meaning
+Three GPUs and more, at least half of those under load, are held back at the same time by heat or by the power brake.
+The cause is what they share: fans, air or coolant of the node, the room, or its power supplies. The incidents of the
+single GPUs are its symptoms.
+
+## Impact
+Every synchronous job with ranks here runs at the speed of the slowest GPU. Above the hardware threshold clocks fall
+by half and more.
+
+## Diagnosis
+1. `opsd incidents show ID`: which GPUs, which reasons.
+2. `ipmitool sdr type Fan` and `ipmitool sdr type Temperature`: fans that stand still, inlet air, coolant.
+3. `ipmitool sdr type "Power Supply"` and `ipmitool sel list`: a supply that failed takes the power brake with it.
+4. `opsd incidents` on the neighbours: several nodes at once are the room, the row or the loop.
+5. `nvidia-smi --query-gpu=index,temperature.gpu,power.draw,clocks.sm --format=csv`: how far clocks have fallen.
+
+## Mitigation
+- Take the node out at the next checkpoint: `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
+- Until then lower power limits reduce the heat of all: `nvidia-smi -pl WATTS`, 15 % below the present limit.
+- Several nodes: tell those who run the room, and do not swap onto nodes beside them.
+
+## What opsd does by itself
+- observe: opens the incident; resolves it once fewer than half of these GPUs are throttled.
+- recommend: the same, and notifies.
+- act: a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain allows it.
+  Power limits of single GPUs are left as they are.
+"""),
+    detect=_detect,
+    remedy=notify_node(": have fans, coolant and power supplies checked", swap=True),
+    healed=_healed,
+    needs=("nvml",),
+    clear_after_s=10.0,
+    verify_s=600.0,
+)
