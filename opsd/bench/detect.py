@@ -1,4 +1,8 @@
-"""Quality of detection: every scenario of the tests, and three days of healthy nodes.
+"""Quality of detection: material from outside, random timelines, every scenario of the tests, three healthy days.
+
+The outside sets (``outside``) come first, because the scenarios were written together with what they test. The random
+timelines (``random``) have seeds of their own; every fault, disturbance and noise in them is drawn. Shares of both have
+95 % intervals. A rate of false alarms is per hour of a node, in quiet timelines, with the upper end of its interval.
 
 Each scenario is played once through the agent's own window, runbooks and policy under a virtual clock, in mode act
 where it is written for that mode. The healthy time is ``NODES`` simulated nodes with ``HOURS`` each, with different
@@ -9,12 +13,15 @@ minutes. What happens between two ticks is therefore not covered.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from opsd.bench.outside import FOLDER, SETS
+from opsd.bench.timelines import timeline
 from opsd.runbooks import RUNBOOKS
 from opsd.scenarios.model import Scenario, ScenarioError, files, load
 from opsd.scenarios.player import play
@@ -24,14 +31,22 @@ SCENARIOS = Path(__file__).parents[2] / "tests" / "scenarios"
 NODES, HOURS = 12, 6.0
 LOOK_S = 5.0
 HOUR_S = 3600.0
+SEED = 1_000_000
+"""The first seed of the random timelines; no test uses one that is so high."""
+TIMELINES, TIMELINE_S = 100, 400.0
+QUIET, QUIET_S = 36, 1200.0
+"""Without a fault: 12 hours of a node."""
+Z = 1.959964
+"""Standard deviations on either side of 95 % of a normal distribution."""
 PREDICTIONS = frozenset(book.kind for book in RUNBOOKS if book.prediction)
 """Kinds that predict a failure; the guide of each states how far ahead."""
 
 
-def run() -> dict[str, Any]:
-    """``precision, recall, culprit_accuracy, scenarios, latency_s`` (kind -> median), and false alarms in 72 hours.
+def run(seed: int = SEED) -> dict[str, Any]:
+    """``outside`` by set, ``random`` with the timelines from ``seed`` on, and the own scenarios.
 
-    ``prediction_precision`` and ``prediction_recall`` are those of ``PREDICTIONS`` alone.
+    Of the scenarios ``precision, recall, culprit_accuracy, scenarios, latency_s`` (kind -> median), and false alarms in
+    72 hours. ``prediction_precision`` and ``prediction_recall`` are those of ``PREDICTIONS`` alone.
 
     Raises ScenarioError where opsd was installed without its tests.
     """
@@ -39,11 +54,75 @@ def run() -> dict[str, Any]:
     if not found:
         raise ScenarioError(f"{SCENARIOS}: no scenarios; run `opsd bench detect` in a clone of opsd")
     return {
+        "outside": {name: shares(list(results(FOLDER))) for name, results in SETS.items()},
+        "random": random_timelines(seed),
         **score(_result(load(path)) for path in found),
         "healthy_hours": NODES * HOURS,
         "healthy_look_s": LOOK_S,
         "healthy_false_alarms": sum(len(false_alarms(seed, HOURS)) for seed in range(NODES)),
     }
+
+
+def random_timelines(seed: int, count: int = TIMELINES, quiet: int = QUIET) -> dict[str, Any]:
+    """``count`` timelines with one to three faults at once, and ``quiet`` without any; seeds from ``seed`` on."""
+    faulty = [_random(at, 1 + at % 3, TIMELINE_S) for at in range(seed, seed + count)]
+    calm = [_random(at, 0, QUIET_S) for at in range(seed + count, seed + count + quiet)]
+    alarms = Counter(kind for result in calm for kind in result.false_alarms)
+    hours = quiet * QUIET_S / HOUR_S
+    return {
+        "seed": seed,
+        **shares(faulty),
+        "missed": dict(Counter(kind for result in faulty for kind in result.missed)),
+        "false_alarms": dict(Counter(kind for result in faulty for kind in result.false_alarms)),
+        "quiet_node_hours": hours,
+        "quiet_false_alarms": dict(alarms),
+        "quiet_false_alarms_per_node_hour": alarms.total() / hours,
+        "quiet_false_alarms_per_node_hour_at_most": highest_rate(alarms.total(), hours),
+    }
+
+
+def _random(seed: int, faults: int, seconds: float) -> ScenarioResult:
+    scenario = timeline(seed, faults=faults, seconds=seconds)
+    return judge(scenario, play(scenario, "observe"))
+
+
+def shares(results: Sequence[ScenarioResult]) -> dict[str, Any]:
+    """Counts, and shares with their 95 % intervals, of results from outside or at random."""
+    hits = [hit for result in results for hit in result.hits]
+    missed = sum(len(result.missed) for result in results)
+    alarms = sum(len(result.false_alarms) for result in results)
+    right = sum(hit.culprit_right for hit in hits)
+    latencies = [hit.latency_s for hit in hits if hit.latency_s is not None]
+    return {
+        "cases": len(results),
+        "expected": len(hits) + missed,
+        "found": len(hits),
+        "unexpected": alarms,
+        "precision": _share(len(hits), len(hits) + alarms),
+        "precision_interval": interval(len(hits), len(hits) + alarms),
+        "recall": _share(len(hits), len(hits) + missed),
+        "recall_interval": interval(len(hits), len(hits) + missed),
+        "culprit_accuracy": _share(right, len(hits)),
+        "culprit_accuracy_interval": interval(right, len(hits)),
+        "latency_s": median(latencies) if latencies else None,
+        "worst_latency_s": max(latencies, default=None),
+    }
+
+
+def interval(part: int, whole: int) -> tuple[float, float]:
+    """The 95 % interval of a share of which ``part`` of ``whole`` were seen (Wilson 1927)."""
+    if not whole:
+        return 0.0, 1.0
+    share, spread = part / whole, Z * Z / whole
+    middle, half = share + spread / 2, Z * math.sqrt(share * (1 - share) / whole + spread / (4 * whole))
+    low, high = (middle - half) / (1 + spread), (middle + half) / (1 + spread)
+    return (low if part else 0.0), (high if part < whole else 1.0)
+
+
+def highest_rate(count: int, hours: float) -> float:
+    """The upper end of the 95 % interval of a rate per hour of which ``count`` were seen (Byar's approximation)."""
+    n = count + 1
+    return float(n * (1 - 1 / (9 * n) + Z / (3 * math.sqrt(n))) ** 3 / hours)
 
 
 def score(results: Iterable[ScenarioResult]) -> dict[str, Any]:
@@ -60,7 +139,8 @@ def score(results: Iterable[ScenarioResult]) -> dict[str, Any]:
     )
     latencies: defaultdict[str, list[float]] = defaultdict(list)
     for hit in hits:
-        latencies[hit.kind].append(hit.latency_s)
+        if hit.latency_s is not None:
+            latencies[hit.kind].append(hit.latency_s)
     return {
         "scenarios": len(known),
         "precision": _share(len(hits), len(hits) + len(alarms)),

@@ -22,7 +22,7 @@ BENCHES = {
     "checkpoint": "what a checkpoint costs the training, beside torch.save and DCP",
     "client": "cost of a rank-page update",
     "data": "finding a sample at any point of a run, beside Grain, Megatron's index and a growing one",
-    "detect": "precision, recall, culprits and latency over the scenarios; false alarms in 72 healthy hours",
+    "detect": "precision, recall, culprits, latency: material from outside, random timelines, own scenarios",
     "faults": "runs with random faults, on a real Slurm cluster in namespaces",
     "observe": "what the hooks cost a program that reports nothing itself: tiny steps, and nanoGPT's",
     "rendezvous": "launchers that agree on a new generation after a loss, and what they cost the leader",
@@ -38,7 +38,7 @@ BENCHES = {
 LONG = ("faults", "soak", "swap")
 """Left out of ``--names``, and so of ``make bench``."""
 OPTIONS = {
-    "nodes": ("rendezvous",), "trials": ("faults", "swap"), "seed": ("faults",), "scenario": ("swap",),
+    "nodes": ("rendezvous",), "trials": ("faults", "swap"), "seed": ("faults", "detect"), "scenario": ("swap",),
     "hours": ("soak",),
 }  # fmt: skip
 """Options that only some benchmarks have."""
@@ -73,7 +73,7 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     help="Of rendezvous only: how many launchers are simulated; 1,024 unless given.",
 )
 @option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
-@option("--seed", type=click.IntRange(0), help="Of faults: the seed of the first sequence; 1 unless given.")
+@option("--seed", type=click.IntRange(0), help="Of faults (1) and detect (1000000): the first seed.")
 @option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
 @option("--hours", type=click.FloatRange(1 / 60), help="Of soak: how long it lasts; 1 unless given.")
 @option(

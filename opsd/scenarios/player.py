@@ -56,6 +56,7 @@ class _Player:
         self._scenario, self._look_s = scenario, look_s
         self._node = SimulatedNode(scenario)
         self._order = itertools.count()
+        self._agent_restarts = False
         self._due = [(second, next(self._order), change) for second, change in scenario.moments()]
         heapq.heapify(self._due)
 
@@ -69,18 +70,30 @@ class _Player:
 
     def play(self) -> PlayedScenario:
         with tempfile.TemporaryDirectory(prefix="opsd-scenario-") as folder:
-            journal = Journal(Path(folder), lambda _problem: None)
-            window, responder = Window(NODE, interval_s=self._look_s, witnesses=witnesses()), self._responder(journal)
+            journal, window, responder = self._agent(Path(folder))
             for look in range(int(self._scenario.duration / self._look_s) + 1):
                 stepped = self._go_to(look * self._look_s)
                 if stepped:
                     responder.clock_stepped(stepped)
+                if self._agent_restarts:
+                    self._agent_restarts = False
+                    journal.close()
+                    self._keep(responder)
+                    journal, window, responder = self._agent(Path(folder))
                 self._look(window)
                 responder.respond(window)
             journal.close()
+        self._keep(responder)
+        return self.played
+
+    def _agent(self, folder: Path) -> tuple[Journal, Window, Responder]:
+        """An agent that has just started, with what the journal in ``folder`` remembers."""
+        journal = Journal(folder, lambda _problem: None)
+        return journal, Window(NODE, interval_s=self._look_s, witnesses=witnesses()), self._responder(journal)
+
+    def _keep(self, responder: Responder) -> None:
         for incident in (*responder.ended, *responder.current):
             self.played.incidents[incident.id] = incident
-        return self.played
 
     def _look(self, window: Window) -> None:
         window.begin(self._node.now, self._node.wall)
@@ -123,6 +136,7 @@ class _Player:
             self._node.advance(max(at, self._node.second))
             self._node.apply(change)
             stepped += change.clock
+            self._agent_restarts |= change.agent_restart
         self._node.advance(second)
         return stepped
 

@@ -12,10 +12,13 @@ from opsd.scenarios.player import PlayedScenario
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """An expected incident that opened: ``latency_s`` after the fault, with the right culprit or not."""
+    """An expected incident that opened: ``latency_s`` after the fault, with the right culprit or not.
+
+    What was judged after the fact has no latency.
+    """
 
     kind: str
-    latency_s: float
+    latency_s: float | None
     culprit_right: bool
 
 

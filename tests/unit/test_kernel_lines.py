@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from opsd.agent.window import Window
+from opsd.bench.outside import FOLDER
+from opsd.bench.outside.kernel_lines import INCIDENTS, REPEATED, expected, lines
 from opsd.collectors.kmsg import parse_message
 from opsd.runbooks import RUNBOOKS
 from tests.fakes.kmsg import Node, read
 
-LINES = Path(__file__).parents[1] / "outside/kernel_lines/lines.toml"
-
-INCIDENTS = {
-    "edac_uncorrected": "machine_check",
-    "edac_corrected": "machine_check",
-    "mce": "machine_check",
-    "oom_kill": "oom_kill",
-    "nvme": "disk_errors",
-    "io_error": "disk_errors",
-    "read_only": "disk_errors",
-    "aer_fatal": "pcie_error",
-    "aer_recovery": "pcie_error",
-    "soft_lockup": "kernel_lockup",
-    "hard_lockup": "kernel_lockup",
-    "hung_task": "kernel_lockup",
-    "cpu_thermal": "cpu_thermal",
-    "gpu_init": "gpu_driver_failed",
-    "mlx5_tx_timeout": "nic_failed",
-    "mlx5_cq_error": "nic_failed",
-    "mlx5_health": "nic_failed",
-    "peermem": "gpu_driver_failed",
-    "lustre": "lustre_client",
-}
-"""What a line is about, and the incident that it must open."""
-
-ELSEWHERE = {"was lost": "storage_slow"}
-"""Lines whose incident another runbook opens."""
-
-REPEATED = {"edac_corrected": 100, "cpu_thermal": 2}
-"""A storm takes so many of them."""
-
-
-def lines() -> Iterator[tuple[str, str]]:
-    """Each line with what it is about, or benign, or harmless_event."""
-    for source in tomllib.loads(LINES.read_text(encoding="utf-8"))["source"]:
-        for about, said in source.items():
-            if about != "of":
-                yield from ((about, line) for line in said)
+LINES = list(lines(FOLDER / "kernel_lines"))
 
 
 def opened(node: Node, line: str, *, times: int = 1, apart_s: float = 70.0, facility: int = 0) -> set[str]:
@@ -68,25 +31,24 @@ def opened(node: Node, line: str, *, times: int = 1, apart_s: float = 70.0, faci
 
 def test_every_kind_of_trouble_has_lines_from_several_places() -> None:
     """None of them is tested with our own words only."""
-    assert {about for about, _ in lines()} == {*INCIDENTS, "benign", "harmless_event"}
+    assert {about for about, _ in LINES} == {*INCIDENTS, "benign", "harmless_event"}
 
 
-@pytest.mark.parametrize(("about", "line"), [each for each in lines() if each[0] in INCIDENTS])
+@pytest.mark.parametrize(("about", "line"), [each for each in LINES if each[0] in INCIDENTS])
 def test_a_line_of_trouble_opens_its_incident(tmp_path: Path, about: str, line: str) -> None:
     """Whatever release of the kernel or driver wrote it; storms take several."""
-    wanted = next((kind for words, kind in ELSEWHERE.items() if words in line), INCIDENTS[about])
     times = REPEATED.get(about, 1)
-    assert opened(Node(tmp_path), line, times=times, apart_s=70.0 if times < 10 else 1.0) == {wanted}
+    assert opened(Node(tmp_path), line, times=times, apart_s=70.0 if times < 10 else 1.0) == {expected(about, line)}
 
 
-@pytest.mark.parametrize(("about", "line"), [each for each in lines() if each[0] not in INCIDENTS])
+@pytest.mark.parametrize(("about", "line"), [each for each in LINES if each[0] not in INCIDENTS])
 def test_a_line_that_looks_alike_opens_nothing(tmp_path: Path, about: str, line: str) -> None:
     """Lines that go with trouble or only resemble it are no incident; most are not even an event."""
     assert (parse_message(line) is None) == (about == "benign")
     assert opened(Node(tmp_path), line) == set()
 
 
-@pytest.mark.parametrize(("about", "line"), list(lines()))
+@pytest.mark.parametrize(("about", "line"), LINES)
 def test_what_a_user_writes_into_the_log_is_not_believed(tmp_path: Path, about: str, line: str) -> None:
     """A process that may write to /dev/kmsg speaks with its own facility, never the kernel's."""
     assert opened(Node(tmp_path), line, facility=1) == set()

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from opsd import exitcodes
+from opsd.bench.outside.flight_recorder import CULPRITS
 from opsd.collectors.lib.nccl import stuck
 from opsd.collectors.lib.nccl.dump_folder import read_dumps
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
@@ -19,7 +20,6 @@ from opsd.collectors.lib.nccl.stuck import Verdict, judge, ranges
 from opsd.commands.diagnose import diagnose
 
 RECORDED = Path(__file__).parents[1] / "outside" / "fr_traces"
-TRUTH = {"gpu_error_1st": (12,), "gpu_error_2nd": (9, 14), "lock_gil_1st": (9, 14), "lock_gil_2nd": (10, 15)}
 
 Entry = dict[str, object]
 
@@ -47,7 +47,7 @@ def judged(dumps: dict[int, Dump], world: int = 0) -> Verdict:
     return verdict
 
 
-@pytest.mark.parametrize(("case", "culprits"), TRUTH.items())
+@pytest.mark.parametrize(("case", "culprits"), CULPRITS.items())
 def test_recorded_hangs_of_others(case: str, culprits: tuple[int, ...]) -> None:
     """The pickles that torch wrote on 16 GPUs, of which two failed or stood still."""
     dumps, unusable = read_dumps(RECORDED / case)
