@@ -40,7 +40,7 @@ WANDER, STEADY = 4.0, 0.75
 offsets of the other GPUs wander through meanwhile, and this share of the way that the own offset has gone, back and
 forth included."""
 
-OPEN_AFTER_S = 60.0
+OPEN_AFTER_S = 120.0
 HORIZON_S = 3600.0
 """A throttle is predicted for the next hour; what is slower than that shows on the node's board first."""
 

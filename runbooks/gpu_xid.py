@@ -150,6 +150,8 @@ def _detect(view: View) -> Iterator[Finding]:
 def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding | None:
     """The finding about the Xids of one GPU, None if they require no action."""
     day, asked = xids.get(gpu.pci, ()), _asked(view, gpu.uuid)
+    if not day and asked in (None, "none"):
+        return None
     codes = [code for code in dict.fromkeys(map(code_of, day)) if code not in ECHOES]
     excuses = {code: why for code in codes if code in AMBIGUOUS and (why := program_to_blame(view, gpu, code, xids))[0]}
     often = [code for code in codes if too_often(day, code) and code not in excuses]

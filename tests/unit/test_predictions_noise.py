@@ -55,7 +55,7 @@ def stop(celsius: float, seconds: float) -> Fault:
 
 @pytest.mark.parametrize(
     ("fault", "within_s"),
-    [(ramp(2.0), 420), (ramp(1.0), 660), (stop(18.0, 150.0), 360)],
+    [(ramp(2.0), 480), (ramp(1.0), 660), (stop(18.0, 150.0), 420)],
     ids=["two degrees a minute", "one degree a minute", "stopped"],
 )
 @pytest.mark.parametrize("noise", [Noise(), Noise(step=1.0)], ids=["quiet", "whole degrees"])
