@@ -109,12 +109,12 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
         ticks = total(seen.last, "opsd_agent_ticks_total") - total(before, "opsd_agent_ticks_total")
         memory = [(at, mib) for at, mib in seen.memory if at >= min(window_s, seconds / 2)]
         growth = slope(memory)
+        lost += incidents_verdict(plants, journal, told)
         faults = [
             *lost,
             *([memory_verdict(growth, memory[-1][0] - memory[0][0])]),
             *scrape_verdict(seen),
             *ticks_verdict(last),
-            *incidents_verdict(plants, journal, told),
         ]
         faults = [fault for fault in faults if fault]
         times = sorted(seen.scrapes)
@@ -138,7 +138,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
             "planted_warnings": warnings,
             "incidents_in_journal": len(journal),
             "notifications": len(told),
-            "faults": len(faults),
+            "lost": "; ".join(lost[:12]) or "nothing",
             "verdict": "; ".join(faults[:12]) or "good",
         }  # fmt: skip
 
