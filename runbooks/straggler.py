@@ -206,6 +206,7 @@ A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10
     verify_s=600.0,
     causes=(
         Cause("gpu_throttle", "gpu", lag_s=60.0),
+        Cause("gpu_capped", "gpu", lag_s=60.0),
         Cause("pcie_degraded", "gpu", lag_s=60.0),
         Cause("dataloader_stall", "rank"),
         Cause("nvlink_errors", "gpu", lag_s=60.0),
