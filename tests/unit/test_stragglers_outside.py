@@ -10,16 +10,17 @@ from statistics import median
 
 import pytest
 
+from opsd.bench.outside.step_times import TRUTH
 from opsd.stragglers.judge import judge
 from opsd.stragglers.table import read_table, to_trace
-from opsd.stragglers.trace import LENGTHS, SLOW_WORKER, STAGES, Trace
+from opsd.stragglers.trace import Trace
 
 FILES = Path(__file__).parents[1] / "outside/step_times"
 
 
 @pytest.mark.parametrize(
     ("name", "cause", "slowdown", "culprits"),
-    [("AR", SLOW_WORKER, 1.973, (0,)), ("ST", STAGES, 1.179, ()), ("SE", LENGTHS, 1.537, ())],
+    [(name, *truth) for name, truth in TRUTH.items()],
 )
 def test_the_cause_and_its_cost(name: str, cause: str, slowdown: float, culprits: tuple[int, ...]) -> None:
     """Cause, culprit and slowdown are those that the source found, the slowdown within 10 %."""
