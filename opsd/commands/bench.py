@@ -13,7 +13,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.bench import BenchError
-from opsd.commands.options import option
+from opsd.commands.options import Finite, option
 from opsd.scenarios.model import ScenarioError
 from opsd.simulated.library import NoCompilerError, SimulationError
 
@@ -75,7 +75,7 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 @option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
 @option("--seed", type=click.IntRange(0), help="Of faults (1) and detect (1000000): the first seed.")
 @option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
-@option("--hours", type=click.FloatRange(1 / 60), help="Of soak: how long it lasts; 1 unless given.")
+@option("--hours", type=Finite(min=1 / 60), help="Of soak: how long it lasts; 1 unless given.")
 @option(
     "--names",
     is_flag=True,
