@@ -51,7 +51,7 @@ def ratios(trace: Trace, rows: Rows) -> dict[int, list[float]]:
             if 1 < len(group) < SMALL_GROUP:
                 typical = middles(rows, (peer for peer in group if peer != rank))
             found[rank] = [
-                math.log(own / usual) if own > 0 and usual > 0 else 0.0
+                math.log(own) - math.log(usual) if own > 0 and usual > 0 else 0.0
                 for own, usual in zip(rows[rank], typical, strict=True)
             ]
     return found

@@ -1,8 +1,8 @@
 """Reads step times from a table of anybody's: CSV, JSON or Parquet, one row for each rank and step, or for each phase.
 
-Wide: columns for rank and step, and one for each phase. Long: a column with the phase (or the type of an operation) and
-one with its duration; rows of the same rank, step and phase are added up. Names of columns are those of this module or
-of ByteDance's StragglerAnalysis.
+Wide: columns for rank and step, and one for each phase; of a step done again after a restart the last row counts.
+Long: a column with the phase (or the type of an operation) and one with its duration; rows of the same rank, step and
+phase are added up. Names of columns are those of this module or of ByteDance's StragglerAnalysis.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _PHASES = {
 }
 _PHASE_OF = {name: phase for phase, names in _PHASES.items() for name in names}
 MOST_ROWS = 20_000_000
+LONGEST_S = 1e9
+"""No step takes decades; sums of larger numbers could overflow."""
 ENOUGH = 0.8
 """A rank counts if it has this share of the steps; a step counts if all such ranks have it."""
 
@@ -57,9 +59,11 @@ def read_table(path: Path) -> Trace:
         case ".json" | ".jsonl":
             return to_trace(_json(path))
         case ".csv" | ".tsv" | ".txt":
-            with path.open(newline="", encoding="utf-8") as file:
+            with path.open(newline="", encoding="utf-8-sig") as file:
                 lines = (line for line in file if not line.startswith("#"))
-                return to_trace(csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ","))
+                return to_trace(
+                    csv.DictReader(lines, delimiter="\t" if path.suffix == ".tsv" else ",", skipinitialspace=True)
+                )
     raise TableError(f"{path.name} is no .csv, .json, .jsonl or .parquet")
 
 
@@ -78,7 +82,7 @@ def _parquet(path: Path) -> Iterable[Mapping[str, Any]]:
 
 
 def _json(path: Path) -> Iterable[Mapping[str, Any]]:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     try:
         found = (
             [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -141,25 +145,26 @@ class _Reader:
             self._places[rank] = Place(str(node or ""), gpu, dp, pp, tp, cp)
             self._microbatches = self._whole(row, "microbatches")
         if self._phases:
+            written: dict[str, str] = {}
             for column, phase in self._phases.items():
-                self._put(phase, rank, step, row.get(column))
+                self._put(phase, rank, step, row.get(column), first=written.setdefault(phase, column) == column)
         else:
             phase = _PHASE_OF.get(str(row.get(self._columns["phase"])), "")
             self._forwards += phase == FORWARD
             if phase:
                 self._put(phase, rank, step, row.get(self._columns["seconds"]))
 
-    def _put(self, phase: str, rank: int, step: int, raw: Any) -> None:
+    def _put(self, phase: str, rank: int, step: int, raw: Any, *, first: bool = False) -> None:
         if raw is None or raw == "":
             return
         try:
             seconds = float(raw)
         except (TypeError, ValueError, OverflowError):
             seconds = math.nan
-        if not (math.isfinite(seconds) and seconds >= 0):
+        if not 0 <= seconds <= LONGEST_S:
             raise TableError(f"rank {rank} has {raw!r:.40} as its {phase} in step {step}, which is no duration")
         row = self._seconds.setdefault(phase, {}).setdefault(rank, {})
-        row[step] = row.get(step, 0.0) + seconds
+        row[step] = seconds if first else row.get(step, 0.0) + seconds
 
     def _whole(self, row: Mapping[str, Any], name: str) -> int | None:
         raw = row.get(self._columns.get(name, ""))

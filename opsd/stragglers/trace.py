@@ -57,10 +57,10 @@ class Trace:
         return GPU if gpu is not None and all(any(row) for row in gpu.values()) else "host"
 
     def host_work(self) -> Rows:
-        """Seconds that each rank worked in each step, by the host's clock."""
+        """Seconds that each rank worked in each step, by the host's clock; by the GPU's if nothing else is known."""
         parts = [rows for phase in (FORWARD, BACKWARD, COMPUTE) if (rows := self.rows(phase)) is not None]
         if not parts:
-            parts = [rows for phase in (STEP,) if (rows := self.rows(phase)) is not None]
+            parts = [rows for phase in (STEP, GPU) if (rows := self.rows(phase)) is not None][:1]
         return {
             rank: [sum(values) for values in zip(*(rows[rank] for rows in parts), strict=True)] for rank in self.places
         }

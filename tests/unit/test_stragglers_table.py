@@ -162,3 +162,34 @@ def test_diagnose_steps_of_a_bad_table(tmp_path: Path, content: str) -> None:
     said = CliRunner().invoke(diagnose, ["--steps", str(path)])
     assert said.exit_code == 1
     assert len(said.output.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e-320, 1.0, 1e9])
+def test_diagnose_steps_that_only_the_gpu_has_timed(tmp_path: Path, seconds: float) -> None:
+    """A table without the host's times is judged, also when nothing is wrong and at the limits of what is a number."""
+    path = tmp_path / "steps.csv"
+    rows = [{"rank": rank, "step": step, "gpu": 1.0 if rank else seconds} for step in range(6) for rank in range(8)]
+    path.write_text(csv_of(rows), encoding="utf-8")
+    said = CliRunner().invoke(diagnose, ["--steps", str(path)])
+    assert said.exit_code == 0, said.exception
+    assert ("slow GPU" in said.output) == (seconds == 1e9)
+
+
+def test_durations_that_nothing_takes() -> None:
+    """Sums of such numbers would overflow."""
+    with pytest.raises(TableError, match="no duration"):
+        to_trace([{"rank": rank, "step": step, "gpu": 1e308} for step in range(6) for rank in range(8)])
+
+
+def test_steps_done_again_after_a_restart() -> None:
+    """The last row of a step counts; other columns of the same phase are added to it."""
+    first = [{"rank": rank, "step": 1, "compute": 5.0, "batch_time": 1.0} for rank in range(2)]
+    again = [{"rank": rank, "step": 1, "compute": 2.0, "batch_time": 1.0} for rank in range(2)]
+    assert to_trace([*first, *again]).seconds[COMPUTE] == {0: [3.0], 1: [3.0]}
+
+
+def test_a_table_from_a_spreadsheet(tmp_path: Path) -> None:
+    """A byte order mark and spaces after commas change nothing."""
+    path = tmp_path / "steps.csv"
+    path.write_text(csv_of(wide()).replace(",", ", "), encoding="utf-8-sig")
+    assert read_table(path).seconds == to_trace(wide()).seconds
