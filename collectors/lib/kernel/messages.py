@@ -62,8 +62,8 @@ _PROCESSES = (
     ),
     _rule(
         "hung_task",
-        "blocked for more than",
-        r"INFO: task (?P<process>.*):(?P<pid>\d+) .*?blocked for more than (?P<seconds>\d+) seconds",
+        " for more than ",
+        r"INFO: task (?P<process>.*):(?P<pid>\d+) .*?blocked (?:in I/O wait )?for more than (?P<seconds>\d+) seconds",
     ),
     _rule(
         "segfault",
