@@ -177,6 +177,17 @@ def test_malformed_dumps_are_refused_in_one_sentence(content: bytes) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_a_pickle_that_ends_anywhere_is_refused(protocol: int) -> None:
+    """As the dump of a rank that was killed while it wrote it, or whose disk was full."""
+    raw = {"version": "2.10", "entries": [entry(70_000) | {"time": 1.5}]}
+    whole = pickle.dumps(raw, protocol)
+    assert parse_dump(whole).last
+    for length in range(len(whole)):
+        with pytest.raises(DumpError):
+            parse_dump(whole[:length])
+
+
 RANK = """
 import os, sys, time, torch, torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace_json
