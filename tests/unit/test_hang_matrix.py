@@ -90,7 +90,7 @@ class World:
 
 
 def _stack(frames: tuple[tuple[str, str], ...]) -> Stack:
-    return Stack((Thread("MainThread", True, True, tuple(Frame(name, file, 1) for name, file in frames)),))
+    return Stack((Thread("MainThread", True, False, tuple(Frame(name, file, 1) for name, file in frames)),))
 
 
 Act = Callable[[World], float]
@@ -128,6 +128,13 @@ def _slow_disk(world: World) -> float:
     return seconds
 
 
+def _sleep(world: World) -> float:
+    """One fetches data in an unknown way, the others sleep in a loop until its file is there."""
+    for rank in world.ranks:
+        world.enter(rank.rank, "other", (("clock_nanosleep", "libc.so.6"), ("train", "train.py")), idle=True)
+    return 120.0
+
+
 SLOW: dict[str, Act] = {
     "evaluation by all": _all("evaluation", 60.0, ("forward", "model.py"), ("evaluate", "train.py")),
     "evaluation by one": _one("evaluation", 60.0, ("forward", "model.py"), ("run_validation", "train.py")),
@@ -139,6 +146,10 @@ SLOW: dict[str, Act] = {
     "compile": _all("forward", 90.0, ("compile_fx", "torch/_inductor/compile_fx.py")),
     "garbage collection": _one("backward", 20.0, ("gc_collect_main", "python3.11")),
     "download by one": _one("data", 60.0, ("recv", "socket.py"), ("urlopen", "lib/urllib/request.py")),
+    "sleep on purpose": _sleep,
+    "environments in child processes": _all(
+        "other", 120.0, ("read", "libc.so.6"), ("Queue.get", "lib/multiprocessing/queues.py")
+    ),
     "evaluation nobody can recognise": _one("evaluation", 50.0, ("mix", "mine.py")),
 }
 
@@ -188,12 +199,17 @@ def _fifo(world: World) -> None:
     world.enter(2, "data", (("open", "dataset.py"),), idle=True)
 
 
+def _dead_child(world: World) -> None:
+    world.enter(2, "forward", (("read", "libc.so.6"), ("Queue.get", "lib/multiprocessing/queues.py")), idle=True)
+
+
 def _spins(world: World) -> None:
     world.enter(2, "forward", (("spin", "train.py"),))
 
 
 HUNG: dict[str, Callable[[World], None]] = {
-    "stopped": _stopped, "lock": _locked, "in the kernel": _in_the_kernel, "fifo": _fifo, "endless loop": _spins
+    "stopped": _stopped, "lock": _locked, "in the kernel": _in_the_kernel, "fifo": _fifo,
+    "dead child": _dead_child, "endless loop": _spins
 }  # fmt: skip
 PATIENCE = {"nothing": LIMITS.idle_s, "observed": LIMITS.unannounced_s, "three lines": LIMITS.unannounced_s}
 

@@ -90,3 +90,20 @@ def test_what_a_stack_says(stack: Stack, collective: str | None, busy: str | Non
     """Waiting in a collective, compiling, saving and evaluating are told apart from other work."""
     assert stack.in_collective == collective
     assert stack.busy_as == busy
+
+
+@pytest.mark.parametrize("innermost", ["clock_nanosleep", "nanosleep", "time_sleep"])
+@pytest.mark.parametrize("owns_gil", [True, False])
+def test_a_sleep_that_keeps_the_gil_is_no_sleep_on_purpose(innermost: str, owns_gil: bool) -> None:
+    """A C function that sleeps with the GIL stops all threads; Python's own sleep gives it back."""
+    stack = Stack((Thread("MainThread", False, owns_gil, (Frame(innermost, "libc.so.6", 0),)),))
+    assert stack.asleep is not owns_gil
+
+
+def test_only_waits_for_a_process_excuse() -> None:
+    """Locks, collectives and the workers of a DataLoader are judged by their own limits."""
+    assert frames(("read", "libc.so.6"), ("Queue.get", "multiprocessing/queues.py")).waits_for_process
+    assert frames(("wait4", "libc.so.6"), ("Popen.wait", "subprocess.py")).waits_for_process
+    assert not frames(("poll", "libc.so.6"), ("_try_get_data", "/s/torch/utils/data/dataloader.py")).waits_for_process
+    assert not frames(("pthread_cond_wait", "libc.so.6"), ("acquire", "threading.py")).waits_for_process
+    assert not frames(("read", "libc.so.6"), ("all_reduce", "distributed_c10d.py")).waits_for_process

@@ -14,8 +14,9 @@ all others                             3 x p99 of the step time without the phas
 
 A process stopped by a signal has ``steady_s`` in every phase, one that does nothing at all ``idle_s`` at most. A rank
 without a page is judged by that alone. A rank that waits for another is not judged while that other one is within its
-own limit. Stacks and file writes can excuse a rank: one that compiles, evaluates, saves or downloads gets
-``recognised_s`` at least, whatever it reported. After a hang with no evidence but the elapsed time, the limit of its
+own limit. Stacks and file writes can excuse a rank: one that compiles, evaluates, saves, downloads, sleeps or waits for
+processes of its own that are at work gets ``recognised_s`` at least, whatever it reported.
+After a hang with no evidence but the elapsed time, the limit of its
 phase is tripled, so that a slow operation succeeds at a later attempt; its duration is then remembered.
 """
 
@@ -74,6 +75,7 @@ class HangDetector:
         self._waits: dict[int, tuple[float, float, bool]] = {}
         self._overdue: dict[int, RankStatus] = {}
         self._writing: frozenset[int] = frozenset()
+        self._busy: frozenset[int] = frozenset()
         self._by_idleness = False
         self._at_work: frozenset[int] = frozenset()
         self._asked = self._since = -math.inf
@@ -95,6 +97,7 @@ class HangDetector:
             if rank.page is not None:
                 self.limits.learn(rank.page)
         self._writing = frozenset(rank.rank for rank in ranks if rank.writing)
+        self._busy = frozenset(rank.rank for rank in ranks if rank.active >= rank.seen)
         at_work = [rank for rank in ranks if rank.page is None or rank.page.state != "finished"] or list(ranks)
         numbers = frozenset(rank.rank for rank in at_work)
         if self._at_work - numbers:
@@ -185,14 +188,25 @@ class HangDetector:
         for rank in stall.ranks:
             if rank.process in STOPPED or rank.judged_as == "idle":
                 continue
-            stack = stacks.get(rank.rank)
-            phase = stack.busy_as if stack is not None else None
-            if phase is None and rank.rank in self._writing and not (stack is not None and stack.in_collective):
-                phase = "checkpoint"
+            phase = self._work(rank.rank, stacks.get(rank.rank))
             if phase is not None and self.limits.recognised(phase) > rank.stuck_s + SUSPECT_BEFORE_S:
                 excused = excused or self._excused.get(rank.rank) != (rank.changed, phase)
                 self._excused[rank.rank] = (rank.changed, phase)
         return excused
+
+    def _work(self, rank: int, stack: Stack | None) -> str | None:
+        """The phase of the work that a rank is seen at, None without any.
+
+        One that sleeps, or waits for processes of its own that are at work (the environments of an RL program),
+        does so on purpose; ``idle_s`` is its limit if nothing comes of it.
+        """
+        if stack is not None and (phase := stack.busy_as) is not None:
+            return phase
+        if rank in self._writing and not (stack is not None and stack.in_collective):
+            return "checkpoint"
+        if stack is not None and (stack.asleep or (rank in self._busy and stack.waits_for_process)):
+            return "other"
+        return None
 
 
 def _with_stack(rank: RankStatus, stack: Stack | None) -> RankStatus:

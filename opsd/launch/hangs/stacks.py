@@ -20,6 +20,10 @@ _COMPILING = re.compile(
 _SAVING = re.compile(
     r"torch/serialization\.py|torch/distributed/checkpoint/|safetensors/|save_pretrained|save_checkpoint", re.IGNORECASE
 )
+_ASLEEP = re.compile(r"^(?:__)?(?:clock_)?nanosleep|^time_sleep$")
+_READS_OR_WAITS = re.compile(r"^(?:__)?(?:read|p?poll|p?select|epoll_p?wait|wait4|waitpid|waitid)$")
+_LOADER = "torch/utils/data/"
+"""Its waits for worker processes have a limit of their own."""
 _LAUNCHER = "opsd/launch/ranks/worker.py"
 """Frames of this file and outside of it belong to the launcher, not to the program."""
 _HOOKS = "opsd/launch/observe/"
@@ -101,6 +105,21 @@ class Stack:
     def in_collective(self) -> str | None:
         """The collective call that the main thread is in, None without one."""
         return next((frame.name for frame in self.main if _COLLECTIVE.search(frame.name)), None)
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the main thread is in a timed sleep, as in a loop that polls a file. It does not hold the GIL."""
+        return bool(self.main) and not self.threads[0].owns_gil and _ASLEEP.search(self.main[0].name) is not None
+
+    @property
+    def waits_for_process(self) -> bool:
+        """Whether the main thread waits for another process to write or to end, in a system call for that.
+
+        Without waits in a collective, for a ``DataLoader`` and on a socket.
+        """
+        if not self.main or not _READS_OR_WAITS.search(self.main[0].name) or self.in_collective:
+            return False
+        return not any(_LOADER in frame.file for frame in self.main)
 
     @property
     def busy_as(self) -> str | None:
