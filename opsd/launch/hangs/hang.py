@@ -185,28 +185,30 @@ class HangDetector:
     def _excuse(self, stall: Stall, stacks: Mapping[int, Stack]) -> bool:
         """Grant a rank that is seen at work the limit of that work; False if there is none or that has passed too."""
         excused = False
+        if stall.longest.process in STOPPED:
+            return False
         for rank in stall.ranks:
             if rank.process in STOPPED or rank.judged_as == "idle":
                 continue
-            phase = self._work(rank.rank, stacks.get(rank.rank))
+            phase = self._work(rank, stacks.get(rank.rank))
             if phase is not None and self.limits.recognised(phase) > rank.stuck_s + SUSPECT_BEFORE_S:
                 excused = excused or self._excused.get(rank.rank) != (rank.changed, phase)
                 self._excused[rank.rank] = (rank.changed, phase)
         return excused
 
-    def _work(self, rank: int, stack: Stack | None) -> str | None:
+    def _work(self, rank: RankStatus, stack: Stack | None) -> str | None:
         """The phase of the work that a rank is seen at, None without any.
 
         One that sleeps, or waits for processes of its own that are at work (the environments of an RL program),
-        does so on purpose; ``idle_s`` is its limit if nothing comes of it.
+        does so on purpose, unless it is in a collective; ``idle_s`` is its limit if nothing comes of it.
         """
         if stack is not None and (phase := stack.busy_as) is not None:
             return phase
-        if rank in self._writing and not (stack is not None and stack.in_collective):
+        if rank.rank in self._writing and not (stack is not None and stack.in_collective):
             return "checkpoint"
-        if stack is not None and (stack.asleep or (rank in self._busy and stack.waits_for_process)):
-            return "other"
-        return None
+        if stack is None or rank.in_collective:
+            return None
+        return "other" if stack.asleep or (rank.rank in self._busy and stack.waits_for_process) else None
 
 
 def _with_stack(rank: RankStatus, stack: Stack | None) -> RankStatus:
