@@ -16,8 +16,9 @@ from click.core import ParameterSource
 from opsd import exitcodes
 from opsd.commands.launch_options import own_options, rdzv_seconds, rendezvous_options
 from opsd.commands.torchrun_options import full_name, torchrun_options
+from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.limits import HangLimits
-from opsd.launch.hangs.watch import HangWatch, find_py_spy
+from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
 from opsd.launch.io.handshake import SecretError, job_secret

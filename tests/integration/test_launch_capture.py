@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.hangs.watch import StackCapture, Target, find_py_spy
+from opsd.launch.hangs.capture import StackCapture, Target, find_py_spy
 from opsd.launch.io.loop import Loop
 
 PROGRAM = """
@@ -76,6 +76,7 @@ def test_running_and_stopped_processes(start: Callable[..., tuple[int, Path]], t
     )
     capture = StackCapture(targets, loop, find_py_spy())
     finish(capture, loop)
+    assert not capture.awaited(0.0)
     assert sorted(capture.stacks) == [0, 1]
     assert any(frame.name == "deep_inside" for frame in capture.stacks[0].main)
     assert any("sleep" in frame.name for frame in capture.stacks[0].main)
@@ -91,6 +92,8 @@ def test_capture_can_be_dropped(start: Callable[..., tuple[int, Path]]) -> None:
     pid, log = start()
     capture = StackCapture((Target(0, pid, stopped=False, fallback=log),), Loop(), find_py_spy())
     capture.start()
+    assert capture.awaited(0.0), "a verdict waits for the first stacks,"
+    assert not capture.awaited(60.0), "but not for ever"
     (py_spy,) = capture.pids
     capture.close()
     assert not Path(f"/proc/{py_spy}").exists()

@@ -1,40 +1,27 @@
-"""The I/O of hang detection: reads process states, takes the stacks of all ranks, writes the event.
-
-Stacks are taken with py-spy, of all ranks in parallel, each with a deadline, without blocking the event loop.
-"""
+"""The I/O of hang detection: reads process states, has the stacks of all ranks taken, writes the event."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from opsd.launch.hangs.activity import Activity, ActivityTracker
+from opsd.launch.hangs.capture import StackCapture, Target
 from opsd.launch.hangs.culprit import Hang, RankStatus
 from opsd.launch.hangs.hang import HangDetector, Observation, Stall
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.hangs.recorder import Dumps
-from opsd.launch.hangs.stacks import Stack, parse_stack
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import print_message
-from opsd.launch.ranks.process import GONE_S, Child, spawn
 from opsd.launch.ranks.ranks import Generation, Rank, usable_pages
-from opsd.launch.ranks.worker import STACK_SIGNAL
 from opsd.rank_page import RankPage, process_state, state_of
 from opsd.rundir import RunFolders
 
-_OUTPUT_LIMIT = 4 << 20
 MOVING_S = 1.0
 """A rank whose page has changed within this time is at work, and its processes are not looked at."""
 DUMPS_S = 0.05
-_HANDLER_S = 0.1
-"""Time for a rank's faulthandler to write its stack; it runs in the signal handler, without the GIL."""
 
 
 class HangWatch:
@@ -92,7 +79,7 @@ class HangWatch:
             return None
         if self._capture is None:
             self._capture, self._begun = self._begin(generation, stall), time.monotonic()
-        if not stall.due:
+        if not stall.due or self._capture.awaited(time.monotonic() - self._begun):
             return None
         hang = self._judge.verdict(stall, self._capture.stacks)
         if hang is None or self._moves(generation, stall.longest, self._capture):
@@ -209,128 +196,3 @@ def hang_fields(hang: Hang) -> dict[str, object]:
             for rank in hang.ranks
         ],
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A rank to examine. ``stopped``: its process cannot be traced, only read."""
-
-    rank: int
-    pid: int
-    stopped: bool
-    fallback: Path
-    """Where the rank's own faulthandler writes on ``STACK_SIGNAL``."""
-
-
-@dataclass(slots=True)
-class _Dump:
-    target: Target
-    child: Child
-    output: int
-
-
-@dataclass(slots=True)
-class StackCapture:
-    """Takes stacks: first without pausing the rank, then with native frames, which pauses it.
-
-    A later, more detailed stack replaces an earlier one; ``stacks`` holds those taken so far. ``close()`` stops the
-    rest.
-    """
-
-    targets: tuple[Target, ...]
-    loop: Loop
-    py_spy: str | None
-    stacks: dict[int, Stack] = field(default_factory=dict)
-    moved: set[int] = field(default_factory=set)
-    """Ranks whose main thread was elsewhere when its stack was taken a second time."""
-    _dumps: dict[int, _Dump] = field(default_factory=dict)
-
-    def start(self) -> None:
-        """Start with all ranks in parallel."""
-        for target in self.targets:
-            self._dump(target, "--nonblocking", lambda target=target: self._look_closer(target))  # type: ignore[misc]
-
-    @property
-    def pids(self) -> frozenset[int]:
-        """The running py-spy processes."""
-        return frozenset(dump.child.pid for dump in self._dumps.values())
-
-    def close(self) -> None:
-        """Kill the py-spy processes; a rank that was traced goes on."""
-        deadline = time.monotonic() + GONE_S
-        for dump in self._dumps.values():
-            dump.child.kill_group()
-        for dump in list(self._dumps.values()):
-            self.loop.unwatch(dump.child.pidfd)
-            self._collect(dump, max(0.0, deadline - time.monotonic()))
-
-    def ask_ranks(self) -> None:
-        """Make ranks that py-spy could not read write their Python stack themselves."""
-        unread = [target for target in self.targets if target.rank not in self.stacks and not target.stopped]
-        able = [target for target in unread if _catches(target.pid, STACK_SIGNAL)]
-        for target in able:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(target.pid, STACK_SIGNAL)
-        if able:
-            time.sleep(_HANDLER_S)
-
-    def text(self) -> str:
-        """All stacks as text."""
-        parts = []
-        for target in self.targets:
-            stack = self.stacks.get(target.rank)
-            text = str(stack) if stack is not None else f"  not readable; what the rank itself wrote: {target.fallback}"
-            parts.append(f"rank {target.rank} (pid {target.pid}{', stopped' if target.stopped else ''})\n{text}\n")
-        return "\n".join(parts)
-
-    def _look_closer(self, target: Target) -> None:
-        if not target.stopped:
-            self._dump(target, "--native", lambda: None)
-
-    def _dump(self, target: Target, how: str, then: Callable[[], None]) -> None:
-        if self.py_spy is None:
-            return
-        output = os.memfd_create("stack")
-        command = (self.py_spy, "dump", "--json", how, "--pid", str(target.pid))
-        try:
-            child = spawn(command, env=os.environ, cwd=Path("/"), output=output, error_output=subprocess.DEVNULL)
-        except OSError:
-            os.close(output)
-            return
-        dump = self._dumps[target.rank] = _Dump(target, child, output)
-
-        def ended() -> None:
-            self.loop.unwatch(child.pidfd)
-            self._collect(dump, GONE_S)
-            then()
-
-        self.loop.watch(child.pidfd, ended)
-
-    def _collect(self, dump: _Dump, limit_s: float) -> None:
-        del self._dumps[dump.target.rank]
-        dump.child.kill_group()
-        dump.child.reap(limit_s)
-        with open(dump.output, "rb") as file:
-            file.seek(0)
-            stack = parse_stack(file.read(_OUTPUT_LIMIT).decode(errors="replace"))
-        if stack is None:
-            return
-        before = self.stacks.get(dump.target.rank)
-        if before is not None and before.python != stack.python:
-            self.moved.add(dump.target.rank)
-        self.stacks[dump.target.rank] = stack
-
-
-def find_py_spy() -> str | None:
-    """The py-spy installed with opsd, else the one on the path, None without."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy")
-
-
-def _catches(pid: int, number: int, proc: str = "/proc") -> bool:
-    """Whether the process handles the signal, which would otherwise kill it (proc(5), SigCgt)."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(proc, str(pid), "status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
