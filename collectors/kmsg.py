@@ -53,6 +53,8 @@ SEVERITIES: Final = ("fatal", "non_fatal", "correctable", "unknown")
 _IDENTITY: Final = ("device", "pid", "server", "pci_bus_id", "location", "severity", "cause", "outcome", "lockup")
 _MAX_VICTIMS: Final = 64
 _MAX_SWITCHES: Final = 16
+_MAX_MESSAGE: Final = 256
+"""Characters of a line that an event keeps."""
 
 Finding = Xid | Sxid | Trouble
 
@@ -217,7 +219,7 @@ class KmsgCollector:
         return self._sxids.setdefault(pci, Counter(dict.fromkeys(SEVERITIES, 0)))
 
     def _event(self, entry: _Found, at: float) -> Event:
-        what, message = entry.what, " ".join(entry.text.split())
+        what, message = entry.what, " ".join(entry.text.split())[:_MAX_MESSAGE]
         if isinstance(what, Xid):
             return xid_event(what, at=at, source="kmsg", count=entry.count)
         if isinstance(what, Sxid):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import stat
 import sys
 from pathlib import Path
@@ -12,22 +13,31 @@ MAX_SETTINGS = 1 << 20
 """Size in bytes of the largest file of settings, certificate or key that is read."""
 
 
-def read_settings(path: Path) -> bytes:
-    """The content of a file that a person has written.
+PIPE_S = 3.0
+"""Seconds that a pipe with settings may be silent."""
 
-    Raises OSError, also for what is no regular file and for one of more than a mebibyte: a pipe by mistake would stop
-    an agent that reloads, and a log would fill its memory.
+
+def read_settings(path: Path) -> bytes:
+    """The content of a file that a person has written; it may also be ``/dev/null``, or a pipe (``<(…)`` of a shell).
+
+    Raises OSError, also for other devices, for more than a mebibyte, and for a pipe into which nobody writes for
+    PIPE_S: they would fill the memory of an agent that reloads, or stop it.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
-        if stat.S_ISDIR(mode):
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
+        is_null = stat.S_ISCHR(status.st_mode) and status.st_rdev == Path(os.devnull).stat().st_rdev
+        if not (stat.S_ISREG(status.st_mode) or stat.S_ISFIFO(status.st_mode) or is_null):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        content = file.read(MAX_SETTINGS + 1)
-    if len(content) > MAX_SETTINGS:
-        raise OSError(errno.EFBIG, f"larger than {MAX_SETTINGS >> 20} MiB", str(path))
-    return content
+        content = b""
+        while len(content) <= MAX_SETTINGS:
+            if not select.select([file], [], [], PIPE_S)[0]:
+                raise OSError(errno.ETIMEDOUT, f"a pipe into which nobody writes for {PIPE_S:g} s", str(path))
+            if not (chunk := file.read(MAX_SETTINGS + 1 - len(content))):
+                return content
+            content += chunk
+    raise OSError(errno.EFBIG, f"larger than {MAX_SETTINGS >> 20} MiB", str(path))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -31,6 +31,8 @@ SEEDS: tuple[bytes, ...] = (
     b"6,1,1,+;\\x0a\\x0a\n",
     b"-1,-1,-1,c;NVRM: Xid (PCI:0000:3b:00): 99999999999999999999, \xff\n",
     "6,1,1,-;NVRM: Xid (PCI:0000:3b:00): ²31\n".encode(),
+    b"6,1,1000000,-;nfs: server files not responding, still tryi" + b"[" * 400 + b"\n",
+    b"6,1,1000000,-;NVRM: Xid (PCI:0000:3b:00): 79, pid=1, name=x, " + b"[" * 400 + b"\n",
 )
 
 

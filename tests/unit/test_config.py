@@ -62,12 +62,26 @@ def test_a_folder_in_place_of_the_file_is_not_written_over(tmp_path: Path) -> No
         config.load(tmp_path, env=NO_ENV)
 
 
-def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path) -> None:
+def test_settings_come_from_a_pipe_too(tmp_path: Path) -> None:
+    """``--config <(envsubst < template)`` is a pipe, and ``--config /dev/null`` no settings at all."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as file:
+        file.write('[agent]\nnode = "n17"\n')
+    assert config.load(Path(f"/dev/fd/{reader}"), env=NO_ENV).agent.node == "n17"
+    os.close(reader)
+    assert config.load(Path("/dev/null"), env=NO_ENV).agent.node != "n17"
+
+
+def test_only_files_that_end_are_read(tmp_path: Path) -> None:
     """An agent that reloads reads it in its loop: a device without end took 16 GiB, a pipe stopped all ticks."""
     pipe, log = tmp_path / "pipe", tmp_path / "log"
     os.mkfifo(pipe)
     log.write_bytes(bytes(2 << 20))
-    kinds = ((pipe, "not a regular file"), (Path("/dev/zero"), "not a regular file"), (log, "larger than 1 MiB"))
+    kinds = (
+        (pipe, "a pipe into which nobody writes for 3 s"),
+        (Path("/dev/zero"), "not a regular file"),
+        (log, "larger than 1 MiB"),
+    )
     for file, said in kinds:
         with pytest.raises(config.ConfigError, match=f"cannot be read: {said}$"):
             config.load(file, env=NO_ENV)

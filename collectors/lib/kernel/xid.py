@@ -163,7 +163,7 @@ def xid_event(
         **where,
     }
     what = " ".join(xid.detail.split()) or description
-    return Event("xid", at, f"Xid {xid.code} on {xid.pci_bus_id}{who}: {what}", data)
+    return Event("xid", at, f"Xid {xid.code} on {xid.pci_bus_id}{who}: {what}"[:256], data)
 
 
 class XidLedger:

@@ -28,10 +28,10 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, note)
-    with open("calls", "a") as calls:
-        calls.write(f"{node} {json.dumps(sys.argv[1:])}\n")
     job = {name: os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")}
     Path(f"job-{node}").write_text(json.dumps(job))
+    with open("calls", "a") as calls:
+        calls.write(f"{node} {json.dumps(sys.argv[1:])}\n")
     value = dict(zip(sys.argv, sys.argv[1:], strict=False))
     folder, start = Path(value["--run-dir"]), start_of_job(value["--run-id"], os.environ)
     if not begun(folder, start):
