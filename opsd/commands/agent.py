@@ -41,8 +41,11 @@ def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) 
 def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     """Run the agent until it is told to stop; SIGHUP makes it ``read`` its settings again. Returns the exit code."""
     wanted = event_on_hangup()
+    from opsd.agent import heap
     from opsd.agent.daemon import Daemon, ListenError
     from opsd.agent.logs import configure
+
+    heap.settle()
 
     stop = stop_on_signals()
     try:
