@@ -7,9 +7,10 @@ has to hear every process of it for each answer.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from opsd.collectors.lib.nccl.run import LOG_BYTES, LOGS, MESSAGES, SAME_HANG_S,
 from opsd.collectors.lib.run_slots import Chosen, RunSlots
 from opsd.collectors.lib.run_watch import lives
 from opsd.collectors.lib.shares import Allowance
+from opsd.collectors.lib.user_threads import UserThreads
 from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.settings.section import Address, CollectorSettings
 
@@ -28,13 +30,16 @@ RAS_UP = Metric("opsd_nccl_ras_up", "1 if NCCL's RAS service answered the last q
 RAS_AGE = Metric("opsd_nccl_ras_answer_age_seconds", "Time since the last answer of RAS.", unit="seconds")
 COMMUNICATORS = Metric("opsd_nccl_communicators", "NCCL communicators of the job, by RAS.")
 PROBLEMS = Metric("opsd_nccl_problems", "Problems that RAS reports right now.", labels=("kind",))
+BLOCKED = Metric(
+    "opsd_nccl_blocked_users", "Users whose run folders do not respond: their file system hangs, or is very slow."
+)
 STALLED = Metric(
     "opsd_nccl_stalled_seconds",
     "How long some ranks have been the same number of operations behind others, by RAS; 0 while all move on.",
     unit="seconds",
 )
 
-METRICS: Final = (RAS_UP, RAS_AGE, COMMUNICATORS, PROBLEMS, STALLED, LOGS, MESSAGES)
+METRICS: Final = (RAS_UP, RAS_AGE, COMMUNICATORS, PROBLEMS, STALLED, BLOCKED, LOGS, MESSAGES)
 LABELS: Final = {
     "run": "runs on the node, 64 at most",
     "rank": "ranks on the node, 64 of a run at most",
@@ -44,6 +49,8 @@ LABELS: Final = {
 DUMP_BYTES: Final = 32 << 20
 """Bytes of flight recorder dumps read at once, and again in the time for which dumps are kept."""
 _LEAST_BYTES: Final = 32 << 10
+_WITHIN_S: Final = 1.0
+"""How long a collection waits for the run folders, which may be on a network file system."""
 
 
 class NcclSettings(CollectorSettings):
@@ -85,6 +92,12 @@ class NcclCollector:
         self._wall = wall
         self._runs: dict[Chosen, NcclRun] | None = None
         self._ras: RasWatch | None = None
+        self._threads: UserThreads[Reading] = UserThreads("nccl")
+
+    @property
+    def taken_s(self) -> float:
+        """Processor time in threads of its own, see ``Gatherer``."""
+        return self._threads.taken_s
 
     def collect(self) -> Reading | NoData:
         """Read what is new in logs and dumps and go on with the question to RAS. Never waits for an answer."""
@@ -98,8 +111,10 @@ class NcclCollector:
             one: known.get(one) or NcclRun(*one, skip_old=skip_old, allowance=self._allowance) for one in chosen
         }
         self._allowance.begin(frozenset(owner for _, owner in chosen))
-        wall, of_owner = self._wall(), Counter(owner for _, owner in chosen)
-        readings = [run.read(wall, max(_LEAST_BYTES, LOG_BYTES // of_owner[run.owner])) for run in self._runs.values()]
+        wall, of_owner = self._wall(), defaultdict[int, list[NcclRun]](list)
+        for run in self._runs.values():
+            of_owner[run.owner].append(run)
+        readings = self._threads.run({owner: partial(_read, runs, wall) for owner, runs in of_owner.items()}, _WITHIN_S)
         if leaders := frozenset(run.owner for run in self._runs.values() if run.leads):
             self._ras = self._ras or RasWatch(self._addresses, self._ras_period_s)
             readings.append(self._ras.look(self._clock(), wall, leaders))
@@ -108,8 +123,17 @@ class NcclCollector:
             self._ras = None
         if not chosen:
             return NoData("no run has been started on this node")
-        samples = tuple(sample for reading in readings for sample in reading.samples)
-        return Reading(samples, tuple(event for reading in readings for event in reading.events))
+        return _together([*readings, Reading((Sample(BLOCKED, len(self._threads.blocked)),))])
+
+
+def _read(runs: Sequence[NcclRun], wall: float) -> Reading:
+    """All runs of one user."""
+    return _together([run.read(wall, max(_LEAST_BYTES, LOG_BYTES // len(runs))) for run in runs])
+
+
+def _together(readings: Sequence[Reading]) -> Reading:
+    samples = tuple(sample for reading in readings for sample in reading.samples)
+    return Reading(samples, tuple(event for reading in readings for event in reading.events))
 
 
 class RasWatch:

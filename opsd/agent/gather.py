@@ -2,8 +2,9 @@
 
 Each collector has its own daemon thread. One that does not return in time is not called again until it does: a driver
 call that hangs forever costs only one sleeping thread. One with an attribute ``interval_s`` is not called more often
-than that; its last reading stays valid meanwhile. One that takes too much processor time waits longer, and readings
-have a most of samples and events: what users do on a node must not cost more than that.
+than that; its last reading stays valid meanwhile. One that takes too much processor time waits longer (``taken_s`` is
+what threads of its own have taken so far), and readings have a most of samples and events: what users do on a node must
+not cost more than that.
 """
 
 from __future__ import annotations
@@ -126,19 +127,23 @@ class _Worker:
             self._go.acquire()
             if self._stopped:
                 return
-            started, used = self._clock(), time.thread_time()
+            started, used = self._clock(), self._taken()
             try:
                 result: Reading | NoData | BaseException = self._collector.collect()
             except BaseException as error:
                 # Even SystemExit from a plug-in must not end this thread or the agent.
                 result = error
-            ended, used = self._clock(), time.thread_time() - used
+            ended, used = self._clock(), self._taken() - used
             with self._ended:
                 waits_s = self._charge(used, ended)
                 self._due = max(self._due, ended + waits_s)
                 self.outcome = _Outcome(result, started, ended, waits_s)
                 self.started = None
                 self._ended.notify()
+
+    def _taken(self) -> float:
+        own: float = getattr(self._collector, "taken_s", 0.0)
+        return time.thread_time() + own
 
     def _charge(self, used_s: float, now: float) -> float:
         """Take in the processor time of a collection that has ended; the seconds until the next one may begin."""

@@ -178,3 +178,19 @@ def test_a_collector_that_takes_too_much_processor_time_pauses() -> None:
     collector.answer = Reading
     gatherer.gather(LONG_S)
     assert collector.calls == 2
+
+
+def test_processor_time_in_threads_of_its_own_counts() -> None:
+    """A collector says so in ``taken_s``."""
+    clock = FakeClock()
+
+    class Threads(FakeCollector):
+        taken_s = 0.0
+
+        def collect(self) -> Reading | NoData:
+            self.taken_s += CPU_BURST_S + 0.2
+            return super().collect()
+
+    gatherer = Gatherer([Threads("a", Reading)], deadline_s=60, clock=clock.monotonic)
+    (source,) = gatherer.gather(LONG_S)
+    assert "too much processor time" in source.reason

@@ -1,0 +1,50 @@
+"""Work on what users own, in a thread for each user: a file system that hangs stops the work for its user only."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class UserThreads(Generic[T]):
+    """``name`` is that of the threads. ``taken_s`` is the processor time of all work so far."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._under_way: dict[int, Future[tuple[T, float]]] = {}
+        self.taken_s = 0.0
+
+    @property
+    def blocked(self) -> frozenset[int]:
+        """The users whose work had not ended when it was last waited for."""
+        return frozenset(self._under_way)
+
+    def run(self, work: Mapping[int, Callable[[], T]], within_s: float) -> list[T]:
+        """Begin the ``work`` of each user whose last work has ended; all results that come ``within_s``.
+
+        A later result is among those of a later call. Raises what the work has raised.
+        """
+        for user, one in work.items():
+            if user not in self._under_way:
+                self._under_way[user] = future = Future[tuple[T, float]]()
+                threading.Thread(target=_do, args=(one, future), name=f"{self._name}-{user}", daemon=True).start()
+        ended = wait(self._under_way.values(), within_s).done
+        self._under_way = {user: future for user, future in self._under_way.items() if future not in ended}
+        results = [future.result() for future in ended]
+        self.taken_s += sum(seconds for _, seconds in results)
+        return [result for result, _ in results]
+
+
+def _do(work: Callable[[], T], future: Future[tuple[T, float]]) -> None:
+    try:
+        result = work()
+    except BaseException as error:
+        # SystemExit, too, is an error of the work.
+        future.set_exception(error)
+    else:
+        future.set_result((result, time.thread_time()))
