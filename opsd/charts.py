@@ -1,0 +1,291 @@
+"""Line charts as SVG: axes with units, several series, spans of time, light and dark. Pure; no scripts, no files.
+
+A page includes ``CHART_STYLE`` in its style sheet once. ``standalone`` makes a file of a chart that has its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Point = tuple[float, float]
+Kind = Literal["number", "clock", "duration"]
+Tone = Literal["bad", "warn", "none"]
+
+_COLORS: Final = ("0b5cad", "b04a00", "176f3d", "8f1d6b", "5b2fb0", "0a6f7d")
+_DARK: Final = ("7fb8f5", "f2a65e", "7ddba3", "f19bc9", "bfa4f5", "66cfdd")
+_DASHES: Final = ("", "7 3", "2 3", "9 3 2 3", "5 2", "1 2")
+_MAX_TEXT: Final = 80
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 36
+_CHARACTER: Final = 6.6
+"""Width of a character of the legend, in the chart's units."""
+_SECONDS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
+_DAY: Final = 86400
+_SUFFIXES: Final = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_LIMITS: Final = {"number": 1e100, "clock": 1e11, "duration": 1e11}
+_ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
+
+CHART_STYLE: Final = (
+    ".chart{display:block;width:100%;height:auto;margin:0;font:12px system-ui,sans-serif}"
+    ".chart text{fill:#5b6470}.chart .grid{stroke:#dfe3e8}.chart .axis{stroke:#8a939d}"
+    ".chart .line{fill:none;stroke-width:1.6;stroke-linejoin:round}.chart .dot{stroke:none}"
+    ".chart .span{fill-opacity:.16}.chart .bad{fill:#b3261e}.chart .warn{fill:#b07400}.chart .none{fill:#5b6470}"
+    + "".join(f".chart .s{n}{{stroke:#{c}}}.chart .dot.s{n}{{fill:#{c}}}" for n, c in enumerate(_COLORS))
+    + "@media(prefers-color-scheme:dark){.chart text{fill:#a2abb6}.chart .grid{stroke:#333a43}"
+    ".chart .axis{stroke:#6b7580}.chart .span{fill-opacity:.26}"
+    ".chart .bad{fill:#ff9b92}.chart .warn{fill:#f2bf6d}.chart .none{fill:#a2abb6}"
+    + "".join(f".chart .s{n}{{stroke:#{c}}}.chart .dot.s{n}{{fill:#{c}}}" for n, c in enumerate(_DARK))
+    + "}"
+)
+"""The style sheet of all charts of a page."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A line. ``points`` are in the order of x; the line is interrupted where one is not finite."""
+
+    name: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of the x axis that is shaded: an incident, a restart. ``label`` is shown when the mouse points at it."""
+
+    start: float
+    end: float
+    label: str
+    tone: Tone = "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """``label`` has the unit. ``clock`` values are epoch seconds, shown in local time; a ``duration`` is in seconds."""
+
+    label: str = ""
+    kind: Kind = "number"
+    from_zero: bool = False
+    low: float | None = None
+    high: float | None = None
+    """Limits in place of those of the data."""
+
+
+def line_chart(
+    title: str,
+    series: Sequence[Series],
+    *,
+    x: Axis,
+    y: Axis,
+    spans: Sequence[Span] = (),
+    width: int = 720,
+    height: int = 240,
+) -> str:
+    """The chart as an ``<svg>`` element, "" if no series has a finite point.
+
+    ``title`` is read to those who do not see the chart, with the range and the last value of each series. Points that
+    share a column of pixels are drawn as the first, lowest, highest and last of them.
+    """
+    pieces = [list(_pieces(each.points, x.kind, y.kind)) for each in series]
+    finite = [[point for piece in of_one for point in piece] for of_one in pieces]
+    flat = [point for points in finite for point in points]
+    if not flat:
+        return ""
+    across = _Scale.over([p[0] for p in flat], x, _LEFT, width - _RIGHT, room=False)
+    up = _Scale.over([p[1] for p in flat], y, height - _BOTTOM, _TOP, room=True)
+    parts = [
+        *(_span(each, across, height) for each in spans if across.low <= each.end and each.start <= across.high),
+        *_axes(x, y, across, up, width, height),
+        *(_line(number, each.name, pieces[number], across, up) for number, each in enumerate(series)),
+        *_legend(series, width),
+    ]
+    told = "; ".join(_told(each.name, points, y) for each, points in zip(series, finite, strict=True) if points)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{_text(title, 200)}: {_text(told, 600)}">{"".join(parts)}</svg>'
+    )
+
+
+def standalone(svg: str) -> str:
+    """A chart with its style sheet, for a file of its own."""
+    opened = svg.index(">") + 1
+    return f"{svg[:opened]}<style>{CHART_STYLE}</style>{svg[opened:]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """Places values between ``low`` and ``high`` from the coordinate ``start`` to ``end``."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    step: float
+
+    @classmethod
+    def over(cls, values: Sequence[float], axis: Axis, start: float, end: float, *, room: bool) -> _Scale:
+        low = min(values) if axis.low is None else axis.low
+        high = max(values) if axis.high is None else axis.high
+        if axis.low is None and (axis.from_zero or (room and 0 < low < 0.25 * high)):
+            low = min(low, 0.0)
+        if high - low <= 1e-9 * max(abs(low), abs(high), 1e-30):
+            pad = abs(low) * 0.05 or 1.0
+            low, high = (low - pad, high + pad) if room else (low, low + pad)
+        elif room:
+            pad = (high - low) * 0.06
+            low = low if axis.low is not None or low == 0.0 else low - pad
+            high = high if axis.high is not None else high + pad
+        wanted = (high - low) * (64 if not room else 38) / abs(end - start)
+        return cls(low, high, start, end, _nice(wanted) if axis.kind == "number" else _nice_seconds(wanted))
+
+    def place(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return self.start + (self.end - self.start) * min(max(share, -0.01), 1.01)
+
+    def ticks(self, kind: Kind) -> Iterator[float]:
+        shift = -time.localtime(self.low).tm_gmtoff if kind == "clock" else 0
+        first = math.ceil((self.low - shift) / self.step - 1e-9)
+        last = math.floor((self.high - shift) / self.step + 1e-9)
+        for index in range(first, min(last, first + 50) + 1):
+            yield shift + index * self.step
+
+
+def _nice(least: float) -> float:
+    """The smallest of 1, 2, 5, 10 … that is at least ``least``."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next((n * power for n in (1, 2, 5) if n * power >= least * (1 - 1e-9)), 10 * power)
+
+
+def _nice_seconds(least: float) -> float:
+    if least < 1:
+        return _nice(least)
+    return next((float(s) for s in _SECONDS if s >= least), _DAY * max(1.0, _nice(least / _DAY)))
+
+
+def format_number(value: float, step: float) -> str:
+    """``value`` with the digits that tell it from its neighbours ``step`` away: 0.25, 1.5k, 2M."""
+    if value and step < 1e-4:
+        return f"{value:.3g}"
+    for factor, suffix in _SUFFIXES:
+        if abs(value) >= factor and step >= factor / 1000:
+            return f"{value / factor:.{_decimals(step / factor)}f}{suffix}"
+    return f"{value:.{_decimals(step)}f}"
+
+
+def _decimals(step: float) -> int:
+    for decimals in range(5):
+        if abs(step * 10**decimals - round(step * 10**decimals)) < 1e-6 * step * 10**decimals:
+            return decimals
+    return 5
+
+
+def _tick(value: float, step: float, kind: Kind) -> str:
+    if kind == "number":
+        return format_number(value, step)
+    if kind == "clock":
+        form = "%m-%d" if step >= _DAY else "%H:%M" if step >= 60 else "%H:%M:%S"
+        return time.strftime(form, time.localtime(value))
+    for seconds, unit in ((_DAY, "d"), (3600, "h"), (60, "min")):
+        if value >= seconds and step >= seconds / 4:
+            return f"{value / seconds:g} {unit}"
+    return f"{value:g} s"
+
+
+def _axes(x: Axis, y: Axis, across: _Scale, up: _Scale, width: int, height: int) -> Iterator[str]:
+    bottom, right = height - _BOTTOM, width - _RIGHT
+    for value in up.ticks(y.kind):
+        level = f"{up.place(value):.1f}"
+        yield f'<path class="grid" d="M{_LEFT} {level}H{right}"/>'
+        yield f'<text x="{_LEFT - 6}" y="{level}" dy=".35em" text-anchor="end">{_tick(value, up.step, y.kind)}</text>'
+    for value in across.ticks(x.kind):
+        at, said = across.place(value), _tick(value, across.step, x.kind)
+        yield f'<path class="axis" d="M{at:.1f} {bottom}v4"/>'
+        anchor = "end" if at > right - 12 else "middle"
+        yield f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="{anchor}">{said}</text>'
+    yield f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>'
+    yield f'<text x="{_LEFT}" y="14">{_text(y.label)}</text>'
+    yield f'<text x="{right}" y="{height - 4}" text-anchor="end">{_text(x.label)}</text>'
+
+
+def _line(number: int, name: str, pieces: Sequence[Sequence[Point]], across: _Scale, up: _Scale) -> str:
+    """The path of a series; a point between two gaps is a dot."""
+    paths, dots = [], []
+    for piece in pieces:
+        placed = [(across.place(px), up.place(py)) for px, py in piece]
+        if len(placed) == 1:
+            dots.append('<circle class="dot s{}" cx="{:.1f}" cy="{:.1f}" r="2"/>'.format(number % 6, *placed[0]))
+        else:
+            paths.append("M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in _thinned(placed)))
+    dash = _DASHES[number % 6]
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    named = f"<title>{_text(name)}</title>"
+    line = f'<path class="line s{number % 6}"{dashed} d="{"".join(paths)}">{named}</path>' if paths else ""
+    return line + "".join(dots)
+
+
+def _pieces(points: Iterable[Point], across: Kind, up: Kind) -> Iterator[list[Point]]:
+    """The points between two gaps. A value that no axis can show is a gap."""
+    piece: list[Point] = []
+    for point in points:
+        if abs(point[0]) < _LIMITS[across] and abs(point[1]) < _LIMITS[up]:
+            piece.append(point)
+        elif piece:
+            yield piece
+            piece = []
+    if piece:
+        yield piece
+
+
+def _thinned(placed: Sequence[Point]) -> Iterator[Point]:
+    """At most four points of each column of pixels: the first, lowest, highest and last."""
+    begin = 0
+    for end in range(1, len(placed) + 1):
+        if end < len(placed) and int(placed[end][0]) == int(placed[begin][0]):
+            continue
+        column = range(begin, end)
+        low, high = min(column, key=lambda i: placed[i][1]), max(column, key=lambda i: placed[i][1])
+        yield from (placed[i] for i in sorted({begin, low, high, end - 1}))
+        begin = end
+
+
+def _span(span: Span, across: _Scale, height: int) -> str:
+    start, end = across.place(max(span.start, across.low)), across.place(min(span.end, across.high))
+    wide = max(end - start, 2.0)
+    return (
+        f'<rect class="span {span.tone}" x="{start:.1f}" y="{_TOP}" width="{wide:.1f}" '
+        f'height="{height - _BOTTOM - _TOP}"><title>{_text(span.label, 200)}</title></rect>'
+    )
+
+
+def _legend(series: Sequence[Series], width: int) -> Iterator[str]:
+    """The names of the lines, at the right above the chart; none for a single line. What has no room is counted."""
+    if len(series) < 2:
+        return
+    room, names = width - _LEFT - _RIGHT - 90.0, []
+    for number, each in enumerate(series):
+        room -= 30 + _CHARACTER * min(len(each.name), _MAX_TEXT)
+        if room < 0:
+            break
+        names.append((number, each.name))
+    left = len(series) - len(names)
+    at = width - _RIGHT - sum(30 + _CHARACTER * min(len(name), _MAX_TEXT) for _, name in names) - 50.0 * bool(left)
+    for number, name in names:
+        dash = f' stroke-dasharray="{_DASHES[number % 6]}"' if number % 6 else ""
+        yield f'<path class="line s{number % 6}"{dash} d="M{at:.0f} 10h18"/>'
+        yield f'<text x="{at + 22:.0f}" y="14">{_text(name)}</text>'
+        at += 30 + _CHARACTER * min(len(name), _MAX_TEXT)
+    if left:
+        yield f'<text x="{at:.0f}" y="14">+{left} more</text>'
+
+
+def _told(name: str, points: Sequence[Point], y: Axis) -> str:
+    low, high = min(p[1] for p in points), max(p[1] for p in points)
+    return f"{name} from {low:.4g} to {high:.4g}, last {points[-1][1]:.4g} {y.label}".rstrip()
+
+
+def _text(text: str, most: int = _MAX_TEXT) -> str:
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    shown = plain if len(plain) <= most else plain[: most - 1] + "…"
+    return shown.encode("utf-8", "replace").decode().translate(_ESCAPES)
