@@ -19,7 +19,10 @@ HOLD_S, MAX_RELAPSES = 300.0, 3
 
 
 class Judge:
-    """All runbooks. ``errors`` counts exceptions by kind. For ``hold_s`` and ``max_relapses`` see ``incidents``."""
+    """All runbooks. ``errors`` counts exceptions by kind; ``told_by_users`` are the kinds that rest on what runs say.
+
+    For ``hold_s`` and ``max_relapses`` see ``incidents``.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class Judge:
             )
             for r in self.runbooks.values()
         }
+        self.told_by_users = frozenset(r.kind for r in runbooks if "ranks" in r.needs)
         self.errors: Counter[str] = Counter()
         self._log = log
         self._looked: dict[str, tuple[float, tuple[Finding, ...]]] = {}

@@ -168,5 +168,6 @@ class Loop:
             self._judge.runbooks, responder.current, responder.opened, self._judge.errors
         )
         yield from metrics.action_samples(responder.actions)
+        yield Sample(metrics.OVER_QUOTA, float(responder.over_quota))
         for other in self.others:
             yield from other()

@@ -50,6 +50,9 @@ RUNBOOK_ERRORS = Metric(
 )
 INCIDENTS = Metric("opsd_incidents", "Incidents that are not over.", labels=("kind", "severity", "state"))
 OPENED = Metric("opsd_incidents_opened_total", "Incidents opened since the agent's start.", "counter", labels=("kind",))
+OVER_QUOTA = Metric(
+    "opsd_incidents_over_quota_users", "Users whose runs have so many incidents that no more of them are opened."
+)
 ACTIONS = Metric(
     "opsd_actions_total",
     "Actions by what became of them: ok, failed, recommended, refused.",
@@ -82,7 +85,7 @@ CONFIG_AT = Metric(
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
     MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
-    HTTP_CONNECTIONS, HTTP_REFUSED, LOG_LOST, CONFIG_OK, CONFIG_AT,
+    OVER_QUOTA, HTTP_CONNECTIONS, HTTP_REFUSED, LOG_LOST, CONFIG_OK, CONFIG_AT,
 )  # fmt: skip
 LABELS: Final = {
     "version": "one",

@@ -18,10 +18,11 @@ from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.policy import HARMLESS, OF_A_RUN, Decision, Limits, PastAction, Verdict, decide, needs_witness
+from opsd.agent.quota import MAX_OF_USER, Quota
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
 from opsd.agent.unfinished import Unfinished
 from opsd.agent.window import Window
-from opsd.runbooks.base import Action, Incident, State
+from opsd.runbooks.base import Action, Finding, Incident, State
 
 REWRITE_S = 30.0
 """An incident without changes is written to the journal this often, in seconds."""
@@ -57,8 +58,14 @@ class Responder:
         self._history: list[PastAction] = []
         self._written: dict[str, tuple[Incident, float]] = {}
         self._idle: frozenset[str] = frozenset()
+        self._quota, self._over_quota = Quota(), set[int]()
         self._unfinished = Unfinished()
         self._remember(journal.open(), started_at)
+
+    @property
+    def over_quota(self) -> int:
+        """How many users have more incidents than are shown."""
+        return len(self._over_quota)
 
     @property
     def current(self) -> tuple[Incident, ...]:
@@ -94,7 +101,7 @@ class Responder:
             self._remember(late, view.wall)
         self._resume(view)
         observed = lifecycle.Observed(
-            findings=self._judge.findings(view),
+            findings=self._admitted(view),
             healed=self._judge.healed(self.current, view),
             idle=self._idle,
             held=correlate.held(self.current),
@@ -113,6 +120,16 @@ class Responder:
         self._act(view)
         for incident in self.current:
             self._record(incident, view.wall)
+
+    def _admitted(self, view: Window) -> Sequence[Finding]:
+        """The findings within the quotas of users; each user who begins to exceed it is a line in the log."""
+        users = _users(view)
+        findings = self._quota.admit(self._judge.findings(view), self._judge.told_by_users, self._book.incidents, users)
+        for user in self._quota.exceeded - self._over_quota:
+            text = f"runs of the user {user} have {MAX_OF_USER} incidents; no more are opened until some are over"
+            self._log.warning("quota of incidents", user=user, text=text)
+        self._over_quota = {*self._quota.exceeded}
+        return findings
 
     def _remember(self, memory: JournalContent, wall: float) -> None:
         """Go on from what an earlier agent knew. It may be read late; then incidents of this one are kept."""
@@ -285,9 +302,14 @@ class Responder:
             self._journal.incident(incident)
 
 
+def _users(view: Window) -> Mapping[str, int | None]:
+    """Whose each run on the node is."""
+    return {**{run.run: run.user for run in view.runs}, **{rank.run: rank.user for rank in view.ranks}}
+
+
 def _user_of(view: Window) -> Callable[[Action], int | None]:
     """A function that tells whose processes an action is about; None for hardware and for a run that is gone."""
-    users = {**{run.run: run.user for run in view.runs}, **{rank.run: rank.user for rank in view.ranks}}
+    users = _users(view)
 
     def user(action: Action) -> int | None:
         if action.verb not in OF_A_RUN:
