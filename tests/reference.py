@@ -165,11 +165,11 @@ def _messages() -> str:
 
 
 def _alerts() -> str:
-    from opsd.dashboards.alerts.build import alerts
+    from opsd.dashboards.alerts.catalogue import alerts
 
     rows = [
         (
-            f"[{alert.name}](runbooks/{alert.guide}.md)",
+            f"[{alert.name}](runbooks/{alert.runbook}.md)",
             alert.severity or "of the incident",
             alert.hold,
             alert.description,

@@ -8,11 +8,40 @@ that the highest step of a name never falls.
 from __future__ import annotations
 
 from opsd.dashboards.alerts.model import Alert, Group, RecordingRule
+from opsd.runbooks.base import Guide
 
 OBJECTIVE = 0.95
 """The service level objective of a run's goodput."""
 WINDOWS = ("5m", "30m", "1h", "6h", "3d")
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}
+
+
+GUIDE = Guide.parse("""
+# A run makes too little progress
+
+## Meaning
+Goodput is below the run's objective, over a short and a long window. Goodput is the number of new steps times the usual
+step time, divided by the elapsed time; steps repeated after a failure are not new. The label `window` is the longer
+window and the urgency: 1h is a page, 6h is for today, 3d is for this week.
+
+## Impact
+GPU-hours are lost. At 14.4 times the budget, a month's error budget is used up in two days.
+
+## Diagnosis
+1. The job board: is the run down, does it restart repeatedly, or is it slow?
+2. `opsd incidents` on its nodes: root causes with their symptoms, and the cost of each.
+3. `opsd ledger RUN_DIR`: which bucket grows: recomputed, restart, checkpoint_stall, data_stall?
+4. `opsd diagnose` while it is slow: data, network or kernels.
+
+## Mitigation
+- Restarts: follow the runbook of the incident that keeps coming back.
+- Recomputed steps: save more often, or find out why checkpoints are rejected (`opsd checkpoint list FOLDER`).
+- Slow steps: `opsd runbook show throughput_drop`.
+
+## What opsd does by itself
+- observe, recommend: only what it does about the incidents that are the cause.
+- act: the actions in the runbooks of those incidents.
+""")
 
 
 def _goodput(window: str) -> RecordingRule:
@@ -38,6 +67,7 @@ def _burn(short: str, long: str, factor: float) -> Alert:
         f"over {short}, and is also low over {long}",
         description=f"The run uses up the error budget of its {OBJECTIVE:.0%} goodput objective "
         f"at {factor:g} times the sustainable rate.",
+        guide=GUIDE,
     )
 
 

@@ -6,7 +6,7 @@ are needed to decide.
 
 from __future__ import annotations
 
-from opsd.dashboards.alerts.model import Alert, Group, RecordingRule, incident
+from opsd.dashboards.alerts.model import Alert, Group, RecordingRule, incident, manual
 
 _XIDS_OF_PROGRAMS = "13|14|31|37|38|43|44|45|63|66|67|92|94|106|107|108|137|141|154|157"
 """Xids that NVIDIA's catalogue says to ignore, that follow other Xids, or that programs can cause. For the last, the
@@ -38,6 +38,26 @@ AVAILABILITY = Group(
             summary="No spare of the cluster is ready",
             description="All spares are in use, outdated or failed. The next node failure costs a requeue.",
             cost="The next node failure stops its job until the node is repaired or the job is requeued.",
+            guide=manual("""
+# No spare is ready
+
+## Meaning
+For five minutes none of the cluster's spares was both ready and free of ranks. They have replaced failed nodes, or
+their data, software or preflight is missing, outdated or failed.
+
+## Impact
+None now. The next node that fails costs its job a requeue, or the time until the node is repaired.
+
+## Diagnosis
+1. `opsd spare list`: each spare, and why it is not ready.
+2. On the spare: `opsd spare verify` says in one sentence each what is wrong with data, software or preflight.
+3. `sinfo -R`: drained nodes that could return; `opsd return --dry-run NODE` says what prevents it.
+
+## Mitigation
+- Stale or damaged data: `opsd spare stage`, then `opsd spare verify`, on the spare.
+- Software differs: install the other nodes' version. Preflight failed or old: `opsd preflight --profile spare`.
+- All in use: repair and return the nodes that they replace, or reserve more: `opsd spare reserve --nodes 2`.
+"""),
         ),
         Alert(
             "GpuLost",

@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import yaml
+from opsd.runbooks.base import Guide
 
 Scope = Literal["gpu", "node", "run", "cluster"]
 Severity = Literal["critical", "warning", "info"]
 Scheme = Literal["http", "https"]
-
-HEADER = "# Made by `opsd alerts build` from dashboards/alerts; a change made here is lost.\n"
 
 _NODE = '{{ reReplaceAll ":[0-9]+$" "" $labels.instance }}'
 _MATCHERS: Mapping[Scope, tuple[str, str]] = {
@@ -41,7 +39,8 @@ class Alert:
 
     ``hold`` is Prometheus' ``for``, ``keep`` its ``keep_firing_for``. ``cost`` replaces the computed text.
     ``agent_lives`` says whether the agent that the alert is about can serve the guide. ``window`` becomes a label,
-    which distinguishes rules of one name. ``scheme`` is that of the links to agents.
+    which distinguishes rules of one name. ``scheme`` is that of the links to agents. ``guide`` is for alerts that are
+    about no incident; for the others it is that of the runbook.
     """
 
     name: str
@@ -56,9 +55,10 @@ class Alert:
     agent_lives: bool = True
     window: str = ""
     scheme: Scheme = "http"
+    guide: Guide | None = None
 
     @property
-    def guide(self) -> str:
+    def runbook(self) -> str:
         """Name of the runbook: the alert's name in snake case."""
         return re.sub(r"(?<!^)(?=[A-Z])", "_", self.name).lower()
 
@@ -81,8 +81,8 @@ class Alert:
             "description": self.description,
             **where,
             **self._job_and_cost(),
-            "next_step": f"{ask}opsd runbook show {self.guide}",
-            "runbook_url": f"{self.scheme}://{agent}/runbooks/{self.guide}",
+            "next_step": f"{ask}opsd runbook show {self.runbook}",
+            "runbook_url": f"{self.scheme}://{agent}/runbooks/{self.runbook}",
         }
 
     def _job_and_cost(self) -> dict[str, str]:
@@ -125,26 +125,15 @@ class Group:
     rules: Sequence[Alert | RecordingRule]
     interval: str = "15s"
 
-    def to_yaml(self) -> str:
-        """The file of this group."""
-        group = {"name": f"opsd-{self.name}", "interval": self.interval, "rules": [r.as_rule() for r in self.rules]}
-        return HEADER + yaml.dump({"groups": [group]}, Dumper=_Dumper, sort_keys=False, width=116, allow_unicode=True)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes multi-line texts as blocks, and indents lists."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        super().increase_indent(flow, False)
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
-
 
 def incident(kind: str) -> str:
     """Agents with an incident of ``kind``, by its severity. For faults that need the agent's history and logs."""
     return f'sum by (cluster, instance, severity) (opsd_incidents{{kind="{kind}"}}) > 0'
+
+
+def manual(markdown: str) -> Guide:
+    """A guide without its last section, for an alert about which opsd does nothing."""
+    nothing = (
+        "\n## What opsd does by itself\nNothing, in every mode: observe, recommend and act. A person has to act.\n"
+    )
+    return Guide.parse(markdown + nothing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opsd.dashboards.alerts.model import Alert, Group, incident
+from opsd.dashboards.alerts.model import Alert, Group, incident, manual
 
 TRAINING = Group(
     "training",
@@ -79,6 +79,24 @@ TRAINING = Group(
             hold="15s",
             summary="Run {{ $labels.run }} on {{ $labels.instance }} has lost its launcher",
             description="The launcher died while its run was active. Nothing restarts its ranks if they fail.",
+            guide=manual("""
+# A run has lost its launcher
+
+## Meaning
+`run.json` says that the run is active, but the `opsd launch` process that wrote it no longer exists.
+
+## Impact
+Ranks may still train, but nothing detects hangs or restarts ranks, and SIGTERM does not trigger a checkpoint.
+
+## Diagnosis
+1. `opsd status`: are ranks of the run alive?
+2. `journalctl -k --grep "Killed process"`: did the kernel kill the launcher for lack of memory?
+3. `sacct -j JOB --format=JobID,State,ExitCode`: did Slurm end the step?
+
+## Mitigation
+- Ranks alive: wait for the next checkpoint (`opsd checkpoint list FOLDER`), then end and restart the job.
+- Ranks dead: `scontrol requeue JOB`.
+"""),
         ),
     ),
 )

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from opsd.commands.options import option
 from opsd.commands.settings import BadConfig
+from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import SECTIONS, Guide
-from opsd.runbooks.lib.alert_guides import GUIDES
 
 
 @click.group()

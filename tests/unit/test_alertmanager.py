@@ -14,7 +14,7 @@ pytest.importorskip("yaml")
 
 import yaml
 
-from opsd.dashboards.alerts.build import alerts
+from opsd.dashboards.alerts.catalogue import alerts
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "alertmanager"
 CONFIG = FOLDER / "alertmanager.yml"

@@ -12,24 +12,23 @@ pytest.importorskip("yaml")
 
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
-from opsd.dashboards.alerts.build import GROUPS, alerts
+from opsd.dashboards.alerts.catalogue import GROUPS, GUIDES, alerts
 from opsd.dashboards.alerts.model import RecordingRule, incident
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.lib.alert_guides import GUIDES
 from tests.fakes.alert_cases import BURNS, CASES
 
 
 def test_alerts_and_guides_are_a_bijection() -> None:
     """Every kind of incident has its alert, every alert its guide, and the URL leads to that guide."""
-    guides = {alert.guide for alert in alerts()}
+    guides = {alert.runbook for alert in alerts()}
     assert guides == {runbook.kind for runbook in RUNBOOKS} | set(GUIDES)
     for alert in alerts():
-        assert alert.as_rule()["annotations"]["runbook_url"].endswith(f"/runbooks/{alert.guide}")
+        assert alert.as_rule()["annotations"]["runbook_url"].endswith(f"/runbooks/{alert.runbook}")
 
 
 def test_every_alert_is_tested_by_hand_or_is_about_an_incident() -> None:
     """A new alert without a test fails here, and so does a test of an alert that is gone."""
-    of_incidents = {alert.name for alert in alerts() if alert.expr == incident(alert.guide)}
+    of_incidents = {alert.name for alert in alerts() if alert.expr == incident(alert.runbook)}
     burns = {alert.window for alert in alerts() if alert.name == "GoodputBurn"}
     assert {alert.name for alert in alerts()} == of_incidents | set(CASES) | {"GoodputBurn"}
     assert of_incidents & set(CASES) == set()

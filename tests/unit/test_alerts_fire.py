@@ -13,7 +13,8 @@ pytest.importorskip("yaml")
 
 import yaml
 
-from opsd.dashboards.alerts.build import FOLDER, alerts, rendered
+from opsd.dashboards.alerts.build import FOLDER, rendered
+from opsd.dashboards.alerts.catalogue import alerts
 from opsd.dashboards.alerts.model import Alert
 from tests.fakes.alert_cases import BURNS, CASES, GPU, NODE, SHARED, Case, Series
 
@@ -28,7 +29,7 @@ def case_of(alert: Alert) -> Case:
         return SHARED[alert.name]
     if alert.name in CASES:
         return CASES[alert.name]
-    series = f'opsd_incidents{{{NODE},kind="{alert.guide}",severity="critical",state="acting"}}'
+    series = f'opsd_incidents{{{NODE},kind="{alert.runbook}",severity="critical",state="acting"}}'
     other = f'opsd_incidents{{{NODE},kind="another",severity="critical",state="acting"}}'
     return Case([{series: "0x30 1x20"}], [{series: "1x30 0x20", other: "1x50"}])
 

@@ -14,7 +14,7 @@ from opsd.collectors.base import Metric
 pytest.importorskip("grafana_foundation_sdk")
 
 from opsd.commands.metrics import catalogue
-from opsd.dashboards.alerts.build import GROUPS
+from opsd.dashboards.alerts.catalogue import GROUPS
 from opsd.dashboards.alerts.model import RecordingRule
 from opsd.dashboards.build import rendered
 from opsd.preflight.formats import openmetrics

@@ -20,9 +20,9 @@ from opsd.agent.web.html import STYLE, h
 from opsd.agent.web.node_page import node_page
 from opsd.collectors import spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
+from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Evidence, Severity, State
-from opsd.runbooks.lib.alert_guides import GUIDES
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import WALL, incident
 

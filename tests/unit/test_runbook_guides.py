@@ -11,9 +11,9 @@ from opsd import runbooks
 from opsd.agent.actions import VERBS
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
+from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Guide
-from opsd.runbooks.lib.alert_guides import GUIDES
 
 FOLDER = Path(runbooks.__file__).parent
 PROGRAMS = {

@@ -36,9 +36,9 @@ from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import Ledgers
 from opsd.agent.web.node_page import REFRESH_S, node_page
+from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import SECTIONS, Guide
-from opsd.runbooks.lib.alert_guides import GUIDES
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 JSON = "application/json; charset=utf-8"
