@@ -50,8 +50,24 @@ LABELS: Final = {
 }
 
 SEVERITIES: Final = ("fatal", "non_fatal", "correctable", "unknown")
-_IDENTITY: Final = ("device", "pid", "server", "pci_bus_id", "location", "severity", "cause", "outcome", "lockup")
+_IDENTITY: Final = (
+    "device",
+    "pid",
+    "server",
+    "pci_bus_id",
+    "location",
+    "severity",
+    "cause",
+    "outcome",
+    "lockup",
+    "record",
+)
 _MAX_VICTIMS: Final = 64
+_BY_FIRMWARE: Final = {
+    "corrected": "Corrected", "recoverable": "Uncorrected (Non-Fatal)", "fatal": "Uncorrected (Fatal)",
+}  # fmt: skip
+"""How severe a PCIe error is that the firmware reports: its word and that of AER."""
+
 _MAX_SWITCHES: Final = 16
 _MAX_MESSAGE: Final = 256
 """Characters of a line that an event keeps."""
@@ -126,6 +142,7 @@ class KmsgCollector:
         self._drained_at = 0.0
         self._unfinished = ""
         self._victims: dict[int, str] = {}
+        self._record: tuple[object, str] = None, ""
         self._records = 0
         self._crowded = 0
         self._events = Counter(dict.fromkeys(KINDS, 0))
@@ -200,7 +217,20 @@ class KmsgCollector:
             text = (self._unfinished + record.text)[:MESSAGE_CHARS]
             what = parse_message(text)
         self._unfinished = text if what is None else ""
-        return what, text
+        return self._of_record(what), text
+
+    def _of_record(self, what: Finding | None) -> Finding | None:
+        """A device that a record of the firmware names gets the severity that the record began with."""
+        if not isinstance(what, Trouble) or "record" not in what.data:
+            return what
+        number = what.data["record"]
+        if what.kind == "mce":
+            self._record = number, str(what.data["severity"])
+            return what
+        known, severity = self._record
+        if known != number:
+            return None
+        return Trouble(what.kind, {**what.data, "severity": _BY_FIRMWARE[severity]})
 
     def _count(self, what: Finding, at: float) -> bool:
         """Count it, unless another source of Xids has already."""

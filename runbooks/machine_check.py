@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from opsd.runbooks.base import Severity
+from collections.abc import Callable
+
+from opsd.collectors.base import Event
+from opsd.runbooks.base import Severity, View
 from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Row, kernel_runbook
 from opsd.runbooks.lib.signals import text
 
 STORM = 100
 """Corrected errors within an hour. A single one is what ECC is for."""
+
+SAME_RECORD_S = 1.0
+"""Between the first and the last line of one record of the firmware; numbers begin again with each boot."""
 
 
 def _uncorrected(data: Data) -> bool:
@@ -16,6 +22,14 @@ def _uncorrected(data: Data) -> bool:
 
 def _corrected(data: Data) -> bool:
     return text(data, "severity") in ("CE", "Corrected", "Deferred", "corrected")
+
+
+def _of_pcie(view: View) -> Callable[[Event], bool]:
+    """Records of the firmware that name a PCIe device are for ``pcie_error``."""
+    named = [event for event in view.events("pcie_error", DAY_S) if "record" in event.data]
+    return lambda event: any(
+        event.data.get("record") == other.data["record"] and abs(event.at - other.at) < SAME_RECORD_S for other in named
+    )
 
 
 ROWS = (
@@ -66,5 +80,6 @@ cost nothing by themselves, but a DIMM with many of them is likely to have uncor
   policy.drain allows it.
 """,
     advice=": have the memory module or the processor replaced",
+    ignored=_of_pcie,
     cost="a process that uses the memory is killed, or the node panics",
 )

@@ -19,8 +19,11 @@ DEAD = frozenset(
         "timeout. Will cause a leak of a command resource",
     }
 )
-TIMEOUT, QUEUE = "TX timeout detected", "CQ error"
-CAUSES = DEAD | {TIMEOUT, QUEUE}
+SILENT = frozenset({"TX timeout detected", "Tx Unit Hang", "tx_timeout", "transmit queue"})
+"""It sends nothing, in the words of several drivers and of the kernel's own watchdog."""
+
+QUEUE, UNANSWERED = "CQ error", "didn't send a completion"
+CAUSES = DEAD | SILENT | {QUEUE, UNANSWERED}
 """What the adapter's driver says when the adapter itself has failed; the rest is for ``nic_degrading``."""
 
 ROWS = (
@@ -35,10 +38,25 @@ ROWS = (
     Row(
         "nic_error",
         "the adapter at {pci_bus_id} does not send",
-        lambda data: text(data, "cause") == TIMEOUT,
+        lambda data: text(data, "cause") in SILENT and "pci_bus_id" in data,
         "pci_bus_id",
         within_s=HOUR_S,
         severity=Severity.CRITICAL,
+    ),
+    Row(
+        "nic_error",
+        "the adapter of {device} does not send",
+        lambda data: text(data, "cause") in SILENT and "pci_bus_id" not in data,
+        "device",
+        within_s=HOUR_S,
+        severity=Severity.CRITICAL,
+    ),
+    Row(
+        "nic_error",
+        "the adapter at {pci_bus_id} has not answered its driver in time",
+        lambda data: text(data, "cause") == UNANSWERED,
+        "pci_bus_id",
+        within_s=HOUR_S,
     ),
     Row(
         "nic_error",
@@ -65,8 +83,9 @@ RUNBOOK = kernel_runbook(
 
 ## Meaning
 The driver of the adapter says that its firmware is in a fatal state, that recovering it began or failed, that a
-command was never answered, that nothing was sent for many seconds (`TX timeout`), or that a completion queue has an
-error. The last one may also come from a program that does not read its queue, and is only a warning.
+command was never answered or not in time, that nothing was sent for many seconds (`TX timeout`, `Tx Unit Hang`, the
+kernel's `NETDEV WATCHDOG`), or that a completion queue has an error. The last one may also come from a program that
+does not read its queue, and is only a warning.
 
 ## Impact
 Ranks that use the port fail with NCCL errors or hang until their time-out. With its management network on the same
@@ -74,7 +93,8 @@ adapter the node drops out altogether.
 
 ## Diagnosis
 1. `opsd incidents show ID`: which adapter, what its driver said.
-2. `journalctl -k --since -1hour | grep -i mlx5`: what came first: heat, a PCIe error, a firmware assert.
+2. `journalctl -k --since -1hour | grep -iE "mlx5|bnxt|ice|ena|watchdog"`: what came first: heat, a PCIe
+   error, a firmware assert.
 3. `ibstat` and `cat /sys/class/infiniband/mlx5_0/ports/1/state`: whether the port is back.
 4. Errors of completion queues only: which program used the port at that time?
 

@@ -14,6 +14,8 @@ from opsd.runbooks.lib.signals import text
 STORM = 1000
 """Corrected errors within an hour; each is repeated by the link and costs microseconds."""
 
+TOGETHER_S = 5.0
+"""The lines about one recovery come within this time: the devices below first, the port after its reset."""
 _FATAL = compile(r"\w+ \(Fatal\)")
 _NON_FATAL = compile(r"\w+ \(Non-Fatal\)")
 
@@ -57,12 +59,18 @@ ROWS = (
 
 
 def _blame(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
-    """The GPU or network port at this address, else the node with the address."""
-    for gpu in view.gpus:
-        if gpu.pci_bus_id == fault.about:
-            return blamed(view, gpu.index, "PCIe")
-    for series in view.select("opsd_ib_port_info", pci_bus_id=fault.about):
-        return Culprit("network", view.node, detail=f"PCIe link of {name(port_of(series.labels))}"), None
+    """The GPU or network port at this address or, below a port that could not be recovered, without a way to recover.
+
+    Otherwise the node with the address.
+    """
+    at = fault.events[-1].at
+    below = (event for event in view.events("pcie_unrecoverable", DAY_S) if abs(event.at - at) <= TOGETHER_S)
+    for address in (fault.about, *(text(event.data, "pci_bus_id") for event in below)):
+        for gpu in view.gpus:
+            if gpu.pci_bus_id == address:
+                return blamed(view, gpu.index, "PCIe")
+        for series in view.select("opsd_ib_port_info", pci_bus_id=address):
+            return Culprit("network", view.node, detail=f"PCIe link of {name(port_of(series.labels))}"), None
     return Culprit("node", view.node, detail=f"PCIe device {fault.about}"), None
 
 

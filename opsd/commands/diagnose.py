@@ -28,7 +28,7 @@ from opsd.commands.output import fail, printable
 from opsd.commands.settings import load
 from opsd.stragglers.judge import LEAST_STEPS
 from opsd.stragglers.judge import judge as judge_steps
-from opsd.stragglers.table import TableError, read_table
+from opsd.stragglers.table import ENOUGH, TableError, read_table
 
 _EVEN: dict[str, Any] = {
     "culprits": [],
@@ -135,10 +135,16 @@ def _judge_steps(table: Path, output: IO[str] | None) -> int:
     verdicts = judge_steps(trace)
     if output is not None:
         found = [asdict(verdict) for verdict in verdicts] or [_EVEN]
-        print(json.dumps(found[0] | {"others": found[1:]}, indent=1), file=output)
+        print(json.dumps(found[0] | {"others": found[1:], "left_out": list(trace.left_out)}, indent=1), file=output)
         return exitcodes.OK
     console = Console(highlight=False)
     console.print(f"{len(trace.places)} ranks, {len(trace.steps)} steps", soft_wrap=True)
+    if trace.left_out:
+        console.print(
+            f"left out: rank{'s' * (len(trace.left_out) != 1)} {ranges(trace.left_out)} with less than {ENOUGH:.0%} of "
+            "the steps",
+            soft_wrap=True,
+        )
     for verdict in verdicts:
         console.print(
             f"[bold]{verdict.cause}[/bold]: steps take {verdict.slowdown:.2f} times as long as without; "

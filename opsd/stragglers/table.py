@@ -189,4 +189,10 @@ class _Reader:
         }
         cells = sum(len(row) for row in self._seconds.get(FORWARD, {}).values())
         counted = round(self._forwards / cells) if self._forwards > cells else None
-        return Trace({rank: self._places[rank] for rank in ranks}, steps, seconds, self._microbatches or counted)
+        return Trace(
+            places={rank: self._places[rank] for rank in ranks},
+            steps=steps,
+            seconds=seconds,
+            microbatches=self._microbatches or counted,
+            left_out=sorted(self._places.keys() - set(ranks)),
+        )

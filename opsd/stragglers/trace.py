@@ -37,13 +37,14 @@ class Trace:
     Phases: ``forward`` and ``backward``, or ``compute`` where they are not told apart: what the rank itself worked,
     without waiting. ``gpu`` is the same by CUDA events. ``data`` is waiting for the loader, ``transfer`` is
     communication without the waiting for others, ``step`` the whole step. ``microbatches`` is their number in a step
-    of a pipeline, None if it is unknown.
+    of a pipeline, None if it is unknown. ``left_out`` are ranks with too few of the steps to be compared.
     """
 
     places: Mapping[int, Place]
     steps: Sequence[int]
     seconds: Mapping[str, Rows] = field(repr=False)
     microbatches: int | None = None
+    left_out: Sequence[int] = ()
 
     def rows(self, phase: str) -> Rows | None:
         """The rows of ``phase``, None unless every rank has one."""
@@ -82,7 +83,7 @@ class Trace:
     def last(self, count: int) -> Trace:
         """The last ``count`` steps."""
         cut = {phase: {rank: row[-count:] for rank, row in rows.items()} for phase, rows in self.seconds.items()}
-        return Trace(self.places, self.steps[-count:], cut, self.microbatches)
+        return Trace(self.places, self.steps[-count:], cut, self.microbatches, self.left_out)
 
 
 LEAST_PEERS = 3

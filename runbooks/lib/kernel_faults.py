@@ -69,17 +69,26 @@ def _times(event: Event) -> int:
     return integer(event.data, "count", 1) * integer(event.data, "errors", 1)
 
 
-def faults(view: View, rows: Sequence[Row]) -> Iterator[Fault]:
+Ignored = Callable[[View], Callable[[Event], bool]]
+"""Which events are about something else."""
+
+
+def _nothing(_view: View) -> Callable[[Event], bool]:
+    return lambda _event: False
+
+
+def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iterator[Fault]:
     """What ``rows`` find in the log since the node was booted."""
-    booted = None
+    booted, elsewhere = None, _nothing(view)
     for row in rows:
         events = view.events(row.event, row.within_s)
         if not events:
             continue
-        booted = booted if booted is not None else latest(view, BOOT_TIME) or 0.0
+        if booted is None:
+            booted, elsewhere = latest(view, BOOT_TIME) or 0.0, ignored(view)
         found: dict[str, list[Event]] = {}
         for event in events:
-            if event.at > booted and row.when(event.data):
+            if event.at > booted and row.when(event.data) and not elsewhere(event):
                 found.setdefault(text(event.data, row.about) if row.about else "", []).append(event)
         for about, of_it in found.items():
             if sum(map(_times, of_it)) >= row.at_least and of_it[-1].at - of_it[0].at >= row.apart_s:
@@ -96,6 +105,7 @@ def kernel_runbook(
     cost: str = "",
     blame: Blame | None = None,
     causes: Sequence[Cause] = (),
+    ignored: Ignored = _nothing,
 ) -> Runbook:
     """The runbook of the incident that ``rows`` describe.
 
@@ -109,7 +119,7 @@ def kernel_runbook(
 
     def detect(view: View) -> Iterator[Finding]:
         found: dict[str, list[Fault]] = {}
-        for fault in faults(view, rows):
+        for fault in faults(view, rows, ignored):
             found.setdefault(fault.about, []).append(fault)
         for about, several in found.items():
             yield finding(view, about, sorted(several, key=lambda fault: _ORDER.index(fault.row.severity)))
@@ -137,7 +147,7 @@ def kernel_runbook(
         last = number(incident.data, "at") or incident.opened_at
         if booted is not None and booted > last:
             return True
-        if any(fault.about == text(incident.data, "about") for fault in faults(view, rows)):
+        if any(fault.about == text(incident.data, "about") for fault in faults(view, rows, ignored)):
             return False
         return True if view.known("kmsg") and view.wall - last >= (number(incident.data, "quiet_s") or 0.0) else None
 

@@ -108,7 +108,7 @@ def ddp(model):
 
 @scenario
 def fsdp(model):
-    fully_shard(model)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))["dp"])
     losses = loop(model, torch.optim.AdamW(model.parameters()))
     dcp.save({"model": model.state_dict()}, checkpoint_id="dcp")
     dcp.load({"model": model.state_dict()}, checkpoint_id="dcp")
@@ -192,6 +192,7 @@ def test_hooks_change_no_number_and_see_every_step(tmp_path: Path) -> None:
     assert page is not None
     assert (page.source, page.tokens) == ("observed", 0)
     assert page.committed_step == page.steps[-1].step
+    assert page.place == (1, 0, 0, 0)
     assert with_hooks.pop("evaluation") == "evaluation"
     for name, expected in STEPS.items():
         assert expected - EXCHANGE <= with_hooks[name]["steps"] <= expected + 1, (name, with_hooks[name])

@@ -193,3 +193,14 @@ def test_a_table_from_a_spreadsheet(tmp_path: Path) -> None:
     path = tmp_path / "steps.csv"
     path.write_text(csv_of(wide()).replace(",", ", "), encoding="utf-8-sig")
     assert read_table(path).seconds == to_trace(wide()).seconds
+
+
+def test_a_rank_with_few_steps_is_said_to_be_left_out(tmp_path: Path) -> None:
+    """One that joined late is not compared, and the answer says so."""
+    path = tmp_path / "steps.csv"
+    path.write_text(csv_of([row for row in wide(steps=10) if row["rank"] not in (2, 3, 6) or row["step"] > 2]))
+    found = json.loads(CliRunner().invoke(diagnose, ["--steps", str(path), "--json"]).output)
+    assert (found["culprits"], found["left_out"]) == ([5], [2, 3, 6])
+    said = CliRunner().invoke(diagnose, ["--steps", str(path)]).output
+    assert "left out: ranks 2-3, 6 with less than 80% of the steps" in said
+    assert read_table(path).last(5).left_out == [2, 3, 6]

@@ -81,6 +81,9 @@ _MACHINE_CHECK = (
 _THERMAL = r"(?:mce: )?CPU(?P<cpu>\d+): (?:Core|Package) temperature "
 """Kernels from 5.6 on add "is" and write it only while the average of some seconds is rising."""
 
+_RECORD = r"(?:\{(?P<record>\d+)\})?\[Hardware Error\]: "
+"""The lines of one record of the firmware have the same number."""
+
 _PROCESSORS = (
     _rule("mce", "Machine Check", rf"{_MACHINE_CHECK}[2367abef]", severity="Uncorrected"),
     _rule("mce", "Machine Check", _MACHINE_CHECK, severity="Corrected"),
@@ -94,7 +97,7 @@ _PROCESSORS = (
     _rule(
         "mce",
         "event severity",
-        r"(?:\{\d+\})?\[Hardware Error\]: event severity: (?P<severity>corrected|recoverable|fatal)",
+        rf"{_RECORD}event severity: (?P<severity>corrected|recoverable|fatal)",
     ),
     _rule(
         "mce",
@@ -159,11 +162,36 @@ _DEVICES = (
         "AER: ",
         rf"{_DRIVER}{_PCI}: AER: (?P<outcome>[Dd]evice recovery failed|subordinate device reset failed)",
     ),
+    _rule("pcie_unrecoverable", "can't recover", rf"{_DRIVER}{_PCI}: AER: can't recover \((?P<cause>[^)]*)"),
     _rule("pcie_error", "DPC: ", rf"{_DRIVER}{_PCI}: DPC: (?P<outcome>containment event)"),
+    _rule("pcie_error", "device_id: ", rf"{_RECORD} +device_id: {_PCI}", layer="firmware"),
     _rule("pcie_link_down", "Link Down", rf"{_DRIVER}{_PCI}: pciehp: Slot\((?P<slot>[^)]*)\): Link Down"),
     _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI}.*?Port module event\[error\]: module \d+, (?P<cause>.*)"),
-    _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI} \S+: (?P<cause>TX timeout detected)"),
+    _rule("nic_error", "TX timeout detected", rf"{_DRIVER}{_PCI} \S+: (?P<cause>TX timeout detected)"),
+    _rule("nic_error", "Tx Unit Hang", rf"{_DRIVER}{_PCI}(?: \S+)?: Detected (?P<cause>Tx Unit Hang)"),
+    _rule("nic_error", "tx_timeout", rf"{_DRIVER}{_PCI}:? \S+: (?P<cause>tx_timeout) recovery level"),
+    _rule(
+        "nic_error",
+        "NETDEV WATCHDOG",
+        rf"{_DRIVER}{_PCI} \S+: NETDEV WATCHDOG: (?:CPU: \d+: )?(?P<cause>transmit queue) \d+ timed out",
+    ),
+    _rule(
+        "nic_error",
+        "NETDEV WATCHDOG",
+        r"NETDEV WATCHDOG: (?P<device>\S+) \((?!mlx5|bnxt|i40e|ice)\S+\): (?P<cause>transmit queue) \d+ timed out",
+    ),
+    _rule(
+        "nic_error",
+        "send a completion",
+        rf"ena {_PCI} \S+: The ena device (?P<cause>didn't send a completion) for the admin cmd",
+    ),
     _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI}:? .*?(?P<cause>CQ error) on CQN \w+, syndrome? (?P<status>\w+)"),
+    _rule(
+        "nic_error",
+        "cq_error_event",
+        rf"mlx5\w* {_PCI} \S+: mlx5e_cq_error_event: cqn=\w+ event=(?P<status>\w+)",
+        cause="CQ error",
+    ),
     _rule(
         "nic_error",
         "mlx5",

@@ -17,6 +17,7 @@ checkpoint     ``torch.save``, safetensors, ``torch.distributed.checkpoint``
 step's number  counted on from the checkpoint that was loaded: ``resume.py``
 committed step a save of about the size of the model has returned
 learning rate  the optimizer's first group
+place          device meshes and groups with names: ``layout.py``
 ============== =======================================================================================
 
 Tokens, loss and gradient norm are not known: to read a loss would wait for the GPU, and its scale is the program's own.

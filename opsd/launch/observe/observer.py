@@ -8,6 +8,7 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from .layout import Layout
 from .resume import SavedSteps
 from .steps import StepCycle
 
@@ -41,13 +42,16 @@ class Observer:
         self._parameter_bytes = 0
         self._saves: list[tuple[Any, int]] = []
         self.saved_steps = SavedSteps(None, 0)
+        self.layout = Layout(0, 1)
 
     def begin(self) -> None:
         """The program begins, with the environment of its rank. Its page appears with the first call of a hook."""
         env = os.environ
         folder = env.get("OPSD_RUN_DIR")
         self._ready = "OPSD_RANK_PAGE" in env
-        self.saved_steps = SavedSteps(folder, int(env.get("RANK", "0")))
+        rank = int(env.get("RANK", "0"))
+        self.saved_steps = SavedSteps(folder, rank)
+        self.layout = Layout(rank, int(env.get("WORLD_SIZE", "1")))
 
     def finish(self) -> None:
         """The program's main file has ended in good order; what Python does at its exit may take a while.
@@ -79,7 +83,13 @@ class Observer:
         self._page = self._client.Reporter.from_env("observed")
         with contextlib.suppress(OSError):
             self._inode = os.stat(path).st_ino  # noqa: PTH116
+        self.tell_place()
         return True
+
+    def tell_place(self) -> None:
+        """Report the rank's place if ``layout`` knows it."""
+        if self._page is not None and self.layout.place is not None:
+            self._page.place(**self.layout.place)
 
     def _written_by_program(self, path: str) -> bool:
         """Whether this process has a page that is not ours."""

@@ -172,6 +172,36 @@ def hook_collectives(observer: Observer, module: ModuleType) -> None:
     for name in COLLECTIVES:
         _replace_everywhere(module, name, make, also=("torch.distributed",))
 
+    def telling(new_group: Any) -> Any:
+        @functools.wraps(new_group)
+        def hooked(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            group = new_group(ranks, *args, **kwargs)
+            with contextlib.suppress(Exception):
+                observer.layout.group(kwargs.get("group_desc") or "", list(ranks or ()))
+                observer.tell_place()
+            return group
+
+        return hooked
+
+    _replace_everywhere(module, "new_group", telling, also=("torch.distributed",))
+
+
+def hook_meshes(observer: Observer, module: ModuleType) -> None:
+    """``torch.distributed.device_mesh``: the layout of the ranks, where the dimensions have names."""
+
+    def make(init: Any) -> Any:
+        @functools.wraps(init)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            mesh = init(*args, **kwargs)
+            with contextlib.suppress(Exception):
+                observer.layout.mesh(mesh.mesh_dim_names, tuple(mesh.shape), mesh.get_coordinate())
+                observer.tell_place()
+            return mesh
+
+        return hooked
+
+    _replace_everywhere(module, "init_device_mesh", make, also=("torch.distributed",))
+
 
 def _replace_everywhere(module: ModuleType, name: str, make: Callable[[Any], Any], *, also: tuple[str, ...]) -> None:
     """The same in modules that have taken the function over."""
@@ -283,6 +313,7 @@ INSTALLERS: dict[str, Installer] = {
     "torch.autograd": hook_autograd,
     "torch.distributed.checkpoint.state_dict_loader": hook_distributed_loads,
     "torch.distributed.checkpoint.state_dict_saver": hook_distributed_saves,
+    "torch.distributed.device_mesh": hook_meshes,
     "torch.distributed.distributed_c10d": hook_collectives,
     "torch.nn.modules.module": hook_modules,
     "torch.optim.optimizer": hook_optimizers,
