@@ -122,7 +122,7 @@ class RunFolders:
 
     def forget_pages(self) -> None:
         """Remove the rank pages and errors of the generation before, so that none is taken for a new rank's."""
-        stale = ("rank-*.page", "rank-*.error.json", "rank-*.dump")
+        stale = ("rank-*.page", "rank-*.error.json", "rank-*.dump", "rank-*.torch")
         for path in (path for pattern in stale for path in self.memory.glob(pattern)):
             path.unlink(missing_ok=True)
 

@@ -103,3 +103,27 @@ def test_a_skipped_collective_is_named_by_the_flight_recorder(tmp_path: Path) ->
         assert [json.loads(dump.read_bytes())["opsd_generation"] for dump in dumps] == [1, 1, 1]
         ended = [event["t"] for event in launched.events("generation_started")][1]
         assert max(dump.stat().st_mtime for dump in dumps) < hang["t"] <= ended
+
+
+LOCKED = GLOO.replace(
+    "    if not (",
+    """
+    if first and number == 5 and dist.get_rank() == 1:
+        import ctypes
+        ctypes.PyDLL(None).sleep(1000)
+    if not (""",
+)
+
+
+def test_a_rank_that_holds_the_interpreter_lock_leaves_its_dump(tmp_path: Path) -> None:
+    """Nothing in Python runs in it any more; torch's server tells what it has called, and nothing in the log of it."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    (tmp_path / "prog_gloo.py").write_text(LOCKED)
+    program = (str(tmp_path / "prog_gloo.py"),)
+    flags = ("--nproc-per-node=3", "--no-standby", "--idle-limit=4")
+    with Launched(tmp_path, "", *flags, program=program, env={"OMP_NUM_THREADS": "1"}) as launched:
+        assert launched.wait(180) == exitcodes.OK
+        hang = launched.event("hang_detected")
+        assert hang["flight_recorder"] == {"culprits": [1], "cause": "never called", "confidence": 0.9}
+        assert hang["rank"] == 1
+        assert "Server" not in launched.log()

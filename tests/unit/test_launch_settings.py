@@ -61,6 +61,7 @@ def test_user_settings_win(tmp_path: Path) -> None:
     assert env["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "0"
     assert "TORCH_FR_BUFFER_SIZE" not in env, "torch would read it first"
     assert env["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "flight_recorder" / "rank_")
+    assert env["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1", "older releases do not by themselves"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from opsd.trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, 
 def test_an_evaluation_is_no_rank() -> None:
     """Nothing of what the launcher gives to its ranks alone is left but its mark, by which it finds what they began."""
     base = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "OPSD_CONFIG": "/etc/opsd.toml", "HOME": "/home/a"}
-    kept = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_FR_BUFFER_SIZE": "2000", "OMP_NUM_THREADS": "1"}
+    kept = dict.fromkeys(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "OMP_NUM_THREADS"), "1")
+    kept["TORCH_FR_BUFFER_SIZE"] = "2000"
     settings = Settings(Program("module", "train", (), "python", Path("/r")), "r", "1", "n1", 2, "r")
     fixed = settings.environment(0, Path("/r"), base)
     changing = settings.generation_environment(

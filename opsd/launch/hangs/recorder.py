@@ -1,12 +1,9 @@
-"""Torch's flight recorder in a hang: every rank's is written to the run's folder before anything is killed, and judged.
-
-A rank that cannot answer, because it is stopped or holds the interpreter lock, leaves none; nothing waits for it long.
-"""
+"""Judges torch's flight recorders in a hang; the launchers of the run have put them into its folder (``dumps.py``)."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +11,8 @@ from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
 from opsd.collectors.lib.nccl.stuck import BETWEEN, Verdict, evidence, judge
 from opsd.launch.hangs.culprit import CERTAIN, Hang
 from opsd.launch.io.loop import Loop
-from opsd.launch.ranks.ranks import Rank
-from opsd.rundir import RECORDER, RunFolders
+from opsd.rundir import RECORDER
 
-ANSWER_S = 3.0
-"""Time for the ranks of a node to write their recorders, and for the launcher to copy them."""
 OTHERS_S = 4.0
 """Time for the dumps of other nodes to appear in the run's folder."""
 JUDGE_S = 3.0
@@ -27,40 +21,6 @@ MAX_DUMP = 64 << 20
 NAMES_FROM = 0.5
 """Confidence from which on a verdict may name a rank."""
 _POLL_S = 0.05
-
-
-class Dumps:
-    """Asks the ranks of this node for their recorders, once per hang."""
-
-    def __init__(self, ranks: Iterable[Rank], stopped: frozenset[int], folders: RunFolders, generation: int) -> None:
-        self._folders, self._generation = folders, generation
-        self._asked = [
-            rank.rank for rank in ranks if rank.rank not in stopped and rank.ask_for_dump(folders.dump(rank.rank))
-        ]
-        self._deadline = time.monotonic() + ANSWER_S
-        self._copying = self._done = False
-
-    def settled(self, loop: Loop) -> bool:
-        """Whether the dumps are in the run's folder, or have had their time."""
-        answered = [rank for rank in self._asked if self._folders.dump(rank).exists()]
-        late = time.monotonic() > self._deadline
-        if not self._copying and (late or len(answered) == len(self._asked)):
-            self._copying, self._deadline = True, time.monotonic() + ANSWER_S
-            loop.run_in_thread(lambda: self._copy(answered), lambda outcome: self._copied())
-            late = not answered
-        return self._done or (self._copying and late)
-
-    def _copied(self) -> None:
-        self._done = True
-
-    def _copy(self, ranks: list[int]) -> None:
-        for rank in ranks:
-            mark = f', "opsd_generation": {self._generation}}}'.encode()
-            content = self._folders.dump(rank).read_bytes().rstrip()[:-1] + mark
-            path = dump_path(self._folders.folder, rank)
-            draft = path.with_name(f".{path.name}")
-            draft.write_bytes(content)
-            draft.replace(path)
 
 
 class RecorderJudge:

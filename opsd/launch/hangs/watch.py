@@ -10,9 +10,9 @@ from pathlib import Path
 from opsd.launch.hangs.activity import Activity, ActivityTracker
 from opsd.launch.hangs.capture import StackCapture, Target
 from opsd.launch.hangs.culprit import Hang, RankStatus
+from opsd.launch.hangs.dumps import Dumps
 from opsd.launch.hangs.hang import HangDetector, Observation, Stall
 from opsd.launch.hangs.limits import HangLimits
-from opsd.launch.hangs.recorder import Dumps
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.ranks import Generation, Rank, usable_pages
@@ -21,7 +21,6 @@ from opsd.rundir import RunFolders
 
 MOVING_S = 1.0
 """A rank whose page has changed within this time is at work, and its processes are not looked at."""
-DUMPS_S = 0.05
 
 
 class HangWatch:
@@ -87,7 +86,7 @@ class HangWatch:
             return None
         if self._dumps is None:
             self._dumps = self._ask_for_dumps(generation)
-        if not self._dumps.settled(self._loop):
+        if not self._dumps.settled():
             return None
         if not self._written:
             self._written, self._file = True, self._write(generation.number, self._capture)
@@ -106,15 +105,12 @@ class HangWatch:
         """Have the ranks of this node write their flight recorders, unless they have: the leader sees a hang."""
         if self._dumps is None:
             self._dumps = self._ask_for_dumps(generation)
-            self._follow(self._dumps)
-
-    def _follow(self, dumps: Dumps) -> None:
-        if not dumps.settled(self._loop):
-            self._loop.later(DUMPS_S, lambda: self._follow(dumps))
 
     def _ask_for_dumps(self, generation: Generation) -> Dumps:
-        stopped = frozenset(rank.rank for rank in generation.running if state_of(rank.child.pid) == "T")
-        return Dumps(generation.running, stopped, self._folders, generation.number)
+        able = [rank for rank in generation.running if state_of(rank.child.pid) != "T"]
+        dumps = Dumps(able, self._folders, generation.number, self._loop)
+        dumps.start()
+        return dumps
 
     def write_stacks(self, generation: Generation) -> str | None:
         """Write the stacks taken so far of a stall that is examined; returns the file, None without one."""

@@ -14,6 +14,7 @@ from opsd.client import PERSIST, events_path
 from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.reporting import EventLog, EventTail
+from opsd.launch.ranks.dumps import socket_of
 from opsd.launch.ranks.failure import Failure, RankError, classify
 from opsd.launch.ranks.process import Child, Exit
 from opsd.launch.ranks.step_log import StepLog
@@ -68,6 +69,11 @@ class Rank:
             return True
         self.records = self.records or b'"records"' in said
         return not said or b'"failed"' in said
+
+    @property
+    def socket_path(self) -> Path:
+        """Where torch's own server answers, whatever the interpreter does."""
+        return Path(socket_of(str(self.page_path)))
 
     def ask_for_dump(self, path: Path) -> bool:
         """Ask the rank to write its flight recorder to ``path``; False if it cannot be asked."""

@@ -211,13 +211,15 @@ class Settings:
 def flight_recorder(run_dir: Path, base: Mapping[str, str]) -> dict[str, str]:
     """The variables with which torch records collectives, and dumps them when one times out; the user's own win.
 
-    Torch puts the rank behind the name of the file. It reads the older name of each second, and warns of it.
+    Torch puts the rank behind the name of the file. It warns of the older names, so ``dumps.py`` sets them only where
+    a release knows no others.
     """
     values = {
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
         ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(run_dir / RECORDER / "rank_"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1",
     }
-    return {new: value for (new, old), value in values.items() if new not in base and old not in base}
+    return {names[0]: value for names, value in values.items() if base.keys().isdisjoint(names)}
 
 
 def own_gpu_only(environment: Mapping[str, str], local_rank: int) -> dict[str, str]:
