@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError, create_model
 
 from opsd.collectors import plugins
-from opsd.files import read_settings
+from opsd.files import SYSTEM_FILE, read_settings
 from opsd.settings.agent import AgentSettings
 from opsd.settings.notify import NotifySettings
 from opsd.settings.policy import PolicySettings
@@ -30,8 +30,6 @@ from opsd.settings.section import Section
 from opsd.settings.spare import SpareSettings
 
 S = TypeVar("S", bound=Section)
-
-SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
 
 
 class ConfigError(Exception):

@@ -9,6 +9,8 @@ import stat
 import sys
 from pathlib import Path
 
+SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
+"""The configuration of a node."""
 MAX_SETTINGS = 1 << 20
 """Size in bytes of the largest file of settings, certificate or key that is read."""
 

@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import Config
@@ -54,8 +55,11 @@ class MetricsLog:
         self._told = False
         self._background = background
 
-    def write(self, *, step: int, **values: float | int) -> None:
-        """Append the line of the ``step`` that ends now; ``values`` are the keys that the caller provides."""
+    def write(self, *, step: int, **values: float | int) -> dict[str, Any]:
+        """Append the line of the ``step`` that ends now; ``values`` are the keys that the caller provides.
+
+        Returns the line, with None in place of what is not finite.
+        """
         tokens = self._data.batch_at(step) * self._data.sequence
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
@@ -70,6 +74,7 @@ class MetricsLog:
         }
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         self._background(partial(self._append, json.dumps(finite).encode() + b"\n"))
+        return finite
 
     def _append(self, line: bytes) -> None:
         """Append a whole line, or nothing."""

@@ -27,6 +27,8 @@ class RunSettings(Section):
     """Refuse operations that have no deterministic implementation (slower on a GPU, free on the CPU)."""
     initial: str = ""
     """Folder of a Hugging Face model with the initial weights; empty draws them at random."""
+    log_every: NonNegativeInt = 10
+    """Steps between two lines that the first rank prints; 0 for none."""
 
 
 class ParallelSettings(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 from opsd.client import Reporter
@@ -13,6 +14,7 @@ from opsd.trainer.data.mixture import Mixture
 from opsd.trainer.evaluations import Evaluations
 from opsd.trainer.metrics import METRICS, MetricsLog
 from opsd.trainer.model import count_parameters, flops_per_token
+from opsd.trainer.step_lines import StepLines, peak_memory
 from opsd.trainer.tracking import Tracking
 from opsd.trainer.world import World
 
@@ -31,13 +33,14 @@ class Telemetry:
         self._background = Background()
         background = self._background.run
         self._metrics = MetricsLog(folder / METRICS, config, flops, world.size, background)
+        self._lines = StepLines(config.run.log_every, config.run.steps, partial(peak_memory, world.device))
         self._evaluations = Evaluations(config, folder, reporter, background) if config.evaluation.wanted else None
         self._tracking = Tracking(config, folder, reporter)
 
     def write(self, *, step: int, **values: float | int) -> None:
-        """Add the line of ``step`` to the metrics."""
+        """Add the line of ``step`` to the metrics, and print one if it is time."""
         if self._first:
-            self._metrics.write(step=step, **values)
+            self._lines.note(self._metrics.write(step=step, **values))
 
     def report_mixture(self, step: int, sample: int) -> None:
         """Report how much of each source the first ``sample`` samples used, at the end of ``step``."""

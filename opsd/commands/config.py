@@ -20,6 +20,7 @@ from opsd.commands.agent_client import Agent, with_agent
 from opsd.commands.options import config_options
 from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
+from opsd.files import SYSTEM_FILE
 
 RELOAD_S = 15.0
 
@@ -112,7 +113,7 @@ def show(file: Path | None, overrides: tuple[str, ...]) -> None:
 
 
 @config.command()
-@click.argument("file", type=click.Path(path_type=Path), default=settings.SYSTEM_FILE)
+@click.argument("file", type=click.Path(path_type=Path), default=SYSTEM_FILE)
 def init(file: Path) -> None:
     """Write a commented configuration to FILE (by default /etc/opsd/opsd.toml), - for stdout.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.assembly import assemble_run
+from opsd.launch.run.closing import print_closing_block, resume_command
 from opsd.launch.run.launchers import (
     DEFAULT_PORT,
     Launchers,
@@ -191,6 +193,9 @@ def _settings(program: Program, run: str, node: str, options: dict[str, Any]) ->
             os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or PREFIX,
         ),
         virtual_local_rank=options["virtual_local_rank"],
+        resume=resume_command(
+            sys.argv[1:], run, named=bool(options["run"] or options["run_dir"]), several=_several(options)
+        ),
     )
 
 
@@ -285,12 +290,15 @@ def _supervise(
         hangs=hangs,
         console=console,
     )
-    control = ControlServer(folders.control, loop, supervisor.answer)
+    server, control = ControlServer(folders.control, loop, supervisor.answer), new_control(supervisor)
     try:
-        return supervisor.run(new_control(supervisor))
+        code = supervisor.run(control)
     finally:
-        control.close()
+        server.close()
         starter.standby.close()
         console.close()
         for late in flush_all(FLUSH_S):
             print_message(f"some {late} are missing: they could not be written in time")
+    if control.led and code != exitcodes.FENCED:
+        print_closing_block(folders.folder, code, settings.resume)
+    return code

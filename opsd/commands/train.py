@@ -24,8 +24,9 @@ TRAINER = "opsd.trainer"
     help="Ranks on this node, as of opsd launch. By default one for each GPU, and one where there is none.",
 )
 @option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
+@option("--run-id", "run", default="", help="Name of the run; the same name goes on with it. By default a new one.")
 @option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run is available.")
-def train(config: str, ranks: str | None, overrides: tuple[str, ...], fresh: bool) -> int:
+def train(config: str, ranks: str | None, overrides: tuple[str, ...], run: str, fresh: bool) -> int:
     """Train the model that CONFIG describes, a TOML file or the name of a preset (tiny, smollm3-3b), on this node.
 
     Short for opsd launch --nproc-per-node N -m opsd.trainer CONFIG, which has more options and also runs on several
@@ -43,5 +44,6 @@ def train(config: str, ranks: str | None, overrides: tuple[str, ...], fresh: boo
         load(config, overrides)
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
-    options = ["--nproc-per-node", ranks or str(gpu_count(os.environ) or 1), "-m"]
+    named = ["--run-id", run] if run else []
+    options = [*named, "--nproc-per-node", ranks or str(gpu_count(os.environ) or 1), "-m"]
     return int(launch.main([*options, *program], "opsd launch", standalone_mode=False))

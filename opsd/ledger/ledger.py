@@ -266,17 +266,18 @@ def read_ledger(folder: Path, opener: Opener | None = None) -> Ledger:
     events.
     """
     try:
-        events = list(_lines(folder / "events.jsonl", ("t", "event", "generation"), opener))
+        events = list(read_lines(folder / "events.jsonl", ("t", "event", "generation"), opener))
     except OSError as error:
         raise LedgerError(f"{folder} is not a run folder: events.jsonl: {error.strerror}") from error
     metrics: list[dict[str, Any]] = []
     for name in ("metrics.jsonl", "steps.jsonl"):
         with suppress(OSError):
-            metrics = metrics or list(_lines(folder / name, ("t", "step", "generation"), opener))
+            metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation"), opener))
     return make_ledger(events, metrics)
 
 
-def _lines(path: Path, required: Sequence[str], opener: Opener | None) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, required: Sequence[str], opener: Opener | None = None) -> Iterator[dict[str, Any]]:
+    """The JSON objects of ``path`` that have all ``required`` keys; other lines are skipped. Raises OSError."""
     with open(path, encoding="utf-8", errors="replace", opener=opener) as file:
         for line in file:
             try:

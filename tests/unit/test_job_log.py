@@ -36,7 +36,7 @@ def test_a_rank_that_fails_is_told_with_its_error_and_its_victims_are_not() -> N
     error = {"type": "ValueError", "message": "no\nsuch thing", "where": "train.py:3"}
     failed = {"event": "rank_exited", "rank": 5, "exit": "exit code 1", "step": 40, "culprit": True, "error": error}
     assert told(failed, {**failed, "rank": 6, "culprit": False}) == [
-        "rank 5 on n1 ended by itself: exit code 1 after step 40: ValueError: no such thing"
+        "rank 5 on n1 failed after step 40: ValueError: no such thing"
     ]
 
 

@@ -37,6 +37,7 @@ texts = ["some words and some others"] * 200
 make_corpus(texts, train_tokenizer(texts, 300), folder, 10**6)
 before = set(sys.modules)
 sets = [f"data.shards={folder}", f"run.folder={folder}", "run.steps=2", "data.batch=2", "data.sequence=16"]
+sets.append("run.log_every=0")
 assert opsd.trainer.train.train(load("tiny", sets))
 print(*(name for name in sys.modules if name not in before and name.split(".")[0] in ("torch", "sympy", "numpy")))
 """

@@ -16,13 +16,15 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 Work = Callable[[], None]
+Tone = Literal["", "title", "good", "bad"]
 LIMIT = 4096
 FLUSH_S = 1.0
 """Time at the exit for a blocked reader of stderr."""
 _STDERR = 2
+_COLORS = {"": "", "title": "\x1b[1m", "good": "\x1b[1;32m", "bad": "\x1b[1;31m"}
 _AT_ONCE = 1 << 20
 _all: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
 
@@ -85,9 +87,12 @@ def flush_all(timeout_s: float) -> list[str]:
     return sorted(late)
 
 
-def print_message(text: str) -> None:
-    """Print one line or paragraph on stderr. Never blocks: a reader that does not read must not hold up the run."""
-    _messages.put(lambda: _print(text))
+def print_message(text: str, *, tone: Tone = "") -> None:
+    """Print one line or paragraph on stderr. Never blocks: a reader that does not read must not hold up the run.
+
+    On a terminal the first line is coloured by its ``tone``.
+    """
+    _messages.put(lambda: _print(text, tone))
 
 
 def flush(timeout_s: float = FLUSH_S) -> None:
@@ -107,9 +112,12 @@ def write_all(descriptor: int, data: bytes | bytearray) -> None:
             room.poll()
 
 
-def _print(text: str) -> None:
+def _print(text: str, tone: Tone = "") -> None:
     with contextlib.suppress(OSError):
-        write_all(_STDERR, f"opsd launch: {text}\n".encode(errors="replace"))
+        first, newline, rest = text.partition("\n")
+        if tone and os.isatty(_STDERR) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+            first = f"{_COLORS[tone]}{first}\x1b[0m"
+        write_all(_STDERR, f"opsd launch: {first}{newline}{rest}\n".encode(errors="replace"))
 
 
 def _missed(count: int) -> None:

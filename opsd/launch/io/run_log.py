@@ -194,15 +194,18 @@ class EventText:
         """The line of ``event`` with its time, without a line end; "" for one that does not matter."""
         if event.get("event") not in _TOLD and event.get("event") != "generation_started":
             return ""
+        told = self.sentence(event)
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(event.get("t"))))
+        return f"{stamp} {told}" if told else ""
+
+    def sentence(self, event: EventRecord) -> str:
+        """``event`` in one line; "" for one that does not matter."""
         try:
             kind = str(event["event"])
             told = self._generation(event) if kind == "generation_started" else _TOLD[kind](event)
         except (KeyError, TypeError, ValueError, AttributeError):
             told = f"{event.get('event')}"  # of another release: its time and kind are worth a line all the same
-        if not told:
-            return ""
-        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(_number(event.get("t"))))
-        return f"{stamp} {_one_line(told)}"
+        return _one_line(told)
 
     def _generation(self, event: EventRecord) -> str:
         nodes = tuple(map(str, event.get("nodes") or ()))
@@ -210,26 +213,25 @@ class EventText:
         if not nodes:
             return ""
         spares = list(map(str, event.get("spares") or ()))
-        told = f"generation {event['generation']} runs on {_names(nodes)}"
+        told = f"generation {event['generation']} runs on {names(nodes)}"
         came = [name for name in nodes if name not in before]
         went = [name for name in before if name not in nodes]
         if before and came and went:
-            told += f": {_names(came)} in the place of {_names(went)}"
+            told += f": {names(came)} in the place of {names(went)}"
         elif before and went:
-            told += f", without {_names(went)}"
+            told += f", without {names(went)}"
         elif before and came:
-            told += f", with {_names(came)} again or for the first time"
-        return f"{told}; {_names(spares)} stand{'s' if len(spares) == 1 else ''} by" if spares else told
+            told += f", with {names(came)} again or for the first time"
+        return f"{told}; {names(spares)} stand{'s' if len(spares) == 1 else ''} by" if spares else told
 
 
 def _rank_exited(event: EventRecord) -> str:
     if not event.get("culprit"):
         return ""
-    told = f"rank {event['rank']} on {event['node']} ended by itself: {event['exit']}"
-    if (step := event.get("step")) is not None:
-        told += f" after step {step}"
-    error = event.get("error")
-    return f"{told}: {error.get('type')}: {error.get('message')}" if error else told
+    step, error = event.get("step"), event.get("error")
+    when = "before its first step" if step is None else f"after step {step}"
+    told = f"rank {event['rank']} on {event['node']} failed {when}"
+    return f"{told}: {error.get('type')}: {error.get('message')}" if error else f"{told}: {event['exit']}"
 
 
 def _hang(event: EventRecord) -> str:
@@ -245,7 +247,7 @@ def _straggler(event: EventRecord) -> str:
 
 
 def _straggler_gone(event: EventRecord) -> str:
-    where = f" on {_names(event['culprit_nodes'])}" if event.get("culprit_nodes") else ""
+    where = f" on {names(event['culprit_nodes'])}" if event.get("culprit_nodes") else ""
     return f"no longer: {event['cause']}{where}"
 
 
@@ -295,17 +297,18 @@ _TOLD: Mapping[str, Callable[[EventRecord], str]] = {
     "checkpoint_failed": lambda event: f"the checkpoint of step {event['step']} was not made: {event['why']}",
     "update_skipped": lambda event: f"the update of step {event['step']} was left out: {event['why']}",
     "replicas_differ": lambda event: (
-        f"ranks {_names(event['ranks'])} hold different bits of {event['tensor']} since step {event['step']}"
+        f"ranks {names(event['ranks'])} hold different bits of {event['tensor']} since step {event['step']}"
     ),
     "replay_differs": lambda event: (
-        f"ranks {_names(event['ranks'])} got other bits when they computed a micro-batch of step {event['step']} again"
+        f"ranks {names(event['ranks'])} got other bits when they computed a micro-batch of step {event['step']} again"
     ),
 }
 
 
-def _names(names: Sequence[object]) -> str:
-    shown = ", ".join(map(str, names[:8]))
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+def names(of: Sequence[object]) -> str:
+    """The names in a sentence, at most eight of them."""
+    shown = ", ".join(map(str, of[:8]))
+    return f"{shown} and {len(of) - 8} more" if len(of) > 8 else shown
 
 
 def _number(value: object) -> float:

@@ -137,7 +137,7 @@ class Settings:
     """The settings of a launcher; times in seconds.
 
     ``restarts_asked``: the user set ``max_restarts``. ``virtual_local_rank``: each rank sees its own GPU only, as local
-    rank 0.
+    rank 0. ``resume``: the command that goes on with the run.
     """
 
     program: Program
@@ -156,6 +156,7 @@ class Settings:
     stop_timeout_s: float = 120.0
     streams: Streams = Streams()
     virtual_local_rank: bool = False
+    resume: str = ""
 
     def shows(self, rank: int, local_rank: int) -> dict[int, Routing]:
         """The routing of a rank's streams."""

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.hangs.recorder import RecorderJudge
 from opsd.launch.io.reporting import WorkQueue
-from opsd.launch.io.run_log import LocalRunLog, RunEventLog, RunLog
+from opsd.launch.io.run_log import EventRecord, LocalRunLog, RunEventLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
+from opsd.launch.run.announcer import Announcer, agent_page, opening_block
 from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.job_end import EnclosingJob as EnclosingJob
 from opsd.launch.run.launchers import Launchers, is_single_attempt, start_of
@@ -45,6 +46,12 @@ def assemble_run(
 
     work = WorkQueue("events of the run")
 
+    def opening(event: EventRecord) -> str:
+        page = agent_page(settings.run, settings.node)
+        return opening_block(
+            settings.run, event, folder=folder, logs=node.folders.logs, page=page, resume=settings.resume
+        )
+
     def new_leader(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Leader:
         policy = RestartPolicy(
             settings.max_restarts,
@@ -56,7 +63,8 @@ def assemble_run(
         log: RunEventLog = (
             LocalRunLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", work)
         )
-        return Leader(shape, group, node.loop, policy, log, over, RecorderJudge(folder, node.loop))
+        announcer = Announcer(log, opening if node.state == "waiting" else None)
+        return Leader(shape, group, node.loop, policy, announcer, over, RecorderJudge(folder, node.loop))
 
     job = EnclosingJob(os.environ, folder / "requeue.log")
     return ClusterRun(

@@ -81,6 +81,8 @@ class ClusterRun:
             node, group, self._change, self._shutdown, self.stuck, join_s=shape.join_s, isolated_s=isolated_s
         )
         self._leader: Leader | None = None
+        self.led = False
+        """Whether the newest leader that this launcher knows of is itself."""
         self._enough_since: float | None = None
         self._gone_s = 0.0
         self._stop: Stop | None = None
@@ -258,7 +260,8 @@ class ClusterRun:
             self._isolation.leader_lost()
             return
         self._gone_s = self._isolation.leader_found()
-        if leader == self._group.own.name:
+        self.led = leader == self._group.own.name
+        if self.led:
             self._leader = self._new_leader(self._shutdown.over)
             self._leader.take_over()
         self._tell_state()

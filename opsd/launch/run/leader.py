@@ -6,6 +6,7 @@ nodes report their state again to a new leader.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain
+from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, Stacks, rank_statuses, reports
 from opsd.launch.run.messages import CODEC, Stop, ToLeader
@@ -82,9 +84,9 @@ class Leader:
             return
         self._restore(plan)
         lost = [member.name for member in plan.members if member.name not in group.alive]
-        for name in lost:
-            self._note_lost(name, group.leaderless_s)
         gone = next((name for name in plan.slots if name in lost), None)
+        for name in lost:
+            self._note_lost(name, group.leaderless_s, told=name != gone)
         if gone is not None:
             self._recover_from_loss(gone, group.leaderless_s)
         elif not plan.slots or not group.begun:
@@ -115,22 +117,25 @@ class Leader:
         """A launcher is lost, and with it, as far as is known, its node."""
         if self._finished:
             return
-        self._note_lost(name, silent_s)
-        if self._planner.changing:
+        changing = self._planner.changing
+        at_work = not changing and name in self._planner.slots and not self._planner.waiting
+        self._note_lost(name, silent_s, told=not at_work)
+        if changing:
             self.propose_next()
-        elif name in self._planner.slots and not self._planner.waiting:
+        elif at_work:
             self._recover_from_loss(name, silent_s)
 
-    def _note_lost(self, name: str, silent_s: float) -> None:
+    def _note_lost(self, name: str, silent_s: float, *, told: bool) -> None:
         self._health.gone.add(name)
         self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=name in self._planner.slots)
-        print_message(f"node {name} is lost: nothing heard of it for {silent_s:.1f} s")
+        if told:
+            print_message(_loss(name, silent_s))
 
     def _recover_from_loss(self, name: str, silent_s: float) -> None:
         rank = self._first_rank.get(name, 0)
         cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
         self._noticed = time.monotonic() - silent_s
-        self._recover(FailureReport(name, cause, "not within reach", ""))
+        self._recover(FailureReport(name, cause, "not within reach", ""), said=_loss(name, silent_s))
 
     def payload(self, keep: int) -> dict[str, Any]:
         """The leader's state for successors and launchers, as part of the plan."""
@@ -159,7 +164,10 @@ class Leader:
             if before and name not in before:
                 self._log.emit("spare_joined", joined=name, place=plan.slots.index(name))
         size = sum(plan.sizes[name] for name in plan.slots)
-        self._log.emit("generation_started", world_size=size, nodes=list(plan.slots), spares=list(plan.spares))
+        gpus = gpu_count(os.environ) * len({*plan.slots, *plan.spares})
+        self._log.emit(
+            "generation_started", world_size=size, gpus=gpus, nodes=list(plan.slots), spares=list(plan.spares)
+        )
 
     def _know(self, plan: Plan) -> None:
         self._log.generation = plan.generation
@@ -242,8 +250,8 @@ class Leader:
         else:
             self._recover(report)
 
-    def _recover(self, report: FailureReport, *, named: bool = True) -> None:
-        """Restart all ranks; the report counts against its node only if it was ``named``."""
+    def _recover(self, report: FailureReport, *, named: bool = True, said: str = "") -> None:
+        """Restart all ranks; the report counts against its node only if it was ``named``. ``said`` is it in words."""
         cause = report.failure
         if self._stops.final:
             code = exitcodes.REQUEUE if report.node in self._health.gone else exitcodes.FAILED
@@ -253,7 +261,9 @@ class Leader:
         if verdict is not None:
             self.end(verdict.code, explain(verdict, cause, report.node, report.log, report.tail))
             return
-        print_message(f"rank {cause.rank} on {report.node} failed with {cause.cause}; restarting all ranks")
+        when = "before its first step" if cause.step is None else f"after step {cause.step}"
+        said = said or f"rank {cause.rank} on {report.node} failed {when} with {cause.cause}"
+        print_message(f"{said}; restarting all ranks", tone="bad")
         self._restarts += 1
         if named:
             self._health.note_fault(report.node, cause)
@@ -335,6 +345,10 @@ class Leader:
         """Make no more decisions: another launcher leads, or the run is over."""
         self.replaced()
         self._planner.close()
+
+
+def _loss(node: str, silent_s: float) -> str:
+    return f"node {node} is lost: nothing heard of it for {silent_s:.1f} s"
 
 
 def later(known: int | None, step: int | None) -> int | None:

@@ -20,6 +20,9 @@ CONTROL = "control"
 class RunControl(Protocol):
     """Decides about the run. Each method reports an event on this node."""
 
+    led: bool
+    """Whether this launcher was the last to lead the run, as far as it knows."""
+
     def start_run(self) -> None:
         """The launcher is up; start the first generation."""
 

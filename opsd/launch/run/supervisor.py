@@ -19,7 +19,7 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, print_message
 from opsd.launch.ranks.process import ForeignChildren, collect_orphans
 from opsd.launch.ranks.ranks import Generation, LocalFailureAggregation, Rank, RunProgress
-from opsd.launch.ranks.settings import Assignment, Settings
+from opsd.launch.ranks.settings import Assignment, Settings, gpu_count
 from opsd.launch.ranks.shutdown import SECOND_STOP_S, GracefulStop, Teardown
 from opsd.launch.ranks.step_log import StepLog
 from opsd.launch.ranks.workers import RankStarter
@@ -111,6 +111,7 @@ class Supervisor:
             "generation_started",
             world_size=place.world_size,
             standby=sum(rank.warm for rank in generation.ranks),
+            gpus=gpu_count(os.environ),
             ranks=[{"rank": rank.rank, "pid": rank.child.pid} for rank in generation.ranks],
         )
 

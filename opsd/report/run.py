@@ -1,0 +1,237 @@
+"""What the files of a run folder say about the run: its state, steps, restarts, checkpoints, evaluations, costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from opsd import exitcodes
+from opsd.launch.io.run_log import EventText
+from opsd.ledger.ledger import Ledger, LedgerError, make_ledger, read_lines
+
+Record = Mapping[str, Any]
+
+METRICS, STEPS, EVENTS, EVALUATIONS = "metrics.jsonl", "steps.jsonl", "events.jsonl", "evaluations.jsonl"
+LOST = ("recomputed", "detection", "restart", "load")
+"""The buckets of the ledger that failures have cost."""
+IDLE = ("queued",)
+"""The buckets in which the run held no GPU."""
+_CAUSES = ("rank_exited", "hang_detected", "node_lost", "ranks_gone", "restart_requested", "node_retired")
+_SLOW = ("straggler_found",)
+
+
+class NoReport(Exception):
+    """There is nothing to report; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A line of the metrics, with one step or, of programs other than the trainer, those of ten seconds."""
+
+    t: float
+    step: int
+    count: int
+    seconds: float
+    loss: float = math.nan
+    tokens_per_s: float = math.nan
+
+
+@dataclass(slots=True)
+class Restart:
+    """An interruption: what caused it, and how the run went on. ``t`` is the epoch second of the cause.
+
+    ``step`` is the first one afterwards, None if there was none; ``down_s`` the seconds from the cause to its end;
+    ``repeated`` the number of steps that were done again.
+    """
+
+    t: float
+    cause: str
+    kind: str
+    down_s: float | None = None
+    step: int | None = None
+    repeated: int = 0
+    repeated_s: float = 0.0
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds that it cost, as far as they are known."""
+        return (self.down_s or 0.0) + self.repeated_s
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """All that is reported about a run. Times are epoch seconds."""
+
+    run: str
+    folder: Path
+    nodes: tuple[str, ...]
+    world_size: int
+    gpus: int
+    began: float
+    ended: float
+    exit_code: int | None
+    """None while it runs, and if its launcher died."""
+    reason: str
+    ledger: Ledger
+    steps: Sequence[Step]
+    last_step: int | None
+    repeated: int
+    tokens: int | None
+    restarts: Sequence[Restart]
+    checkpoints: Sequence[tuple[float, int]]
+    evaluations: Sequence[Record]
+    incidents: Sequence[tuple[float, str]]
+    """Events that matter, in words."""
+    slow: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def state(self) -> str:
+        """How the run ended, in a few words."""
+        return {
+            None: "has not ended",
+            exitcodes.OK: "finished",
+            exitcodes.INTERRUPTED: "interrupted",
+            exitcodes.REQUEUE: "stopped, can go on",
+            exitcodes.REPEATED: "failed: the same failure came back",
+            exitcodes.FENCED: "passed over by another copy",
+        }.get(self.exit_code, "failed")
+
+    @property
+    def held_s(self) -> float:
+        """Seconds in which the run held its nodes."""
+        return self.ledger.wall_s - sum(self.ledger.buckets[name] for name in IDLE)
+
+    @property
+    def gpu_hours(self) -> float:
+        """Hours of all its GPUs together; of runs that changed their size, at the last one."""
+        return self.gpus * self.held_s / 3600
+
+    @property
+    def lost_gpu_hours(self) -> float:
+        """Those that failures have cost."""
+        return self.gpus * sum(self.ledger.buckets[name] for name in LOST) / 3600
+
+
+def read_run(folder: Path) -> RunReport:
+    """The report of the run in ``folder``. Raises NoReport."""
+    try:
+        events = sorted(read_lines(folder / EVENTS, ("t", "event", "generation")), key=lambda e: float(e["t"]))
+    except OSError as error:
+        raise NoReport(f"{folder} is not a run folder: {EVENTS}: {error.strerror}") from error
+    metrics: list[dict[str, Any]] = []
+    for name in (METRICS, STEPS):
+        with suppress(OSError):
+            metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation")))
+    evaluations: list[dict[str, Any]] = []
+    with suppress(OSError):
+        evaluations = list(read_lines(folder / EVALUATIONS, ("t", "step", "results")))
+    try:
+        ledger = make_ledger(events, metrics)
+    except LedgerError as error:
+        raise NoReport(str(error)) from error
+    return summarize(folder, events, metrics, evaluations, ledger)
+
+
+def summarize(
+    folder: Path, events: Sequence[Record], metrics: Sequence[Record], evaluations: Sequence[Record], ledger: Ledger
+) -> RunReport:
+    """The report from the parsed files, each in the order of time. Pure."""
+    steps = [_step(line) for line in sorted(metrics, key=lambda line: float(line["t"]))]
+    starts = [event for event in events if event["event"] == "generation_started"]
+    last = starts[-1]
+    end = next((e for e in reversed(events) if e["event"] == "finished"), None)
+    if end is not None and float(end["t"]) < float(last["t"]):
+        end = None
+    nodes = [str(name) for name in last.get("nodes") or ()] or [str(last.get("node", ""))]
+    tokens = [int(line["tokens"]) for line in metrics if isinstance(line.get("tokens"), int)]
+    return RunReport(
+        run=str(last.get("run", folder.name)),
+        folder=folder,
+        nodes=tuple(nodes),
+        world_size=int(last.get("world_size") or 0),
+        gpus=int(last.get("gpus") or 0),
+        began=float(starts[0]["t"]),
+        ended=max(float(events[-1]["t"]), steps[-1].t if steps else 0.0),
+        exit_code=None if end is None else int(end.get("exit_code", exitcodes.FAILED)),
+        reason="" if end is None else str(end.get("reason", "")),
+        ledger=ledger,
+        steps=steps,
+        last_step=max((step.step for step in steps), default=None),
+        repeated=_repeated(steps),
+        tokens=max(tokens, default=None),
+        restarts=list(_restarts(events, steps)),
+        checkpoints=_checkpoints(events),
+        evaluations=evaluations,
+        incidents=list(_incidents(events)),
+        slow=[text for event in events if event["event"] in _SLOW and (text := EventText().sentence(event))],
+    )
+
+
+def _step(line: Record) -> Step:
+    count = max(1, int(line.get("steps") or 1))
+    return Step(
+        float(line["t"]),
+        int(line["step"]),
+        count,
+        _number(line.get("step_s")),
+        _number(line.get("loss"), math.nan),
+        _number(line.get("tokens_per_s"), math.nan),
+    )
+
+
+def _number(value: object, missing: float = 0.0) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else missing
+
+
+def _repeated(steps: Sequence[Step]) -> int:
+    """Steps that had been done before."""
+    highest, again = -1, 0
+    for step in steps:
+        again += min(max(highest - (step.step - step.count), 0), step.count)
+        highest = max(highest, step.step)
+    return again
+
+
+def _restarts(events: Sequence[Record], steps: Sequence[Step]) -> Iterator[Restart]:
+    """The interruptions with a following generation, in order; of several causes at once the first."""
+    usual = median(step.seconds / step.count for step in steps) if steps else 0.0
+    text, cause, pending = EventText(), None, None
+    for event in events:
+        kind = event["event"]
+        if kind in _CAUSES and cause is None and event.get("culprit", True) and event.get("ranks", True):
+            cause = event
+        elif kind == "generation_started":
+            if pending is not None:
+                yield pending
+            pending = _restart(cause, text) if cause is not None else None
+            cause = None
+        elif kind == "resumed" and pending is not None and pending.step is None:
+            pending.step, pending.down_s = int(event["step"]), _number(event.get("recovered_s"))
+            pending.repeated = int(event.get("lost_steps") or 0)
+            pending.repeated_s = pending.repeated * usual
+        elif kind == "finished":
+            cause = None
+    if pending is not None:
+        yield pending
+
+
+def _restart(cause: Record, text: EventText) -> Restart:
+    return Restart(float(cause["t"]), text.sentence(cause) or str(cause["event"]), str(cause["event"]))
+
+
+def _checkpoints(events: Sequence[Record]) -> list[tuple[float, int]]:
+    """Time and step of each durable checkpoint, one of each step."""
+    found = {int(e["step"]): float(e["t"]) for e in events if e["event"] == "checkpoint_committed" and "step" in e}
+    return [(t, step) for step, t in sorted(found.items())]
+
+
+def _incidents(events: Sequence[Record]) -> Iterator[tuple[float, str]]:
+    text = EventText()
+    for event in events:
+        if event["event"] not in ("finished", "checkpoint_loaded", "resumed") and (said := text.line(event)):
+            yield float(event["t"]), said.partition(" ")[2].partition(" ")[2]

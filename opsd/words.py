@@ -1,0 +1,45 @@
+"""Numbers and times as people read them. Pure."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` in at most two units: 0.84 s, 12.3 s, 4 min 5 s, 3 h 12 min, 2 d 4 h."""
+    if seconds < 59.95:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    for (unit, name), (part, part_name) in pairwise(_UNITS):
+        if whole >= unit:
+            more = whole % unit // part
+            return f"{whole // unit} {name} {more} {part_name}" if more else f"{whole // unit} {name}"
+    return f"{whole} s"
+
+
+def count(number: float) -> str:
+    """A count with separators, or shortened from ten million on: 250,000, 12.4 M, 3.21 B, 1.05 T."""
+    for factor, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= (1e7 if name == "M" else factor):
+            return f"{number / factor:.3g} {name}"
+    return f"{number:,.0f}"
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def clock(at: float) -> str:
+    """The epoch second ``at`` in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def first_line(text: str, most: int = 300) -> str:
+    """The first line of ``text``, shortened, without control characters."""
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    plain = "".join(c if c.isprintable() else " " for c in line)
+    return plain if len(plain) <= most else f"{plain[: most - 1]}…"

@@ -1,0 +1,120 @@
+"""The report of a run, from what launcher and trainer leave in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opsd.report.cost import Price, cost_line
+from opsd.report.run import NoReport, read_run
+from opsd.report.text import closing_block, text_report
+from opsd.words import count, duration
+
+T = 1_795_000_000.0
+
+
+def event(t: float, kind: str, generation: int = 1, **fields: Any) -> dict[str, Any]:
+    return {"t": T + t, "event": kind, "generation": generation, "run": "r", "node": "n1", **fields}
+
+
+def step(t: float, number: int, generation: int = 1, **fields: Any) -> dict[str, Any]:
+    return {"t": T + t, "generation": generation, "step": number, "step_s": 1.0, "tokens": number * 100, **fields}
+
+
+EVENTS = [
+    event(0, "generation_started", world_size=16, nodes=["n1", "n2"], gpus=16),
+    event(6, "checkpoint_committed", step=4),
+    event(9.5, "rank_exited", rank=3, exit="exit code 1", step=6, culprit=True,
+          error={"type": "RuntimeError", "message": "boom", "where": "t.py:1"}),
+    event(9.6, "rank_exited", rank=4, exit="signal SIGABRT", step=6, culprit=False),
+    event(10, "generation_started", 2, world_size=16, nodes=["n1", "n3"], gpus=16),
+    event(13, "resumed", 2, step=5, previous_step=6, lost_steps=2, recovered_s=2.5),
+    event(20, "finished", 2, exit_code=0, reason="all ranks finished"),
+]  # fmt: skip
+STEPS = [step(2 + n, n, loss=5 - 0.1 * n) for n in range(1, 7)] + [step(9 + n, n, 2, loss=4.0) for n in range(5, 11)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path, EVENTS, STEPS)
+    return tmp_path
+
+
+def write(folder: Path, events: list[dict[str, Any]], steps: list[dict[str, Any]]) -> None:
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in events) + '{"torn')
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(e)}\n" for e in steps))
+
+
+def test_a_restart_has_one_cause_and_its_cost(folder: Path) -> None:
+    """Ranks that die with the first are no causes; the cost is the time without steps and that of repeated steps."""
+    run = read_run(folder)
+    assert [(r.cause, r.step, r.repeated) for r in run.restarts] == [
+        ("rank 3 on n1 failed after step 6: RuntimeError: boom", 5, 2)
+    ]
+    assert run.restarts[0].cost_s == pytest.approx(2.5 + 2 * 1.0)
+    assert (run.state, run.tokens, run.last_step, run.repeated) == ("finished", 1000, 10, 2)
+    assert run.nodes == ("n1", "n3")
+
+
+def test_closing_block(folder: Path) -> None:
+    """Why it ended, steps, tokens, time, restarts with cause and cost; no resume command after success."""
+    lines = closing_block(read_run(folder), Price(2.0, "EUR"), page=Path("/r/report.html"), resume="opsd launch x")
+    assert lines[0] == "r finished: all ranks finished"
+    assert "  steps     12, 2 of them a second time; the last is step 10" in lines
+    assert "  tokens    1,000" in lines
+    assert any(line.startswith("  time      20.0 s, ETTR ") for line in lines)
+    assert "  restarts  1, which cost 4.5 s" in lines
+    assert any(line.endswith("went on with step 5 after 2.5 s, 2 steps done again") for line in lines)
+    assert "  report    /r/report.html" in lines
+    assert not any("opsd launch x" in line for line in lines)
+
+
+def test_a_failed_run_says_how_to_go_on(folder: Path) -> None:
+    """The first sentence of the reason and the command; the rest has been said before."""
+    end = event(20, "finished", 2, exit_code=70, reason="stopped: it failed twice. Rank 3 …\n   log")
+    write(folder, [*EVENTS[:-1], end], STEPS)
+    lines = closing_block(read_run(folder), Price(), page=None, resume="opsd launch x")
+    assert lines[0] == "r failed: the same failure came back: it failed twice"
+    assert lines[-1] == "  resume    opsd launch x"
+
+
+def test_cost_is_of_the_gpus_and_leaves_the_queue_out(folder: Path) -> None:
+    """GPU-hours count the time in which the run held its GPUs; money appears only with a price."""
+    queued = [event(3620, "generation_started", 3, world_size=16, gpus=16), event(3630, "finished", 3, exit_code=0)]
+    write(folder, [*EVENTS, *queued], STEPS)
+    run = read_run(folder)
+    assert run.gpu_hours == pytest.approx(16 * 30 / 3600, rel=1e-6)
+    assert cost_line(run, Price()).startswith("0.13 GPU-hours; failures cost 0.0")
+    assert "0.27 EUR" in cost_line(run, Price(2.0, "EUR"))
+
+
+def test_a_run_without_gpus_has_no_cost(folder: Path) -> None:
+    """Nothing is said in place of what is not known."""
+    write(folder, [{**e, "gpus": 0} for e in EVENTS], STEPS)
+    assert cost_line(read_run(folder), Price(2.0)) == ""
+
+
+def test_a_run_that_still_runs(folder: Path) -> None:
+    """Without an end there is a report all the same, and none of what an earlier start ended with."""
+    write(folder, [*EVENTS, event(30, "generation_started", 3)], STEPS)
+    run = read_run(folder)
+    assert run.exit_code is None and text_report(run, Price())[0] == "r has not ended"
+
+
+def test_no_report_of_what_is_no_run(tmp_path: Path) -> None:
+    """The sentence names the folder, or says that the run never began."""
+    with pytest.raises(NoReport, match="not a run folder"):
+        read_run(tmp_path)
+    write(tmp_path, [event(0, "finished", exit_code=1)], [])
+    with pytest.raises(NoReport, match="never began"):
+        read_run(tmp_path)
+
+
+def test_words() -> None:
+    """Two units at most; large counts are shortened."""
+    seconds = (0.84, 12.34, 59.96, 245, 11_520, 187_200, 3600)
+    assert [duration(s) for s in seconds] == ["0.84 s", "12.3 s", "1 min", "4 min 5 s", "3 h 12 min", "2 d 4 h", "1 h"]
+    assert [count(n) for n in (250_000, 12_400_000, 3.21e9, 1.05e12)] == ["250,000", "12.4 M", "3.21 B", "1.05 T"]
