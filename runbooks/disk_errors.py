@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from re import compile
 
-from opsd.runbooks.base import Cause, Severity
-from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Row, kernel_runbook
+from opsd.runbooks.base import Cause
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, Row, has, kernel_runbook
 from opsd.runbooks.lib.signals import text
 
 _NO_DISK = compile(r"(?:loop|sr|fd|zram|ram|nbd)\d")
-"""Devices without a disk of the node behind them; whoever mounts an image has the kernel report its errors."""
+"""Devices without a disk of the node behind them: the errors of a mounted image, which any user may have made."""
 
 _LOST = compile(r"Disabling|Removing|Device not ready|no available path")
 _POLLED = "completion polled"
@@ -20,29 +20,14 @@ def _disk(data: Data) -> bool:
 
 
 ROWS = (
-    Row(
-        "filesystem_readonly",
-        "the file system on {device} was set to read-only",
-        _disk,
-        "device",
-        within_s=DAY_S,
-        severity=Severity.CRITICAL,
-    ),
-    Row(
-        "filesystem_shutdown",
-        "the file system on {device} was shut down",
-        _disk,
-        "device",
-        within_s=DAY_S,
-        severity=Severity.CRITICAL,
-    ),
+    Row("filesystem_readonly", "the file system on {device} was set to read-only", _disk, "device", critical=True),
+    Row("filesystem_shutdown", "the file system on {device} was shut down", _disk, "device", critical=True),
     Row(
         "nvme_error",
         "{device} is lost: {outcome}",
         lambda data: bool(_LOST.match(text(data, "outcome"))),
         "device",
-        within_s=DAY_S,
-        severity=Severity.CRITICAL,
+        critical=True,
     ),
     Row(
         "nvme_error",
@@ -51,14 +36,7 @@ ROWS = (
         "device",
         within_s=HOUR_S,
     ),
-    Row(
-        "nvme_error",
-        "{device} loses interrupts",
-        lambda data: text(data, "outcome") == _POLLED,
-        "device",
-        at_least=3,
-        within_s=HOUR_S,
-    ),
+    Row("nvme_error", "{device} loses interrupts", has("outcome", _POLLED), "device", at_least=3, within_s=HOUR_S),
     Row("io_error", "I/O errors of {device}", _disk, "device", within_s=HOUR_S),
     Row("filesystem_error", "errors of the file system on {device}", _disk, "device", within_s=HOUR_S),
 )

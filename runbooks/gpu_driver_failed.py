@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Culprit, Severity, View
-from opsd.runbooks.lib.gpus import blamed
-from opsd.runbooks.lib.kernel_faults import DAY_S, Fault, Row, kernel_runbook
+from opsd.runbooks.base import Cause, Culprit, View
+from opsd.runbooks.lib.gpus import gpu_culprit
+from opsd.runbooks.lib.kernel_faults import Fault, Row, kernel_runbook
 from opsd.runbooks.lib.signals import text
 
 ROWS = (
@@ -13,14 +13,12 @@ ROWS = (
         "gpu_init_failed",
         "the driver cannot start the GPU at {pci_bus_id} ({status})",
         about="pci_bus_id",
-        within_s=DAY_S,
-        severity=Severity.CRITICAL,
+        critical=True,
     ),
     Row(
         "peermem_error",
         "nvidia-peermem does not fit the network driver: {cause}",
         lambda data: "symbol" in text(data, "cause"),
-        within_s=DAY_S,
     ),
     Row(
         "peermem_error",
@@ -30,11 +28,11 @@ ROWS = (
 )
 
 
-def _blame(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
     """The GPU at this address if the node has ever seen it, else the node."""
     gpu = next((gpu for gpu in view.gpus if fault.about and gpu.pci_bus_id == fault.about), None)
     if gpu is not None:
-        return blamed(view, gpu.index, "cannot be started")
+        return gpu_culprit(view, gpu.index, "cannot be started")
     return Culprit("node", view.node, detail=fault.about or "nvidia-peermem"), None
 
 
@@ -76,6 +74,6 @@ an invalid context a buffer may not have been released.
 """,
     advice=": start it cold, or install modules that fit each other",
     cost="jobs fail at their first CUDA call, or their collectives are slow",
-    blame=_blame,
+    culprit_of=_culprit,
     causes=(Cause("gpu_lost", "gpu"), Cause("gpu_xid", "gpu")),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import GpuFact
 from opsd.runbooks.base import Action, Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.lib.gpus import blamed, by_gpu, gpu_of, job_evidence, newest, told
+from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, gpu_of, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import growth, number, text
 
@@ -21,7 +21,7 @@ QUIET_S = 300.0
 
 def _finding(view: View, series: Series, kind: str, errors: float, seconds: float) -> Finding:
     uuid, gpu = series.labels["UUID"], int(series.labels["gpu"])
-    culprit, rank = blamed(view, gpu, f"{kind} memory errors")
+    culprit, rank = gpu_culprit(view, gpu, f"{kind} memory errors")
     fatal = kind == "uncorrected"
     total, pending = series.last, newest(view, "opsd_gpu_row_remap_pending").get(uuid)
     facts = [
@@ -55,7 +55,7 @@ def _detect(view: View) -> Iterator[Finding]:
 def _sram_finding(view: View, gpu: GpuFact) -> Finding:
     """The driver itself counts and judges these; it asks for a replacement of the GPU."""
     what = "uncorrected errors of its SRAM have passed the threshold for a replacement"
-    culprit, rank = blamed(view, gpu.index, what)
+    culprit, rank = gpu_culprit(view, gpu.index, what)
     return Finding(
         kind="gpu_ecc",
         key=f"{gpu.uuid}/sram",

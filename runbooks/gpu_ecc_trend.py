@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.gpu_ecc import BURST, ERRORS
-from opsd.runbooks.lib.gpus import blamed, by_gpu, job_evidence, newest, told
+from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, number, text
 from opsd.runbooks.lib.trends import each_minute, hours_until
@@ -45,7 +45,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _finding(view: View, series: Series, minutes: Sequence[float], hours: float) -> Finding:
     uuid, gpu = series.labels["UUID"], int(series.labels["gpu"])
-    culprit, rank = blamed(view, gpu, "corrected memory errors")
+    culprit, rank = gpu_culprit(view, gpu, "corrected memory errors")
     remapped = newest(view, REMAPPED).get(uuid)
     facts = [
         f"{minutes[-1]:.0f} corrected ECC errors in the last minute, {minutes[0]:.0f} {len(minutes)} minutes ago",

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from opsd.collectors.base import GpuFact
 from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import blamed, gpu_of, job_evidence, xids_of
+from opsd.runbooks.lib.gpus import gpu_culprit, gpu_of, job_evidence, xids_of
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import counted, text
 
 
 def _finding(gpu: GpuFact, view: View) -> Finding:
-    culprit, rank = blamed(view, gpu.index, gpu.lost or "")
+    culprit, rank = gpu_culprit(view, gpu.index, gpu.lost or "")
     said = f"the driver says of GPU {gpu.index} ({gpu.pci_bus_id}): {gpu.lost}"
     xids = [
         Evidence(f"{xid.message} {view.wall - xid.at:.0f} s ago", text(xid.data, "source"), view.wall)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opsd.runbooks.base import Cause, Cost, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import blamed, by_gpu, gpu_of, job_evidence, newest, told
+from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, gpu_of, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import text, usual
 
@@ -31,7 +31,7 @@ def _detect(view: View) -> Iterator[Finding]:
         gpu = gpu_of(view, uuid)
         if gpu is None or celsius < limit:
             continue
-        culprit, rank = blamed(view, gpu.index, "memory cooling")
+        culprit, rank = gpu_culprit(view, gpu.index, "memory cooling")
         what = f"the memory of GPU {gpu.index} is at {celsius:.0f} °C, its limit is {limit:.0f} °C"
         yield Finding(
             kind="gpu_memory_hot",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.runbooks.base import Action, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import blamed, job_evidence, newest, told
+from opsd.runbooks.lib.gpus import gpu_culprit, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import text
 
@@ -26,7 +26,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _finding(view: View, uuid: str, gpu: int, failed: bool, rows: float | None) -> Finding:
     what = "remapping a row of its memory has failed" if failed else "a remapped row of its memory waits for a reset"
-    culprit, rank = blamed(view, gpu, what)
+    culprit, rank = gpu_culprit(view, gpu, what)
     remapped = f"{rows:.0f} rows were remapped after uncorrectable errors so far" if rows is not None else ""
     return Finding(
         kind="gpu_row_remap",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Culprit, Severity, View
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Row, kernel_runbook
+from opsd.runbooks.base import Cause, Culprit, View
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Row, has, kernel_runbook
 from opsd.runbooks.lib.signals import integer, text
 
 LONG_S = 60
@@ -16,16 +16,16 @@ ROWS = (
     Row(
         "cpu_lockup",
         "processor {cpu} is locked up with interrupts off",
-        lambda data: text(data, "lockup") == "hard",
+        has("lockup", "hard"),
         within_s=HOUR_S,
-        severity=Severity.CRITICAL,
+        critical=True,
     ),
     Row(
         "cpu_lockup",
         "processor {cpu} has been stuck in the kernel for {seconds} s",
         lambda data: text(data, "lockup") == "soft" and integer(data, "seconds") >= LONG_S,
         within_s=HOUR_S,
-        severity=Severity.CRITICAL,
+        critical=True,
     ),
     Row(
         "cpu_lockup",
@@ -33,12 +33,12 @@ ROWS = (
         lambda data: text(data, "lockup") == "soft" and integer(data, "seconds") < LONG_S,
         within_s=QUIET_S,
     ),
-    Row("cpu_lockup", "a processor has stalled", lambda data: text(data, "lockup") == "rcu", within_s=QUIET_S),
+    Row("cpu_lockup", "a processor has stalled", has("lockup", "rcu"), within_s=QUIET_S),
     Row("hung_task", "{process} (pid {pid}) has been waiting in the kernel for {seconds} s", within_s=QUIET_S),
 )
 
 
-def _blame(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
     """The rank whose process it is, else the node."""
     pids = {integer(event.data, "pid") for event in fault.events}
     rank = next((fact for fact in view.ranks if fact.pid in pids), None)
@@ -83,6 +83,6 @@ hangs cannot be killed. Synchronous jobs wait for it.
 """,
     advice=": read the stack below the message in the kernel log",
     cost="every rank of the job waits for what is stuck",
-    blame=_blame,
+    culprit_of=_culprit,
     causes=(Cause("driver_hang", "node"), Cause("storage_slow", "node"), Cause("disk_errors", "node")),
 )

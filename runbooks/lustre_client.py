@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from opsd.runbooks.base import Severity
-from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Row, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Row, kernel_runbook
 
 ROWS = (
-    Row(
-        "network_filesystem_crashed",
-        "the Lustre client has crashed ({cause})",
-        within_s=DAY_S,
-        severity=Severity.CRITICAL,
-    ),
+    Row("network_filesystem_crashed", "the Lustre client has crashed ({cause})", critical=True),
     Row("network_filesystem_evicted", "{server} has evicted the Lustre client", about="server", within_s=HOUR_S),
 )
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Severity, View
-from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Row, kernel_runbook
-from opsd.runbooks.lib.signals import text
+from opsd.runbooks.base import View
+from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Row, has, kernel_runbook
 
 STORM = 100
 """Corrected errors within an hour. A single one is what ECC is for."""
@@ -15,13 +14,8 @@ STORM = 100
 SAME_RECORD_S = 1.0
 """Between the first and the last line of one record of the firmware; numbers begin again with each boot."""
 
-
-def _uncorrected(data: Data) -> bool:
-    return text(data, "severity") in ("UE", "Uncorrected", "recoverable", "fatal")
-
-
-def _corrected(data: Data) -> bool:
-    return text(data, "severity") in ("CE", "Corrected", "Deferred", "corrected")
+UNCORRECTED = has("severity", "UE", "Uncorrected", "recoverable", "fatal")
+CORRECTED = has("severity", "CE", "Corrected", "Deferred", "corrected")
 
 
 def _of_pcie(view: View) -> Callable[[Event], bool]:
@@ -33,17 +27,10 @@ def _of_pcie(view: View) -> Callable[[Event], bool]:
 
 
 ROWS = (
-    Row(
-        "edac",
-        "memory errors of {location} that cannot be corrected",
-        _uncorrected,
-        "location",
-        within_s=DAY_S,
-        severity=Severity.CRITICAL,
-    ),
-    Row("mce", "an uncorrected hardware error", _uncorrected, within_s=DAY_S, severity=Severity.CRITICAL),
-    Row("edac", "a storm of corrected memory errors of {location}", _corrected, "location", STORM, HOUR_S),
-    Row("mce", "a storm of corrected hardware errors", _corrected, "", STORM, HOUR_S),
+    Row("edac", "memory errors of {location} that cannot be corrected", UNCORRECTED, "location", critical=True),
+    Row("mce", "an uncorrected hardware error", UNCORRECTED, critical=True),
+    Row("edac", "a storm of corrected memory errors of {location}", CORRECTED, "location", STORM, HOUR_S),
+    Row("mce", "a storm of corrected hardware errors", CORRECTED, "", STORM, HOUR_S),
 )
 
 RUNBOOK = kernel_runbook(

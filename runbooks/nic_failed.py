@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Culprit, Severity, View
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Row, kernel_runbook
+from opsd.runbooks.base import Cause, Culprit, View
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Row, has, kernel_runbook
 from opsd.runbooks.lib.ports import dependent, name, port_of
 from opsd.runbooks.lib.signals import text
 
@@ -30,10 +30,10 @@ ROWS = (
     Row(
         "nic_error",
         "the adapter at {pci_bus_id} has failed: {cause}",
-        lambda data: text(data, "cause") in DEAD,
+        has("cause", *DEAD),
         "pci_bus_id",
         within_s=HOUR_S,
-        severity=Severity.CRITICAL,
+        critical=True,
     ),
     Row(
         "nic_error",
@@ -41,7 +41,7 @@ ROWS = (
         lambda data: text(data, "cause") in SILENT and "pci_bus_id" in data,
         "pci_bus_id",
         within_s=HOUR_S,
-        severity=Severity.CRITICAL,
+        critical=True,
     ),
     Row(
         "nic_error",
@@ -49,26 +49,26 @@ ROWS = (
         lambda data: text(data, "cause") in SILENT and "pci_bus_id" not in data,
         "device",
         within_s=HOUR_S,
-        severity=Severity.CRITICAL,
+        critical=True,
     ),
     Row(
         "nic_error",
         "the adapter at {pci_bus_id} has not answered its driver in time",
-        lambda data: text(data, "cause") == UNANSWERED,
+        has("cause", UNANSWERED),
         "pci_bus_id",
         within_s=HOUR_S,
     ),
     Row(
         "nic_error",
         "a completion queue of the adapter at {pci_bus_id} has an error (syndrome {status})",
-        lambda data: text(data, "cause") == QUEUE,
+        has("cause", QUEUE),
         "pci_bus_id",
         within_s=HOUR_S,
     ),
 )
 
 
-def _blame(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
     """The port by its name, and a rank that needs the network."""
     ports = [series.labels for series in view.select("opsd_ib_port_info", pci_bus_id=fault.about)]
     detail = name(port_of(ports[0])) if ports else f"adapter {fault.about}"
@@ -111,6 +111,6 @@ adapter the node drops out altogether.
     component="network",
     advice=": start the node cold, then replace the adapter",
     cost="collectives over this adapter fail or hang",
-    blame=_blame,
+    culprit_of=_culprit,
     causes=(Cause("pcie_error", "node"),),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.lib.gpus import blamed, by_gpu, fresh, job_evidence, told
+from opsd.runbooks.lib.gpus import by_gpu, fresh, gpu_culprit, job_evidence, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 
@@ -57,7 +57,7 @@ def _errors(view: View) -> dict[str, list[str]]:
 
 def _finding(view: View, uuid: str, gpu: int, down: Sequence[str], errors: Sequence[str]) -> Finding:
     what = [f"link {', '.join(down)} down"] * bool(down) + list(errors)
-    culprit, rank = blamed(view, gpu, " and ".join(what))
+    culprit, rank = gpu_culprit(view, gpu, " and ".join(what))
     return Finding(
         kind="nvlink_errors",
         key=uuid,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import blamed, by_gpu, job_evidence, loaded, newest, rank_on, told
+from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, loaded, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 
@@ -78,7 +78,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _finding(view: View, uuid: str, gpu: int, faults: Sequence[str]) -> Finding:
     what = " and ".join(faults)
-    culprit, rank = blamed(view, gpu, what)
+    culprit, rank = gpu_culprit(view, gpu, what)
     said = told(view, uuid, REPLAYS, f"PCIe link of GPU {gpu}: {what}")
     return Finding(
         kind="pcie_degraded",

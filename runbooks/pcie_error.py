@@ -5,9 +5,9 @@ from __future__ import annotations
 from re import compile
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Culprit, Severity, View
-from opsd.runbooks.lib.gpus import blamed
-from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Fault, Row, kernel_runbook
+from opsd.runbooks.base import Cause, Culprit, View
+from opsd.runbooks.lib.gpus import gpu_culprit
+from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Fault, Row, has, kernel_runbook
 from opsd.runbooks.lib.ports import name, port_of
 from opsd.runbooks.lib.signals import text
 
@@ -25,21 +25,8 @@ def _fatal(data: Data) -> bool:
 
 
 ROWS = (
-    Row(
-        "pcie_error",
-        "a fatal PCIe error at {pci_bus_id} {outcome}",
-        _fatal,
-        "pci_bus_id",
-        within_s=DAY_S,
-        severity=Severity.CRITICAL,
-    ),
-    Row(
-        "pcie_link_down",
-        "the device in PCIe slot {slot} ({pci_bus_id}) is gone",
-        about="pci_bus_id",
-        within_s=DAY_S,
-        severity=Severity.CRITICAL,
-    ),
+    Row("pcie_error", "a fatal PCIe error at {pci_bus_id} {outcome}", _fatal, "pci_bus_id", critical=True),
+    Row("pcie_link_down", "the device in PCIe slot {slot} ({pci_bus_id}) is gone", about="pci_bus_id", critical=True),
     Row(
         "pcie_error",
         "uncorrected PCIe errors at {pci_bus_id}",
@@ -50,7 +37,7 @@ ROWS = (
     Row(
         "pcie_error",
         "a storm of corrected PCIe errors at {pci_bus_id}",
-        lambda data: text(data, "severity") in ("Corrected", "Correctable"),
+        has("severity", "Corrected", "Correctable"),
         "pci_bus_id",
         STORM,
         HOUR_S,
@@ -58,7 +45,7 @@ ROWS = (
 )
 
 
-def _blame(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
     """The GPU or network port at this address or, below a port that could not be recovered, without a way to recover.
 
     Otherwise the node with the address.
@@ -68,7 +55,7 @@ def _blame(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
     for address in (fault.about, *(text(event.data, "pci_bus_id") for event in below)):
         for gpu in view.gpus:
             if gpu.pci_bus_id == address:
-                return blamed(view, gpu.index, "PCIe")
+                return gpu_culprit(view, gpu.index, "PCIe")
         for series in view.select("opsd_ib_port_info", pci_bus_id=address):
             return Culprit("network", view.node, detail=f"PCIe link of {name(port_of(series.labels))}"), None
     return Culprit("node", view.node, detail=f"PCIe device {fault.about}"), None
@@ -110,6 +97,6 @@ not fatal may have lost a transaction.
 """,
     advice=": have slot, riser and device checked",
     cost="ranks that use the device die or hang",
-    blame=_blame,
+    culprit_of=_culprit,
     causes=(Cause("gpu_lost", "gpu"),),
 )

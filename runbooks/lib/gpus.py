@@ -67,7 +67,7 @@ def rank_on(view: View, gpu: int) -> RankFact | None:
     return next((rank for rank in view.ranks if rank.gpu == gpu and rank.live), None)
 
 
-def blamed(view: View, gpu: int, detail: str) -> tuple[Culprit, RankFact | None]:
+def gpu_culprit(view: View, gpu: int, detail: str) -> tuple[Culprit, RankFact | None]:
     """The GPU as the culprit, and the live rank on it if there is one."""
     rank = rank_on(view, gpu)
     return Culprit("gpu", view.node, gpu, rank.rank if rank else None, detail), rank

@@ -15,8 +15,6 @@ HOUR_S, DAY_S = 3600.0, 86_400.0
 QUOTED = 4
 """Lines of the log that an incident quotes: the newest."""
 
-_ORDER = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
-
 Data = Mapping[str, object]
 
 
@@ -26,7 +24,7 @@ class Row:
 
     The fault counts as over once that time has passed without them, or the node was booted. ``about`` is the field that
     says what they are about, "" for the node. ``what`` describes the fault; its placeholders are fields of the event.
-    ``apart_s`` demands that the first and the last lie so far apart.
+    ``apart_s`` demands that the first and the last lie so far apart. A ``critical`` fault takes the node out.
     """
 
     event: str
@@ -36,7 +34,7 @@ class Row:
     at_least: int = 1
     within_s: float = DAY_S
     apart_s: float = 0.0
-    severity: Severity = Severity.WARNING
+    critical: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +58,13 @@ class _Fields(dict[str, object]):
         return ""
 
 
-Blame = Callable[[View, Fault], tuple[Culprit, RankFact | None]]
+CulpritOf = Callable[[View, Fault], tuple[Culprit, RankFact | None]]
 """Culprit of a fault, and the rank that it hits, if it hits one alone."""
+
+
+def has(key: str, *values: str) -> Callable[[Data], bool]:
+    """Whether the field ``key`` of an event is one of ``values``."""
+    return lambda data: text(data, key) in values
 
 
 def _times(event: Event) -> int:
@@ -103,13 +106,13 @@ def kernel_runbook(
     component: str = "node",
     advice: str,
     cost: str = "",
-    blame: Blame | None = None,
+    culprit_of: CulpritOf | None = None,
     causes: Sequence[Cause] = (),
     ignored: Ignored = _nothing,
 ) -> Runbook:
     """The runbook of the incident that ``rows`` describe.
 
-    One incident for each thing that they are about. ``component`` is its culprit's unless ``blame`` names another.
+    One incident for each thing that they are about. ``component`` is its culprit's unless ``culprit_of`` names another.
     The node is swapped out if the incident is critical; ``advice`` ends the notification, ``cost`` is what is at stake
     for a job on the node.
     """
@@ -122,17 +125,17 @@ def kernel_runbook(
         for fault in faults(view, rows, ignored):
             found.setdefault(fault.about, []).append(fault)
         for about, several in found.items():
-            yield finding(view, about, sorted(several, key=lambda fault: _ORDER.index(fault.row.severity)))
+            yield finding(view, about, sorted(several, key=lambda fault: not fault.row.critical))
 
     def finding(view: View, about: str, several: Sequence[Fault]) -> Finding:
         worst = several[0]
-        culprit, rank = (blame or of_component)(view, worst)
+        culprit, rank = (culprit_of or of_component)(view, worst)
         jobs = [fact.job for fact in view.ranks if fact.live]
         events = sorted((event for fault in several for event in fault.events), key=lambda event: event.at)
         return Finding(
             kind=kind,
             key=f"{view.node}/{about}",
-            severity=worst.row.severity,
+            severity=Severity.CRITICAL if worst.row.critical else Severity.WARNING,
             summary=f"{view.node}: {' and '.join(dict.fromkeys(fault.what for fault in several))}",
             culprit=culprit,
             confidence=0.9,
