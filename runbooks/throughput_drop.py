@@ -52,9 +52,14 @@ def _recent(rank: RankFact, now: float) -> list[StepFact]:
     return recent if len(recent) >= LEAST_STEPS else list(rank.steps[-LEAST_STEPS:])
 
 
+def training_seconds(step: StepFact) -> float:
+    """The duration of a step in seconds without its pauses."""
+    return step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in PAUSES)
+
+
 def _rate(step: StepFact) -> float:
-    """Tokens per second of training, pauses taken out."""
-    training = step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in PAUSES)
+    """Tokens per second of training."""
+    training = training_seconds(step)
     return step.tokens / training if training > 0 else 0.0
 
 

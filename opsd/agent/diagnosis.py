@@ -15,7 +15,7 @@ from opsd.blame import blame
 from opsd.collectors.base import RankFact, Reading, StepFact
 from opsd.runbooks.rank_hang import FACTOR, FLOOR_S, SLOW_PHASE_LIMIT_S, SLOW_PHASES, state_of
 from opsd.runbooks.straggler import SLOW, compute_seconds, stragglers_of
-from opsd.runbooks.throughput_drop import DROP, PAUSES
+from opsd.runbooks.throughput_drop import DROP, training_seconds
 
 LEAST_STEPS = 6
 """Steps that a rank needs before its recent half can be compared with the earlier half."""
@@ -46,12 +46,11 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """Seconds per step that one rank spends in a phase, before and now (medians), and the same for its whole steps."""
+    """Seconds per step that one rank spends in a phase, before and now, and in its whole steps now (medians)."""
 
     rank: int
     before: float
     now: float
-    step_before: float
     step_now: float
 
     @property
@@ -82,7 +81,7 @@ def _diagnose(run: str, ranks: Sequence[RankFact], node: str, now: float) -> Dia
     if not steady:
         told = f"too early to tell: no rank has completed {LEAST_STEPS} steps"
         return Diagnosis(run, ranks[0].job, (moving,), told)
-    whole = [_spent(rank, _training) for rank in steady]
+    whole = [_spent(rank, training_seconds) for rank in steady]
     total = max(spent.growth for spent in whole)
     slower = total > DROP * max(spent.before for spent in whole)
     data = _phase("data loading", [_spent(rank, _in("data")) for rank in steady], max, total, slower)
@@ -113,10 +112,6 @@ def _patience(rank: RankFact) -> float:
     return max(FLOOR_S, FACTOR * max(step.duration_s for step in rank.steps))
 
 
-def _training(step: StepFact) -> float:
-    return step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in PAUSES)
-
-
 def _in(phase: str) -> Callable[[StepFact], float]:
     return lambda step: step.phase_s.get(phase, 0.0)
 
@@ -128,8 +123,7 @@ def _spent(rank: RankFact, seconds: Callable[[StepFact], float]) -> _Spent:
         rank.rank,
         median(map(seconds, before)),
         median(map(seconds, now)),
-        median(map(_training, before)),
-        median(map(_training, now)),
+        median(map(training_seconds, now)),
     )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 from typing import Final
 
 from opsd.chaos import target
@@ -139,15 +140,15 @@ def fill_disk(mount: Path, leave: int) -> Fault:
     info = mount.stat()
     if info.st_dev == Path("/").stat().st_dev and leave < ROOT_KEEPS:
         raise ChaosError(f"{mount} is on the file system of /, of which {ROOT_KEEPS >> 20} MB have to stay free")
-    size = _free(mount) - leave
+    size = disk_usage(mount).free - leave
     if size <= 0:
-        raise ChaosError(f"only {_free(mount) >> 20} MB are free on {mount}, less than what has to stay")
+        raise ChaosError(f"only {disk_usage(mount).free >> 20} MB are free on {mount}, less than what has to stay")
     descriptor = _nameless(mount)
 
     def begin() -> None:
         filled = 0
         try:
-            while (more := min(GIB, _free(mount) - leave)) > 0:
+            while (more := min(GIB, disk_usage(mount).free - leave)) > 0:
                 os.posix_fallocate(descriptor, filled, more)
                 filled += more
         finally:
@@ -184,12 +185,6 @@ def _in_collective(path: Path, process: Process) -> bool:
     if page.pid != process.pid or not process.alive:
         raise ChaosError(f"rank {page.rank} has been restarted meanwhile")
     return page.phase == "collective"
-
-
-def _free(mount: Path) -> int:
-    """Bytes that an unprivileged user may still write there."""
-    info = os.statvfs(mount)
-    return info.f_bavail * info.f_frsize
 
 
 def _nameless(folder: Path) -> int:

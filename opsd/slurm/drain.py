@@ -23,6 +23,14 @@ def owned(node: Node) -> bool:
     return node.reason.startswith(OWN_PREFIX)
 
 
+def foreign_hold(node: Node) -> str:
+    """Who else took the node out of service, as a sentence; "" if nobody did."""
+    if not node.out_of_service or owned(node):
+        return ""
+    whose = f"by {node.reason_by or 'somebody'}: {node.reason}" if node.reason else "without a reason"
+    return f"{node.name} was taken out of service {whose}; opsd leaves it alone"
+
+
 def drain(slurm: Slurm, names: Sequence[str], reason: str) -> tuple[str, ...]:
     """Let the nodes finish their jobs and accept no new ones; return those that opsd had not drained before.
 
@@ -52,14 +60,10 @@ def give_back(slurm: Slurm, names: Sequence[str]) -> tuple[str, ...]:
 
     Raises NotOurs (and resumes none) if a node is held by someone else, otherwise SlurmError.
     """
-    held = tuple(node.name for node in _ours(slurm, names) if _out_of_service(node))
+    held = tuple(node.name for node in _ours(slurm, names) if node.out_of_service)
     if held:
         slurm.update_nodes(held, "resume")
     return held
-
-
-def _out_of_service(node: Node) -> bool:
-    return node.state == "down" or "drain" in node.flags
 
 
 def _ours(slurm: Slurm, names: Sequence[str]) -> Sequence[Node]:
@@ -68,9 +72,8 @@ def _ours(slurm: Slurm, names: Sequence[str]) -> Sequence[Node]:
     if unknown:
         raise SlurmRejected(f"Slurm has no node {', '.join(unknown)}")
     for node in nodes:
-        if _out_of_service(node) and not owned(node):
-            whose = f"by {node.reason_by or 'somebody'}: {node.reason}" if node.reason else "without a reason"
-            raise NotOurs(f"{node.name} was taken out of service {whose}; opsd leaves it alone")
+        if why := foreign_hold(node):
+            raise NotOurs(why)
     return nodes
 
 

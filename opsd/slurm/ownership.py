@@ -104,7 +104,7 @@ def drain_objections(
     known = {node.name: node for node in nodes}
     against = [f"Slurm has no node {name}" for name in names if name not in known]
     fresh = [name for name in dict.fromkeys(names) if name in known and not _held(known[name])]
-    against += [sentence for name in fresh if (sentence := _foreign(known[name]))]
+    against += [sentence for name in fresh if (sentence := effects.foreign_hold(known[name]))]
     against += [
         sentence for name in fresh if (sentence := _resting(name, records.get(name, NodeHistory()), rules, now))
     ]
@@ -122,9 +122,11 @@ def return_objection(
     node: Node, history: NodeHistory, checked: PreflightResult | None, rules: Rules, now: float
 ) -> str:
     """Why ``node`` may not be returned to service, "" if it may be, or if it is in service."""
-    if not _out(node):
+    if not node.out_of_service:
         return ""
-    return _foreign(node) or _relapsing(node.name, history, rules) or _not_checked(node, checked, rules, now)
+    return (
+        effects.foreign_hold(node) or _relapsing(node.name, history, rules) or _not_checked(node, checked, rules, now)
+    )
 
 
 def drain(
@@ -185,12 +187,8 @@ def day(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
 
 
-def _out(node: Node) -> bool:
-    return node.state == "down" or "drain" in node.flags
-
-
 def _held(node: Node) -> bool:
-    return _out(node) and effects.owned(node)
+    return node.out_of_service and effects.owned(node)
 
 
 def _unrecorded(nodes: Sequence[Node], records: Mapping[str, NodeHistory], told: str, now: float) -> dict[str, float]:
@@ -200,13 +198,6 @@ def _unrecorded(nodes: Sequence[Node], records: Mapping[str, NodeHistory], told:
         for node in nodes
         if node.name in records and _held(node) and node.reason == told and not records[node.name].out
     }
-
-
-def _foreign(node: Node) -> str:
-    if not _out(node) or effects.owned(node):
-        return ""
-    whose = f"by {node.reason_by or 'somebody'}: {node.reason}" if node.reason else "without a reason"
-    return f"{node.name} was taken out of service {whose}; opsd leaves it alone"
 
 
 def _resting(name: str, history: NodeHistory, rules: Rules, now: float) -> str:

@@ -69,6 +69,11 @@ class Node:
         return self.state in ("allocated", "mixed") or "completing" in self.flags
 
     @property
+    def out_of_service(self) -> bool:
+        """Whether it is drained or down."""
+        return self.state == "down" or "drain" in self.flags
+
+    @property
     def usable(self) -> bool:
         """Whether the node could get a job now, or once its present jobs end."""
         blocking = {"drain", "fail", "not_responding", "maintenance", "powered_down", "powering_down", "invalid_reg"}

@@ -104,6 +104,6 @@ def _extreme(logs: Mapping[_Name, Sequence[float]]) -> dict[_Name, tuple[float, 
 
 
 def spread(values: Sequence[float]) -> float:
-    """The scaled median absolute deviation, which one outlier does not move."""
+    """The scaled median absolute deviation, which one outlier does not move. Raises StatisticsError."""
     middle = median(values)
     return MAD_TO_SIGMA * median(abs(value - middle) for value in values)

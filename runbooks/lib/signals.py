@@ -7,15 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.runbooks.base import Series, View
-
-MAD_TO_SIGMA = 1.4826
-"""Scales the median absolute deviation to the standard deviation of a normal distribution."""
-
-
-def spread(values: Sequence[float]) -> float:
-    """The scaled median absolute deviation of ``values``: one outlier does not move it. Raises StatisticsError."""
-    middle = median(values)
-    return MAD_TO_SIGMA * median(abs(value - middle) for value in values)
+from opsd.stragglers.outliers import spread as spread
 
 
 def excess(value: float, peers: Sequence[float]) -> float:

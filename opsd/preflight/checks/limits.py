@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -32,7 +32,7 @@ def run(context: Context, progress: Progress) -> Outcome:
         memlock=_soft(resource.RLIMIT_MEMLOCK),
         files=_soft(resource.RLIMIT_NOFILE),
         processes=_soft(resource.RLIMIT_NPROC),
-        shm_free=_free(Path(context.dev, "shm")),
+        shm_free=shutil.disk_usage(Path(context.dev, "shm")).free,
         rdma=any(Path(context.sys).glob("class/infiniband/*")),
     )
     return Outcome((Measurement("shm_free", found.shm_free),), tuple(judge(found)), {"memlock": _text(found.memlock)})
@@ -63,11 +63,6 @@ def _soft(kind: int) -> int | None:
 
 def _text(limit: int | None) -> str:
     return "unlimited" if limit is None else quantity(limit, "bytes")
-
-
-def _free(folder: Path) -> int:
-    stats = os.statvfs(folder)
-    return stats.f_bavail * stats.f_frsize
 
 
 CHECK = Check(
