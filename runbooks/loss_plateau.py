@@ -33,7 +33,7 @@ FALLS_AGAIN = 0.25
 """Share of the missing fall by which the loss has to be below the plateau for it to be over."""
 
 FROZEN_STEPS, CHANGING = 30, 0.9
-"""Losses that are equal to the bit. Before, nine of ten differed from the one before them: the loss is reported anew
+"""Losses that are equal to the bit. Before, nine of ten differed from the one before them: the loss is reported again
 with each step."""
 
 VANISHED = 0.1

@@ -1,4 +1,4 @@
-"""Lines to stderr that never wait for whoever reads it, and a count of those that nobody took."""
+"""Lines to stderr that never wait for its reader, and a count of those that were not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``opsd checkpoint audit``: does a checkpoint, whoever wrote it, hold shards that are copies of each other?
+"""``opsd checkpoint audit``: does a checkpoint, of any trainer, hold shards that are copies of each other?
 
 A separate process, ``opsd.trainer.duplicate_shards``, reads the tensors, because this command must not load torch.
 """

@@ -1,7 +1,7 @@
 """Requests for spares when a run has lost a node: one job per node, whose launcher joins the run.
 
 A process on each node of the run reads the run's events. The one on the leader's node acts at once, the others a little
-later and only if it has not: whoever creates the file of a loss submits the job.
+later and only if it has not: the node that creates the file of a loss submits the job.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class Launcher:
         self.world.later(0.0, lambda: None if self.dead or self.paused else self.core.flush())
 
     def kill(self, *, noticed: bool = False) -> None:
-        """End the process; ``noticed``: its machine says so to whoever calls."""
+        """End the process; ``noticed``: its machine refuses connections."""
         self.dead, self.ranks = True, None
         if noticed:
             for other in self.world.alive:

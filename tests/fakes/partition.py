@@ -194,7 +194,7 @@ class PartitionedNodes(Nodes):
         )
 
     def ranks_alive(self) -> list[str]:
-        """The files that ranks have open, on all nodes, whoever has started them."""
+        """The files that ranks have open, on all nodes, whichever launcher has started them."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has just ended

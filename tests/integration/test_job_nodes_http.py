@@ -72,7 +72,7 @@ def test_they_are_asked_over_tls_with_a_password(tmp_path: Path) -> None:
 
 
 def test_a_password_is_never_sent_in_the_clear(tmp_path: Path) -> None:
-    """Whoever listens on the network, or at that port of another node, would have it."""
+    """A listener on the network, or at that port of another node, would have it."""
     web = write(tmp_path, f"basic_auth_users: {{agent: '{HASH}'}}\n")
     (tmp_path / "credentials").write_text("agent:secret\n")
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -141,7 +141,7 @@ def test_a_module_that_makes_its_page_when_imported(tmp_path: Path) -> None:
 
 
 def test_a_program_that_was_edited(tmp_path: Path) -> None:
-    """Who mends the program while it runs gets the mended one, with what it sets before its imports."""
+    """A program that is corrected while it runs starts corrected, with what it sets before its imports."""
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages/reader.py").write_text("import os\nMODE = os.environ.get('MODE', 'none')\n")
     source = "import os, time\nimport reader\nprint(reader.MODE, flush=True)\ntime.sleep(1000)\n"

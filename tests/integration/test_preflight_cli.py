@@ -275,7 +275,7 @@ def test_merge_names_the_nodes_that_failed_and_those_that_differ(environment: di
 
 
 def test_results_that_cannot_be_written_are_said_after_they_were_shown(environment: dict[str, str], tmp_path: Path):
-    """Exit 1 and one sentence: whoever asked for the file does not have it."""
+    """Exit 1 and one sentence: the file that was asked for does not exist."""
     (tmp_path / "0.json").write_text(report(VERSIONS, node="node-0").to_json(), encoding="utf-8")
     nowhere = tmp_path / "none/file"
     merged = opsd(environment, "merge", tmp_path / "0.json", "--fleet", nowhere)

@@ -49,7 +49,7 @@ def test_one_that_has_ended_is_told_at_once(launchers: Launchers, pair: tuple[La
 def test_a_dropped_launcher_is_not_told_and_may_call_again(
     launchers: Launchers, pair: tuple[Launcher, Launcher]
 ) -> None:
-    """Whoever drops it knows that it is lost, or will know soon."""
+    """The side that drops it knows that it is lost, or will know soon."""
     one, two = pair
     one.transport.drop("n2")
     two.send(one, 5)

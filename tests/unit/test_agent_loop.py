@@ -211,7 +211,7 @@ def test_runbooks_see_how_the_collectors_stand(tmp_path: Path) -> None:
 
 
 def test_a_step_of_the_clock_opens_and_closes_nothing(tmp_path: Path, trouble: Trouble) -> None:
-    """An hour forward or back: the incident goes on, and is still acted upon."""
+    """An hour forward or back: the incident goes on, and is still acted on."""
     agent = trouble.agent(tmp_path, mode="recommend")
     trouble.on = True
     agent.tick()
@@ -242,7 +242,7 @@ def test_a_step_of_the_clock_ends_no_cool_down_and_makes_none_longer(
 
 
 def test_listeners_hear_of_every_change(tmp_path: Path, trouble: Trouble) -> None:
-    """Opened, verifying and resolved reach whoever announces them; acting is the agent's own doing and is not told."""
+    """Opened, verifying and resolved are announced; acting is the agent's own doing and is not."""
     heard: list[State] = []
     agent = trouble.agent(tmp_path, listeners=[lambda _incident, transition: heard.append(transition.after)])
     trouble.on = True

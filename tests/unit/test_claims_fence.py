@@ -42,7 +42,7 @@ def test_the_lease_says_who_goes_on(tmp_path: Path) -> None:
     [b"", b'{"number":         3, "be', b"[]", b'{"number": 1e999, "beat": 0}', b"[" * 5000, b'{"number": NaN}'],
 )
 def test_a_torn_lease_is_none(tmp_path: Path, content: bytes) -> None:
-    """Whoever reads it in the middle of a write learns nothing, and is not stopped."""
+    """A reader in the middle of a write learns nothing, and is not stopped."""
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / LEASE).write_bytes(content)
     assert claims.lease(tmp_path) == (0, 0)

@@ -141,7 +141,7 @@ def test_ring_keeps_the_newest_steps(count: int, tokens: int) -> None:
 @given(looks=st.lists(st.integers(0, RING_STEPS + 5), max_size=8), restarts=st.sets(st.integers(0, 7)))
 @settings(max_examples=25, deadline=None)
 def test_a_reader_that_knows_an_earlier_copy_sees_the_same(looks: list[int], restarts: set[int]) -> None:
-    """Steps taken over from it are those that would be decoded, whatever came between and whoever wrote the page."""
+    """Steps taken over from it are those that would be decoded, whatever came between, of any writer."""
     path = Path("/dev/shm") / f"opsd-test-{os.getpid()}.page"
     try:
         reporter, known = Reporter(path), None

@@ -53,7 +53,7 @@ def test_the_budget_is_the_clusters() -> None:
 
 
 def test_somebody_elses_node_is_left_alone() -> None:
-    """Whoever drained it decides."""
+    """The user who drained it decides."""
     slurm = cluster(Node("n99", "idle", DRAIN, "mine", "alice"))
     with pytest.raises(SlurmError, match="out of service by alice"):
         drainer(slurm, "n99")("n99", "GPU 2 is lost")

@@ -35,7 +35,7 @@ def test_frames_arrive_whole_however_they_are_cut(messages: list[dict[str, int |
 
 @given(place=st.integers(0), bit=st.integers(0, 7))
 def test_a_changed_bit_ends_the_connection(place: int, bit: int) -> None:
-    """Wherever it is, nothing of the frame is taken for what was said."""
+    """Nothing of the frame, at any place, is taken for its content."""
     one, other = pair()
     frame = bytearray(one.pack(encode({"kind": "beat", "term": 3})))
     frame[place % len(frame)] ^= 1 << bit

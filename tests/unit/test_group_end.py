@@ -12,7 +12,7 @@ from tests.fakes.group_run import JOB, Run, claim_of
 
 @pytest.mark.parametrize("fault", ["none", "paused", "cut", "stalled", "killed leader"])
 def test_the_end_is_obeyed_by_all(fault: str) -> None:
-    """Whoever did not hear of it finds it in the folder: frozen, cut off, or its leader dead."""
+    """A launcher that was not told finds it in the folder: frozen, cut off, or its leader dead."""
     run = Run(4, 2, 3).rests()
     if fault == "paused":
         run["n3"].pause()

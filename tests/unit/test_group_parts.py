@@ -36,7 +36,7 @@ def member(name: str) -> Member:
 
 @given(names=NAMES, at_work=st.integers(0, 12), keep=st.integers(0, 3))
 def test_a_plan_is_the_same_once_it_was_claimed(names: list[str], at_work: int, keep: int) -> None:
-    """Whoever reads the claim has the plan of the one that made it."""
+    """The readers of a claim have the plan of its author."""
     sizes = {name: place for place, name in enumerate(names, 1)}
     plan = Plan(7, names[0], tuple(names[:at_work]), tuple(map(member, names)), sizes, {"keep": keep})
     assert Plan.from_json(7, json.loads(json.dumps(plan.to_json()))) == plan
@@ -185,7 +185,7 @@ def test_of_many_launchers_not_all_read_the_whole_folder_each_second() -> None:
 
 
 def test_a_lease_is_idle_only_as_far_as_it_was_seen() -> None:
-    """While the folder does not answer nothing can be said of whoever leads."""
+    """While the folder does not answer, the leader is unknown."""
     poller = StorePoller(Asked(), 0.0)
     for now, beat in ((1.0, 1), (2.0, 2), (3.0, 2), (4.0, 2)):
         poller.answered(now, seen(1, beat), 1)
@@ -197,7 +197,7 @@ def test_a_lease_is_idle_only_as_far_as_it_was_seen() -> None:
 
 @pytest.mark.parametrize(("answers", "most"), [((), 200), (("n0000",), 50), (("n0000", "n0001", "n0002"), 50)])
 def test_of_many_launchers_each_asks_few(answers: tuple[str, ...], most: int) -> None:
-    """A thousand that ask a thousand hear nobody; whose turn comes first hears of all that ask it."""
+    """A thousand that ask a thousand get no answer; the first whose turn comes knows all that ask it."""
     others = {f"n{number:04d}": member(f"n{number:04d}") for number in range(1024)}
     order = ("n0000", "own", *others)
     view = ElectionView("own", order, others, (), "", True, False, 0.0, lambda: True, lambda: False)

@@ -53,7 +53,7 @@ def test_ranks_that_are_being_ended_are_gone(follower: FollowerLauncher) -> None
 
 
 def test_a_node_that_is_done_stays_so(follower: FollowerLauncher) -> None:
-    """Whoever becomes leader hears it, also after an outage."""
+    """A new leader is told, also after an outage."""
     follower.finish_ranks()
     follower.elect(None)
     follower.run.cut_off()

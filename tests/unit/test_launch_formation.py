@@ -52,7 +52,7 @@ def test_a_node_that_comes_back_is_a_spare(stage: LeaderHarness) -> None:
 
 
 def test_a_spare_that_was_never_lost_comes_first(stage: LeaderHarness) -> None:
-    """Who flaps is likely to do so again, wherever it stands in the allocation."""
+    """A node that flaps is likely to do so again, at any place in the allocation."""
     stage.lose("n2")
     stage.begin().join("n2", "n5")
     stage.lose("n3")

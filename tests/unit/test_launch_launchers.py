@@ -142,7 +142,7 @@ def test_two_steps_of_a_job_are_not_one_start() -> None:
 
 
 def test_launchers_that_start_together_have_one_secret(tmp_path: Path) -> None:
-    """Whoever makes the file first; nobody else may read it."""
+    """The first launcher makes the file; no other user may read it."""
     with ThreadPoolExecutor(8) as pool:
         secrets = set(pool.map(lambda _: job_secret(tmp_path, {}), range(32)))
     assert len(secrets) == 1

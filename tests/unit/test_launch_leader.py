@@ -204,7 +204,7 @@ def test_no_swap_without_a_spare(tmp_path: Path) -> None:
 
 
 def test_a_stop_ends_in_a_requeue(stage: LeaderHarness) -> None:
-    """Whoever got the signal: all are told once, and the run ends when all have stopped."""
+    """Whichever node got the signal: all are told once, and the run ends when all have stopped."""
     stage.stop(*NODES)
     assert stage.group.orders == [StopOrdered(1, SIGTERM)]
     stage.finish_ranks("n1", "n2", told=SIGTERM)

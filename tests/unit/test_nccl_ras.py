@@ -154,7 +154,7 @@ def test_nobody_listens() -> None:
 
 
 def test_another_users_ras_is_not_asked() -> None:
-    """Whoever listens there: nothing is sent before it is known whose process has accepted."""
+    """Nothing is sent before it is known whose process has accepted."""
     with FakeRas(JSON_ANSWER) as server:
         query = RasQuery(server.address, time.monotonic(), frozenset({os.geteuid() + 1}))
         with pytest.raises(RasError, match=f"belongs to user {os.geteuid()}, who leads no run here"):

@@ -212,7 +212,7 @@ def test_nothing_but_the_page_itself_is_needed() -> None:
 
 
 def test_it_stays_as_it_is_unless_asked() -> None:
-    """A page that loads itself again takes the place of whoever reads it with a screen reader."""
+    """A page that loads itself again moves a screen reader back to its beginning."""
     assert b"http-equiv" not in page(snapshot())
     assert b'http-equiv="refresh" content="5"' in page(snapshot(), refresh_s=5)
 

@@ -102,7 +102,7 @@ def test_whatever_comes_is_a_message_or_a_protocol_error(raw: Any) -> None:
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], said: str) -> None:
-    """Kind and field, so that one can tell which side to mend."""
+    """Kind and field, which say what side has to be corrected."""
     with pytest.raises(ProtocolError, match="a message ") as error:
         CODEC.decode(RAW | change)
     assert said in str(error.value)

@@ -19,7 +19,7 @@ def test_of_ranks_that_exchange_activations_the_first_is_named(first: int, later
 
 
 def test_of_stages_the_one_is_named_through_which_the_micro_batch_passes_first() -> None:
-    """Forward that is the lower stage, backward the higher one, wherever the place in the stage's own trace."""
+    """Forward that is the lower stage, backward the higher one, at any place in the stage's own trace."""
     forward = [Difference(9, True, 0), Difference(1, True, 1), Difference(2, False, 0)]
     assert suspects(forward[:2], [[0, 1]]) == [[0]]
     backward = [Difference(5, False, 0), Difference(40, False, 1)]

@@ -51,7 +51,7 @@ def test_every_file_is_a_runbook_in_the_tuple_under_its_own_name():
 
 @by_name
 def test_a_guide_says_what_opsd_does_in_each_mode(guide):
-    """Whoever is on call must know what the agent may already have done."""
+    """The person on call must know what the agent may already have done."""
     assert all(mode in guide.automatic for mode in ("observe", "recommend", "act"))
 
 

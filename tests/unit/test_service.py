@@ -91,7 +91,7 @@ def test_the_agent_is_watched_and_runs_as_its_own_user() -> None:
     assert re.search(r"^u opsd ", (DEPLOY / "systemd" / "opsd.sysusers.conf").read_text(), re.MULTILINE)
     folders = (DEPLOY / "systemd" / "opsd.tmpfiles.conf").read_text()
     assert "d /dev/shm/opsd 1777 root root -" in folders
-    assert "d /etc/opsd 0755 root root -" in folders, "whoever runs opsd on a node reads its settings"
+    assert "d /etc/opsd 0755 root root -" in folders, "all users of a node read its settings"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
@@ -154,7 +154,7 @@ def test_the_playbook_is_yaml(file: Path) -> None:
 
 
 def test_nobody_can_exchange_what_the_playbook_runs_as_root() -> None:
-    """In a folder that all users can write to, whoever makes one of its name first owns it."""
+    """In a folder that all users can write to, the first user who makes one of its name owns it."""
     tasks = yaml.safe_load((DEPLOY / "ansible/roles/opsd/tasks/main.yml").read_text())
     names = [task["name"] for task in tasks]
     run = next(task for task in tasks if "ansible.builtin.command" in task)

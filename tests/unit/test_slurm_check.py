@@ -120,7 +120,7 @@ def test_says_what_an_ordinary_user_may_not_do() -> None:
 
 
 def test_says_that_slurm_does_not_know_this_node() -> None:
-    """A host name that is not Slurm's name of the node is pointed out with the setting that mends it."""
+    """A host name that is not Slurm's name of the node is pointed out with the setting that corrects it."""
     facts = check(FakeSlurm([Node("n1", "idle")], config=FAST), "n1.example.org").facts
     assert any(
         fact.ok is False and "no node n1.example.org" in fact.text and "agent.node" in fact.text for fact in facts

@@ -69,7 +69,7 @@ def test_orders_for_many_nodes_do_not_replace_each_other(tmp_path: Path) -> None
 
 
 def test_an_order_is_kept_only_where_an_agent_may_carry_it_out(tmp_path: Path) -> None:
-    """On a login node, or where the agent may not drain, nobody would; whoever gives it is told to give it again."""
+    """On a login node, or where the agent may not drain, nobody would; the user is told to repeat the command."""
     slurm, said, updates = cluster(), list[str](), DeferredUpdates(tmp_path)
     slurm.error = DOWN
     update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")

@@ -156,5 +156,5 @@ def test_a_record_survives_in_any_comment(comment: str, kept: NodeHistory) -> No
 
 @given(st.text(max_size=60))
 def test_any_comment_can_be_read(comment: str) -> None:
-    """Whoever wrote it."""
+    """Written by any user."""
     assert isinstance(node_comment.read(f"{comment}[opsd1 {comment}]"), NodeHistory)

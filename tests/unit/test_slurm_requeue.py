@@ -156,7 +156,7 @@ def test_a_node_that_is_in_service_long_after_its_loss_has_come_back() -> None:
 
 
 def test_asked_again_a_job_that_is_held_for_its_nodes_is_tried_again() -> None:
-    """Whoever attended to it has gone."""
+    """The helper that attended to it has gone."""
     slurm, clock = queue(needs_all=True, operator=False), FakeClock()
     slurm.job = replace(slurm.job, state="pending", reason="BadConstraints", nodes=())
     slurm.excluded_at = {"n3": clock.wall() - 9000.0}

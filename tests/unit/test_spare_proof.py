@@ -67,7 +67,7 @@ def test_over_plain_http_the_expected_digest_is_needed(tmp_path: Path, source: P
 
 
 def test_another_index_than_the_runs_is_refused(tmp_path: Path, source: Path, url: str) -> None:
-    """Whoever answers instead has other data, with an index that fits it."""
+    """Another server answers, with other data and an index that fits it."""
     expected = digest_of(source)
     shutil.rmtree(source)
     make_corpus(source, shards=1, seed=1)

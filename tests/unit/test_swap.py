@@ -104,7 +104,7 @@ def test_the_agent_does_not_take_a_long_step_for_a_refusal(tmp_path: Path) -> No
 
 
 def test_by_hand_a_swap_that_takes_too_long_is_a_failure(tmp_path: Path) -> None:
-    """Whoever waits for it is told that it goes on."""
+    """Clients that wait for it are told that it goes on."""
     SwappingLauncher(NODES, ["s1"], slowly=True, control=tmp_path / CONTROL)
     code, said = by_hand(tmp_path, "n02", "--timeout=0.1")
     assert (code, "n02 leaves at the next step boundary" in said) == (exitcodes.FAILED, True)

@@ -94,7 +94,7 @@ def test_nothing_that_is_logged_forges_a_field(event: dict[str, object]) -> None
 
 
 def test_only_what_systemd_connected_leads_there(tmp_path: Path) -> None:
-    """The variable is inherited by whoever is started with another stderr."""
+    """Processes that are started with another stderr inherit the variable."""
     with (tmp_path / "log").open("w") as file:
         info = os.fstat(file.fileno())
         assert leads_to_journal(file, {"JOURNAL_STREAM": f"{info.st_dev}:{info.st_ino}"})

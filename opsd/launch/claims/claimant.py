@@ -214,7 +214,7 @@ class Claimant:
             self._follow_claim(self._plan_of(claim, its_maker_counts=of_this_start))
 
     def _plan_of(self, claim: Claim, *, its_maker_counts: bool) -> Plan:
-        """The plan of ``claim``, or one without a leader, upon which another launcher claims the next generation.
+        """The plan of ``claim``, or one without a leader, after which another launcher claims the next generation.
 
         That is so for a damaged claim and for one whose maker does not count: a launcher left behind by a requeue.
         """

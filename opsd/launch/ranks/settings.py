@@ -164,7 +164,7 @@ class Settings:
         return {stream: self.streams.show(stream, local_rank, names) for stream in (STDOUT, STDERR)}
 
     def environment(self, local_rank: int, run_dir: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """The environment of ``local_rank`` that is the same in every generation, wherever its node is placed."""
+        """The environment of ``local_rank`` that is the same in every generation, at any place of its node."""
         gpu = gpu_of(base, local_rank)
         threads = {"OMP_NUM_THREADS": "1"} if self.local_size > 1 else {}
         environment = {

@@ -37,7 +37,7 @@ def test_every_gpu_has_the_same_series_under_dcgm_exporters_labels(gpus: Simulat
 
 
 def test_simulated_gpus_are_labelled_as_such(collector: Any) -> None:
-    """Wherever they are shown: in the facts, the info series and the model's name."""
+    """In the facts, the info series and the model's name."""
     reading = collector.collect()
     assert all(fact.simulated and "simulated" in fact.model for fact in facts(reading))
     infos = [labels for name, *labels in samples(reading) if name == "opsd_gpu_info"]

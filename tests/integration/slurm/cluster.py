@@ -169,7 +169,7 @@ class Cluster:
         wait_until(idle, "all nodes idle", timeout)
 
     def restore(self, timeout: float = 120.0) -> None:
-        """Cancel all jobs, mend the network, give power to the nodes without, and wait until every node is idle."""
+        """Cancel all jobs, repair the network, give power to the nodes without, and wait until every node is idle."""
         self.heal()
         for host in self.nodes.values():
             if not host.on:

@@ -119,7 +119,7 @@ class Host:
         self.run("ip", "link", "set", "eth0", "up")
 
     def power_off(self) -> None:
-        """Lose power: nobody hears of it, neither by a FIN nor by a reset."""
+        """Lose power: peers get neither a FIN nor a reset."""
         self._network.configure(f"link delete {self._port}")
         self._spaces.kill()
         self.on = False
@@ -135,7 +135,7 @@ class Host:
         self._network.configure(f"link set {self._port} down")
 
     def plug(self, bridge: str = "br0") -> None:
-        """Mend the cable, or put it into another bridge (``br1``): hosts on the same bridge reach each other."""
+        """Plug the cable in again, or put it into another bridge (``br1``): hosts on one bridge reach each other."""
         self._network.configure(f"link set {self._port} master {bridge} up")
 
     def slow(self, kbit: int) -> None:

@@ -16,7 +16,7 @@ SIGNALS = ("USR1", "TERM", "B:USR1", "B:TERM")
 
 
 def test_it_is_not_requeued_for_ever(cluster: Cluster) -> None:
-    """Whoever gets the signal, and whichever it is: it ends after a few starts without progress, and says why."""
+    """Whichever process gets which signal: it ends after a few starts without progress, and says why."""
     slurm, jobs = CommandSlurm(runner_on(cluster.controller, USER)), dict[str, int]()
     for number, signal in enumerate(SIGNALS, start=1):
         folder = cluster.shared / f"notice-{number}"
