@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 
-from opsd.slurm import job_comment
 from opsd.slurm.hostlist import compress
 from opsd.slurm.output import (
     COMMENT_FIELDS,
@@ -34,6 +34,14 @@ from opsd.slurm.runner import Output, Runner, run_command
 
 DEADLINE_S = 12.0
 """A little more than the 9 to 10 s that Slurm's commands need to notice that no controller answers."""
+_AVOIDED = re.compile(r"\s*\[opsd1 avoids([^\[\]]*)\]")
+_NODE = re.compile(r"([\w.-]+)@(\d+)")
+"""The nodes that opsd excludes from a job, in the job's comment with the time of exclusion.
+
+Slurm's own list does not distinguish them from the user's ``--exclude``, which must stay. The comment survives requeues
+and can be changed together with that list. opsd owns the part in brackets only: ``tuning run 12 [opsd1 avoids
+n2@1763711000 n3@1763712000]``.
+"""
 
 
 def random_separator() -> str:
@@ -121,18 +129,18 @@ class CommandSlurm:
 
     def exclude(self, job: int, names: Sequence[str], at: float) -> None:
         comment, before = self._comment(job), self._avoided(job)
-        own = job_comment.read(comment)
+        own = _avoided_in(comment)
         fresh = dict.fromkeys(set(names) - (before - own.keys()), at)
-        self._avoid(job, before | set(names), job_comment.write(comment, own | fresh))
+        self._avoid(job, before | set(names), _with_avoided(comment, own | fresh))
 
     def excluded(self, job: int) -> Mapping[str, float]:
-        return job_comment.read(self._comment(job))
+        return _avoided_in(self._comment(job))
 
     def include(self, job: int, names: Sequence[str]) -> None:
         comment = self._comment(job)
-        own = job_comment.read(comment)
+        own = _avoided_in(comment)
         left = {name: at for name, at in own.items() if name not in names}
-        self._avoid(job, self._avoided(job) - (own.keys() - left.keys()), job_comment.write(comment, left))
+        self._avoid(job, self._avoided(job) - (own.keys() - left.keys()), _with_avoided(comment, left))
 
     def _comment(self, job: int) -> str:
         separator = self._separator()
@@ -181,3 +189,17 @@ class CommandSlurm:
 
 def _when(at: float | None) -> str:
     return "now" if at is None else datetime.fromtimestamp(at).isoformat(timespec="seconds")
+
+
+def _avoided_in(comment: str) -> dict[str, float]:
+    """The nodes with the epoch second of their exclusion; unreadable parts are skipped."""
+    match = _AVOIDED.search(comment)
+    words = match[1].split() if match else []
+    return {found[1]: float(found[2]) for word in words if (found := _NODE.fullmatch(word))}
+
+
+def _with_avoided(comment: str, avoided: Mapping[str, float]) -> str:
+    """``comment`` with ``avoided`` in place of its previous record; without nodes there is no record."""
+    others = _AVOIDED.sub("", comment).strip()
+    words = " ".join(f"{name}@{at:.0f}" for name, at in sorted(avoided.items()))
+    return f"{others} [opsd1 avoids {words}]".strip() if words else others

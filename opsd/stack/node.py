@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +14,6 @@ from pathlib import Path
 from opsd.client import Reporter, process_start
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
 from opsd.stack.ports import Port
-from opsd.stack.slurm import write_commands
 
 GPUS = 8
 NODE, JOB, RUN = "node-17", "4242", "train"
@@ -25,6 +26,19 @@ MODEL_FLOPS, PEAK_FLOPS = 19.2e9, 989e12
 """FLOPs per token of a 3 B model, and per second of an H100 in bf16."""
 
 
+_COMMAND = """#!{python} -ISu
+import sys
+name, arguments = sys.argv[0].rpartition("/")[2], sys.argv[1:]
+values = {values!r}
+if arguments == ["--version"]:
+    print("slurm 24.11.5")
+elif "--Format" in arguments:
+    fields = arguments[arguments.index("--Format") + 1].split(",")
+    wanted = (field.partition(":") for field in fields)
+    print("".join(values[name][field] + separator for field, _, separator in wanted))
+"""
+
+
 class StackNode:
     """The files that the agent reads, in ``folder``. Raises NoCompilerError if GPUs cannot be simulated."""
 
@@ -33,7 +47,7 @@ class StackNode:
         self._library = build(folder)
         self.gpus = SimulatedGpus.create(folder / "gpus.state", count=GPUS)
         self._port = Port(folder / "infiniband" / "mlx5_0")
-        self._slurm = write_commands(folder / "slurm", NODE, JOB)
+        self._slurm = write_slurm_commands(folder / "slurm", NODE, JOB)
         self._stop = threading.Event()
         for gpu in self.gpus:
             gpu.thermal_tau_s = 2.0
@@ -136,3 +150,23 @@ class StackNode:
 def _append(file: Path, **line: object) -> None:
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps({"t": time.time(), **line}) + "\n")
+
+
+def write_slurm_commands(folder: Path, node: str, job: str) -> Path:
+    """Write sinfo, squeue and scontrol to ``folder``, which is returned: one node with one job of this user.
+
+    An agent believes no rank page about its job.
+    """
+    times = dict.fromkeys(("SubmitTime", "StartTime", "EndTime"), "N/A")
+    of_node = {"NodeList": node, "StateComplete": "allocated", "Timestamp": "Unknown", "User": "Unknown"}
+    of_job = {
+        "JobID": job, "State": "RUNNING", "Reason": "None", "UserName": pwd.getpwuid(os.getuid()).pw_name,
+        "Partition": "gpu", "NodeList": node, "BatchHost": node, "RestartCnt": "0", "Name": "train",
+    }  # fmt: skip
+    values = {"sinfo": {**of_node, "Reason": "none", "Comment": ""}, "squeue": {**of_job, **times, "Comment": ""}}
+    folder.mkdir()
+    for name in ("sinfo", "squeue", "scontrol"):
+        command = folder / name
+        command.write_text(_COMMAND.format(python=os.path.realpath(sys.executable), values=values))
+        command.chmod(0o755)
+    return folder
