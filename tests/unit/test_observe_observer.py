@@ -15,6 +15,7 @@ import opsd.client
 from opsd.client import Reporter
 from opsd.launch.observe.observer import Observer
 from opsd.rank_page import RankPage, read_page
+from tests.fakes.graph import Loss, Parameter
 
 
 class Optimizer:
@@ -49,9 +50,9 @@ class Program:
             self.observer.keep_or_enter("data")
             self.observer.batch()
 
-    def backward(self) -> None:
+    def backward(self, loss: object = None) -> None:
         if self.observer.watches():
-            self.observer.begin_backward()
+            self.observer.begin_backward(loss)
             self.observer.leave()
 
     def update(self, optimizer: Optimizer | None = None, *, raises: bool = False) -> None:
@@ -328,3 +329,26 @@ def test_a_learning_rate_that_is_a_tensor_is_not_read(program: Program) -> None:
     """To read it could wait for the GPU."""
     program.update(Optimizer(lr=object()))
     assert program.page.steps[0].learning_rate is None
+
+
+def test_steps_of_an_optimizer_that_torch_does_not_know(program: Program) -> None:
+    """A compiled or hand-written one writes to the parameters; accumulation does not. The last step is not over."""
+    parameter = Parameter()
+    for _ in range(5):
+        for _ in range(3):
+            program.batch()
+            program.backward(Loss(parameter))
+        parameter.write()
+    page = program.page
+    assert [record.step for record in page.steps] == [0, 1, 2, 3]
+    assert page.steps[-1].phase("backward") > 0
+
+
+def test_a_step_is_counted_by_one_rule(program: Program) -> None:
+    """An optimizer that torch knows writes to the parameters as well."""
+    parameter = Parameter()
+    for _ in range(5):
+        program.backward(Loss(parameter))
+        parameter.write()
+        program.update()
+    assert program.page.steps_reported == 5

@@ -65,6 +65,23 @@ def test_fewer_dumps_are_less_sure() -> None:
     assert part.confidence < whole.confidence
 
 
+@pytest.mark.parametrize("rank", range(16))
+def test_one_dump_alone_names_nobody(rank: int) -> None:
+    """Fifteen ranks are as likely to be the culprit as they were before."""
+    dumps, _ = read_dumps(RECORDED / "lock_gil_2nd")
+    verdict = judge({rank: dumps[rank]}, frozenset(range(16)))
+    assert verdict is None or (verdict.culprits, verdict.cause) == ((), stuck.TOO_FEW)
+    assert verdict is None or verdict.confidence <= 0.2
+
+
+def test_the_one_rank_without_a_dump_is_named() -> None:
+    """All others wait for it; also the other one of two."""
+    group = {"world": [0, 1, 2, 3]}
+    verdict = judged({rank: dump(entry(1), **group) for rank in (0, 1, 3)})
+    assert (verdict.cause, verdict.culprits) == (stuck.NO_DUMP, (2,))
+    assert judged({0: dump(entry(1), world=[0, 1])}).culprits == (1,)
+
+
 def test_a_pipeline_waits_for_the_stage_that_stopped() -> None:
     """Four stages: 0 and 1 wait for 2, which has called nothing; 3 waits for it too."""
     group = {"pp": [0, 10, 20, 30]}

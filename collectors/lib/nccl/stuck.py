@@ -20,8 +20,17 @@ NO_DUMP: Final = "left no dump"
 DEVICE: Final = "device does not go on"
 DEADLOCK: Final = "wait for each other"
 BETWEEN: Final = "all have called it"
+TOO_FEW: Final = "cannot be told"
 
-_CONFIDENCE: Final = {NEVER_CALLED: 0.9, MISMATCHED: 0.85, NO_DUMP: 0.6, DEVICE: 0.7, DEADLOCK: 0.5, BETWEEN: 0.3}
+_CONFIDENCE: Final = {
+    NEVER_CALLED: 0.9,
+    MISMATCHED: 0.85,
+    NO_DUMP: 0.6,
+    DEVICE: 0.7,
+    DEADLOCK: 0.5,
+    BETWEEN: 0.3,
+    TOO_FEW: 0.2,
+}
 """With the dumps of all ranks; it falls with the share of ranks that left one."""
 
 _SYMMETRIC: Final = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "all_to_all", "barrier")
@@ -34,7 +43,8 @@ _SAME_SHAPE: Final = ("all_reduce", "allreduce", "broadcast", "_all_gather_base"
 class Verdict:
     """Who keeps the others waiting, and in which operation, the earliest that waits for them.
 
-    ``culprits`` are the ranks to look at first; empty if all have come and the fault lies between them. ``missing``
+    ``culprits`` are the ranks to look at first; empty if all have come and the fault lies between them, or if it cannot
+    be told because more ranks left no dump than did. ``missing``
     have not called the operation, ``not_started`` have but their device has not begun or ended it while others' have,
     ``no_dump`` left nothing to judge them by, ``waiting`` are the others.
     """
@@ -84,6 +94,8 @@ def judge(dumps: Mapping[int, Dump], world: frozenset[int] = frozenset()) -> Ver
         return None
     found = next(_causes(operations, dumps), None)
     cause, culprits, operation = found or (BETWEEN, (), operations[0])
+    if cause == NO_DUMP and len(culprits) > len(dumps):
+        cause, culprits = TOO_FEW, ()
     everybody = world.union(dumps, *([*op.calls, *op.missing, *op.silent, *op.ended] for op in operations))
     return _verdict(cause, tuple(sorted(culprits)), operation, len(dumps) / len(everybody))
 

@@ -6,7 +6,8 @@ Runs in the rank's process and is loaded by path (``worker.py``) as the package 
 ============== =======================================================================================
 page           known from
 ============== =======================================================================================
-step           the optimizer's step; several optimizers, skipped steps and accumulation: ``steps.py``
+step           the optimizer's step; several optimizers, skipped steps and accumulation: ``steps.py``;
+               without one that torch knows, writes to the parameters between backward passes: ``updates.py``
 data           iteration of a DataLoader
 forward        all else in training before a step: a forward pass cannot be told from other code
 backward       ``torch.autograd.backward``, which ``Tensor.backward`` calls

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .layout import Layout
 from .resume import SavedSteps
 from .steps import StepCycle
+from .updates import ParameterVersions
 
 if TYPE_CHECKING:
     from opsd.client import Reporter
@@ -37,6 +38,7 @@ class Observer:
         self._without_gradients = 0
         self._evaluates = False
         self._cycle = StepCycle()
+        self._versions: ParameterVersions | None = ParameterVersions()
         self._step = 0
         self._stepped = False
         self._parameter_bytes = 0
@@ -133,9 +135,16 @@ class Observer:
             self._base = self._training = "forward"
         self.leave()
 
-    def begin_backward(self) -> None:
-        """The backward pass begins."""
+    def begin_backward(self, losses: Any = ()) -> None:
+        """The backward pass of ``losses`` begins.
+
+        As long as no optimizer has been seen, a pass before which parameters have changed begins another step.
+        """
         self._trains()
+        if self._versions is not None and not self._calls:
+            with contextlib.suppress(Exception):
+                if self._versions.changed(losses):
+                    self._count(None)
         self.enter("backward")
 
     def no_gradients(self) -> None:
@@ -186,6 +195,7 @@ class Observer:
             return
         while self._calls and self._calls.pop()[1] != key:
             pass
+        self._versions = None
         if not self._calls and self._cycle.stepped(id(optimizer)):
             self._count(optimizer)
         self._show(self._calls[-1][0] if self._calls else self._base)

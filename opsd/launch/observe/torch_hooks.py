@@ -123,8 +123,22 @@ def hook_data(observer: Observer, module: ModuleType) -> None:
 
 def hook_autograd(observer: Observer, module: ModuleType) -> None:
     """``torch.autograd``: backward passes, and where gradients are off."""
-    _replace(module, "backward", _during(observer, observer.begin_backward, observer.leave))
     compiling, watches = _compiling(), observer.watches
+
+    def passes(backward: Any) -> Any:
+        @functools.wraps(backward)
+        def hooked(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if compiling() or not watches():
+                return backward(tensors, *args, **kwargs)
+            observer.begin_backward(tensors)
+            try:
+                return backward(tensors, *args, **kwargs)
+            finally:
+                observer.leave()
+
+        return hooked
+
+    _replace(module, "backward", passes)
 
     def telling(tell: Callable[[], None]) -> Callable[[Any], Any]:
         def make(function: Any) -> Any:

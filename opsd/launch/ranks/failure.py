@@ -114,12 +114,16 @@ class GiveUp:
 
 
 def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str) -> str:
-    """Why the run stops, in one paragraph: the rule, the rank, its error, its log and the end of the log."""
+    """Why the run stops, in one paragraph: the rule, the rank, its error, its log and the end of the log.
+
+    ``log`` is "" where there is none to point to: of a lost node, and of a rank that said nothing about its hang.
+    """
     step = "before its first step" if cause.step is None else f"after step {cause.step}"
     tail = "\n".join(f"    {line}" for line in log_tail.splitlines()[-10:])
-    return f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}. Its log is {log}" + (
-        f"; it ends in\n{tail}" if tail else "."
-    )
+    text = f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}."
+    if not log:
+        return text
+    return f"{text} Its log is {log}" + (f"; it ends in\n{tail}" if tail else ".")
 
 
 class RestartPolicy:

@@ -344,7 +344,6 @@ def _describe_main(path: str, loader: object, spec: importlib.machinery.ModuleSp
 
 def _refuse(message: str) -> NoReturn:
     _write_file({"type": "ProgramNotFound", "message": message, "where": "", "traceback": ""})
-    print(f"opsd launch: {message}", file=sys.stderr)
     sys.exit(NOT_FOUND)
 
 

@@ -30,7 +30,10 @@ Stacks = Mapping[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """A failure on ``node``; ``failure.t`` on the receiver's clock, ``log`` the path of the log, ``tail`` its end."""
+    """A failure on ``node``; ``failure.t`` on the receiver's clock, ``log`` the path of the log, ``tail`` its end.
+
+    Both are "" where there is no log to point to.
+    """
 
     node: str
     failure: Failure

@@ -84,7 +84,7 @@ def find_launchers(
     told = cloud_addresses(environ)
     members: dict[str, Member] = {}
     for name, address in _pairs(given).items():
-        members[name] = Member(name, resolve(told.get(address, address)), port)
+        members[name] = Member(name, resolve(told.get(address, address), f"give it as --nodes {name}=ADDRESS"), port)
     if own_name not in members:
         shown = ", ".join(list(members)[:8])
         raise RendezvousError(f"this node, {own_name}, is not among the nodes of the run ({shown}); see --node-name")
@@ -165,14 +165,12 @@ def _reachable(members: Mapping[str, Member], own_name: str, source_address: Cal
         ) from error
 
 
-def resolve(host: str) -> str:
-    """The address of ``host``. Raises FellowsError."""
+def resolve(host: str, otherwise: str) -> str:
+    """The address of ``host``. Raises RendezvousError, which says what to do ``otherwise``."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise RendezvousError(
-            f"{host} has no address here ({error.strerror}); give it as --nodes {host}=ADDRESS"
-        ) from error
+        raise RendezvousError(f"{host} has no address here ({error.strerror}); {otherwise}") from error
     addresses = sorted((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
     return addresses[0]
 

@@ -135,7 +135,7 @@ class Leader:
         rank = self._first_rank.get(name, 0)
         cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
         self._noticed = time.monotonic() - silent_s
-        self._recover(FailureReport(name, cause, "not within reach", ""), said=_loss(name, silent_s))
+        self._recover(FailureReport(name, cause, "", ""), said=_loss(name, silent_s))
 
     def payload(self, keep: int) -> dict[str, Any]:
         """The leader's state for successors and launchers, as part of the plan."""
@@ -297,7 +297,7 @@ class Leader:
         self._group.tell_all(CODEC.encode(messages.HangFound(fields, hang.score)))
         cause = Failure(rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason)
         self._noticed = time.monotonic()
-        self._recover(FailureReport(node, cause, "not within reach", ""), named=hang.rank is not None)
+        self._recover(FailureReport(node, cause, "", ""), named=hang.rank is not None)
 
     def _announce_straggler(self, event: str, fields: dict[str, Any]) -> None:
         self._log.emit(event, **fields)

@@ -144,7 +144,7 @@ def join_rendezvous(
     The least number must come within ``limit_s``; more, or spares, may come within ``last_call_s`` after that
     (torchrun's last call). If a run of this ``start`` is already going on, it is joined at once.
     """
-    host = resolve(options.host)
+    host = resolve(options.host, "give --rdzv-endpoint a host that every node can resolve, or an address")
     own = Member(own_name, options.local_address or _own_address(host), port or free_port())
     arrivals = folder / FOLDER
     arrivals.mkdir(exist_ok=True)
