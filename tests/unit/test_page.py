@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from opsd.agent.gather import Health, Source
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import runbook_list, runbook_page
+from opsd.agent.web.gpus import gpu_state
 from opsd.agent.web.history import History
 from opsd.agent.web.html import STYLE, h
 from opsd.agent.web.node_page import node_page
@@ -22,7 +23,7 @@ from opsd.collectors import spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.base import Evidence, Severity, State
+from opsd.runbooks.base import Evidence, Incident, Severity, State
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import WALL, incident
 
@@ -228,6 +229,47 @@ def test_what_is_not_known_is_not_shown_as_healthy() -> None:
     assert "–" in lost
     assert "stopped" in Structure(page(snapshot(ranks=[rank(0, process="T")]))).text
     assert "running, no launcher" in Structure(page(snapshot(runs=[run(alive=False)]))).text
+    assert "gone" in Structure(page(snapshot(ranks=[rank(0, process=None)]))).text
+
+
+def test_a_run_that_ended_well_is_shown_as_finished() -> None:
+    """It needs no launcher, and its ranks no process. One that failed is not green."""
+    over = page(snapshot(runs=[run(state="finished", alive=False)], ranks=[rank(0, process=None, state="finished")]))
+    assert over.count(b'<span class="pill good">finished</span>') == 2 and b"no launcher" not in over
+    assert b'<span class="pill bad">failed</span>' in page(snapshot(runs=[run(state="failed", alive=False)]))
+
+
+@pytest.mark.parametrize(
+    ("found", "throttled", "margin", "said"),
+    [
+        (None, 0.0, 20.0, "ok"),
+        (None, None, 20.0, "ok"),
+        (None, 0.77, -2.0, "throttled"),
+        (None, 0.03, 20.0, "throttled"),
+        (None, 0.0, 0.0, "at its heat limit"),
+        (None, None, 4.0, "hot"),
+        (None, None, None, "answers, nothing measured"),
+        (incident(kind="gpu_xid"), 0.0, 20.0, "gpu xid"),
+    ],
+)
+def test_a_gpu_is_ok_only_if_nothing_is_known_against_it(
+    found: Incident | None, throttled: float | None, margin: float | None, said: str
+) -> None:
+    """Its driver answering is not enough: an incident, throttling and heat count."""
+    state = gpu_state(gpu(0), found, throttled, margin)
+    assert f">{said}<" in state and ("good" in state) == (said == "ok")
+
+
+def test_a_hot_throttled_gpu_is_not_ok() -> None:
+    """92 degrees and held back for 77 % of the last minute, as the driver's series say it."""
+    history = History()
+    for point in range(10):
+        hot = samples(1, throttled_s=point * 7.7, temperature=92.0)
+        history.note(snapshot(1000.0 + 10 * point, samples=(hot,)))
+    whole = page(snapshot(gpus=[gpu(0)], ranks=[], samples=(hot,)), history)
+    assert b">throttled<" in whole and b"77%" in whole and b">ok<" not in whole
+    alone = page(snapshot(gpus=[gpu(0)], ranks=[], samples=(hot,)))
+    assert b">at its heat limit<" in alone
 
 
 def test_numbers_that_are_none_do_not_break_it() -> None:

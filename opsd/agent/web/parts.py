@@ -8,7 +8,7 @@ from typing import Final
 
 from opsd.agent.correlate import symptoms_of
 from opsd.agent.web.html import Html, card, h, join, link, nothing, pill, table
-from opsd.collectors.base import RankFact
+from opsd.collectors.base import RankFact, RunFact
 from opsd.runbooks.base import Incident, Severity, State
 
 MAX_INCIDENTS: Final = 8
@@ -17,6 +17,10 @@ MAX_RANKS: Final = 32
 MAX_LISTED: Final = 6
 """Number of sentences of evidence, actions and symptoms shown for an incident; the API has them all."""
 
+STATE_TONES: Final = {"running": "good", "finished": "good", "failed": "bad", "spare": ""} | dict.fromkeys(
+    ("waiting", "restarting", "stopping"), "warn"
+)
+"""States of a run's launcher."""
 TONES: Final = {Severity.CRITICAL: "bad", Severity.WARNING: "warn", Severity.INFO: ""}
 
 
@@ -39,6 +43,11 @@ def incidents(known: Sequence[Incident], wall: float) -> Html:
     )
 
 
+def incident_path(incident: Incident) -> str:
+    """Where the page of an incident is."""
+    return f"/api/v1/incidents/{incident.id}"
+
+
 def _incident(incident: Incident, symptoms: Sequence[Incident], wall: float, *, unfold: bool) -> Html:
     over = incident.resolved_at is not None
     state = pill(incident.state.value, "good" if incident.state is State.RESOLVED else "")
@@ -51,12 +60,13 @@ def _incident(incident: Incident, symptoms: Sequence[Incident], wall: float, *, 
         ("Culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
         ("Costs", cost),
         ("Job", incident.job),
+        ("Run", incident.run),
         ("Evidence", _list(f"{evidence.text} – {span(wall - evidence.at)} ago" for evidence in incident.evidence)),
         ("Done", _list(_done(action) for action in incident.actions)),
         ("Symptoms", _list(symptom.summary for symptom in symptoms)),
         ("Verdict", incident.verdict),
         ("Page", link(f"/runbooks/{incident.kind}", f"runbook {incident.kind}")),
-        ("All of it", link(f"/api/v1/incidents/{incident.id}", incident.id)),
+        ("All of it", link(incident_path(incident), incident.id)),
     )
     body = "".join(f"<dt>{name}</dt><dd>{h(value)}</dd>" for name, value in rows if value)
     return Html(f"<details{' open' if unfold else ''}><summary>{head}</summary><dl>{body}</dl></details>")
@@ -96,22 +106,37 @@ def _rank(rank: RankFact, usual_s: float, now: float) -> Sequence[object]:
     last = rank.steps[-1] if rank.steps else None
     slow = last is not None and usual_s > 0 and last.duration_s > 1.2 * usual_s
     live = rank.live and rank.process not in ("Z", "T")
-    state = (
-        pill("running", "good")
-        if live
-        else pill({"T": "stopped", "Z": "zombie"}.get(rank.process or "", rank.state), "warn")
-    )
     took = f"{last.duration_s:.3f} s" if last else "–"
     return (
         f"{rank.run} {rank.rank}",
         "–" if rank.gpu is None else rank.gpu,
-        state,
+        _rank_state(rank),
         rank.phase,
         span(now - rank.phase_since) if live else "–",
         last.step if last else "–",
         pill(took, "warn") if slow else took,
         "–" if rank.committed_step is None else rank.committed_step,
     )
+
+
+def _rank_state(rank: RankFact) -> Html:
+    if rank.state == "finished":
+        return pill("finished", "good")
+    if rank.process is None:
+        return pill("gone", "bad")
+    stopped = {"T": "stopped", "Z": "zombie"}.get(rank.process)
+    return pill(stopped, "warn") if stopped else pill("running", "good")
+
+
+def run_state(run: RunFact) -> Html:
+    """The state of a run on this node, as a pill."""
+    said = run_state_text(run)
+    return pill(said, STATE_TONES.get(said, "bad"))
+
+
+def run_state_text(run: RunFact) -> str:
+    """The state of a run on this node. One that is over needs no launcher."""
+    return run.state if run.alive or run.state in ("finished", "failed") else f"{run.state}, no launcher"
 
 
 def phase_shares(ranks: Sequence[RankFact]) -> str:
