@@ -97,6 +97,17 @@ def _margins(snapshot: Snapshot) -> dict[str, float]:
     return {**computed, **told}
 
 
+def slowdown_limit(snapshot: Snapshot) -> float | None:
+    """The lowest temperature at which a GPU of this node slows itself down, None if the driver does not say."""
+    told = (
+        value
+        for group in snapshot.samples
+        for metric, value, labels in group
+        if metric.name == _LIMIT and labels[2] == "slowdown"
+    )
+    return min(told, default=None)
+
+
 def _throttled(history: History, uuid: str) -> float | None:
     """The share of the last minute, from a counter of seconds; None if too little is known."""
     recent = history.values(THROTTLED, uuid)[-1 - round(60 / history.every_s) :]

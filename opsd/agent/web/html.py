@@ -7,10 +7,12 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from opsd.charts import CHART_STYLE
+
 MAX_TEXT: Final = 240
 """Characters of a text that are shown, as users and drivers may write any length."""
 
-STYLE: Final = """
+_OWN_STYLE: Final = """
 :root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5b6470;--line:#dfe3e8;--link:#0b5cad;
 --good:#176f3d;--warn:#8a5200;--bad:#b3261e;--good-bg:#e3f4ea;--warn-bg:#fdf0d9;--bad-bg:#fce8e6;--none-bg:#eceff2}
 @media(prefers-color-scheme:dark){:root{--bg:#14171b;--card:#1c2026;--ink:#e7eaee;--soft:#a2abb6;--line:#333a43;
@@ -43,7 +45,9 @@ code{overflow-wrap:anywhere}
 article{max-width:46rem}article pre{overflow-x:auto}
 @media(max-width:40rem){body{font-size:14px}td svg{display:none}th,td{padding-right:.6rem}
 header,main,footer{padding:.5rem}dl{grid-template-columns:1fr;gap:0;margin-left:.5rem}dd{margin-bottom:.3rem}}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:1rem}
 """
+STYLE: Final = _OWN_STYLE + CHART_STYLE + "@media(max-width:40rem){.chart{font-size:14px}}"
 STYLE_HASH: Final = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 HEADERS: Final = {
     "Content-Type": "text/html; charset=utf-8",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Final
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
+from opsd.agent.web.course import run_charts, temperature_chart
+from opsd.agent.web.gpus import slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
 from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob, OtherNodes
@@ -60,11 +62,11 @@ def job_page(
     if here is None:
         return None
     values = _values(snapshot)
+    told = _incidents(snapshot, id, runs)
     parts = [
-        incidents(_incidents(snapshot, id, runs), snapshot.wall),
-        *(_run(run, [rank for rank in of_job if rank.run == run.run], values, history) for run in runs),
+        incidents(told, snapshot.wall),
+        *(part for run in runs for part in _run_parts(run, of_job, snapshot, history, ledger_of(run), told)),
         _nodes(here, others_of(runs[0].job) if others_of else ALONE),
-        *(_ledger(run, ledger_of(run)) for run in runs),
         ranks(of_job, now),
         _speed(of_job, values),
     ]
@@ -74,6 +76,18 @@ def job_page(
         (link("/", "this node"), link("/runbooks/", "runbooks"), link("/api/v1/ranks", "/api/v1/ranks")), " · "
     )
     return document(f"{title} – opsd", header, join(parts), footer)
+
+
+def _run_parts(
+    run: RunFact, of_job: Sequence[RankFact], snapshot: Snapshot, history: History, made: LedgerResult,
+    told: Sequence[Incident],
+) -> Iterator[Html]:  # fmt: skip
+    here = [rank for rank in of_job if rank.run == run.run]
+    gpus = [gpu for gpu in snapshot.gpus if gpu.index in {rank.gpu for rank in here}]
+    yield _run(run, here, _values(snapshot), history)
+    yield run_charts(run, here, history, made.ledger, told, snapshot.wall)
+    yield temperature_chart(gpus, history, told, snapshot.wall, limit_c=slowdown_limit(snapshot))
+    yield _ledger(run, made)
 
 
 def node_of_job(snapshot: Snapshot, id: str, node: str, now: float) -> NodeOfJob | None:

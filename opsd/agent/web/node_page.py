@@ -13,11 +13,13 @@ from opsd import __version__
 from opsd.agent.gather import Health
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
-from opsd.agent.web.gpus import gpu_table
+from opsd.agent.web.course import temperature_chart
+from opsd.agent.web.gpus import gpu_table, slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History, current
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
 from opsd.agent.web.parts import TONES, count, incidents, phase_shares, ranks, run_state, span
 from opsd.collectors.base import RunFact
+from opsd.runbooks.base import Incident
 
 MAX_RUNS: Final = 8
 REFRESH_S: Final = (0, 5, 60)
@@ -31,12 +33,17 @@ def node_page(snapshot: Snapshot, history: History, about: Mapping[str, Any], *,
     parts = (
         incidents(newest_first(snapshot), snapshot.wall),
         gpu_table(snapshot, history, str(node)),
+        temperature_chart(snapshot.gpus, history, _of_gpus(snapshot), snapshot.wall, limit_c=slowdown_limit(snapshot)),
         _runs(snapshot, history),
         ranks(snapshot.ranks, now),
         _collectors(snapshot),
     )
     header = join((Html(f"<h1>{h(node)}</h1>"), _summary(snapshot, about, now)))
     return document(f"{node} – opsd", header, join(parts), _footer(refresh_s), refresh_s=refresh_s)
+
+
+def _of_gpus(snapshot: Snapshot) -> list[Incident]:
+    return [incident for incident in newest_first(snapshot) if incident.culprit.gpu is not None]
 
 
 def _summary(snapshot: Snapshot, about: Mapping[str, Any], now: float) -> Html:
