@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from opsd.agent.gather import Health, Source
 from opsd.agent.loop import Snapshot
-from opsd.agent.web.app import runbook_list, runbook_page
 from opsd.agent.web.gpus import gpu_state
+from opsd.agent.web.guides import runbook_list, runbook_page
 from opsd.agent.web.history import History
 from opsd.agent.web.html import STYLE, h
 from opsd.agent.web.node_page import node_page

@@ -110,7 +110,7 @@ def test_without_files_the_last_minutes_are_drawn() -> None:
         history.note(replace(snapshot(1000.0 + 10 * point, samples=seen), wall=1e9 + 10 * point))
     shown = snapshot(samples=seen, ranks=[rank(1)])
     drawn = charts(job_page(shown, history, lambda _: LedgerResult(None, "no file"), "4242", "node-17", 1001.0))
-    assert [chart.partition(":")[0] for chart in drawn] == ["Throughput", "Temperature"]
+    assert [chart.partition(":")[0] for chart in drawn] == ["Throughput", "Temperature", "SM clock"]
     assert "GPU 1 from 60 to 62" in drawn[1] and "GPU 0" not in drawn[1]
 
 

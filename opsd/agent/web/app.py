@@ -2,6 +2,7 @@
 
 ========================= ==========================================================================
 ``/``                     the page of this node; ``?refresh=5`` reloads it every 5 s
+``/incident/ID``          the page of an incident: timeline, evidence, similar ones, runbook
 ``/job/ID``               the page of a job, or of a run by its name, with the job's other nodes
 ``/runbooks/NAME``        the guide of a runbook or an alert; ``/runbooks/`` lists them
 ``/metrics``              every series, Prometheus text or OpenMetrics
@@ -20,9 +21,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -30,15 +30,14 @@ from urllib.parse import unquote
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
 from opsd.agent.web.exposition import Exposition
+from opsd.agent.web.guides import runbook_list, runbook_page
 from opsd.agent.web.history import History
-from opsd.agent.web.html import HEADERS, Html, card, document, h, join, link
+from opsd.agent.web.html import HEADERS
+from opsd.agent.web.incident_page import incident_page
 from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import Ledgers
 from opsd.agent.web.node_page import REFRESH_S, node_page
-from opsd.dashboards.alerts.catalogue import GUIDES
-from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.base import SECTIONS, Guide
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 JSON = "application/json; charset=utf-8"
@@ -105,6 +104,8 @@ class App:
             return route(request)
         if request.path.startswith("/api/v1/incidents/"):
             return self._incident(request.path.rpartition("/")[2])
+        if request.path.startswith("/incident/"):
+            return self._incident_page(unquote(request.path.removeprefix("/incident/")))
         if request.path.startswith("/api/v1/jobs/"):
             return self._job_summary(unquote(request.path.rpartition("/")[2]))
         if request.path.startswith("/job/"):
@@ -148,6 +149,15 @@ class App:
         if found is None:
             return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered")
         return _json(api.incident_details(latest, found))
+
+    def _incident_page(self, id: str) -> Answer:
+        latest, now = self._latest(), time.monotonic()
+        found = api.find(latest, id)
+        if found is None:
+            return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered; see /")
+        node = str(self._facts.get("node", ""))
+        body = self._pages.get(("incident", id), latest, now, lambda: incident_page(latest, found, node))
+        return HTTPStatus.OK, body or b"", HEADERS
 
     def _index(self, request: Request) -> Answer:
         wanted = request.query.get("refresh", ["0"])[-1]
@@ -215,42 +225,3 @@ class PageCache:
             if key not in self._pages:
                 self._pages[key] = make()
             return self._pages[key]
-
-
-def runbook_page(name: str) -> bytes | None:
-    """The page of the runbook or alert ``name`` as UTF-8, None if there is none."""
-    book = next((book for book in RUNBOOKS if book.kind == name), None)
-    guide = book.guide if book else GUIDES.get(name)
-    return None if guide is None else _document(name, guide)
-
-
-def runbook_list() -> bytes:
-    """The list of all pages as UTF-8."""
-    found = _list((book.kind, book.guide) for book in RUNBOOKS)
-    raised = _list(GUIDES.items())
-    main = join((card("kinds", "Incidents", found), card("alerts", "Alerts that only Prometheus can raise", raised)))
-    return document("runbooks – opsd", Html("<h1>Runbooks</h1>"), main, _HOME)
-
-
-_HOME = link("/", "this node")
-
-
-def _list(guides: Iterable[tuple[str, Guide]]) -> Html:
-    items = "".join(f"<li>{link(f'/runbooks/{name}', guide.title)}</li>" for name, guide in guides)
-    return Html(f"<ul>{items}</ul>")
-
-
-@lru_cache(maxsize=8)
-def _document(name: str, guide: Guide) -> bytes:
-    texts = (guide.meaning, guide.impact, guide.diagnosis, guide.mitigation, guide.automatic)
-    body = "".join(f"<h2>{head}</h2>{_html(text)}" for head, text in zip(SECTIONS, texts, strict=True))
-    header = Html(f"<h1>{h(guide.title)}</h1>")
-    footer = join((link("/runbooks/", "all runbooks"), _HOME, name), " · ")
-    return document(f"{guide.title} – opsd", header, Html(f'<article class="card">{body}</article>'), footer)
-
-
-def _html(markdown: str) -> Html:
-    """Markdown as HTML; tags in it are shown and not obeyed."""
-    from markdown_it import MarkdownIt  # 3 MiB that an agent pays once somebody reads a page
-
-    return Html(MarkdownIt("commonmark", {"html": False}).render(markdown))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import fsum
 from typing import Any, Final
 
@@ -44,16 +45,23 @@ def run_charts(
     return _card(f"course-{run.run}", f"Course of {run.run}", charts)
 
 
-def temperature_chart(
+def gpu_charts(
     gpus: Sequence[GpuFact], history: History, incidents: Sequence[Incident], wall: float, *, limit_c: float | None
 ) -> Html:
-    """The temperature of the GPUs over the last minutes; ``limit_c`` is where they slow down, None if unknown."""
-    series = [Series(f"GPU {gpu.index}", history.points("DCGM_FI_DEV_GPU_TEMP", gpu.uuid)) for gpu in gpus[:MAX_GPUS]]
-    times = [at for each in series for at, _ in each.points]
+    """Temperature and clock of the GPUs over the last minutes; ``limit_c`` is where they slow down, None if unknown."""
+
+    def of(name: str) -> list[Series]:
+        return [Series(f"GPU {gpu.index}", history.points(name, gpu.uuid)) for gpu in gpus[:MAX_GPUS]]
+
+    heat, spans = of("DCGM_FI_DEV_GPU_TEMP"), _spans(incidents, wall)
+    times = [at for each in heat for at, _ in each.points]
     if limit_c is not None and times:
-        series.append(Series("slows down", [(min(times), limit_c), (max(times), limit_c)]))
-    chart = _chart("Temperature", series, Axis("GPU °C"), _spans(incidents, wall))
-    return _card("heat", "Temperature of the GPUs", [chart])
+        heat.append(Series("slows down", [(min(times), limit_c), (max(times), limit_c)]))
+    charts = [
+        _chart("Temperature", heat, Axis("°C"), spans),
+        _chart("SM clock", of("DCGM_FI_DEV_SM_CLOCK"), Axis("SM clock, MHz"), spans),
+    ]
+    return _card("heat", "Heat and clocks of the last 20 minutes", charts)
 
 
 def _chart(title: str, series: Sequence[Series], y: Axis, spans: Sequence[Span]) -> str:
@@ -75,14 +83,8 @@ def _phases(ranks: Iterable[RankFact]) -> str:
     series = [Series(phase, means[phase]) for phase in shown if len(means[phase]) > 1]
     if not series:
         return ""
-    return line_chart(
-        "Step time by phase, ranks here",
-        series,
-        x=Axis("step"),
-        y=Axis("seconds", from_zero=True),
-        width=WIDTH,
-        height=HEIGHT,
-    )
+    x, y = Axis("step"), Axis("seconds", from_zero=True)
+    return line_chart("Step time by phase, ranks here", series, x=x, y=y, width=WIDTH, height=HEIGHT)
 
 
 def _points(curve: object) -> list[Point]:
@@ -91,12 +93,19 @@ def _points(curve: object) -> list[Point]:
 
 
 def _spans(incidents: Sequence[Incident], wall: float) -> list[Span]:
+    """When incidents were open; those of one kind that overlap are one span."""
     tones: Mapping[Severity, Tone] = {Severity.CRITICAL: "bad", Severity.WARNING: "warn", Severity.INFO: "none"}
-    return [
-        Span(i.opened_at, wall if i.resolved_at is None else i.resolved_at, i.summary, tones[i.severity])
-        for i in incidents[:MAX_SPANS]
-        if i.cause is None
-    ]
+    merged: list[Span] = []
+    last: dict[str, int] = {}
+    for i in sorted((i for i in incidents if i.cause is None), key=lambda incident: incident.opened_at):
+        end = wall if i.resolved_at is None else i.resolved_at
+        before = merged[last[i.kind]] if i.kind in last else None
+        if before is not None and i.opened_at <= before.end:
+            merged[last[i.kind]] = replace(before, end=max(end, before.end))
+        else:
+            last[i.kind] = len(merged)
+            merged.append(Span(i.opened_at, end, i.summary, tones[i.severity]))
+    return merged[-MAX_SPANS:]
 
 
 def _card(id: str, title: str, charts: Iterable[str]) -> Html:

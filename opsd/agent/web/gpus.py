@@ -9,7 +9,8 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
 from opsd.agent.web.history import THROTTLED, History, current
 from opsd.agent.web.html import Html, card, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.parts import TONES, incident_path
+from opsd.agent.web.incidents import incident_path
+from opsd.agent.web.parts import TONES
 from opsd.collectors.base import GpuFact, RankFact
 from opsd.runbooks.base import Incident
 

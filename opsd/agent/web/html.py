@@ -45,7 +45,10 @@ code{overflow-wrap:anywhere}
 article{max-width:46rem}article pre{overflow-x:auto}
 @media(max-width:40rem){body{font-size:14px}td svg{display:none}th,td{padding-right:.6rem}
 header,main,footer{padding:.5rem}dl{grid-template-columns:1fr;gap:0;margin-left:.5rem}dd{margin-bottom:.3rem}}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:1rem}
+.beside{display:grid;grid-template-columns:minmax(0,1fr);gap:0 1rem;align-items:start}
+@media(min-width:64rem){.beside{grid-template-columns:minmax(0,3fr) minmax(0,2fr)}}
+.guide{max-width:none;overflow-wrap:anywhere}summary a{margin-right:.2rem}.facts li{overflow-wrap:anywhere}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,30rem),1fr));gap:1rem}
 """
 STYLE: Final = _OWN_STYLE + CHART_STYLE + "@media(max-width:40rem){.chart{font-size:14px}}"
 STYLE_HASH: Final = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()

@@ -8,18 +8,17 @@ from typing import Final
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
-from opsd.agent.web.course import run_charts, temperature_chart
+from opsd.agent.web.course import gpu_charts, run_charts
 from opsd.agent.web.gpus import slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
+from opsd.agent.web.incidents import MAX_GROUPS, incident_cards
 from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob, OtherNodes
 from opsd.agent.web.ledgers import LedgerResult
 from opsd.agent.web.parts import (
-    MAX_INCIDENTS,
     MAX_RANKS,
     STATE_TONES,
     TONES,
-    incidents,
     phase_shares,
     ranks,
     run_state,
@@ -64,7 +63,7 @@ def job_page(
     values = _values(snapshot)
     told = _incidents(snapshot, id, runs)
     parts = [
-        incidents(told, snapshot.wall),
+        incident_cards(told, snapshot.wall),
         *(part for run in runs for part in _run_parts(run, of_job, snapshot, history, ledger_of(run), told)),
         _nodes(here, others_of(runs[0].job) if others_of else ALONE),
         ranks(of_job, now),
@@ -86,7 +85,7 @@ def _run_parts(
     gpus = [gpu for gpu in snapshot.gpus if gpu.index in {rank.gpu for rank in here}]
     yield _run(run, here, _values(snapshot), history)
     yield run_charts(run, here, history, made.ledger, told, snapshot.wall)
-    yield temperature_chart(gpus, history, told, snapshot.wall, limit_c=slowdown_limit(snapshot))
+    yield gpu_charts(gpus, history, told, snapshot.wall, limit_c=slowdown_limit(snapshot))
     yield _ledger(run, made)
 
 
@@ -114,7 +113,7 @@ def node_of_job(snapshot: Snapshot, id: str, node: str, now: float) -> NodeOfJob
         silent_s=max((max(0.0, now - rank.changed) for rank in live), default=None),
         tokens_per_second=sum(tokens) if tokens else None,
         incidents=tuple(
-            IncidentSummary(severity=i.severity.value, summary=i.summary[:200]) for i in current[:MAX_INCIDENTS]
+            IncidentSummary(severity=i.severity.value, summary=i.summary[:200]) for i in current[:MAX_GROUPS]
         ),
     )
 

@@ -13,11 +13,12 @@ from opsd import __version__
 from opsd.agent.gather import Health
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
-from opsd.agent.web.course import temperature_chart
+from opsd.agent.web.course import gpu_charts
 from opsd.agent.web.gpus import gpu_table, slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History, current
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.parts import TONES, count, incidents, phase_shares, ranks, run_state, span
+from opsd.agent.web.incidents import incident_cards
+from opsd.agent.web.parts import TONES, count, phase_shares, ranks, run_state, span
 from opsd.collectors.base import RunFact
 from opsd.runbooks.base import Incident
 
@@ -31,9 +32,9 @@ def node_page(snapshot: Snapshot, history: History, about: Mapping[str, Any], *,
     """The page of this node as UTF-8. ``now`` is the monotonic second of the request."""
     node = about.get("node", "")
     parts = (
-        incidents(newest_first(snapshot), snapshot.wall),
+        incident_cards(newest_first(snapshot), snapshot.wall),
         gpu_table(snapshot, history, str(node)),
-        temperature_chart(snapshot.gpus, history, _of_gpus(snapshot), snapshot.wall, limit_c=slowdown_limit(snapshot)),
+        gpu_charts(snapshot.gpus, history, _of_gpus(snapshot), snapshot.wall, limit_c=slowdown_limit(snapshot)),
         _runs(snapshot, history),
         ranks(snapshot.ranks, now),
         _collectors(snapshot),
