@@ -30,7 +30,7 @@ from tests.fakes.incidents import WALL, incident
 
 ABOUT = {"node": "node-17", "mode": "observe", "started_at": WALL - 90_000}
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b[2J"
-VOID = {"meta", "polyline"}
+VOID = {"meta", "polyline", "link"}
 GAUGES = {
     name: Metric(f"DCGM_FI_DEV_{name}", "A gauge.", labels=("gpu", "UUID"))
     for name in ("GPU_UTIL", "GPU_TEMP", "POWER_USAGE", "SM_CLOCK")
@@ -203,14 +203,25 @@ def test_nothing_but_the_page_itself_is_needed() -> None:
     assert ("html", {"lang": "en"}) in tags
     assert not any("src" in attributes for _, attributes in tags)
     assert {a["href"][0] for tag, a in tags if tag == "a"} <= {"/", "#"}
-    assert not {"link", "script", "img"} & {tag for tag, _ in tags}
+    assert not {"script", "img"} & {tag for tag, _ in tags}
+    assert [str(a["href"])[:19] for tag, a in tags if tag == "link"] == ["data:image/svg+xml,"]
     assert [tag for tag, _ in tags].count("h1") == 1
     ids = {attributes["id"] for _, attributes in tags if "id" in attributes}
     assert {a["aria-labelledby"] for tag, a in tags if tag == "section"} <= ids
-    assert all(a.get("aria-label") for tag, a in tags if tag == "svg" or a.get("role") == "region")
+    assert all(a.get("aria-label") for tag, a in tags if tag == "svg" or a.get("role") == "group")
     assert all(a.get("scope") for tag, a in tags if tag == "th")
     assert "url(" not in STYLE
     assert "@import" not in STYLE
+
+
+def test_the_icon_says_how_the_node_is() -> None:
+    """Red among the tabs of a browser while something critical is open."""
+    for found, color in (
+        ((), "176f3d"),
+        ((incident(severity=Severity.CRITICAL), incident("b")), "c62828"),
+        ((incident("b"),), "d98e04"),
+    ):
+        assert f"fill='%23{color}'".encode() in page(snapshot(incidents=found))
 
 
 def test_it_stays_as_it_is_unless_asked() -> None:

@@ -17,9 +17,10 @@ import pytest
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import App, PageCache, Request
 from opsd.agent.web.history import History
-from opsd.agent.web.job_nodes import Answer, IncidentSummary, NodeOfJob, OtherNodes
+from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import FRESH_S, REST, LedgerResult, Ledgers, make_ledger
+from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.collectors.base import Metric, Sample, StepFact
 from opsd.collectors.lib.rank_series import MFU
 from tests.fakes.clock import FakeClock, eventually

@@ -2,6 +2,7 @@
 
 ========================= ==========================================================================
 ``/``                     the page of this node; ``?refresh=5`` reloads it every 5 s
+``/fleet``                all nodes: state, runs, incidents, spares; ``?refresh=60``
 ``/incident/ID``          the page of an incident: timeline, evidence, similar ones, runbook
 ``/job/ID``               the page of a job, or of a run by its name, with the job's other nodes
 ``/runbooks/NAME``        the guide of a runbook or an alert; ``/runbooks/`` lists them
@@ -10,6 +11,7 @@
 ``/readyz``               200 once the first collection is done and while the loop ticks
 ``/api/v1/status``        collectors, GPUs, ranks, runs, journal
 ``/api/v1/ranks``         the rank pages with their recent steps; ``?job=4242``
+``/api/v1/node``          this node in brief, for the fleet page of others
 ``/api/v1/jobs/ID``       a summary of a job on this node
 ``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: complete symptoms
 ``/api/v1/incidents/ID``  one incident, its symptoms, and similar past ones
@@ -30,6 +32,8 @@ from urllib.parse import unquote
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
 from opsd.agent.web.exposition import Exposition
+from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
+from opsd.agent.web.fleet_page import ALONE, fleet_page
 from opsd.agent.web.guides import runbook_list, runbook_page
 from opsd.agent.web.history import History
 from opsd.agent.web.html import HEADERS
@@ -58,8 +62,8 @@ class Request:
 class App:
     """Answers requests from the newest snapshot.
 
-    ``stale_s``: a loop that has not ticked for longer is not healthy. ``job_nodes`` may be replaced at any time;
-    ``config`` is the state of the configuration.
+    ``stale_s``: a loop that has not ticked for longer is not healthy. ``job_nodes`` and ``fleet`` may be
+    replaced at any time; ``config`` is the state of the configuration.
     """
 
     def __init__(
@@ -71,19 +75,22 @@ class App:
         history: History | None = None,
         ledgers: Ledgers | None = None,
         job_nodes: JobNodes | None = None,
+        fleet: Fleet | None = None,
         config: Callable[[], Mapping[str, object]] | None = None,
     ) -> None:
         self._latest = latest
         self._facts = facts
         self._history = history or History()
         self._ledgers = ledgers or Ledgers()
-        self.job_nodes = job_nodes
+        self.job_nodes, self.fleet = job_nodes, fleet
         self._config = config
         self._pages, self._job_pages = PageCache(), PageCache()
         self._stale_s = stale_s
         self._exposition = Exposition(lambda: latest().samples)
         self._routes: Mapping[str, Callable[[Request], Answer]] = {
             "/": self._index,
+            "/fleet": self._fleet,
+            "/api/v1/node": self._node,
             "/metrics": self._metrics,
             "/healthz": self._healthz,
             "/readyz": self._readyz,
@@ -160,14 +167,28 @@ class App:
         return HTTPStatus.OK, body or b"", HEADERS
 
     def _index(self, request: Request) -> Answer:
-        wanted = request.query.get("refresh", ["0"])[-1]
-        refresh_s = next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
+        refresh_s = _refresh(request)
         latest, now = self._latest(), time.monotonic()
 
         def make() -> bytes:
             return node_page(latest, self._history, self._facts, refresh_s=refresh_s, now=now)
 
         return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", HEADERS
+
+    def _summary(self) -> NodeSummary:
+        return node_summary(self._latest(), str(self._facts.get("node", "")), time.monotonic())
+
+    def _node(self, _request: Request) -> Answer:
+        return HTTPStatus.OK, self._summary().model_dump_json().encode() + b"\n", {"Content-Type": JSON}
+
+    def _fleet(self, request: Request) -> Answer:
+        refresh_s, view = _refresh(request), self.fleet.view() if self.fleet else ALONE
+
+        def make() -> bytes:
+            return fleet_page(self._summary(), view, refresh_s=refresh_s)
+
+        body = self._pages.get(("fleet", refresh_s), self._latest(), time.monotonic(), make)
+        return HTTPStatus.OK, body or b"", HEADERS
 
     def _job_summary(self, id: str) -> Answer:
         summary = node_of_job(self._latest(), id, str(self._facts.get("node", "")), time.monotonic())
@@ -188,6 +209,11 @@ class App:
         if body is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
         return HTTPStatus.OK, body, HEADERS
+
+
+def _refresh(request: Request) -> int:
+    wanted = request.query.get("refresh", ["0"])[-1]
+    return next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
 
 
 def _runbook(name: str) -> Answer:

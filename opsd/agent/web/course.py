@@ -59,14 +59,14 @@ def gpu_charts(
         heat.append(Series("slows down", [(min(times), limit_c), (max(times), limit_c)]))
     charts = [
         _chart("Temperature", heat, Axis("°C"), spans),
-        _chart("SM clock", of("DCGM_FI_DEV_SM_CLOCK"), Axis("SM clock, MHz"), spans),
+        _chart("SM clock", of("DCGM_FI_DEV_SM_CLOCK"), Axis("MHz"), spans),
     ]
     return _card("heat", "Heat and clocks of the last 20 minutes", charts)
 
 
 def _chart(title: str, series: Sequence[Series], y: Axis, spans: Sequence[Span]) -> str:
     drawn = [each for each in series if len(each.points) > 1]
-    return line_chart(title, drawn, x=_CLOCK, y=y, spans=spans, width=WIDTH, height=HEIGHT) if drawn else ""
+    return _figure(title, line_chart(title, drawn, x=_CLOCK, y=y, spans=spans, width=WIDTH, height=HEIGHT))
 
 
 def _phases(ranks: Iterable[RankFact]) -> str:
@@ -81,10 +81,13 @@ def _phases(ranks: Iterable[RankFact]) -> str:
     most = total.get("whole step", 0.0)
     shown = sorted((p for p, s in total.items() if s > _LEAST_SHARE * most), key=lambda phase: -total[phase])[:6]
     series = [Series(phase, means[phase]) for phase in shown if len(means[phase]) > 1]
-    if not series:
-        return ""
     x, y = Axis("step"), Axis("seconds", from_zero=True)
-    return line_chart("Step time by phase, ranks here", series, x=x, y=y, width=WIDTH, height=HEIGHT)
+    title = "Step time by phase, ranks here"
+    return _figure(title, line_chart(title, series, x=x, y=y, width=WIDTH, height=HEIGHT))
+
+
+def _figure(title: str, chart: str) -> str:
+    return f"<figure><figcaption>{h(title)}</figcaption>{chart}</figure>" if chart else ""
 
 
 def _points(curve: object) -> list[Point]:

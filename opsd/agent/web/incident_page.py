@@ -19,6 +19,7 @@ from opsd.agent.web.incidents import (
     done,
     incident_path,
     job_path,
+    page_tone,
     severity_pill,
     state_pills,
     title_of,
@@ -55,7 +56,7 @@ def incident_page(snapshot: Snapshot, incident: Incident, node: str) -> bytes:
         ),
         " · ",
     )
-    return document(f"{title} on {node} – opsd", header, body, footer)
+    return document(f"{title} on {node} – opsd", header, body, footer, tone=page_tone([incident]))
 
 
 def timeline(incident: Incident, symptoms: Sequence[Incident]) -> list[Moment]:

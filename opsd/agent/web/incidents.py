@@ -61,6 +61,12 @@ def incident_cards(known: Sequence[Incident], wall: float) -> Html:
     )
 
 
+def page_tone(incidents: Iterable[Incident]) -> str:
+    """The tone of the gravest open incident, "good" without any."""
+    open_ones = {incident.severity for incident in incidents if incident.resolved_at is None}
+    return next((tone or "warn" for severity, tone in TONES.items() if severity in open_ones), "good")
+
+
 def title_of(kind: str) -> str:
     """The title of the runbook of ``kind``."""
     guide = guide_of(kind)
@@ -101,9 +107,8 @@ def _group(group: Group, known: Sequence[Incident], wall: float) -> Html:
     first, over = group[0], group[0].resolved_at is not None
     began = wall - (_end(group) if over else min(i.opened_at for i in group))
     said = first.summary if len(group) == 1 else f"{title_of(first.kind)}: {_members(group)}"
-    name = link(incident_path(first), said) if len(group) == 1 else h(said)
     when = h(f" – {'over for' if over else 'for'} {span(began)}")
-    head = join((severity_pill(first), state_pills(group), name, when))
+    head = join((severity_pill(first), state_pills(group), said, when))
     body = _details(first, symptoms_of(first.id, known), wall) if len(group) == 1 else _several(group, known, wall)
     unfold = not over and first.severity is not Severity.INFO
     return Html(f"<details{' open' if unfold else ''}><summary>{head}</summary>{body}</details>")
@@ -167,6 +172,7 @@ def _details(incident: Incident, symptoms: Sequence[Incident], wall: float) -> H
             ("Symptoms", bullets(_some([symptom.summary for symptom in symptoms]))),
             ("Verdict", incident.verdict),
             ("Runbook", link(f"/runbooks/{quote(incident.kind)}", title_of(incident.kind))),
+            ("Page", link(incident_path(incident), "timeline, similar incidents, runbook")),
         )
     )
 

@@ -12,9 +12,10 @@ from opsd.agent.web.course import gpu_charts, run_charts
 from opsd.agent.web.gpus import slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.incidents import MAX_GROUPS, incident_cards
-from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob, OtherNodes
+from opsd.agent.web.incidents import MAX_GROUPS, incident_cards, page_tone
+from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
 from opsd.agent.web.ledgers import LedgerResult
+from opsd.agent.web.other_agents import OtherNodes
 from opsd.agent.web.parts import (
     MAX_RANKS,
     STATE_TONES,
@@ -34,7 +35,7 @@ LEARNING_RATE: Final = "opsd_rank_learning_rate"
 
 MAX_NODES: Final = 32
 """Number of other nodes that are listed; the sums include all."""
-ALONE: Final = OtherNodes(
+ALONE: Final[OtherNodes[NodeOfJob]] = OtherNodes(
     note="Only this node is known: agents ask each other where Slurm runs and agent.listen is no loopback address."
 )
 TONES_BY_NAME: Final = {severity.value: tone for severity, tone in TONES.items()}
@@ -50,7 +51,7 @@ def job_page(
     id: str,
     node: str,
     now: float,
-    others_of: Callable[[str], OtherNodes] | None = None,
+    others_of: Callable[[str], OtherNodes[NodeOfJob]] | None = None,
 ) -> bytes | None:
     """The page of the job or run ``id`` as UTF-8, None if none of its runs is on this node.
 
@@ -74,7 +75,7 @@ def job_page(
     footer = join(
         (link("/", "this node"), link("/runbooks/", "runbooks"), link("/api/v1/ranks", "/api/v1/ranks")), " · "
     )
-    return document(f"{title} – opsd", header, join(parts), footer)
+    return document(f"{title} – opsd", header, join(parts), footer, tone=page_tone(told))
 
 
 def _run_parts(
@@ -141,7 +142,7 @@ def _incidents(snapshot: Snapshot, id: str, runs: Sequence[RunFact]) -> list[Inc
     return [incident for incident in newest_first(snapshot) if concerns(incident)]
 
 
-def _nodes(here: NodeOfJob, others: OtherNodes) -> Html:
+def _nodes(here: NodeOfJob, others: OtherNodes[NodeOfJob]) -> Html:
     """A row for each node of the job: those with incidents first, then those that do not answer."""
     asked = sorted(
         others.answers, key=lambda answer: (not (answer.summary and answer.summary.incidents), bool(answer.summary))

@@ -17,7 +17,7 @@ from opsd.agent.web.course import gpu_charts
 from opsd.agent.web.gpus import gpu_table, slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History, current
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.incidents import incident_cards
+from opsd.agent.web.incidents import incident_cards, page_tone
 from opsd.agent.web.parts import TONES, count, phase_shares, ranks, run_state, span
 from opsd.collectors.base import RunFact
 from opsd.runbooks.base import Incident
@@ -40,7 +40,8 @@ def node_page(snapshot: Snapshot, history: History, about: Mapping[str, Any], *,
         _collectors(snapshot),
     )
     header = join((Html(f"<h1>{h(node)}</h1>"), _summary(snapshot, about, now)))
-    return document(f"{node} – opsd", header, join(parts), _footer(refresh_s), refresh_s=refresh_s)
+    tone = page_tone(snapshot.incidents)
+    return document(f"{node} – opsd", header, join(parts), _footer(refresh_s), refresh_s=refresh_s, tone=tone)
 
 
 def _of_gpus(snapshot: Snapshot) -> list[Incident]:
@@ -140,7 +141,7 @@ def _footer(refresh_s: int) -> Html:
     places = join(
         (
             link(path, path)
-            for path in ("/runbooks/", "/metrics", "/api/v1/status", "/api/v1/incidents", "/api/v1/ranks")
+            for path in ("/fleet", "/runbooks/", "/metrics", "/api/v1/status", "/api/v1/incidents", "/api/v1/ranks")
         ),
         " · ",
     )
