@@ -80,7 +80,8 @@ class Cost:
 class Finding:
     """What a detector saw at one tick.
 
-    ``key`` is what makes it the same incident next tick (GPU UUID, run and rank).
+    ``key`` is what makes it the same incident next tick (GPU UUID, run and rank). ``run`` is the run that it concerns;
+    the agent fills it in where a runbook leaves it empty.
     """
 
     kind: str
@@ -93,6 +94,7 @@ class Finding:
     cost: Cost = Cost()
     job: str = ""
     data: Mapping[str, object] = field(default_factory=dict)
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class Incident:
     """A finding with a history. Times are wall-clock seconds; ``actions`` are those executed or recommended so far.
 
     ``cause`` is the id of the incident that this one is a symptom of. ``relapses`` counts how often it ended and
-    came back, the last time at ``reopened_at``.
+    came back, the last time at ``reopened_at``. ``job`` and ``run`` are those that it concerns, "" for none.
     """
 
     id: str
@@ -136,6 +138,7 @@ class Incident:
     cause: str | None = None
     relapses: int = 0
     reopened_at: float | None = None
+    run: str = ""
 
 
 class Series(Protocol):

@@ -14,13 +14,13 @@ FOLDER = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules"
 HEADER = "# Made by `opsd alerts build` from dashboards/alerts; a change made here is lost.\n"
 
 
-def rendered(folder: Path = FOLDER, scheme: Scheme = "http") -> dict[Path, str]:
-    """File and content of every group; ``scheme`` is that of the links to agents."""
-    return {folder / f"{group.name}.yml": _yaml(group, scheme) for group in GROUPS}
+def rendered(folder: Path = FOLDER, scheme: Scheme = "http", site: str = "") -> dict[Path, str]:
+    """File and content of every group. Links go to the guides on ``site``, or on agents by ``scheme``."""
+    return {folder / f"{group.name}.yml": _yaml(group, scheme, site) for group in GROUPS}
 
 
-def _yaml(group: Group, scheme: Scheme) -> str:
-    rules = [replace(rule, scheme=scheme) if isinstance(rule, Alert) else rule for rule in group.rules]
+def _yaml(group: Group, scheme: Scheme, site: str) -> str:
+    rules = [replace(rule, scheme=scheme, site=site) if isinstance(rule, Alert) else rule for rule in group.rules]
     content = {"name": f"opsd-{group.name}", "interval": group.interval, "rules": [rule.as_rule() for rule in rules]}
     return HEADER + yaml.dump({"groups": [content]}, Dumper=_Dumper, sort_keys=False, width=116, allow_unicode=True)
 

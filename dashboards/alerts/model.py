@@ -25,10 +25,15 @@ _MATCHERS: Mapping[Scope, tuple[str, str]] = {
     "node": ("{instance=%q}", " $labels.instance"),
     "run": ("{cluster=%q, run=%q}", " $labels.cluster $labels.run"),
 }
+_LIVE = 'topk(1, up{job=\\"opsd\\", instance!=%q} == 1 or (up{job=\\"opsd\\"} == 1) / 2)'
 _ANY_AGENT = (
-    '{{ with query "up{job=\\"opsd\\"} == 1" }}{{ . | first | label "instance" }}{{ else }}localhost:9477{{ end }}'
+    f'{{{{ with query (printf "{_LIVE}" $labels.instance) }}}}'
+    '{{ . | first | label "instance" }}{{ else }}localhost:9477{{ end }}'
 )
-"""Host and port of any live agent, as every agent serves every guide; without one, localhost."""
+"""Host and port of a live agent: every agent serves every guide, and another node's still does when this one is off.
+
+That of the alert's own node is taken if it is the only one; without any, localhost.
+"""
 _REMEMBERED = "15m"
 """How long after its last scrape the jobs of a silent agent are still looked up."""
 
@@ -38,9 +43,9 @@ class Alert:
     """One alert. With ``severity`` None it comes from the label ``severity`` of the expression's result.
 
     ``hold`` is Prometheus' ``for``, ``keep`` its ``keep_firing_for``. ``cost`` replaces the computed text.
-    ``agent_lives`` says whether the agent that the alert is about can serve the guide. ``window`` becomes a label,
-    which distinguishes rules of one name. ``scheme`` is that of the links to agents. ``guide`` is for alerts that are
-    about no incident; for the others it is that of the runbook.
+    ``agent_lives`` says whether the node that the alert is about can be asked. ``window`` becomes a label, which
+    distinguishes rules of one name. ``scheme`` is that of the links to agents; ``site`` has the guides if it is given.
+    ``guide`` is for alerts that are about no incident; for the others it is that of the runbook.
     """
 
     name: str
@@ -55,6 +60,7 @@ class Alert:
     agent_lives: bool = True
     window: str = ""
     scheme: Scheme = "http"
+    site: str = ""
     guide: Guide | None = None
 
     @property
@@ -73,7 +79,6 @@ class Alert:
 
     def _annotations(self) -> dict[str, str]:
         here = self.scope in ("gpu", "node")
-        agent = "{{ $labels.instance }}" if here and self.agent_lives else _ANY_AGENT
         where = {"node": _NODE, **({"gpu": "{{ $labels.gpu }}"} if self.scope == "gpu" else {})} if here else {}
         ask = f"on {_NODE}: opsd incidents; " if here and self.agent_lives else ""
         return {
@@ -82,7 +87,7 @@ class Alert:
             **where,
             **self._job_and_cost(),
             "next_step": f"{ask}opsd runbook show {self.runbook}",
-            "runbook_url": f"{self.scheme}://{agent}/runbooks/{self.runbook}",
+            "runbook_url": f"{self.site.rstrip('/') or f'{self.scheme}://{_ANY_AGENT}/runbooks'}/{self.runbook}",
         }
 
     def _job_and_cost(self) -> dict[str, str]:

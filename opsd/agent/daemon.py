@@ -14,9 +14,10 @@ from opsd.agent.metrics import log_samples
 from opsd.agent.reload import Reloader
 from opsd.agent.web.access import WebConfig, WebConfigError, load
 from opsd.agent.web.app import App
+from opsd.agent.web.fleet import Peers, connect
 from opsd.agent.web.history import History
 from opsd.agent.web.hosts import own_hosts
-from opsd.agent.web.job_nodes import JobNodes, PeerError, job_nodes
+from opsd.agent.web.other_agents import PeerError
 from opsd.agent.web.server import Server
 from opsd.agent.wiring import build, build_journal
 from opsd.collectors.slurm import SlurmSettings
@@ -38,7 +39,7 @@ class Daemon:
 
     def __init__(self, settings: Settings, log: Log, read: Callable[[], Settings], wanted: threading.Event) -> None:
         self._log = log
-        web, others = web_parts(settings)
+        web, peers = web_parts(settings)
         agent = settings.agent
         try:
             self._server = Server(agent.listen, log, web, own_hosts(agent.node, agent.names))
@@ -55,7 +56,8 @@ class Daemon:
             self._facts,
             stale_s=max(5.0, 3 * agent.interval_s),
             history=self._history,
-            job_nodes=others,
+            job_nodes=peers.jobs if peers else None,
+            fleet=peers.fleet if peers else None,
             config=self._reloader.status,
         )
         self._orders.take(settings)
@@ -80,19 +82,19 @@ class Daemon:
             systemd.notify("READY=1")
 
     def _apply(self, old: Settings, new: Settings) -> None:
-        web, others = web_parts(new)
+        web, peers = web_parts(new)
         self._parts.reconfigure(old, new)
         self._server.web, self._server.hosts = web, own_hosts(new.agent.node, new.agent.names)
-        self._app.job_nodes = others
+        self._app.job_nodes, self._app.fleet = (peers.jobs, peers.fleet) if peers else (None, None)
         self._facts["mode"] = new.policy.mode
         self._orders.take(new)
 
 
-def web_parts(settings: Settings) -> tuple[WebConfig, JobNodes | None]:
+def web_parts(settings: Settings) -> tuple[WebConfig, Peers | None]:
     """Certificate and passwords of the server, and what asks other agents. Raises ConfigError."""
     try:
         web = load(settings.agent.web_config) if settings.agent.web_config else WebConfig()
-        return web, job_nodes(settings)
+        return web, connect(settings)
     except (WebConfigError, PeerError) as error:
         raise ConfigError(str(error)) from error
 

@@ -53,7 +53,7 @@ class Judge:
         """The diagnosed findings of all runbooks that are not blind in this tick."""
 
         def ask(runbook: Runbook) -> tuple[Finding, ...]:
-            return tuple(runbook.diagnose(finding, view) for finding in runbook.detect(view))
+            return tuple(_with_run(runbook.diagnose(finding, view), view) for finding in runbook.detect(view))
 
         found: list[Finding] = []
         for runbook in self.runbooks.values():
@@ -113,3 +113,17 @@ class Judge:
 def sees(runbook: Runbook, view: View) -> bool:
     """True if every collector that the runbook needs has delivered in this tick."""
     return all(view.known(name) for name in runbook.needs)
+
+
+def _with_run(finding: Finding, view: View) -> Finding:
+    """``finding`` with its run: the one that it names, else that of the ranks on its GPU, or of all ranks here."""
+    run = finding.run or finding.data.get("run")
+    if not isinstance(run, str) or not run:
+        gpu, supervised = finding.culprit.gpu, {fact.run for fact in view.runs if fact.alive}
+        runs = {
+            rank.run
+            for rank in view.ranks
+            if (rank.live or rank.run in supervised) and gpu in (None, rank.gpu) and finding.job in ("", rank.job)
+        }
+        run = runs.pop() if len(runs) == 1 else ""
+    return replace(finding, run=run)

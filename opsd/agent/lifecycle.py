@@ -214,6 +214,7 @@ def opened(finding: Finding, now: float) -> Incident:
         opened_at=now,
         last_seen_at=now,
         data=finding.data,
+        run=finding.run,
     )
 
 
@@ -229,6 +230,7 @@ def merged(incident: Incident, finding: Finding, now: float) -> Incident:
         evidence=_evidence(incident, finding),
         cost=_cost(incident.cost, finding.cost, now - incident.last_seen_at),
         job=finding.job or incident.job,
+        run=finding.run or incident.run,
         last_seen_at=now,
         data={**incident.data, **finding.data},
     )

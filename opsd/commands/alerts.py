@@ -27,14 +27,22 @@ _SCHEME = option(
     default="http",
     help="Scheme of links to agents: https with agent.web_config.",
 )
+_SITE = option(
+    "--runbooks",
+    "site",
+    default="",
+    metavar="URL",
+    help="Where the guides are published, with NAME at URL/NAME. By default links go to a live agent.",
+)
 
 
 @alerts.command()
 @_FOLDER
 @_SCHEME
-def build(folder: Path | None, scheme: str) -> None:
+@_SITE
+def build(folder: Path | None, scheme: str, site: str) -> None:
     """Write the rules, one file a group."""
-    for path, text in _rendered(folder, scheme).items():
+    for path, text in _rendered(folder, scheme, site).items():
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,11 +57,12 @@ def build(folder: Path | None, scheme: str) -> None:
 @alerts.command()
 @_FOLDER
 @_SCHEME
-def check(folder: Path | None, scheme: str) -> None:
+@_SITE
+def check(folder: Path | None, scheme: str, site: str) -> None:
     """Exit with 1 if a file differs from what the code makes."""
     outdated = [
         path
-        for path, text in _rendered(folder, scheme).items()
+        for path, text in _rendered(folder, scheme, site).items()
         if not path.exists() or path.read_text(encoding="utf-8") != text
     ]
     for path in outdated:
@@ -61,7 +70,7 @@ def check(folder: Path | None, scheme: str) -> None:
     sys.exit(exitcodes.FAILED if outdated else exitcodes.OK)
 
 
-def _rendered(folder: Path | None, scheme: str) -> dict[Path, str]:
+def _rendered(folder: Path | None, scheme: str, site: str) -> dict[Path, str]:
     target = checkout.folder("deploy/prometheus/rules", folder)
-    rendered: dict[Path, str] = builder("opsd.dashboards.alerts.build").rendered(target, scheme)
+    rendered: dict[Path, str] = builder("opsd.dashboards.alerts.build").rendered(target, scheme, site)
     return rendered

@@ -1,4 +1,7 @@
-"""``python -m opsd.ledger.for_user UID FOLDER``: the ledger of a run as JSON, read with the rights of its user."""
+"""``python -m opsd.ledger.for_user UID FOLDER``: the ledger of a run and its curves as JSON.
+
+The files are read with the rights of the run's user.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,18 @@ import pwd
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 from opsd.collectors.lib.rights import Rights, open_as
-from opsd.ledger.ledger import Ledger, LedgerError, read_ledger
+from opsd.ledger.curves import curves
+from opsd.ledger.ledger import LedgerError, make_ledger, read_records
 
 
-def ledger_for_user(folder: Path, user: int) -> Ledger:
-    """The ledger of the run in ``folder`` if ``user`` can read its files. Raises LedgerError or PermissionError."""
+def records_for_user(folder: Path, user: int) -> dict[str, Any]:
+    """Ledger and curves of the run in ``folder`` if ``user`` can read its files.
+
+    Raises LedgerError or PermissionError.
+    """
     rights = Rights(user, groups_of(user))
 
     def opener(path: str, flags: int) -> int:
@@ -25,7 +33,8 @@ def ledger_for_user(folder: Path, user: int) -> Ledger:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", path)
 
-    return read_ledger(folder, opener)
+    events, metrics = read_records(folder, opener)
+    return {**make_ledger(events, metrics).as_dict(), "curves": curves(metrics)}
 
 
 def groups_of(user: int) -> frozenset[int]:
@@ -38,10 +47,10 @@ def groups_of(user: int) -> frozenset[int]:
 
 
 def main() -> int:
-    """Print the ledger, or on stderr why there is none."""
+    """Print both, or on stderr why there is none."""
     user, folder = int(sys.argv[1]), Path(sys.argv[2])
     try:
-        print(json.dumps(ledger_for_user(folder, user).as_dict(), indent=1))
+        print(json.dumps(records_for_user(folder, user)))
     except (LedgerError, OSError) as error:
         print(f"opsd ledger: {error}", file=sys.stderr)
         return 1

@@ -265,6 +265,11 @@ def read_ledger(folder: Path, opener: Opener | None = None) -> Ledger:
     Lines cut off by a crash are skipped. ``opener`` opens the files, as in open(). Raises LedgerError if there are no
     events.
     """
+    return make_ledger(*read_records(folder, opener))
+
+
+def read_records(folder: Path, opener: Opener | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What ``read_ledger`` reads: the events, and the lines about steps. Raises LedgerError."""
     try:
         events = list(read_lines(folder / "events.jsonl", ("t", "event", "generation"), opener))
     except OSError as error:
@@ -273,7 +278,7 @@ def read_ledger(folder: Path, opener: Opener | None = None) -> Ledger:
     for name in ("metrics.jsonl", "steps.jsonl"):
         with suppress(OSError):
             metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation"), opener))
-    return make_ledger(events, metrics)
+    return events, metrics
 
 
 def read_lines(path: Path, required: Sequence[str], opener: Opener | None = None) -> Iterator[dict[str, Any]]:

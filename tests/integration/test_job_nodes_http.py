@@ -11,13 +11,17 @@ import pytest
 from opsd.agent.web.access import load
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.asker import Asker
+from opsd.agent.web.fleet import Fleet
 from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.server import Server
+from opsd.runbooks.base import Severity
 from opsd.settings.agent import AgentSettings
+from opsd.slurm.port import Node
 from tests.fakes.agent import SILENT
 from tests.fakes.answering import answering
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
+from tests.fakes.slurm import FakeSlurm
 from tests.integration.test_web_config import HASH, certificate, write
 from tests.unit.test_page import rank, run, snapshot
 from tests.unit.test_page_job import speeds
@@ -32,7 +36,7 @@ def application(node: str, **shown: object) -> App:
 
 def page_of_a_job(asker: Asker, nodes: list[str]) -> str:
     """As the agent of node-17 shows it, once the other ``nodes`` have been asked."""
-    known = JobNodes("node-17", lambda _job: ["node-17", *nodes], asker)
+    known = JobNodes("node-17", lambda _job: ["node-17", *nodes], asker.job)
     assert eventually(lambda: len(known.of("4242").answers) == len(nodes))
     here = snapshot(samples=(speeds("train", (0, 1)),), runs=[run()], ranks=[rank(0), rank(1)])
     app = App(lambda: here, {"node": "node-17"}, stale_s=1e9, job_nodes=known)
@@ -52,6 +56,24 @@ def test_a_job_is_shown_with_all_its_nodes() -> None:
         assert said in page
 
 
+def test_all_nodes_are_on_one_page() -> None:
+    """Those that answer with what they say, those that do not with the reason; Slurm's state beside both."""
+    server = Server("127.0.0.1:0", SILENT)
+    server.start(application(HOST, incidents=(incident(severity=Severity.CRITICAL, summary="GPU 3 is lost"),)))
+    asker = Asker(AgentSettings(listen=f"0.0.0.0:{server.server_port}"))
+    slurm = FakeSlurm([Node(HOST, "allocated"), Node("no-such-node.invalid", "down"), Node("node-17", "idle")])
+    fleet = Fleet("node-17", lambda: slurm, asker.node)
+    try:
+        assert eventually(lambda: len(fleet.view().others.answers) == 2)
+    finally:
+        server.close()
+    here = App(lambda: snapshot(), {"node": "node-17"}, stale_s=1e9, fleet=fleet)
+    page = here(Request("/fleet", {}))[1].decode()
+    for said in ("2 of 3 answer", "1 critical", "GPU 3 is lost", "does not answer", "allocated", "down"):
+        assert said in page
+    assert page.index(">localhost<") < page.index(">no-such-node") < page.index(">node-17</a></th>")
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_they_are_asked_over_tls_with_a_password(tmp_path: Path) -> None:
     """With the certificate and the file of the settings, and refused without."""
@@ -63,8 +85,9 @@ def test_they_are_asked_over_tls_with_a_password(tmp_path: Path) -> None:
     server.start(application(HOST))
     settings = AgentSettings(listen=f"0.0.0.0:{server.server_port}", web_config=web, peer_ca_file=tmp_path / pem)
     try:
-        refused = Asker(settings)(HOST, "4242")
-        admitted = Asker(settings.model_copy(update={"peer_credentials_file": tmp_path / "credentials"}))(HOST, "4242")
+        refused = Asker(settings).job(HOST, "4242")
+        knowing = settings.model_copy(update={"peer_credentials_file": tmp_path / "credentials"})
+        admitted = Asker(knowing).job(HOST, "4242")
     finally:
         server.close()
     assert (refused.summary, refused.problem) == (None, "answers what is not understood (401)")
@@ -81,7 +104,7 @@ def test_a_password_is_never_sent_in_the_clear(tmp_path: Path) -> None:
         settings = AgentSettings(
             listen=f"0.0.0.0:{port}", web_config=web, peer_credentials_file=tmp_path / "credentials"
         )
-        answer = Asker(settings)("127.0.0.1", "4242")
+        answer = Asker(settings).job("127.0.0.1", "4242")
         with pytest.raises(TimeoutError):
             listener.accept()
     assert (answer.summary, answer.problem) == (None, "is not asked: without TLS the password would go in the clear")
@@ -99,6 +122,6 @@ def test_a_password_is_never_sent_in_the_clear(tmp_path: Path) -> None:
 def test_what_answers_need_not_be_an_agent(answer: bytes, said: str) -> None:
     """It is a line on the page, and nothing else."""
     with answering(answer) as url:
-        found = Asker(AgentSettings(listen=url.replace("http://127.0.0.1", "0.0.0.0")))("127.0.0.1", "4242")
+        found = Asker(AgentSettings(listen=url.replace("http://127.0.0.1", "0.0.0.0"))).job("127.0.0.1", "4242")
     assert found.summary is None
     assert said in found.problem

@@ -78,3 +78,11 @@ def test_the_links_are_those_of_agents_with_tls_if_asked_for(tmp_path: Path) -> 
     links = re.findall(r"runbook_url: (\w+)://", "".join(path.read_text() for path in tmp_path.glob("*.yml")))
     assert len(links) == len(alerts())
     assert {*links} == {"https"}
+
+
+def test_the_links_lead_to_a_site_with_the_runbooks_if_one_is_named(tmp_path: Path) -> None:
+    """Which is there when no agent is."""
+    site = ["--out", str(tmp_path), "--runbooks=https://wiki.example/opsd/"]
+    assert CliRunner().invoke(cli, ["alerts", "build", *site]).exit_code == 0
+    assert CliRunner().invoke(cli, ["alerts", "check", *site]).exit_code == 0
+    assert "runbook_url: https://wiki.example/opsd/gpu_lost\n" in (tmp_path / "availability.yml").read_text()

@@ -136,7 +136,10 @@ INSTANCE = "node-17:9477"
 
 
 def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None:
-    """As Alertmanager gets it, for an alert about a GPU on which a job of three GPUs works."""
+    """As Alertmanager gets it, for an alert about a GPU on which a job of three GPUs works.
+
+    The runbook is on another node than the ill one, if one lives.
+    """
     series = {
         f"opsd_gpu_up{{{GPU}}}": "0x50",
         INFO.format(INSTANCE, 3, 0): "1x50",
@@ -151,10 +154,17 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         "job": "4242",
         "cost": "3 GPUs of job 4242 wait or run slower: up to 3 GPU-hours lost per hour",
         "next_step": "on node-17: opsd incidents; opsd runbook show gpu_lost",
-        "runbook_url": "http://node-17:9477/runbooks/gpu_lost",
     }
     labels = {"instance": INSTANCE, "gpu": "3", "severity": "critical"}
-    assert promtool(tmp_path, [message_group("GpuLost", series, labels, message)]) == ""
+    own = {f'up{{{NODE},job="opsd"}}': "1x50"}
+    other = {'up{instance="node-18:9477",job="opsd"}': "1x50"}
+    tests = [
+        message_group(
+            "GpuLost", {**series, **up}, labels, {**message, "runbook_url": f"http://{host}/runbooks/gpu_lost"}
+        )
+        for up, host in (({**own, **other}, "node-18:9477"), (own, INSTANCE), ({}, "localhost:9477"))
+    ]
+    assert promtool(tmp_path, tests) == ""
 
 
 def test_a_node_that_is_down_still_names_its_job(tmp_path: Path) -> None:

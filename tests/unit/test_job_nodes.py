@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from opsd.agent.web.asker import Asker
-from opsd.agent.web.job_nodes import FRESH_S, MAX_NODES, Answer, JobNodes, NodeOfJob, PeerError, job_nodes
+from opsd.agent.web.fleet import connect
+from opsd.agent.web.job_nodes import JobNodes, NodeOfJob
+from opsd.agent.web.other_agents import FRESH_S, MAX_NODES, Answer, PeerError
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import Settings
 from opsd.settings.agent import AgentSettings
@@ -80,9 +82,9 @@ def test_without_slurms_word_nobody_is_asked() -> None:
 @pytest.mark.parametrize("listen", ["127.0.0.1:9477", "localhost:9477", "[::1]:9477"])
 def test_an_agent_on_a_loopback_address_asks_nobody(listen: str) -> None:
     """The others would not answer either."""
-    assert job_nodes(Settings(agent=AgentSettings(listen=listen))) is None
-    assert job_nodes(Settings(agent=AgentSettings(listen="0.0.0.0:9477"), slurm=SlurmSettings(enabled=False))) is None
-    assert job_nodes(Settings(agent=AgentSettings(listen="0.0.0.0:9477"))) is not None
+    assert connect(Settings(agent=AgentSettings(listen=listen))) is None
+    assert connect(Settings(agent=AgentSettings(listen="0.0.0.0:9477"), slurm=SlurmSettings(enabled=False))) is None
+    assert connect(Settings(agent=AgentSettings(listen="0.0.0.0:9477"))) is not None
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,15 @@ import pytest
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import App, PageCache, Request
 from opsd.agent.web.history import History
-from opsd.agent.web.job_nodes import Answer, IncidentSummary, NodeOfJob, OtherNodes
+from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import FRESH_S, REST, LedgerResult, Ledgers, make_ledger
-from opsd.collectors.base import Metric, Sample
+from opsd.agent.web.other_agents import Answer, OtherNodes
+from opsd.collectors.base import Metric, Sample, StepFact
 from opsd.collectors.lib.rank_series import MFU
 from tests.fakes.clock import FakeClock, eventually
 from tests.fakes.incidents import incident
-from tests.unit.test_page import HOSTILE, Structure, rank, run, snapshot
+from tests.unit.test_page import HOSTILE, Structure, rank, run, samples, snapshot
 
 LEDGER = {
     "wall_s": 1000.0,
@@ -82,6 +84,35 @@ def test_a_run_has_it_under_its_name_too() -> None:
     assert page("4243") is None and page("") is None
     alone = page("train", runs=[run(job="")], ranks=[rank(0, job="")])
     assert alone is not None and "run train" in Structure(alone).text
+
+
+def charts(found: bytes | None) -> list[str]:
+    """What is said of each chart to those who do not see it."""
+    assert found is not None
+    return [str(a["aria-label"]) for tag, a in Structure(found).tags if tag == "svg" and a.get("class") == "chart"]
+
+
+def test_the_course_of_the_run_is_drawn() -> None:
+    """From its files where there are any, with axes and units; the last steps by phase from the ranks."""
+    curves = {"loss": [[1e9, 9.0], [1e9 + 60, 2.5]], "tokens_per_s": [[1e9, 1e5], [1e9 + 60, 2e5]]}
+    steps = tuple(StepFact(n, 1.0, 0.5, 1, 2.0, 1.0, {"forward": 0.1, "backward": 0.4}) for n in (1, 2))
+    drawn = charts(page(made=LedgerResult({**LEDGER, "curves": curves}), ranks=[rank(0, steps=steps)]))
+    assert [chart.partition(":")[0] for chart in drawn] == ["Loss", "Throughput", "Step time by phase, ranks here"]
+    assert "from 2.5 to 9, last 2.5 loss" in drawn[0] and "last 2e+05 tokens/s" in drawn[1]
+    assert "backward from 0.4 to 0.4, last 0.4 seconds" in drawn[2]
+    assert charts(page(ranks=[rank(0)])) == []
+
+
+def test_without_files_the_last_minutes_are_drawn() -> None:
+    """Throughput here and the temperature of the GPUs that the run has, as the agent saw them."""
+    history = History()
+    for point in range(3):
+        seen = (samples(2, temperature=60.0 + point), speeds("train", (0, 1)))
+        history.note(replace(snapshot(1000.0 + 10 * point, samples=seen), wall=1e9 + 10 * point))
+    shown = snapshot(samples=seen, ranks=[rank(1)])
+    drawn = charts(job_page(shown, history, lambda _: LedgerResult(None, "no file"), "4242", "node-17", 1001.0))
+    assert [chart.partition(":")[0] for chart in drawn] == ["Throughput", "Temperature", "SM clock"]
+    assert "GPU 1 from 60 to 62" in drawn[1] and "GPU 0" not in drawn[1]
 
 
 def test_all_nodes_of_the_job_are_on_it() -> None:

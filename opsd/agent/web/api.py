@@ -19,7 +19,7 @@ from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Incident
 
 _PUBLIC = (
-    "id", "kind", "key", "severity", "state", "summary", "culprit", "confidence", "evidence", "cost", "job",
+    "id", "kind", "key", "severity", "state", "summary", "culprit", "confidence", "evidence", "cost", "job", "run",
     "opened_at", "last_seen_at", "resolved_at", "attempts", "verdict", "actions", "cause", "relapses",
 )  # fmt: skip
 _BRIEF = ("id", "kind", "state", "severity", "summary", "culprit", "opened_at", "resolved_at")

@@ -2,6 +2,8 @@
 
 ========================= ==========================================================================
 ``/``                     the page of this node; ``?refresh=5`` reloads it every 5 s
+``/fleet``                all nodes: state, runs, incidents, spares; ``?refresh=60``
+``/incident/ID``          the page of an incident: timeline, evidence, similar ones, runbook
 ``/job/ID``               the page of a job, or of a run by its name, with the job's other nodes
 ``/runbooks/NAME``        the guide of a runbook or an alert; ``/runbooks/`` lists them
 ``/metrics``              every series, Prometheus text or OpenMetrics
@@ -9,6 +11,7 @@
 ``/readyz``               200 once the first collection is done and while the loop ticks
 ``/api/v1/status``        collectors, GPUs, ranks, runs, journal
 ``/api/v1/ranks``         the rank pages with their recent steps; ``?job=4242``
+``/api/v1/node``          this node in brief, for the fleet page of others
 ``/api/v1/jobs/ID``       a summary of a job on this node
 ``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: complete symptoms
 ``/api/v1/incidents/ID``  one incident, its symptoms, and similar past ones
@@ -20,9 +23,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -30,15 +32,16 @@ from urllib.parse import unquote
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
 from opsd.agent.web.exposition import Exposition
+from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
+from opsd.agent.web.fleet_page import ALONE, fleet_page
+from opsd.agent.web.guides import runbook_list, runbook_page
 from opsd.agent.web.history import History
-from opsd.agent.web.html import HEADERS, Html, card, document, h, join, link
+from opsd.agent.web.html import HEADERS
+from opsd.agent.web.incident_page import incident_page
 from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import Ledgers
 from opsd.agent.web.node_page import REFRESH_S, node_page
-from opsd.dashboards.alerts.catalogue import GUIDES
-from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.base import SECTIONS, Guide
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 JSON = "application/json; charset=utf-8"
@@ -59,8 +62,8 @@ class Request:
 class App:
     """Answers requests from the newest snapshot.
 
-    ``stale_s``: a loop that has not ticked for longer is not healthy. ``job_nodes`` may be replaced at any time;
-    ``config`` is the state of the configuration.
+    ``stale_s``: a loop that has not ticked for longer is not healthy. ``job_nodes`` and ``fleet`` may be
+    replaced at any time; ``config`` is the state of the configuration.
     """
 
     def __init__(
@@ -72,19 +75,22 @@ class App:
         history: History | None = None,
         ledgers: Ledgers | None = None,
         job_nodes: JobNodes | None = None,
+        fleet: Fleet | None = None,
         config: Callable[[], Mapping[str, object]] | None = None,
     ) -> None:
         self._latest = latest
         self._facts = facts
         self._history = history or History()
         self._ledgers = ledgers or Ledgers()
-        self.job_nodes = job_nodes
+        self.job_nodes, self.fleet = job_nodes, fleet
         self._config = config
         self._pages, self._job_pages = PageCache(), PageCache()
         self._stale_s = stale_s
         self._exposition = Exposition(lambda: latest().samples)
         self._routes: Mapping[str, Callable[[Request], Answer]] = {
             "/": self._index,
+            "/fleet": self._fleet,
+            "/api/v1/node": self._node,
             "/metrics": self._metrics,
             "/healthz": self._healthz,
             "/readyz": self._readyz,
@@ -105,6 +111,8 @@ class App:
             return route(request)
         if request.path.startswith("/api/v1/incidents/"):
             return self._incident(request.path.rpartition("/")[2])
+        if request.path.startswith("/incident/"):
+            return self._incident_page(unquote(request.path.removeprefix("/incident/")))
         if request.path.startswith("/api/v1/jobs/"):
             return self._job_summary(unquote(request.path.rpartition("/")[2]))
         if request.path.startswith("/job/"):
@@ -149,15 +157,38 @@ class App:
             return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered")
         return _json(api.incident_details(latest, found))
 
+    def _incident_page(self, id: str) -> Answer:
+        latest, now = self._latest(), time.monotonic()
+        found = api.find(latest, id)
+        if found is None:
+            return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered; see /")
+        node = str(self._facts.get("node", ""))
+        body = self._pages.get(("incident", id), latest, now, lambda: incident_page(latest, found, node))
+        return HTTPStatus.OK, body or b"", HEADERS
+
     def _index(self, request: Request) -> Answer:
-        wanted = request.query.get("refresh", ["0"])[-1]
-        refresh_s = next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
+        refresh_s = _refresh(request)
         latest, now = self._latest(), time.monotonic()
 
         def make() -> bytes:
             return node_page(latest, self._history, self._facts, refresh_s=refresh_s, now=now)
 
         return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", HEADERS
+
+    def _summary(self) -> NodeSummary:
+        return node_summary(self._latest(), str(self._facts.get("node", "")), time.monotonic())
+
+    def _node(self, _request: Request) -> Answer:
+        return HTTPStatus.OK, self._summary().model_dump_json().encode() + b"\n", {"Content-Type": JSON}
+
+    def _fleet(self, request: Request) -> Answer:
+        refresh_s, view = _refresh(request), self.fleet.view() if self.fleet else ALONE
+
+        def make() -> bytes:
+            return fleet_page(self._summary(), view, refresh_s=refresh_s)
+
+        body = self._pages.get(("fleet", refresh_s), self._latest(), time.monotonic(), make)
+        return HTTPStatus.OK, body or b"", HEADERS
 
     def _job_summary(self, id: str) -> Answer:
         summary = node_of_job(self._latest(), id, str(self._facts.get("node", "")), time.monotonic())
@@ -178,6 +209,11 @@ class App:
         if body is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
         return HTTPStatus.OK, body, HEADERS
+
+
+def _refresh(request: Request) -> int:
+    wanted = request.query.get("refresh", ["0"])[-1]
+    return next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
 
 
 def _runbook(name: str) -> Answer:
@@ -215,42 +251,3 @@ class PageCache:
             if key not in self._pages:
                 self._pages[key] = make()
             return self._pages[key]
-
-
-def runbook_page(name: str) -> bytes | None:
-    """The page of the runbook or alert ``name`` as UTF-8, None if there is none."""
-    book = next((book for book in RUNBOOKS if book.kind == name), None)
-    guide = book.guide if book else GUIDES.get(name)
-    return None if guide is None else _document(name, guide)
-
-
-def runbook_list() -> bytes:
-    """The list of all pages as UTF-8."""
-    found = _list((book.kind, book.guide) for book in RUNBOOKS)
-    raised = _list(GUIDES.items())
-    main = join((card("kinds", "Incidents", found), card("alerts", "Alerts that only Prometheus can raise", raised)))
-    return document("runbooks – opsd", Html("<h1>Runbooks</h1>"), main, _HOME)
-
-
-_HOME = link("/", "this node")
-
-
-def _list(guides: Iterable[tuple[str, Guide]]) -> Html:
-    items = "".join(f"<li>{link(f'/runbooks/{name}', guide.title)}</li>" for name, guide in guides)
-    return Html(f"<ul>{items}</ul>")
-
-
-@lru_cache(maxsize=8)
-def _document(name: str, guide: Guide) -> bytes:
-    texts = (guide.meaning, guide.impact, guide.diagnosis, guide.mitigation, guide.automatic)
-    body = "".join(f"<h2>{head}</h2>{_html(text)}" for head, text in zip(SECTIONS, texts, strict=True))
-    header = Html(f"<h1>{h(guide.title)}</h1>")
-    footer = join((link("/runbooks/", "all runbooks"), _HOME, name), " · ")
-    return document(f"{guide.title} – opsd", header, Html(f'<article class="card">{body}</article>'), footer)
-
-
-def _html(markdown: str) -> Html:
-    """Markdown as HTML; tags in it are shown and not obeyed."""
-    from markdown_it import MarkdownIt  # 3 MiB that an agent pays once somebody reads a page
-
-    return Html(MarkdownIt("commonmark", {"html": False}).render(markdown))

@@ -1,4 +1,4 @@
-"""Asking the agents of other nodes about a job. A module of its own: what it imports takes five megabytes."""
+"""Asking the agent of another node. A module of its own: what it imports takes five megabytes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import base64
 import http.client
 import ssl
 from pathlib import Path
+from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from opsd.agent.web.access import has_tls
-from opsd.agent.web.job_nodes import MAX_ANSWER, TIMEOUT_S, Answer, NodeOfJob, PeerError
+from opsd.agent.web.fleet import NodeSummary
+from opsd.agent.web.job_nodes import NodeOfJob
+from opsd.agent.web.other_agents import MAX_ANSWER, TIMEOUT_S, Answer, PeerError
 from opsd.files import read_settings
 from opsd.settings.agent import AgentSettings
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class Asker:
@@ -31,19 +36,26 @@ class Asker:
         self._headers = _authorization(settings.peer_credentials_file) if settings.web_config else {}
         self._exposed = bool(self._headers) and not tls
 
-    def __call__(self, node: str, job: str) -> Answer:
+    def job(self, node: str, job: str) -> Answer[NodeOfJob]:
         """What the agent of ``node`` knows about ``job``."""
+        return self._ask(node, f"/api/v1/jobs/{job}", NodeOfJob, "knows of no run of this job")
+
+    def node(self, node: str, _question: str = "") -> Answer[NodeSummary]:
+        """What the agent of ``node`` says of its node."""
+        return self._ask(node, "/api/v1/node", NodeSummary, "is of an earlier release, which does not tell")
+
+    def _ask(self, node: str, path: str, kind: type[M], unknown: str) -> Answer[M]:
         url = f"{self._scheme}://{node}:{self._port}"
         if self._exposed:
             return Answer(node, url, problem="is not asked: without TLS the password would go in the clear")
         try:
-            status, body = self._get(node, f"/api/v1/jobs/{job}")
+            status, body = self._get(node, path)
         except (OSError, ValueError, http.client.HTTPException) as error:
             return Answer(node, url, problem=f"does not answer: {error}")
         if status == http.client.NOT_FOUND:
-            return Answer(node, url, problem="knows of no run of this job")
+            return Answer(node, url, problem=unknown)
         try:
-            return Answer(node, url, NodeOfJob.model_validate_json(body))
+            return Answer(node, url, kind.model_validate_json(body))
         except ValidationError:
             return Answer(node, url, problem=f"answers what is not understood ({status})")
 

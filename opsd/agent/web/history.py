@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from array import array
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from opsd.agent.loop import Snapshot
 
-POINTS: Final = 30
+POINTS: Final = 120
 EVERY_S: Final = 10.0
-"""Five minutes altogether."""
+"""Twenty minutes altogether; 1 KiB a series."""
+RECENT: Final = 30
+"""Points of a sparkline."""
 
 THROTTLED: Final = "opsd_gpu_throttle_seconds_total"
 THROTTLES: Final = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
@@ -29,24 +31,44 @@ class History:
     def __init__(self, *, points: int = POINTS, every_s: float = EVERY_S) -> None:
         self._points, self.every_s = points, every_s
         self._at = float("-inf")
-        self._series: Mapping[Key, deque[float]] = {}
+        self._seen = _Seen(array("d"), {})
 
     def note(self, snapshot: Snapshot) -> None:
         """Store a point from ``snapshot`` if one is due."""
         if snapshot.at - self._at < self.every_s:
             return
         self._at = snapshot.at
-        series = {}
+        old, series = self._seen, {}
         for key, value in current(snapshot).items():
-            if not math.isfinite(value):
-                continue
-            series[key] = deque(self._series.get(key, ()), self._points)
-            series[key].append(value)
-        self._series = series
+            if math.isfinite(value):
+                series[key] = self._with(old.series.get(key), value)
+        self._seen = _Seen(self._with(old.times, snapshot.wall), series)
 
     def values(self, name: str, of: str) -> tuple[float, ...]:
-        """The points of a series, oldest first."""
-        return tuple(self._series.get((name, of), ()))
+        """The newest points of a series, oldest first, as many as a sparkline has."""
+        return tuple(self._seen.series.get((name, of), ())[-RECENT:])
+
+    def points(self, name: str, of: str) -> list[tuple[float, float]]:
+        """All points of a series with their epoch seconds, oldest first."""
+        seen = self._seen
+        values = seen.series.get((name, of), _NONE)
+        return [*zip(seen.times[len(seen.times) - len(values) :], values, strict=True)]
+
+    def _with(self, past: array[float] | None, value: float) -> array[float]:
+        """A copy with one point more: requests read while the loop writes."""
+        grown = array("d") if past is None else past[-(self._points - 1) :]
+        grown.append(value)
+        return grown
+
+
+class _Seen(NamedTuple):
+    """Times, and series that all end at the last of them."""
+
+    times: array[float]
+    series: Mapping[Key, array[float]]
+
+
+_NONE: Final = array("d")
 
 
 def current(snapshot: Snapshot) -> dict[Key, float]:

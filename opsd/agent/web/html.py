@@ -7,10 +7,12 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from opsd.charts import CHART_STYLE
+
 MAX_TEXT: Final = 240
 """Characters of a text that are shown, as users and drivers may write any length."""
 
-STYLE: Final = """
+_OWN_STYLE: Final = """
 :root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5b6470;--line:#dfe3e8;--link:#0b5cad;
 --good:#176f3d;--warn:#8a5200;--bad:#b3261e;--good-bg:#e3f4ea;--warn-bg:#fdf0d9;--bad-bg:#fce8e6;--none-bg:#eceff2}
 @media(prefers-color-scheme:dark){:root{--bg:#14171b;--card:#1c2026;--ink:#e7eaee;--soft:#a2abb6;--line:#333a43;
@@ -43,16 +45,24 @@ code{overflow-wrap:anywhere}
 article{max-width:46rem}article pre{overflow-x:auto}
 @media(max-width:40rem){body{font-size:14px}td svg{display:none}th,td{padding-right:.6rem}
 header,main,footer{padding:.5rem}dl{grid-template-columns:1fr;gap:0;margin-left:.5rem}dd{margin-bottom:.3rem}}
+.beside{display:grid;grid-template-columns:minmax(0,1fr);gap:0 1rem;align-items:start}
+@media(min-width:64rem){.beside{grid-template-columns:minmax(0,3fr) minmax(0,2fr)}}
+.guide{max-width:none;overflow-wrap:anywhere}.facts li{overflow-wrap:anywhere}
+figure{margin:0}figcaption{font-weight:600;font-size:.9rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,30rem),1fr));gap:1rem}
 """
+STYLE: Final = _OWN_STYLE + CHART_STYLE + "@media(max-width:40rem){.chart{font-size:14px}}"
+ICON_TONES: Final = {"good": "176f3d", "warn": "d98e04", "bad": "c62828", "": "5b6470"}
 STYLE_HASH: Final = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
 HEADERS: Final = {
     "Content-Type": "text/html; charset=utf-8",
-    "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{STYLE_HASH}'; base-uri 'none'; "
+    "Content-Security-Policy": f"default-src 'none'; style-src 'sha256-{STYLE_HASH}'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
 }
-"""Browsers run and load nothing from a page, even if a user managed to inject HTML."""
+"""Browsers run and load nothing from a page, even if a user managed to inject HTML; its icon is part of it."""
 
+_IN_URL: Final = str.maketrans({"<": "%3C", ">": "%3E", "#": "%23"})
 _ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"})
 """As html.escape, whose module takes a quarter of a megabyte for its names of characters."""
 
@@ -104,7 +114,7 @@ def table(label: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         f'<tr><th scope="row">{h(row[0])}</th>{"".join(f"<td>{h(cell)}</td>" for cell in row[1:])}</tr>' for row in rows
     )
     return Html(
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{h(label)}"><table>'
+        f'<div class="scroll" role="group" tabindex="0" aria-label="{h(label)}"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -132,12 +142,22 @@ def sparkline(values: Sequence[float], label: str, *, width: int = 72, height: i
     )
 
 
-def document(title: str, header: object, main: object, footer: object, *, refresh_s: int = 0) -> bytes:
-    """A complete page. It reloads itself after ``refresh_s`` seconds; 0: never."""
+def _icon(tone: str) -> str:
+    """The page's icon, a light in the colour of ``tone``."""
+    color = ICON_TONES.get(tone, ICON_TONES[""])
+    light = f"<circle cx='8' cy='8' r='7' fill='#{color}'/>"
+    pulse = "<path d='M2 9h3l2-5 3 9 2-4h2' fill='none' stroke='#fff' stroke-width='1.6'/>"
+    drawn = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'>{light}{pulse}</svg>"
+    return f'<link rel="icon" href="data:image/svg+xml,{drawn.translate(_IN_URL)}">'
+
+
+def document(title: str, header: object, main: object, footer: object, *, refresh_s: int = 0, tone: str = "") -> bytes:
+    """A complete page. It reloads itself after ``refresh_s`` seconds; 0: never. Its icon has the ``tone``."""
     again = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{h(title)}</title>'
-        f'<meta name="viewport" content="width=device-width,initial-scale=1">{again}<style>{STYLE}</style></head>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"{again}{_icon(tone)}<style>{STYLE}</style></head>"
         f'<body><a class="skip" href="#main">Skip to content</a><header>{h(header)}</header>'
         f'<main id="main">{h(main)}</main><footer>{h(footer)}</footer></body></html>'
     ).encode()

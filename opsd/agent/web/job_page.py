@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Final
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
+from opsd.agent.web.course import gpu_charts, run_charts
+from opsd.agent.web.gpus import slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob, OtherNodes
+from opsd.agent.web.incidents import MAX_GROUPS, incident_cards, page_tone
+from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
 from opsd.agent.web.ledgers import LedgerResult
-from opsd.agent.web.parts import MAX_INCIDENTS, MAX_RANKS, TONES, incidents, phase_shares, ranks, span
+from opsd.agent.web.other_agents import OtherNodes
+from opsd.agent.web.parts import (
+    MAX_RANKS,
+    STATE_TONES,
+    TONES,
+    phase_shares,
+    ranks,
+    run_state,
+    run_state_text,
+    span,
+)
 from opsd.collectors.base import RankFact, RunFact
+from opsd.runbooks.base import Incident
 
 MFU: Final = "opsd_rank_mfu_ratio"
 GRAD_NORM: Final = "opsd_rank_grad_norm"
@@ -21,7 +35,7 @@ LEARNING_RATE: Final = "opsd_rank_learning_rate"
 
 MAX_NODES: Final = 32
 """Number of other nodes that are listed; the sums include all."""
-ALONE: Final = OtherNodes(
+ALONE: Final[OtherNodes[NodeOfJob]] = OtherNodes(
     note="Only this node is known: agents ask each other where Slurm runs and agent.listen is no loopback address."
 )
 TONES_BY_NAME: Final = {severity.value: tone for severity, tone in TONES.items()}
@@ -37,22 +51,22 @@ def job_page(
     id: str,
     node: str,
     now: float,
-    others_of: Callable[[str], OtherNodes] | None = None,
+    others_of: Callable[[str], OtherNodes[NodeOfJob]] | None = None,
 ) -> bytes | None:
     """The page of the job or run ``id`` as UTF-8, None if none of its runs is on this node.
 
     ``now`` is the monotonic second of the request. ``others_of`` returns a job's other nodes; None if unavailable.
     """
-    runs, of_job, names = _of_job(snapshot, id)
+    runs, of_job = _of_job(snapshot, id)
     here = node_of_job(snapshot, id, node, now)
     if here is None:
         return None
     values = _values(snapshot)
+    told = _incidents(snapshot, id, runs)
     parts = [
-        incidents([i for i in newest_first(snapshot) if i.job in names], snapshot.wall),
-        *(_run(run, [rank for rank in of_job if rank.run == run.run], values, history) for run in runs),
+        incident_cards(told, snapshot.wall),
+        *(part for run in runs for part in _run_parts(run, of_job, snapshot, history, ledger_of(run), told)),
         _nodes(here, others_of(runs[0].job) if others_of else ALONE),
-        *(_ledger(run, ledger_of(run)) for run in runs),
         ranks(of_job, now),
         _speed(of_job, values),
     ]
@@ -61,21 +75,37 @@ def job_page(
     footer = join(
         (link("/", "this node"), link("/runbooks/", "runbooks"), link("/api/v1/ranks", "/api/v1/ranks")), " · "
     )
-    return document(f"{title} – opsd", header, join(parts), footer)
+    return document(f"{title} – opsd", header, join(parts), footer, tone=page_tone(told))
+
+
+def _run_parts(
+    run: RunFact, of_job: Sequence[RankFact], snapshot: Snapshot, history: History, made: LedgerResult,
+    told: Sequence[Incident],
+) -> Iterator[Html]:  # fmt: skip
+    here = [rank for rank in of_job if rank.run == run.run]
+    gpus = [gpu for gpu in snapshot.gpus if gpu.index in {rank.gpu for rank in here}]
+    yield _run(run, here, _values(snapshot), history)
+    yield run_charts(run, here, history, made.ledger, told, snapshot.wall)
+    yield gpu_charts(gpus, history, told, snapshot.wall, limit_c=slowdown_limit(snapshot))
+    yield _ledger(run, made)
 
 
 def node_of_job(snapshot: Snapshot, id: str, node: str, now: float) -> NodeOfJob | None:
     """This node's summary of the job or run ``id`` at the monotonic second ``now``; None if no run of it is here."""
-    runs, ranks, names = _of_job(snapshot, id)
+    runs, ranks = _of_job(snapshot, id)
     if not runs:
         return None
     last = [rank.steps[-1] for rank in ranks if rank.steps]
-    tokens = [value for (name, run, _), value in _values(snapshot).items() if name == TOKENS and run in names]
+    tokens = [
+        value
+        for (name, run, _), value in _values(snapshot).items()
+        if name == TOKENS and run in {run.run for run in runs}
+    ]
     live = [rank for rank in ranks if rank.live]
-    current = [i for i in newest_first(snapshot) if i.job in names and i.resolved_at is None and i.cause is None]
+    current = [i for i in _incidents(snapshot, id, runs) if i.resolved_at is None and i.cause is None]
     return NodeOfJob(
         node=node,
-        state=runs[0].state,
+        state=run_state_text(runs[0]),
         generation=runs[0].generation,
         ranks=len(ranks),
         live=len(live),
@@ -84,19 +114,35 @@ def node_of_job(snapshot: Snapshot, id: str, node: str, now: float) -> NodeOfJob
         silent_s=max((max(0.0, now - rank.changed) for rank in live), default=None),
         tokens_per_second=sum(tokens) if tokens else None,
         incidents=tuple(
-            IncidentSummary(severity=i.severity.value, summary=i.summary[:200]) for i in current[:MAX_INCIDENTS]
+            IncidentSummary(severity=i.severity.value, summary=i.summary[:200]) for i in current[:MAX_GROUPS]
         ),
     )
 
 
-def _of_job(snapshot: Snapshot, id: str) -> tuple[list[RunFact], list[RankFact], set[str]]:
-    """The runs and ranks of the job or run ``id`` on this node, and all its names."""
+def _of_job(snapshot: Snapshot, id: str) -> tuple[list[RunFact], list[RankFact]]:
+    """The runs and ranks of the job or run ``id`` on this node."""
     runs = [run for run in snapshot.runs if id and id in (run.job, run.run)]
-    names = {id, *(run.run for run in runs), *(run.job for run in runs if run.job)}
-    return runs, [rank for rank in snapshot.ranks if rank.run in names], names
+    names = {run.run for run in runs}
+    return runs, [rank for rank in snapshot.ranks if rank.run in names]
 
 
-def _nodes(here: NodeOfJob, others: OtherNodes) -> Html:
+def _incidents(snapshot: Snapshot, id: str, runs: Sequence[RunFact]) -> list[Incident]:
+    """The incidents of the job or run ``id``, newest first.
+
+    A job has those of its own number, and those without a job of its runs; a run has all of its name, over all its
+    jobs, and those of its job that name no run.
+    """
+    names, jobs = {run.run for run in runs}, {run.job for run in runs if run.job}
+
+    def concerns(incident: Incident) -> bool:
+        if id in jobs:
+            return incident.job == id or (not incident.job and incident.run in names)
+        return incident.run in names or (not incident.run and incident.job in jobs)
+
+    return [incident for incident in newest_first(snapshot) if concerns(incident)]
+
+
+def _nodes(here: NodeOfJob, others: OtherNodes[NodeOfJob]) -> Html:
     """A row for each node of the job: those with incidents first, then those that do not answer."""
     asked = sorted(
         others.answers, key=lambda answer: (not (answer.summary and answer.summary.incidents), bool(answer.summary))
@@ -131,7 +177,7 @@ def _node(name: Html, node: NodeOfJob) -> Sequence[object]:
     )
     return (
         name,
-        pill(node.state, "good" if node.state == "running" else "warn"),
+        pill(node.state, STATE_TONES.get(node.state, "warn")),
         f"{node.live} of {node.ranks}",
         "–" if node.step is None else node.step,
         "–" if node.step_s is None else f"{node.step_s:.3f} s",
@@ -160,7 +206,7 @@ def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: Histor
     steps = [rank.steps[-1].step for rank in here if rank.steps]
     times = [rank.steps[-1].duration_s for rank in here if rank.steps]
     pairs: list[tuple[str, object]] = [
-        ("state", pill(run.state, "good") if run.alive else pill(f"{run.state}, no launcher", "warn")),
+        ("state", run_state(run)),
         ("generation", run.generation),
         ("ranks here", f"{len(here)} of {run.world_size}"),
         ("step", max(steps) if steps else "–"),

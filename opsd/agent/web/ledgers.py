@@ -34,7 +34,7 @@ KEPT: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class LedgerResult:
-    """A ledger as ``opsd ledger --json`` prints it, or None and the reason."""
+    """A ledger as ``opsd ledger --json`` prints it, with the ``curves`` of the run; or None and the reason."""
 
     ledger: Mapping[str, Any] | None
     problem: str = ""

@@ -13,10 +13,14 @@ from opsd import __version__
 from opsd.agent.gather import Health
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
-from opsd.agent.web.history import LOSS, THROTTLED, TOKENS, History, current
+from opsd.agent.web.course import gpu_charts
+from opsd.agent.web.gpus import gpu_table, slowdown_limit
+from opsd.agent.web.history import LOSS, TOKENS, History, current
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.parts import TONES, count, incidents, phase_shares, ranks, span
-from opsd.collectors.base import GpuFact, RankFact, RunFact
+from opsd.agent.web.incidents import incident_cards, page_tone
+from opsd.agent.web.parts import TONES, count, phase_shares, ranks, run_state, span
+from opsd.collectors.base import RunFact
+from opsd.runbooks.base import Incident
 
 MAX_RUNS: Final = 8
 REFRESH_S: Final = (0, 5, 60)
@@ -28,14 +32,20 @@ def node_page(snapshot: Snapshot, history: History, about: Mapping[str, Any], *,
     """The page of this node as UTF-8. ``now`` is the monotonic second of the request."""
     node = about.get("node", "")
     parts = (
-        incidents(newest_first(snapshot), snapshot.wall),
-        _gpus(snapshot, history),
+        incident_cards(newest_first(snapshot), snapshot.wall),
+        gpu_table(snapshot, history, str(node)),
+        gpu_charts(snapshot.gpus, history, _of_gpus(snapshot), snapshot.wall, limit_c=slowdown_limit(snapshot)),
         _runs(snapshot, history),
         ranks(snapshot.ranks, now),
         _collectors(snapshot),
     )
     header = join((Html(f"<h1>{h(node)}</h1>"), _summary(snapshot, about, now)))
-    return document(f"{node} – opsd", header, join(parts), _footer(refresh_s), refresh_s=refresh_s)
+    tone = page_tone(snapshot.incidents)
+    return document(f"{node} – opsd", header, join(parts), _footer(refresh_s), refresh_s=refresh_s, tone=tone)
+
+
+def _of_gpus(snapshot: Snapshot) -> list[Incident]:
+    return [incident for incident in newest_first(snapshot) if incident.culprit.gpu is not None]
 
 
 def _summary(snapshot: Snapshot, about: Mapping[str, Any], now: float) -> Html:
@@ -71,52 +81,6 @@ def _spare(snapshot: Snapshot) -> list[tuple[str, object]]:
     return [("spare", pill(f"ready{verified}", "good") if ready else pill(f"not ready{verified}", "warn"))]
 
 
-def _gpus(snapshot: Snapshot, history: History) -> Html:
-    if not snapshot.gpus:
-        nvml = next((source for source in snapshot.sources if source.name == "nvml"), None)
-        return card("gpus", "GPUs", nothing(nvml.reason if nvml and nvml.reason else "No GPU is known."))
-    values = current(snapshot)
-    users = {rank.gpu: rank for rank in snapshot.ranks if rank.live}
-    simulated = " (simulated)" if all(gpu.simulated for gpu in snapshot.gpus) else ""
-    columns = ("GPU", "State", "Throttled", "Temperature", "Power", "SM clock", "Busy", "Rank")
-    rows = [_gpu(gpu, users.get(gpu.index), values, history) for gpu in snapshot.gpus]
-    return card("gpus", f"GPUs{simulated}", table("GPUs", columns, rows))
-
-
-def _gpu(
-    gpu: GpuFact, rank: RankFact | None, values: Mapping[tuple[str, str], float], history: History
-) -> Sequence[object]:
-    def drawn(name: str, unit: str) -> Html:
-        series, value = f"DCGM_FI_DEV_{name}", values.get((f"DCGM_FI_DEV_{name}", gpu.uuid))
-        if value is None:
-            return h("–")
-        label = f"GPU {gpu.index}, {name.lower().replace('_', ' ')}"
-        return join((f"{value:.0f} {unit}", sparkline(history.values(series, gpu.uuid), label)))
-
-    state = pill("ok", "good") if gpu.lost is None else pill(f"lost: {gpu.lost}", "bad")
-    if gpu.orphans:
-        state = join((state, pill(f"held by dead {', '.join(map(str, gpu.orphans))}", "warn")), " ")
-    return (
-        gpu.index,
-        state,
-        _throttled(history.values(THROTTLED, gpu.uuid), history.every_s),
-        drawn("GPU_TEMP", "°C"),
-        drawn("POWER_USAGE", "W"),
-        drawn("SM_CLOCK", "MHz"),
-        drawn("GPU_UTIL", "%"),
-        f"{rank.rank} of {rank.run}" if rank else "–",
-    )
-
-
-def _throttled(counter: Sequence[float], every_s: float) -> Html:
-    """The share of the last minute, from a counter of seconds."""
-    recent = counter[-1 - round(60 / every_s) :]
-    if len(recent) < 2:
-        return h("–")
-    share = min(1.0, max(0.0, recent[-1] - recent[0]) / (every_s * (len(recent) - 1)))
-    return pill(f"{share:.0%}", "bad" if share >= 0.1 else "warn" if share >= 0.02 else "good")
-
-
 def _runs(snapshot: Snapshot, history: History) -> Html:
     if not snapshot.runs:
         return card("runs", "Runs", nothing("No run is supervised on this node."))
@@ -141,15 +105,10 @@ def _run(run: RunFact, snapshot: Snapshot, history: History) -> Sequence[object]
     steps = [rank.steps[-1].step for rank in of_run if rank.steps]
     tokens, loss = values.get((TOKENS, run.run)), values.get((LOSS, run.run))
     behind = f"step {min(saved)}, {max(steps) - min(saved)} behind" if saved and steps else "none yet"
-    state = (
-        pill(run.state, "good")
-        if run.alive
-        else pill(f"{run.state}, no launcher", "bad" if run.state == "running" else "")
-    )
     return (
         link(f"/job/{quote(run.job or run.run, safe='')}", run.run),
         run.job or "–",
-        state,
+        run_state(run),
         run.generation,
         join((f"{tokens:,.0f}", sparkline(history.values(TOKENS, run.run), "tokens per second"))) if tokens else "–",
         join((f"{loss:.4g}", sparkline(history.values(LOSS, run.run), "loss"))) if loss is not None else "–",
@@ -182,7 +141,7 @@ def _footer(refresh_s: int) -> Html:
     places = join(
         (
             link(path, path)
-            for path in ("/runbooks/", "/metrics", "/api/v1/status", "/api/v1/incidents", "/api/v1/ranks")
+            for path in ("/fleet", "/runbooks/", "/metrics", "/api/v1/status", "/api/v1/incidents", "/api/v1/ranks")
         ),
         " · ",
     )

@@ -1,78 +1,22 @@
-"""Parts that the pages of nodes and jobs share: incidents, ranks, and durations. Pure."""
+"""Parts that pages share: ranks, states of runs, and durations. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from opsd.agent.correlate import symptoms_of
-from opsd.agent.web.html import Html, card, h, join, link, nothing, pill, table
-from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Incident, Severity, State
+from opsd.agent.web.html import Html, card, join, nothing, pill, table
+from opsd.collectors.base import RankFact, RunFact
+from opsd.runbooks.base import Severity
 
-MAX_INCIDENTS: Final = 8
-MAX_ENDED: Final = 4
 MAX_RANKS: Final = 32
-MAX_LISTED: Final = 6
-"""Number of sentences of evidence, actions and symptoms shown for an incident; the API has them all."""
 
+STATE_TONES: Final = {"running": "good", "finished": "good", "failed": "bad", "spare": ""} | dict.fromkeys(
+    ("waiting", "restarting", "stopping"), "warn"
+)
+"""States of a run's launcher."""
 TONES: Final = {Severity.CRITICAL: "bad", Severity.WARNING: "warn", Severity.INFO: ""}
-
-
-def incidents(known: Sequence[Incident], wall: float) -> Html:
-    """The current ones of ``known`` (newest first) with details, and the last that are over."""
-    ids = {i.id for i in known}
-    roots = [i for i in known if i.cause not in ids]
-    severe = {severity: number for number, severity in enumerate(TONES)}
-    open_ones = sorted((i for i in roots if i.resolved_at is None), key=lambda i: severe[i.severity])
-    ended = [i for i in roots if i.resolved_at is not None]
-    body = join(_incident(i, symptoms_of(i.id, known), wall, unfold=True) for i in open_ones[:MAX_INCIDENTS])
-    rest = len(open_ones) - MAX_INCIDENTS
-    more = nothing(f"{rest} more: /api/v1/incidents?state=current") if rest > 0 else Html("")
-    past = join(_incident(i, symptoms_of(i.id, known), wall, unfold=False) for i in ended[:MAX_ENDED])
-    return join(
-        (
-            card("incidents", "Open incidents", join((body, more)) if open_ones else nothing("None is open.")),
-            card("ended", "Incidents that are over", past) if ended else Html(""),
-        )
-    )
-
-
-def _incident(incident: Incident, symptoms: Sequence[Incident], wall: float, *, unfold: bool) -> Html:
-    over = incident.resolved_at is not None
-    state = pill(incident.state.value, "good" if incident.state is State.RESOLVED else "")
-    tone = "" if over else TONES[incident.severity]
-    ago = span(wall - (incident.resolved_at if incident.resolved_at is not None else incident.opened_at))
-    when = f"{'over for' if over else 'for'} {ago}"
-    head = join((pill(incident.severity.value, tone), state, h(incident.summary), h(f" – {when}")))
-    cost = incident.cost.text or (f"{incident.cost.gpu_seconds:.0f} GPU seconds" if incident.cost.gpu_seconds else "")
-    rows = (
-        ("Culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
-        ("Costs", cost),
-        ("Job", incident.job),
-        ("Evidence", _list(f"{evidence.text} – {span(wall - evidence.at)} ago" for evidence in incident.evidence)),
-        ("Done", _list(_done(action) for action in incident.actions)),
-        ("Symptoms", _list(symptom.summary for symptom in symptoms)),
-        ("Verdict", incident.verdict),
-        ("Page", link(f"/runbooks/{incident.kind}", f"runbook {incident.kind}")),
-        ("All of it", link(f"/api/v1/incidents/{incident.id}", incident.id)),
-    )
-    body = "".join(f"<dt>{name}</dt><dd>{h(value)}</dd>" for name, value in rows if value)
-    return Html(f"<details{' open' if unfold else ''}><summary>{head}</summary><dl>{body}</dl></details>")
-
-
-def _done(action: Mapping[str, object]) -> str:
-    said = f"{action.get('verb', '')} {action.get('target', '')}: {action.get('outcome', '')}"
-    return f"{said} ({action['detail']})" if action.get("detail") else said
-
-
-def _list(texts: Iterable[str]) -> Html:
-    every = [*texts]
-    shown = every[:MAX_LISTED]
-    if len(every) > len(shown):
-        shown.append(f"and {len(every) - len(shown)} more")
-    return Html(f"<ul>{''.join(f'<li>{h(text)}</li>' for text in shown)}</ul>") if shown else Html("")
 
 
 def ranks(ranks: Sequence[RankFact], now: float) -> Html:
@@ -96,22 +40,37 @@ def _rank(rank: RankFact, usual_s: float, now: float) -> Sequence[object]:
     last = rank.steps[-1] if rank.steps else None
     slow = last is not None and usual_s > 0 and last.duration_s > 1.2 * usual_s
     live = rank.live and rank.process not in ("Z", "T")
-    state = (
-        pill("running", "good")
-        if live
-        else pill({"T": "stopped", "Z": "zombie"}.get(rank.process or "", rank.state), "warn")
-    )
     took = f"{last.duration_s:.3f} s" if last else "–"
     return (
         f"{rank.run} {rank.rank}",
         "–" if rank.gpu is None else rank.gpu,
-        state,
+        _rank_state(rank),
         rank.phase,
         span(now - rank.phase_since) if live else "–",
         last.step if last else "–",
         pill(took, "warn") if slow else took,
         "–" if rank.committed_step is None else rank.committed_step,
     )
+
+
+def _rank_state(rank: RankFact) -> Html:
+    if rank.state == "finished":
+        return pill("finished", "good")
+    if rank.process is None:
+        return pill("gone", "bad")
+    stopped = {"T": "stopped", "Z": "zombie"}.get(rank.process)
+    return pill(stopped, "warn") if stopped else pill("running", "good")
+
+
+def run_state(run: RunFact) -> Html:
+    """The state of a run on this node, as a pill."""
+    said = run_state_text(run)
+    return pill(said, STATE_TONES.get(said, "bad"))
+
+
+def run_state_text(run: RunFact) -> str:
+    """The state of a run on this node. One that is over needs no launcher."""
+    return run.state if run.alive or run.state in ("finished", "failed") else f"{run.state}, no launcher"
 
 
 def phase_shares(ranks: Sequence[RankFact]) -> str:

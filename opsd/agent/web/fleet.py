@@ -1,0 +1,142 @@
+"""All nodes at a glance: what each agent says of its node, and what Slurm says of it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from opsd import __version__
+from opsd.agent.loop import Snapshot
+from opsd.agent.web.job_nodes import JobNodes
+from opsd.agent.web.other_agents import Answer, OtherAgents, OtherNodes
+from opsd.agent.web.parts import TONES, run_state_text
+from opsd.collectors.slurm import SlurmSettings
+from opsd.config import Settings
+from opsd.slurm.port import Node, Slurm
+
+FRESH_S: Final = 20.0
+MAX_ASKED: Final = 512
+MAX_RUNS: Final = 8
+_GONE: Final = ("future", "unknown")
+
+
+class RunSummary(BaseModel):
+    """A run in the answer of ``/api/v1/node``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run: str = Field(max_length=256)
+    job: str = Field(max_length=64)
+    state: str = Field(max_length=32)
+
+
+class NodeSummary(BaseModel):
+    """What an agent says of its node in brief: the answer of ``/api/v1/node``.
+
+    ``incidents`` are the numbers of open ones by severity, symptoms left out; ``worst`` is the summary of the gravest.
+    ``spare`` is None on a node that is no spare, else whether it is ready. ``age_s`` is the age of what is told.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str = Field(max_length=256)
+    version: str = Field(max_length=32)
+    age_s: float
+    gpus: int
+    gpus_lost: int
+    runs: tuple[RunSummary, ...] = ()
+    incidents: Mapping[str, int] = {}
+    worst: str = Field(default="", max_length=4096)
+    spare: bool | None = None
+
+
+def node_summary(snapshot: Snapshot, node: str, now: float) -> NodeSummary:
+    """This node in brief at the monotonic second ``now``."""
+    roots = [incident for incident in snapshot.incidents if incident.cause is None]
+    severities = [*TONES]
+    worst = min(roots, key=lambda incident: severities.index(incident.severity), default=None)
+    ready = [sample.value for group in snapshot.samples for sample in group if sample.metric.name == "opsd_spare_ready"]
+    return NodeSummary(
+        node=node,
+        version=__version__,
+        age_s=max(0.0, now - snapshot.at),
+        gpus=len(snapshot.gpus),
+        gpus_lost=sum(gpu.lost is not None for gpu in snapshot.gpus),
+        runs=tuple(
+            RunSummary(run=run.run[:256], job=run.job[:64], state=run_state_text(run)[:32])
+            for run in snapshot.runs[:MAX_RUNS]
+        ),
+        incidents=Counter(incident.severity.value for incident in roots),
+        worst=worst.summary[:200] if worst else "",
+        spare=bool(ready[0]) if ready else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The other nodes: the answers of their agents, and all nodes as Slurm knows them, by name."""
+
+    others: OtherNodes[NodeSummary]
+    slurm: Mapping[str, Node]
+
+
+class Fleet:
+    """All other nodes of the cluster. Thread-safe. ``ask`` asks the agent of a node and never raises."""
+
+    def __init__(
+        self,
+        node: str,
+        slurm: Callable[[], Slurm],
+        ask: Callable[[str, str], Answer[NodeSummary]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._slurm = slurm
+        self._nodes: Mapping[str, Node] = {}
+        self._agents = OtherAgents(node, self._names, ask, clock=clock, fresh_s=FRESH_S, most=MAX_ASKED)
+
+    def view(self) -> FleetView:
+        """What was last heard; the first call says that the nodes are being asked."""
+        return FleetView(self._agents.of(""), self._nodes)
+
+    def _names(self, _question: str) -> list[str]:
+        self._nodes = {node.name: node for node in self._slurm().nodes() if node.state not in _GONE}
+        return [*self._nodes]
+
+
+class Peers(NamedTuple):
+    """What asks the agents of other nodes."""
+
+    jobs: JobNodes
+    fleet: Fleet
+
+
+def connect(settings: Settings) -> Peers | None:
+    """For an agent with these settings; None without Slurm or on a loopback address, as it has no peers then.
+
+    Raises PeerError.
+    """
+    from functools import cache
+
+    from opsd.agent.web.asker import Asker  # megabytes that an agent without peers does not need
+    from opsd.slurm.connect import choose
+
+    if not settings.section(SlurmSettings).enabled or _is_loopback(settings.agent.listen):
+        return None
+    slurm = cache(lambda: choose().slurm)
+
+    def nodes_of(job: str) -> tuple[str, ...]:
+        return next((found.nodes for found in slurm().jobs([int(job)])), ())
+
+    node, asker = settings.agent.node, Asker(settings.agent)
+    return Peers(JobNodes(node, nodes_of, asker.job), Fleet(node, slurm, asker.node))
+
+
+def _is_loopback(listen: str) -> bool:
+    host = listen.rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or host.startswith("127.")

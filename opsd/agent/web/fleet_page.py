@@ -1,0 +1,113 @@
+"""The page of all nodes: state, runs, incidents and spares at a glance. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+from urllib.parse import quote
+
+from opsd.agent.web.fleet import FleetView, NodeSummary
+from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, table
+from opsd.agent.web.other_agents import Answer, OtherNodes
+from opsd.agent.web.parts import STATE_TONES, TONES, count, span
+from opsd.slurm.port import Node
+
+MAX_ROWS: Final = 256
+STALE_S: Final = 10.0
+ALONE: Final = FleetView(
+    OtherNodes(
+        note="Only this node is known: agents ask each other where Slurm runs and agent.listen is no loopback address."
+    ),
+    {},
+)
+
+
+def fleet_page(here: NodeSummary, view: FleetView, *, refresh_s: int) -> bytes:
+    """The page as UTF-8. ``here`` is this node, the others are in ``view``; nodes in trouble come first."""
+    answers = [Answer(here.node, "", here), *view.others.answers]
+    asked = {answer.node for answer in answers}
+    silent: list[Answer[NodeSummary]] = [Answer(name, "") for name in view.slurm if name not in asked]
+    nodes = sorted((*answers, *silent), key=lambda answer: _trouble(answer, view.slurm.get(answer.node)))
+    rows = [_row(answer, view.slurm.get(answer.node)) for answer in nodes[:MAX_ROWS]]
+    columns = ("Node", "Agent", "Slurm", "GPUs", "Spare", "Runs", "Incidents")
+    rest = len(nodes) - len(rows)
+    more = nothing(f"and {rest} more without trouble, or with less") if rest > 0 else Html("")
+    note = nothing(view.others.note) if view.others.note else Html("")
+    body = join((table("Nodes", columns, rows), more, note))
+    header = join((Html("<h1>All nodes</h1>"), _sums([a.summary for a in answers if a.summary], len(nodes))))
+    again = link("/fleet", "stay as it is") if refresh_s else link("/fleet?refresh=60", "load again every minute")
+    footer = join((link("/", here.node), link("/runbooks/", "runbooks"), again), " · ")
+    worst = {severity for a in answers if a.summary for severity in a.summary.incidents}
+    tone = next((tone or "warn" for severity, tone in TONES.items() if severity.value in worst), "good")
+    main = card("nodes", "Nodes", body)
+    return document("all nodes – opsd", header, main, footer, refresh_s=refresh_s, tone=tone)
+
+
+def _sums(known: Sequence[NodeSummary], nodes: int) -> Html:
+    def total(severity: str) -> int:
+        return sum(node.incidents.get(severity, 0) for node in known)
+
+    grave = [pill(f"{number} {s.value}", tone) for s, tone in TONES.items() if (number := total(s.value))]
+    spares = [node.spare for node in known if node.spare is not None]
+    running = {run.run for node in known for run in node.runs if run.state == "running"}
+    lost = sum(node.gpus_lost for node in known)
+    return facts(
+        [
+            ("nodes", f"{len(known)} of {nodes} answer"),
+            ("GPUs", sum(node.gpus for node in known)),
+            *([("lost", pill(lost, "bad"))] if lost else []),
+            ("runs", len(running)),
+            ("incidents", join(grave, " ") if grave else pill("none", "good")),
+            ("spares", f"{sum(spares)} of {len(spares)} ready" if spares else "none"),
+        ]
+    )
+
+
+def _trouble(answer: Answer[NodeSummary], node: Node | None) -> tuple[object, ...]:
+    """The order of rows: critical incidents and lost GPUs, silent agents, warnings, what Slurm does not use, others."""
+    known = answer.summary
+    return (
+        not (known and (known.incidents.get("critical") or known.gpus_lost)),
+        not (known is None or known.age_s > STALE_S),
+        not (known and known.incidents.get("warning")),
+        node is None or node.usable,
+        answer.node,
+    )
+
+
+def _row(answer: Answer[NodeSummary], node: Node | None) -> Sequence[object]:
+    known, name = answer.summary, link(f"{answer.url}/", answer.node)
+    if known is None:
+        silent = pill("no answer" if answer.problem else "not asked", "bad" if answer.problem else "")
+        return h(answer.node), silent, _slurm(node), "–", "–", "–", answer.problem or "–"
+    fresh = known.age_s <= STALE_S
+    agent = pill("answers", "good") if fresh else pill(f"stands still for {span(known.age_s)}", "bad")
+    lost = join((f"{known.gpus} ", pill(f"{known.gpus_lost} lost", "bad"))) if known.gpus_lost else h(known.gpus)
+    runs = join(_runs(known, answer.url), ", ") if known.runs else h("–")
+    spare = {True: pill("ready", "good"), False: pill("not ready", "warn"), None: h("–")}[known.spare]
+    return name, agent, _slurm(node), lost, spare, runs, _incidents(known)
+
+
+def _runs(known: NodeSummary, url: str) -> Iterator[Html]:
+    for run in known.runs:
+        where = f"{url}/job/{quote(run.job or run.run, safe='')}"
+        said = f"{run.run} ({run.job})" if run.job and run.job not in run.run else run.run
+        yield join((link(where, said), pill(run.state, STATE_TONES.get(run.state, "bad"))), " ")
+
+
+def _incidents(known: NodeSummary) -> Html:
+    if not known.incidents:
+        return h("none")
+    counts = (
+        pill(count(number, severity.value), tone)
+        for severity, tone in TONES.items()
+        if (number := known.incidents.get(severity.value))
+    )
+    return join((join(counts, " "), known.worst), " ")
+
+
+def _slurm(node: Node | None) -> Html:
+    if node is None:
+        return h("–")
+    said = "+".join([node.state, *sorted(node.flags)])
+    return join((pill(said, "" if node.usable else "warn"), node.reason), " ")

@@ -1,0 +1,63 @@
+"""The guides of runbooks and alerts as pages. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Final
+
+from opsd.agent.web.html import Html, card, document, h, join, link
+from opsd.dashboards.alerts.catalogue import GUIDES
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import SECTIONS, Guide
+
+_BY_KIND: Final = {book.kind: book.guide for book in RUNBOOKS}
+
+
+def guide_of(kind: str) -> Guide | None:
+    """The guide of a kind of incident, None if this release has none."""
+    return _BY_KIND.get(kind)
+
+
+def runbook_page(name: str) -> bytes | None:
+    """The page of the runbook or alert ``name`` as UTF-8, None if there is none."""
+    guide = _BY_KIND.get(name) or GUIDES.get(name)
+    return None if guide is None else _document(name, guide)
+
+
+def runbook_list() -> bytes:
+    """The list of all pages as UTF-8."""
+    found = _list(_BY_KIND.items())
+    raised = _list(GUIDES.items())
+    main = join((card("kinds", "Incidents", found), card("alerts", "Alerts that only Prometheus can raise", raised)))
+    return document("runbooks – opsd", Html("<h1>Runbooks</h1>"), main, _HOME)
+
+
+_HOME = link("/", "this node")
+
+
+def _list(guides: Iterable[tuple[str, Guide]]) -> Html:
+    items = "".join(f"<li>{link(f'/runbooks/{name}', guide.title)}</li>" for name, guide in guides)
+    return Html(f"<ul>{items}</ul>")
+
+
+def _document(name: str, guide: Guide) -> bytes:
+    header = Html(f"<h1>{h(guide.title)}</h1>")
+    footer = join((link("/runbooks/", "all runbooks"), _HOME, name), " · ")
+    return document(
+        f"{guide.title} – opsd", header, Html(f'<article class="card">{guide_body(guide)}</article>'), footer
+    )
+
+
+@lru_cache(maxsize=8)
+def guide_body(guide: Guide) -> Html:
+    """The sections of a guide, with headings of the second level."""
+    texts = (guide.meaning, guide.impact, guide.diagnosis, guide.mitigation, guide.automatic)
+    return Html("".join(f"<h2>{head}</h2>{_html(text)}" for head, text in zip(SECTIONS, texts, strict=True)))
+
+
+def _html(markdown: str) -> Html:
+    """Markdown as HTML; tags in it are shown and not obeyed."""
+    from markdown_it import MarkdownIt  # 3 MiB that an agent pays once somebody reads a page
+
+    return Html(MarkdownIt("commonmark", {"html": False}).render(markdown))

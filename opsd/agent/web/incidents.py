@@ -1,0 +1,197 @@
+"""Incidents as lists: equal ones are one row, with the GPUs or ranks that have them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+from urllib.parse import quote
+
+from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
+from opsd.agent.web.guides import guide_of
+from opsd.agent.web.html import Html, card, h, join, link, nothing, pill
+from opsd.agent.web.parts import TONES, count, span
+from opsd.runbooks.base import Incident, Severity, State
+
+MAX_GROUPS: Final = 8
+MAX_ENDED: Final = 4
+MAX_MEMBERS: Final = 16
+MAX_LISTED: Final = 6
+"""Number of sentences of evidence, actions and symptoms shown for an incident; its page has them all."""
+
+Group = Sequence[Incident]
+
+
+def incident_path(incident: Incident) -> str:
+    """Where the page of an incident is."""
+    return f"/incident/{quote(incident.id, safe='')}"
+
+
+def job_path(job: str, run: str) -> str:
+    """Where the page of a job is, or of a run without one."""
+    return f"/job/{quote(job or run, safe='')}"
+
+
+def grouped(incidents: Iterable[Incident]) -> list[Group]:
+    """Incidents of one kind, severity, job and run, and either all open or all over, are a group.
+
+    Gravest groups first, then in the order of ``incidents``.
+    """
+    groups: dict[tuple[object, ...], list[Incident]] = {}
+    for i in incidents:
+        groups.setdefault((i.kind, i.severity, i.job, i.run, i.resolved_at is None), []).append(i)
+    severities = [*TONES]
+    return sorted(groups.values(), key=lambda group: severities.index(group[0].severity))
+
+
+def incident_cards(known: Sequence[Incident], wall: float) -> Html:
+    """The current ones of ``known`` (newest first) with details, and the last that are over; ``wall`` is now."""
+    ids = {i.id for i in known}
+    roots = [i for i in known if i.cause not in ids]
+    open_ones = grouped(i for i in roots if i.resolved_at is None)
+    ended = sorted(grouped(i for i in roots if i.resolved_at is not None), key=lambda group: -_end(group))
+    rest = len(open_ones) - MAX_GROUPS
+    more = nothing(f"{count(rest, 'more kind')}: /api/v1/incidents?state=current") if rest > 0 else Html("")
+    body = join(_group(group, known, wall) for group in open_ones[:MAX_GROUPS])
+    past = join(_group(group, known, wall) for group in ended[:MAX_ENDED])
+    return join(
+        (
+            card("incidents", "Open incidents", join((body, more)) if open_ones else nothing("None is open.")),
+            card("ended", "Incidents that are over", past) if ended else Html(""),
+        )
+    )
+
+
+def page_tone(incidents: Iterable[Incident]) -> str:
+    """The tone of the gravest open incident, "good" without any."""
+    open_ones = {incident.severity for incident in incidents if incident.resolved_at is None}
+    return next((tone or "warn" for severity, tone in TONES.items() if severity in open_ones), "good")
+
+
+def title_of(kind: str) -> str:
+    """The title of the runbook of ``kind``."""
+    guide = guide_of(kind)
+    return guide.title if guide else kind.replace("_", " ")
+
+
+def cost_of(incident: Incident, symptoms: Sequence[Incident] = ()) -> str:
+    """What an incident costs in words, "" if nothing is known."""
+    seconds = joint_gpu_seconds([incident, *symptoms])
+    return incident.cost.text or (f"{seconds:.0f} GPU seconds" if seconds else "")
+
+
+def done(action: Mapping[str, object]) -> str:
+    """What an action was and how it ended."""
+    said = f"{action.get('verb', '')} {action.get('target', '')}: {action.get('outcome', '')}"
+    return f"{said} ({action['detail']})" if action.get("detail") else said
+
+
+def severity_pill(incident: Incident) -> Html:
+    """The severity, in its colour while the incident lasts."""
+    return pill(incident.severity.value, TONES[incident.severity] if incident.resolved_at is None else "")
+
+
+def state_pills(group: Group) -> Html:
+    """The states in the group: escalated ones wait for a person."""
+    tones = {State.RESOLVED: "good", State.ESCALATED: "bad"}
+    return join(
+        pill(state.value, tones.get(state, "") if group[0].resolved_at is None or state is State.RESOLVED else "")
+        for state in dict.fromkeys(i.state for i in group)
+    )
+
+
+def _end(group: Group) -> float:
+    return max(i.resolved_at or 0.0 for i in group)
+
+
+def _group(group: Group, known: Sequence[Incident], wall: float) -> Html:
+    first, over = group[0], group[0].resolved_at is not None
+    began = wall - (_end(group) if over else min(i.opened_at for i in group))
+    said = first.summary if len(group) == 1 else f"{title_of(first.kind)}: {_members(group)}"
+    when = h(f" – {'over for' if over else 'for'} {span(began)}")
+    head = join((severity_pill(first), state_pills(group), said, when))
+    body = _details(first, symptoms_of(first.id, known), wall) if len(group) == 1 else _several(group, known, wall)
+    unfold = not over and first.severity is not Severity.INFO
+    return Html(f"<details{' open' if unfold else ''}><summary>{head}</summary>{body}</details>")
+
+
+def _members(group: Group) -> str:
+    """What the incidents of a group are about: ``8 GPUs (0–7)``, ``3 ranks (1, 4, 5)``, ``2 incidents``."""
+    for noun, numbers in (("GPU", [i.culprit.gpu for i in group]), ("rank", [i.culprit.rank for i in group])):
+        known = sorted({number for number in numbers if number is not None})
+        if len(known) == len(group):
+            return f"{count(len(known), noun)} ({ranges(known)})"
+    return count(len(group), "incident")
+
+
+def _member(incident: Incident, wall: float) -> str:
+    culprit = incident.culprit
+    if culprit.gpu is not None:
+        return f"GPU {culprit.gpu}"
+    return f"rank {culprit.rank}" if culprit.rank is not None else f"{span(wall - incident.opened_at)} ago"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers with runs of them joined: ``0–3, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in runs)
+
+
+def _several(group: Group, known: Sequence[Incident], wall: float) -> Html:
+    symptoms = [symptom for i in group for symptom in symptoms_of(i.id, known)]
+    lost = joint_gpu_seconds([*group, *symptoms])
+    members = sorted(group, key=lambda i: (i.culprit.gpu or 0, i.culprit.rank or 0, i.opened_at))
+    each: list[object] = [link(incident_path(i), _member(i, wall)) for i in members[:MAX_MEMBERS]]
+    if len(group) > len(each):
+        each.append(f"and {len(group) - len(each)} more")
+    return _rows(
+        (
+            ("Such as", group[0].summary),
+            ("Each", join(each, ", ")),
+            ("Costs", f"{lost:.0f} GPU seconds together" if lost else ""),
+            *_where(group[0]),
+            ("Symptoms", bullets(_some([symptom.summary for symptom in symptoms]))),
+            ("Runbook", link(f"/runbooks/{quote(group[0].kind)}", title_of(group[0].kind))),
+        )
+    )
+
+
+def _details(incident: Incident, symptoms: Sequence[Incident], wall: float) -> Html:
+    evidence = [f"{evidence.text} – {span(wall - evidence.at)} ago" for evidence in incident.evidence]
+    return _rows(
+        (
+            ("Culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
+            ("Costs", cost_of(incident, symptoms)),
+            *_where(incident),
+            ("Evidence", bullets(_some(evidence))),
+            ("Done", bullets(_some([done(action) for action in incident.actions]))),
+            ("Symptoms", bullets(_some([symptom.summary for symptom in symptoms]))),
+            ("Verdict", incident.verdict),
+            ("Runbook", link(f"/runbooks/{quote(incident.kind)}", title_of(incident.kind))),
+            ("Page", link(incident_path(incident), "timeline, similar incidents, runbook")),
+        )
+    )
+
+
+def _where(incident: Incident) -> list[tuple[str, object]]:
+    return [
+        ("Job", link(job_path(incident.job, ""), incident.job) if incident.job else ""),
+        ("Run", link(job_path("", incident.run), incident.run) if incident.run else ""),
+    ]
+
+
+def _rows(rows: Iterable[tuple[str, object]]) -> Html:
+    return Html(f"<dl>{''.join(f'<dt>{name}</dt><dd>{h(value)}</dd>' for name, value in rows if value)}</dl>")
+
+
+def _some(texts: Sequence[str]) -> list[str]:
+    return [*texts[:MAX_LISTED], *([f"and {len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else [])]
+
+
+def bullets(items: Sequence[object]) -> Html:
+    """A list; nothing for none."""
+    return Html(f"<ul>{''.join(f'<li>{h(item)}</li>' for item in items)}</ul>") if items else Html("")

@@ -1,0 +1,108 @@
+"""All nodes on one page: what needs a look comes first, and what is not known is not shown as healthy."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from opsd.agent.web.app import App, Request
+from opsd.agent.web.fleet import Fleet, FleetView, NodeSummary, RunSummary, node_summary
+from opsd.agent.web.fleet_page import ALONE, MAX_ROWS, fleet_page
+from opsd.agent.web.other_agents import Answer, OtherNodes
+from opsd.collectors import spare
+from opsd.runbooks.base import Severity
+from opsd.slurm.port import Node, SlurmUnavailable
+from tests.fakes.clock import eventually
+from tests.fakes.incidents import incident
+from tests.fakes.slurm import FakeSlurm
+from tests.unit.test_page import HOSTILE, Structure, gpu, run, snapshot
+
+HERE = NodeSummary(node="node-1", version="1", age_s=0.5, gpus=8, gpus_lost=0)
+
+
+def told(node: str, **changes: Any) -> Answer[NodeSummary]:
+    return Answer(node, f"http://{node}:9477", HERE.model_copy(update={"node": node, **changes}))
+
+
+def page(*others: Answer[NodeSummary], slurm: tuple[Node, ...] = (), note: str = "") -> Structure:
+    view = FleetView(OtherNodes(others, note), {node.name: node for node in slurm})
+    return Structure(fleet_page(HERE, view, refresh_s=0))
+
+
+def order(found: Structure) -> list[str]:
+    """The nodes in the order of the rows."""
+    return re.findall(r"node-\d+", found.text.partition("SpareRunsIncidents")[2].partition("runbooks")[0])[:-1]
+
+
+def test_what_needs_a_look_comes_first() -> None:
+    """Critical incidents, silence, warnings, what Slurm does not use, and then the others."""
+    found = page(
+        told("node-2"), told("node-3", incidents={"warning": 2}, worst="GPU 1 is hot"),
+        Answer("node-4", "", problem="does not answer: timed out"), told("node-5"),
+        told("node-6", incidents={"critical": 1, "warning": 1}, worst="GPU 3 is lost", gpus_lost=1),
+        told("node-7", age_s=300.0), slurm=(Node("node-5", "idle", frozenset({"drain"}), "opsd: GPU 3"),),
+    )  # fmt: skip
+    assert order(found) == ["node-6", "node-4", "node-7", "node-3", "node-5", "node-1", "node-2"]
+    text = re.sub(r"\s+", " ", found.text)
+    for said in ("6 of 7 answer", "GPUs 48", "1 critical 3 warning", "GPU 3 is lost", "stands still for 5 min"):
+        assert said in text
+    for said in ("timed out", "idle+drain", "opsd: GPU 3", "2 warnings", "lost 1"):
+        assert said in text
+
+
+def test_runs_lead_to_their_pages_on_their_nodes() -> None:
+    """By job, or by name without one; a run on several nodes is one."""
+    runs = (RunSummary(run="train", job="4242", state="running"), RunSummary(run="eval", job="", state="finished"))
+    found = page(told("node-2", runs=runs), told("node-3", runs=runs, spare=True), told("node-4", spare=False))
+    links = {a["href"] for tag, a in found.tags if tag == "a"}
+    assert {"http://node-2:9477/", "http://node-2:9477/job/4242", "http://node-3:9477/job/eval", "/"} <= links
+    text = re.sub(r"\s+", " ", found.text)
+    assert "runs 1" in text and "spares 1 of 2 ready" in text
+
+
+def test_a_node_that_was_not_asked_is_listed_as_such() -> None:
+    """Slurm knows it; its agent may be well."""
+    found = page(told("node-2"), slurm=(Node("node-1", "idle"), Node("node-9", "down", reason="broken")))
+    assert "not asked" in found.text and "broken" in found.text and "2 of 3 answer" in re.sub(r"\s+", " ", found.text)
+    many = page(*(told(f"node-{n}") for n in range(2, MAX_ROWS + 12)))
+    assert "and 11 more" in many.text
+    alone = Structure(fleet_page(HERE, ALONE, refresh_s=60))
+    assert (
+        "Only this node is known" in alone.text and ("meta", {"http-equiv": "refresh", "content": "60"}) in alone.tags
+    )
+
+
+def test_a_node_in_brief() -> None:
+    """Open incidents without symptoms, the gravest in words, lost GPUs, the state of runs and of a spare."""
+    known = (
+        incident("a", summary="warm"), incident("b", severity=Severity.CRITICAL, summary="lost"),
+        incident("c", cause="b", severity=Severity.CRITICAL),
+    )  # fmt: skip
+    verdict = spare.parse(b'{"ready": true, "expires_at": 200.0, "checked_at": 40.0, "staged_bytes": 1}', 100.0)
+    shown = snapshot(
+        gpus=[gpu(0), gpu(1, lost="fell off the bus")], incidents=known, samples=(verdict,), runs=[run(alive=False)]
+    )
+    brief = node_summary(shown, "node-17", 1003.0)
+    assert (brief.incidents, brief.worst) == ({"warning": 1, "critical": 1}, "lost")
+    assert (brief.gpus, brief.gpus_lost, brief.spare, brief.age_s) == (2, 1, True, 3.0)
+    assert brief.runs[0].state == "running, no launcher"
+    status, body, _ = App(lambda: shown, {"node": "node-17"}, stale_s=5.0)(Request("/api/v1/node", {}))
+    assert status == 200 and NodeSummary.model_validate_json(body).worst == "lost"
+    assert node_summary(snapshot(), "n", 1000.0).spare is None
+
+
+def test_without_slurms_word_this_node_is_all_there_is() -> None:
+    """With the reason."""
+    slurm = FakeSlurm([Node("node-1", "idle")])
+    slurm.error = SlurmUnavailable("the controller does not answer")
+    fleet = Fleet("node-1", lambda: slurm, lambda node, _: told(node))
+    assert eventually(lambda: "the controller does not answer" in fleet.view().others.note)
+
+
+def test_what_was_written_into_names_has_no_effect() -> None:
+    """Other agents and Slurm's reasons may say anything."""
+    runs = (RunSummary(run=HOSTILE, job=HOSTILE[:64], state=HOSTILE[:32]),)
+    hostile = told(HOSTILE, runs=runs, incidents={"critical": 1, HOSTILE: 3}, worst=HOSTILE)
+    found = page(hostile, Answer("b", HOSTILE, problem=HOSTILE), slurm=(Node(HOSTILE, HOSTILE, reason=HOSTILE),))
+    assert not {tag for tag, _ in found.tags} & {"script", "img"}
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)

@@ -1,0 +1,115 @@
+"""Incidents on the pages: equal ones are one row, and each has a page of its own."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd.agent.web.app import App, Request
+from opsd.agent.web.incident_page import incident_page, timeline
+from opsd.agent.web.incidents import grouped, incident_cards, incident_path, ranges
+from opsd.runbooks.base import Culprit, Evidence, Incident, Severity, State
+from tests.fakes.incidents import WALL, incident
+from tests.unit.test_page import HOSTILE, Structure, snapshot
+
+
+def throttled(gpu: int, **changes: Any) -> Incident:
+    said = {"summary": f"GPU {gpu} is throttled", "culprit": Culprit("gpu", "node-17", gpu), "kind": "gpu_throttle"}
+    return incident(f"throttle-{gpu}", **{**said, **changes})
+
+
+def crash(id: str = "crash", **changes: Any) -> Incident:
+    said = {"kind": "rank_crash", "severity": Severity.CRITICAL, "culprit": Culprit("rank", "node-17", rank=5)}
+    return incident(id, **{**said, "summary": "rank 5 died of SIGSEGV", **changes})
+
+
+def cards(*known: Incident) -> Structure:
+    return Structure(incident_cards(known, WALL + 60).encode())
+
+
+def test_equal_incidents_are_one_row() -> None:
+    """With the number of GPUs and which; each is a link away. Graver ones come first."""
+    found = cards(*(throttled(gpu) for gpu in (7, 0, 1, 2, 5)), crash())
+    assert [tag for tag, _ in found.tags].count("summary") == 2
+    assert "A GPU is throttled: 5 GPUs (0–2, 5, 7)" in found.text
+    assert found.text.index("rank 5 died") < found.text.index("5 GPUs")
+    links = [str(a["href"]) for tag, a in found.tags if tag == "a" and "/incident/throttle" in str(a["href"])]
+    assert links == [f"/incident/throttle-{gpu}" for gpu in (0, 1, 2, 5, 7)]
+
+
+def test_what_differs_in_what_matters_stays_apart() -> None:
+    """Severity, job, run, and whether it is over."""
+    first = throttled(0)
+    for other in (
+        throttled(1, severity=Severity.CRITICAL), throttled(1, job="7"), throttled(1, run="other"),
+        throttled(1, resolved_at=WALL, state=State.RESOLVED), throttled(1, kind="gpu_ecc"),
+    ):  # fmt: skip
+        assert len(grouped([first, other])) == 2
+    assert len(grouped([first, throttled(1, state=State.ESCALATED)])) == 1
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_ranges_name_exactly_the_numbers(numbers: set[int]) -> None:
+    """In order, each once."""
+    parts = [part.split("–") for part in ranges(sorted(numbers)).split(", ")]
+    assert [n for low, *high in parts for n in range(int(low), int(high[0] if high else low) + 1)] == sorted(numbers)
+
+
+def test_the_page_has_all_of_it() -> None:
+    """What happened when, in order; evidence with its source, similar past ones, links to job and run, the runbook."""
+    told = {"verb": "notify", "target": "", "outcome": "ok", "at": WALL + 1, "ended_at": WALL + 2}
+    root = crash(
+        job="4242", run="train", evidence=(Evidence("Xid 31 on GPU 5", "kernel log", WALL - 9),),
+        opened_at=WALL, actions=(told,),
+    )  # fmt: skip
+    symptom = incident("symptom", cause="crash", summary="rank 1 waits", opened_at=WALL + 3)
+    past = crash("past", summary="rank 2 died of SIGSEGV", opened_at=WALL - 9000, resolved_at=WALL - 8000)
+    shown = snapshot(incidents=(root, symptom), ended=(past,))
+    assert [moment.what for moment in timeline(root, [symptom])] == [
+        "seen by kernel log", "opened", "action", "action ended", "symptom"
+    ]  # fmt: skip
+    found = Structure(incident_page(shown, root, "node-17"))
+    text = re.sub(r"\s+", " ", found.text)
+    for said in ("Xid 31 on GPU 5", "kernel log", "rank 1 waits", "rank 2 died", "What opsd does by itself", "notify"):
+        assert said in text
+    links = {a["href"] for tag, a in found.tags if tag == "a"}
+    assert {"/job/4242", "/job/train", "/incident/symptom", "/incident/past", "/runbooks/rank_crash"} <= links
+    below = Structure(incident_page(shown, symptom, "node-17"))
+    assert "/incident/crash" in {a["href"] for tag, a in below.tags if tag == "a"}
+
+
+def test_an_incident_that_is_over_says_when_and_how() -> None:
+    """After a relapse as well; a kind of another release has no runbook here."""
+    over = crash(
+        kind="of_the_future", resolved_at=WALL + 90, state=State.RESOLVED, verdict="over by itself",
+        relapses=2, reopened_at=WALL + 30,
+    )  # fmt: skip
+    assert [m.what for m in timeline(over, ())][-2:] == ["came back", "over"]
+    text = re.sub(r"\s+", " ", Structure(incident_page(snapshot(ended=(over,)), over, "node-17")).text)
+    assert "lasted 90 s" in text and "over by itself" in text and "None is remembered" in text
+
+
+def test_it_is_found_by_its_id_only() -> None:
+    """Whatever is in an id, the link leads to its page; an unknown one has none."""
+    odd = crash("crash/../a b")
+    app = App(lambda: snapshot(incidents=(odd,)), {"node": "node-17"}, stale_s=5.0)
+    status, body, headers = app(Request(incident_path(odd), {}))
+    assert status == 200 and b"rank 5 died" in body and "default-src 'none'" in headers["Content-Security-Policy"]
+    assert app(Request("/incident/crash", {}))[0] == 404 and app(Request("/incident/", {}))[0] == 404
+
+
+def test_what_was_written_into_it_has_no_effect() -> None:
+    """Script in any of its texts is text."""
+    hostile = crash(
+        HOSTILE, kind=HOSTILE, summary=HOSTILE, verdict=HOSTILE, job=HOSTILE, run=HOSTILE,
+        evidence=(Evidence(HOSTILE, HOSTILE, WALL),), culprit=Culprit(HOSTILE, HOSTILE, detail=HOSTILE),
+        actions=({"verb": HOSTILE, "target": HOSTILE, "outcome": HOSTILE, "at": WALL, "reason": HOSTILE},),
+    )  # fmt: skip
+    shown = snapshot(incidents=(hostile, incident("s", cause=HOSTILE, summary=HOSTILE)))
+    for page in (incident_page(shown, hostile, HOSTILE), incident_cards([hostile, hostile], WALL).encode()):
+        found = Structure(page)
+        assert not {tag for tag, _ in found.tags} & {"script", "img"}
+        assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
