@@ -119,6 +119,7 @@ class Sequential:
         """See ``Accumulate``."""
         model = self._model
         assert isinstance(model, FSDPModule)
+        model.routing.begin(count, next(model.parameters()).device)
         losses = []
         for number in range(1, count + 1):
             batch = shard_batch(self._batches.next(), model.context)
@@ -178,6 +179,7 @@ class Pipelined:
         if count not in self._schedules:
             self._schedules[count] = self._schedule(count)
         self._terms = [torch.zeros(2, device=self._world.device)]
+        self._model.routing.begin(count, self._world.device)
         with self._reporter.phase("forward"):
             self._schedules[count].step(
                 *([tokens] if self._model.first else []),

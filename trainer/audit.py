@@ -38,7 +38,7 @@ class Audit:
     """
 
     def __init__(self, model: Decoder, world: World, reporter: Reporter) -> None:
-        self._regions = {name: region_of(parameter) for name, parameter in model.named_parameters()}
+        self._regions = {name: region_of(value) for name, value in model.saved()}
         self._drawn = {name for name, region in self._regions.items() if len(region.shape) > 1}
         self._groups = [world.mesh.get_group(name) for name in world.mesh.mesh_dim_names or () if name in _COMPARED]
         self._groups += [world.ends] if world.ends is not None and model.shared else []

@@ -24,7 +24,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from opsd.checkpoints import remote
 from opsd.checkpoints.manifest import CheckpointError
@@ -69,9 +68,13 @@ def writers(state: State, world: World) -> tuple[int, ...]:
     return tuple(rank for rank, (writes,) in enumerate(world.gather([alone])) if writes)
 
 
-def training_state(model: nn.Module, optimizer: Optimizer) -> State:
+def training_state(model: Decoder, optimizer: Optimizer, world: World) -> State:
     """Everything a resumed run needs besides its position in the data, as this rank's regions of named tensors."""
     state: State = {}
+    per_stage = world.size // world.parallel.pp
+    same = tuple(range(world.stage * per_stage, world.rank))
+    for name, buffer in model.named_buffers():
+        state[f"model.{name}"] = replace(region_of(buffer), earlier=same)
     for name, parameter in model.named_parameters():
         region, moments = region_of(parameter), optimizer.moments(name)
         state[f"model.{name}"] = region

@@ -65,6 +65,12 @@ class Config(Section):
         problem = self.model.problem() or self.parallel.problem(self.model, data.sequence) or self.schedule.problem()
         if problem:
             return problem
+        optimizer = self.optimizer
+        for name in ("balance_loss", "router_z_loss"):
+            if getattr(optimizer, name) and not self.model.expert_layers:
+                return f"optimizer.{name} needs model.experts"
+        if bool(optimizer.balance_rate) > self.model.router_bias:
+            return "optimizer.balance_rate needs model.router_bias"
         if not data.shards:
             return (
                 "data.shards is not set: `python -m opsd.trainer.data` makes shards; then pass --set data.shards=FOLDER"

@@ -156,7 +156,7 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
     with torch.device(device):
         decoder = Decoder(config.model)
-    load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.named_parameters()})
+    load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.saved()})
     if config.model.dtype == "bfloat16":
         decoder.to(torch.bfloat16)  # as in training
     corpus = Path(config.data.shards, config.data.sources[0])

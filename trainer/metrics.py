@@ -1,21 +1,27 @@
 """``metrics.jsonl`` in the run folder: one line per completed step, written by the first rank.
 
-=============  ===========================================================================================
+==============  ==========================================================================================
 key            meaning
-=============  ===========================================================================================
-t              wall-clock second of the end of the step
-generation     which start of the run wrote the line; a step that was computed again has a line of each
-step           absolute, from 1
-tokens         trained on so far, this step included
-loss           cross-entropy, mean over the global batch, nats per token, every digit of the float64
-z_loss         the regulariser that is added to it, ``optimizer.z_loss`` times the mean of log(Z)^2
-grad_norm      global, before clipping
-lr             learning rate of the step
-step_s         seconds since the line before, of which ``data_s`` waiting for data and ``checkpoint_s`` for the
-               staging of that step's state
-tokens_per_s   of all ranks together
-mfu            model FLOP/s over ``metrics.peak_flops`` x ranks; null if the peak is not known
-=============  ===========================================================================================
+==============  ==========================================================================================
+t               wall-clock second of the end of the step
+generation      which start of the run wrote the line; a step that was computed again has a line of each
+step            absolute, from 1
+tokens          trained on so far, this step included
+loss            cross-entropy, mean over the global batch, nats per token, every digit of the float64
+z_loss          the regulariser that is added to it, ``optimizer.z_loss`` times the mean of log(Z)^2
+balance_loss    of the routers of all layers, ``optimizer.balance_loss`` times how uneven they are; this and the next
+                three only with experts
+router_z_loss   of the routers of all layers, ``optimizer.router_z_loss`` times the mean of log(Z)^2
+router_entropy  of the weights that a token's experts get, mean, as a share of the greatest possible; the lowest of all
+                layers: 0 is a router that has decided, 1 one that has not
+router_load     tokens of the most loaded expert over the mean of its layer; the greatest of all layers, from 1
+grad_norm       global, before clipping
+lr              learning rate of the step
+step_s          seconds since the line before, of which ``data_s`` waiting for data and ``checkpoint_s`` for the
+                staging of that step's state
+tokens_per_s    of all ranks together
+mfu             model FLOP/s over ``metrics.peak_flops`` x ranks; null if the peak is not known
+==============  ==========================================================================================
 """
 
 from __future__ import annotations

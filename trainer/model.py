@@ -7,25 +7,18 @@ into sequences, and a token attends to its own document only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Final
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs
+from opsd.trainer.experts import Experts, MixtureOfExperts, Routing
+from opsd.trainer.feed_forward import FeedForward
 from opsd.trainer.loss import next_token_loss
 from opsd.trainer.model_settings import LayerKind, ModelSettings
 from opsd.trainer.rotary import rotate
-
-ACTIVATIONS: Final[dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 
 
 class Attention(nn.Module):
@@ -65,36 +58,21 @@ class Attention(nn.Module):
         return output
 
 
-class FeedForward(nn.Module):
-    """A gated linear unit (arXiv 2002.05202)."""
-
-    def __init__(self, settings: ModelSettings) -> None:
-        super().__init__()
-        width, ffn, bias = settings.width, settings.ffn, settings.ffn_bias
-        self.gate = nn.Linear(width, ffn, bias=bias)
-        self.up = nn.Linear(width, ffn, bias=bias)
-        self.down = nn.Linear(ffn, width, bias=bias)
-        self.activation = ACTIVATIONS[settings.activation]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
-        return y
-
-
 class Block(nn.Module):
     """One layer: attention and feed-forward, normalised before, after or both, each added to the residual stream."""
 
-    def __init__(self, settings: ModelSettings, kind: LayerKind) -> None:
+    def __init__(self, settings: ModelSettings, layer: int, routing: Routing) -> None:
         super().__init__()
 
         def norm(*where: str) -> nn.Module | None:
             return nn.RMSNorm(settings.width, settings.norm_eps) if settings.norms in where else None
 
         self.attention_norm = norm("before", "both")
-        self.attention = Attention(settings, kind)
+        self.attention = Attention(settings, settings.kinds[layer])
         self.attention_post_norm = norm("after", "both")
         self.ffn_norm = norm("before", "both")
-        self.ffn = FeedForward(settings)
+        dense = layer < settings.layers - settings.expert_layers
+        self.ffn = FeedForward(settings, settings.ffn) if dense else MixtureOfExperts(settings, layer, routing)
         self.ffn_post_norm = norm("after", "both")
 
     def forward(self, x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
@@ -119,12 +97,13 @@ class Decoder(nn.Module):
         self.settings = settings
         self.first, self.last = layers.start == 0, layers.stop == settings.layers
         self.context: Context = None
+        self.routing = Routing(settings)
         self.loss = next_token_loss
         self.vocabulary: dist.ProcessGroup | None = None
         """The ranks over which the vocabulary of the logits is split; None if it is not split."""
         if self.first or (self.last and settings.tied):
             self.embedding = nn.Embedding(settings.vocab, settings.width)
-        self.blocks = nn.ModuleDict({str(layer): Block(settings, settings.kinds[layer]) for layer in layers})
+        self.blocks = nn.ModuleDict({str(layer): Block(settings, layer, self.routing) for layer in layers})
         if self.last:
             self.norm = nn.RMSNorm(settings.width, settings.norm_eps)
             self.head = nn.Linear(settings.width, settings.vocab, bias=False)
@@ -134,6 +113,17 @@ class Decoder(nn.Module):
     def shared(self) -> frozenset[str]:
         """Parameters of which another pipeline stage has a copy."""
         return frozenset({"embedding.weight"}) if self.settings.tied and self.first != self.last else frozenset()
+
+    def saved(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a checkpoint has of the model: its parameters, and the biases of its routers."""
+        yield from self.named_parameters()
+        yield from self.named_buffers()
+
+    def move_biases(self, measured: torch.Tensor, rate: float) -> None:
+        """Move the biases of the routers by ``rate``, given what all ranks together have measured in a step."""
+        for name, module in self.named_modules():
+            if isinstance(module, Experts):
+                module.move_bias(measured[int(name.split(".")[1]) - self.routing.dense_layers], rate)
 
     def tie(self) -> None:
         """Make the output projection share the embedding, if configured, after either got new storage."""
@@ -175,13 +165,15 @@ def init_std(name: str, settings: ModelSettings) -> float:
 
     Matrices that write into the residual stream are scaled by 1/sqrt(2 * layers) (GPT-2) to keep its variance.
     """
-    residual = name.endswith(("attention.output.weight", "ffn.down.weight"))
+    residual = name.endswith(("attention.output.weight", ".down.weight"))
     return settings.init_std / math.sqrt(2 * settings.layers) if residual else settings.init_std
 
 
 def flops_per_token(parameters: int, settings: ModelSettings, sequence: int) -> float:
     """Forward and backward FLOP per token, attention counted in full: 6 N + 12 layers width sequence (PaLM, app. B).
 
-    The width is that of all heads of attention.
+    N are the ``parameters`` that a token meets: of experts those that it is sent to. The width is that of all heads of
+    attention.
     """
-    return 6.0 * parameters + 12.0 * settings.layers * settings.attention_width * sequence
+    active = parameters - settings.idle_parameters
+    return 6.0 * active + 12.0 * settings.layers * settings.attention_width * sequence

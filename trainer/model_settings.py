@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 
@@ -14,6 +14,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+_OF_EXPERTS: Final = frozenset({
+    "experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_normalised",
+    "router_scale", "router_bias",
+})  # fmt: skip
 LayerKind = Literal["global", "window", "nope", "nope_window"]
 """Whether a layer of attention has rotary positions (not ``nope``), and sees its window or its whole document."""
 
@@ -33,6 +37,24 @@ class ModelSettings(Section):
     """Channels of a head of attention; 0 is ``width`` / ``heads``."""
     ffn: PositiveInt
     """Width of the feed-forward layers."""
+    experts: NonNegativeInt = 0
+    """Experts of a layer, to some of which its router sends each token (mixture of experts); 0 is a dense model."""
+    experts_per_token: NonNegativeInt = 0
+    """To how many of the ``experts`` a token is sent."""
+    expert_ffn: NonNegativeInt = 0
+    """Width of an expert; 0 is ``ffn``."""
+    shared_experts: NonNegativeInt = 0
+    """Experts of each layer that compute every token beside those."""
+    dense_layers: NonNegativeInt = 0
+    """First layers without experts."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """How a router turns its logits into the weights of experts."""
+    router_normalised: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    router_scale: float = Field(1.0, gt=0)
+    """Factor of these weights."""
+    router_bias: bool = False
+    """Whether experts are chosen by weight plus a bias, which ``optimizer.balance_rate`` moves (DeepSeek-V3)."""
     vocab: PositiveInt
     """Size of the vocabulary; at least that of the tokenizer."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
@@ -115,6 +137,21 @@ class ModelSettings(Section):
         return self.heads * self.head_channels
 
     @property
+    def expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return max(0, self.layers - self.dense_layers) if self.experts else 0
+
+    @property
+    def expert_channels(self) -> int:
+        """Width of an expert."""
+        return self.expert_ffn or self.ffn
+
+    @property
+    def idle_parameters(self) -> int:
+        """Parameters of the experts that a token is not sent to."""
+        return self.expert_layers * (self.experts - self.experts_per_token) * 3 * self.width * self.expert_channels
+
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         if self.pattern:
@@ -130,6 +167,9 @@ class ModelSettings(Section):
         form = self.model_dump(exclude=free) | {"kinds": self.kinds, "head_channels": self.head_channels}
         unused = {"window"} if not any("window" in kind for kind in self.kinds) else set()
         unused |= set() if self.qk_norm else {"qk_norm_over"}
+        unused |= set() if self.expert_layers else _OF_EXPERTS
+        unused |= {"ffn"} if self.expert_layers == self.layers else set()
+        form["expert_ffn"] = self.expert_channels
         for part in ("yarn", "llama3"):
             unused |= {name for name in form if name.startswith(f"{part}_") and form[f"{part}_factor"] == 1}
         scaled = max(self.rope_factor, self.yarn_factor, self.llama3_factor) > 1
@@ -151,6 +191,10 @@ class ModelSettings(Section):
             return "model.attention varlen needs model.dtype bfloat16"
         if self.attention == "varlen" and self.attention_softcap:
             return "model.attention varlen has no model.attention_softcap; set it to auto"
+        if self.expert_layers and not 0 < self.experts_per_token <= self.experts:
+            return f"model.experts {self.experts} needs model.experts_per_token from 1 to {self.experts}"
+        if self.expert_layers and self.ffn_bias:
+            return "model.ffn_bias does not work with model.experts"
         if not self.window and (kind := next((kind for kind in self.pattern if "window" in kind), None)):
             return f"model.pattern has {kind!r}, which needs model.window"
         return self._rope_problem()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -36,6 +36,7 @@ from opsd.trainer.world import World
 _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -59,7 +60,10 @@ def build(config: Config, world: World) -> Decoder:
     per_stage = config.model.layers // config.parallel.pp
     with torch.device("meta"):
         model = Decoder(config.model, range(world.stage * per_stage, (world.stage + 1) * per_stage))
-    model.context = world.context
+    model.context = model.routing.context = world.context
+    model.routing.balance_loss = config.optimizer.balance_loss
+    model.routing.z_loss = config.optimizer.router_z_loss
+    model.routing.copies = config.parallel.tp
     if config.parallel.fp8:
         _to_float8(model)
     if world.tensor is not None:
@@ -98,6 +102,10 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         "ffn.gate": ColwiseParallel(),
         "ffn.up": ColwiseParallel(),
         "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn.experts": _SplitExperts(),
+        "ffn.shared.gate": ColwiseParallel(),
+        "ffn.shared.up": ColwiseParallel(),
+        "ffn.shared.down": RowwiseParallel(output_layouts=Shard(1)),
         "ffn_post_norm": SequenceParallel(use_local_output=True),
     }
     modules = dict(model.named_modules())
@@ -108,6 +116,26 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     model.tie()
     if model.last:
         model.vocabulary = mesh.get_group()
+
+
+class _SplitExperts(ParallelStyle):
+    """Splits the channels of each expert over ranks. All of them route all tokens, and add up what they compute."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        places = {"router": Replicate(), "gate": Shard(1), "up": Shard(1), "down": Shard(2)}
+        for name, part in module.named_children():
+            weight = distribute_tensor(part.get_parameter("weight"), device_mesh, [places[name]])
+            part.register_parameter("weight", nn.Parameter(weight))
+
+        def whole(_: nn.Module, inputs: tuple[DTensor]) -> torch.Tensor:
+            return inputs[0].to_local(grad_placements=[Partial()])
+
+        def added(_: nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
+            return DTensor.from_local(output, device_mesh, [Partial()]).redistribute(placements=[Shard(1)]).to_local()
+
+        module.register_forward_pre_hook(whole)
+        module.register_forward_hook(added)
+        return module
 
 
 def _wrap_forward(block: Block, parallel: ParallelSettings) -> None:

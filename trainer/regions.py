@@ -66,6 +66,8 @@ def initialise(model: Decoder, seed: int) -> None:
 
     Drawing only the local part would give the ranks of a tensor-parallel group equal shards.
     """
+    for buffer in model.buffers():
+        buffer.zero_()
     for name, parameter in model.named_parameters():
         region = region_of(parameter)
         if parameter.dim() == 1:

@@ -51,7 +51,9 @@ class ParallelSettings(Section):
 
     def problem(self, model: ModelSettings, sequence: int) -> str | None:
         """Why ``model`` cannot be spread this way, in one sentence."""
-        shares = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn, "vocab": model.vocab}
+        shares = {"heads": model.heads, "kv_heads": model.kv_heads, "vocab": model.vocab}
+        shares |= {"ffn": model.ffn} if model.expert_layers < model.layers else {}
+        shares |= {"expert_ffn": model.expert_channels} if model.expert_layers else {}
         for name, size in shares.items():
             if size % self.tp:
                 return f"parallel.tp {self.tp} does not divide model.{name} {size}"
@@ -176,6 +178,12 @@ class OptimizerSettings(Section):
     """Bound of the global gradient norm."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of log(Z)^2 in the loss (PaLM, section 5); 0 leaves it out."""
+    balance_loss: NonNegativeFloat = 0.0
+    """Weight of the loss that spreads each sequence over the experts (1 if even); 0 leaves it out."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """Weight of log(Z)^2 of the routers' logits in the loss (ST-MoE, arXiv 2202.08906); 0 leaves it out."""
+    balance_rate: NonNegativeFloat = 0.0
+    """By how much each step moves the biases of ``model.router_bias``, up for experts below the mean load."""
     max_skipped: NonNegativeInt = 10
     """Updates whose gradient norm is not finite are skipped; after more than these in a row the run ends."""
 

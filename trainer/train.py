@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from opsd.client import Reporter
@@ -21,6 +22,7 @@ from opsd.trainer.checkpoint import training_state
 from opsd.trainer.config import Config
 from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
+from opsd.trainer.experts import routing_figures
 from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.hf.weights import fill
 from opsd.trainer.optimizer import Optimizer
@@ -114,7 +116,7 @@ class Training:
         self._gradients = accumulator(self.model, batches, config, world, reporter, self._clock)
         self._replay = Replay(self.model, batches, self._gradients, config, world, reporter)
         self._optimizer = Optimizer(self.model, config.optimizer)
-        self.state = training_state(self.model, self._optimizer)
+        self.state = training_state(self.model, self._optimizer, world)
         self.mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
         shards = {name: source.index.digest for name, source in sources.items()}
         self.digest = partial(config.digest, self.mixture, shards)
@@ -146,22 +148,24 @@ class Training:
         with reporter.phase("collective"):
             telemetry.poll(saving.take_committed())
             # One all-reduce carries all that the ranks must agree on.
-            loss_sum, z_loss_sum, square, stops, *votes = world.sum(
-                (*terms, self._optimizer.take_gradients(), reporter.stop_requested, *saving.votes(self.step))
-            )
-        # Every rank of the last stage has contributed the loss of its part of the batch.
+            loss_sum, z_loss_sum, square, stops, busy, failed, due, *measured = world.sum((
+                *terms, self._optimizer.take_gradients(), reporter.stop_requested, *saving.votes(self.step),
+                self.model.routing.measured,
+            ))  # fmt: skip
+        # Every rank of a stage has contributed what it has computed of its part of the batch.
         parts = world.size // config.parallel.pp
+        routed = self.model.routing.of_all(measured, parts)
         loss, z_loss, norm = loss_sum / parts, z_loss_sum / parts, math.sqrt(square)
         with reporter.phase("optimizer"):
-            self._update(rate, norm)
+            self._update(rate, norm, routed)
         self._replay(self.step)
         # The line comes first: while storage answers, no start goes on from a step that has none.
         telemetry.write(
             step=self.step, tokens=self.sample * config.data.sequence, loss=loss, z_loss=z_loss,
-            grad_norm=norm, lr=rate,
+            **routing_figures(routed), grad_norm=norm, lr=rate,
             data_s=self.loader.take_wait(), checkpoint_s=saving.take_stall(),
         )  # fmt: skip
-        if saving.save_if_due(votes, self.step, self.sample, self.digest):
+        if saving.save_if_due((busy, failed, due), self.step, self.sample, self.digest):
             telemetry.report_mixture(self.step, self.sample)
         reporter.step(
             tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm,
@@ -174,8 +178,9 @@ class Training:
             )
         return stops > 0
 
-    def _update(self, rate: float, norm: float) -> None:
+    def _update(self, rate: float, norm: float, routed: torch.Tensor) -> None:
         if self._optimizer.update(rate, norm):
+            self.model.move_biases(routed, self._config.optimizer.balance_rate)
             self._skipped = 0
             return
         self._skipped += 1

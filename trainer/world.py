@@ -96,8 +96,10 @@ class World:
         return self.mesh["tp"] if self.parallel.tp > 1 else None
 
     def sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
-        """The sums of ``values`` over all ranks in float64, bit-identical on all ranks."""
-        packed = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=self.device) for value in values])
+        """The sums of ``values`` over all ranks in float64, bit-identical on all ranks; tensors are flattened."""
+        packed = torch.cat([
+            torch.as_tensor(value, dtype=torch.float64, device=self.device).flatten() for value in values
+        ])  # fmt: skip
         dist.all_reduce(packed)
         return packed.tolist()
 

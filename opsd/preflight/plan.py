@@ -64,17 +64,25 @@ def parameters(model: ModelSettings) -> int:
     attention = model.width * 2 * (queries + keys)
     biases = model.qkv_bias * (queries + 2 * keys) + model.output_bias * model.width
     biases += model.ffn_bias * (2 * model.ffn + model.width)
+    sparse = model.expert_layers
+    experts = (model.experts + model.shared_experts) * 3 * model.expert_channels * model.width
+    sparse_ffn = sparse * (model.experts * model.width + experts)
+    dense_ffn = (model.layers - sparse) * 3 * model.width * model.ffn
     norms = (4 if model.norms == "both" else 2) * model.width
     if model.qk_norm:
         norms += 2 * model.head_channels if model.qk_norm_over == "head" else queries + keys
-    layer = attention + 3 * model.width * model.ffn + biases + norms
-    return model.layers * layer + model.width + model.vocab * model.width * (1 if model.tied else 2)
+    layers = model.layers * (attention + biases + norms) + dense_ffn + sparse_ffn
+    return layers + model.width + model.vocab * model.width * (1 if model.tied else 2)
 
 
 def flops_per_token(config: Config) -> float:
-    """Forward and backward, attention counted in full: 6 N + 12 layers width sequence (PaLM, appendix B)."""
+    """Forward and backward, attention counted in full: 6 N + 12 layers width sequence (PaLM, appendix B).
+
+    N are the parameters that a token meets: of experts those that it is sent to.
+    """
     model = config.model
-    return 6.0 * parameters(model) + 12.0 * model.layers * model.attention_width * config.data.sequence
+    attention = 12.0 * model.layers * model.attention_width * config.data.sequence
+    return 6.0 * (parameters(model) - model.idle_parameters) + attention
 
 
 def memory_per_device(config: Config, ranks: int) -> float:

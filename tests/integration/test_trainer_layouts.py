@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -59,15 +61,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
     return start(tmp_path_factory.mktemp("alone"), shards, {}, run__steps=5)
 
 
-def weights(run: Run, step: int) -> dict[str, torch.Tensor]:
-    """The whole parameters and moments in a checkpoint, from the files of all ranks."""
-    settings = load_config(str(run.folder / "config.toml"), [f"{k}={v}" for k, v in SHAPE.items()] + ["data.shards=x"])
+def weights(run: Run, step: int, more: Mapping[str, object] = MappingProxyType({})) -> dict[str, torch.Tensor]:
+    """The whole parameters and moments in a checkpoint, from the files of all ranks; ``more`` settings as in start."""
+    values = SHAPE | {name.replace("__", "."): value for name, value in more.items()} | {"data.shards": "x"}
+    settings = load_config(str(run.folder / "config.toml"), [f"{k}={v}" for k, v in values.items()])
     model = Decoder(settings.model)
     state = {
         f"{kind}.{name}": region_of(torch.empty_like(value))
         for kind in ("model", "exp_avg", "exp_avg_sq")
         for name, value in model.named_parameters()
-    }
+    } | {f"model.{name}": region_of(torch.empty_like(value)) for name, value in model.named_buffers()}
     folder = folder_of(run.checkpoints, step)
     load(folder, read(folder), state)
     return {name: region.local for name, region in state.items()}

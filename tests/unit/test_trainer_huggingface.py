@@ -57,6 +57,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("Mistral", {"sliding_window": 7}),
     "Mistral, no window": ("Mistral", {"sliding_window": None, "head_dim": 10}),
     "OLMo 2": ("Olmo2", {}),
+    "OLMoE": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
+    "OLMoE, normalised": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 1, "norm_topk_prob": True}),
+    "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "Mixtral, window": ("Mixtral", {"num_local_experts": 3, "sliding_window": 6, "head_dim": 12}),
+    "Qwen 3 MoE": (
+        "Qwen3Moe", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "head_dim": 16},
+    ),
+    "Qwen 3 MoE, first layers dense": (
+        "Qwen3Moe", {
+            "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": [0, 1],
+            "moe_intermediate_size": 12, "head_dim": 8, "attention_bias": True,
+        },
+    ),
     "Gemma 2": (
         "Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6, "attn_logit_softcapping": 2.0},
     ),

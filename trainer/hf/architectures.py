@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from opsd.trainer.config import ConfigError
+from opsd.trainer.hf.experts import ExpertFields
 from opsd.trainer.model_settings import LayerKind
 
 Fields = Mapping[str, Any]
@@ -43,7 +44,7 @@ class Architecture:
 
     ``fixed`` are settings that it does not let the file decide. ``one_plus`` says that weights of norms are stored less
     1. ``kinds`` gives the kinds of the layers. ``flags`` are fields that are true or false, with the settings that
-    they set, and ``extra`` other fields that are read.
+    they set, and ``extra`` other fields that are read. ``experts`` is for those that have experts.
     """
 
     kind: str
@@ -55,20 +56,28 @@ class Architecture:
     flags: Fields = field(default_factory=dict)
     one_plus: bool = False
     activation: str = "hidden_act"
+    experts: ExpertFields | None = None
 
     @property
     def known(self) -> frozenset[str]:
         """The fields that are translated."""
-        return frozenset({*SHAPE.values(), *ROPE, *self.flags, *self.extra, self.activation})
+        experts = self.experts.known if self.experts else frozenset[str]()
+        return experts | {*SHAPE.values(), *ROPE, *self.flags, *self.extra, self.activation}
+
+    def weights(self, name: str, shape: Sequence[int]) -> list[str]:
+        """The names there of our parameter ``name``, of which each expert has a part."""
+        there = self.weight(name)
+        return [there.format(number) for number in range(shape[0])] if "{}" in there else [there]
 
     def weight(self, name: str) -> str:
-        """The name there of our parameter ``name``."""
+        """The name there of our parameter ``name``, with ``{}`` for the number of an expert."""
         match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", name)
         assert match
         layer, part, end = match.groups()
         if layer is None:
             return f"{_ENDS[part]}.{end}"
-        return f"model.layers.{layer}.{(_BLOCK | _NORMS[self.fixed.get('norms', 'before')])[part]}.{end}"
+        parts = _BLOCK | _NORMS[self.fixed.get("norms", "before")] | (self.experts.names() if self.experts else {})
+        return f"model.layers.{layer}.{parts[part]}.{end}"
 
     def offset(self, name: str) -> float:
         """What has to be added to the stored values of our parameter ``name``."""
@@ -90,6 +99,11 @@ def _mistral(config: Fields) -> list[LayerKind]:
     if config.get("layer_types"):
         return _by_type(config)
     return ["window" if config["sliding_window"] else "global"] * config["num_hidden_layers"]
+
+
+def _all_global_or_window(config: Fields) -> list[LayerKind]:
+    windows = config["use_sliding_window"] and config["sliding_window"]
+    return ["window" if windows else "global"] * config["num_hidden_layers"]
 
 
 def _qwen(config: Fields) -> list[LayerKind]:
@@ -131,6 +145,16 @@ _GEMMA: Final[dict[str, Any]] = _LLAMA_LIKE | {
     "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "sliding_window": 4096,
     "query_pre_attn_scalar": 256,
 }  # fmt: skip
+_OLMOE: Final = ExpertFields({
+    "experts": "num_experts", "experts_per_token": "num_experts_per_tok", "router_normalised": "norm_topk_prob",
+})  # fmt: skip
+_QWEN3_MOE: Final = ExpertFields(
+    {**_OLMOE.fields, "expert_ffn": "moe_intermediate_size"}, "num_local_experts", "mlp_only_layers"
+)
+_MIXTRAL: Final = ExpertFields(
+    {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+    block="block_sparse_moe", matrices=("w1", "w3", "w2"),
+)  # fmt: skip
 _BIASED: Final = {"attention_bias": ("qkv_bias", "output_bias")}
 _GEMMA_ONLY: Final = frozenset({
     "hidden_act", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping",
@@ -161,6 +185,27 @@ ARCHITECTURES: Final = (
     Architecture(
         "olmo2", "Olmo2", _LLAMA_LIKE | {"rms_norm_eps": 1e-5},
         {"norms": "after", "qk_norm": True, "qk_norm_over": "all"}, _all_global, flags=_BIASED,
+    ),
+    Architecture(
+        "olmoe", "Olmoe",
+        _LLAMA_LIKE | {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
+        {"qk_norm": True, "qk_norm_over": "all"}, _all_global, flags=_BIASED, experts=_OLMOE,
+    ),
+    Architecture(
+        "mixtral", "Mixtral",
+        _LLAMA_LIKE | {
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+            "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        {"router_normalised": True}, _mistral, _WINDOW, experts=_MIXTRAL,
+    ),
+    Architecture(
+        "qwen3_moe", "Qwen3Moe",
+        _LLAMA_LIKE | {
+            "num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096, "num_experts": 128,
+            "num_experts_per_tok": 8, "norm_topk_prob": False, "moe_intermediate_size": 768,
+        },
+        {"qk_norm": True}, _all_global_or_window, _WINDOW | {"use_sliding_window"}, _BIASED, experts=_QWEN3_MOE,
     ),
     Architecture(
         "gemma2", "Gemma2",

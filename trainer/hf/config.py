@@ -34,6 +34,7 @@ _ONE_VALUE: Final[Fields] = {
     "attention_dropout": 0, "hidden_dropout": 0, "resid_pdrop": 0, "embd_pdrop": 0, "is_encoder_decoder": False,
     "is_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "partial_rotary_factor": 1,
     "use_bidirectional_attention": False, "use_bfloat16": False, "rope_interleaved": False, "use_mrope": False,
+    "router_jitter_noise": 0, "decoder_sparse_step": 1,
 }  # fmt: skip
 
 
@@ -54,6 +55,7 @@ def settings_of(config: Fields) -> ModelSettings:
     try:
         return ModelSettings(**{
             **shape, **flags, **architecture.fixed, **_pattern(kinds[: shape["layers"]]),
+            **(architecture.experts.settings(fields) if architecture.experts else {}),
             **_scores(architecture, fields), **settings_of_rope(architecture, fields),
             "kv_heads": shape["kv_heads"] or shape["heads"],
             "head_dim": fields.get("head_dim") or 0, "activation": _activation(architecture, fields),
@@ -116,6 +118,8 @@ def config_of(model: ModelSettings, sequence: int) -> tuple[Architecture, dict[s
     It is the first whose file is read back as the same. Raises ConfigError if there is none.
     """
     for architecture in ARCHITECTURES:
+        if bool(model.expert_layers) != bool(architecture.experts):
+            continue
         config = _config(architecture, model, sequence)
         if settings_of(config).architecture == model.architecture:
             return architecture, config
@@ -134,7 +138,7 @@ def _config(architecture: Architecture, model: ModelSettings, sequence: int) -> 
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
         **{theirs: getattr(model, names[0]) for theirs, names in architecture.flags.items()},
     }  # fmt: skip
-    config |= config_of_rope(architecture, model)
+    config |= config_of_rope(architecture, model) | (architecture.experts.config(model) if architecture.experts else {})
     if "sliding_window" in architecture.extra:
         windowed = ["window" in kind for kind in model.kinds]
         config |= {

@@ -18,7 +18,7 @@ from opsd.trainer.hf.architectures import Architecture, Fields, architecture_of
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.regions import region_of
+from opsd.trainer.regions import Region, region_of
 from opsd.trainer.stored import Stored
 from opsd.trainer.tensors import tensors_of_files
 
@@ -81,24 +81,40 @@ def _load(model: Decoder, folder: Path, architecture: Architecture, *, part: boo
     places = _places(folder)
     with torch.device("meta"):
         whole = Decoder(model.settings)
-    names = {name: architecture.weight(name) for name, _ in whole.named_parameters()}
+    names = {name: architecture.weights(name, value.shape) for name, value in whole.named_parameters()}
+    wanted = {stored for each in names.values() for stored in each}
     optional = {architecture.weight("head.weight")} if model.settings.tied else set()
-    missing = sorted({*names.values()} - places.keys())
-    unknown = sorted(name for name in places.keys() - {*names.values()} - optional if not _NOT_WEIGHTS.fullmatch(name))
+    missing = sorted(wanted - places.keys())
+    unknown = sorted(name for name in places.keys() - wanted - optional if not _NOT_WEIGHTS.fullmatch(name))
     if missing or (unknown and not part):
         what = f"has no tensor {missing[0]}" if missing else f"has the tensor {unknown[0]}, which the model has not"
         raise ConfigError(f"{folder} {what} ({len(missing)} missing, {len(unknown)} unknown)")
     for name, parameter in model.named_parameters():
         region = region_of(parameter)
-        with safe_open(places[names[name]], framework="pt") as file:
-            stored = file.get_slice(names[name])
-            if (shape := tuple(stored.get_shape())) != region.shape:
-                raise ConfigError(f"{folder} has {names[name]} of shape {list(shape)}, not {list(region.shape)}")
-            if (kind := stored.get_dtype()) not in _DTYPES:
-                raise ConfigError(f"{folder} has {names[name]} as {kind}; only floating-point weights can be used")
-            region.local.copy_(stored[region.slices])
+        for stored, wanted_part in _parts(names[name], region).items():
+            _fill(wanted_part, places[stored], stored)
         if offset := architecture.offset(name):
             region.local.add_(offset)
+
+
+def _parts(names: list[str], region: Region) -> dict[str, Region]:
+    """What of ``region`` each of the stored tensors ``names`` has: all, or its expert."""
+    if len(region.shape) < 3:
+        return {names[0]: region}
+    first = region.offset[0]
+    return {
+        names[first + row]: Region(local, region.shape[1:], region.offset[1:]) for row, local in enumerate(region.local)
+    }
+
+
+def _fill(region: Region, path: Path, name: str) -> None:
+    with safe_open(path, framework="pt") as file:
+        stored = file.get_slice(name)
+        if (shape := tuple(stored.get_shape())) != region.shape:
+            raise ConfigError(f"{path.parent} has {name} of shape {list(shape)}, not {list(region.shape)}")
+        if (kind := stored.get_dtype()) not in _DTYPES:
+            raise ConfigError(f"{path.parent} has {name} as {kind}; only floating-point weights can be used")
+        region.local.copy_(stored[region.slices])
 
 
 def _places(folder: Path) -> dict[str, Path]:
@@ -148,7 +164,9 @@ def _groups(
     group: dict[str, torch.Tensor] = {}
     for stored in tensors:
         values = stored.read() - architecture.offset(stored.name)
-        group[architecture.weight(stored.name)] = values.to(dtype).contiguous()
+        names = architecture.weights(stored.name, values.shape)
+        parts = values.unbind() if values.dim() > 2 else [values]
+        group |= {name: part.to(dtype).clone() for name, part in zip(names, parts, strict=True)}
         if sum(tensor.nbytes for tensor in group.values()) > FILE_BYTES:
             yield group
             group = {}

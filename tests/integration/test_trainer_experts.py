@@ -1,0 +1,55 @@
+"""Mixture of experts in every layout: the same routing, losses, gradient norms and checkpoints as on one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_trainer_layouts import LAYOUTS, assert_same_curve, start, weights
+from trainer_world import Run
+
+SPARSE: dict[str, object] = {
+    "model__experts": 6, "model__experts_per_token": 2, "model__expert_ffn": 14, "model__shared_experts": 1,
+    "model__dense_layers": 1, "model__layers": 4, "model__router": "sigmoid", "model__router_normalised": "true",
+    "model__router_bias": "true", "optimizer__balance_loss": 0.01, "optimizer__router_z_loss": 1e-3,
+    "optimizer__balance_rate": 0.01,
+}  # fmt: skip
+FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "router_load")
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
+    """Five steps on one rank."""
+    return start(tmp_path_factory.mktemp("alone"), shards, {}, **SPARSE, run__steps=5)
+
+
+def assert_same_run(run: Run, alone: Run) -> None:
+    assert_same_curve(run, alone)
+    for ours, theirs in zip(run.metrics(), alone.metrics(), strict=True):
+        assert [ours[name] for name in FIGURES] == pytest.approx([theirs[name] for name in FIGURES], rel=1e-5)
+    expected = weights(alone, 5, SPARSE)
+    for tensor, value in weights(run, 5, SPARSE).items():
+        torch.testing.assert_close(value, expected[tensor], rtol=1e-2, atol=2e-4, msg=tensor)
+
+
+def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, shards: Path, alone: Run) -> None:
+    """A step each on two ranks, with split matrices, split layers, split sequences, and alone: one run.
+
+    Losses, routing, and the biases that were moved in every step are those of one rank.
+    """
+    for step, layout in enumerate(({"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {}), start=1):
+        run = start(tmp_path, shards, layout, **SPARSE, run__steps=step)
+    assert_same_run(run, alone)
+    moved = [value for name, value in weights(run, 5, SPARSE).items() if name.endswith("experts.bias")]
+    assert len(moved) == 3
+    assert all(value.abs().max() > 0 for value in moved)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*LAYOUTS, "dp2 cp2"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_layout_changes_nothing(tmp_path: Path, shards: Path, alone: Run, name: str, recompute: str) -> None:
+    """Losses, norm, routing and checkpoint are those of one rank, recomputed or not."""
+    layout = LAYOUTS.get(name, {"dp": 2, "cp": 2})
+    assert_same_run(start(tmp_path, shards, layout, **SPARSE, run__steps=5, parallel__recompute=recompute), alone)

@@ -1,0 +1,68 @@
+"""Mixtures of experts in files of Hugging Face: fields of ``config.json``, names of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from opsd.trainer.config import ConfigError
+from opsd.trainer.model_settings import ModelSettings
+
+TRAINING: Final = frozenset({"output_router_logits", "router_aux_loss_coef"})
+"""Fields that change nothing in what a model computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertFields:
+    """How an architecture says what experts it has.
+
+    ``fields`` are theirs by our setting. ``count`` is another name of the number of experts, used by later releases.
+    ``dense`` is the field with the numbers of the layers without experts.
+    ``block`` and ``matrices`` name the weights; the router is ``gate`` in the block.
+    """
+
+    fields: Mapping[str, str]
+    count: str = ""
+    dense: str = ""
+    block: str = "mlp"
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    @property
+    def known(self) -> frozenset[str]:
+        """The fields that are translated or change nothing."""
+        return TRAINING | {*self.fields.values(), self.count, self.dense} - {""}
+
+    def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings for ``config``. Raises ConfigError for what this trainer does not compute."""
+        try:
+            found = {ours: config[theirs] for ours, theirs in self.fields.items()}
+        except KeyError as error:
+            raise ConfigError(f"config.json lacks {error.args[0]}") from error
+        if self.count in config:
+            found["experts"] = config[self.count]
+        if self.dense:
+            layers = config.get(self.dense) or []
+            if sorted(layers) != list(range(len(layers))):
+                raise ConfigError(f"config.json has {self.dense} = {layers}; only first layers can be without experts")
+            found["dense_layers"] = len(layers)
+        return found
+
+    def config(self, model: ModelSettings) -> dict[str, Any]:
+        """The fields for ``model``."""
+        values = model.model_dump() | {"expert_ffn": model.expert_channels}
+        config = {theirs: values[ours] for ours, theirs in self.fields.items()}
+        if "expert_ffn" not in self.fields:
+            config["intermediate_size"] = model.expert_channels
+        if self.dense:
+            config[self.dense] = list(range(model.dense_layers))
+        return config
+
+    def names(self) -> dict[str, str]:
+        """The names of the parts of a layer by ours; ``{}`` stands for the number of the expert."""
+        parts = dict(zip(("gate", "up", "down"), self.matrices, strict=True))
+        return {
+            "ffn.experts.router": f"{self.block}.gate",
+            **{f"ffn.experts.{ours}": f"{self.block}.experts.{{}}.{theirs}" for ours, theirs in parts.items()},
+            **{f"ffn.shared.{ours}": f"{self.block}.shared_experts.{theirs}" for ours, theirs in parts.items()},
+        }
