@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from opsd.agent.lifecycle import IncidentRules
 from opsd.agent.logs import Log
@@ -16,12 +17,28 @@ from opsd.runbooks.base import Action, Finding, Incident, Runbook, View
 T = TypeVar("T")
 
 HOLD_S, MAX_RELAPSES = 300.0, 3
+SHARE, LONGEST_WAIT_S = 0.02, 15.0
+"""Share of a core that looking for one kind of fault may take, and the longest wait between two looks because of it.
+
+What users write makes some looks long, and all of them are taken in one tick.
+"""
+
+NOTHING: Sequence[Finding] = ()
+
+
+class _Look(NamedTuple):
+    """The last look for a kind of fault: what it found and took, and when the next one is due, monotonic seconds."""
+
+    due: float = -math.inf
+    findings: Sequence[Finding] = NOTHING
+    took_s: float = 0.0
 
 
 class Judge:
     """All runbooks. ``errors`` counts exceptions by kind; ``told_by_users`` are the kinds that rest on what runs say.
 
-    For ``hold_s`` and ``max_relapses`` see ``incidents``.
+    Where two looks in a row take long there are fewer; ``used_s`` is the processor time of this thread. For ``hold_s``
+    and ``max_relapses`` see ``incidents``.
     """
 
     def __init__(
@@ -31,6 +48,7 @@ class Judge:
         *,
         hold_s: float = HOLD_S,
         max_relapses: int = MAX_RELAPSES,
+        used_s: Callable[[], float] = time.thread_time,
     ) -> None:
         self.runbooks = {runbook.kind: runbook for runbook in runbooks}
         self.rules = {
@@ -46,25 +64,29 @@ class Judge:
         }
         self.told_by_users = frozenset(r.kind for r in runbooks if "ranks" in r.needs)
         self.errors: Counter[str] = Counter()
-        self._log = log
-        self._looked: dict[str, tuple[float, tuple[Finding, ...]]] = {}
+        self._log, self._used_s = log, used_s
+        self._looks: dict[str, _Look] = {}
 
     def findings(self, view: View) -> list[Finding]:
         """The diagnosed findings of all runbooks that are not blind in this tick."""
 
-        def ask(runbook: Runbook) -> tuple[Finding, ...]:
+        def ask(runbook: Runbook) -> Sequence[Finding]:
             return tuple(_with_run(runbook.diagnose(finding, view), view) for finding in runbook.detect(view))
 
         found: list[Finding] = []
         for runbook in self.runbooks.values():
             if not sees(runbook, view):
-                self._looked.pop(runbook.kind, None)
+                self._looks.pop(runbook.kind, None)
                 continue
-            at, last = self._looked.get(runbook.kind, (-math.inf, ()))
-            if view.now - at >= runbook.look_every_s:
-                at, last = view.now, self._try(runbook, partial(ask, runbook), ())
-                self._looked[runbook.kind] = at, last
-            found += last
+            look = self._looks.get(runbook.kind, _Look())
+            if view.now >= look.due:
+                began = self._used_s()
+                findings = self._try(runbook, partial(ask, runbook), NOTHING)
+                took_s = self._used_s() - began
+                wait_s = min(min(took_s, look.took_s) / SHARE, LONGEST_WAIT_S)
+                look = _Look(view.now + max(runbook.look_every_s, wait_s), findings, took_s)
+                self._looks[runbook.kind] = look
+            found += look.findings
         return found
 
     def healed(self, incidents: Iterable[Incident], view: View) -> dict[str, bool | None]:

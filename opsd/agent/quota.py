@@ -37,7 +37,7 @@ class Quota:
         counts, admitted, exceeded = Counter(self._users.values()), [], set[int]()
         for finding in findings:
             name = finding.kind, finding.key
-            user = users.get(str(finding.data.get("run"))) if finding.kind in told_by_users else None
+            user = users.get(finding.run) if finding.kind in told_by_users else None
             if user is not None and name not in self._users:
                 if name not in current and counts[user] >= MAX_OF_USER:
                     exceeded.add(user)

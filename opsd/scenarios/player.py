@@ -108,7 +108,7 @@ class _Player:
     def _responder(self, journal: Journal) -> Responder:
         log = Log(self._logged)
         return Responder(
-            Judge(RUNBOOKS, log),
+            Judge(RUNBOOKS, log, used_s=lambda: 0.0),
             _SimulatedExecutor(self),
             journal,
             log,

@@ -54,7 +54,7 @@ class Agent:
         self.executor = Executor(
             shm=folder, notify=lambda text, fields: self.told.append(text), set_power_limit=set_power_limit
         )
-        judge = Judge(runbooks, SILENT)
+        judge = Judge(runbooks, SILENT, used_s=lambda: 0.0)
         self.responder = Responder(
             judge, self.executor, self.journal, SILENT,
             mode_of=lambda _kind: mode, limits=limits, started_at=self.clock.wall(), listeners=listeners,

@@ -29,7 +29,7 @@ class Pipeline:
 
     def __init__(self) -> None:
         self.failures: list[str] = []
-        self._judge = Judge(RUNBOOKS, Log(self.failures.append))
+        self._judge = Judge(RUNBOOKS, Log(self.failures.append), used_s=lambda: 0.0)
         self._window = Window("node", seconds=60)
 
     def tick(self, now: float, wall: float, readings: Mapping[str, Reading]) -> None:

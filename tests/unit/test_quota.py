@@ -13,7 +13,7 @@ USERS = {"mine": 1000, "other": 1001, "of root": 0}
 
 def finding(kind: str, run: str, key: int) -> Finding:
     """One of a run, or of a GPU."""
-    return Finding(kind, f"{run}/{key}", Severity.WARNING, "", Culprit("node", "n1"), 1.0, (), data={"run": run})
+    return Finding(kind, f"{run}/{key}", Severity.WARNING, "", Culprit("node", "n1"), 1.0, (), run=run)
 
 
 def names(findings: list[Finding]) -> set[tuple[str, str]]:

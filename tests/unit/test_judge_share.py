@@ -1,0 +1,54 @@
+"""How often the agent looks for a kind of fault whose looks take long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from opsd.agent.judge import LONGEST_WAIT_S, SHARE, Judge
+from opsd.agent.window import Window
+from opsd.runbooks.base import Finding, Runbook, View
+from tests.fakes.agent import SILENT
+from tests.fakes.incidents import finding
+
+
+class Looks:
+    """A runbook whose looks take the seconds of processor time ``costs``, in turn, the last one from then on."""
+
+    def __init__(self, *costs: float, look_every_s: float = 0.0) -> None:
+        self.costs, self.used_s, self.times = list(costs), 0.0, list[float]()
+        book = Runbook("trouble", None, self._detect, lambda *_: False, look_every_s=look_every_s)
+        self._judge = Judge([book], SILENT, used_s=lambda: self.used_s)
+
+    def _detect(self, view: View) -> Iterator[Finding]:
+        self.times.append(view.now)
+        self.used_s += self.costs.pop(0) if len(self.costs) > 1 else self.costs[0]
+        yield finding(kind="trouble")
+
+    def run(self, seconds: int) -> list[float]:
+        """A tick each second; the seconds of the looks. There is a finding in every tick."""
+        window = Window("node", seconds=60)
+        for second in range(seconds):
+            window.begin(float(second), 1e9 + second)
+            assert len(self._judge.findings(window)) == 1
+        return self.times
+
+
+def test_a_cheap_look_is_taken_in_every_tick() -> None:
+    """What is less than its share costs nothing."""
+    assert len(Looks(SHARE / 2).run(20)) == 20
+
+
+def test_a_look_that_is_long_once_is_not_put_off() -> None:
+    """It was the first, or something else took the processor."""
+    assert len(Looks(5.0, 0.001, 0.001, 5.0, 0.001).run(20)) == 20
+
+
+def test_looks_that_take_long_have_their_share() -> None:
+    """Their findings stay valid meanwhile; the wait has a limit."""
+    assert Looks(0.1).run(20) == [0.0, 1.0, 6.0, 11.0, 16.0]
+    assert Looks(60.0).run(40) == [0.0, 1.0, 1.0 + LONGEST_WAIT_S, 1.0 + 2 * LONGEST_WAIT_S]
+
+
+def test_the_interval_of_the_runbook_stands() -> None:
+    """Unless the share asks for a longer one."""
+    assert Looks(0.02, look_every_s=5.0).run(12) == [0.0, 5.0, 10.0]
