@@ -54,7 +54,7 @@ def _recent(rank: RankFact, now: float) -> list[StepFact]:
 
 def training_seconds(step: StepFact) -> float:
     """The duration of a step in seconds without its pauses."""
-    return step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in PAUSES)
+    return step.without(PAUSES)
 
 
 def _rate(step: StepFact) -> float:
