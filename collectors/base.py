@@ -8,7 +8,7 @@ in as a constructor argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -92,6 +92,10 @@ class StepFact:
     grad_norm: float
     phase_s: Mapping[str, float]
     learning_rate: float | None = None
+
+    def without(self, phases: Iterable[str]) -> float:
+        """Its seconds that were not spent in ``phases``."""
+        return self.duration_s - sum(self.phase_s.get(phase, 0.0) for phase in phases)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from opsd.blame import STOPPED, UNINTERRUPTIBLE
+from opsd.attribution import STOPPED, UNINTERRUPTIBLE
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, run_of, supervised, unsolved

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opsd.blame import UNINTERRUPTIBLE
+from opsd.attribution import UNINTERRUPTIBLE
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import rank_on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from opsd.blame import NOBODY, STOPPED, RankState, blame
+from opsd.attribution import INCONCLUSIVE, STOPPED, RankState, attribute_hang
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Detect, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_unsupervised
@@ -41,7 +41,7 @@ def waits_for_data(states: Sequence[RankState], culprit: int) -> bool:
 def waits_for_others(states: Sequence[RankState]) -> bool:
     """True if all ranks here wait in a collective and none of them holds it up: that is a ``collective_hang``."""
     waiting = bool(states) and all(state.phase == "collective" for state in states)
-    return waiting and blame(states).confidence <= NOBODY
+    return waiting and attribute_hang(states).confidence <= INCONCLUSIVE
 
 
 def reported_states(event: Event) -> list[RankState]:
@@ -102,7 +102,7 @@ def _confidence(states: Sequence[RankState], rank: float | None, recorder: objec
     recorded = recorder.get("culprits") if isinstance(recorder, Mapping) else None
     if isinstance(recorder, Mapping) and isinstance(recorded, list | tuple) and rank in recorded:
         return min(0.95, max(0.7, number(recorder, "confidence") or 0.0))
-    verdict = blame(states) if states else None
+    verdict = attribute_hang(states) if states else None
     return max(verdict.confidence, 0.7) if verdict and verdict.rank == rank else 0.7
 
 
@@ -124,7 +124,7 @@ def _from_pages(view: View, run: str) -> Finding | None:
     states = [state_of(rank, view.now) for rank in ranks]
     if not states or min(state.stuck_s for state in states) < FLOOR_S:
         return None
-    verdict = blame(states)
+    verdict = attribute_hang(states)
     culprit = next(rank for rank in ranks if rank.rank == verdict.rank)
     stuck, limit = view.now - culprit.changed, limit_of(culprit)
     if stuck < limit or waits_for_data(states, culprit.rank) or waits_for_others(states):

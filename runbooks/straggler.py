@@ -51,7 +51,7 @@ class Straggler:
 
 def compute_seconds(step: StepFact) -> float:
     """The part of a step in which the rank itself worked, in seconds."""
-    return step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in NOT_COMPUTING)
+    return step.without(NOT_COMPUTING)
 
 
 def _recent(rank: RankFact, now: float) -> dict[int, float]:

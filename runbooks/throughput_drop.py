@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import median
 
-from opsd.blame import STOPPED
+from opsd.attribution import STOPPED
 from opsd.collectors.base import RankFact, StepFact
 from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
@@ -54,7 +54,7 @@ def _recent(rank: RankFact, now: float) -> list[StepFact]:
 
 def training_seconds(step: StepFact) -> float:
     """The duration of a step in seconds without its pauses."""
-    return step.duration_s - sum(step.phase_s.get(phase, 0.0) for phase in PAUSES)
+    return step.without(PAUSES)
 
 
 def _rate(step: StepFact) -> float:

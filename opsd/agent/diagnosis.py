@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from opsd.agent.window import Window
-from opsd.blame import blame
+from opsd.attribution import attribute_hang
 from opsd.collectors.base import RankFact, Reading, StepFact
 from opsd.runbooks.rank_hang import FACTOR, FLOOR_S, SLOW_PHASE_LIMIT_S, SLOW_PHASES, state_of
 from opsd.runbooks.straggler import SLOW, compute_seconds, stragglers_of
@@ -100,7 +100,7 @@ def _moving(ranks: Sequence[RankFact], now: float) -> tuple[DiagnosisStep, str]:
     limit = max(_patience(rank) for rank in ranks)
     if not states or min(state.stuck_s for state in states) < limit:
         return DiagnosisStep(HANGS, False, facts), ""
-    found = blame(states)
+    found = attribute_hang(states)
     sure = f"{found.confidence:.0%} sure"
     return DiagnosisStep(HANGS, True, facts), f"it hangs: rank {found.rank} holds it up, {found.reason} ({sure})"
 

@@ -11,8 +11,9 @@ from rich.console import Console
 
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.options import option
-from opsd.commands.output import clock_time, plain_table, printable
+from opsd.commands.output import plain_table, printable
 from opsd.runbooks.base import Culprit, State
+from opsd.words import clock
 
 _INCIDENTS = {"resolved": "green", "escalated": "bold red"}
 
@@ -51,7 +52,7 @@ def list_incidents(agent: Agent, as_json: bool, states: tuple[str, ...], limit: 
         return
     for incident in printable(answer["incidents"]):
         state = f"[{_INCIDENTS.get(incident['state'], 'yellow')}]{incident['state']:<9}[/]"
-        opened, severity = clock_time(incident["opened_at"]), incident["severity"]
+        opened, severity = clock(incident["opened_at"]), incident["severity"]
         console.print(f"{opened}  {state}  {severity:<8}  {incident['summary']}", soft_wrap=True)
         console.print(f"    [dim]{_culprit(incident['culprit'])}, {incident['id']}[/dim]", soft_wrap=True)
         for symptom in incident["symptoms"]:
@@ -107,14 +108,14 @@ def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
         f"  state      {incident['state']}{': ' + incident['verdict'] if incident['verdict'] else ''}",
         f"  severity   {incident['severity']}",
         f"  culprit    {_culprit(incident['culprit'])}, confidence {incident['confidence']:.0%}",
-        f"  opened     {clock_time(incident['opened_at'])}",
-        *([f"  over       {clock_time(incident['resolved_at'])}"] if incident["resolved_at"] else []),
+        f"  opened     {clock(incident['opened_at'])}",
+        *([f"  over       {clock(incident['resolved_at'])}"] if incident["resolved_at"] else []),
         f"  cost       {hours:.2f} GPU-hours{': ' + cost['text'] if cost['text'] else ''}",
         *([f"  came back  {relapses} time{'s' * (relapses != 1)}"] if relapses else []),
         *([f"  job        {incident['job']}"] if incident["job"] else []),
         *([f"  cause      {incident['cause']}"] if incident["cause"] else []),
         "  evidence",
-        *(f"    {clock_time(e['at'])}  {e['text']}  ({e['source']})" for e in incident["evidence"]),
+        *(f"    {clock(e['at'])}  {e['text']}  ({e['source']})" for e in incident["evidence"]),
     ]
     if incident["actions"]:
         lines.append("  actions")
@@ -126,17 +127,17 @@ def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
 
 def _action_line(action: Mapping[str, Any]) -> str:
     detail = f": {action['detail']}" if action["detail"] else ""
-    return f"    {clock_time(action['at'])}  {action['verb']} {action['target']}  {action['outcome']}{detail}"
+    return f"    {clock(action['at'])}  {action['verb']} {action['target']}  {action['outcome']}{detail}"
 
 
 def _symptom_line(symptom: Mapping[str, Any]) -> str:
-    return f"    {clock_time(symptom['opened_at'])}  {symptom['summary']}  ({symptom['id']})"
+    return f"    {clock(symptom['opened_at'])}  {symptom['summary']}  ({symptom['id']})"
 
 
 def _similar_line(past: Mapping[str, Any]) -> str:
     done = ", ".join(past["done"]) or "nothing"
     outcome = {True: "it helped", False: "it did not help", None: "no attempt was made"}[past["helped"]]
-    when = clock_time(past["opened_at"])
+    when = clock(past["opened_at"])
     return f"    {when}  {past['similarity']:.0%} alike: {past['summary']}; done: {done}, {outcome}  ({past['id']})"
 
 

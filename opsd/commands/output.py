@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,11 +62,6 @@ def rank_table(ranks: Iterable[Mapping[str, Any]]) -> Table:
             "" if rank["live"] else "[red]not running[/red]",
         )
     return table
-
-
-def clock_time(at: float) -> str:
-    """The epoch second ``at`` in local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def written(path: Path, text: str, what: str) -> bool:

@@ -16,7 +16,7 @@ from rich.table import Table
 from opsd import exitcodes
 from opsd.collectors.nvml import NvmlSettings
 from opsd.commands.options import Finite, config_options, option, report_options, report_targets
-from opsd.commands.output import clock_time, written
+from opsd.commands.output import written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
 from opsd.commands.preflight_simulate import simulate
@@ -37,6 +37,7 @@ from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError
 from opsd.spares import readiness, state, verdict
+from opsd.words import clock
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -145,7 +146,7 @@ def _as_spare(report: Report, settings: Settings, console: Console) -> None:
     except SlurmError as error:
         say(console, f"Slurm was not told whether it is a ready spare: {error}")
     lacks = found.why_not_ready(found.checked_at)
-    said = f"not a ready spare; {lacks}" if lacks else f"a ready spare until {clock_time(found.expires_at)}"
+    said = f"not a ready spare; {lacks}" if lacks else f"a ready spare until {clock(found.expires_at)}"
     console.print(f"{report.node} is {said}", highlight=False, markup=False, soft_wrap=True)
 
 

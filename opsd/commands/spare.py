@@ -17,7 +17,7 @@ from rich.progress import Progress as Bar
 
 from opsd import exitcodes
 from opsd.commands.options import Finite, config_options, option
-from opsd.commands.output import clock_time, fail
+from opsd.commands.output import fail
 from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.preflight.engine import SelectionError
@@ -33,6 +33,7 @@ from opsd.spares.stage import verify as compare
 from opsd.spares.state import SpareState
 from opsd.spares.storage import Folder, Storage, StorageError, open_storage
 from opsd.spares.transfer import Progress, RateLimit, StageError, Work
+from opsd.words import clock
 
 PLAIN_S = 5.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -67,7 +68,7 @@ def list_spares(settings: Settings, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps({"spares": [{**asdict(s), "ready": s.ready} for s in spares]}, indent=1))
     for found in () if as_json else spares:
-        said = f"ready, verified {clock_time(found.since)}" if found.ready else f"not ready: {found.why_not}"
+        said = f"ready, verified {clock(found.since)}" if found.ready else f"not ready: {found.why_not}"
         click.echo(f"{found.node}  {said}")
     if not spares:
         click.echo("opsd: the pool has no node; `opsd spare reserve`, or `opsd spare stage` on a node", err=True)
@@ -149,7 +150,7 @@ def status(settings: Settings) -> int:
     if why_not := found.why_not_ready(time.time()):
         click.echo(f"{node} is not a ready spare: {why_not}")
         return exitcodes.FAILED
-    click.echo(f"{node} is a ready spare until {clock_time(found.expires_at)}")
+    click.echo(f"{node} is a ready spare until {clock(found.expires_at)}")
     return exitcodes.OK
 
 
@@ -243,7 +244,7 @@ class Here:
             click.echo(f"opsd: Slurm was not told: {error}", err=True)
         for topic, why in found.lacks.items():
             click.echo(f"{topic}: {why}")
-        until = f"a ready spare until {clock_time(found.expires_at)}" if found.ready else "not a ready spare"
+        until = f"a ready spare until {clock(found.expires_at)}" if found.ready else "not a ready spare"
         click.echo(f"{settings.agent.node} is {until}")
         return exitcodes.OK if found.ready else exitcodes.FAILED
 

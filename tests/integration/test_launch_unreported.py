@@ -87,13 +87,18 @@ os._exit(0)
 """
 
 
+def three_ranks(folder: Path, code: str) -> Launched:
+    """A launcher of three ranks that run ``code``."""
+    pytest.importorskip("torch", reason="torch is not installed")
+    program = folder / "prog_gloo.py"
+    program.write_text(code)
+    flags = ("--nproc-per-node=3", "--no-standby", "--idle-limit=4")
+    return Launched(folder, "", *flags, program=(str(program),), env={"OMP_NUM_THREADS": "1"})
+
+
 def test_a_skipped_collective_is_named_by_the_flight_recorder(tmp_path: Path) -> None:
     """All ranks wait in collectives, and stacks do not say who is wrong; dumps are on disk before the ranks end."""
-    pytest.importorskip("torch", reason="torch is not installed")
-    (tmp_path / "prog_gloo.py").write_text(GLOO)
-    program = (str(tmp_path / "prog_gloo.py"),)
-    flags = ("--nproc-per-node=3", "--no-standby", "--idle-limit=4")
-    with Launched(tmp_path, "", *flags, program=program, env={"OMP_NUM_THREADS": "1"}) as launched:
+    with three_ranks(tmp_path, GLOO) as launched:
         assert launched.wait(180) == exitcodes.OK
         hang = launched.event("hang_detected")
         assert hang["rank"] == 1
@@ -117,11 +122,7 @@ LOCKED = GLOO.replace(
 
 def test_a_rank_that_holds_the_interpreter_lock_leaves_its_dump(tmp_path: Path) -> None:
     """Nothing in Python runs in it any more; torch's server tells what it has called, and nothing in the log of it."""
-    pytest.importorskip("torch", reason="torch is not installed")
-    (tmp_path / "prog_gloo.py").write_text(LOCKED)
-    program = (str(tmp_path / "prog_gloo.py"),)
-    flags = ("--nproc-per-node=3", "--no-standby", "--idle-limit=4")
-    with Launched(tmp_path, "", *flags, program=program, env={"OMP_NUM_THREADS": "1"}) as launched:
+    with three_ranks(tmp_path, LOCKED) as launched:
         assert launched.wait(180) == exitcodes.OK
         hang = launched.event("hang_detected")
         assert hang["flight_recorder"] == {"culprits": [1], "cause": "never called", "confidence": 0.9}

@@ -1,11 +1,11 @@
-"""Names the rank behind a hang, from the statuses of all ranks. Pure; the agent shares the rules (``opsd.blame``)."""
+"""Names the rank behind a hang, from the statuses of all ranks. Pure; shares its rules with the agent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opsd.blame import NOBODY, STOPPED, UNINTERRUPTIBLE, RankState, blame
+from opsd.attribution import INCONCLUSIVE, STOPPED, UNINTERRUPTIBLE, RankState, attribute_hang
 from opsd.collectors.lib.nccl.stuck import Verdict
 from opsd.launch.hangs.limits import UNKNOWN
 
@@ -89,10 +89,10 @@ def may_be_waiting_for(rank: RankStatus, other: RankStatus, stuck: Sequence[Rank
 def name_culprit(ranks: Sequence[RankStatus]) -> Hang:
     """The hang of ``ranks``, which have all exceeded their limits or wait for one that has."""
     everyone, newest = tuple(ranks), max(rank.changed for rank in ranks)
-    verdict = blame([_state(rank, newest) for rank in everyone])
+    verdict = attribute_hang([_state(rank, newest) for rank in everyone])
     culprit = next(rank for rank in everyone if rank.rank == verdict.rank)
     others = [rank for rank in everyone if rank is not culprit]
-    named = culprit.rank if verdict.confidence > NOBODY or not others else None
+    named = culprit.rank if verdict.confidence > INCONCLUSIVE or not others else None
     certain = culprit.process is None or culprit.process in (*STOPPED, UNINTERRUPTIBLE)
     evidence = _evidence(culprit, others) if named is not None else []
     if named is None:

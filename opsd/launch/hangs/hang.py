@@ -26,7 +26,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opsd.blame import STOPPED
+from opsd.attribution import STOPPED
 from opsd.launch.hangs.culprit import CERTAIN, EARLY_S, Hang, RankStatus, is_hang, may_be_waiting_for
 from opsd.launch.hangs.culprit import name_culprit as name_culprit
 from opsd.launch.hangs.limits import UNKNOWN, WARM_STEPS, HangLimits, LearntLimits

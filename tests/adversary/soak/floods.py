@@ -113,6 +113,7 @@ def burst_of_failures(shm: str, runs: int, every_s: float) -> None:
 
 def slow_ras(shm: str, name: str, port: int) -> None:
     """A run that leads on this node, and its RAS service, which sends a byte a second without end."""
+    import contextlib
     import json
     import os
     import select
@@ -132,19 +133,13 @@ def slow_ras(shm: str, name: str, port: int) -> None:
     (folder / "run.json").write_text(json.dumps(said))
     listener = socket.create_server(("127.0.0.1", port))
     print("listens", flush=True)
-    held: list[socket.socket] = []
+    newest = socket.socket()
     while True:
         reporter.step(tokens=1, loss=2.0)
         if select.select([listener], [], [], 1.0)[0]:
-            held.append(listener.accept()[0])
-        alive = []
-        for connection in held:
-            try:
-                connection.sendall(b"S")
-                alive.append(connection)
-            except OSError:
-                connection.close()
-        held = alive
+            newest = listener.accept()[0]  # the agent has given up the one before
+        with contextlib.suppress(OSError):
+            newest.sendall(b"S")
         time.sleep(0.2)
 
 

@@ -46,7 +46,7 @@ class RankState:
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class Attribution:
     """The rank that blocks the others, the reason, and the confidence (0 to 1)."""
 
     rank: int
@@ -55,7 +55,7 @@ class Blame:
     evidence: tuple[str, ...]
 
 
-NOBODY = 0.2
+INCONCLUSIVE = 0.2
 """The confidence with which a rank is named when none stands out."""
 
 Rule = Callable[[Sequence[RankState]], tuple[Sequence[RankState], str]]
@@ -102,7 +102,7 @@ _RULES: tuple[tuple[Rule, float], ...] = (
 )
 
 
-def blame(ranks: Sequence[RankState]) -> Blame:
+def attribute_hang(ranks: Sequence[RankState]) -> Attribution:
     """The rank that blocks the others. ``ranks`` are those of one run and generation, at least one.
 
     Each rule narrows the suspects that the ones before it left; the first that narrows decides how sure the answer is.
@@ -120,12 +120,12 @@ def blame(ranks: Sequence[RankState]) -> Blame:
     waiting = all(r.in_collective for r in suspects)
     if len(ranks) == 1:
         certain = not waiting or culprit.process in STOPPED
-        reasons, confidence = ["it is the only rank here"], 0.9 if certain else NOBODY
+        reasons, confidence = ["it is the only rank here"], 0.9 if certain else INCONCLUSIVE
     elif len(suspects) > 1:
         apart = culprit.stuck_s - max(r.stuck_s for r in suspects if r is not culprit) > _APART_S
         reasons.append("its page stopped changing first" if apart else "no rank stands out")
-        confidence = confidence or (0.5 if apart and not waiting else NOBODY)
-    return Blame(
+        confidence = confidence or (0.5 if apart and not waiting else INCONCLUSIVE)
+    return Attribution(
         rank=culprit.rank,
         reason="; ".join(reasons),
         confidence=confidence,
