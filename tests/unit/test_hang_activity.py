@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,3 +78,59 @@ def test_thresholds_are_those_of_helper_threads() -> None:
     """NCCL's watchdog wakes ten times a second and uses less; any training uses more."""
     still = replace(IDLE, cpu_s=IDLE.cpu_s + BUSY_SHARE * 2.0 * 0.9, moved=IDLE.moved + MOVED_BYTES - 1)
     assert compare(IDLE, still, 2.0, Activity(0.0, 0.0), 9.0).active == 0.0
+
+
+def test_a_trickle_is_work_if_the_main_thread_takes_part() -> None:
+    """A pipe with some lines a second is; a thread that logs while the main thread waits for a lock is not."""
+    before = replace(IDLE, main={7: (50, 1000), 8: (5, 0)})
+
+    def active(waits: int, moved: int) -> bool:
+        after = replace(before, main={7: (50 + waits, 1000 + moved), 8: (5, 0)})
+        return compare(before, after, 2.0, Activity(0.0, 0.0), 9.0).active == 9.0
+
+    assert active(waits=2, moved=20)
+    assert not active(waits=0, moved=20)
+    assert not active(waits=2, moved=0), "a loop that polls"
+
+
+TRICKLE = """
+import os, sys, threading, time
+r, w = os.pipe()
+def write():
+    while True:
+        os.write(w, b"x")
+        time.sleep(0.1)
+if sys.argv[1] == "read":
+    os.fork() or write()
+    while True:
+        os.read(r, 1)
+threading.Thread(target=write).start()
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+"""
+
+
+@pytest.mark.parametrize(("what", "active"), [("read", True), ("lock", False)])
+def test_a_main_thread_that_reads_a_byte_at_a_time(what: str, *, active: bool) -> None:
+    """As the kernel counts it."""
+    process = subprocess.Popen([sys.executable, "-c", TRICKLE, what], start_new_session=True)
+    try:
+        assert eventually(lambda: _moves(process.pid), 30)
+        before = read_usage(process.pid)
+        time.sleep(0.5)
+        found = compare(before, read_usage(process.pid), 2.0, Activity(0.0, 0.0), 9.0)
+        assert found.active == (9.0 if active else 0.0)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _moves(pid: int) -> bool:
+    """Whether it has done with its imports and moves bytes."""
+    before = read_usage(pid)
+    time.sleep(0.3)
+    after = read_usage(pid)
+    if before is None or after is None:
+        return False
+    return after.cpu_s - before.cpu_s < 0.02 and after.moved > before.moved and after.pids == before.pids

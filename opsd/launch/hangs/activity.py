@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -26,7 +26,8 @@ MAX_PROCESSES = 256
 class Usage:
     """What the processes of a rank have used so far: seconds of CPU time, bytes moved, bytes written.
 
-    ``pids`` are the processes, ``stopped`` those that a signal has stopped.
+    ``pids`` are the processes, ``stopped`` those that a signal has stopped. ``main`` has for each process how often its
+    main thread has waited for something, and the bytes that the process has moved.
     """
 
     cpu_s: float
@@ -34,6 +35,7 @@ class Usage:
     written: int
     pids: frozenset[int]
     stopped: frozenset[int] = frozenset()
+    main: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +93,20 @@ def compare(before: Usage | None, usage: Usage | None, seconds: float, activity:
         return Activity(now, now)
     written = usage.written - before.written
     busy = usage.cpu_s - before.cpu_s >= BUSY_SHARE * seconds or usage.moved - before.moved >= MOVED_BYTES
+    busy = busy or any(_trickles(before.main.get(pid), after) for pid, after in usage.main.items())
     stopped = min(usage.stopped, default=None)
     return Activity(now if busy else activity.active, now, written >= WRITING_BYTES, None if busy else stopped)
+
+
+def _trickles(before: tuple[int, int] | None, after: tuple[int, int]) -> bool:
+    """Whether a process moves a few bytes, and its main thread takes part: other threads poll and log by themselves."""
+    return before is not None and after[0] > before[0] and after[1] > before[1]
 
 
 def read_usage(pid: int, proc: Path = Path("/proc")) -> Usage | None:
     """The usage of ``pid`` and its descendants (proc(5)); None if it cannot be read."""
     cpu, moved, written = 0, 0, 0
-    pids, stopped = set[int](), set[int]()
+    pids, stopped, main = set[int](), set[int](), dict[int, tuple[int, int]]()
     for each in _tree(pid, proc):
         fields = _stat(each, proc)
         if fields is None:
@@ -109,7 +117,10 @@ def read_usage(pid: int, proc: Path = Path("/proc")) -> Usage | None:
         cpu += sum(map(int, fields[11:15]))
         more = _io(each, proc)
         moved, written = moved + sum(more), written + more[1]
-    return Usage(cpu / _TICKS, moved, written, frozenset(pids), frozenset(stopped)) if pid in pids else None
+        main[each] = (_waits(each, proc), sum(more))
+    if pid not in pids:
+        return None
+    return Usage(cpu / _TICKS, moved, written, frozenset(pids), frozenset(stopped), main)
 
 
 def _tree(pid: int, proc: Path) -> Iterator[int]:
@@ -130,6 +141,15 @@ def _stat(pid: int, proc: Path) -> list[str] | None:
         return (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
+
+
+def _waits(pid: int, proc: Path) -> int:
+    """How often the main thread of the process has given up its core to wait for something."""
+    try:
+        text = (proc / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
+        return int(text.rpartition("\nvoluntary_ctxt_switches:")[2].split(None, 1)[0])
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def _io(pid: int, proc: Path) -> tuple[int, int]:
