@@ -59,6 +59,7 @@ class Daemon:
             job_nodes=peers.jobs if peers else None,
             fleet=peers.fleet if peers else None,
             config=self._reloader.status,
+            job_label=agent.job_label,
         )
         self._orders.take(settings)
 

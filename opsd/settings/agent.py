@@ -46,6 +46,11 @@ class AgentSettings(Section):
         examples=["/etc/opsd/peer-credentials"],
         description="File with USER:PASSWORD that these agents ask for. Used only with agent.web_config.",
     )
+    job_label: bool = Field(
+        default=False,
+        description="Give the DCGM_* series of a GPU the label hpc_job with its job, as dcgm-exporter does where jobs "
+        "are mapped, for boards that expect it. Each new job is then a new series.",
+    )
     interval_s: float = Field(default=1.0, ge=0.05, le=60, description="Seconds between two collections.")
     deadline_s: float = Field(
         default=2.0, gt=0, le=300, description="A collector that takes longer is marked as hung and its series vanish."

@@ -164,6 +164,26 @@ def test_every_panel_shows_data(stack: Stack) -> None:
     assert stack.query(filled('max(run:opsd_rank_step:max{cluster=~"$cluster", run=~"$run"})'))[0]["value"][1] > "0"
 
 
+OUTSIDE = Path(__file__).parents[1] / "outside/boards"
+OF_OTHERS = {"instance": ".+", "Hostname": ".+", "gpu": ".+", "worker": ".*", "slurm_job": "4242"}
+ELSEWHERE = re.compile(r"node_|kube_|slurm_job_info|label_move|rate\(\w+\{[^}]*\}\)")
+"""What an agent does not export, and what is no PromQL."""
+
+
+@pytest.mark.parametrize(
+    ("board", "asked", "left"), [("dcgm-exporter-12239", 16, 0), ("soperator-jobs-overview", 22, 13)]
+)
+def test_boards_of_others_show_data(stack: Stack, board: str, asked: int, left: int) -> None:
+    """Unchanged: each of their queries about GPUs answers, about those of the job where it asks for a job."""
+    every = [query["expr"] for query in json.loads((OUTSIDE / f"{board}.json").read_text())]
+    known = [expression for expression in every if not ELSEWHERE.search(expression)]
+    assert (len(known), len(every) - len(known)) == (asked, left)
+    filled = [re.sub(r"\$(\w+)", lambda found: OF_OTHERS[found[1]], expression) for expression in known]
+    assert eventually(lambda: all(map(stack.query, filled)), 45), [each for each in filled if not stack.query(each)]
+    foreign = [expression.replace("4242", "77") for expression in filled if "4242" in expression]
+    assert not any(map(stack.query, foreign)) and bool(foreign) == (left > 0)
+
+
 @pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="chromium is not installed")
 def test_pictures_of_its_pages_are_taken(stack: Stack, tmp_path: Path) -> None:
     """As the documentation has them."""

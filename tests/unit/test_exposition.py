@@ -133,3 +133,22 @@ def test_promtool_finds_nothing_to_complain_about() -> None:
     said = (checked.stdout + checked.stderr).decode().splitlines()
     # Names and labels that begin with DCGM_FI_ are dcgm-exporter's.
     assert [line for line in said if not line.startswith("DCGM_FI_")] == []
+
+
+def test_series_of_a_gpu_can_have_its_job_as_with_dcgm_exporter() -> None:
+    """From one scrape to the next, and byte for byte as prometheus-client renders it; others have none."""
+    busy = Metric("DCGM_FI_DEV_GPU_UTIL", "Busy.", labels=("gpu", "UUID"))
+    job = Metric("opsd_gpu_job_info", "Job.", "info", labels=("gpu", "job_id", "run", "rank"))
+    own = Metric("opsd_gpu_up", "Up.", labels=("gpu", "UUID"))
+    gpus = [Sample(metric, 1.0, (str(n), f"GPU-{n}")) for metric in (busy, own) for n in range(2)]
+    groups: list[list[Sample]] = [gpus]
+    exposition = Exposition(lambda: [*groups], job_label=True)
+    for numbers, said in (((), b""), (("4242", ""), b'hpc_job="4242"'), (("4243",), b'hpc_job="4243"')):
+        groups[1:] = [[Sample(job, 1.0, (str(gpu), number, "r", "0")) for gpu, number in enumerate(numbers)]]
+        body, _ = exposition.render()
+        assert body.count(b"hpc_job=") == bool(said) and said in body
+        assert b"hpc_job" not in body.partition(b"# HELP opsd_gpu_up")[2]
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(exposition)
+        assert body == generate_latest(registry)
+    assert b"hpc_job" not in Exposition(lambda: [*groups]).render()[0]

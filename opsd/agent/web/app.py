@@ -77,6 +77,7 @@ class App:
         job_nodes: JobNodes | None = None,
         fleet: Fleet | None = None,
         config: Callable[[], Mapping[str, object]] | None = None,
+        job_label: bool = False,
     ) -> None:
         self._latest = latest
         self._facts = facts
@@ -86,7 +87,7 @@ class App:
         self._config = config
         self._pages, self._job_pages = PageCache(), PageCache()
         self._stale_s = stale_s
-        self._exposition = Exposition(lambda: latest().samples)
+        self._exposition = Exposition(lambda: latest().samples, job_label=job_label)
         self._routes: Mapping[str, Callable[[Request], Answer]] = {
             "/": self._index,
             "/fleet": self._fleet,

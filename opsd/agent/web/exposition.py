@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from opsd.collectors.base import Metric, Sample
@@ -29,6 +29,11 @@ _SPECIAL = {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}
 
 Values = dict[tuple[str, ...], float]
 
+JOB_INFO = "opsd_gpu_job_info"
+"""Has the job of each GPU in its labels ``gpu`` and ``job_id``."""
+JOB_LABEL = "hpc_job"
+"""The label that dcgm-exporter gives to the series of a GPU on which a mapped job works."""
+
 
 class Exposition:
     """Renders the result of ``latest``: groups of samples, any number of groups per metric.
@@ -36,10 +41,13 @@ class Exposition:
     The rendered text of unchanged groups is reused, so that fifty scrapers cost as much as one. Thread-safe.
 
     Of two samples of one series only the first is rendered, as a duplicate makes Prometheus refuse the whole scrape.
+
+    With ``job_label`` the series of dcgm-exporter have the label ``hpc_job`` while a job works on their GPU.
     """
 
-    def __init__(self, latest: Callable[[], Sequence[Iterable[Sample]]]) -> None:
-        self._latest = latest
+    def __init__(self, latest: Callable[[], Sequence[Iterable[Sample]]], *, job_label: bool = False) -> None:
+        self._latest, self._job_label = latest, job_label
+        self._jobs: Mapping[str, str] = {}
         self._starts: dict[str, dict[tuple[str, ...], str]] = {}
         self._guard = threading.Lock()
         self._groups: Sequence[Iterable[Sample]] | None = None
@@ -82,20 +90,25 @@ class Exposition:
         """The samples as families of prometheus-client, in the order in which metrics first appear."""
         from prometheus_client.metrics_core import Metric as Family
 
-        for metric, values in _grouped(self._latest()):
+        families = _grouped(self._latest())
+        jobs = self._jobs_of(families)
+        for metric, values in families:
             family = Family(_family_name(metric), metric.help, _TYPES[metric.kind], _unit(metric))
             for labels, value in values.items():
-                family.add_sample(metric.name, dict(zip(metric.labels, labels, strict=True)), value)
+                family.add_sample(metric.name, dict(_labelled(metric, labels, jobs)), value)
             yield family
 
     def _render(self, groups: Iterable[Iterable[Sample]], *, openmetrics: bool) -> bytes:
         lines: list[str] = []
         starts: dict[str, dict[tuple[str, ...], str]] = {}
-        for metric, values in _grouped(groups):
+        families = _grouped(groups)
+        if (jobs := self._jobs_of(families)) != self._jobs:
+            self._jobs, self._starts = jobs, {}
+        for metric, values in families:
             lines.append(_header(metric, openmetrics=openmetrics))
             known, used = self._starts.get(metric.name, {}), starts.setdefault(metric.name, {})
             for labels, value in values.items():
-                start = known.get(labels) or _start(metric, labels)
+                start = known.get(labels) or _start(metric, labels, jobs)
                 used[labels] = start
                 lines.append(f"{start}{_number(value)}\n")
         # Only labels used in this scrape are kept, so that ended series do not accumulate.
@@ -103,6 +116,16 @@ class Exposition:
         if openmetrics:
             lines.append("# EOF\n")
         return "".join(lines).encode()
+
+    def _jobs_of(self, families: Iterable[tuple[Metric, Values]]) -> Mapping[str, str]:
+        """The job on each GPU by the GPU's index, if series are to have it; the first by name of several."""
+        if not self._job_label:
+            return {}
+        told = next(((metric, values) for metric, values in families if metric.name == JOB_INFO), None)
+        if told is None:
+            return {}
+        gpu, job = (told[0].labels.index(label) for label in ("gpu", "job_id"))
+        return {labels[gpu]: labels[job] for labels in sorted(told[1], reverse=True) if labels[job]}
 
 
 def negotiate(accept: str) -> str:
@@ -143,7 +166,7 @@ def _zip(body: bytes) -> bytes:
     return gzip.compress(body, compresslevel=1)
 
 
-def _grouped(groups: Iterable[Iterable[Sample]]) -> Iterable[tuple[Metric, Values]]:
+def _grouped(groups: Iterable[Iterable[Sample]]) -> Collection[tuple[Metric, Values]]:
     families: dict[str, tuple[Metric, Values]] = {}
     metric: Metric | None = None
     values: Values = {}
@@ -169,9 +192,16 @@ def _number(value: float) -> str:
     return text
 
 
-def _start(metric: Metric, labels: tuple[str, ...]) -> str:
+def _labelled(metric: Metric, labels: tuple[str, ...], jobs: Mapping[str, str]) -> list[tuple[str, str]]:
+    pairs = [*zip(metric.labels, labels, strict=True)]
+    if jobs and metric.name.startswith("DCGM_FI_") and (job := jobs.get(dict(pairs).get("gpu", ""))):
+        pairs.append((JOB_LABEL, job))
+    return pairs
+
+
+def _start(metric: Metric, labels: tuple[str, ...], jobs: Mapping[str, str]) -> str:
     """The constant part of a series' line: name and labels, sorted by label name."""
-    pairs = sorted(zip(metric.labels, labels, strict=True))
+    pairs = sorted(_labelled(metric, labels, jobs))
     text = ",".join(f'{name}="{_escape(value)}"' for name, value in pairs)
     return f"{metric.name}{{{text}}} " if text else f"{metric.name} "
 
