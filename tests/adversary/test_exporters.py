@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from opsd.launch.ranks.settings import free_port
 from tests.adversary.attacker import Attacker
 from tests.adversary.attacks import false_exporter, invent_run
 from tests.adversary.node import NAME, Node
@@ -21,12 +21,6 @@ def page(node: Node, *lines: tuple[str, int, float]) -> str:
     """An exporter's page about GPUs of the node: name, index and value. Its labels are of its own making."""
     said = (LINE.format(name=name, gpu=index, uuid=node.gpus[index].uuid, value=value) for name, index, value in lines)
     return "\n".join((*said, ""))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class NodeNetwork(Namespaces):
         for node in nodes:
             _run("tc", "qdisc", "replace", "dev", self._link(node), "root", "pfifo", "limit", "0")
 
-    def mend(self) -> None:
+    def heal(self) -> None:
         """Undo all of it."""
         for node in range(self.count):
             _run("ip", "link", "set", self._link(node), "master", self._prefix)

@@ -1,8 +1,8 @@
 """Clients that never authenticate: ``python unauthenticated.py ADDRESS PORT IDLE [SOURCES]``, until killed.
 
-IDLE connections are held open and say nothing, and made again when they are closed; besides, one after the other is
-made and closed as fast as it goes. They come from SOURCES addresses of the loopback network. Prints how many were made,
-twice a second.
+IDLE connections are held open, say nothing, and are opened again when they are closed. Meanwhile others are opened and
+closed one by one, as fast as possible. They come from SOURCES addresses of the loopback network. Prints twice a second
+how many were made.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def two_generations(folder: Path, source: str, *flags: str, env: dict[str, str] 
 
 
 def seen_in(log: str) -> Any:
-    """What was printed besides, and what was shown."""
+    """What else was printed, and what was shown."""
     lines = log.splitlines()
     (state,) = [line for line in lines if line.startswith("seen ")]
     return ["\n".join(sorted({*lines} - {state})), json.loads(state.removeprefix("seen "))]

@@ -41,21 +41,21 @@ def cut(run: PartitionedNodes, names: list[str]) -> None:
     """Part them from the others, and from these alone."""
     run.wires.part(run.numbers(names))
     time.sleep(HOLD_S)
-    run.wires.mend()
+    run.wires.heal()
 
 
 def mute(run: PartitionedNodes, names: list[str]) -> None:
     """They hear the others, who do not hear them."""
     run.wires.mute(run.numbers(names))
     time.sleep(HOLD_S)
-    run.wires.mend()
+    run.wires.heal()
 
 
 def deafen(run: PartitionedNodes, names: list[str]) -> None:
     """They do not hear the others, who hear them."""
     run.wires.deafen(run.numbers(names))
     time.sleep(HOLD_S)
-    run.wires.mend()
+    run.wires.heal()
 
 
 def flap(run: PartitionedNodes, names: list[str]) -> None:
@@ -63,7 +63,7 @@ def flap(run: PartitionedNodes, names: list[str]) -> None:
     for _ in range(FLAPS):
         run.wires.part(run.numbers(names))
         time.sleep(FLAP_S)
-        run.wires.mend()
+        run.wires.heal()
         time.sleep(FLAP_S)
 
 

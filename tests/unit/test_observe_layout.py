@@ -23,7 +23,7 @@ MEGATRON = {
 
 @given(sizes=st.tuples(SIZES, SIZES, SIZES, SIZES), which=st.floats(0, 0.999))
 def test_groups_of_megatron_give_a_rank_its_coordinates(sizes: tuple[int, ...], which: float) -> None:
-    """The program makes the groups of all ranks, also those without this one, and others besides."""
+    """The program makes the groups of all ranks, also those without this one, and groups of its own."""
     places = [dict(zip(MEGATRON, place, strict=True)) for place in product(*map(range, sizes))]
     rank = int(which * len(places))
     layout = Layout(rank, len(places))

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, XidAction
+from opsd.launch.ranks.settings import free_port
 from opsd.simulated.gpus import SimulatedGpus, build
 from tests.adversary.attacker import NOBODY, Attacker
 from tests.adversary.attacks import false_exporter, hold_connections, make_files, make_runs
@@ -151,7 +151,7 @@ def _node(window_s: float, webhook: str) -> Iterator[tuple[Node, int, int]]:
     try:
         with SimulatedGpus.create(folder / "gpus.state", count=8) as gpus:
             node = Node(folder, build(folder), gpus)
-            dcgm, ras = _free_port(), _free_port()
+            dcgm, ras = free_port(), free_port()
             node.config.write_text(node.config.read_text().replace("[agent]\n", f"[agent]\nwindow_s = {window_s}\n"))
             node.configure(
                 "[notify]", f'webhook = "{webhook}"',
@@ -237,9 +237,3 @@ def _journal(node: Node) -> list[dict[str, Any]]:
     """The incidents in the journal."""
     with contextlib.closing(sqlite3.connect(f"file:{node.folder / 'state/journal.db'}?mode=ro", uri=True)) as database:
         return [json.loads(document) for (document,) in database.execute("SELECT document FROM incidents")]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
