@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+TRACED = "t"
 STOPPED = {
     "T": "stopped by a signal",
-    "t": "stopped by a debugger",
+    TRACED: "stopped by a debugger",
     "Z": "a zombie",
     "X": "dead",
 }

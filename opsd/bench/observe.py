@@ -1,5 +1,8 @@
 """What observing costs a program: the same steps with and without the hooks, in turn, in one thread, in CPU time.
 
+A block has two steps with the hooks and two without, as ABBA or BAAB, so that a machine that grows slower or faster
+meanwhile cancels out. Steps are measured until the median of the blocks is known well enough, whatever it is.
+
 nanoGPT is measured where ``OPSD_OUTSIDE`` names a folder with a checkout of it (tests/outside/README.md), in the
 configuration that its README has for machines without GPU, on one core.
 """
@@ -25,7 +28,10 @@ from opsd.launch.observe.torch_hooks import REPLACED
 from opsd.rank_page import read_page
 
 Step = Callable[[], None]
-TINY_PAIRS, NANOGPT_PAIRS, WARM = 2000, 400, 20
+TINY_BLOCKS, WARM = 1000, 20
+LEAST_BLOCKS, MOST_BLOCKS, ENOUGH = 100, 2000, 0.0025
+"""Of nanoGPT: blocks are added, a hundred at a time, until half of the interval is at most this share of a step."""
+RESAMPLES = 1000
 MICRO_BATCHES = 64
 NANOGPT: dict[str, Any] = {
     "block_size": 64,
@@ -40,11 +46,12 @@ BATCH = 12
 
 
 def run() -> dict[str, float | int]:
-    """Medians of paired differences, each between a step with and the next without hooks, or the other way round.
+    """Medians over blocks of what the hooks add to a step.
 
     ``ours_us_per_step``: microseconds of a step with one backward pass and one optimizer, ``..._64`` with 64 passes.
-    ``nanogpt_percent``: of nanoGPT's step, with the 95 % interval of the median; ``nanogpt_percent_of_tiny``: the same
-    from the microseconds of the tiny step, which the noise of long steps does not touch.
+    ``nanogpt_percent``: of nanoGPT's step, with the 95 % bootstrap interval of the median over ``nanogpt_blocks``
+    blocks; ``nanogpt_percent_of_tiny``: the same from the microseconds of the tiny step, which the noise of long steps
+    does not touch.
     """
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -53,19 +60,18 @@ def run() -> dict[str, float | int]:
         os.environ |= {"OPSD_RANK_PAGE": str(page), "OPSD_RUN_DIR": folder}
         install(opsd.client).begin()
         switch = _Switch()
-        differences, _ = _pairs(_tiny(1), switch, TINY_PAIRS)
-        many, _ = _pairs(_tiny(MICRO_BATCHES), switch, TINY_PAIRS // 10)
         results: dict[str, float | int] = {
-            "ours_us_per_step": 1e6 * statistics.median(differences),
-            "ours_us_per_step_64": 1e6 * statistics.median(many),
+            "ours_us_per_step": 1e6 * statistics.median(_blocks(_tiny(1), switch, TINY_BLOCKS)[0]),
+            "ours_us_per_step_64": 1e6 * statistics.median(_blocks(_tiny(MICRO_BATCHES), switch, TINY_BLOCKS // 10)[0]),
         }
         step = _nanogpt()
         if step is not None:
-            differences, plain = _pairs(step, switch, NANOGPT_PAIRS)
+            differences, plain = _measured_well(step, switch)
             usual = statistics.median(plain)
             low, high = _interval(differences)
             results |= {
                 "nanogpt_step_ms": 1e3 * usual,
+                "nanogpt_blocks": len(differences),
                 "nanogpt_percent": 100 * statistics.median(differences) / usual,
                 "nanogpt_percent_low": 100 * low / usual,
                 "nanogpt_percent_high": 100 * high / usual,
@@ -93,30 +99,42 @@ class _Switch:
             hooks.update(ours if on else {})
 
 
-def _pairs(step: Step, switch: _Switch, count: int) -> tuple[list[float], list[float]]:
-    """The seconds that hooks add in each of ``count`` pairs of steps, and the seconds of those without."""
+def _blocks(step: Step, switch: _Switch, count: int) -> tuple[list[float], list[float]]:
+    """The seconds that hooks add to a step, by block, and the seconds of a step without."""
     order = random.Random(1)
     for on in (True, False) * (WARM // 2):
         switch(on)
         step()
     differences, plain = [], []
     for _ in range(count):
-        seconds = {}
-        for on in order.sample((True, False), 2):
+        first, seconds = order.random() < 0.5, {True: 0.0, False: 0.0}
+        for on in (first, not first, not first, first):
             switch(on)
             began = time.thread_time()
             step()
-            seconds[on] = time.thread_time() - began
-        differences.append(seconds[True] - seconds[False])
-        plain.append(seconds[False])
+            seconds[on] += time.thread_time() - began
+        differences.append((seconds[True] - seconds[False]) / 2)
+        plain.append(seconds[False] / 2)
+    return differences, plain
+
+
+def _measured_well(step: Step, switch: _Switch) -> tuple[list[float], list[float]]:
+    """``_blocks``, as many as it takes; the width of the interval decides, never the cost that is found."""
+    differences, plain = list[float](), list[float]()
+    while len(differences) < MOST_BLOCKS:
+        more, without = _blocks(step, switch, LEAST_BLOCKS)
+        differences, plain = differences + more, plain + without
+        low, high = _interval(differences)
+        if (high - low) / 2 <= ENOUGH * statistics.median(plain):
+            break
     return differences, plain
 
 
 def _interval(values: list[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the median, from the order of the values (binomial, normal approximation)."""
-    ordered, count = sorted(values), len(values)
-    reach = 0.98 * count**0.5
-    return ordered[int(count / 2 - reach)], ordered[int(count / 2 + reach)]
+    """The 95 % confidence interval of the median, by resampling the blocks."""
+    drawn = random.Random(2)
+    medians = sorted(statistics.median(drawn.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    return medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES)]
 
 
 def _tiny(micro_batches: int) -> Step:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opsd.attribution import TRACED
 from opsd.launch.hangs.culprit import Hang
 from opsd.launch.hangs.hang import HangDetector
 from opsd.launch.hangs.limits import HangLimits
@@ -40,10 +41,10 @@ REPORTERS = {
 class World:
     """Four ranks that train together, the judge, the clock, and the stacks that py-spy would return."""
 
-    def __init__(self, reporting: Reporting, ranks: int = 4) -> None:
+    def __init__(self, reporting: Reporting, ranks: int = 4, limits: HangLimits = LIMITS) -> None:
         self.now = 1000.0
         self.reporting = reporting
-        self.judge = HangDetector(LIMITS)
+        self.judge = HangDetector(limits)
         self.ranks = [
             FakeRank(
                 number, born=self.now, since=self.now, paged=reporting.source is not None,
@@ -262,6 +263,59 @@ def test_nobody_is_blamed_for_having_waited_for_a_rank_that_ended() -> None:
     del world.ranks[0]
     assert world.pass_time(LIMITS.idle_s - 10.0) is None
     assert world.pass_time(20.0) is not None
+
+
+HOUR = HangLimits(long_s=LIMITS.idle_s + 100.0)
+"""An hour that takes less time to simulate."""
+PDB = (
+    ("read", "libc.so.6"),
+    ("Cmd.cmdloop", "/usr/lib/python3.11/cmd.py"),
+    ("Bdb.trace_dispatch", "/usr/lib/python3.11/bdb.py"),
+)
+EVENT_LOOP = (
+    ("epoll_wait", "libc.so.6"), ("EpollSelector.select", "/usr/lib/python3.12/selectors.py"),
+    ("BaseEventLoop._run_once", "/usr/lib/python3.12/asyncio/base_events.py"), ("run", "serve.py"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+@pytest.mark.parametrize("frames", [PDB, EVENT_LOOP])
+def test_who_waits_for_a_person_or_for_requests_is_left_alone(
+    frames: tuple[tuple[str, str], ...], reporting: str
+) -> None:
+    """For as long as anything may take, also if the others wait for it."""
+    world = World(REPORTERS[reporting], limits=HOUR)
+    world.train()
+    world.wait_for(2)
+    world.enter(2, "forward", frames, idle=True)
+    assert world.pass_time(HOUR.long_s - 10.0) is None
+    found = world.pass_time(30.0)
+    assert found is not None
+    assert found.rank == 2
+
+
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+def test_a_file_of_the_program_is_no_debugger(reporting: str) -> None:
+    """Whatever its name is."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    world.wait_for(2)
+    world.enter(2, "forward", (("acquire", "/home/u/code.py"), ("train", "/home/u/cmd.py")), idle=True)
+    assert world.pass_time(LIMITS.idle_s + 20.0) is not None
+
+
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+def test_a_rank_in_a_debugger_is_left_alone(reporting: str) -> None:
+    """Somebody looks at it with gdb, but may have forgotten it."""
+    world = World(REPORTERS[reporting], limits=HOUR)
+    world.train()
+    world.wait_for(2)
+    world.ranks[2].process = TRACED
+    world.enter(2, "forward", AT_WORK, idle=True)
+    assert world.pass_time(HOUR.long_s - 10.0) is None
+    found = world.pass_time(30.0)
+    assert found is not None
+    assert found.rank == 2
 
 
 def test_idle_limit_can_be_switched_off() -> None:

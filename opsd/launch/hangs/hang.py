@@ -12,10 +12,11 @@ all others                             3 x p99 of the step time without the phas
                                        >= ``unannounced_s`` if the program does not report what it does
 =====================================  ==========================================================================
 
-A process stopped by a signal has ``steady_s`` in every phase, one that does nothing at all ``idle_s`` at most. A rank
-without a page is judged by that alone. A rank that waits for another is not judged while that other one is within its
-own limit. Stacks and file writes can excuse a rank: one that compiles, evaluates, saves, downloads, sleeps or waits for
-processes of its own that are at work gets ``recognised_s`` at least, whatever it reported.
+A process stopped by a signal has ``steady_s`` in every phase, one that does nothing at all ``idle_s`` at most. One that
+a debugger has stopped, and one that waits for a person or for requests (pdb, a prompt, an event loop), has ``long_s``.
+A rank without a page is judged by that alone. A rank that waits for another is not judged while that other one is
+within its own limit. Stacks and file writes can excuse a rank: one that compiles, evaluates, saves, downloads, sleeps
+or waits for processes of its own that are at work gets ``recognised_s`` at least, whatever it reported.
 After a hang with no evidence but the elapsed time, the limit of its
 phase is tripled, so that a slow operation succeeds at a later attempt; its duration is then remembered.
 """
@@ -26,10 +27,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from opsd.attribution import STOPPED
+from opsd.attribution import STOPPED, TRACED
 from opsd.launch.hangs.culprit import CERTAIN, EARLY_S, Hang, RankStatus, is_hang, may_be_waiting_for
 from opsd.launch.hangs.culprit import name_culprit as name_culprit
-from opsd.launch.hangs.limits import UNKNOWN, WARM_STEPS, HangLimits, LearntLimits
+from opsd.launch.hangs.limits import INPUT, UNKNOWN, WARM_STEPS, HangLimits, LearntLimits
 from opsd.launch.hangs.stacks import Stack
 from opsd.rank_page import RankPage
 
@@ -146,6 +147,8 @@ class HangDetector:
             judged_as, limit = self._page_limit(page)
         if rank.process == "T":
             limit = min(limit, self.limits.limit("other"))
+        elif rank.process == TRACED or self._excused.get(rank.rank) == (changed, INPUT):
+            limit, idle_limit = (max(each, self.limits.recognised(INPUT)) for each in (limit, idle_limit))
         begun = max(changed, self._since)
         stuck_s, idle_s = now - begun, rank.seen - max(begun, rank.active)
         if page is None:
@@ -188,9 +191,11 @@ class HangDetector:
         if stall.longest.process in STOPPED:
             return False
         for rank in stall.ranks:
-            if rank.process in STOPPED or rank.judged_as == "idle":
+            if rank.process in STOPPED:
                 continue
             phase = self._work(rank, stacks.get(rank.rank))
+            if rank.judged_as == "idle" and phase != INPUT:
+                continue
             if phase is not None and self.limits.recognised(phase) > rank.stuck_s + SUSPECT_BEFORE_S:
                 excused = excused or self._excused.get(rank.rank) != (rank.changed, phase)
                 self._excused[rank.rank] = (rank.changed, phase)
@@ -202,6 +207,8 @@ class HangDetector:
         One that sleeps, or waits for processes of its own that are at work (the environments of an RL program),
         does so on purpose, unless it is in a collective; ``idle_s`` is its limit if nothing comes of it.
         """
+        if stack is not None and stack.awaits_input:
+            return INPUT
         if stack is not None and (phase := stack.busy_as) is not None:
             return phase
         if rank.rank in self._writing and not (stack is not None and stack.in_collective):

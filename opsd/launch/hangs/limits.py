@@ -13,6 +13,8 @@ FACTOR, LONG_FACTOR = 3.0, 5.0
 STARTUP_MIN_S, CHECKPOINT_MIN_S, EVALUATION_MIN_S, FINISH_S = 60.0, 60.0, 120.0, 600.0
 UNKNOWN = "unknown"
 """The phase of a rank without a page."""
+INPUT = "input"
+"""What a rank is judged as that waits for a person, or for requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +91,8 @@ class LearntLimits:
 
     def recognised(self, phase: str) -> float:
         """The limit of work that was not announced as ``phase`` but is recognised as such."""
+        if phase == INPUT:
+            return self.configured.long_s
         return max(self.limit(phase), self.configured.recognised_s)
 
     def more_patience(self, phase: str) -> None:

@@ -22,6 +22,13 @@ _SAVING = re.compile(
 )
 _ASLEEP = re.compile(r"^(?:__)?(?:clock_)?nanosleep|^time_sleep$")
 _READS_OR_WAITS = re.compile(r"^(?:__)?(?:read|p?poll|p?select|epoll_p?wait|wait4|waitpid|waitid)$")
+_WAIT_FILES = re.compile(r"/python3[^/]*/(?:selectors|codecs|threading|queue)\.py$")
+"""Of the standard library, in which others wait."""
+_FOR_INPUT = re.compile(
+    r"/python3[^/]*/(?:(?:pdb|bdb|cmd|code)\.py|asyncio/base_events\.py|_pyrepl/.*)$"
+    r"|/site-packages/(?:IPython|prompt_toolkit|debugpy|uvloop)/"
+)
+"""A debugger, a prompt, an event loop."""
 _LOADER = "torch/utils/data/"
 """Its waits for worker processes have a limit of their own."""
 _LAUNCHER = "opsd/launch/ranks/worker.py"
@@ -110,6 +117,15 @@ class Stack:
     def asleep(self) -> bool:
         """Whether the main thread is in a timed sleep, as in a loop that polls a file. It does not hold the GIL."""
         return bool(self.main) and not self.threads[0].owns_gil and _ASLEEP.search(self.main[0].name) is not None
+
+    @property
+    def awaits_input(self) -> bool:
+        """Whether the main thread waits for a person at a prompt, or in an event loop for requests.
+
+        It waits in a system call or a lock of the prompt's or loop's own: what those call is the program's.
+        """
+        own = next((frame for frame in self.python if not _WAIT_FILES.search(frame.file)), None)
+        return own is not None and _FOR_INPUT.search(own.file) is not None
 
     @property
     def waits_for_process(self) -> bool:
