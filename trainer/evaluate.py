@@ -171,7 +171,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = Config.model_validate_json((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        print(f"trainer.evaluate: {run / CONFIG} cannot be used: {error}", file=sys.stderr)
+        print(f"opsd: {run / CONFIG} cannot be used: {error}", file=sys.stderr)
         return USAGE
     folder = folder_of(run / CHECKPOINTS, step)
     line: dict[str, Any] = {"step": step, "tokens": None, "results": {}}
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str]) -> int:
             line["reference"] = at_equal_tokens(Path(config.evaluation.reference), line["tokens"])
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         line["why"] = str(error)
-        print(f"trainer.evaluate: {error}", file=sys.stderr)
+        print(f"opsd: {error}", file=sys.stderr)
     except Exception as error:  # memory that is used up, a model that a harness cannot have: told all the same
         line["why"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()

@@ -22,7 +22,7 @@ def ledger(run_dir: Path, as_json: bool) -> int:
     try:
         result = read_ledger(run_dir)
     except LedgerError as error:
-        click.echo(f"opsd ledger: {error}", err=True)
+        click.echo(f"opsd: {error}", err=True)
         return exitcodes.USAGE
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=1))
