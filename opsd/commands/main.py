@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import sys
@@ -65,7 +66,11 @@ class _LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            if ctx.resilient_parsing:  # of what is being completed
+                return None
+            near = difflib.get_close_matches(cmd_name, _commands(), n=1)
+            hint = f"did you mean `opsd {near[0]}`?" if near else "`opsd --help` lists the commands"
+            raise click.UsageError(f"there is no command {cmd_name!r}; {hint}", ctx)
         if cmd_name not in _commands():
             raise click.UsageError(f"`opsd {cmd_name}` is for the development of opsd: run it in a checkout")
         name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
