@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-HOT_C, TOO_HOT_C = 83.0, 90.0
-"""A data-centre GPU slows down at 87 to 92 °C, depending on the model."""
+NEAR_LIMIT_C = 5.0
+USUAL_LIMIT_C = 90.0
+"""Assumed where the driver does not say at which temperature the GPU slows itself down."""
 BUSY_PERCENT = 5.0
 _SEVERITIES = {"critical": "bold red", "warning": "yellow", "info": "default"}
 
@@ -24,9 +25,8 @@ def gpu_state(
         return f"{worst['summary']}{more}", _SEVERITIES[worst["severity"]]
     if gpu.get("orphans"):
         return f"held by dead processes: {', '.join(map(str, gpu['orphans']))}", "yellow"
-    celsius = gpu["temperature_celsius"]
-    if celsius is not None and celsius >= HOT_C:
-        return f"hot, {celsius:.0f} °C", heat_style(celsius)
+    if (style := heat_style(gpu)) != "default":
+        return "at its heat limit" if style == "bold red" else "hot", style
     rank = next((rank for rank in ranks if rank["live"] and rank["gpu"] == gpu["index"]), None)
     if rank is not None:
         return f"rank {rank['rank']} of {rank['run']}", "green"
@@ -36,8 +36,10 @@ def gpu_state(
     return ("busy, no rank of a run", "green") if used >= BUSY_PERCENT else ("idle", "dim")
 
 
-def heat_style(celsius: float | None) -> str:
-    """The style of a temperature."""
-    if celsius is None or celsius < HOT_C:
+def heat_style(gpu: Mapping[str, Any]) -> str:
+    """The style of a GPU's temperature, by the degrees that are left until it slows itself down."""
+    celsius, margin = gpu["temperature_celsius"], gpu.get("temperature_margin_celsius")
+    left = USUAL_LIMIT_C - celsius if margin is None and celsius is not None else margin
+    if left is None or left > NEAR_LIMIT_C:
         return "default"
-    return "bold red" if celsius >= TOO_HOT_C else "yellow"
+    return "bold red" if left <= 0 else "yellow"

@@ -54,7 +54,7 @@ def _gpus(answer: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]]) -> 
         table.add_row(
             str(gpu["index"]),
             f"[{style}]{said}[/]",
-            "-" if celsius is None else f"[{heat_style(celsius)}]{celsius:.0f} °C[/]",
+            "-" if celsius is None else f"[{heat_style(gpu)}]{celsius:.0f} °C[/]",
             "-" if used is None else f"{used:.0f}%",
             gpu["model"],
             gpu["pci_bus_id"],

@@ -159,15 +159,25 @@ def _runs(status: Record, curves: Curves, width: int) -> Iterator[Text]:
     room = max(10, (width - 74) // 2)
     for run in status["runs"]:
         name = run["run"]
-        steps = [rank["step"] for rank in status["ranks"] if rank["run"] == name and rank["step"] is not None]
         line = Text(no_wrap=True, overflow="ellipsis").append(f"run {name}", "bold")
         line.append(f"  {run['state']}", "green" if run["alive"] else "red")
-        line.append(f"  step {max(steps)}" if steps else "")
+        line.append(_progress(run["run"], status["ranks"]))
         for label, values, form in (("loss", curves.loss, "{:.4g}"), ("tokens/s", curves.speed, "")):
             if known := values.get(name):
                 last = form.format(known[-1]) if form else count(known[-1])
                 line.append(f"  {label} {last} ").append(sparkline(known, room), "cyan")
         yield line
+
+
+def _progress(run: str, ranks: Sequence[Record]) -> str:
+    """The step of a run, of how many, and the time that is left at the speed of its latest steps."""
+    own = [rank for rank in ranks if rank["run"] == run and rank["step"] is not None]
+    if not own:
+        return ""
+    step, planned = max(rank["step"] for rank in own), own[0].get("planned_step")
+    if not planned or step >= planned:
+        return f"  step {step}"
+    return f"  step {step} of {planned}, ETA {duration((planned - step) * max(rank['step_s'] or 0.0 for rank in own))}"
 
 
 def sparkline(values: Iterable[float], width: int) -> str:
@@ -187,7 +197,7 @@ def _gpus(status: Record, incidents: Sequence[Record], gpus: Sequence[Record]) -
             str(gpu["index"]),
             Bar(use),
             _value(use, "%"),
-            f"[{heat_style(celsius)}]{_value(celsius, ' °C')}[/]",
+            f"[{heat_style(gpu)}]{_value(celsius, ' °C')}[/]",
             _value(gpu["power_watts"], " W"),
             _value(gpu["sm_clock_mhz"], " MHz"),
             _value(gpu["memory_used_mib"], " MiB"),

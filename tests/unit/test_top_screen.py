@@ -64,6 +64,15 @@ def test_scrolling_and_views() -> None:
     assert view.name == "GPUs"
 
 
+def test_the_time_that_is_left_is_shown_if_the_program_says_its_last_step() -> None:
+    """At the speed of the latest step of the slowest rank."""
+    shown = status(0, 2)
+    shown["ranks"] = [rank(0, planned_step=127, step_s=0.5), rank(1, planned_step=127, step_s=1.0)]
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(screen(shown, [], 200.0))
+    assert "step 7 of 127, ETA 2 min" in console.export_text()
+
+
 def test_ranks_are_sorted_by_what_is_asked_for() -> None:
     """The slowest rank comes first after one press of s."""
     view = View(name="ranks")
@@ -105,7 +114,9 @@ def test_the_state_of_a_gpu_is_the_worst_that_is_known() -> None:
     assert gpu_state(gpu(1, lost="fell off the bus"), found, ranks) == ("lost: fell off the bus", "bold red")
     assert gpu_state(gpu(1), found, ranks) == ("row remap failed (+1 more)", "bold red")
     assert gpu_state(gpu(orphans=[7]), [], ranks)[0] == "held by dead processes: 7"
-    assert gpu_state(gpu(temperature_celsius=92.0), [], ranks) == ("hot, 92 °C", "bold red")
+    assert gpu_state(gpu(temperature_celsius=92.0), [], ranks) == ("at its heat limit", "bold red")
+    assert gpu_state(gpu(temperature_celsius=80.0, temperature_margin_celsius=3.0), [], []) == ("hot", "yellow")
+    assert gpu_state(gpu(temperature_celsius=88.0, temperature_margin_celsius=9.0), [], ranks)[1] == "green"
     assert gpu_state(gpu(), [incident(1)], ranks) == ("rank 0 of smol", "green")
     assert gpu_state(gpu(), [], [])[0] == "busy, no rank of a run"
     assert gpu_state(gpu(utilization_percent=0.0), [], []) == ("idle", "dim")
