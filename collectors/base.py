@@ -128,6 +128,8 @@ class RankFact:
     worker_process: tuple[str | None, ...] = ()
     user: int | None = None
     source: str = "client"
+    planned: int | None = None
+    """The step after which the run ends, as its program says."""
 
     @property
     def live(self) -> bool:

@@ -20,7 +20,7 @@ _DARK: Final = ("7fb8f5", "f2a65e", "7ddba3", "f19bc9", "bfa4f5", "66cfdd")
 _DASHES: Final = ("", "7 3", "2 3", "9 3 2 3", "5 2", "1 2")
 _MAX_TEXT: Final = 80
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 36
-_CHARACTER: Final = 6.6
+_CHARACTER: Final = 7.2
 """Width of a character of the legend, in the chart's units."""
 _SECONDS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
 _DAY: Final = 86400

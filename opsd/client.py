@@ -26,6 +26,7 @@ offset  content
 448     model: floating point operations per token, and per second at the device's peak; 0 if unknown
 464     since version 1.3, who reports: an index of ``SOURCES``
 468     since version 1.4, 1 and the rank's place in the layout (dp, pp, tp, cp), or 0 if it is unknown
+480     since version 1.5, the step after which the run ends, or 0 if it is unknown
 512     control word, written by the launcher only
 576     up to 8 helper processes of the rank (pid, role), written rarely
 1024    slot 0: sequence, phase, state, phase since, steps reported, committed step, sequence
@@ -75,7 +76,7 @@ What is observed has no tokens, loss or gradient norm; its forward phase is all 
 PAGE_BYTES = 12_288
 RING_STEPS = 64
 MAX_WORKERS = 8
-MAJOR, MINOR = 1, 4
+MAJOR, MINOR = 1, 5
 
 PERSIST = "persist"
 """Role of a helper process that writes a staged checkpoint; the launcher lets it finish after its rank has died."""
@@ -86,12 +87,14 @@ CRC = struct.Struct("<I")
 MODEL = struct.Struct("<dd")
 SOURCE = struct.Struct("<I")
 PLACE = struct.Struct("<IHHHH")
+PLANNED = struct.Struct("<Q")
 CONTROL = struct.Struct("<I")
 WORKER = struct.Struct("<Q16s")
 SLOT = struct.Struct("<QIIQQqQ")
 STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQ")
 RATE_AND_GPU = struct.Struct("<dQ")
-MODEL_AT, SOURCE_AT, PLACE_AT, CONTROL_AT, WORKERS_AT, SLOTS_AT, SLOT_STRIDE = 448, 464, 468, 512, 576, 1024, 256
+MODEL_AT, SOURCE_AT, PLACE_AT, PLANNED_AT, CONTROL_AT = 448, 464, 468, 480, 512
+WORKERS_AT, SLOTS_AT, SLOT_STRIDE = 576, 1024, 256
 RING_AT, STEP_STRIDE = 2048, 160
 
 PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
@@ -238,6 +241,10 @@ class Reporter:
     def place(self, *, dp: int = 0, pp: int = 0, tp: int = 0, cp: int = 0) -> None:
         """Report the rank's coordinates in the parallel layout, so that it is compared with ranks of equal work."""
         PLACE.pack_into(self._page, PLACE_AT, 1, dp, pp, tp, cp)
+
+    def planned(self, last_step: int) -> None:
+        """Report the step after which the run ends, for the time that is left."""
+        PLANNED.pack_into(self._page, PLANNED_AT, last_step)
 
     def model(self, flops_per_token: float, peak_flops: float) -> None:
         """Report the parameters of the MFU.

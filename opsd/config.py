@@ -23,6 +23,7 @@ from pydantic import BaseModel, ValidationError, create_model
 from opsd.collectors import plugins
 from opsd.files import SYSTEM_FILE, read_settings
 from opsd.settings.agent import AgentSettings
+from opsd.settings.cost import CostSettings
 from opsd.settings.notify import NotifySettings
 from opsd.settings.policy import PolicySettings
 from opsd.settings.preflight import PreflightSettings
@@ -57,6 +58,7 @@ class Settings(_Collectors):
     policy: PolicySettings = PolicySettings()
     notify: NotifySettings = NotifySettings()
     preflight: PreflightSettings = PreflightSettings()
+    cost: CostSettings = CostSettings()
 
     def section(self, kind: type[S]) -> S:
         """The section of this class."""

@@ -82,6 +82,8 @@ class RankPage:
     steps: tuple[StepRecord, ...] = field(repr=False)
     source: str = "client"
     place: tuple[int, int, int, int] | None = None
+    planned: int | None = None
+    """The step after which the run ends."""
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -238,6 +240,7 @@ def _decode(
     flops_per_token, peak_flops = layout.MODEL.unpack_from(data, layout.MODEL_AT)
     source = min(layout.SOURCE.unpack_from(data, layout.SOURCE_AT)[0], len(SOURCES) - 1)
     known_place, *place = layout.PLACE.unpack_from(data, layout.PLACE_AT)
+    planned: int = layout.PLANNED.unpack_from(data, layout.PLANNED_AT)[0]
     request = min(layout.CONTROL.unpack_from(data, layout.CONTROL_AT)[0], len(REQUESTS) - 1)
     return RankPage(
         rank=number(4), local_rank=number(5), world_size=number(6), generation=number(7),
@@ -252,6 +255,7 @@ def _decode(
         steps=steps,
         source=SOURCES[source],
         place=(place[0], place[1], place[2], place[3]) if known_place else None,
+        planned=planned or None,
     )  # fmt: skip
 
 

@@ -36,16 +36,16 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
             fence.check(STORAGE_RETRY_S)
         saved = _train(config, overrides, fresh)
     except (ConfigError, DataError) as error:
-        click.echo(f"trainer: {error}", err=True)
+        click.echo(f"opsd: {error}", err=True)
         sys.exit(USAGE)
     except (RestoreError, CheckpointError, TrainingError) as error:
-        click.echo(f"trainer: {error}", err=True)
+        click.echo(f"opsd: {error}", err=True)
         sys.exit(FAILED)
     except ClaimError as error:
-        click.echo(f"trainer: {error.strerror}", err=True)
+        click.echo(f"opsd: {error.strerror}", err=True)
         sys.exit(EXIT_FENCED if isinstance(error, Fenced) else FAILED)
     if not saved:
-        click.echo("trainer: stopped, but the last state could not be saved; see the events of the run", err=True)
+        click.echo("opsd: stopped, but the last state could not be saved; see the events of the run", err=True)
         sys.exit(FAILED)
 
 

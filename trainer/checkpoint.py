@@ -266,7 +266,7 @@ class Saver:
                     memory.remove(self._shared, plan.rank)
                 return memory.open_state(self._shared, plan.rank, size)
             except OSError as error:
-                print(f"trainer: checkpoints will not outlive the rank in memory: {error}", file=sys.stderr)
+                print(f"opsd: checkpoints will not outlive the rank in memory: {error}", file=sys.stderr)
                 self._shared = None
         descriptor = os.memfd_create("opsd-checkpoint")
         os.posix_fallocate(descriptor, 0, size)

@@ -118,8 +118,9 @@ def _find(source: str, presets: Path) -> Path:
     if path.suffix != ".toml":
         path = presets / f"{source}.toml"
         if not path.is_file():
-            names = ", ".join(sorted(preset.stem for preset in presets.glob("*.toml")))
-            raise ConfigError(f"{source!r} is neither a .toml file nor a preset ({names})")
+            names = sorted(preset.stem for preset in presets.glob("*.toml"))
+            near = "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(source, names, n=1))
+            raise ConfigError(f"{source!r} is neither a .toml file nor a preset ({', '.join(names)}){near}")
     return path
 
 

@@ -19,13 +19,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
@@ -40,6 +42,7 @@ from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of
 
 FAILED, USAGE = 1, 2
+T = TypeVar("T")
 
 
 class Model:
@@ -83,12 +86,17 @@ def perplexity(model: Model, texts: Iterator[str], name: str) -> dict[str, float
     return {f"{name}_loss": total / tokens, f"{name}_bits_per_byte": total / size / math.log(2)}
 
 
-def cloze(model: Model, items: Sequence[Mapping[str, Any]], name: str) -> dict[str, float]:
-    """Share of ``items`` whose right choice is the likeliest per byte. Raises DataError if there are none."""
+def cloze(
+    model: Model, items: Sequence[Mapping[str, Any]], name: str, shown: Iterable[Mapping[str, Any]] | None = None
+) -> dict[str, float]:
+    """Share of ``items`` whose right choice is the likeliest per byte. Raises DataError if there are none.
+
+    ``shown`` are the same items, to watch the progress.
+    """
     if not items:
         raise DataError(f"the evaluation set {name} has no items")
     right = 0
-    for item in items:
+    for item in items if shown is None else shown:
         scores = [
             float(model.log_likelihoods(item["context"] + choice, len(item["context"])).sum()) / len(choice.encode())
             for choice in item["choices"]
@@ -141,10 +149,19 @@ def evaluate(config: Config, model: Model) -> dict[str, float]:
     """The results of all sets of the run. Raises DataError."""
     results: dict[str, float] = {}
     for name, path in config.evaluation.perplexity.items():
-        results |= perplexity(model, read_texts([Path(path)]), name)
+        results |= perplexity(model, _shown(read_texts([Path(path)]), name, None), name)
     for name, path in config.evaluation.cloze.items():
-        results |= cloze(model, read_items(Path(path)), name)
+        items = read_items(Path(path))
+        results |= cloze(model, items, name, _shown(items, name, len(items)))
     return results
+
+
+def _shown(items: Iterable[T], name: str, total: int | None) -> Iterator[T]:
+    """``items`` with a progress bar, if this is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(f"evaluating {name}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        yield from progress.track(items, total=total)
 
 
 def load_model(config: Config, folder: Path) -> tuple[Model, int]:
@@ -171,7 +188,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = Config.model_validate_json((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        print(f"trainer.evaluate: {run / CONFIG} cannot be used: {error}", file=sys.stderr)
+        print(f"opsd: {run / CONFIG} cannot be used: {error}", file=sys.stderr)
         return USAGE
     folder = folder_of(run / CHECKPOINTS, step)
     line: dict[str, Any] = {"step": step, "tokens": None, "results": {}}
@@ -183,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
             line["reference"] = at_equal_tokens(Path(config.evaluation.reference), line["tokens"])
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         line["why"] = str(error)
-        print(f"trainer.evaluate: {error}", file=sys.stderr)
+        print(f"opsd: {error}", file=sys.stderr)
     except Exception as error:  # memory that is used up, a model that a harness cannot have: told all the same
         line["why"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()

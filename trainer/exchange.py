@@ -113,7 +113,7 @@ def _receive(folder: Path, transfer: Transfer, device: torch.device) -> None:
         memory.forget(folder, transfer.rank)
         descriptor = memory.open_state(folder, transfer.rank, info.size)
     except OSError as error:
-        print(f"trainer: there is no room for the state of rank {transfer.rank}: {error.strerror}", file=sys.stderr)
+        print(f"opsd: there is no room for the state of rank {transfer.rank}: {error.strerror}", file=sys.stderr)
         descriptor = -1
     for begin in range(0, info.size, _BLOCK):
         block = buffer[: min(_BLOCK, info.size - begin)]

@@ -83,10 +83,10 @@ def run(command: Callable[[], object] = main) -> None:
     try:
         command()
     except (ConfigError, CheckpointError, OSError, KeyError) as error:
-        click.echo(f"trainer.huggingface: {error}", err=True)
+        click.echo(f"opsd: {error}", err=True)
         sys.exit(2)
     except Different as error:
-        click.echo(f"trainer.huggingface: {error}", err=True)
+        click.echo(f"opsd: {error}", err=True)
         sys.exit(1)
 
 

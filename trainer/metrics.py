@@ -91,5 +91,5 @@ class MetricsLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._told:
-                print(f"trainer: {self._path} cannot be written: {error.strerror}", file=sys.stderr)
+                print(f"opsd: {self._path} cannot be written: {error.strerror}", file=sys.stderr)
             self._told = True

@@ -252,7 +252,7 @@ def _set_aside(folder: Path) -> None:
     try:
         reject(folder)
     except OSError as error:  # it is passed over all the same
-        print(f"trainer: {folder} could not be set aside: {error.strerror}", file=sys.stderr)
+        print(f"opsd: {folder} could not be set aside: {error.strerror}", file=sys.stderr)
 
 
 def _refresh_directory(folder: Path) -> None:

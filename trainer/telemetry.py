@@ -25,6 +25,7 @@ class Telemetry:
     def __init__(self, config: Config, mixture: Mixture, world: World, reporter: Reporter) -> None:
         flops = flops_per_token(count_parameters(config.model), config.model, config.data.sequence)
         reporter.model(flops, config.metrics.peak_flops)
+        reporter.planned(config.run.steps)
         self._sequence, self._mixture, self._reporter = config.data.sequence, mixture, reporter
         self._first = world.rank == 0
         if not self._first:

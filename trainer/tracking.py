@@ -145,7 +145,7 @@ class Sinks:
     def _failed(self, name: str, error: Exception) -> None:
         self._trackers.pop(name, None)
         why = without_secrets(f"{type(error).__name__}: {error}", os.environ)
-        print(f"trainer: {name} failed and gets no more numbers: {why}", file=sys.stderr, flush=True)
+        print(f"opsd: {name} failed and gets no more numbers: {why}", file=sys.stderr, flush=True)
         if self._page:
             append_event(Path(self._page), "tracking_failed", tracker=name, why=why)
 

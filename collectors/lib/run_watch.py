@@ -240,6 +240,7 @@ class RunWatch:
             worker_process=tuple(process_letter(pid) for pid, _ in page.workers),
             user=self.owner,
             source=page.source,
+            planned=page.planned,
         )
 
     def _rank_samples(self, fact: RankFact, page: RankPage, now: float) -> Iterator[Sample]:

@@ -51,6 +51,7 @@ class RankPageCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """What comes before the first step is waiting for data."""
+        self._reporter.planned(max(0, state.max_steps))
         self._phases.enter("data")
 
     def on_step_begin(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from opsd import exitcodes
@@ -20,6 +19,7 @@ from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
 from opsd.commands.checkpoint_audit import audit
 from opsd.commands.options import option
+from opsd.commands.output import output_console
 
 SUBFOLDER = "checkpoints"
 
@@ -72,7 +72,7 @@ def list_command(path: Path, as_json: bool) -> int:
             _age(time.time() - manifest.created) if manifest else "",
         )
     if entries:
-        Console().print(table)
+        output_console().print(table)
     else:
         click.echo(f"no checkpoints under {path}")
     return exitcodes.OK

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.commands.output import output_console
 
 NAMED = 5
 """Shards that a row of the table names."""
@@ -64,5 +64,5 @@ def _print(findings: list[dict[str, Any]], examined: int) -> None:
             finding["tensor"], f"dimension {finding['dimension']}", str(finding["shards"]), whole,
             f"{finding['correlation']:.6g}",
         )  # fmt: skip
-    Console().print(table)
+    output_console().print(table)
     click.echo(f"{len(findings)} of {examined} tensors hold copies; opsd runbook show tp_seed")

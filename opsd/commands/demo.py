@@ -56,15 +56,15 @@ def demo(folder: Path, steps: int | None, target: TextIO | None, picture: Path |
     try:
         scene = open_scene((folder / datetime.now().strftime("%Y%m%d-%H%M%S")).absolute())
     except DemoError as error:
-        console.print(f"opsd demo: {error}", style="red")
+        console.print(f"opsd: {error}", style="red")
         sys.exit(exitcodes.FAILED)
     try:
         passed = Demo(scene, console, picture).play(steps, target)
     except DemoError as error:
-        console.print(f"opsd demo: {error}", style="red", markup=False)
+        console.print(f"opsd: {error}", style="red", markup=False)
         passed = False
     except KeyboardInterrupt:
-        console.print("opsd demo: interrupted; stopping what it started")
+        console.print("opsd: interrupted; stopping what it started")
         sys.exit(exitcodes.INTERRUPTED)
     finally:
         scene.close()

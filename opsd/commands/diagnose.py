@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import click
-from rich.console import Console
 
 from opsd import exitcodes
 from opsd.agent.diagnosis import Diagnosis, to_rank
@@ -24,7 +23,7 @@ from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
 from opsd.commands.options import option
-from opsd.commands.output import fail, printable
+from opsd.commands.output import fail, output_console, printable
 from opsd.commands.settings import load
 from opsd.stragglers.judge import LEAST_STEPS
 from opsd.stragglers.judge import judge as judge_steps
@@ -95,7 +94,7 @@ def diagnose(job: str, folder: Path | None, table: Path | None, agent: Agent, ou
     if output is not None:
         print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=1), file=output)
     else:
-        console = Console(highlight=False)
+        console = output_console()
         for diagnosis in diagnoses:
             console.print(*_lines(diagnosis, incidents), sep="\n", soft_wrap=True)
     return exitcodes.OK
@@ -117,7 +116,7 @@ def _judge_dumps(folder: Path, output: IO[str] | None) -> int:
         found = {"culprits": culprits, "cause": cause, "confidence": sure, "evidence": facts}
         print(json.dumps(found | ({"operation": asdict(verdict)} if verdict else {}), indent=1), file=output)
         return exitcodes.OK
-    console = Console(highlight=False)
+    console = output_console()
     console.print(*(printable(fact) for fact in facts), sep="\n", soft_wrap=True)
     if verdict is not None:
         named = f"look at rank{'s' * (len(culprits) != 1)} {ranges(culprits)}" if culprits else "no rank stands out"
@@ -137,7 +136,7 @@ def _judge_steps(table: Path, output: IO[str] | None) -> int:
         found = [asdict(verdict) for verdict in verdicts] or [_EVEN]
         print(json.dumps(found[0] | {"others": found[1:], "left_out": list(trace.left_out)}, indent=1), file=output)
         return exitcodes.OK
-    console = Console(highlight=False)
+    console = output_console()
     console.print(f"{len(trace.places)} ranks, {len(trace.steps)} steps", soft_wrap=True)
     if trace.left_out:
         console.print(

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
-from rich.console import Console
 
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.options import option
-from opsd.commands.output import plain_table, printable
+from opsd.commands.output import output_console, plain_table, printable
 from opsd.runbooks.base import Culprit, State
 from opsd.words import clock
 
@@ -46,7 +45,7 @@ def list_incidents(agent: Agent, as_json: bool, states: tuple[str, ...], limit: 
     if as_json:
         click.echo(json.dumps(answer, indent=1))
         return
-    console = Console(highlight=False)
+    console = output_console()
     if not answer["incidents"]:
         console.print("no incidents")
         return
@@ -68,7 +67,7 @@ def show_incident(id: str, agent: Agent, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(answer, indent=1))
     else:
-        Console(highlight=False).print(*_incident_lines(printable(answer)), sep="\n", soft_wrap=True)
+        output_console().print(*_incident_lines(printable(answer)), sep="\n", soft_wrap=True)
 
 
 @incidents.command()
@@ -83,7 +82,7 @@ def stats(agent: Agent, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(answer, indent=1))
         return
-    console = Console(highlight=False)
+    console = output_console()
     if not answer["kinds"]:
         console.print("no incidents")
         return

@@ -82,7 +82,7 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
     try:
         found = Program.find(kind, program, args)
     except ProgramNotFound as error:
-        click.echo(f"opsd launch: {error}", err=True)
+        click.echo(f"opsd: {error}", err=True)
         return exitcodes.NOT_FOUND
     _settle_rendezvous(options)
     node = options["node_name"] or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
@@ -293,6 +293,7 @@ def _supervise(
     server, control = ControlServer(folders.control, loop, supervisor.answer), new_control(supervisor)
     try:
         code = supervisor.run(control)
+        loop.ignore_signals()
     finally:
         server.close()
         starter.standby.close()

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from opsd import exitcodes
 from opsd.commands.options import option
+from opsd.commands.output import output_console
 from opsd.ledger.ledger import Ledger, LedgerError, read_ledger
 
 
@@ -22,12 +22,12 @@ def ledger(run_dir: Path, as_json: bool) -> int:
     try:
         result = read_ledger(run_dir)
     except LedgerError as error:
-        click.echo(f"opsd ledger: {error}", err=True)
+        click.echo(f"opsd: {error}", err=True)
         return exitcodes.USAGE
     if as_json:
         click.echo(json.dumps(result.as_dict(), indent=1))
     else:
-        Console().print(ledger_table(result))
+        output_console().print(ledger_table(result))
         for note in result.notes:
             click.echo(f"note: {note}")
     return exitcodes.OK

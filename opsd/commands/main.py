@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import sys
@@ -20,6 +21,7 @@ COMMANDS = {
     "bench": "Measure opsd beside its peers.",
     "chaos": "Cause a fault on purpose on this node, bounded in time, and undo it.",
     "checkpoint": "List, verify, audit, prune and upload checkpoints.",
+    "compare": "Two runs beside each other: losses, speed, restarts, cost.",
     "completion": "Print the completion script for your shell.",
     "config": "Check, show, create or reload the configuration.",
     "dashboards": "Build the Grafana boards, check that they are current, push them.",
@@ -32,6 +34,7 @@ COMMANDS = {
     "ledger": "Where the wall-clock time of a run went.",
     "metrics": "List every metric that the agent exports.",
     "preflight": "Check that this node is fit for a run.",
+    "report": "What became of a run: steps, restarts, cost, as a page or as text.",
     "requeue": "Put a job back into the queue, to start at once elsewhere.",
     "return": "Give nodes that were drained back to Slurm, once they are proved good.",
     "runbook": "List the runbooks or show one.",
@@ -63,7 +66,11 @@ class _LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
-            return None
+            if ctx.resilient_parsing:  # of what is being completed
+                return None
+            near = difflib.get_close_matches(cmd_name, _commands(), n=1)
+            hint = f"did you mean `opsd {near[0]}`?" if near else "`opsd --help` lists the commands"
+            raise click.UsageError(f"there is no command {cmd_name!r}; {hint}", ctx)
         if cmd_name not in _commands():
             raise click.UsageError(f"`opsd {cmd_name}` is for the development of opsd: run it in a checkout")
         name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name

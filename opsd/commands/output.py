@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
 from opsd.files import write_text
 
+PIPE_WIDTH = 4096
 _PHASES = {
     "data": "yellow",
     "forward": "green",
@@ -22,6 +24,12 @@ _PHASES = {
     "checkpoint": "magenta",
     "evaluation": "blue",
 }
+
+
+def output_console() -> Console:
+    """Stdout for tables: as wide as the terminal, and into a file or a pipe each record on one line."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
 def fail(sentence: str) -> NoReturn:

@@ -16,7 +16,7 @@ from rich.table import Table
 from opsd import exitcodes
 from opsd.collectors.nvml import NvmlSettings
 from opsd.commands.options import Finite, config_options, option, report_options, report_targets
-from opsd.commands.output import written
+from opsd.commands.output import output_console, written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
 from opsd.commands.preflight_simulate import simulate
@@ -158,7 +158,7 @@ def list_checks() -> None:
         table.add_column(heading)
     for check in CHECKS:
         table.add_row(check.name, check.title, ", ".join(sorted(check.needs)), ", ".join(check.seconds))
-    Console().print(table)
+    output_console().print(table)
 
 
 @preflight.command()

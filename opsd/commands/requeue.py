@@ -79,11 +79,11 @@ def requeue(
         else:
             done = requeue_now(slurm, job, without, restarts=restarts, defer_s=lead, limit_s=limit, say=click.echo)
     except (SlurmError, AllocationError) as error:
-        click.echo(f"opsd requeue: {error}", err=True)
+        click.echo(f"opsd: {error}", err=True)
         return exitcodes.FAILED
     if done.held:
         click.echo(
-            f"opsd requeue: job {done.job} is on hold ({done.held}), which somebody has set and which stays; scontrol "
+            f"opsd: job {done.job} is on hold ({done.held}), which somebody has set and which stays; scontrol "
             f"release {done.job} lets it start",
             err=True,
         )

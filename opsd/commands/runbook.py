@@ -10,6 +10,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from opsd.commands.options import option
+from opsd.commands.output import output_console
 from opsd.commands.settings import BadConfig
 from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
@@ -31,7 +32,7 @@ def list_runbooks() -> None:
         table.add_row(book.kind, book.guide.title, ", ".join(book.needs))
     for name, guide in GUIDES.items():
         table.add_row(name, guide.title, "Prometheus")
-    Console().print(table, highlight=False)
+    output_console().print(table, highlight=False)
 
 
 @runbook.command()

@@ -55,7 +55,7 @@ def attend(context: click.Context, pool: str, folder: Path, of_opsd: int, of_spa
     try:
         os.execvp(launcher[0], launcher)  # noqa: S606
     except OSError as error:
-        click.echo(f"opsd slurm run: {launcher[0]} cannot be run: {error.strerror}", err=True)
+        click.echo(f"opsd: {launcher[0]} cannot be run: {error.strerror}", err=True)
         context.exit(exitcodes.NOT_FOUND)
 
 
@@ -95,4 +95,4 @@ def _request_until_end(requester: SpareRequester, launcher: int) -> None:
 
 
 def _say(sentence: str) -> None:
-    print(f"opsd slurm run: {sentence}", file=sys.stderr, flush=True)
+    print(f"opsd: {sentence}", file=sys.stderr, flush=True)

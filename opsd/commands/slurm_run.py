@@ -165,7 +165,7 @@ def _start(job: Allocation, plan: Plan, commands: Mapping[str, list[str]], envir
 
 
 def _say(sentence: str) -> None:
-    print(f"opsd slurm run: {sentence}", file=sys.stderr, flush=True)
+    print(f"opsd: {sentence}", file=sys.stderr, flush=True)
 
 
 def _output(descriptor: int) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from opsd.commands.agent_client import Agent, agent_options
-from opsd.commands.output import plain_table, printable, rank_table
+from opsd.commands.gpu_state import gpu_state, heat_style
+from opsd.commands.output import output_console, plain_table, printable, rank_table
 
 _STATES = {"ok": "green", "limited": "yellow", "no_data": "dim", "error": "red", "hung": "red", "starting": "dim"}
 
@@ -24,13 +24,14 @@ def status(agent: Agent, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(answer, indent=1))
         return
-    answer, console = printable(answer), Console(highlight=False)
+    found = agent.ask("/api/v1/incidents", state="current")["incidents"]
+    answer, console = printable(answer), output_console()
     age = answer["tick_age_s"]
     said = f"opsd {answer['version']}, mode {answer['mode']}, last tick {age:.1f} s ago"
     console.print(f"[bold]{answer['node']}[/bold]  {said}")
     if not answer["journal"]["up"]:
         console.print(f"[red]journal: {answer['journal']['problem']}[/red]")
-    for table in (_collectors(answer), _gpus(answer), rank_table(answer["ranks"])):
+    for table in (_collectors(answer), _gpus(answer, printable(found)), rank_table(answer["ranks"])):
         if table.row_count:
             console.print(table)
     count = sum(answer["incidents"].values())
@@ -45,11 +46,18 @@ def _collectors(answer: Mapping[str, Any]) -> Table:
     return table
 
 
-def _gpus(answer: Mapping[str, Any]) -> Table:
-    table = plain_table("GPU", "model", "PCI", "")
+def _gpus(answer: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]]) -> Table:
+    table = plain_table("GPU", "state", "temp", "use", "model", "PCI", "")
     for gpu in answer["gpus"]:
-        said = "[yellow]simulated[/yellow] " * gpu["simulated"] + (
-            f"[red]lost: {gpu['lost']}[/red]" if gpu["lost"] else ""
+        said, style = gpu_state(gpu, incidents, answer["ranks"])
+        celsius, used = gpu["temperature_celsius"], gpu["utilization_percent"]
+        table.add_row(
+            str(gpu["index"]),
+            f"[{style}]{said}[/]",
+            "-" if celsius is None else f"[{heat_style(gpu)}]{celsius:.0f} °C[/]",
+            "-" if used is None else f"{used:.0f}%",
+            gpu["model"],
+            gpu["pci_bus_id"],
+            "[yellow]simulated[/yellow]" * gpu["simulated"],
         )
-        table.add_row(str(gpu["index"]), gpu["model"], gpu["pci_bus_id"], said)
     return table

@@ -11,22 +11,23 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
 from opsd.commands.options import Finite, option
-from opsd.commands.output import fail, plain_table, printable, rank_table
+from opsd.commands.output import fail, output_console, printable
+from opsd.commands.top_screen import Curves, View, screen
 
-_SEVERITIES = {"critical": "bold red", "warning": "yellow", "info": "dim"}
-MAX_INCIDENTS = 8
+MAX_INCIDENTS = 50
+QUIT = "quit"
+_ARROWS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down"}
 
 
 @click.command()
@@ -34,119 +35,81 @@ MAX_INCIDENTS = 8
 @option("--interval", type=Finite(0.2, 60), default=1.0, help="Seconds between looks.")
 @option("--once", is_flag=True, help="Print once and exit.")
 def top(agent: Agent, interval: float, once: bool) -> int:
-    """Watch the GPUs, ranks and incidents of a node live; q or Ctrl-C ends it.
+    """Watch the GPUs, ranks, runs and incidents of a node live; q or Ctrl-C ends it.
+
+    1 to 4, or Tab, choose overview, GPUs, ranks or incidents; s sorts ranks by number, slowest step or longest phase;
+    the arrow keys scroll, and choose the incident that is shown in full.
 
     Ends with 1 if no agent answers at the start; waits if the agent stops answering later.
     """
-    console = Console(highlight=False)
+    console = output_console()
+    watch = Watch(agent, console)
     try:
-        view = look(agent)
+        watch.look()
     except (NoAgent, Refused) as error:
         fail(str(error))
     if once or not console.is_terminal:
-        console.print(view)
+        console.print(watch.screen(whole=True))
         return exitcodes.OK
-    with (
-        keys() as quit_within,
-        Live(view, console=console, screen=True, auto_refresh=False) as live,
-    ):
-        while not quit_within(interval):
-            try:
-                view = look(agent)
-                live.update(view, refresh=True)
-            except (NoAgent, Refused) as error:
-                live.update(Group(Text(str(error), style="red"), view), refresh=True)
+    with keys() as wait, Live(watch.screen(), console=console, screen=True, auto_refresh=False) as live:
+        due, problem = time.monotonic() + interval, ""
+        while (key := wait(max(0.0, due - time.monotonic()))) != QUIT:
+            watch.view.press(key)
+            if time.monotonic() >= due:
+                due, problem = time.monotonic() + interval, ""
+                try:
+                    watch.look()
+                except (NoAgent, Refused) as error:
+                    problem = str(error)
+            shown = watch.screen()
+            live.update(Group(Text(problem, style="red"), shown) if problem else shown, refresh=True)
     return exitcodes.OK
 
 
-def look(agent: Agent) -> RenderableType:
-    """The current state of the node. Raises NoAgent and Refused."""
-    status = agent.get("/api/v1/status")
-    incidents = agent.get("/api/v1/incidents", state="current", limit=MAX_INCIDENTS)["incidents"]
-    return screen(printable(status), [printable(incident) for incident in incidents], time.time())
+@dataclass
+class Watch:
+    """What is shown, and what has been seen so far."""
 
+    agent: Agent
+    console: Console
+    view: View = field(default_factory=View)
+    curves: Curves = field(default_factory=Curves)
+    last: tuple[Mapping[str, Any], list[Mapping[str, Any]]] | None = None
 
-def screen(status: Mapping[str, Any], incidents: list[Mapping[str, Any]], wall: float) -> RenderableType:
-    """The complete screen. All texts in ``status`` and ``incidents`` must be safe for the terminal."""
-    title = f"[bold]{status['node']}[/bold]  opsd {status['version']}, mode {status['mode']}"
-    age = status["tick_age_s"]
-    late = f"  [red]the agent has not ticked for {age:.0f} s[/red]" if age > 5 else ""
-    parts: list[RenderableType] = [
-        Text.from_markup(f"{title}, {time.strftime('%H:%M:%S', time.localtime(wall))}{late}")
-    ]
-    for table in (_gpus(status), rank_table(status["ranks"])):
-        if table.row_count:
-            parts += [Text(), table]
-    return Group(*parts, Text(), _incidents(incidents, wall))
+    def look(self) -> None:
+        """Ask the agent. Raises NoAgent and Refused."""
+        status = self.agent.get("/api/v1/status")
+        found = self.agent.get("/api/v1/incidents", state="current", limit=MAX_INCIDENTS)["incidents"]
+        self.curves.add(self.agent.get("/api/v1/ranks")["ranks"])
+        self.last = printable(status), [printable(incident) for incident in found]
 
-
-def _gpus(status: Mapping[str, Any]) -> Table:
-    table = plain_table("GPU", "use", "", "temp", "power", "SM clock", "memory", "")
-    for gpu in status["gpus"]:
-        use = gpu["utilization_percent"]
-        table.add_row(
-            str(gpu["index"]),
-            _Bar(use),
-            _value(use, "%"),
-            _value(gpu["temperature_celsius"], " °C"),
-            _value(gpu["power_watts"], " W"),
-            _value(gpu["sm_clock_mhz"], " MHz"),
-            _value(gpu["memory_used_mib"], " MiB"),
-            f"[red]lost: {gpu['lost']}[/red]" if gpu["lost"] else "[yellow]simulated[/yellow]" * gpu["simulated"],
+    def screen(self, *, whole: bool = False) -> RenderableType:
+        """The newest state of the node, cut to the terminal unless it is to be printed ``whole``."""
+        assert self.last is not None
+        height = None if whole else self.console.height
+        return screen(
+            *self.last, time.time(), view=self.view, curves=self.curves, height=height, width=self.console.width
         )
-    return table
-
-
-def _incidents(incidents: list[Mapping[str, Any]], wall: float) -> RenderableType:
-    if not incidents:
-        return Text("no incidents", style="green")
-    table = plain_table("incident", "state", "since", "symptoms")
-    for incident in incidents:
-        table.add_row(
-            f"[{_SEVERITIES[incident['severity']]}]{incident['summary']}[/]",
-            incident["state"],
-            f"{max(0.0, wall - incident['opened_at']):.0f} s",
-            str(len(incident["symptoms"]) or ""),
-        )
-    return table
-
-
-class _Bar:
-    """A percentage as a bar, which shrinks on narrow terminals."""
-
-    def __init__(self, percent: float | None) -> None:
-        self._share = min(max(percent or 0.0, 0.0), 100.0) / 100
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(min(4, options.max_width), min(20, options.max_width))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        full = round(options.max_width * self._share)
-        yield Text.assemble(("█" * full, "green"), ("░" * (options.max_width - full), "dim"))
-
-
-def _value(value: float | None, unit: str) -> str:
-    return "-" if value is None else f"{value:.0f}{unit}"
 
 
 @contextlib.contextmanager
-def keys() -> Iterator[Callable[[float], bool]]:
-    """A function that waits for some seconds and returns whether q or Ctrl-C was pressed meanwhile.
+def keys() -> Iterator[Callable[[float], str]]:
+    """A function that waits for at most some seconds and returns the key that was pressed, "" for none.
 
-    Ctrl-C interrupts nothing else inside the block, so that the screen is always restored. The terminal delivers keys
-    immediately and without echo; its settings are restored afterwards.
+    ``QUIT`` is q and Ctrl-C, which interrupts nothing else inside the block, so that the screen is always restored. The
+    terminal delivers keys immediately and without echo; its settings are restored afterwards.
     """
     interrupted, tell = os.pipe()
     handler = signal.signal(signal.SIGINT, lambda *_: os.write(tell, b"q"))
     try:
         if not sys.stdin.isatty():
-            yield lambda seconds: _quit_pressed([interrupted], seconds)
+            yield lambda seconds: _pressed([interrupted], seconds)
             return
         terminal = sys.stdin.fileno()
         before = termios.tcgetattr(terminal)
         try:
             tty.setcbreak(terminal)
-            yield lambda seconds: _quit_pressed([interrupted, terminal], seconds)
+            yield lambda seconds: _pressed([interrupted, terminal], seconds)
         finally:
             termios.tcsetattr(terminal, termios.TCSADRAIN, before)
     finally:
@@ -155,10 +118,8 @@ def keys() -> Iterator[Callable[[float], bool]]:
         os.close(tell)
 
 
-def _quit_pressed(descriptors: list[int], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0:
-        for ready in select.select(descriptors, [], [], left)[0]:
-            if os.read(ready, 1) in (b"q", b"Q", b""):
-                return True
-    return False
+def _pressed(descriptors: list[int], seconds: float) -> str:
+    for ready in select.select(descriptors, [], [], seconds)[0]:
+        data = os.read(ready, 8)  # an arrow key is three bytes
+        return _ARROWS.get(data) or (QUIT if data[:1] in (b"q", b"Q", b"") else data[:1].decode("ascii", "ignore"))
+    return ""

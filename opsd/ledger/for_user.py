@@ -52,7 +52,7 @@ def main() -> int:
     try:
         print(json.dumps(records_for_user(folder, user)))
     except (LedgerError, OSError) as error:
-        print(f"opsd ledger: {error}", file=sys.stderr)
+        print(f"opsd: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -10,8 +10,10 @@ import os
 import sys
 from pathlib import Path
 
-from opsd.report.cost import Price
-from opsd.report.run import NoReport, read_run
+from opsd.files import write_text
+from opsd.report.cost import configured_price
+from opsd.report.page import report_page
+from opsd.report.run import PAGE, NoReport, read_run
 from opsd.report.text import closing_block
 
 
@@ -21,14 +23,16 @@ def main(folder: Path, resume: str) -> int:
         run = read_run(folder)
     except NoReport:
         return 1
-    lines = closing_block(run, configured_price(), page=None, resume=resume)
-    print("\n".join(lines), flush=True)
+    price = configured_price()
+    file: Path | None = folder / PAGE
+    assert file is not None
+    try:
+        write_text(file, report_page(run, price))
+    except OSError as error:
+        print(f"the report is not written to {file}: {error.strerror}", file=sys.stderr)
+        file = None
+    print("\n".join(closing_block(run, price, page=file, resume=resume)), flush=True)
     return 0
-
-
-def configured_price() -> Price:
-    """The price in the configuration of this node; none if that cannot be read."""
-    return Price()
 
 
 if __name__ == "__main__":

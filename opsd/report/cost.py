@@ -1,4 +1,4 @@
-"""What a run has cost: GPU-hours, and money where ``cost.gpu_hour`` is set. Pure."""
+"""What a run has cost: GPU-hours, and money where ``cost.gpu_hour`` is set."""
 
 from __future__ import annotations
 
@@ -27,3 +27,16 @@ def cost_line(run: RunReport, price: Price) -> str:
     lost = [f"failures cost {run.lost_gpu_hours:,.2f} of them", price.of(run.lost_gpu_hours)]
     told = ", ".join(filter(None, parts))
     return f"{told}; {', '.join(filter(None, lost))}" if run.restarts else told
+
+
+def configured_price() -> Price:
+    """The price in the configuration of this node; none without a file, or with one that cannot be used."""
+    from opsd import config  # takes a quarter of a second
+
+    if config.find_file() is None:
+        return Price()
+    try:
+        cost = config.load().cost
+    except config.ConfigError:
+        return Price()
+    return Price(cost.gpu_hour, cost.currency)

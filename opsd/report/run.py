@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +17,8 @@ from opsd.ledger.ledger import Ledger, LedgerError, make_ledger, read_lines
 Record = Mapping[str, Any]
 
 METRICS, STEPS, EVENTS, EVALUATIONS = "metrics.jsonl", "steps.jsonl", "events.jsonl", "evaluations.jsonl"
+PAGE = "report.html"
+"""The report in the run's folder."""
 LOST = ("recomputed", "detection", "restart", "load")
 """The buckets of the ledger that failures have cost."""
 IDLE = ("queued",)
@@ -37,6 +39,7 @@ class Step:
     step: int
     count: int
     seconds: float
+    generation: int
     loss: float = math.nan
     tokens_per_s: float = math.nan
 
@@ -116,6 +119,31 @@ class RunReport:
         """Those that failures have cost."""
         return self.gpus * sum(self.ledger.buckets[name] for name in LOST) / 3600
 
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON; the steps are summed up."""
+        return {
+            "run": self.run,
+            "folder": str(self.folder),
+            "state": self.state,
+            "exit_code": self.exit_code,
+            "reason": self.reason,
+            "nodes": list(self.nodes),
+            "world_size": self.world_size,
+            "began": self.began,
+            "ended": self.ended,
+            "last_step": self.last_step,
+            "repeated_steps": self.repeated,
+            "tokens": self.tokens,
+            "gpus": self.gpus,
+            "gpu_hours": self.gpu_hours,
+            "lost_gpu_hours": self.lost_gpu_hours,
+            "restarts": [{**asdict(restart), "cost_s": restart.cost_s} for restart in self.restarts],
+            "checkpoints": [{"t": t, "step": step} for t, step in self.checkpoints],
+            "evaluations": list(self.evaluations),
+            "slow": list(self.slow),
+            "ledger": self.ledger.as_dict(),
+        }
+
 
 def read_run(folder: Path) -> RunReport:
     """The report of the run in ``folder``. Raises NoReport."""
@@ -179,6 +207,7 @@ def _step(line: Record) -> Step:
         int(line["step"]),
         count,
         _number(line.get("step_s")),
+        int(line["generation"]),
         _number(line.get("loss"), math.nan),
         _number(line.get("tokens_per_s"), math.nan),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -82,6 +83,11 @@ class Launched:
     def out(self) -> str:
         """What the launcher has printed."""
         return (self.folder / "out").read_text(errors="replace")
+
+    @property
+    def rank_err(self) -> str:
+        """What the ranks wrote to stderr: without the launcher's messages and the lines that belong to them."""
+        return re.sub(r"^opsd: .*\n(  .*\n)*", "", self.err, flags=re.MULTILINE)
 
     @property
     def err(self) -> str:

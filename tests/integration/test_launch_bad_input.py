@@ -50,7 +50,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
     within = ("sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh")
     with Launched(tmp_path, "", within=within, env={"PYTHONPATH": str(Path(opsd.__file__).parents[1])}) as launched:
         assert launched.wait() == exitcodes.NOT_FOUND
-        assert launched.err.splitlines() == ["opsd launch: the working directory does not exist any more"]
+        assert launched.err.splitlines() == ["opsd: the working directory does not exist any more"]
 
 
 def test_program_that_ends_at_once(tmp_path: Path) -> None:

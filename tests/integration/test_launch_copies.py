@@ -30,9 +30,8 @@ def test_the_older_copy_stops(tmp_path: Path) -> None:
         with copy_of(tmp_path, "two", 100_000) as two:
             two.event("generation_started")
             assert one.wait() == exitcodes.FENCED
-            assert one.err.splitlines() == [
-                f"opsd launch: another copy of this run has begun in {tmp_path}/run; this one stops"
-            ]
+            said = f"opsd: another copy of this run has begun in {tmp_path}/run; this one stops"
+            assert one.err.splitlines()[-1] == said
             assert [event["generation"] for event in two.events("generation_started")] == [2]
             assert two.ask(cmd="status")["state"] == "running"
     assert claims(tmp_path) == [1, 2]

@@ -21,7 +21,7 @@ from opsd.agent.web.app import App
 from opsd.agent.web.server import Server
 from opsd.collectors.base import GpuFact, Sample
 from opsd.collectors.lib.nvml.series import GPU_TEMP
-from opsd.commands.top import screen
+from opsd.commands.top_screen import screen
 from tests.fakes.agent import SILENT
 from tests.fakes.facts import rank
 from tests.fakes.incidents import incident
@@ -116,7 +116,7 @@ def test_it_shows_gpus_ranks_and_incidents_with_their_symptoms() -> None:
     assert "87 °C - -" in text
     assert "2 smol 2 backward" in text
     assert "GPU 0 is in trouble open" in text
-    assert text.endswith(" s 1")
+    assert text.split()[-1] == "1"
 
 
 def test_a_gpu_takes_one_line_of_a_narrow_terminal() -> None:

@@ -117,7 +117,7 @@ def test_a_rank_of_the_past_does_not_start(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "opsd.trainer", "tiny"]
     done = subprocess.run(argv, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == exitcodes.FENCED == EXIT_FENCED
-    assert done.stderr.startswith("trainer: generation 5 of the run has begun elsewhere")
+    assert done.stderr.startswith("opsd: generation 5 of the run has begun elsewhere")
     assert "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == [FOLDER]
 

@@ -99,8 +99,8 @@ def test_what_was_not_shown_is_counted() -> None:
         process.stdout.readline()
         _, err = process.communicate(timeout=30)
     lines = err.decode().splitlines()
-    told = [int(line.split()[2]) for line in lines if "are not shown" in line]
-    shown = [int(line.split()[2]) for line in lines if "are not shown" not in line]
+    told = [int(line.split()[1]) for line in lines if "are not shown" in line]
+    shown = [int(line.split()[1]) for line in lines if "are not shown" not in line]
     assert sum(told) > 0
     assert len(shown) + sum(told) == 6000
     assert shown == sorted(set(shown))

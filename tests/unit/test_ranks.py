@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from opsd import client, rank_page
-from opsd.collectors.base import NoData, Reading
+from opsd.collectors.base import NoData, RankFact, Reading
 from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.lib.rank_series import PhaseTotals, tokens_per_second
 from opsd.collectors.lib.run_files import RUN_STATES
@@ -270,6 +270,15 @@ def test_throughput_is_that_of_the_recent_steps() -> None:
     assert tokens_per_second(rank.page, 20.5) == pytest.approx(1.0)
     assert tokens_per_second(rank.page, 31.0) == pytest.approx(0.5)
     assert tokens_per_second(FakeRank(1).page, 31.0) is None
+
+
+def test_the_last_step_is_known_if_the_program_says_it(run: Path, collector: RanksCollector) -> None:
+    """For the time that is left; unknown for programs that do not say it, and for pages of older writers."""
+    told, _untold = (client.Reporter(run / f"rank-000{rank}.page", rank=rank, world_size=2) for rank in range(2))
+    told.planned(250)
+    reading = collector.collect()
+    assert isinstance(reading, Reading)
+    assert [fact.planned for fact in reading.facts if isinstance(fact, RankFact)] == [250, None]
 
 
 def test_mfu_comes_with_its_denominator(run: Path, collector: RanksCollector, clock: Clock) -> None:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from opsd.commands.compare import compare
+from opsd.commands.report import report
+from opsd.report.compare import compare_page, compare_text, losses_part
 from opsd.report.cost import Price, cost_line
+from opsd.report.page import report_page
 from opsd.report.run import NoReport, read_run
 from opsd.report.text import closing_block, text_report
 from opsd.words import count, duration
@@ -118,3 +125,41 @@ def test_words() -> None:
     seconds = (0.84, 12.34, 59.96, 245, 11_520, 187_200, 3600)
     assert [duration(s) for s in seconds] == ["0.84 s", "12.3 s", "1 min", "4 min 5 s", "3 h 12 min", "2 d 4 h", "1 h"]
     assert [count(n) for n in (250_000, 12_400_000, 3.21e9, 1.05e12)] == ["250,000", "12.4 M", "3.21 B", "1.05 T"]
+
+
+def test_page_is_one_file_without_scripts(folder: Path) -> None:
+    """Nothing is loaded from elsewhere, names of users are escaped, and the charts show loss and throughput."""
+    lines = [{**line, "tokens_per_s": 100.0} for line in STEPS]
+    write(folder, [{**e, "run": "<b>&"} for e in EVENTS], lines)
+    page = report_page(read_run(folder), Price(2.0))
+    assert page.count('<svg xmlns="http://www.w3.org/2000/svg" class="chart"') == 2
+    assert "<script" not in page and "<b>&" not in page and "&lt;b&gt;&amp;" in page
+    assert not re.findall(r"(?:src|href|url)\s*[=(]", page)
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
+    assert "restarts are shaded" in page and "rank 3 on n1 failed" in page
+
+
+def test_comparison_says_where_losses_part(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Equal runs are equal to the last digit; otherwise the first step that differs is named."""
+    other = tmp_path_factory.mktemp("other")
+    write(other, EVENTS, [{**line, "loss": line["loss"] + (1e-12 if line["step"] >= 9 else 0)} for line in STEPS])
+    first, second = read_run(folder), read_run(other)
+    assert "equal to the last digit in all 10 steps" in losses_part(first, first)
+    assert "differ from step 9 on" in losses_part(first, second)
+    assert compare_page(first, second, Price()).count('class="chart"') == 2
+    assert compare_text(first, second, Price())[0].split() == ["r", "r"]
+
+
+def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page, text and JSON of a run by folder or by name; one sentence for a run that is not there."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    monkeypatch.setenv("OPSD_CONFIG", os.devnull)
+    (folder / "state/opsd/runs").mkdir(parents=True)
+    (folder / "state/opsd/runs/mine").symlink_to(folder)
+    run = CliRunner().invoke
+    assert run(report, [str(folder)]).output.strip() == str(folder / "report.html")
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+    assert run(report, ["mine", "--text"]).output.startswith("r finished: all ranks finished\n")
+    assert json.loads(run(report, ["--json"]).output)["restarts"][0]["repeated"] == 2
+    assert "equal to the last digit" in run(compare, ["mine", str(folder)]).output
+    assert "there is no run other" in run(report, ["other"]).output

@@ -82,11 +82,11 @@ if __name__ == "__main__":
         error.show()
         sys.exit(USAGE)
     except click.Abort:
-        click.echo("trainer.data: interrupted; run the same command again to go on", err=True)
+        click.echo("opsd: interrupted; run the same command again to go on", err=True)
         sys.exit(INTERRUPTED)
     except DataError as error:
-        click.echo(f"trainer.data: {error}", err=True)
+        click.echo(f"opsd: {error}", err=True)
         sys.exit(USAGE)
     except OSError as error:
-        click.echo(f"trainer.data: {error.filename}: {error.strerror}", err=True)
+        click.echo(f"opsd: {error.filename}: {error.strerror}", err=True)
         sys.exit(FAILED)

@@ -29,6 +29,7 @@ _GAUGES = {
     "DCGM_FI_DEV_POWER_USAGE": "power_watts",
     "DCGM_FI_DEV_SM_CLOCK": "sm_clock_mhz",
     "DCGM_FI_DEV_FB_USED": "memory_used_mib",
+    "opsd_gpu_temperature_margin_celsius": "temperature_margin_celsius",
 }
 """Fields of each GPU in the status: series -> name; null where a GPU does not have it."""
 
@@ -181,4 +182,5 @@ def _rank(rank: RankFact, now: float) -> dict[str, Any]:
         "step": last.step if last else None,
         "step_s": round(last.duration_s, 6) if last else None,
         "committed_step": rank.committed_step,
+        "planned_step": rank.planned,
     }

@@ -43,6 +43,7 @@ class Loop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
         self._running = True
+        self._handled: frozenset[signal.Signals] = frozenset()
         self.last_idle = time.monotonic()
         """Monotonic second at which the loop last waited: an event that it serves happened after it, or at it."""
         self._busy: set[str] = set()
@@ -133,6 +134,7 @@ class Loop:
 
         for number in handled:
             signal.signal(number, nothing)
+        self._handled = handled
 
         def deliver() -> None:
             for number in os.read(reader, 64):
@@ -140,6 +142,11 @@ class Loop:
                     callback(signal.Signals(number))
 
         self.watch(reader, deliver)
+
+    def ignore_signals(self) -> None:
+        """From now on the signals do nothing, not even at the interpreter's own end: the exit code is decided."""
+        for number in self._handled:
+            signal.signal(number, signal.SIG_IGN)
 
     def run(self) -> None:
         """Run until ``stop()``, which may have been called before."""

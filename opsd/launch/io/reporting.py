@@ -117,7 +117,7 @@ def _print(text: str, tone: Tone = "") -> None:
         first, newline, rest = text.partition("\n")
         if tone and os.isatty(_STDERR) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
             first = f"{_COLORS[tone]}{first}\x1b[0m"
-        write_all(_STDERR, f"opsd launch: {first}{newline}{rest}\n".encode(errors="replace"))
+        write_all(_STDERR, f"opsd: {first}{newline}{rest}\n".encode(errors="replace"))
 
 
 def _missed(count: int) -> None:

@@ -162,7 +162,7 @@ def test_a_hold_that_a_person_has_set_stays(cluster: Cluster, hold: str) -> None
     reason = "job requeued in held state" if hold == "requeuehold" else "JobHeldUser"
     assert (said.returncode, said.stdout) == (exitcodes.FAILED, "")
     assert said.stderr == (
-        f"opsd requeue: job {job} is on hold ({reason}), which somebody has set and which stays; scontrol "
+        f"opsd: job {job} is on hold ({reason}), which somebody has set and which stays; scontrol "
         f"release {job} lets it start\n"
     )
     [found] = user.jobs([job])
@@ -177,7 +177,7 @@ def test_what_cannot_be_requeued_is_refused(cluster: Cluster) -> None:
         requeue_now(CommandSlurm(runner_on(cluster.nodes["n4"], "nobody")), job.id)
     unknown = cluster.nodes["n4"].run(*OPSD.split(), "requeue", "4242", check=False)
     assert unknown.returncode == exitcodes.FAILED
-    assert unknown.stderr == "opsd requeue: there is no job 4242 that waits or runs and that this user may see\n"
+    assert unknown.stderr == "opsd: there is no job 4242 that waits or runs and that this user may see\n"
     with pytest.raises(SlurmRejected, match=f"job {job.id} does not run on n4; nothing was done"):
         requeue_now(root, job.id, ExcludedNodes(lost=("n4",)))
     assert all(node.usable for node in root.nodes())

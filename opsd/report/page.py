@@ -1,0 +1,169 @@
+"""The report of a run as one HTML file: no scripts, nothing loaded from elsewhere, light and dark. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from opsd.agent.web.html import STYLE, Html, card, facts, h, join, nothing, pill, table
+from opsd.charts import CHART_STYLE, Axis, Series, Span, line_chart
+from opsd.exitcodes import OK
+from opsd.report.cost import Price, cost_line
+from opsd.report.run import RunReport, Step
+from opsd.report.text import restart_line, scores_of
+from opsd.words import clock, count, duration, first_line
+
+MAX_ROWS = 200
+"""Rows of a table; what has no room is counted."""
+_BAR_WIDTH = 160
+_EXTRA_STYLE = (
+    ".bar{fill:#0b5cad}@media(prefers-color-scheme:dark){.bar{fill:#7fb8f5}}@media print{.card{break-inside:avoid}}"
+)
+_CLOCK = Axis("time", "clock")
+
+
+def report_page(run: RunReport, price: Price) -> str:
+    """The page."""
+    parts = [
+        _charts(run),
+        _restarts(run),
+        _ledger(run),
+        _checkpoints(run),
+        _evaluations(run),
+        _listed("slow", "Slow nodes and ranks", [(text,) for text in run.slow], ("Finding",)),
+        _listed("events", "Events", [(clock(t), text) for t, text in run.incidents], ("Time", "Event")),
+    ]
+    return page(f"{run.run}: report", _header(run, price), parts)
+
+
+def page(title: str, header: Html, parts: Sequence[Html]) -> str:
+    """A file with these parts."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{h(title)}</title>'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<style>{STYLE}{CHART_STYLE}{_EXTRA_STYLE}</style></head>"
+        f'<body><header>{header}</header><main id="main">{join(parts)}</main></body></html>\n'
+    )
+
+
+def chart_card(id: str, title: str, chart: str) -> Html:
+    """A chart with its heading; nothing for a chart without points."""
+    return card(id, title, Html(chart)) if chart else Html("")
+
+
+def points(
+    steps: Sequence[Step], x: Callable[[Step], float], y: Callable[[Step], float]
+) -> Iterator[tuple[float, float]]:
+    """Points of a chart over time, with a gap between two generations."""
+    for before, step in zip((None, *steps), steps, strict=False):
+        if before is not None and before.generation != step.generation:
+            yield x(step), math.nan
+        yield x(step), y(step)
+
+
+def _header(run: RunReport, price: Price) -> Html:
+    ok = run.exit_code == OK
+    state = pill(run.state, "good" if ok else "none" if run.exit_code is None else "warn")
+    shown = [
+        ("ran", f"{clock(run.began)} to {clock(run.ended)}"),
+        ("ranks", run.world_size),
+        ("nodes", ", ".join(run.nodes[:8]) + (f" and {len(run.nodes) - 8} more" if len(run.nodes) > 8 else "")),
+        ("steps", f"{run.ledger.steps:,}"),
+        *([("tokens", count(run.tokens))] if run.tokens is not None else []),
+        ("wall clock", duration(run.ledger.wall_s)),
+        *([("ETTR", f"{run.ledger.ettr:.1%}")] if run.steps else []),
+        ("restarts", len(run.restarts)),
+        *([("cost", cost)] if (cost := cost_line(run, price)) else []),
+    ]
+    reason = nothing(first_line(run.reason)) if run.reason and not ok else Html("")
+    return join((Html(f"<h1>{h(run.run)} {state}</h1>"), facts(shown), reason))
+
+
+def _charts(run: RunReport) -> Html:
+    spans = [
+        Span(restart.t, restart.t + max(restart.down_s or 0.0, 1.0), f"{restart.cause}: {restart_line(restart)}")
+        for restart in run.restarts
+    ]
+
+    def over_time(name: str, unit: str, value: Callable[[Step], float], *, zero: bool = False) -> str:
+        series = [Series(name, list(points(run.steps, lambda step: step.t, value)))]
+        return line_chart(f"{name} over time", series, x=_CLOCK, y=Axis(unit, from_zero=zero), spans=spans, width=1100)
+
+    speed = over_time("throughput", "tokens/s", lambda step: step.tokens_per_s, zero=True)
+    if not speed:
+        speed = over_time("throughput", "steps/s", _steps_per_s, zero=True)
+    shaded = " (restarts are shaded)" if spans else ""
+    return join(
+        (
+            chart_card("loss", f"Loss{shaded}", over_time("loss", "cross-entropy, nats per token", lambda s: s.loss)),
+            chart_card("speed", f"Throughput{shaded}", speed),
+        )
+    )
+
+
+def _steps_per_s(step: Step) -> float:
+    return step.count / step.seconds if step.seconds else math.nan
+
+
+def _restarts(run: RunReport) -> Html:
+    if not run.restarts:
+        return card("restarts", "Restarts", nothing("none"))
+    rows = [(clock(r.t), r.cause, restart_line(r), duration(r.cost_s)) for r in run.restarts]
+    return _listed("restarts", "Restarts", rows, ("Time", "Cause", "Then", "Cost"))
+
+
+def _ledger(run: RunReport) -> Html:
+    wall = run.ledger.wall_s or 1.0
+    found = sorted(run.ledger.buckets.items(), key=lambda pair: -pair[1])
+    rows = [
+        (name.replace("_", " "), duration(seconds), join((f"{seconds / wall:.1%}", _bar(seconds / wall))))
+        for name, seconds in found
+        if seconds
+    ]
+    notes = join(nothing(f"Note: {note}") for note in run.ledger.notes)
+    title = "Where the time went"
+    return card("ledger", title, join((table(title, ("Bucket", "Time", "Share"), rows), notes)))
+
+
+def _bar(share: float) -> Html:
+    width = max(1.0, _BAR_WIDTH * min(share, 1.0))
+    return Html(
+        f'<svg width="{_BAR_WIDTH}" height="10" aria-hidden="true">'
+        f'<rect class="bar" width="{width:.0f}" height="10"/></svg>'
+    )
+
+
+def _checkpoints(run: RunReport) -> Html:
+    if not run.checkpoints:
+        return card("checkpoints", "Checkpoints", nothing("none that the launcher has seen"))
+    return _listed("checkpoints", "Checkpoints", [(step, clock(t)) for t, step in run.checkpoints], ("Step", "Durable"))
+
+
+def _evaluations(run: RunReport) -> Html:
+    scored = [(line, scores_of(line)) for line in run.evaluations]
+    names = sorted({name for _, scores in scored for name in scores})[:8]
+    if not names:
+        return Html("")
+    rows = [
+        (line["step"], *(f"{scores[name]:.4g}" if name in scores else "–" for name in names)) for line, scores in scored
+    ]
+    return _listed("evaluations", "Evaluations", rows, ("Step", *names))
+
+
+def _listed(id: str, title: str, rows: Sequence[Sequence[object]], columns: Sequence[str]) -> Html:
+    """A table of the newest rows; nothing without any."""
+    if not rows:
+        return Html("")
+    left = len(rows) - MAX_ROWS
+    more = nothing(f"+{left} earlier") if left > 0 else Html("")
+    return card(id, title, join((more, table(title, columns, rows[-MAX_ROWS:]))))
+
+
+def series_of(
+    runs: Sequence[RunReport], x: Callable[[RunReport, Step], float], y: Callable[[Step], float]
+) -> Iterator[Series]:
+    """A line for each run."""
+    for run in runs:
+        yield Series(run.run, list(points(run.steps, partial(x, run), y)))
