@@ -18,8 +18,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 
 from opsd.trainer.attention import Context
+from opsd.trainer.expert_parallel import averaged, dispatch
 from opsd.trainer.feed_forward import ACTIVATIONS, FeedForward
 from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.rows import rows
 
 BALANCE, Z, ENTROPY, LOADS = range(4)
 """Columns of ``Routing.measured``; the loads of all experts begin at the last."""
@@ -36,6 +38,8 @@ class Routing:
         self.copies = 1
         """How many ranks compute the routing of the same tokens, and add up their gradients."""
         self.context: Context = None
+        self.group: dist.ProcessGroup | None = None
+        """The ranks over which the experts are spread; None if each rank has all."""
         self.dense_layers, self.experts = settings.dense_layers, settings.experts
         self._shape = (settings.expert_layers, LOADS + settings.experts)
         self.measured = torch.zeros(self._shape, dtype=torch.float64)
@@ -97,32 +101,6 @@ class _WithLosses(torch.autograd.Function):
         return gradient, torch.full_like(losses, ctx.routing.share / ctx.routing.copies), None, None, None
 
 
-class _Rows(torch.autograd.Function):
-    """Row i is row ``order[i] // times`` of ``x``; ``inverse`` is the inverse of the permutation ``order``.
-
-    Both passes only read by index: no atomic additions, whose order would change the bits.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, times: int
-    ) -> torch.Tensor:  # fmt: skip
-        ctx.times = times
-        ctx.save_for_backward(inverse)
-        return x[order // times]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return gradient[inverse].view(-1, ctx.times, gradient.shape[-1]).sum(1), None, None, None
-
-
-def rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, times: int = 1) -> torch.Tensor:
-    """See ``_Rows``."""
-    taken: torch.Tensor = _Rows.apply(x, order, inverse, times)  # type: ignore[no-untyped-call]
-    return taken
-
-
 def local(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of ``parameter``, to be used with the tokens of all ranks that share a layer.
 
@@ -152,13 +130,15 @@ class GroupedLinear(nn.Module):
 
     def __init__(self, experts: int, inputs: int, outputs: int) -> None:
         super().__init__()
+        self.group: dist.ProcessGroup | None = None
+        """The ranks whose tokens these matrices multiply; None if only this rank's."""
         self.weight = nn.Parameter(torch.empty(experts, outputs, inputs))
         nn.init.normal_(self.weight, std=inputs**-0.5)
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """``x`` [n, inputs] to [n, outputs]: the first ``counts[0]`` rows by the first matrix, and so on."""
         product = grouped_product if x.is_cuda and x.dtype == torch.bfloat16 else product_by_group
-        return product(x, local(self.weight), counts)
+        return product(x, averaged(local(self.weight), self.group), counts)
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -172,19 +152,32 @@ def product_by_group(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor
     return torch.cat([F.linear(part, matrix) for part, matrix in parts])
 
 
+class Networks(nn.Module):
+    """The gated linear units of this rank's experts."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__()
+        width, channels, experts = settings.width, settings.expert_channels, settings.experts
+        self.gate = GroupedLinear(experts, width, channels)
+        self.up = GroupedLinear(experts, width, channels)
+        self.down = GroupedLinear(experts, channels, width)
+        self.activation = ACTIVATIONS[settings.activation]
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """``x`` [n, width], sorted by expert, of which each has so many rows as ``counts``, to the same shape."""
+        y: torch.Tensor = self.down(self.activation(self.gate(x, counts)) * self.up(x, counts), counts)
+        return y
+
+
 class Experts(nn.Module):
     """The experts of a layer, of which each token is computed by ``experts_per_token``."""
 
     def __init__(self, settings: ModelSettings, layer: int, routing: Routing) -> None:
         super().__init__()
-        width, channels, experts = settings.width, settings.expert_channels, settings.experts
-        self.router = Router(width, experts)
-        self.gate = GroupedLinear(experts, width, channels)
-        self.up = GroupedLinear(experts, width, channels)
-        self.down = GroupedLinear(experts, channels, width)
+        self.router = Router(settings.width, settings.experts)
+        self.networks = Networks(settings)
         self.bias: torch.Tensor | None
-        self.register_buffer("bias", torch.zeros(experts) if settings.router_bias else None)
-        self.activation = ACTIVATIONS[settings.activation]
+        self.register_buffer("bias", torch.zeros(settings.experts) if settings.router_bias else None)
         self._settings, self._layer, self._routing = settings, layer, routing
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -196,7 +189,8 @@ class Experts(nn.Module):
         inverse = order.argsort()
         counts = loads(chosen.flatten()[None], self._settings.experts)[0]
         y = rows(x.flatten(0, 1), order, inverse, per_token)
-        y = self.down(self.activation(self.gate(y, counts)) * self.up(y, counts), counts)
+        group = self._routing.group
+        y = dispatch(y, counts, self.networks, group) if group else self.networks(y, counts)
         y = rows(y, inverse, order).view(*chosen.shape, -1)
         return (y * weights[..., None].to(y.dtype)).sum(-2)
 

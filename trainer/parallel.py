@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from opsd.trainer.config import Config, ConfigError
+from opsd.trainer.experts import GroupedLinear, Networks
 from opsd.trainer.loss import next_token_loss
 from opsd.trainer.model import Block, Decoder
 from opsd.trainer.regions import initialise
@@ -68,6 +69,7 @@ def build(config: Config, world: World) -> Decoder:
         _to_float8(model)
     if world.tensor is not None:
         _split_matrices(model, world.tensor)
+    _split_experts(model, world)
     for block in model.blocks.values():
         _wrap_forward(cast(Block, block), config.parallel)
     if config.parallel.compile:
@@ -102,7 +104,7 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         "ffn.gate": ColwiseParallel(),
         "ffn.up": ColwiseParallel(),
         "ffn.down": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn.experts": _SplitExperts(),
+        "ffn.experts": _ReduceExperts(),
         "ffn.shared.gate": ColwiseParallel(),
         "ffn.shared.up": ColwiseParallel(),
         "ffn.shared.down": RowwiseParallel(output_layouts=Shard(1)),
@@ -118,14 +120,12 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         model.vocabulary = mesh.get_group()
 
 
-class _SplitExperts(ParallelStyle):
-    """Splits the channels of each expert over ranks. All of them route all tokens, and add up what they compute."""
+class _ReduceExperts(ParallelStyle):
+    """The ranks that share a layer's matrices route all tokens alike, and add up what their channels compute."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        places = {"router": Replicate(), "gate": Shard(1), "up": Shard(1), "down": Shard(2)}
-        for name, part in module.named_children():
-            weight = distribute_tensor(part.get_parameter("weight"), device_mesh, [places[name]])
-            part.register_parameter("weight", nn.Parameter(weight))
+        router = module.get_submodule("router")
+        router.weight = nn.Parameter(distribute_tensor(router.get_parameter("weight"), device_mesh, [Replicate()]))
 
         def whole(_: nn.Module, inputs: tuple[DTensor]) -> torch.Tensor:
             return inputs[0].to_local(grad_placements=[Partial()])
@@ -136,6 +136,24 @@ class _SplitExperts(ParallelStyle):
         module.register_forward_pre_hook(whole)
         module.register_forward_hook(added)
         return module
+
+
+def _split_experts(model: Decoder, world: World) -> None:
+    """The experts over the ranks of expert parallelism, and their channels over those of tensor parallelism."""
+    if (mesh := world.expert_split) is None:
+        return
+    group = mesh["ep"].get_group() if world.parallel.ep > 1 else None
+    model.routing.group = group
+    for part in model.modules():
+        if isinstance(part, Networks):
+            for name, matrices in part.named_children():
+                assert isinstance(matrices, GroupedLinear)
+                channels = Shard(2 if name == "down" else 1)
+                places = {"ep": Shard(0), "tp": channels}
+                weight = matrices.get_parameter("weight")
+                split = distribute_tensor(weight, mesh, [places[name] for name in mesh.mesh_dim_names or ()])
+                matrices.weight = nn.Parameter(split)
+                matrices.group = group
 
 
 def _wrap_forward(block: Block, parallel: ParallelSettings) -> None:
@@ -177,6 +195,9 @@ def _shard(model: Decoder, config: Config, world: World) -> None:
     if config.model.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     again = config.parallel.pp == 1 and not world.whole
+    for part in model.modules() if config.parallel.ep > 1 else ():
+        if isinstance(part, Networks):
+            fully_shard(part, mesh=world.expert_sharding, mp_policy=policy, reshard_after_forward=again)
     for block in model.blocks.values():
         fully_shard(block, mesh=world.sharding, mp_policy=policy, reshard_after_forward=again)
     fully_shard(model, mesh=world.sharding, mp_policy=policy, reshard_after_forward=False)

@@ -12,6 +12,7 @@ it shows it later than the one that computed it.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +105,8 @@ class Replay:
         self._every = config.replay.every
         parallel = config.parallel
         self._inner = parallel.tp * parallel.cp
-        self._products = self._inner > 1 and not parallel.compile
+        self._exchanging = parallel.tp * math.lcm(parallel.cp, parallel.ep)
+        self._products = self._exchanging > 1 and not parallel.compile
         self._agreed: int | None = None
 
     def __call__(self, step: int) -> None:
@@ -174,9 +176,10 @@ class Replay:
         return rank // (self._world.size // self._world.parallel.pp)
 
     def _groups(self) -> list[list[int]]:
-        """The ranks of each data-parallel rank, which compute one micro-batch together."""
-        size, shares = self._world.size, self._world.data_size
-        return [[rank for rank in range(size) if rank // self._inner % shares == share] for share in range(shares)]
+        """The ranks that exchange activations: those of a data-parallel rank, or of several that share experts."""
+        size = self._world.size
+        groups = size // self._world.parallel.pp // self._exchanging
+        return [[rank for rank in range(size) if rank // self._exchanging % groups == group] for group in range(groups)]
 
 
 def _first_difference(first: Trace, second: Trace) -> int:

@@ -42,6 +42,8 @@ class ParallelSettings(Section):
     """Pipeline stages, all with the same number of layers."""
     cp: PositiveInt = 1
     """Ranks that share each sequence (context parallel)."""
+    ep: PositiveInt = 1
+    """Ranks that share the experts of each layer; each has batches of its own (expert parallel)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass: all of a layer, or all but its products and its attention."""
     compile: bool = False
@@ -57,6 +59,8 @@ class ParallelSettings(Section):
         for name, size in shares.items():
             if size % self.tp:
                 return f"parallel.tp {self.tp} does not divide model.{name} {size}"
+        if self.ep > 1 and (not model.expert_layers or model.experts % self.ep):
+            return f"parallel.ep {self.ep} does not divide model.experts {model.experts}"
         if self.tp > 1 and model.qk_norm and model.qk_norm_over == "all":
             return "parallel.tp does not work with model.qk_norm_over all, which needs the heads of all its ranks"
         if model.layers % self.pp:

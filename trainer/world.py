@@ -36,6 +36,8 @@ class World:
     mesh: DeviceMesh
     parallel: ParallelSettings
     context: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+    """All ranks once more, with expert parallelism: pp, replicate, dp, ep and tp, where dp x ep are dp of ``mesh``."""
     ends: dist.ProcessGroup | None = None
     """The first and the last rank of this rank's pipeline, if it is one of them."""
     local_size: int = 1
@@ -55,7 +57,8 @@ class World:
         """The parallel layout as in checkpoint manifests; sizes of 1 are left out, dp excepted."""
         settings = self.parallel
         sizes = {"dp": self.data_size, "replicas": settings.replicas, "tp": settings.tp, "pp": settings.pp}
-        return {name: size for name, size in (sizes | {"cp": settings.cp}).items() if size > 1 or name == "dp"}
+        sizes |= {"cp": settings.cp, "ep": settings.ep}
+        return {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
 
     @property
     def data_size(self) -> int:
@@ -94,6 +97,20 @@ class World:
     def tensor(self) -> DeviceMesh | None:
         """The ranks that share each layer's matrices; None if they are not split."""
         return self.mesh["tp"] if self.parallel.tp > 1 else None
+
+    @property
+    def expert_split(self) -> DeviceMesh | None:
+        """The ranks that share the experts of a layer, or their channels; None if each rank has all."""
+        if self.experts is None:
+            return self.tensor
+        return self.experts["ep", "tp"] if self.parallel.tp > 1 else self.experts["ep"]
+
+    @property
+    def expert_sharding(self) -> DeviceMesh:
+        """The mesh over which FSDP shards the experts."""
+        if self.experts is None:
+            return self.sharding
+        return self.experts["replicate", "dp"] if self.parallel.replicas > 1 else self.experts["dp"]
 
     def sum(self, values: Sequence[float | torch.Tensor]) -> list[float]:
         """The sums of ``values`` over all ranks in float64, bit-identical on all ranks; tensors are flattened."""
@@ -179,8 +196,13 @@ def join(run: RunSettings, parallel: ParallelSettings, environ: Mapping[str, str
     if parallel.cp > 1:
         shape = (size // (parallel.cp * parallel.tp), parallel.cp, parallel.tp)
         context = init_device_mesh(device.type, shape, mesh_dim_names=("rest", "cp", "tp"))["cp"]
+    experts = None
+    if parallel.ep > 1:
+        sizes = dims | {"dp": dims["dp"] // parallel.ep, "ep": parallel.ep}
+        order = [name for name in ("pp", "replicate", "dp", "ep", "tp") if name in sizes]
+        experts = init_device_mesh(device.type, tuple(sizes[name] for name in order), mesh_dim_names=tuple(order))
     ends = _join_ends(rank, size, parallel.pp) if parallel.pp > 1 else None
-    return World(rank, size, device, mesh, parallel, context, ends, local_size)
+    return World(rank, size, device, mesh, parallel, context, experts, ends, local_size)
 
 
 def _join_ends(rank: int, size: int, stages: int) -> dist.ProcessGroup | None:
@@ -201,5 +223,7 @@ def mesh_shape(size: int, parallel: ParallelSettings) -> dict[str, int]:
         product = " x ".join(f"parallel.{name} {factor}" for name, factor in factors.items() if factor > 1)
         raise ConfigError(f"{size} ranks are not a multiple of {product}; start a multiple of {smallest} ranks")
     dp = size // (parallel.pp * parallel.replicas * parallel.tp)
+    if dp % parallel.ep:
+        raise ConfigError(f"{size} ranks leave {dp} for parallel.ep {parallel.ep}, which does not divide them")
     dims = {"pp": parallel.pp, "replicate": parallel.replicas, "dp": dp, "tp": parallel.tp}
     return {name: length for name, length in dims.items() if length > 1 or name == "dp"}

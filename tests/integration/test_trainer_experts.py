@@ -34,16 +34,32 @@ def assert_same_run(run: Run, alone: Run) -> None:
 
 
 def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, shards: Path, alone: Run) -> None:
-    """A step each on two ranks, with split matrices, split layers, split sequences, and alone: one run.
+    """A step each on two ranks, with split matrices, experts spread over ranks, split layers, and alone: one run.
 
     Losses, routing, and the biases that were moved in every step are those of one rank.
     """
-    for step, layout in enumerate(({"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {}), start=1):
-        run = start(tmp_path, shards, layout, **SPARSE, run__steps=step)
+    layouts: list[tuple[dict[str, int], int]] = [({"dp": 2}, 1), ({"tp": 2}, 1), ({"dp": 2}, 2), ({"pp": 2}, 1), ({}, 1)]
+    for step, (layout, spread) in enumerate(layouts, start=1):
+        run = start(tmp_path, shards, layout, **SPARSE, parallel__ep=spread, run__steps=step)
     assert_same_run(run, alone)
     moved = [value for name, value in weights(run, 5, SPARSE).items() if name.endswith("experts.bias")]
     assert len(moved) == 3
     assert all(value.abs().max() > 0 for value in moved)
+
+
+SPREAD = ({"dp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "replicas": 2})
+"""Layouts with two ranks that share experts; of the second, each pair has two ranks that shard its experts unevenly."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", SPREAD, ids=lambda layout: " ".join(f"{name}{n}" for name, n in layout.items()))
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_experts_are_spread_over_ranks(
+    tmp_path: Path, shards: Path, alone: Run, layout: dict[str, int], recompute: str
+) -> None:
+    """Expert parallelism beside any other changes nothing either."""
+    settings = SPARSE | {"parallel__ep": 2, "parallel__recompute": recompute, "run__steps": 5}
+    assert_same_run(start(tmp_path, shards, layout, **settings), alone)
 
 
 @pytest.mark.long

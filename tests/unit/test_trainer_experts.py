@@ -19,10 +19,10 @@ from opsd.trainer.experts import (
     loads,
     product_by_group,
     routing_figures,
-    rows,
 )
 from opsd.trainer.model import Decoder, count_parameters, flops_per_token
 from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.rows import rows
 
 torch.set_num_threads(1)  # threads cost more than they bring for matrices this small
 
@@ -45,7 +45,7 @@ def tokens(rows: int = 2, length: int = 7) -> torch.Tensor:
 
 def by_definition(model: MixtureOfExperts, x: torch.Tensor, shape: ModelSettings) -> torch.Tensor:
     """Every expert computes every token, and what the router did not choose counts 0."""
-    experts = model.experts
+    experts, networks = model.experts, model.experts.networks
     logits = x @ experts.router.weight.mT
     gates = logits.softmax(-1) if shape.router == "softmax" else logits.sigmoid()
     kept = torch.zeros_like(gates).scatter(-1, gates.topk(shape.experts_per_token).indices, 1.0)
@@ -54,7 +54,7 @@ def by_definition(model: MixtureOfExperts, x: torch.Tensor, shape: ModelSettings
         weights = weights / weights.sum(-1, keepdim=True)
     outputs = [
         (torch.nn.functional.silu(x @ gate.mT) * (x @ up.mT)) @ down.mT
-        for gate, up, down in zip(experts.gate.weight, experts.up.weight, experts.down.weight, strict=True)
+        for gate, up, down in zip(*(part.weight for part in (networks.gate, networks.up, networks.down)), strict=True)
     ]
     y = (torch.stack(outputs, -1) * weights[..., None, :]).sum(-1) * shape.router_scale
     return y + model.shared(x) if model.shared else y

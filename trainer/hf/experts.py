@@ -63,6 +63,6 @@ class ExpertFields:
         parts = dict(zip(("gate", "up", "down"), self.matrices, strict=True))
         return {
             "ffn.experts.router": f"{self.block}.gate",
-            **{f"ffn.experts.{ours}": f"{self.block}.experts.{{}}.{theirs}" for ours, theirs in parts.items()},
+            **{f"ffn.experts.networks.{ours}": f"{self.block}.experts.{{}}.{theirs}" for ours, theirs in parts.items()},
             **{f"ffn.shared.{ours}": f"{self.block}.shared_experts.{theirs}" for ours, theirs in parts.items()},
         }
