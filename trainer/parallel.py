@@ -7,6 +7,7 @@ as configured; FSDP shards the rest over data-parallel and context-parallel rank
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import cast
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -195,9 +197,20 @@ def _shard(model: Decoder, config: Config, world: World) -> None:
     if config.model.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     again = config.parallel.pp == 1 and not world.whole
-    for part in model.modules() if config.parallel.ep > 1 else ():
-        if isinstance(part, Networks):
-            fully_shard(part, mesh=world.expert_sharding, mp_policy=policy, reshard_after_forward=again)
+    placement = _placement(model, world.expert_sharding) if config.parallel.ep > 1 else None
     for block in model.blocks.values():
-        fully_shard(block, mesh=world.sharding, mp_policy=policy, reshard_after_forward=again)
+        fully_shard(
+            block, mesh=world.sharding, mp_policy=policy, reshard_after_forward=again, shard_placement_fn=placement
+        )
     fully_shard(model, mesh=world.sharding, mp_policy=policy, reshard_after_forward=False)
+
+
+def _placement(model: Decoder, mesh: DeviceMesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+    """Experts are sharded over ``mesh``, by the hooks of their layer: its recomputation must not run into others."""
+    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if mesh.ndim > 1 else FSDPMeshInfo(mesh, 0)
+    experts = {id(value) for part in model.modules() if isinstance(part, Networks) for value in part.parameters()}
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(Shard(0), info) if id(parameter) in experts else None
+
+    return place

@@ -38,7 +38,13 @@ def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, shards: Path, alone: 
 
     Losses, routing, and the biases that were moved in every step are those of one rank.
     """
-    layouts: list[tuple[dict[str, int], int]] = [({"dp": 2}, 1), ({"tp": 2}, 1), ({"dp": 2}, 2), ({"pp": 2}, 1), ({}, 1)]
+    layouts: list[tuple[dict[str, int], int]] = [
+        ({"dp": 2}, 1),
+        ({"tp": 2}, 1),
+        ({"dp": 2}, 2),
+        ({"pp": 2}, 1),
+        ({}, 1),
+    ]
     for step, (layout, spread) in enumerate(layouts, start=1):
         run = start(tmp_path, shards, layout, **SPARSE, parallel__ep=spread, run__steps=step)
     assert_same_run(run, alone)
