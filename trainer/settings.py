@@ -195,7 +195,7 @@ class OptimizerSettings(Section):
 class ScheduleSettings(Section):
     """The learning rate in absolute steps, so that it does not depend on the length of the run.
 
-    Linear up to step ``warmup``. ``wsd``: constant, then linearly down to ``floor`` from ``decay_start`` to
+    Linear up to step ``warmup``. ``wsd``: constant, then by ``decay`` down to ``floor`` from ``decay_start`` to
     ``decay_end``. ``cosine``: half a cosine from ``warmup`` to ``decay_end``. ``multi-step``: constant, times ``gamma``
     from each of the ``milestones`` on.
     """
@@ -203,6 +203,8 @@ class ScheduleSettings(Section):
     kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
     warmup: NonNegativeInt
     """Steps of linear growth from 0 to the peak."""
+    decay: Literal["linear", "1-sqrt", "cosine"] = "linear"
+    """Shape of the decay of wsd: 1 - x, 1 - sqrt(x) or half a cosine over the share x of its steps."""
     decay_start: NonNegativeInt = 0
     """Step at which the decay begins, of wsd."""
     decay_end: NonNegativeInt = 0
@@ -218,6 +220,8 @@ class ScheduleSettings(Section):
         """What is wrong between the settings, in one sentence."""
         if self.kind == "wsd" and not self.warmup <= self.decay_start < self.decay_end:
             return "schedule needs warmup <= decay_start < decay_end"
+        if self.kind != "wsd" and self.decay != "linear":
+            return f"schedule.decay {self.decay} needs schedule.kind wsd"
         if self.kind == "cosine" and not self.warmup < self.decay_end:
             return "schedule.kind cosine needs warmup < decay_end"
         if self.kind == "multi-step" and (

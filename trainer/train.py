@@ -40,7 +40,8 @@ def rate_factor(step: int, schedule: ScheduleSettings) -> float:
     """Factor of the peak learning rate at ``step``, counted from 1.
 
     All phases are in absolute steps and independent of the run's length, so that a run is extended by moving its decay.
-    wsd is warm-up, stable, decay (arXiv 2404.06395), cosine that of SGDR without restarts (arXiv 1608.03983).
+    wsd is warm-up, stable, decay (arXiv 2404.06395; 1-sqrt: 2405.18392), cosine that of SGDR without restarts (arXiv
+    1608.03983).
     """
     if step < schedule.warmup:
         return step / schedule.warmup
@@ -48,8 +49,10 @@ def rate_factor(step: int, schedule: ScheduleSettings) -> float:
         return schedule.gamma ** sum(step >= milestone for milestone in schedule.milestones)
     start = schedule.decay_start if schedule.kind == "wsd" else schedule.warmup
     left = min(1.0, max(0.0, (schedule.decay_end - step) / (schedule.decay_end - start)))
-    if schedule.kind == "cosine":
+    if schedule.kind == "cosine" or schedule.decay == "cosine":
         left = (1 - math.cos(math.pi * left)) / 2
+    elif schedule.decay == "1-sqrt":
+        left = 1 - math.sqrt(1 - left)
     return schedule.floor + (1 - schedule.floor) * left
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
 import torch
+from test_trainer_faults import kill_and_resume
 from test_trainer_layouts import LAYOUTS, assert_same_curve, start, weights
 from trainer_world import Run
 
@@ -75,3 +77,15 @@ def test_a_layout_changes_nothing(tmp_path: Path, shards: Path, alone: Run, name
     """Losses, norm, routing and checkpoint are those of one rank, recomputed or not."""
     layout = LAYOUTS.get(name, {"dp": 2, "cp": 2})
     assert_same_run(start(tmp_path, shards, layout, **SPARSE, run__steps=5, parallel__recompute=recompute), alone)
+
+
+@pytest.mark.long
+def test_killed_ranks_change_no_bit(tmp_path: Path, shards: Path) -> None:
+    """Five times killed at random moments, ranks that share experts come to the same losses and the same routing."""
+    settings = {name.replace("__", "."): value for name, value in SPARSE.items()} | {"parallel.ep": 2}
+    whole, killed = (Run(tmp_path / name, shards, settings) for name in ("whole", "killed"))
+    whole.finish()
+    kill_and_resume(killed, 5, random.Random(1))
+    assert killed.curve() == whole.curve()
+    expected = {line["step"]: [line[name] for name in FIGURES] for line in whole.metrics()}
+    assert {line["step"]: [line[name] for name in FIGURES] for line in killed.metrics()} == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,3 +57,20 @@ def test_floor_of_the_decay() -> None:
     """WSD ends at the floor where one is set."""
     floored = SCHEDULE.model_copy(update={"floor": 0.2})
     assert [rate_factor(step, floored) for step in (110, 120, 500)] == pytest.approx([0.6, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("decay", "factors"), [("linear", [0.75, 0.5, 0.25]), ("1-sqrt", [0.5, 0.292893, 0.133975]),
+                           ("cosine", [0.853553, 0.5, 0.146447])],
+)  # fmt: skip
+def test_shapes_of_the_decay(decay: Literal["linear", "1-sqrt", "cosine"], factors: list[float]) -> None:
+    """A quarter, half and three quarters into the decay, between the same ends."""
+    schedule = SCHEDULE.model_copy(update={"decay": decay})
+    assert [rate_factor(step, schedule) for step in (105, 110, 115)] == pytest.approx(factors, abs=1e-6)
+    assert [rate_factor(step, schedule) for step in (10, 100, 120, 500)] == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_only_wsd_has_a_shape() -> None:
+    """A shape beside a schedule that has its own is refused."""
+    problem = ScheduleSettings(kind="cosine", warmup=1, decay_end=9, decay="1-sqrt").problem()
+    assert problem == "schedule.decay 1-sqrt needs schedule.kind wsd"
