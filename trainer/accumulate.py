@@ -74,6 +74,7 @@ def fitting_ranks(config: Config) -> list[int]:
         count * layout.tp * layout.pp * layout.cp
         for count, shares in counts.items()
         if all(rest == 0 and micro >= layout.pp for micro, rest in shares)
+        and count // layout.replicas * layout.cp % layout.ep == 0
     ]
 
 

@@ -175,7 +175,8 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
         decoder = Decoder(config.model)
     load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.saved()})
     if config.model.dtype == "bfloat16":
-        decoder.to(torch.bfloat16)  # as in training
+        for parameter in decoder.parameters():  # as in training; the biases of routers stay
+            parameter.data = parameter.data.to(torch.bfloat16)
     corpus = Path(config.data.shards, config.data.sources[0])
     if config.data.fallback and not (corpus / TOKENIZER).exists():
         corpus = Path(config.data.fallback, config.data.sources[0])

@@ -224,6 +224,9 @@ def mesh_shape(size: int, parallel: ParallelSettings) -> dict[str, int]:
         raise ConfigError(f"{size} ranks are not a multiple of {product}; start a multiple of {smallest} ranks")
     dp = size // (parallel.pp * parallel.replicas * parallel.tp)
     if dp % parallel.ep:
-        raise ConfigError(f"{size} ranks leave {dp} for parallel.ep {parallel.ep}, which does not divide them")
+        multiple = smallest * (parallel.ep // math.gcd(parallel.cp, parallel.ep))
+        raise ConfigError(
+            f"{size} ranks do not split into parallel.ep {parallel.ep}; start a multiple of {multiple} ranks"
+        )
     dims = {"pp": parallel.pp, "replicate": parallel.replicas, "dp": dp, "tp": parallel.tp}
     return {name: length for name, length in dims.items() if length > 1 or name == "dp"}

@@ -50,6 +50,7 @@ def test_smollm3_is_as_published() -> None:
         (["data.batch=12", "parallel.replicas=2"], [2, 4, 6, 12]),
         (["data.batch=12", "parallel.tp=2"], [2, 4, 6, 8, 12, 24]),
         (["data.batch=12", "parallel.pp=2"], [2, 4, 6, 8, 12]),
+        (["data.batch=12", "parallel.ep=4", "model.experts=4", "model.experts_per_token=2"], [4, 12]),
         (["data.batch=12", "data.batch_warmup=[[5, 4]]"], [1, 2, 4]),
         (["data.batch=2", "data.micro_batch=3"], []),
     ],

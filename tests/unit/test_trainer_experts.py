@@ -23,6 +23,8 @@ from opsd.trainer.experts import (
 from opsd.trainer.model import Decoder, count_parameters, flops_per_token
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.rows import rows
+from opsd.trainer.settings import ParallelSettings
+from opsd.trainer.world import mesh_shape
 
 torch.set_num_threads(1)  # threads cost more than they bring for matrices this small
 
@@ -215,6 +217,7 @@ def test_a_token_costs_what_it_meets() -> None:
         (["model.router_bias=false"], "optimizer.balance_rate needs model.router_bias"),
         (["parallel.tp=3", "model.heads=6", "model.kv_heads=3", "model.vocab=2049", "model.width=132", "model.ffn=321"],
          "parallel.tp 3 does not divide model.expert_ffn 128"),
+        (["parallel.ep=3"], "parallel.ep 3 does not divide model.experts 8"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(overrides: list[str], text: str) -> None:
@@ -227,6 +230,18 @@ def test_a_dense_model_has_no_router_losses() -> None:
     """Weights of losses that nothing would compute are refused."""
     with pytest.raises(ConfigError, match=r"optimizer\.balance_loss needs model\.experts"):
         load("tiny", ["data.shards=/data", "optimizer.balance_loss=0.1"], {})
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "multiple"),
+    [(6, {"ep": 4}, 4), (4, {"tp": 2, "cp": 2, "ep": 4}, 8), (2, {"cp": 2, "ep": 6}, 6)],
+)
+def test_ranks_that_do_not_split_are_refused(size: int, settings: dict[str, int], multiple: int) -> None:
+    """The sentence says how many would; and so many do."""
+    layout = ParallelSettings(**settings)
+    with pytest.raises(ConfigError, match=f"start a multiple of {multiple} ranks"):
+        mesh_shape(size, layout)
+    assert mesh_shape(multiple, layout)["dp"] % layout.ep == 0
 
 
 def test_a_whole_model_learns_everywhere() -> None:
