@@ -20,8 +20,10 @@ HOLD_S, MAX_RELAPSES = 300.0, 3
 SHARE, LONGEST_WAIT_S = 0.02, 15.0
 """Share of a core that looking for one kind of fault may take, and the longest wait between two looks because of it.
 
-What users write makes some looks long, and all of them are taken in one tick.
+What users write makes some looks long.
 """
+TICK_S = 0.1
+"""Seconds of processor time after which the other looks wait for the next tick, in which they are the first."""
 
 NOTHING: Sequence[Finding] = ()
 
@@ -73,21 +75,19 @@ class Judge:
         def ask(runbook: Runbook) -> Sequence[Finding]:
             return tuple(_with_run(runbook.diagnose(finding, view), view) for finding in runbook.detect(view))
 
-        found: list[Finding] = []
-        for runbook in self.runbooks.values():
-            if not sees(runbook, view):
-                self._looks.pop(runbook.kind, None)
+        seeing = [runbook for runbook in self.runbooks.values() if sees(runbook, view)]
+        looks = {runbook.kind: self._looks.get(runbook.kind, _Look()) for runbook in seeing}
+        began = self._used_s()
+        for runbook in sorted(seeing, key=lambda runbook: looks[runbook.kind].due):
+            look, start = looks[runbook.kind], self._used_s()
+            if view.now < look.due or start - began > TICK_S:
                 continue
-            look = self._looks.get(runbook.kind, _Look())
-            if view.now >= look.due:
-                began = self._used_s()
-                findings = self._try(runbook, partial(ask, runbook), NOTHING)
-                took_s = self._used_s() - began
-                wait_s = min(min(took_s, look.took_s) / SHARE, LONGEST_WAIT_S)
-                look = _Look(view.now + max(runbook.look_every_s, wait_s), findings, took_s)
-                self._looks[runbook.kind] = look
-            found += look.findings
-        return found
+            findings = self._try(runbook, partial(ask, runbook), NOTHING)
+            took_s = self._used_s() - start
+            wait_s = min(min(took_s, look.took_s) / SHARE, LONGEST_WAIT_S)
+            looks[runbook.kind] = _Look(view.now + max(runbook.look_every_s, wait_s), findings, took_s)
+        self._looks = looks
+        return [finding for look in looks.values() for finding in look.findings]
 
     def healed(self, incidents: Iterable[Incident], view: View) -> dict[str, bool | None]:
         """Incident id -> whether the fault is over; None or missing if that is not known now."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
-from opsd.agent.judge import LONGEST_WAIT_S, SHARE, Judge
+from opsd.agent.judge import LONGEST_WAIT_S, SHARE, TICK_S, Judge
 from opsd.agent.window import Window
 from opsd.runbooks.base import Finding, Runbook, View
 from tests.fakes.agent import SILENT
@@ -52,3 +53,21 @@ def test_looks_that_take_long_have_their_share() -> None:
 def test_the_interval_of_the_runbook_stands() -> None:
     """Unless the share asks for a longer one."""
     assert Looks(0.02, look_every_s=5.0).run(12) == [0.0, 5.0, 10.0]
+
+
+def test_a_tick_has_its_share_and_what_waits_is_first_in_the_next() -> None:
+    """Nothing is put off for good."""
+    used, looked = 0.0, list[tuple[float, str]]()
+
+    def detect(kind: str, view: View) -> Iterator[Finding]:
+        nonlocal used
+        looked.append((view.now, kind))
+        used += 0.7 * TICK_S
+        return iter(())
+
+    books = [Runbook(kind, None, partial(detect, kind), lambda *_: False) for kind in "abcde"]
+    judge, window = Judge(books, SILENT, used_s=lambda: used), Window("node", seconds=60)
+    for second in range(3):
+        window.begin(float(second), 1e9 + second)
+        judge.findings(window)
+    assert looked == [(0, "a"), (0, "b"), (1, "c"), (1, "d"), (2, "e"), (2, "a")]
