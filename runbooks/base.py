@@ -81,7 +81,8 @@ class Finding:
     """What a detector saw at one tick.
 
     ``key`` is what makes it the same incident next tick (GPU UUID, run and rank). ``run`` is the run that it concerns;
-    the agent fills it in where a runbook leaves it empty.
+    the agent fills it in where a runbook leaves it empty. An incident opens once it has been
+    found for ``lasting_s``, if that is longer than the runbook's ``open_after_s``.
     """
 
     kind: str
@@ -95,6 +96,7 @@ class Finding:
     job: str = ""
     data: Mapping[str, object] = field(default_factory=dict)
     run: str = ""
+    lasting_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,9 @@ LEAST_A_MINUTE = 5.0
 GROWING_MINUTES = 3
 """The last minutes must each have had more than most before them: one burst is no trend."""
 
+GROWN = 2.5
+"""So many times as many in the later half of the minutes as in the earlier one: healthy rates wander by less."""
+
 HORIZON_H = 24.0
 """A burst (100 a minute) is predicted for the next day."""
 
@@ -30,6 +33,9 @@ def _outlook(series: Series) -> tuple[list[float], float] | None:
     """Errors in each of the last minutes, and hours until they are a burst; None if that is not foreseen."""
     minutes = each_minute(series, WINDOW_S)
     if not minutes or minutes[-1] < LEAST_A_MINUTE or minutes[-1] >= BURST:
+        return None
+    half = len(minutes) // 2
+    if sum(minutes[-half:]) < GROWN * sum(minutes[:half]):
         return None
     middle = sorted(minutes)[len(minutes) // 2]
     rising = list(takewhile(lambda count: count >= middle, reversed(minutes)))
@@ -110,6 +116,7 @@ None yet. Such memory eventually needs a row remap, or has an uncorrectable erro
     remedy=notify_node(": reset it between two runs, and have it replaced if the errors come back"),
     healed=_healed,
     needs=("nvml",),
+    open_after_s=30.0,
     look_every_s=10.0,
     verify_s=3600.0,
     prediction=True,

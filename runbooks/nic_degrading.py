@@ -23,8 +23,8 @@ REPEATS = ("packet_seq_err", "local_ack_timeout_err", "roce_adp_retrans", "retra
 FAST_S, FAST = 10.0, 100.0
 """Ten bit errors a second are a link that is about to fail (NVSentinel calls that fatal) ..."""
 
-SLOW_S, SLOW, SLOW_MINUTES = 600.0, 20.0, 3
-"""... and 120 in an hour one that will, if they come in several minutes and not in one burst."""
+SLOW_S, SLOW, SLOW_MINUTES = 600.0, 20.0, 4
+"""... and 120 in an hour one that will, if four minutes have as many as that makes: a burst is in two at most."""
 
 RECOVERIES_LIMIT = 2.0
 REPEATS_S, REPEATS_LIMIT, REPEATS_FACTOR = 60.0, 100.0, 10.0
@@ -63,7 +63,7 @@ def _slow(view: View) -> Iterator[_Fault]:
     for port, error, series in _counters(view, BIT_ERRORS):
         grown = growth(series, SLOW_S)
         minutes = each_minute(series, SLOW_S) if grown >= SLOW else []
-        if sum(count > 0 for count in minutes) >= SLOW_MINUTES:
+        if sum(count >= SLOW * 60.0 / SLOW_S for count in minutes) >= SLOW_MINUTES:
             yield _Fault(port, f"{grown:.0f} {error} in ten minutes{_outlook(minutes)}")
     for port, error, series in _counters(view, RECOVERIES):
         if (grown := growth(series, SLOW_S)) >= RECOVERIES_LIMIT:

@@ -18,6 +18,9 @@ DAY_S = 86_400.0
 HORIZON_DAYS = 30.0
 """The end of its endurance is predicted for the next month: as long as a run takes."""
 
+LASTING_S = 3 * 3600.0
+"""How long a pace must last that is faster than that of the drive's life: checkpoints and the staging of data end."""
+
 LEAST_WEAR = 0.2
 """Drives tell wear in whole percent: below this its pace is not known well enough."""
 
@@ -37,6 +40,7 @@ class _Fault:
     what: str
     grave: bool = False
     confidence: float = 0.95
+    lasting_s: float = 0.0
 
 
 def days_left(wear: float, written: float, powered_s: float, bytes_per_s: float) -> float | None:
@@ -74,7 +78,9 @@ def _worn(view: View, controller: str) -> Iterator[_Fault]:
         days = days_left(wear, series.last, powered, rate)
         if days is not None and days <= HORIZON_DAYS:
             when = f"will be in {days:.0f} days at {rate / 1e9:.2f} GB/s" if days >= 1 else "are about to be"
-            yield _Fault(f"{wear:.0%} of its endurance are used up, all of it {when}", confidence=0.7)
+            always = days_left(wear, series.last, powered, 0.0)
+            lasting_s = LASTING_S if always is None or always > HORIZON_DAYS else 0.0
+            yield _Fault(f"{wear:.0%} of its endurance are used up, all of it {when}", False, 0.7, lasting_s)
 
 
 def _faults(view: View, controller: str) -> list[_Fault]:
@@ -103,6 +109,7 @@ def _finding(view: View, controller: str, faults: Sequence[_Fault]) -> Finding:
         cost=Cost(text="staged data and checkpoints on it are lost with it" if ranks else ""),
         job=ranks[0].job if ranks else "",
         data={"controller": controller, "serial": drive["serial"]},
+        lasting_s=min(fault.lasting_s for fault in faults),
     )
 
 
@@ -125,7 +132,7 @@ RUNBOOK = Runbook(
 ## Meaning
 The drive reports a critical warning (spare blocks, heat, reliability, read-only) or media errors, or its rated
 endurance will be used up within 30 days. The prediction is the wear per byte written so far, times the present or the
-average write rate, whichever is higher.
+average write rate, whichever is higher; the present one counts once it has lasted for three hours.
 
 ## Impact
 Staged shards and local checkpoints on it may be lost. A drive that becomes read-only fails every save to it; training

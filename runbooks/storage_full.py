@@ -29,6 +29,9 @@ PLENTY_BYTES = 100 * 2**30
 
 SOON_S = 3600.0
 TREND_S, LEAST_TREND_S = 600.0, 300.0
+LASTING_S = 900.0
+"""How long a trend must last, at most half of the time that is left: a checkpoint is written in minutes."""
+
 HALF = 0.5
 """A trend is only looked at on a file system that is half full: a checkpoint being written is steep, too."""
 
@@ -46,9 +49,19 @@ class _Room:
     full_in_s: float | None
 
     @property
-    def low(self) -> bool:
+    def little(self) -> bool:
+        """Whether little is left now."""
         plenty = self.what == "space" and self.left > PLENTY_BYTES
-        return (self.share < LOW and not plenty) or self.full_in_s is not None
+        return self.share < LOW and not plenty
+
+    @property
+    def low(self) -> bool:
+        return self.little or self.full_in_s is not None
+
+    @property
+    def lasting_s(self) -> float:
+        """How long this must have been so before it counts."""
+        return 0.0 if self.little or self.full_in_s is None else min(LASTING_S, self.full_in_s / 2)
 
     def __str__(self) -> str:
         left = f"{_bytes(self.left)} ({self.share:.1%})" if self.what == "space" else f"{self.left:.0f} inodes"
@@ -113,6 +126,7 @@ def _finding(view: View, mount: str, low: Sequence[_Room]) -> Finding:
         evidence=(Evidence(f"{mount}: {said}", low[0].source, view.wall),),
         cost=Cost(text=f"checkpoints and logs of {', '.join(runs)} may not be written" if runs else ""),
         data={"mount": mount},
+        lasting_s=min(room.lasting_s for room in low),
     )
 
 
@@ -128,9 +142,9 @@ RUNBOOK = Runbook(
 
 ## Meaning
 Less than 5 % of space or inodes is left (critical below 1 %), or at the rate of the last ten minutes nothing will be
-left within an hour. A disk with more than 100 GiB left is not reported for its share alone. This covers all writable
-disks and network file systems, the folders of runs, and `host.mounts`. `/dev/shm` uses main memory, and a rank that
-writes to it when it is full dies with SIGBUS.
+left within an hour, for a quarter of an hour or half of the time that is left. A disk with more than 100 GiB left is
+not reported for its share alone. This covers all writable disks and network file systems, the folders of runs, and
+`host.mounts`. `/dev/shm` uses main memory, and a rank that writes to it when it is full dies with SIGBUS.
 
 ## Impact
 Checkpoints, logs and caches cannot be written. Background saves fail while the training seems healthy.

@@ -29,6 +29,9 @@ PAUSES = ("checkpoint", "evaluation", "setup")
 _CAUSES = {"data": "data", "collective": "network"}
 """What a phase is spent on; all others are kernels."""
 
+SLOW_LINKS = ("nic_failed", "nic_degrading", "pcie_error", "pcie_degraded", "nvlink_errors")
+"""Incidents of links: each makes the collectives of all ranks slower, however healthy the others are."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
@@ -168,6 +171,10 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return median(_rate(step) for step in recent) >= (1 - BACK) * before
 
 
+def _of_collectives(symptom: Incident, _cause: Incident) -> bool:
+    return symptom.culprit.component == "network"
+
+
 RUNBOOK = Runbook(
     kind="throughput_drop",
     guide=Guide.parse("""
@@ -218,6 +225,7 @@ In this order, as opsd does; `opsd incidents show ID` has the seconds per step o
         Cause("pcie_degraded", "gpu", lag_s=60.0),
         Cause("straggler", "run", lag_s=60.0),
         Cause("ib_link", "node", lag_s=60.0),
+        *(Cause(kind, "node", lag_s=60.0, fits=_of_collectives) for kind in SLOW_LINKS),
         Cause("storage_slow", "node", lag_s=60.0),
     ),
 )

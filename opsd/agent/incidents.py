@@ -75,7 +75,7 @@ def reduce(
     pending, recent = _waiting(book, found, now), _holding(book, rules, now)
     for name, finding in found.items():
         rule = rules.get(finding.kind, IncidentRules())
-        if name in book.incidents or now - pending[name][0] < rule.open_after_s:
+        if name in book.incidents or now - pending[name][0] < max(rule.open_after_s, finding.lasting_s):
             continue
         del pending[name]
         old = recent.pop(name, None)

@@ -21,11 +21,13 @@ from statistics import median
 from typing import Any
 
 from opsd.bench.outside import FOLDER, SETS
+from opsd.bench.outside.fetched import judged
 from opsd.bench.timelines import timeline
 from opsd.runbooks import RUNBOOKS
 from opsd.scenarios.model import Scenario, ScenarioError, files, load
 from opsd.scenarios.player import play
 from opsd.scenarios.verdict import ScenarioResult, judge
+from opsd.stragglers.table import TableError
 
 SCENARIOS = Path(__file__).parents[2] / "tests" / "scenarios"
 NODES, HOURS = 12, 6.0
@@ -42,14 +44,17 @@ PREDICTIONS = frozenset(book.kind for book in RUNBOOKS if book.prediction)
 """Kinds that predict a failure; the guide of each states how far ahead."""
 
 
-def run(seed: int = SEED) -> dict[str, Any]:
+def run(seed: int = SEED, outside: Path | None = None) -> dict[str, Any]:
     """``outside`` by set, ``random`` with the timelines from ``seed`` on, and the own scenarios.
 
+    With ``outside`` only the sets that were fetched into that folder.
     Of the scenarios ``precision, recall, culprit_accuracy, scenarios, latency_s`` (kind -> median), and false alarms in
     72 hours. ``prediction_precision`` and ``prediction_recall`` are those of ``PREDICTIONS`` alone.
 
-    Raises ScenarioError where opsd was installed without its tests.
+    Raises ScenarioError where opsd was installed without its tests, or ``outside`` has nothing that is known.
     """
+    if outside is not None:
+        return fetched_sets(outside)
     found = list(files(SCENARIOS))
     if not found:
         raise ScenarioError(f"{SCENARIOS}: no scenarios; run `opsd bench detect` in a clone of opsd")
@@ -61,6 +66,17 @@ def run(seed: int = SEED) -> dict[str, Any]:
         "healthy_look_s": LOOK_S,
         "healthy_false_alarms": sum(len(false_alarms(seed, HOURS)) for seed in range(NODES)),
     }
+
+
+def fetched_sets(folder: Path) -> dict[str, Any]:
+    """The sets that were fetched into ``folder``. Raises ScenarioError."""
+    try:
+        found = judged(folder)
+    except (TableError, OSError) as error:
+        raise ScenarioError(f"{folder}: {error}") from error
+    if not found:
+        raise ScenarioError(f"{folder} has no clone that is known; docs/benchmarks.md says which")
+    return {name: shares(result) if isinstance(result, list) else result for name, result in found.items()}
 
 
 def random_timelines(seed: int, count: int = TIMELINES, quiet: int = QUIET) -> dict[str, Any]:

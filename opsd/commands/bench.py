@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -39,7 +40,7 @@ LONG = ("faults", "soak", "swap")
 """Left out of ``--names``, and so of ``make bench``."""
 OPTIONS = {
     "nodes": ("rendezvous",), "trials": ("faults", "swap"), "seed": ("faults", "detect"), "scenario": ("swap",),
-    "hours": ("soak",),
+    "hours": ("soak",), "outside": ("detect",),
 }  # fmt: skip
 """Options that only some benchmarks have."""
 
@@ -74,6 +75,12 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 )
 @option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
 @option("--seed", type=click.IntRange(0), help="Of faults (1) and detect (1000000): the first seed.")
+@option(
+    "--outside",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Of detect: judge only the larger sets that were cloned into FOLDER; docs/benchmarks.md says which.",
+)
 @option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
 @option("--hours", type=Finite(min=1 / 60), help="Of soak: how long it lasts; 1 unless given.")
 @option(

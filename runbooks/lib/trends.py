@@ -15,7 +15,9 @@ Point = tuple[float, float]
 
 WINDOW_S = 600.0
 
-LEAST_MINUTES = 4
+LEAST_MINUTES = 5
+CLEARLY = 5.0
+"""Growth in the number of events is clear from so many standard deviations on: a cluster has looks every minute."""
 
 SURE = 4.0
 """A rise is a trend if it is this many times the scatter around it."""
@@ -100,14 +102,21 @@ def hours_until(limit: float, minutes: Sequence[float]) -> float | None:
     """Hours until the number per minute reaches ``limit`` at its present growth; None without clear growth.
 
     Growth is clear if the later half has more than the earlier one by several standard deviations of events that come
-    at random (Poisson).
+    at random (Poisson), in clusters as large as the scatter from minute to minute shows.
     """
     half = len(minutes) // 2
     early, late = sum(minutes[:half]), sum(minutes[-half:])
-    if len(minutes) < LEAST_MINUTES or late - early < SURE * sqrt(early + late):
+    if len(minutes) < LEAST_MINUTES or late - early < CLEARLY * sqrt(_cluster(minutes) * (early + late)):
         return None
     course = trend(list(enumerate(minutes)))
     return max(limit - minutes[-1], 0.0) / course.slope / 60 if course.slope > 0 and course.sure else None
+
+
+def _cluster(minutes: Sequence[float]) -> float:
+    """Variance by mean, at least 1: by second differences, which steady growth does not change."""
+    bends = [after - 2 * here + before for before, here, after in zip(minutes, minutes[1:], minutes[2:], strict=False)]
+    variance = sum(bend * bend for bend in bends) / (6 * len(bends))
+    return max(1.0, variance * len(minutes) / sum(minutes))
 
 
 def thirds(values: Sequence[float]) -> tuple[float, float, float]:

@@ -125,15 +125,6 @@ class Tracks:
         return True
 
 
-def drive_series(view: Tracks, metric: str, values: Iterator[float], seconds: int, **labels: str) -> Iterator[Tracks]:
-    """The view at each of ``seconds`` seconds, with one more series that takes ``values``."""
-    track = view.track(metric, **labels)
-    for _ in range(seconds):
-        view.now += 1.0
-        track.add(view.now, next(values))
-        yield view
-
-
 def ar1(rng: random.Random, sd: float, seconds: float) -> Iterator[float]:
     """An AR(1) process at 1 Hz with this standard deviation and correlation time; white if that is 0."""
     keep = math.exp(-1.0 / seconds) if seconds else 0.0

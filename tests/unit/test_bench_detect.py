@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.bench.detect import PREDICTIONS, false_alarms, highest_rate, interval, score, shares
+from opsd.bench.detect import PREDICTIONS, false_alarms, fetched_sets, highest_rate, interval, score, shares
+from opsd.bench.outside import FOLDER
+from opsd.bench.outside.fetched import BATCHES, DUMPS
 from opsd.bench.timelines import FAULTS, timeline
 from opsd.runbooks import RUNBOOKS
-from opsd.scenarios.model import Scenario
+from opsd.scenarios.model import Scenario, ScenarioError
 from opsd.scenarios.player import play
 from opsd.scenarios.verdict import Hit, ScenarioResult, judge
 
@@ -102,3 +106,20 @@ def test_an_incident_outlives_a_restart_of_the_agent_in_a_scenario() -> None:
     })  # fmt: skip
     incidents = play(scenario, "observe").incidents.values()
     assert [incident.kind for incident in incidents] == ["gpu_row_remap"]
+
+
+def test_sets_that_were_fetched_are_judged_where_they_lie(tmp_path: Path) -> None:
+    """Dumps of hangs, and batch times: a worker that is always slow is no false alarm, one that is for a moment is."""
+    with pytest.raises(ScenarioError, match="no clone that is known"):
+        fetched_sets(tmp_path)
+    (tmp_path / DUMPS).parent.mkdir(parents=True)
+    (tmp_path / DUMPS).symlink_to(FOLDER / "fr_traces")
+    (tmp_path / BATCHES).mkdir(parents=True)
+    for name, slow in {"job_1_norm": range(60), "job_2_norm": range(30, 37)}.items():
+        rows = [f"0,{w},25,{t},{200 if w == 2 and t in slow else 100 + w}" for t in range(60) for w in range(8)]
+        (tmp_path / BATCHES / f"{name}.csv").write_text("\n".join([",worker,gpu,time,batch_time_norm", *rows]) + "\n")
+    found = fetched_sets(tmp_path)
+    assert (found["nvidia-resiliency-ext"]["cases"], found["nvidia-resiliency-ext"]["culprit_accuracy"]) == (4, 1.0)
+    always, moment = (found["clusterdata"][name] for name in ("job_1_norm", "job_2_norm"))
+    assert always == {"windows": 55, "announced": 55, "false": 0}
+    assert moment["announced"] == moment["false"] > 0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.launch.run.messages import CODEC, Progress, StepTimes
-from opsd.launch.run.slow_ranks import FOUND, GONE, GONE_S, REPEAT_S, SlowRankWatch, concerns
+from opsd.launch.run.slow_ranks import FOUND, GONE, GONE_S, REPEAT_S, SURE, SlowRankWatch, concerns
 from opsd.launch.run.step_times import PHASES, StepSampler, decode, encode, interval
 from tests.fakes.leader import FakeLoop
 from tests.fakes.ranks import FakeRank
@@ -192,3 +192,20 @@ def test_whom_it_concerns() -> None:
     assert not concerns({"ranks": [5, 6]}, [0, 1])
     assert concerns({"ranks": []}, [0, 1])
     assert not concerns({"ranks": None}, [2])
+
+
+def test_what_is_not_sure_is_announced_at_the_second_look() -> None:
+    """Where ranks differ by nature, one that is a little slow is announced a look later than a very slow one."""
+
+    def uneven(slow: float) -> Callable[[int], float]:
+        return lambda rank: slow if rank == 6 else 1.0 + 0.025 * (7 * rank % 5 - 2)
+
+    found = []
+    for slow in (3.0, 1.35):
+        watched = Watched()
+        watched.go_on(20, uneven(1.05))
+        watched.go_on(9, uneven(slow))
+        assert watched.kinds == [FOUND]
+        found.append(watched.said[0][1])
+    assert found[0]["confidence"] >= SURE > found[1]["confidence"]
+    assert found[0]["step"] < found[1]["step"]

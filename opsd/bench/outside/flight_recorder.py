@@ -19,9 +19,14 @@ CULPRITS: Mapping[str, tuple[int, ...]] = {
 
 
 def results(folder: Path) -> Iterator[ScenarioResult]:
-    """The result of each hang."""
+    """The result of each hang, from the folder of all sets."""
+    yield from judged(folder / "fr_traces")
+
+
+def judged(folder: Path) -> Iterator[ScenarioResult]:
+    """The result of each hang, from the folder that has one for each."""
     for case, culprits in CULPRITS.items():
-        verdict = judge(read_dumps(folder / "fr_traces" / case).dumps)
+        verdict = judge(read_dumps(folder / case).dumps)
         if verdict is None:
             yield ScenarioResult((), ("collective_hang",), (), (f"{case}: no verdict",))
             continue

@@ -25,9 +25,17 @@ TRUTH: Mapping[str, tuple[str, float, tuple[int, ...]]] = {
 
 
 def results(folder: Path) -> Iterator[ScenarioResult]:
-    """The result of each trace. A cause that is not the source's is one that was missed and one too many."""
+    """The result of each trace, from the folder of all sets."""
+    yield from judged(folder / "step_times", "{}.csv")
+
+
+def judged(folder: Path, file: str) -> Iterator[ScenarioResult]:
+    """The result of each trace; ``file`` is its name with a place for that of the trace.
+
+    A cause that is not the source's is one that was missed and one too many.
+    """
     for name, (cause, slowdown, culprits) in TRUTH.items():
-        trace = read_table(folder / "step_times" / f"{name}.csv")
+        trace = read_table(folder / file.format(name))
         verdicts = judge(trace)
         found = [verdict.cause for verdict in verdicts]
         if cause not in found:

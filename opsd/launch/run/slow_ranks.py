@@ -25,6 +25,8 @@ SHORT, LONG = LEAST_STEPS, 16
 """Steps that are judged: few, to be quick, and many, for a small excess in noisy times and for uneven work."""
 LONG_EVERY = 5
 """One look of so many judges the long window."""
+SURE = 0.9
+"""What is less sure than this is announced when a second look, among the next ``LONG_EVERY``, shows it too."""
 KEPT = 24
 """Sampled steps remembered of each rank."""
 REPEAT_S = 60.0
@@ -64,6 +66,7 @@ class SlowRankWatch:
         self._clock = clock
         self._ranks: dict[int, _Rank] = {}
         self._announced: dict[tuple[str, ...], _Announced] = {}
+        self._suspected: dict[tuple[str, ...], int] = {}
         self._timer: Timer | None = None
         self._judged_step: int | None = None
         self._epoch = self._looks = 0
@@ -94,7 +97,7 @@ class SlowRankWatch:
         """The generation has ended, or another launcher leads. What was announced may still hold on the same nodes."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._ranks, self._judged_step = None, {}, None
+        self._timer, self._ranks, self._judged_step, self._suspected = None, {}, None, {}
         self._epoch += 1
 
     def _look(self) -> None:
@@ -139,6 +142,8 @@ class SlowRankWatch:
         for verdict in verdicts:
             key = _key(verdict)
             known = self._announced.get(key)
+            if known is None and not self._confirmed(key, verdict):
+                continue
             if known is None or now - known.told >= REPEAT_S:
                 self._announced[key] = _Announced(verdict, now, now)
                 self._announce(FOUND, _fields(verdict, step, len(trace.places)))
@@ -148,6 +153,12 @@ class SlowRankWatch:
             if now - known.seen >= max(GONE_S, 3 * LONG_EVERY * self._look_s):
                 del self._announced[key]
                 self._announce(GONE, _fields(known.verdict, step, len(trace.places)))
+
+    def _confirmed(self, key: tuple[str, ...], verdict: Verdict) -> bool:
+        """Whether the verdict is sure, or was reached in one of the last looks, too."""
+        before = self._suspected.get(key)
+        self._suspected[key] = self._looks
+        return verdict.confidence >= SURE or (before is not None and self._looks - before <= LONG_EVERY)
 
 
 def _places(node: str, told: StepTimes) -> list[Place]:
