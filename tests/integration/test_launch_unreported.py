@@ -128,3 +128,19 @@ def test_a_rank_that_holds_the_interpreter_lock_leaves_its_dump(tmp_path: Path) 
         assert hang["flight_recorder"] == {"culprits": [1], "cause": "never called", "confidence": 0.9}
         assert hang["rank"] == 1
         assert "Server" not in launched.log()
+
+
+SERVER = """
+import asyncio
+async def serve():
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    await asyncio.sleep(14)
+asyncio.run(serve())
+"""
+
+
+def test_a_server_without_requests_is_left_alone(tmp_path: Path) -> None:
+    """Its event loop does nothing for more than four times the limit."""
+    with Launched(tmp_path, SERVER, "--nproc-per-node=2", "--idle-limit=3") as launched:
+        assert launched.wait() == exitcodes.OK
+        assert not launched.events("hang_detected")
