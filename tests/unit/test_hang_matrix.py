@@ -318,6 +318,23 @@ def test_a_rank_in_a_debugger_is_left_alone(reporting: str) -> None:
     assert found.rank == 2
 
 
+@pytest.mark.parametrize("reporting", ["nothing", "observed"])
+def test_a_rank_that_a_debugger_has_let_go_has_its_time_again(reporting: str) -> None:
+    """It has not moved for ten minutes, and takes some seconds to; so have those that wait for it."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    world.wait_for(2)
+    world.ranks[2].process = TRACED
+    world.enter(2, "forward", AT_WORK, idle=True)
+    assert world.pass_time(LIMITS.idle_s + 30.0) is None
+    world.ranks[2].process = "S"
+    assert world.pass_time(30.0) is None
+    world.train(3)
+    world.wait_for(2)
+    _locked(world)
+    assert world.pass_time(LIMITS.idle_s + 20.0) is not None
+
+
 def test_idle_limit_can_be_switched_off() -> None:
     """A program that may do nothing for days is never judged by that."""
     world = World(REPORTERS["nothing"], ranks=1)

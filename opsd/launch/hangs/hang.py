@@ -75,6 +75,8 @@ class HangDetector:
         self._excused: dict[int, tuple[float, str]] = {}
         self._waits: dict[int, tuple[float, float, bool]] = {}
         self._overdue: dict[int, RankStatus] = {}
+        self._traced: dict[int, float] = {}
+        """When a rank was last seen in a debugger; its time starts again after that."""
         self._writing: frozenset[int] = frozenset()
         self._busy: frozenset[int] = frozenset()
         self._by_idleness = False
@@ -86,6 +88,7 @@ class HangDetector:
         self.limits.new_generation()
         self._excused.clear()
         self._waits.clear()
+        self._traced.clear()
         self._at_work = frozenset()
         self._overdue.clear()
 
@@ -97,6 +100,8 @@ class HangDetector:
         for rank in ranks:
             if rank.page is not None:
                 self.limits.learn(rank.page)
+            if rank.process == TRACED:
+                self._traced[rank.rank] = now
         self._writing = frozenset(rank.rank for rank in ranks if rank.writing)
         self._busy = frozenset(rank.rank for rank in ranks if rank.active >= rank.seen)
         at_work = [rank for rank in ranks if rank.page is None or rank.page.state != "finished"] or list(ranks)
@@ -149,7 +154,8 @@ class HangDetector:
             limit = min(limit, self.limits.limit("other"))
         elif rank.process == TRACED or self._excused.get(rank.rank) == (changed, INPUT):
             limit, idle_limit = (max(each, self.limits.recognised(INPUT)) for each in (limit, idle_limit))
-        begun = max(changed, self._since)
+        freed = -math.inf if rank.process == TRACED else self._traced.get(rank.rank, -math.inf)
+        begun = max(changed, self._since, freed)
         stuck_s, idle_s = now - begun, rank.seen - max(begun, rank.active)
         if page is None:
             stuck_s = idle_s
