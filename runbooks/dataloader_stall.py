@@ -202,5 +202,5 @@ The whole job waits for one rank's data. No step is lost if the loader continues
     needs=("ranks",),
     verify_s=20.0,
     max_attempts=2,
-    causes=(Cause("storage_slow", "node"),),
+    causes=(Cause("storage_slow", "node"), Cause("disk_errors", "node", lag_s=60.0)),
 )

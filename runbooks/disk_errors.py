@@ -8,6 +8,7 @@ from opsd.runbooks.base import Cause
 from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, Row, has, kernel_runbook
 from opsd.runbooks.lib.signals import text
 
+_NAMESPACE = compile(r"(nvme\d+)(?:c\d+)?n\d+")
 _NO_DISK = compile(r"(?:loop|sr|fd|zram|ram|nbd)\d")
 """Devices without a disk of the node behind them: the errors of a mounted image, which any user may have made."""
 
@@ -17,6 +18,12 @@ _POLLED = "completion polled"
 
 def _disk(data: Data) -> bool:
     return not _NO_DISK.match(text(data, "device"))
+
+
+def _drive(device: str) -> str:
+    """The NVMe controller of a namespace or partition; other devices as they are."""
+    match = _NAMESPACE.match(device)
+    return match[1] if match else device
 
 
 ROWS = (
@@ -77,5 +84,6 @@ the system itself. A read-only or shut down file system fails every write to it 
     component="storage",
     advice=": check the drive and have it replaced",
     cost="loaders and checkpoints on it fail",
+    whole=_drive,
     causes=(Cause("pcie_error", "node"),),
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import GpuFact
-from opsd.runbooks.base import Action, Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Action, Cause, Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, gpu_of, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import growth, number, text
+from opsd.runbooks.lib.xids import of_its_memory
 
 ERRORS = "opsd_gpu_ecc_errors_total"
 SRAM = "opsd_gpu_sram_threshold_exceeded"
@@ -134,5 +135,6 @@ An uncorrected error ends the rank, and with it the generation. The GPU may need
     remedy=_remedy,
     healed=_healed,
     needs=("nvml",),
+    causes=(Cause("gpu_xid", "gpu", lag_s=60.0, fits=of_its_memory),),
     verify_s=900.0,
 )

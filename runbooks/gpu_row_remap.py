@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opsd.runbooks.base import Action, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cause, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import gpu_culprit, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import text
+from opsd.runbooks.lib.xids import of_its_memory
 
 PENDING = "opsd_gpu_row_remap_pending"
 FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
@@ -89,6 +90,7 @@ Pending: none now, but the next error in the same row may end the rank. Failed: 
     remedy=_remedy,
     healed=_healed,
     needs=("nvml",),
+    causes=(Cause("gpu_xid", "gpu", lag_s=60.0, fits=of_its_memory),),
     open_after_s=2.0,
     verify_s=3600.0,
 )

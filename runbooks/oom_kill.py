@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from re import compile
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import job_of
 from opsd.runbooks.lib.signals import integer, number, text
@@ -88,6 +88,11 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return True if view.known("kmsg") and view.wall - last >= REMEMBERED_S else None
 
 
+def _of_the_node(symptom: Incident, _cause: Incident) -> bool:
+    """Whether the memory of the node had run out, and not only what a job may use."""
+    return symptom.culprit.detail == "memory of the node"
+
+
 RUNBOOK = Runbook(
     kind="oom_kill",
     guide=Guide.parse("""
@@ -120,6 +125,7 @@ point. If it was something else, a service of the node may be missing now.
     detect=_detect,
     remedy=notify_node(": give the job more memory, or have it use less"),
     healed=_healed,
+    causes=(Cause("host_memory", "node", lag_s=60.0, fits=_of_the_node),),
     needs=("kmsg",),
     verify_s=3600.0,
     hold_s=0.0,

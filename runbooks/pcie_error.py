@@ -10,6 +10,7 @@ from opsd.runbooks.lib.gpus import gpu_culprit
 from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Fault, Row, has, kernel_runbook
 from opsd.runbooks.lib.ports import name, port_of
 from opsd.runbooks.lib.signals import text
+from opsd.runbooks.lib.xids import gpu_at
 
 STORM = 1000
 """Corrected errors within an hour; each is repeated by the link and costs microseconds."""
@@ -53,9 +54,8 @@ def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
     at = fault.events[-1].at
     below = (event for event in view.events("pcie_unrecoverable", DAY_S) if abs(event.at - at) <= TOGETHER_S)
     for address in (fault.about, *(text(event.data, "pci_bus_id") for event in below)):
-        for gpu in view.gpus:
-            if gpu.pci_bus_id == address:
-                return gpu_culprit(view, gpu.index, "PCIe")
+        if (gpu := gpu_at(view, address)).index is not None:
+            return gpu_culprit(view, gpu.index, "PCIe")
         for series in view.select("opsd_ib_port_info", pci_bus_id=address):
             return Culprit("network", view.node, detail=f"PCIe link of {name(port_of(series.labels))}"), None
     return Culprit("node", view.node, detail=f"PCIe device {fault.about}"), None
@@ -98,5 +98,5 @@ not fatal may have lost a transaction.
     advice=": have slot, riser and device checked",
     cost="ranks that use the device die or hang",
     culprit_of=_culprit,
-    causes=(Cause("gpu_lost", "gpu"),),
+    causes=(Cause("gpu_lost", "gpu"), Cause("gpu_xid", "gpu")),
 )

@@ -109,12 +109,13 @@ def kernel_runbook(
     culprit_of: CulpritOf | None = None,
     causes: Sequence[Cause] = (),
     ignored: Ignored = _nothing,
+    whole: Callable[[str], str] = str,
 ) -> Runbook:
     """The runbook of the incident that ``rows`` describe.
 
-    One incident for each thing that they are about. ``component`` is its culprit's unless ``culprit_of`` names another.
-    The node is swapped out if the incident is critical; ``advice`` ends the notification, ``cost`` is what is at stake
-    for a job on the node.
+    One incident for each thing that they are about, or for the ``whole`` that it is part of. ``component`` is its
+    culprit's unless ``culprit_of`` names another. The node is swapped out if the incident is critical; ``advice`` ends
+    the notification, ``cost`` is what is at stake for a job on the node.
     """
 
     def of_component(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
@@ -123,7 +124,7 @@ def kernel_runbook(
     def detect(view: View) -> Iterator[Finding]:
         found: dict[str, list[Fault]] = {}
         for fault in faults(view, rows, ignored):
-            found.setdefault(fault.about, []).append(fault)
+            found.setdefault(whole(fault.about), []).append(fault)
         for about, several in found.items():
             yield finding(view, about, sorted(several, key=lambda fault: not fault.row.critical))
 
@@ -150,7 +151,7 @@ def kernel_runbook(
         last = number(incident.data, "at") or incident.opened_at
         if booted is not None and booted > last:
             return True
-        if any(fault.about == text(incident.data, "about") for fault in faults(view, rows, ignored)):
+        if any(whole(fault.about) == text(incident.data, "about") for fault in faults(view, rows, ignored)):
             return False
         return True if view.known("kmsg") and view.wall - last >= (number(incident.data, "quiet_s") or 0.0) else None
 

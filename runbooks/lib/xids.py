@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import View
+from opsd.runbooks.base import Incident, View
 from opsd.runbooks.lib.signals import integer, text
 
 DAY_S = 86_400.0
@@ -21,6 +21,9 @@ BURSTS, PAGE_FAULT_BURSTS = 5, 2
 
 ECHOES = (45, 154)
 """45 follows any end of the program, 154 is the driver's recovery action for the Xid before it."""
+
+MEMORY = frozenset({48, 63, 64, 92, 94, 95, 171, 172})
+"""Errors of the GPU's memory."""
 
 AMBIGUOUS = (13, 31, 43, 94)
 """Caused by the program or the hardware: out-of-range accesses, page faults, contained memory errors."""
@@ -51,6 +54,13 @@ def gpu_at(view: View, pci: str) -> Gpu:
     for series in view.select("DCGM_FI_DEV_XID_ERRORS", pci_bus_id=pci):
         return Gpu(pci, series.labels["UUID"], int(series.labels["gpu"]))
     return Gpu(pci)
+
+
+def of_its_memory(symptom: Incident, cause: Incident) -> bool:
+    """Whether the Xids of ``cause`` report the memory error that ``symptom`` saw, and call for more than a restart."""
+    uncorrected = "waits for a reset" in symptom.culprit.detail or symptom.culprit.detail.startswith("uncorrected")
+    told = {int(code) for code in re.findall(r"Xid (\d+)", cause.culprit.detail)}
+    return uncorrected and not told.isdisjoint(MEMORY) and text(cause.data, "action") not in ("restart_app", "none")
 
 
 def rank_at(view: View, gpu: Gpu) -> RankFact | None:
