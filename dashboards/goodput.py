@@ -13,21 +13,31 @@ OPENED = f"sum by (kind) (increase(opsd_incidents_opened_total{{{ALL}}}[7d]))"
 OPEN_S = f"60 * sum by (kind) (sum_over_time(opsd_incidents{{{ALL}}}[7d:1m]))"
 """Seconds in which incidents were open, to the minute."""
 
+BUCKETS = f"sum by (run, bucket) (rate(opsd_run_seconds_total{{{RUN}}}[1h])) > 0"
+WALL = f"sum by (run) (rate(opsd_run_seconds_total{{{RUN}}}[1h]))"
+
 NOW = row(
     "Now",
+    number(
+        "ETTR of the last hour",
+        "Share of the wall clock in steps that were done for the first time, by the ledger. Needs agent.run_seconds.",
+        "percentunit",
+        Query(f'min(sum by (run) (rate(opsd_run_seconds_total{{{RUN}, bucket="productive"}}[1h])) / {WALL})'),
+        width=4,
+    ),
     number(
         "Goodput of the last hour",
         "New steps of the last hour times the usual step time, divided by one hour.",
         "percentunit",
         Query(f"min(run:opsd_goodput:ratio_rate1h{{{RUN}}})"),
-        width=6,
+        width=5,
     ),
     number(
         "Of its usual throughput",
         "Tokens/s divided by their median of the last six hours.",
         "percentunit",
         Query(f"min(run:opsd_rank_tokens:rate5m{{{RUN}}} / run:opsd_rank_tokens:usual6h{{{RUN}}})"),
-        width=6,
+        width=5,
     ),
     number(
         "Restarts of the last day",
@@ -36,7 +46,7 @@ NOW = row(
         Query(f"sum(max by (cluster, run) (changes(opsd_run_generation{{{RUN}}}[1d])))"),
         warn_above=1,
         bad_above=5,
-        width=6,
+        width=5,
     ),
     number(
         "GPUs on nodes with incidents",
@@ -47,7 +57,7 @@ NOW = row(
             f"sum by (cluster, instance) (opsd_incidents{{{ALL}}}) > 0) or vector(0)"
         ),
         bad_above=1,
-        width=6,
+        width=5,
     ),
 )
 
@@ -71,6 +81,12 @@ OVER_TIME = row(
             f"/ scalar(sum(rate(opsd_rank_phase_seconds_total{{{RUN}}}[$__rate_interval])))",
             "{{phase}}",
         ),
+    ),
+    graph(
+        "Where the wall clock goes",
+        "Share of each bucket of the ledger in the last hour; productive is the ETTR. Needs agent.run_seconds.",
+        "percentunit",
+        Query(f"({BUCKETS}) / on (run) group_left () {WALL}", "{{run}} {{bucket}}"),
     ),
     timeline(
         "State",

@@ -19,7 +19,7 @@ from opsd.agent.web.app import App, PageCache, Request
 from opsd.agent.web.history import History
 from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
 from opsd.agent.web.job_page import job_page, node_of_job
-from opsd.agent.web.ledgers import FRESH_S, REST, LedgerResult, Ledgers, make_ledger
+from opsd.agent.web.ledgers import FRESH_S, REST, LedgerResult, Ledgers, RunSeconds, make_ledger
 from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.collectors.base import Metric, Sample, StepFact
 from opsd.collectors.lib.rank_series import MFU
@@ -243,6 +243,23 @@ def test_a_ledger_is_made_where_priorities_may_not_be_set(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["wall_s"] == 60.0
+
+
+def test_the_buckets_of_a_ledger_are_counters() -> None:
+    """On the node of rank 0, as soon as there is a ledger; what a ledger takes back does not make them fall."""
+    clock, made = FakeClock(), [{"productive": 100.0, "restart": 5.0}, {"productive": 90.0, "restart": 40.0}]
+    ledgers = Ledgers(lambda _f, _u: LedgerResult({"buckets": made.pop(0)}), clock=clock.monotonic)
+    seconds, here = RunSeconds(ledgers), snapshot()
+
+    def now() -> dict[tuple[str, ...], float]:
+        return {sample.labels: sample.value for sample in seconds.samples(here)}
+
+    assert now() == {}
+    assert eventually(lambda: now() == {("train", "productive"): 100.0, ("train", "restart"): 5.0})
+    clock.advance(FRESH_S + 1.0)
+    assert eventually(lambda: now() == {("train", "productive"): 100.0, ("train", "restart"): 40.0})
+    assert [*seconds.samples(snapshot(ranks=[rank(1)]))] == []
+    assert not made
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
