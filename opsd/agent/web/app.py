@@ -172,7 +172,8 @@ class App:
         latest, now = self._latest(), time.monotonic()
 
         def make() -> bytes:
-            return node_page(latest, self._history, self._facts, refresh_s=refresh_s, now=now)
+            shown = self._history.with_ended(latest)
+            return node_page(shown, self._history, self._facts, refresh_s=refresh_s, now=now)
 
         return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", HEADERS
 
@@ -192,7 +193,9 @@ class App:
         return HTTPStatus.OK, body or b"", HEADERS
 
     def _job_summary(self, id: str) -> Answer:
-        summary = node_of_job(self._latest(), id, str(self._facts.get("node", "")), time.monotonic())
+        summary = node_of_job(
+            self._history.with_ended(self._latest()), id, str(self._facts.get("node", "")), time.monotonic()
+        )
         if summary is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node")
         return HTTPStatus.OK, summary.model_dump_json().encode() + b"\n", {"Content-Type": JSON}
@@ -204,7 +207,15 @@ class App:
         others = self.job_nodes
 
         def make() -> bytes | None:
-            return job_page(latest, self._history, self._ledgers.of, id, node, now, others.of if others else None)
+            return job_page(
+                self._history.with_ended(latest),
+                self._history,
+                self._ledgers.of,
+                id,
+                node,
+                now,
+                others.of if others else None,
+            )
 
         body = self._job_pages.get(id, latest, now, make)
         if body is None:
