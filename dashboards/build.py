@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from opsd.dashboards import cluster, incidents, job, node, preflight, training
+from opsd.dashboards import cluster, goodput, incidents, job, node, preflight, training
 from opsd.dashboards.kit import to_json
 
-BOARDS = (cluster, job, node, incidents, training, preflight)
+BOARDS = (cluster, job, node, goodput, incidents, training, preflight)
 FOLDER = Path(__file__).parent
 
 

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from opsd.dashboards.kit import Query, board, graph, heat_map, number, row
+from opsd.dashboards.kit import (
+    TO_AGENT,
+    TO_JOB,
+    TO_NODE,
+    TO_RUNBOOK,
+    Column,
+    Query,
+    board,
+    graph,
+    heat_map,
+    listing,
+    number,
+    row,
+)
 
 ALL = 'cluster=~"$cluster"'
 THROTTLE = f"instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}"
@@ -82,6 +95,48 @@ NOW = row(
         warn_above=1,
         bad_above=10,
         width=3,
+    ),
+)
+
+NODE_LINKS = {"board of the node": TO_NODE, "page of the node": f"{TO_AGENT}/"}
+BY_NODE = "by (cluster, instance)"
+BY_JOB = "by (cluster, job_id, run)"
+JOBS = f"opsd_gpu_job_info{{{ALL}}}"
+ANSWERS = {0: ("no answer", "red"), 1: ("answers", "green")}
+READY = {0: ("not ready", "orange"), 1: ("ready", "green")}
+GUIDES = {"runbook": TO_RUNBOOK, "runbook on the node": f"{TO_AGENT}/runbooks/${{__data.fields.kind}}"}
+
+LISTS = row(
+    "What and where",
+    listing(
+        "Nodes",
+        "Every agent that Prometheus knows. One that does not answer: the node, its network or the agent is down.",
+        Column("agent", f'max {BY_NODE} (up{{job="opsd", {ALL}}})', words=ANSWERS),
+        Column("GPUs", f"sum {BY_NODE} (opsd_gpu_up{{{ALL}}})"),
+        Column("lost", f"count {BY_NODE} (opsd_gpu_up{{{ALL}}} == 0)"),
+        Column("with a rank", f"count {BY_NODE} ({WORKING})"),
+        Column("incidents", f"sum {BY_NODE} (opsd_incidents{{{ALL}}})"),
+        links={"instance": NODE_LINKS},
+    ),
+    listing(
+        "Incidents",
+        "Open ones by node and kind, symptoms included. A kind leads to its runbook.",
+        Column("open", f"sum by (cluster, instance, kind, severity, state) (opsd_incidents{{{ALL}}}) > 0"),
+        links={"instance": NODE_LINKS, "kind": GUIDES},
+    ),
+    listing(
+        "Jobs",
+        "Jobs with ranks on GPUs.",
+        Column("GPUs", f"count {BY_JOB} ({JOBS})"),
+        Column("nodes", f"count {BY_JOB} (max by (cluster, job_id, run, instance) ({JOBS}))"),
+        links={"job_id": {"board of the job": TO_JOB}, "run": {"board of the job": TO_JOB}},
+    ),
+    listing(
+        "Spares",
+        "Nodes that wait to take another's place.",
+        Column("state", f"max {BY_NODE} (opsd_spare_ready{{{ALL}}})", words=READY),
+        Column("verified ago", f"max {BY_NODE} (opsd_spare_verified_age_seconds{{{ALL}}})", "s"),
+        links={"instance": NODE_LINKS},
     ),
 )
 
@@ -181,12 +236,12 @@ AGENTS = row(
 
 
 def build() -> dashboard.Dashboard:
-    """Rows: now, runs, GPUs, network and storage, opsd."""
+    """Rows: now, lists, runs, GPUs, network and storage, opsd."""
     return board(
         "opsd-cluster",
         "opsd / cluster",
         "All GPU nodes of a cluster.",
         [],
         within=ALL,
-        rows=(NOW, RUNS, GPUS, NETWORK_AND_STORAGE, AGENTS),
+        rows=(NOW, LISTS, RUNS, GPUS, NETWORK_AND_STORAGE, AGENTS),
     )

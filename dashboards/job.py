@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from opsd.dashboards.kit import Query, board, graph, heat_map, label_variable, number, row, timeline
+from opsd.dashboards.kit import (
+    TO_AGENT,
+    TO_NODE,
+    Column,
+    Query,
+    board,
+    graph,
+    heat_map,
+    label_variable,
+    listing,
+    number,
+    row,
+    timeline,
+)
 
 ALL = 'cluster=~"$cluster"'
 RUN = f'{ALL}, run=~"$run"'
@@ -52,7 +65,7 @@ NOW = row(
     number(
         "Tokens/s",
         "All ranks together, over five minutes.",
-        "none",
+        "suffix: tokens/s",
         Query(f"sum(run:opsd_rank_tokens:rate5m{{{RUN}}})"),
         width=3,
     ),
@@ -122,6 +135,22 @@ RANKS = row(
         "The ten ranks that have not changed phase or step for longest.",
         "s",
         Query(f"topk(10, opsd_rank_last_change_age_seconds{{{RUN}}})", "rank {{rank}} on {{instance}}"),
+    ),
+)
+
+OF_JOB = f'opsd_gpu_job_info{{{ALL}, job_id=~"$job"}}'
+NODES = row(
+    "Nodes",
+    listing(
+        "Nodes of the job",
+        "With their GPUs, and the open incidents of the node, of any job.",
+        Column("GPUs", f"count by (cluster, instance) ({OF_JOB})"),
+        Column(
+            "incidents", f"sum by (cluster, instance) (opsd_incidents{{{ALL}}}) and on (cluster, instance) {OF_JOB}"
+        ),
+        Column("slowest step", f"max by (cluster, instance) (opsd_rank_step_seconds{{{RUN}}})", "s"),
+        links={"instance": {"board of the node": TO_NODE, "page of the node": f"{TO_AGENT}/"}},
+        width=24,
     ),
 )
 
@@ -271,5 +300,5 @@ def build() -> dashboard.Dashboard:
         "One job on all its nodes.",
         variables,
         within=ALL,
-        rows=(NOW, RANKS, TIMELINE, GPUS, NETWORK, HARDWARE, STORAGE),
+        rows=(NOW, NODES, RANKS, TIMELINE, GPUS, NETWORK, HARDWARE, STORAGE),
     )

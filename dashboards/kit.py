@@ -1,16 +1,17 @@
-"""Building blocks of every board: stats, graphs, heat maps, timelines, rows, variables."""
+"""Building blocks of every board: stats, graphs, heat maps, timelines, tables, rows, variables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from grafana_foundation_sdk.builders import dashboard, heatmap, prometheus, stat, statetimeline, timeseries
-from grafana_foundation_sdk.builders.common import VizLegendOptions
+from grafana_foundation_sdk.builders import dashboard, heatmap, prometheus, stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.builders.common import GraphThresholdsStyleConfig, VizLegendOptions
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as model
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 DATASOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
@@ -28,13 +29,24 @@ def _target(query: Query, ref: str) -> prometheus.Dataquery:
     return target.legend_format(query.legend) if query.legend else target
 
 
-Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel
+Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel | table.Panel
+
+_SAME = "${datasource:queryparam}&var-cluster=${__data.fields.cluster}"
+TO_NODE = f"/d/opsd-node?{_SAME}&var-node=${{__data.fields.instance}}"
+TO_JOB = f"/d/opsd-job?{_SAME}&var-job=${{__data.fields.job_id}}"
+TO_RUNBOOK = "https://github.com/opsd/opsd/blob/main/docs/runbooks/${__data.fields.kind}.md"
+TO_AGENT = "http://${__data.fields.instance}"
+"""Links of a table's cells: boards of a node and a job, the documentation of a kind, the pages of a node's agent."""
 
 
 def graph(
-    title: str, description: str, unit: str, *queries: Query, width: int = 12, floor: float | None = 0
-) -> timeseries.Panel:
-    """Lines over time; ``width`` is out of 24. ``floor`` is the minimum of the axis; None lets Grafana choose."""
+    title: str, description: str, unit: str, *queries: Query, width: int = 12, floor: float | None = 0,
+    warn_above: float | None = None, bad_above: float | None = None,
+) -> timeseries.Panel:  # fmt: skip
+    """Lines over time; ``width`` is out of 24. ``floor`` is the minimum of the axis; None lets Grafana choose.
+
+    ``warn_above`` and ``bad_above`` are drawn as lines.
+    """
     panel = (
         timeseries.Panel()
         .title(title)
@@ -56,7 +68,56 @@ def graph(
     )
     for number, query in enumerate(queries):
         panel = panel.with_target(_target(query, chr(ord("A") + number)))
+    if bad_above is not None:
+        lines = GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
+        panel = panel.thresholds(_steps(warn_above, bad_above)).thresholds_style(lines)
     return panel if floor is None else panel.axis_soft_min(floor)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table: the value of an expression for the labels of its row. ``words`` are shown for its values."""
+
+    title: str
+    expr: str
+    unit: str = "none"
+    words: Mapping[int, tuple[str, str]] | None = None
+    """Value -> text and colour."""
+
+
+def listing(
+    title: str, description: str, *columns: Column, links: Mapping[str, Mapping[str, str]], width: int = 12,
+) -> table.Panel:  # fmt: skip
+    """A table of what is now, a row for each set of labels. The expressions of all ``columns`` have the same labels.
+
+    ``links`` are those of the cells of a label, URL by title.
+    """
+    panel = (
+        table.Panel().title(title).description(description).unit("none").datasource(DATASOURCE).height(9).span(width)
+    )
+    names = {}
+    for number, column in enumerate(columns):
+        ref = chr(ord("A") + number)
+        target = _target(Query(column.expr), ref).instant().format(PromQueryFormat.TABLE)
+        panel = panel.with_target(target)
+        names["Value" if len(columns) == 1 else f"Value #{ref}"] = column.title
+        panel = panel.override_by_name(column.title, _cell(column))
+    panel = panel.with_transformation(model.DataTransformerConfig("merge", options={}))
+    shown = {"renameByName": names, "excludeByName": {"Time": True}}
+    panel = panel.with_transformation(model.DataTransformerConfig("organize", options=shown))
+    for label, targets in links.items():
+        found = [{"title": name, "url": url, "targetBlank": url.startswith("http")} for name, url in targets.items()]
+        panel = panel.override_by_name(label, [model.DynamicConfigValue("links", found)])
+    return panel
+
+
+def _cell(column: Column) -> list[model.DynamicConfigValue]:
+    cell = [model.DynamicConfigValue("unit", column.unit)]
+    if column.words:
+        said = {str(value): {"text": text, "color": color} for value, (text, color) in column.words.items()}
+        cell.append(model.DynamicConfigValue("mappings", [{"type": "value", "options": said}]))
+        cell.append(model.DynamicConfigValue("custom.cellOptions", {"type": "color-text"}))
+    return cell
 
 
 def number(

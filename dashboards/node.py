@@ -28,7 +28,7 @@ NOW = row(
         ), warn_above=0.02, bad_above=0.1,
     ),
     number(
-        "Tokens/s on this node", "Sum over the ranks of this node.", "none",
+        "Tokens/s on this node", "Sum over the ranks of this node.", "suffix: tokens/s",
         Query(f"sum(opsd_rank_tokens_per_second{{{NODE}}})"),
     ),
     number(
@@ -45,23 +45,44 @@ NOW = row(
 GPUS = row(
     "GPUs",
     graph(
-        "Throttled", "Share of time in which each reason lowered the clocks.", "percentunit",
+        "Throttled", "Share of time in which each reason lowered the clocks. Near 700 W the power cap is normal.",
+        "percentunit",
         Query(
             f"rate(opsd_gpu_throttle_seconds_total{{{GPU}}}[$__rate_interval]) > 0", "GPU {{gpu}} {{reason}}"
-        ),
+        ), warn_above=0.02, bad_above=0.1,
+    ),
+    graph(
+        "Utilization", "Share of time with at least one kernel running. It can be 100 % at a fifth of a GPU's "
+        "throughput: see the next two.", "percent", Query(f"DCGM_FI_DEV_GPU_UTIL{{{GPU}}}", "GPU {{gpu}}"),
+    ),
+    graph(
+        "Tensor cores active", "Share of time in which tensor cores were busy: the nearest to MFU without the model.",
+        "percentunit", Query(f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{GPU}}}", "GPU {{gpu}}"),
+    ),
+    graph(
+        "SMs active", "Share of SMs with at least one warp, and share of time with any work on the GPU.",
+        "percentunit", Query(f"DCGM_FI_PROF_SM_ACTIVE{{{GPU}}}", "GPU {{gpu}}"),
+        Query(f"avg(DCGM_FI_PROF_GR_ENGINE_ACTIVE{{{GPU}}})", "any work, mean"),
+    ),
+    graph(
+        "Memory bandwidth", "Share of the device memory's bandwidth in use.", "percentunit",
+        Query(f"DCGM_FI_PROF_DRAM_ACTIVE{{{GPU}}}", "GPU {{gpu}}"),
     ),
     graph(
         "SM clock", "A GPU below its neighbours at equal load slows down the whole job.", "suffix: MHz",
         Query(f"DCGM_FI_DEV_SM_CLOCK{{{GPU}}}", "GPU {{gpu}}"),
     ),
     graph(
-        "Temperature", "GPU temperature; the slowdown threshold of an H100 is near 87 degrees.", "celsius",
-        Query(f"DCGM_FI_DEV_GPU_TEMP{{{GPU}}}", "GPU {{gpu}}"), floor=None,
+        "Temperature", "GPU temperature, and where the driver slows the first GPU down.", "celsius",
+        Query(f"DCGM_FI_DEV_GPU_TEMP{{{GPU}}}", "GPU {{gpu}}"),
+        Query(f'min(opsd_gpu_temperature_threshold_celsius{{{GPU}, threshold="slowdown"}})', "slows down"),
+        floor=None, warn_above=83, bad_above=87,
     ),
     graph(
         "Power", "Board power, and the current power limit.", "watt",
         Query(f"DCGM_FI_DEV_POWER_USAGE{{{GPU}}}", "GPU {{gpu}}"),
         Query(f"min(opsd_gpu_power_limit_watts{{{GPU}}})", "lowest limit"),
+        Query(f"sum(DCGM_FI_DEV_POWER_USAGE{{{GPU}}})", "all GPUs"),
     ),
     graph(
         "NVLink traffic", "Data sent and received over all links of a GPU.", "binBps",
@@ -70,6 +91,10 @@ GPUS = row(
     graph(
         "Memory used", "Framebuffer memory in use.", "mbytes",
         Query(f"DCGM_FI_DEV_FB_USED{{{GPU}}}", "GPU {{gpu}}"),
+    ),
+    graph(
+        "PCIe traffic", "Data received over PCIe, protocol included.", "Bps",
+        Query(f"DCGM_FI_PROF_PCIE_RX_BYTES{{{GPU}}}", "GPU {{gpu}}"),
     ),
 )  # fmt: skip
 

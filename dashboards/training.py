@@ -63,7 +63,7 @@ SPEED = row(
     graph(
         "Tokens/s",
         "All ranks together, and the median of the last six hours.",
-        "none",
+        "suffix: tokens/s",
         Query(f"run:opsd_rank_tokens:rate5m{{{RUN}}}", "{{run}}"),
         Query(f"run:opsd_rank_tokens:usual6h{{{RUN}}}", "{{run}} usually"),
     ),

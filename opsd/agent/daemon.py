@@ -17,6 +17,7 @@ from opsd.agent.web.app import App
 from opsd.agent.web.fleet import Peers, connect
 from opsd.agent.web.history import History
 from opsd.agent.web.hosts import own_hosts
+from opsd.agent.web.ledgers import Ledgers, RunSeconds
 from opsd.agent.web.other_agents import PeerError
 from opsd.agent.web.server import Server
 from opsd.agent.wiring import build, build_journal
@@ -50,12 +51,17 @@ class Daemon:
         self._loop, self._history, self._orders = self._parts.loop, History(), Orders(log)
         self._reloader = Reloader(settings, read, self._apply, log, wanted)
         self._loop.others += self._server.samples, self._reloader.samples, lambda: log_samples(log.lost())
+        ledgers = Ledgers()
+        if agent.run_seconds:
+            seconds = RunSeconds(ledgers)
+            self._loop.others.append(lambda: seconds.samples(self._loop.snapshot))
         self._facts = {"node": agent.node, "mode": settings.policy.mode, "started_at": time.time()}
         self._app = App(
             lambda: self._loop.snapshot,
             self._facts,
             stale_s=max(5.0, 3 * agent.interval_s),
             history=self._history,
+            ledgers=ledgers,
             job_nodes=peers.jobs if peers else None,
             fleet=peers.fleet if peers else None,
             config=self._reloader.status,

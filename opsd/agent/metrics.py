@@ -81,11 +81,19 @@ CONFIG_AT = Metric(
     "Unix time at which the configuration in force was loaded.",
     unit="seconds",
 )
+RUN_SECONDS = Metric(
+    "opsd_run_seconds_total",
+    "Wall clock of a run by bucket of its ledger, on the node of its rank 0; only with agent.run_seconds.",
+    "counter",
+    "seconds",
+    ("run", "bucket"),
+)
 
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
     MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
     OVER_QUOTA, HTTP_CONNECTIONS, HTTP_REFUSED, LOG_LOST, CONFIG_OK, CONFIG_AT,
+    RUN_SECONDS,
 )  # fmt: skip
 LABELS: Final = {
     "version": "one",
@@ -97,6 +105,7 @@ LABELS: Final = {
     "verb": "actions of the agent",
     "outcome": "ok, failed, recommended, refused",
     "reason": "reasons of the HTTP server to refuse",
+    "bucket": "buckets of the ledger",
 }
 
 CURRENT_STATES = (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)

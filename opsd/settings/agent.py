@@ -51,6 +51,11 @@ class AgentSettings(Section):
         description="Give the DCGM_* series of a GPU the label hpc_job with its job, as dcgm-exporter does where jobs "
         "are mapped, for boards that expect it. Each new job is then a new series.",
     )
+    run_seconds: bool = Field(
+        default=False,
+        description="Export opsd_run_seconds_total, the ledger of each run whose rank 0 is here, for the goodput "
+        "board. It is computed again every minute or more, in a process that takes 2 % of a core at most.",
+    )
     interval_s: float = Field(default=1.0, ge=0.05, le=60, description="Seconds between two collections.")
     deadline_s: float = Field(
         default=2.0, gt=0, le=300, description="A collector that takes longer is marked as hung and its series vanish."

@@ -61,7 +61,7 @@ class StackNode:
         """The agent's configuration file; it listens on ``port`` of the loopback address."""
         file = self.folder / "opsd.toml"
         file.write_text(
-            f'[agent]\nlisten = "127.0.0.1:{port}"\nnode = "{NODE}"\njob_label = true\n'
+            f'[agent]\nlisten = "127.0.0.1:{port}"\nnode = "{NODE}"\njob_label = true\nrun_seconds = true\n'
             f'[nvml]\nlibrary = "{self._library}"\n'
             f'[infiniband]\nroot = "{self.folder / "infiniband"}"\n'
         )

@@ -25,8 +25,9 @@ GPUS = 2
 ELSEWHERE = {
     "opsd_gpu_retired_pages", "opsd_gpu_retired_pages_pending", "opsd_gpu_fabric_problem",
     "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "DCGM_FI_PROF_PIPE_FP32_ACTIVE", "DCGM_FI_PROF_PIPE_FP16_ACTIVE",
+    "opsd_run_seconds_total",
 }  # fmt: skip
-"""What the simulated H100 does not tell."""
+"""What the simulated H100 does not tell, and what is off by default."""
 
 OF_THE_KERNEL = ("opsd_host_pressure", "opsd_host_numa", "opsd_host_clock_offset", "opsd_host_clock_max_error")
 """Not told by every kernel, or not while no service keeps the clock right."""

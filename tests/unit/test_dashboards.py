@@ -92,7 +92,23 @@ def test_boards_can_be_told_apart() -> None:
     """A uid of their own that never changes, and a link to the others."""
     boards = [json.loads(text) for _, text in rendered()]
     assert [board["uid"] for board in boards] == [
-        "opsd-cluster", "opsd-job", "opsd-node", "opsd-incidents", "opsd-training",
+        "opsd-cluster", "opsd-job", "opsd-node", "opsd-goodput", "opsd-incidents", "opsd-training",
         "opsd-preflight",
     ]  # fmt: skip
     assert all(board["links"][0]["tags"] == ["opsd"] for board in boards)
+
+
+def test_links_of_tables_lead_somewhere() -> None:
+    """Each is in a column that its table has, and names boards that exist and labels that the rows have."""
+    boards = [json.loads(text) for _, text in rendered()]
+    tables = [panel for board in boards for panel in panels(board) if panel["type"] == "table"]
+    urls = []
+    for panel in tables:
+        (labels,) = {re.findall(r"\bby \(([^)]*)\)", target["expr"])[0] for target in panel["targets"]}
+        for override in panel["fieldConfig"]["overrides"]:
+            found = [link["url"] for each in override["properties"] if each["id"] == "links" for link in each["value"]]
+            named = {field for url in found for field in re.findall(r"__data\.fields\.(\w+)", url)}
+            assert named <= {*labels.split(", ")} and (not found or override["matcher"]["options"] in labels)
+            urls += found
+    assert {uid for url in urls for uid in re.findall(r"^/d/([\w-]+)", url)} == {"opsd-node", "opsd-job"}
+    assert {"opsd-node", "opsd-job"} <= {board["uid"] for board in boards} and len(tables) == 6

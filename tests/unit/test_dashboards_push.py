@@ -15,7 +15,7 @@ pytest.importorskip("grafana_client")
 from opsd.commands.main import cli
 from tests.fakes.grafana import TOKEN, FakeGrafana
 
-UIDS = ["opsd-cluster", "opsd-job", "opsd-node", "opsd-incidents", "opsd-training", "opsd-preflight"]
+UIDS = [f"opsd-{name}" for name in ("cluster", "job", "node", "goodput", "incidents", "training", "preflight")]
 
 
 @pytest.fixture

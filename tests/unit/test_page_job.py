@@ -16,10 +16,10 @@ import pytest
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import App, PageCache, Request
-from opsd.agent.web.history import History
+from opsd.agent.web.history import ENDED_S, History
 from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
 from opsd.agent.web.job_page import job_page, node_of_job
-from opsd.agent.web.ledgers import FRESH_S, REST, LedgerResult, Ledgers, make_ledger
+from opsd.agent.web.ledgers import FRESH_S, REST, LedgerResult, Ledgers, RunSeconds, make_ledger
 from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.collectors.base import Metric, Sample, StepFact
 from opsd.collectors.lib.rank_series import MFU
@@ -113,6 +113,23 @@ def test_without_files_the_last_minutes_are_drawn() -> None:
     drawn = charts(job_page(shown, history, lambda _: LedgerResult(None, "no file"), "4242", "node-17", 1001.0))
     assert [chart.partition(":")[0] for chart in drawn] == ["Throughput", "Temperature", "SM clock"]
     assert "GPU 1 from 60 to 62" in drawn[1] and "GPU 0" not in drawn[1]
+
+
+def test_a_run_that_has_ended_keeps_its_page_for_a_day() -> None:
+    """With its last state; a later run of the same name takes its place, and only so many are remembered."""
+    history, latest = History(), [snapshot(runs=[run("a", job="", state="finished", alive=False)])]
+    app = App(lambda: latest[-1], {"node": "node-17"}, stale_s=1e9, history=history)
+    for second, runs in ((1000.0, latest[0].runs), (1010.0, ()), (1020.0, [run(f"b-{n}") for n in range(15)])):
+        latest.append(replace(snapshot(second, runs=runs), wall=second))
+        history.note(latest[-1])
+        for path in ("/job/a", *(["/"] if len(runs) < 8 else [])):
+            status, body, _ = app(Request(path, {}))
+            assert status == 200 and b'<span class="pill good">finished</span>' in body
+    assert history.with_ended(latest[-1]).runs[-1].run == "a"
+    again = replace(snapshot(1030.0, runs=[run("a", job="")]), wall=1030.0)
+    assert [r.state for r in history.with_ended(again).runs if r.run == "a"] == ["running"]
+    history.note(replace(snapshot(1040.0, runs=()), wall=1021.0 + ENDED_S))
+    assert history.with_ended(snapshot(runs=())).runs == ()
 
 
 def test_all_nodes_of_the_job_are_on_it() -> None:
@@ -243,6 +260,23 @@ def test_a_ledger_is_made_where_priorities_may_not_be_set(tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["wall_s"] == 60.0
+
+
+def test_the_buckets_of_a_ledger_are_counters() -> None:
+    """On the node of rank 0, as soon as there is a ledger; what a ledger takes back does not make them fall."""
+    clock, made = FakeClock(), [{"productive": 100.0, "restart": 5.0}, {"productive": 90.0, "restart": 40.0}]
+    ledgers = Ledgers(lambda _f, _u: LedgerResult({"buckets": made.pop(0)}), clock=clock.monotonic)
+    seconds, here = RunSeconds(ledgers), snapshot()
+
+    def now() -> dict[tuple[str, ...], float]:
+        return {sample.labels: sample.value for sample in seconds.samples(here)}
+
+    assert now() == {}
+    assert eventually(lambda: now() == {("train", "productive"): 100.0, ("train", "restart"): 5.0})
+    clock.advance(FRESH_S + 1.0)
+    assert eventually(lambda: now() == {("train", "productive"): 100.0, ("train", "restart"): 40.0})
+    assert [*seconds.samples(snapshot(ranks=[rank(1)]))] == []
+    assert not made
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -33,15 +33,9 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
 from opsd.agent.web.exposition import Exposition
 from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
-from opsd.agent.web.fleet_page import ALONE, fleet_page
-from opsd.agent.web.guides import runbook_list, runbook_page
 from opsd.agent.web.history import History
-from opsd.agent.web.html import HEADERS
-from opsd.agent.web.incident_page import incident_page
 from opsd.agent.web.job_nodes import JobNodes
-from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import Ledgers
-from opsd.agent.web.node_page import REFRESH_S, node_page
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 JSON = "application/json; charset=utf-8"
@@ -159,22 +153,27 @@ class App:
         return _json(api.incident_details(latest, found))
 
     def _incident_page(self, id: str) -> Answer:
+        from opsd.agent.web import pages
+
         latest, now = self._latest(), time.monotonic()
         found = api.find(latest, id)
         if found is None:
             return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered; see /")
         node = str(self._facts.get("node", ""))
-        body = self._pages.get(("incident", id), latest, now, lambda: incident_page(latest, found, node))
-        return HTTPStatus.OK, body or b"", HEADERS
+        body = self._pages.get(("incident", id), latest, now, lambda: pages.incident_page(latest, found, node))
+        return HTTPStatus.OK, body or b"", pages.HEADERS
 
     def _index(self, request: Request) -> Answer:
+        from opsd.agent.web import pages
+
         refresh_s = _refresh(request)
         latest, now = self._latest(), time.monotonic()
 
         def make() -> bytes:
-            return node_page(latest, self._history, self._facts, refresh_s=refresh_s, now=now)
+            shown = self._history.with_ended(latest)
+            return pages.node_page(shown, self._history, self._facts, refresh_s=refresh_s, now=now)
 
-        return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", HEADERS
+        return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", pages.HEADERS
 
     def _summary(self) -> NodeSummary:
         return node_summary(self._latest(), str(self._facts.get("node", "")), time.monotonic())
@@ -183,45 +182,65 @@ class App:
         return HTTPStatus.OK, self._summary().model_dump_json().encode() + b"\n", {"Content-Type": JSON}
 
     def _fleet(self, request: Request) -> Answer:
-        refresh_s, view = _refresh(request), self.fleet.view() if self.fleet else ALONE
+        from opsd.agent.web import pages
+
+        refresh_s, view = _refresh(request), self.fleet.view() if self.fleet else pages.ALONE
 
         def make() -> bytes:
-            return fleet_page(self._summary(), view, refresh_s=refresh_s)
+            return pages.fleet_page(self._summary(), view, refresh_s=refresh_s)
 
         body = self._pages.get(("fleet", refresh_s), self._latest(), time.monotonic(), make)
-        return HTTPStatus.OK, body or b"", HEADERS
+        return HTTPStatus.OK, body or b"", pages.HEADERS
 
     def _job_summary(self, id: str) -> Answer:
-        summary = node_of_job(self._latest(), id, str(self._facts.get("node", "")), time.monotonic())
+        from opsd.agent.web import pages
+
+        summary = pages.node_of_job(
+            self._history.with_ended(self._latest()), id, str(self._facts.get("node", "")), time.monotonic()
+        )
         if summary is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node")
         return HTTPStatus.OK, summary.model_dump_json().encode() + b"\n", {"Content-Type": JSON}
 
     def _job(self, id: str) -> Answer:
+        from opsd.agent.web import pages
+
         latest, now = self._latest(), time.monotonic()
         node = str(self._facts.get("node", ""))
 
         others = self.job_nodes
 
         def make() -> bytes | None:
-            return job_page(latest, self._history, self._ledgers.of, id, node, now, others.of if others else None)
+            return pages.job_page(
+                self._history.with_ended(latest),
+                self._history,
+                self._ledgers.of,
+                id,
+                node,
+                now,
+                others.of if others else None,
+            )
 
         body = self._job_pages.get(id, latest, now, make)
         if body is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
-        return HTTPStatus.OK, body, HEADERS
+        return HTTPStatus.OK, body, pages.HEADERS
 
 
 def _refresh(request: Request) -> int:
+    from opsd.agent.web import pages
+
     wanted = request.query.get("refresh", ["0"])[-1]
-    return next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
+    return next((seconds for seconds in pages.REFRESH_S if str(seconds) == wanted), 0)
 
 
 def _runbook(name: str) -> Answer:
-    body = runbook_page(name) if name else runbook_list()
+    from opsd.agent.web import pages
+
+    body = pages.runbook_page(name) if name else pages.runbook_list()
     if body is None:
         return problem(HTTPStatus.NOT_FOUND, "no runbook has this name; see /runbooks/")
-    return HTTPStatus.OK, body, HEADERS
+    return HTTPStatus.OK, body, pages.HEADERS
 
 
 def _json(value: object) -> Answer:

@@ -1,19 +1,28 @@
-"""The last minutes of the few series that the page draws. Written by the loop, read by requests."""
+"""What pages remember: the last minutes of the few series that they draw, and runs that have ended.
+
+Written by the loop, read by requests.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from opsd.agent.loop import Snapshot
+from opsd.collectors.base import RunFact
 
 POINTS: Final = 120
 EVERY_S: Final = 10.0
 """Twenty minutes altogether; 1 KiB a series."""
 RECENT: Final = 30
 """Points of a sparkline."""
+
+MAX_ENDED: Final = 16
+ENDED_S: Final = 86_400.0
+"""How many runs that have ended the pages remember, and for how long; the collector forgets them after a minute."""
 
 THROTTLED: Final = "opsd_gpu_throttle_seconds_total"
 THROTTLES: Final = ("sw_thermal", "hw_thermal", "hw_slowdown", "hw_power_brake")
@@ -26,12 +35,13 @@ Key = tuple[str, str]
 
 
 class History:
-    """``note`` stores a point every ``every_s`` seconds; ended series are dropped."""
+    """``note`` stores a point every ``every_s`` seconds; ended series are dropped, ended runs kept."""
 
     def __init__(self, *, points: int = POINTS, every_s: float = EVERY_S) -> None:
         self._points, self.every_s = points, every_s
         self._at = float("-inf")
         self._seen = _Seen(array("d"), {})
+        self._runs: dict[str, tuple[RunFact, float]] = {}
 
     def note(self, snapshot: Snapshot) -> None:
         """Store a point from ``snapshot`` if one is due."""
@@ -43,6 +53,20 @@ class History:
             if math.isfinite(value):
                 series[key] = self._with(old.series.get(key), value)
         self._seen = _Seen(self._with(old.times, snapshot.wall), series)
+        self._remember(snapshot)
+
+    def with_ended(self, snapshot: Snapshot) -> Snapshot:
+        """``snapshot`` with the runs that have ended since, newest first after those that it has."""
+        present = {run.run for run in snapshot.runs}
+        ended = [run for run, _ in reversed(self._runs.values()) if run.run not in present]
+        return replace(snapshot, runs=(*snapshot.runs, *ended)) if ended else snapshot
+
+    def _remember(self, snapshot: Snapshot) -> None:
+        runs = {name: seen for name, seen in self._runs.items() if snapshot.wall - seen[1] < ENDED_S}
+        for run in snapshot.runs:
+            runs.pop(run.run, None)
+            runs[run.run] = run, snapshot.wall
+        self._runs = dict([*runs.items()][-max(MAX_ENDED, len(snapshot.runs)) :])
 
     def values(self, name: str, of: str) -> tuple[float, ...]:
         """The newest points of a series, oldest first, as many as a sparkline has."""

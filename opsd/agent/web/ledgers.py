@@ -15,12 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from opsd.collectors.base import RunFact
+from opsd.agent.loop import Snapshot
+from opsd.agent.metrics import RUN_SECONDS
+from opsd.collectors.base import RunFact, Sample
 
 FRESH_S: Final = 60.0
 REST: Final = 50.0
@@ -81,6 +83,30 @@ class Ledgers:
             self._made[which] = made, ended + max(FRESH_S, REST * (ended - began))
             while len(self._made) > KEPT:
                 del self._made[next(iter(self._made))]
+
+
+class RunSeconds:
+    """The buckets of the ledgers of the runs whose rank 0 is on this node, as counters.
+
+    A ledger may correct the past: what looked productive was lost once a failure is noticed. A counter must not fall,
+    so a bucket keeps its highest value until the ledger has passed it.
+    """
+
+    def __init__(self, ledgers: Ledgers) -> None:
+        self._ledgers = ledgers
+        self._highest: dict[tuple[str, str], float] = {}
+
+    def samples(self, snapshot: Snapshot) -> Iterator[Sample]:
+        """The last known buckets; asks for newer ones."""
+        leading = {rank.run for rank in snapshot.ranks if rank.rank == 0}
+        known = self._highest
+        self._highest = {}
+        for run in [run for run in snapshot.runs if run.run in leading][:KEPT]:
+            ledger = self._ledgers.of(run).ledger
+            for bucket, seconds in (ledger["buckets"] if ledger else {}).items():
+                key = run.run, bucket
+                self._highest[key] = max(seconds, known.get(key, 0.0))
+                yield Sample(RUN_SECONDS, self._highest[key], key)
 
 
 def make_ledger(folder: Path, user: int) -> LedgerResult:
