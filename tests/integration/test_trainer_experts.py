@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from replay_ranks import Fault, run_ranks
 from test_trainer_faults import kill_and_resume
 from test_trainer_layouts import LAYOUTS, assert_same_curve, start, weights
 from trainer_world import Run
@@ -89,3 +90,12 @@ def test_killed_ranks_change_no_bit(tmp_path: Path, shards: Path) -> None:
     assert killed.curve() == whole.curve()
     expected = {line["step"]: [line[name] for name in FIGURES] for line in whole.metrics()}
     assert {line["step"]: [line[name] for name in FIGURES] for line in killed.metrics()} == expected
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("module", ["blocks.0.attention.query", "blocks.1.ffn.experts.router"])
+def test_a_wrong_bit_names_its_rank(tmp_path: Path, module: str) -> None:
+    """Although the wrong value goes on to the ranks that share experts, the rank that computed it is named."""
+    sparse = ("parallel.ep=2", "model.experts=4", "model.experts_per_token=2")
+    events = run_ranks(tmp_path, 2, sparse, [Fault(what, 1, module) for what in ("activation", "weight", "gradient")])
+    assert [(event["step"], event["ranks"]) for event in events] == [(1, [1]), (1001, [1]), (2001, [1])]
