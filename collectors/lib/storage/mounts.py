@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from opsd.collectors.lib.processes import read_kernel_text
+
 MAX_MOUNTS: Final = 64
 """What collectors export at most."""
 NETWORK_TYPES: Final = frozenset(
@@ -74,7 +76,7 @@ class NfsMount(NamedTuple):
 
 def parse_mountinfo(text: str) -> list[Mount]:
     """The mounts in the order in which they were made; lines that make no sense are left out."""
-    return [mount for line in text.splitlines() if (mount := _mount(line)) is not None]
+    return [mount for line in text.split("\n") if (mount := _mount(line)) is not None]
 
 
 def _mount(line: str) -> Mount | None:
@@ -123,8 +125,7 @@ def storage_mounts(mounts: Sequence[Mount], paths: Iterable[str] = ()) -> list[M
 
 def read_mounts(proc: Path, paths: Iterable[str] = ()) -> list[Mount]:
     """``storage_mounts`` of the running system. Raises OSError if ``proc`` is not there."""
-    text = (proc / "self/mountinfo").read_text(encoding="utf-8", errors="replace")
-    return storage_mounts(parse_mountinfo(text), paths)
+    return storage_mounts(parse_mountinfo(read_kernel_text(proc / "self/mountinfo")), paths)
 
 
 def parse_mountstats(text: str) -> list[NfsMount]:
