@@ -84,7 +84,7 @@ class Responder:
 
         Incidents, history and counters stay, and so do the outcomes of actions that are under way.
         """
-        executor.outcomes = self._executor.outcomes
+        executor.take_over(self._executor)
         self._judge, self._executor, self._mode_of, self._limits = judge, executor, mode_of, limits
         former, self._listeners = self._listeners, listeners
         return former
