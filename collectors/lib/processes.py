@@ -46,10 +46,13 @@ def read_kernel_text(path: Path) -> str:
 
 def slurm_job(groups: str) -> str:
     """The Slurm job in the content of /proc/PID/cgroup, "" if there is none."""
-    for line in groups.split("\n"):
-        if match := _JOB.match(line.split(":", 2)[-1]):
-            return match[1] or match[2]
-    return ""
+    return next((job for line in groups.split("\n") if (job := job_of_group(line.split(":", 2)[-1]))), "")
+
+
+def job_of_group(path: str) -> str:
+    """The Slurm job whose control group has this path below the root, "" if it is no job's."""
+    match = _JOB.match(path)
+    return (match[1] or match[2]) if match else ""
 
 
 def process_letter(pid: int, proc: Path = _PROC) -> str | None:
