@@ -18,6 +18,7 @@ from pydantic import Field
 
 from opsd.collectors.base import Metric, MetricKind, Plugin, Reading, Sample
 from opsd.collectors.lib.clock import ClockState, read_clock
+from opsd.collectors.lib.processes import read_kernel_text
 from opsd.collectors.lib.storage.mounts import mount_of, parse_mountinfo
 from opsd.settings.section import AnyPath, CollectorSettings
 
@@ -259,8 +260,7 @@ class HostCollector:
             yield Sample(NUMA_MISSED, node.missed, (node.name,))
 
     def _local_mounts(self) -> Iterator[Path]:
-        text = (self._proc / "self/mountinfo").read_text(encoding="utf-8", errors="replace")
-        mounts = parse_mountinfo(text)
+        mounts = parse_mountinfo(read_kernel_text(self._proc / "self/mountinfo"))
         for point in self._mounts:
             mount = mount_of(str(point), mounts)
             if mount is None or not mount.network:

@@ -28,6 +28,7 @@ from opsd.collectors.lib.kernel.messages import KINDS, Trouble, parse_oom_victim
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
 from opsd.collectors.lib.pci import ADDRESS, bus_id
+from opsd.collectors.lib.processes import job_of_group
 from opsd.settings.section import CollectorSettings
 
 SXIDS = Metric("opsd_sxid_total", "SXid errors of the NVSwitch.", "counter", labels=("pci_bus_id", "severity"))
@@ -257,7 +258,8 @@ class KmsgCollector:
         data: dict[str, object] = {**what.data, "count": entry.count, "source": "kmsg"}
         pid = what.data.get("pid")
         if what.kind == "oom_kill" and isinstance(pid, int):
-            data["cgroup"] = self._victims.pop(pid, "")
+            data["cgroup"] = group = self._victims.pop(pid, "")
+            data["job"] = job_of_group(group)
         return Event(what.kind, at, message, data)
 
     def _samples(self, log: KernelLog, position: Position) -> Iterator[Sample]:

@@ -14,6 +14,7 @@ from typing import Final
 
 from opsd.collectors.base import Collector, Context, Plugin, Reading, Sample
 from opsd.collectors.host import HostSettings
+from opsd.collectors.lib.processes import read_kernel_text
 from opsd.collectors.lib.storage import series
 from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, parse_mountstats, read_mounts
 from opsd.collectors.ranks import RanksCollector
@@ -90,8 +91,7 @@ class StorageCollector:
 
     def _nfs(self) -> Iterator[Sample]:
         with contextlib.suppress(FileNotFoundError):  # a kernel without NFS
-            text = (self._proc / "self/mountstats").read_text(encoding="utf-8", errors="replace")
-            for mount in parse_mountstats(text)[:MAX_MOUNTS]:
+            for mount in parse_mountstats(read_kernel_text(self._proc / "self/mountstats"))[:MAX_MOUNTS]:
                 yield from self._totals.nfs(mount)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from itertools import pairwise
+
+_MENTION = re.compile("@(?=channel|here|all|everyone)", re.IGNORECASE)
+_MARKUP = str.maketrans({"<": "‹", ">": "›"})
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
@@ -41,5 +45,19 @@ def clock(at: float) -> str:
 def first_line(text: str, most: int = 300) -> str:
     """The first line of ``text``, shortened, without control characters."""
     line = text.strip().splitlines()[0] if text.strip() else ""
-    plain = "".join(c if c.isprintable() else " " for c in line)
+    plain = printable(line)
+    return plain if len(plain) <= most else f"{plain[: most - 1]}…"
+
+
+def printable(text: str) -> str:
+    """``text`` on one line; what is not printable, as control characters and changes of direction, is a space."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def unformatted(text: str, most: int = 2000) -> str:
+    """``text`` for a chat, shortened and on one line: it names nobody to be alerted, and no link under other words.
+
+    Angle brackets become quotation marks of that form: escaping them would show in some programs and not in others.
+    """
+    plain = _MENTION.sub("@ ", printable(text).translate(_MARKUP)).replace("](", "] (")
     return plain if len(plain) <= most else f"{plain[: most - 1]}…"

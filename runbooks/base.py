@@ -271,7 +271,8 @@ class Runbook:
     expensive detector runs only every ``look_every_s``; its findings stay valid meanwhile. ``prediction`` means
     that the fault is still to come; `opsd bench detect` also scores these on their own. ``confirmed`` is for findings
     that only ranks can make: whether what kernel and drivers say, in the view that it is given, bears the incident out,
-    so that it may act on hardware. Without it they have to give reason for the same finding.
+    so that it may act on hardware. Without it they have to give reason for the same finding. ``told_by_runs``: findings
+    that name a run rest on what that run says, as they do where ``needs`` has the ranks.
     """
 
     kind: str
@@ -290,3 +291,4 @@ class Runbook:
     look_every_s: float = 0.0
     causes: tuple[Cause, ...] = ()
     prediction: bool = False
+    told_by_runs: bool = False

@@ -120,6 +120,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="node_unreachable",
+    told_by_runs=True,
     guide=Guide.parse("""
 # A node cannot be reached
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from re import compile
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
@@ -13,7 +12,6 @@ from opsd.runbooks.lib.runs import job_of
 from opsd.runbooks.lib.signals import integer, number, text
 
 REMEMBERED_S = 600.0
-_JOB = compile(r"/job_(\d+)(?:/|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +25,7 @@ class _Owner:
 
 def _owner(view: View, event: Event) -> _Owner:
     """By what the kernel says of process and control group, by rank pages, and by the launcher if the rank is gone."""
-    pid, named = integer(event.data, "pid"), _JOB.search(text(event.data, "cgroup"))
-    job = named[1] if named else ""
+    pid, job = integer(event.data, "pid"), text(event.data, "job")
     for rank in view.ranks:
         if pid == rank.pid or any(pid == helper for helper, _ in rank.workers):
             return _Owner(job or rank.job, rank.run, rank.rank)

@@ -28,19 +28,31 @@ class Identity(NamedTuple):
 def identify(pid: int, proc: Path = _PROC) -> Identity | None:
     """Whose process this is, None if it is gone (proc_pid_status(5), cgroups(7))."""
     try:
-        status = (proc / str(pid) / "status").read_text(errors="replace")
-        groups = (proc / str(pid) / "cgroup").read_text(errors="replace")
+        status = read_kernel_text(proc / str(pid) / "status")
+        groups = read_kernel_text(proc / str(pid) / "cgroup")
         return Identity(int(status.partition("\nUid:")[2].split(maxsplit=1)[0]), slurm_job(groups))
     except (OSError, ValueError, IndexError):
         return None
 
 
+def read_kernel_text(path: Path) -> str:
+    """A file of procfs, whose lines end with a line feed and nothing else. Raises OSError.
+
+    Users name processes, control groups and mount points. The kernel escapes a line feed in these names and leaves a
+    carriage return, at which Python's text mode begins a new line, as ``str.splitlines`` does at many a character.
+    """
+    return path.read_bytes().decode(errors="replace")
+
+
 def slurm_job(groups: str) -> str:
     """The Slurm job in the content of /proc/PID/cgroup, "" if there is none."""
-    for line in groups.splitlines():
-        if match := _JOB.match(line.split(":", 2)[-1]):
-            return match[1] or match[2]
-    return ""
+    return next((job for line in groups.split("\n") if (job := job_of_group(line.split(":", 2)[-1]))), "")
+
+
+def job_of_group(path: str) -> str:
+    """The Slurm job whose control group has this path below the root, "" if it is no job's."""
+    match = _JOB.match(path)
+    return (match[1] or match[2]) if match else ""
 
 
 def process_letter(pid: int, proc: Path = _PROC) -> str | None:

@@ -14,6 +14,8 @@ from collections import deque
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from opsd.collectors.lib.processes import read_kernel_text
+
 READ: Final = 4
 SEARCH: Final = 1
 _MAX_LINKS: Final = 40
@@ -64,7 +66,7 @@ class Rights(NamedTuple):
 def groups_of_process(pid: int, user: int) -> frozenset[int]:
     """The groups of a process of ``user``; none if it is gone or another user's (proc_pid_status(5))."""
     try:
-        lines = (Path("/proc") / str(pid) / "status").read_text(errors="replace").splitlines()
+        lines = read_kernel_text(Path("/proc") / str(pid) / "status").split("\n")
         found = {name: words.split() for name, _, words in (line.partition(":") for line in lines)}
         if int(found["Uid"][0]) == user:
             return frozenset(map(int, (found["Gid"][0], *found["Groups"])))

@@ -10,6 +10,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+MAX_THREADS = 24
+"""A user may have thousands of user ids, in a user namespace, and the service 128 threads in all."""
+
 
 class UserThreads(Generic[T]):
     """``name`` is that of the threads. ``taken_s`` is the processor time of all work so far."""
@@ -27,12 +30,14 @@ class UserThreads(Generic[T]):
     def run(self, work: Mapping[int, Callable[[], T]], within_s: float) -> list[T]:
         """Begin the ``work`` of each user whose last work has ended; all results that come ``within_s``.
 
-        A later result is among those of a later call. Raises what the work has raised.
+        A later result is among those of a later call. Above ``MAX_THREADS`` no more is begun. Raises what the work has
+        raised, and RuntimeError if the system has no thread left.
         """
         for user, one in work.items():
-            if user not in self._under_way:
-                self._under_way[user] = future = Future[tuple[T, float]]()
+            if user not in self._under_way and len(self._under_way) < MAX_THREADS:
+                future = Future[tuple[T, float]]()
                 threading.Thread(target=_do, args=(one, future), name=f"{self._name}-{user}", daemon=True).start()
+                self._under_way[user] = future
         ended = wait(self._under_way.values(), within_s).done
         self._under_way = {user: future for user, future in self._under_way.items() if future not in ended}
         results = [future.result() for future in ended]

@@ -16,8 +16,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from opsd.agent.deadlines import Deadlines
+from opsd.agent.lanes import Lane
 from opsd.agent.lifecycle import Outcome
-from opsd.agent.policy import HARMLESS
+from opsd.agent.policy import HARMLESS, OF_A_RUN
 from opsd.agent.swap import NotInRun, SwapError, UnderWay, planned_swap
 from opsd.control import ControlError, ask_launcher
 from opsd.rank_page import PageError, RankPage, process_state, read_page
@@ -30,6 +32,8 @@ VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "
 ACTION_DEADLINE_S = 30.0
 SWAP_SHARE = 2 / 3
 """Share of the deadline in which to wait for a swap; the rest is for the journal and the drain."""
+LANE_THREADS, LANE_SHARE = 8, 2
+"""Threads for notifications, for actions on runs and for those on the node, and how many of them one kind gets."""
 JOURNAL_SHARE = 1 / 6
 """Share of the deadline in which to wait until the intention is on the disk."""
 
@@ -49,7 +53,11 @@ Notifier = Callable[[str, Mapping[str, object]], None]
 
 
 class Executor:
-    """Executes actions, each in its own thread, and passes their outcomes to ``outcomes``."""
+    """Executes actions in the background and passes their outcomes to ``outcomes``.
+
+    The threads are bounded, as users bring about notifications and actions on their own runs. Kinds of incidents take
+    turns, and what is done about the node shares no thread with either.
+    """
 
     def __init__(
         self,
@@ -66,6 +74,8 @@ class Executor:
         self._power = set_power_limit
         self._drain = drain_node
         self._deadline_s = deadline_s
+        self._lanes = {name: Lane(f"act-{name}", LANE_THREADS, LANE_SHARE) for name in ("tell", "run", "node")}
+        self._deadlines = Deadlines()
         self._verbs: Mapping[str, Callable[[Action], str]] = {
             "kill_process": self._kill_process,
             "set_power_limit": self._set_power_limit,
@@ -75,15 +85,21 @@ class Executor:
             "notify": self._tell,
         }
 
+    def take_over(self, former: Executor) -> None:
+        """Pass on the outcomes of what ``former`` has under way, and go on with its threads."""
+        self.outcomes, self._lanes, self._deadlines = former.outcomes, former._lanes, former._deadlines
+
     def submit(self, incident: str, number: int, action: Action, intended: Intended) -> None:
         """Execute ``action``, the ``number``-th of ``incident``, in the background, once its intention is on the disk.
 
-        Exactly one outcome follows, a failure after ``deadline_s`` if the action has not ended by then.
+        Exactly one outcome follows, a failure after ``deadline_s`` if the action has not ended by then; what has not
+        begun by then is not done.
         """
-        once = threading.Lock()
+        once, reported = threading.Lock(), threading.Event()
 
         def report(ok: bool, detail: str, refused: bool = False) -> None:
             if once.acquire(blocking=False):
+                reported.set()
                 self.outcomes.put(Outcome(incident, number, ok, detail, refused))
 
         def work() -> None:
@@ -92,13 +108,12 @@ class Executor:
                 done = self._attempt(action)
             else:
                 done = False, f"not carried out: the journal was not written within {patience_s:g} s", True
-            overdue.cancel()
             report(*done)
 
-        overdue = threading.Timer(self._deadline_s, report, (False, f"has not ended within {self._deadline_s:g} s"))
-        overdue.daemon = True
-        overdue.start()
-        threading.Thread(target=work, name=f"act-{action.verb}", daemon=True).start()
+        self._deadlines.after(self._deadline_s, lambda: report(False, f"has not ended within {self._deadline_s:g} s"))
+        lane = "tell" if action.verb in HARMLESS else "run" if action.verb in OF_A_RUN else "node"
+        kind = incident.partition("-")[0]
+        self._lanes[lane].submit(kind, work, lambda: not reported.is_set())
 
     def perform(self, action: Action) -> tuple[bool, str]:
         """Execute ``action`` now; returns whether it worked, and what was done or why not."""

@@ -64,7 +64,7 @@ class Judge:
             )
             for r in self.runbooks.values()
         }
-        self.told_by_users = frozenset(r.kind for r in runbooks if "ranks" in r.needs)
+        self.told_by_users = frozenset(r.kind for r in runbooks if r.told_by_runs or "ranks" in r.needs)
         self.errors: Counter[str] = Counter()
         self._log, self._used_s = log, used_s
         self._looks: dict[str, _Look] = {}

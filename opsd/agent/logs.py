@@ -12,8 +12,10 @@ from datetime import UTC, datetime
 
 from opsd.agent.sink import Sink
 from opsd.agent.systemd import SOCKET, JournalWriter, leads_to_journal
+from opsd.words import printable
 
 _BOLD, _CYAN, _PLAIN = "\x1b[1m", "\x1b[36m", "\x1b[0m"
+_HEAD = frozenset({"event", "level"})
 _COLOURS = {"warning": "\x1b[33m", "error": "\x1b[31m"}
 
 Write = Callable[[Mapping[str, object]], object]
@@ -67,9 +69,15 @@ def configure(journal: str = SOCKET) -> Log:
 
 def _readable(event: Mapping[str, object]) -> str:
     level = str(event["level"])
-    fields = [f"{_CYAN}{name}{_PLAIN}={value}" for name, value in event.items() if name not in ("event", "level")]
+    fields = [f"{_CYAN}{name}{_PLAIN}={_shown(name, value)}" for name, value in event.items() if name not in _HEAD]
     said = f"{_COLOURS.get(level, '')}{_BOLD}{event['event']}{_PLAIN}"
     return " ".join([time.strftime("%H:%M:%S"), said, *fields])
+
+
+def _shown(name: str, value: object) -> str:
+    """A field on the terminal, where what users write must have no effect; only a traceback has several lines."""
+    text = str(value)
+    return "\n".join(map(printable, text.split("\n"))) if name == "exception" else printable(text)
 
 
 def _json(event: Mapping[str, object]) -> str:

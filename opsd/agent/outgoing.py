@@ -8,6 +8,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
+
+from opsd.words import unformatted
 
 MAX_ANSWER = 1 << 20
 
@@ -22,10 +25,12 @@ def send_json(
 ) -> tuple[int, bytes]:
     """Status and content of the answer, of a redirect as well. Goes through the proxies that the environment names.
 
+    Texts in ``body`` become ``words.unformatted``: users write part of them, and chats and boards show their markup.
+
     Raises OSError, ValueError and http.client.HTTPException.
     """
     head = {"Content-Type": "application/json", "User-Agent": "opsd", **(headers or {})}
-    request = urllib.request.Request(url, json.dumps(body).encode(), head, method=method)  # noqa: S310
+    request = urllib.request.Request(url, json.dumps(_unformatted(body)).encode(), head, method=method)  # noqa: S310
     handlers = [_NoRedirects(), *([urllib.request.HTTPSHandler(context=_trust())] if request.type == "https" else [])]
     opener = urllib.request.build_opener(*handlers)
     try:
@@ -34,6 +39,14 @@ def send_json(
     except urllib.error.HTTPError as error:
         with error:
             return error.code, b""
+
+
+def _unformatted(value: Any) -> Any:
+    if isinstance(value, str):
+        return unformatted(value)
+    if isinstance(value, Mapping):
+        return {key: _unformatted(item) for key, item in value.items()}
+    return [_unformatted(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 @cache

@@ -9,17 +9,26 @@ from typing import Final
 from opsd.runbooks.base import Finding
 
 MAX_OF_USER: Final = 64
-"""Current incidents of one user. A fault of a whole run is one; one of each rank of a node makes eight or sixteen."""
+"""Incidents of one user, current ones and those of the last ``REST_S``.
+
+A fault of a whole run is one; one of each rank of a node makes eight or sixteen.
+"""
+REST_S: Final = 600.0
+"""An incident counts for so long after its end, or runs that last for seconds would open any number of them."""
 
 Name = tuple[str, str]
 
 
 class Quota:
-    """Remembers whose each incident is; ``exceeded`` are the users of whom the last tick had more than that."""
+    """Remembers whose each incident is; ``exceeded`` are the users of whom the last tick had more than that.
+
+    Findings whose run was never seen with its user count together, as those of one user more.
+    """
 
     def __init__(self) -> None:
-        self._users: dict[Name, int] = {}
-        self.exceeded: frozenset[int] = frozenset()
+        self._held: dict[Name, tuple[int | None, float]] = {}
+        self._users: dict[str, int] = {}
+        self.exceeded: frozenset[int | None] = frozenset()
 
     def admit(
         self,
@@ -27,23 +36,35 @@ class Quota:
         told_by_users: Collection[str],
         current: Collection[Name],
         users: Mapping[str, int | None],
+        now: float,
     ) -> list[Finding]:
-        """The findings that may be, or become, an incident.
+        """The findings that may be, or become, an incident, at the monotonic second ``now``.
 
-        Only the kinds ``told_by_users`` are limited. ``current`` are kind and key of the incidents there are, ``users``
-        those of the runs on this node.
+        Only findings about a run are limited, of the kinds ``told_by_users``. ``current`` are kind and key of the
+        incidents there are, ``users`` those of the runs on this node.
         """
-        self._users = {name: user for name, user in self._users.items() if name in current}
-        counts, admitted, exceeded = Counter(self._users.values()), [], set[int]()
+        self._held = {
+            name: (user, now if name in current else since)
+            for name, (user, since) in self._held.items()
+            if name in current or now - since < REST_S
+        }
+        self._learn_users(findings, users)
+        counts, admitted, exceeded = Counter(user for user, _ in self._held.values()), [], set[int | None]()
         for finding in findings:
-            name = finding.kind, finding.key
-            user = users.get(finding.run) if finding.kind in told_by_users else None
-            if user is not None and name not in self._users:
+            name, run = (finding.kind, finding.key), finding.run
+            if run and finding.kind in told_by_users and name not in self._held:
+                user = self._users.get(run)
                 if name not in current and counts[user] >= MAX_OF_USER:
                     exceeded.add(user)
                     continue
                 counts[user] += 1
-                self._users[name] = user
+                self._held[name] = user, now
             admitted.append(finding)
         self.exceeded = frozenset(exceeded)
         return admitted
+
+    def _learn_users(self, findings: Sequence[Finding], users: Mapping[str, int | None]) -> None:
+        """A run that is gone is still found in the events of the last minutes: it keeps its user for so long."""
+        known = {run: user for run, user in users.items() if user is not None}
+        found = {finding.run for finding in findings}
+        self._users = {run: user for run, user in self._users.items() if run in found} | known

@@ -18,7 +18,7 @@ from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.policy import HARMLESS, OF_A_RUN, Decision, Limits, PastAction, Verdict, decide, needs_witness
-from opsd.agent.quota import MAX_OF_USER, Quota
+from opsd.agent.quota import MAX_OF_USER, REST_S, Quota
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
 from opsd.agent.unfinished import Unfinished
 from opsd.agent.window import Window
@@ -58,7 +58,7 @@ class Responder:
         self._history: list[PastAction] = []
         self._written: dict[str, tuple[Incident, float]] = {}
         self._idle: frozenset[str] = frozenset()
-        self._quota, self._over_quota = Quota(), set[int]()
+        self._quota, self._over_quota = Quota(), frozenset[int | None]()
         self._unfinished = Unfinished()
         self._remember(journal.open(), started_at)
 
@@ -84,7 +84,7 @@ class Responder:
 
         Incidents, history and counters stay, and so do the outcomes of actions that are under way.
         """
-        executor.outcomes = self._executor.outcomes
+        executor.take_over(self._executor)
         self._judge, self._executor, self._mode_of, self._limits = judge, executor, mode_of, limits
         former, self._listeners = self._listeners, listeners
         return former
@@ -123,12 +123,14 @@ class Responder:
 
     def _admitted(self, view: Window) -> Sequence[Finding]:
         """The findings within the quotas of users; each user who begins to exceed it is a line in the log."""
-        users = _users(view)
-        findings = self._quota.admit(self._judge.findings(view), self._judge.told_by_users, self._book.incidents, users)
+        findings = self._quota.admit(
+            self._judge.findings(view), self._judge.told_by_users, self._book.incidents, _users(view), view.now
+        )
         for user in self._quota.exceeded - self._over_quota:
-            text = f"runs of the user {user} have {MAX_OF_USER} incidents; no more are opened until some are over"
+            who = "runs that are gone" if user is None else f"runs of the user {user}"
+            text = f"{who} have {MAX_OF_USER} incidents; no more are opened until some have been over for {REST_S:g} s"
             self._log.warning("quota of incidents", user=user, text=text)
-        self._over_quota = {*self._quota.exceeded}
+        self._over_quota = self._quota.exceeded
         return findings
 
     def _remember(self, memory: JournalContent, wall: float) -> None:

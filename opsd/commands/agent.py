@@ -40,16 +40,14 @@ def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) 
 
 def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     """Run the agent until it is told to stop; SIGHUP makes it ``read`` its settings again. Returns the exit code."""
-    wanted = event_on_hangup()
+    stop, reload = listen_to_signals()
     from opsd.agent import heap
     from opsd.agent.daemon import Daemon, ListenError
     from opsd.agent.logs import configure
 
     heap.settle()
-
-    stop = stop_on_signals()
     try:
-        daemon = Daemon(settings, configure(), read, wanted)
+        daemon = Daemon(settings, configure(), read, reload)
     except config.ConfigError as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.USAGE
@@ -64,24 +62,30 @@ def serve(settings: Settings, read: Callable[[], Settings]) -> int:
     return exitcodes.OK
 
 
-def event_on_hangup() -> threading.Event:
-    """An event that SIGHUP sets."""
-    wanted = threading.Event()
-    signal.signal(signal.SIGHUP, lambda _number, _frame: wanted.set())
-    return wanted
+def listen_to_signals() -> tuple[threading.Event, threading.Event]:
+    """An event that SIGTERM and SIGINT set, and one that SIGHUP sets.
 
+    The process ends by force if it still runs ``STOP_WITHIN_S`` after the first. A thread sets the events: a handler
+    runs in the middle of whatever the main thread does, and would wait for ever for the lock of an event that the main
+    thread, or a handler that it has interrupted, holds.
+    """
+    stop, reload = threading.Event(), threading.Event()
+    received, send = os.pipe()
+    os.set_blocking(send, False)
+    signal.set_wakeup_fd(send, warn_on_full_buffer=False)
 
-def stop_on_signals() -> threading.Event:
-    """An event that SIGTERM and SIGINT set. The process ends by force if it still runs ``STOP_WITHIN_S`` later."""
-    stop = threading.Event()
+    def dispatch() -> None:
+        while True:
+            for number in os.read(received, 4096):
+                if number == signal.SIGHUP:
+                    reload.set()
+                elif not stop.is_set():
+                    stop.set()
+                    force = threading.Timer(STOP_WITHIN_S, os._exit, (exitcodes.OK,))
+                    force.daemon = True
+                    force.start()
 
-    def on_signal(_number: int, _frame: object) -> None:
-        if not stop.is_set():
-            stop.set()
-            force = threading.Timer(STOP_WITHIN_S, os._exit, (exitcodes.OK,))
-            force.daemon = True
-            force.start()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-    return stop
+    threading.Thread(target=dispatch, name="signals", daemon=True).start()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda _number, _frame: None)
+    return stop, reload

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.actions import ActionError, Executor, ancestors
+from opsd.agent.actions import LANE_THREADS, ActionError, Executor, ancestors
 from opsd.agent.lifecycle import Outcome
 from opsd.client import Reporter
 from opsd.control import ControlError, ask_launcher
@@ -294,6 +294,25 @@ def test_an_action_that_never_ends_has_one_outcome(shm: Path) -> None:
     release.set()
     time.sleep(0.1)
     assert executor.outcomes.empty()
+
+
+def test_a_flood_of_notifications_has_few_threads_and_delays_no_action(shm: Path) -> None:
+    """The service has 128 threads; with one for each notification, users stopped the agent by a slow webhook."""
+    release, limits, before = threading.Event(), list[float](), threading.active_count()
+    executor = Executor(
+        shm=shm,
+        notify=lambda _text, _fields: bool(release.wait(20)),
+        set_power_limit=lambda _gpu, watts: limits.append(watts),
+    )
+    for number in range(300):
+        executor.submit("loss_nan-1", number, Action("notify", "run", {"text": "look"}), lambda _patience_s: True)
+    executor.submit("gpu_throttle-1", 0, LOWER, lambda _patience_s: True)
+    assert executor.outcomes.get(timeout=20).incident == "gpu_throttle-1"
+    assert threading.active_count() - before <= 3 * LANE_THREADS + 1
+    release.set()
+    told = {executor.outcomes.get(timeout=20).number for _ in range(300)}
+    assert told == {*range(300)}
+    assert limits
 
 
 def test_people_are_told_the_reason(shm: Path) -> None:

@@ -232,6 +232,8 @@ def test_victim_of_the_oom_killer_and_its_cgroup() -> None:
     )
     assert parse_oom_victim(line) == (1234, "/slurm/job_42/step_0/task_0")
     assert parse_oom_victim(line[:-40]) is None
+    named = line.replace("oom_memcg=/slurm/job_42,", "oom_memcg=/user.slice/x,task_memcg=/slurm/job_7,task=y,")
+    assert parse_oom_victim(named) == (1234, "")
 
 
 @given(st.sampled_from([rule.literal for rule in RULES]), st.text(), st.text())

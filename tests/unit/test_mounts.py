@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.lib.storage.mounts import (
+    MAX_MOUNTS,
     Mount,
     NfsOperation,
     mount_of,
@@ -56,6 +57,19 @@ def test_the_mounts_that_matter() -> None:
     points = [entry.point for entry in storage_mounts(mounts)]
     assert points == ["/", "/bucket", "/data", "/lustre", "/scratch"]
     assert "/dev/shm" in [entry.point for entry in storage_mounts(mounts, ["/dev/shm/opsd/run"])]
+
+
+def test_no_number_of_users_mounts_leaves_out_a_server() -> None:
+    """Collectors look at the first of them; a user may mount a thousand file systems of processes."""
+    users = "".join(
+        f"{100 + n} 1 0:{100 + n} / /home/u/{n:04} rw,nosuid - fuse.sshfs x rw,user_id=1000,group_id=1000\n"
+        for n in range(2 * MAX_MOUNTS)
+    )
+    nodes = (
+        "50 1 0:50 / /scratch rw - nfs4 server:/ rw\n51 1 0:51 / /data rw - fuse.juicefs j rw,user_id=0,group_id=0\n"
+    )
+    found = storage_mounts(parse_mountinfo(users + nodes))[:MAX_MOUNTS]
+    assert [mount.point for mount in found[:2]] == ["/data", "/scratch"]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,17 @@ def test_a_notification_is_posted(webhook: Webhook) -> None:
     assert webhook.posts == [{"text": "GPU 3 is hot", "target": "n17"}]
 
 
+def test_what_users_write_is_no_markup(webhook: Webhook) -> None:
+    """It alerts nobody, hides no link, and is no second message."""
+    evil = "a <!channel> @here <https://e.example|b> [c](https://e.example)\x1b[2J\r\nn9: gpu_xid \u202e\x9b <script>"
+    WebhookNotifier(SILENT, webhook.url)(evil, {"culprit": evil, "list": [evil]})
+    (post,) = webhook.posts
+    told = "a ‹!channel› @ here ‹https://e.example|b› [c] (https://e.example) [2J  n9: gpu_xid    ‹script›"
+    assert post == {"text": told, "culprit": told, "list": [told]}
+    WebhookNotifier(SILENT, webhook.url)("x" * 100_000, {})
+    assert len(str(webhook.posts[1]["text"])) == 2000
+
+
 def test_the_address_can_be_in_a_file(webhook: Webhook, tmp_path: Path) -> None:
     """It is read each time, so that a renewed one is taken up; one that cannot be read is told without it."""
     secret = tmp_path / "webhook"

@@ -49,6 +49,8 @@ def test_without_a_proc_of_the_initial_namespace_not_all_are_seen(tmp_path: Path
         ("0::/user.slice/user-1000.slice/user@1000.service/slurmstepd.scope/job_4242/step_0", ""),
         ("0::/user.slice/user-1000.slice/slurm/uid_1000/job_4242", ""),
         ("0::/../slurmstepd.scope/job_4242", ""),
+        ("0::/user.slice/user-1000.slice/user@1000.service/x\r0::/system.slice/slurmstepd.scope/job_4242", ""),
+        ("0::/user.slice/user-1000.slice/user@1000.service/x\v0::/system.slice/slurmstepd.scope/job_4242", ""),
         ("0::/", ""),
         ("", ""),
     ],
@@ -62,3 +64,15 @@ def test_a_process_has_a_user() -> None:
     """The real one; a process that is gone has none."""
     assert identify(os.getpid()) == Identity(os.getuid(), identify(os.getpid()).job)
     assert identify(1 << 22) is None
+
+
+def test_a_name_does_not_change_whose_a_process_is() -> None:
+    """The kernel leaves a carriage return in a name as it is, at which text mode begins a line."""
+    code = r"import time; open('/proc/self/comm', 'w').write('\rUid:\t4242 '); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as named:
+        assert named.stdout is not None
+        named.stdout.readline()
+        found = identify(named.pid)
+        named.kill()
+    assert found is not None
+    assert found.user == os.getuid()

@@ -5,7 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.agent.quota import MAX_OF_USER, Quota
+from opsd.agent.judge import Judge
+from opsd.agent.logs import Log
+from opsd.agent.quota import MAX_OF_USER, REST_S, Quota
+from opsd.runbooks import node_unreachable
 from opsd.runbooks.base import Culprit, Finding, Severity
 
 USERS = {"mine": 1000, "other": 1001, "of root": 0}
@@ -22,27 +25,64 @@ def names(findings: list[Finding]) -> set[tuple[str, str]]:
 
 
 def test_a_user_without_end_has_so_many_incidents_and_others_have_all() -> None:
-    """What is about hardware is not limited, and an incident there is stays; another may open once one has ended."""
+    """What is about hardware is not limited, and an incident there is stays; another may open a while after its end."""
     quota, told = Quota(), {"loss_nan"}
     mine = [finding("loss_nan", "mine", key) for key in range(3 * MAX_OF_USER)]
     others = [finding("loss_nan", "other", 1), *(finding("gpu_xid", "mine", key) for key in range(200))]
-    current = names(quota.admit([*mine, *others], told, (), USERS))
+    current = names(quota.admit([*mine, *others], told, (), USERS, 0.0))
     assert len(current) == MAX_OF_USER + len(others)
     assert quota.exceeded == {1000}
-    again = names(quota.admit([*reversed(mine), *others], told, current, USERS))
+    again = names(quota.admit([*reversed(mine), *others], told, current, USERS, 0.0))
     assert again == current
     current.remove(("loss_nan", "mine/3"))
-    after = names(quota.admit(mine[MAX_OF_USER:], told, current, USERS))
+    assert not quota.admit(mine[MAX_OF_USER:], told, current, USERS, REST_S - 1)
+    after = names(quota.admit(mine[MAX_OF_USER:], told, current, USERS, 2 * REST_S - 2))
     assert len(after) == 1
-    assert not names(quota.admit([], told, after, USERS)) and not quota.exceeded
+    assert not names(quota.admit([], told, after, USERS, 2 * REST_S)) and not quota.exceeded
 
 
 def test_incidents_of_runs_that_are_gone_count_on() -> None:
     """Else a user could open as many again with runs of other names."""
     quota, told = Quota(), {"loss_nan"}
-    current = names(quota.admit([finding("loss_nan", "mine", key) for key in range(MAX_OF_USER)], told, (), USERS))
-    assert quota.admit([finding("loss_nan", "next", 1)], told, current, {"next": 1000}) == []
+    current = names(quota.admit([finding("loss_nan", "mine", key) for key in range(MAX_OF_USER)], told, (), USERS, 0.0))
+    assert quota.admit([finding("loss_nan", "next", 1)], told, current, {"next": 1000}, 1.0) == []
     assert quota.exceeded == {1000}
+
+
+def test_an_event_of_a_run_that_is_gone_still_counts_for_its_user() -> None:
+    """The run was removed at once; what it said remains in the window, and is found again in each tick."""
+    quota, told = Quota(), {"loss_nan"}
+    found = [finding("loss_nan", "mine", key) for key in range(3 * MAX_OF_USER)]
+    current = names(quota.admit(found, told, (), USERS, 0.0))
+    assert names(quota.admit(found, told, current, {}, 1.0)) == current
+    assert quota.exceeded == {1000}
+
+
+def test_runs_of_which_nobody_was_seen_share_a_quota() -> None:
+    """Made and removed between two looks."""
+    quota, told = Quota(), {"loss_nan"}
+    found = [finding("loss_nan", f"gone-{key}", key) for key in range(3 * MAX_OF_USER)]
+    assert len(quota.admit(found, told, (), {}, 0.0)) == MAX_OF_USER
+    assert quota.exceeded == {None}
+
+
+def test_runs_that_last_for_seconds_open_no_more_incidents() -> None:
+    """Each ends its incidents and is followed by another."""
+    quota, told, opened = Quota(), {"loss_nan"}, set[tuple[str, str]]()
+    for second in range(int(REST_S)):
+        found = [finding("loss_nan", "mine", 10 * second + key) for key in range(10)]
+        opened |= names(quota.admit(found, told, (), USERS, float(second)))
+    assert len(opened) == MAX_OF_USER
+
+
+def test_a_node_that_slurm_cannot_reach_is_nobodys() -> None:
+    """That a run has lost nodes is what its launcher says; the same incident by Slurm's word names no run."""
+    told = Judge([node_unreachable.RUNBOOK], Log(lambda _: None)).told_by_users
+    lost = [finding("node_unreachable", "mine", key) for key in range(2 * MAX_OF_USER)]
+    silent = Finding("node_unreachable", "node1", Severity.CRITICAL, "", Culprit("node", "node1"), 1.0, ())
+    admitted = Quota().admit([*lost, silent], told, (), USERS, 0.0)
+    assert len(admitted) == MAX_OF_USER + 1
+    assert silent in admitted
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from(sorted(USERS)), st.integers(0, 200)), max_size=150), max_size=6))
@@ -51,7 +91,7 @@ def test_nobody_ever_has_more(ticks: list[list[tuple[str, int]]]) -> None:
     quota, current = Quota(), set[tuple[str, str]]()
     for tick in ticks:
         found = [finding("loss_nan", run, key) for run, key in tick]
-        admitted = names(quota.admit(found, {"loss_nan"}, current, USERS))
+        admitted = names(quota.admit(found, {"loss_nan"}, current, USERS, 0.0))
         assert current & names(found) <= admitted
         current |= admitted
         for run in USERS:

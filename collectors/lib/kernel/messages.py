@@ -279,4 +279,5 @@ def parse_oom_victim(message: str) -> tuple[int, str] | None:
     """
     if "oom-kill:" not in message or (match := _VICTIM.match(message)) is None:
         return None
-    return int(match["pid"]), match["cgroup"]
+    # A user's control group may have ",task_memcg=" and another path in its name.
+    return int(match["pid"]), match["cgroup"] if message.count(",task_memcg=") == 1 else ""

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from opsd.collectors.lib.processes import read_kernel_text
+
 MAX_MOUNTS: Final = 64
 """What collectors export at most."""
 NETWORK_TYPES: Final = frozenset(
@@ -45,7 +47,17 @@ class Mount(NamedTuple):
     @property
     def network(self) -> bool:
         """True if looking at it can wait for another machine or process."""
-        return self.fstype in NETWORK_TYPES or self.fstype == "fuse" or self.fstype.startswith("fuse.")
+        return self.fstype in NETWORK_TYPES or self._fuse
+
+    @property
+    def by_user(self) -> bool:
+        """True if an ordinary user may have mounted it, as with fusermount3(1): the kernel writes who."""
+        owners = [option for option in self.options.split(",") if option.startswith("user_id=")]
+        return self._fuse and bool(owners) and owners != ["user_id=0"]
+
+    @property
+    def _fuse(self) -> bool:
+        return self.fstype == "fuse" or self.fstype.startswith("fuse.")
 
 
 class NfsOperation(NamedTuple):
@@ -74,7 +86,7 @@ class NfsMount(NamedTuple):
 
 def parse_mountinfo(text: str) -> list[Mount]:
     """The mounts in the order in which they were made; lines that make no sense are left out."""
-    return [mount for line in text.splitlines() if (mount := _mount(line)) is not None]
+    return [mount for line in text.split("\n") if (mount := _mount(line)) is not None]
 
 
 def _mount(line: str) -> Mount | None:
@@ -111,20 +123,20 @@ def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
 def storage_mounts(mounts: Sequence[Mount], paths: Iterable[str] = ()) -> list[Mount]:
     """The mounts that matter: disks, networks and those that ``paths`` lie on, each file system once.
 
-    A file system mounted in several places is represented by the place with the shortest path.
+    A file system mounted in several places is represented by the place with the shortest path. Those of users come
+    last, so that no number of them leaves another one out.
     """
     wanted = {mount for path in paths if (mount := mount_of(path, mounts)) is not None}
     wanted |= {mount for mount in mounts if mount.fstype in DISK_TYPES or mount.network}
     once: dict[str, Mount] = {}
     for mount in sorted(wanted, key=lambda mount: (len(mount.point), mount.point)):
         once.setdefault(mount.device, mount)
-    return sorted(once.values(), key=lambda mount: mount.point)
+    return sorted(once.values(), key=lambda mount: (mount.by_user, mount.point))
 
 
 def read_mounts(proc: Path, paths: Iterable[str] = ()) -> list[Mount]:
     """``storage_mounts`` of the running system. Raises OSError if ``proc`` is not there."""
-    text = (proc / "self/mountinfo").read_text(encoding="utf-8", errors="replace")
-    return storage_mounts(parse_mountinfo(text), paths)
+    return storage_mounts(parse_mountinfo(read_kernel_text(proc / "self/mountinfo")), paths)
 
 
 def parse_mountstats(text: str) -> list[NfsMount]:

@@ -17,9 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from opsd.agent.lanes import start_thread
 from opsd.agent.loop import Snapshot
 from opsd.agent.metrics import RUN_SECONDS
 from opsd.collectors.base import RunFact, Sample
@@ -64,8 +66,7 @@ class Ledgers:
         with self._guard:
             made, stale_at = self._made.get(which, (LedgerResult(None, "it is being made: load the page again"), 0.0))
             if self._clock() >= stale_at and not self._busy:
-                self._busy = True
-                threading.Thread(target=self._renew, args=which, name="ledger", daemon=True).start()
+                self._busy = start_thread("ledger", partial(self._renew, *which))
         return made
 
     def _renew(self, folder: str, user: int) -> None:

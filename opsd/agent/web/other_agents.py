@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Generic, TypeVar
 
+from opsd.agent.lanes import start_thread
 from opsd.slurm.port import SlurmError
 
 S = TypeVar("S")
@@ -75,9 +77,9 @@ class OtherAgents(Generic[S]):
         """The last answers; the first call says that the nodes are being asked."""
         with self._guard:
             others, stale_at = self._known.get(question, (OtherNodes(note="The other nodes are being asked."), 0.0))
-            if self._clock() >= stale_at and question not in self._busy:
+            ask = self._clock() >= stale_at and question not in self._busy
+            if ask and start_thread("other-agents", partial(self._renew, question)):
                 self._busy.add(question)
-                threading.Thread(target=self._renew, args=(question,), name="other-agents", daemon=True).start()
         return others
 
     def _renew(self, question: str) -> None:

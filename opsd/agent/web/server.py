@@ -22,13 +22,13 @@ from urllib.parse import parse_qs, urlsplit
 
 import h11
 
+from opsd.agent.lanes import Lane
 from opsd.agent.logs import Log
 from opsd.agent.metrics import http_samples
 from opsd.agent.web.access import Attempts, WebConfig
 from opsd.agent.web.app import Answer, App, Request, problem
 from opsd.agent.web.connection import Connection, Stage
 from opsd.agent.web.hosts import Hosts
-from opsd.agent.web.lanes import Lane
 from opsd.agent.web.peers import peer_of
 from opsd.collectors.base import Sample
 

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import weakref
+from collections.abc import Iterator
 
-from opsd.agent.web.lanes import MAX_WAITING, Lane
+from opsd.agent.deadlines import Deadlines
+from opsd.agent.lanes import MAX_WAITING, Lane
 from tests.fakes.clock import eventually
+
+
+@contextlib.contextmanager
+def without_threads() -> Iterator[None]:
+    """No thread can be started, as when a user has all that the system has to give: none has so large a stack."""
+    before = threading.stack_size(1 << 46)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 def test_peers_take_turns() -> None:
@@ -50,3 +64,26 @@ def test_a_lane_that_is_stuck_keeps_nothing_that_nobody_waits_for() -> None:
     assert len(kept) <= MAX_WAITING + 1
     gate.set()
     lane.close()
+
+
+def test_a_lane_outlives_a_lack_of_threads() -> None:
+    """What was submitted then is done with the next job."""
+    lane, done = Lane("test", 2, share=1), list[int]()
+    with without_threads():
+        lane.submit("peer", lambda: done.append(1))
+    lane.submit("peer", lambda: done.append(2))
+    assert eventually(lambda: done == [1, 2])
+    lane.close()
+
+
+def test_functions_are_called_at_their_time() -> None:
+    """In its order, also after a pause and a lack of threads; nothing is early."""
+    deadlines, called, began = Deadlines(), list[str](), time.monotonic()
+    with without_threads():
+        deadlines.after(0.0, lambda: called.append("first"))
+    deadlines.after(0.1, lambda: called.append("third"))
+    deadlines.after(0.05, lambda: called.append("second"))
+    assert eventually(lambda: called == ["first", "second", "third"])
+    assert time.monotonic() - began >= 0.1
+    deadlines.after(0.0, lambda: called.append("fourth"))
+    assert eventually(lambda: called[3:] == ["fourth"])

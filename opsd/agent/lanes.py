@@ -12,6 +12,15 @@ MAX_WAITING = 512
 """Above this number of waiting jobs those that are no longer wanted are left out."""
 
 
+def start_thread(name: str, work: Job) -> bool:
+    """Begin ``work`` in a daemon thread; False if the system has none left, as when somebody's fork bomb has them."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
+
+
 class Lane:
     """At most ``threads`` threads, started when needed; ``share`` of them work for one peer at the same time.
 
@@ -36,8 +45,7 @@ class Lane:
                 self._leave_out_unwanted()
             self._waiting.setdefault(peer, deque()).append((job, wanted))
             if not self._idle and self._threads < self._most:
-                self._threads += 1
-                threading.Thread(target=self._work, name=f"{self._name}-{self._threads}", daemon=True).start()
+                self._threads += start_thread(f"{self._name}-{self._threads + 1}", self._work)
             self._changed.notify()
 
     def close(self) -> None:
