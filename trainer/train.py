@@ -24,7 +24,6 @@ from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
 from opsd.trainer.experts import routing_figures
 from opsd.trainer.gpu_clock import gpu_clock
-from opsd.trainer.hf.weights import fill
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build, demand_float8
 from opsd.trainer.replay import Repeatable, Replay
@@ -136,6 +135,8 @@ class Training:
         if manifest is not None:
             self.step, self.sample = manifest.step, manifest.sample
         elif config.run.initial:
+            from opsd.trainer.hf.weights import fill
+
             fill(self.model, Path(config.run.initial))
         self._optimizer.set_updates(self.state["updates"].local.item())
         self.loader.begin(self.sample)

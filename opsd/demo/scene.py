@@ -111,6 +111,7 @@ def open_scene(folder: Path) -> Scene:
 
 
 LOAD_WATTS, IDLE_WATTS = 640.0, 95.0
+RANK_BYTES = 60 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,13 @@ class Gpus:
     why: str = ""
 
     def follow(self, now: RunSnapshot) -> None:
-        """Put load on the simulated GPUs of live ranks; the others are idle."""
+        """Put the processes and the load of live ranks on the simulated GPUs; the others are idle."""
         if self.simulated is None:
             return
-        busy = {page.local_rank for page in now.pages if page.state == "running" and page.steps_reported}
+        busy = {page.local_rank: page.pid for page in now.pages if page.state == "running" and page.steps_reported}
         for gpu in self.simulated:
             works = gpu.index in busy
+            gpu.set_processes([(busy[gpu.index], RANK_BYTES)] if works else [])
             gpu.load(utilization=98 if works else 0, power_watts=LOAD_WATTS if works else IDLE_WATTS)
 
 

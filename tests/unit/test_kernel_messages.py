@@ -42,7 +42,12 @@ MESSAGES = [
     ),
     ("mce: [Hardware Error]: Machine check events logged", "mce", {}),
     ("[Hardware Error]: Corrected error, no action required.", "mce", {"severity": "Corrected"}),
-    ("{1}[Hardware Error]: event severity: corrected", "mce", {"severity": "corrected"}),
+    ("{1}[Hardware Error]: event severity: corrected", "mce", {"record": "1", "severity": "corrected"}),
+    (
+        "mlx5_core 0000:3b:00.0: AER: can't recover (no error_detected callback)",
+        "pcie_unrecoverable",
+        {"pci_bus_id": "00000000:3B:00.0", "cause": "no error_detected callback"},
+    ),
     (
         "EDAC MC0: 1 CE memory read error on CPU_SrcID#0_MC#0_Chan#0_DIMM#0 (channel:0 slot:0 page:0x1)",
         "edac",
