@@ -49,12 +49,12 @@ docs: $(STAMP) ## The documentation as a site with search, below site/
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-lint: $(STAMP) ## ruff, mypy --strict, import rules, links of the documentation
+lint: $(STAMP) ## ruff, mypy --strict, import rules, links of the documentation, names of tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest -q tests/unit/test_links.py
+	$(BIN)/python -m pytest -q tests/unit/test_links.py tests/unit/test_file_names.py
 
 test: $(STAMP) test-packages lint ## Linters and the tests, but for a few long ones; what cannot run is listed by name
 	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not long and not waiting'
