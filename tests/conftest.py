@@ -15,10 +15,12 @@ from tests.fakes.tmpfs import tmpfs
 settings.register_profile("opsd", deadline=None)
 settings.load_profile("opsd")
 
-# A shell ignores these two for what it runs in the background, and programs under test would inherit that.
+# A shell ignores the first two for what it runs in the background, nohup the third, and programs under test would
+# inherit that.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 OF_SEVERAL_RANKS = ("test_trainer", "test_preflight_train", "test_preflight_namespaces", "test_gpu", "test_bench_re")
 """Modules whose tests start several ranks of torch at once: two of them side by side take four times as long."""

@@ -106,6 +106,7 @@ LABELS: Final = {
     "outcome": "ok, failed, recommended, refused",
     "reason": "reasons of the HTTP server to refuse",
     "bucket": "buckets of the ledger",
+    "run": "runs on the node, 64 at most",
 }
 
 CURRENT_STATES = (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)

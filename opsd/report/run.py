@@ -100,6 +100,7 @@ class RunReport:
             exitcodes.OK: "finished",
             exitcodes.INTERRUPTED: "interrupted",
             exitcodes.REQUEUE: "stopped, can go on",
+            exitcodes.NOT_FOUND: "could not be started",
             exitcodes.REPEATED: "failed: the same failure came back",
             exitcodes.FENCED: "passed over by another copy",
         }.get(self.exit_code, "failed")

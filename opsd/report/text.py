@@ -18,7 +18,8 @@ _SHOWN_BUCKETS = 4
 
 def closing_block(run: RunReport, price: Price, *, page: Path | None, resume: str) -> list[str]:
     """The lines with which a launcher ends: why it ended, what was done, what it cost, how to go on."""
-    lines = [_end(run), *_facts(run, price)]
+    said_by_rank = run.exit_code == exitcodes.NOT_FOUND
+    lines = [f"{run.run} {run.state}" if said_by_rank else _end(run), *_facts(run, price)]
     lines += _labelled("restarts", list(_restarts(run)))
     if page is not None:
         lines += _labelled("report", [str(page)])

@@ -89,7 +89,7 @@ def test_a_job_that_exports_nothing_ends_as_its_run(cluster: Cluster, folder: Pa
     job = slurm.submit(script, options)
     wait_until(lambda: not slurm.jobs([job]), "the job has ended", 60)
     said = (folder / "job.out").read_text()
-    assert "the run is over (0): all ranks finished" in said and "requeue" not in said, said
+    assert "the run is over (0): all ranks finished" in said and "requeueing" not in said, said
     assert [path.read_text() for path in folder.glob("seen-*")] == ["a module"] * 2
 
 
