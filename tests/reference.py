@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
+from types import ModuleType
 from typing import Literal, get_args, get_origin
 
 import click
@@ -113,6 +114,11 @@ def _choices(field: FieldInfo) -> str:
     return f"One of {', '.join(f'`{choice}`' for choice in choices)}. " if choices else ""
 
 
+def attribute_docs(module: ModuleType) -> dict[str, str]:
+    """What the strings below the annotated assignments of a module say, by name; "" where there is none."""
+    return _attribute_docs(ast.parse(inspect.getsource(module)).body)
+
+
 def _attribute_docs(body: Sequence[ast.stmt]) -> dict[str, str]:
     """What the strings below assignments say, by name; "" where there is none."""
     found = {}
@@ -124,8 +130,7 @@ def _attribute_docs(body: Sequence[ast.stmt]) -> dict[str, str]:
 
 
 def _exit_codes() -> str:
-    said = _attribute_docs(ast.parse(inspect.getsource(exitcodes)).body)
-    rows = [(str(getattr(exitcodes, name)), text or "Done.") for name, text in said.items()]
+    rows = [(str(getattr(exitcodes, name)), text or "Done.") for name, text in attribute_docs(exitcodes).items()]
     return "# Exit codes\n\nOf every command.\n\n" + _table(("code", "meaning"), rows)
 
 

@@ -184,6 +184,9 @@ def _attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Packed, scale: float
 ) -> torch.Tensor:  # fmt: skip
     batch, heads, length, channels = q.shape
+    values = v.shape[-1]
+    if values < channels:  # the kernel takes heads of one size
+        v = F.pad(v, (0, channels - values))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     window = (mask.window - 1 if mask.window else -1, 0)
     y = varlen_attn(
@@ -191,7 +194,7 @@ def _attend_packed(
         enable_gqa=True,
     )  # fmt: skip
     assert isinstance(y, torch.Tensor)
-    return y.view(batch, length, heads, channels).transpose(1, 2)
+    return y.view(batch, length, heads, channels)[..., :values].transpose(1, 2)
 
 
 def positions(length: int, context: Context, device: torch.device) -> torch.Tensor:

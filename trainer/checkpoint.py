@@ -5,9 +5,9 @@ is to copy the state into it, and the training only waits for that. A separate p
 the memory to disk, and once every rank's file is durable the first rank's process commits the manifest.
 
 The file is in safetensors format and holds the rank's regions of the tensors ``model.NAME``, ``exp_avg.NAME``,
-``exp_avg_sq.NAME`` and ``updates``, the number of optimiser steps taken. Its metadata key ``regions`` is a JSON object
-that maps each name to ``{"shape": shape of the whole tensor, "offset": where the region begins in it}``, from which any
-other layout can select its own regions.
+``exp_avg_sq.NAME`` (not of what Muon updates) and ``updates``, the number of optimiser steps taken. Its metadata key
+``regions`` is a JSON object that maps each name to ``{"shape": shape of the whole tensor, "offset": where the region
+begins in it}``, from which any other layout can select its own regions.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ def training_state(model: Decoder, optimizer: Optimizer, world: World) -> State:
     for name, buffer in model.named_buffers():
         state[f"model.{name}"] = replace(region_of(buffer), earlier=same)
     for name, parameter in model.named_parameters():
-        region, moments = region_of(parameter), optimizer.moments(name)
+        region = region_of(parameter)
         state[f"model.{name}"] = region
-        state[f"exp_avg.{name}"] = replace(region, local=moments["exp_avg"])
-        state[f"exp_avg_sq.{name}"] = replace(region, local=moments["exp_avg_sq"])
+        for moment, values in optimizer.moments(name).items():
+            state[f"{moment}.{name}"] = replace(region, local=values)
     state[UPDATES] = region_of(optimizer.updates.view(1))
     return state
 

@@ -78,7 +78,7 @@ class Config(Section):
         return self.checkpoint.problem() or data.problem(self.run.steps)
 
     def digest(self, mixture: Mixture, shards: Mapping[str, str], position: int) -> str:
-        """Identifies the model and the first ``position`` samples in their order, to which a state belongs.
+        """Identifies model, optimiser and the first ``position`` samples in their order, to which a state belongs.
 
         ``shards`` identifies the corpus of each source. Settings that may change during a run (length, batch, learning
         rate, later stages) are left out. So are settings at their default: a setting added by a later release then does
@@ -92,6 +92,8 @@ class Config(Section):
             "order": asdict(order),
             "shards": {name: shards[name] for name in order.sources},
         }
+        if self.optimizer.kind != "adamw":
+            identity["optimizer"] = self.optimizer.kind
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

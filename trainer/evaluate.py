@@ -21,16 +21,15 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
+from opsd.progress import tracked
 from opsd.trainer import harness
 from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
 from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError
@@ -42,7 +41,6 @@ from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of
 
 FAILED, USAGE = 1, 2
-T = TypeVar("T")
 
 
 class Model:
@@ -149,19 +147,11 @@ def evaluate(config: Config, model: Model) -> dict[str, float]:
     """The results of all sets of the run. Raises DataError."""
     results: dict[str, float] = {}
     for name, path in config.evaluation.perplexity.items():
-        results |= perplexity(model, _shown(read_texts([Path(path)]), name, None), name)
+        results |= perplexity(model, tracked(read_texts([Path(path)]), f"evaluating {name}", "texts"), name)
     for name, path in config.evaluation.cloze.items():
         items = read_items(Path(path))
-        results |= cloze(model, items, name, _shown(items, name, len(items)))
+        results |= cloze(model, items, name, tracked(items, f"evaluating {name}", "items", len(items)))
     return results
-
-
-def _shown(items: Iterable[T], name: str, total: int | None) -> Iterator[T]:
-    """``items`` with a progress bar, if this is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn(f"evaluating {name}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield from progress.track(items, total=total)
 
 
 def load_model(config: Config, folder: Path) -> tuple[Model, int]:

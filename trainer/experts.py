@@ -199,7 +199,8 @@ class Experts(nn.Module):
         settings = self._settings
         logits = self.router(x)
         gates = logits.softmax(-1) if settings.router == "softmax" else logits.sigmoid()
-        chosen = (gates.detach() if self.bias is None else gates.detach() + self.bias).topk(settings.experts_per_token)
+        scores = gates.detach() if self.bias is None else gates.detach() + self.bias
+        chosen = within_groups(scores, settings).topk(settings.experts_per_token)
         weights = gates.gather(-1, chosen.indices)
         if settings.router_normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -242,6 +243,17 @@ class MixtureOfExperts(nn.Module):
         """``x`` [batch, sequence, width] to the same shape."""
         y: torch.Tensor = self.experts(x)
         return y + self.shared(x) if self.shared else y
+
+
+def within_groups(scores: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
+    """``scores`` [.., experts] with -inf outside of a token's best groups (DeepSeek-V2, 2.2.2; V3, 2.1.2)."""
+    if settings.router_groups == 1:
+        return scores
+    groups = scores.view(*scores.shape[:-1], settings.router_groups, -1)
+    best = groups.topk(2 if settings.router == "sigmoid" else 1).values.sum(-1)
+    chosen = best.topk(settings.groups_per_token).indices
+    hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, chosen, False)
+    return groups.masked_fill(hidden[..., None], -math.inf).flatten(-2)
 
 
 def loads(chosen: torch.Tensor, experts: int) -> torch.Tensor:

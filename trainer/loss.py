@@ -1,63 +1,129 @@
-"""Next-token loss, also of logits whose vocabulary is split over ranks."""
+"""Next-token loss from the activations before the output projection; only a part of the logits exists at a time.
+
+The gradient of a part is computed with its loss, so that no logits are kept or computed twice (Liger Kernel, arXiv
+2410.10989, 3.2). The vocabulary may be split over ranks.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+PART_BYTES: Final = 256 << 20
+"""Bound of the logits in float32 that exist at a time."""
 
 
-def next_token_loss(
-    logits: torch.Tensor, targets: torch.Tensor, z_loss: float = 0.0, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """The terms of the loss [2]: mean cross-entropy in nats per token, and ``z_loss`` times the mean of log(Z)^2.
+@dataclass(frozen=True, slots=True)
+class LossTerms:
+    """What is minimised: cross-entropy in nats, and ``z_loss`` times log(Z)^2 (PaLM, arXiv 2204.02311, 5).
 
-    The second is PaLM's (arXiv 2204.02311, 5); what is minimised is their sum. ``logits`` [..., vocab], ``targets``
-    [...] of token ids; computed in float32. With a ``group`` the logits are this rank's equal share of the vocabulary,
-    in the order of its ranks, and all of them get the same loss.
+    Logits x are bounded as c tanh(x / c) by the ``softcap`` c unless it is 0. With a ``group`` each of its ranks has an
+    equal share of the vocabulary, in the order of the ranks, and all of them get the same loss.
     """
-    logits, targets = logits.flatten(0, -2).float(), targets.flatten()
-    if group is None:
-        loss = F.cross_entropy(logits, targets)
-        log_z = torch.logsumexp(logits, dim=-1) if z_loss else None
-    else:
-        log_z = _log_z(logits, group)
-        loss = (log_z - _chosen(logits, targets, group)).mean()
-    regulariser = z_loss * log_z.square().mean() if z_loss and log_z is not None else torch.zeros_like(loss)
-    return torch.stack((loss, regulariser))
+
+    z_loss: float = 0.0
+    softcap: float = 0.0
+    group: dist.ProcessGroup | None = None
 
 
-def _log_z(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    top = logits.detach().amax(dim=-1)
-    dist.all_reduce(top, dist.ReduceOp.MAX, group)
-    return _sum((logits - top[:, None]).exp().sum(dim=-1), group).log() + top
+PartLoss = Callable[[torch.Tensor, torch.Tensor, LossTerms, float], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _chosen(logits: torch.Tensor, targets: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The logit of each target, from the rank that has it."""
+def part_loss(
+    logits: torch.Tensor, targets: torch.Tensor, terms: LossTerms, share: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of both terms over tokens [2], and the gradient of ``share`` times the sum of both by the logits.
+
+    ``logits`` [tokens, vocab] of any floating-point type, ``targets`` [tokens] of token ids; computed in float32, in
+    the memory of the logits if they are of this type.
+    """
+    logits, cap, group = logits.float(), terms.softcap, terms.group
+    if cap:
+        logits = logits.div_(cap).tanh_()
+        slope = 1 - logits.square()
+        logits.mul_(cap)
     size = logits.shape[-1]
-    local = targets - dist.get_rank(group) * size
+    local = targets - (group.rank() * size if group else 0)
     mine = (local >= 0) & (local < size)
-    picked = logits.gather(-1, local.clamp(0, size - 1)[:, None]).squeeze(-1)
-    return _sum(torch.where(mine, picked, 0.0), group)
+    at = local.clamp(0, size - 1)[:, None]
+    chosen = torch.where(mine, logits.gather(-1, at).squeeze(-1), 0.0)
+    top = logits.amax(dim=-1)
+    if group:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group)
+    powers = logits.sub_(top[:, None]).exp_()
+    total = powers.sum(dim=-1)
+    if group:
+        total, chosen = sums = torch.stack((total, chosen))
+        dist.all_reduce(sums, group=group)
+    log_z = total.log() + top
+    gradient = powers.mul_((share * (1 + 2 * terms.z_loss * log_z) / total)[:, None])
+    gradient.scatter_(-1, at, gradient.gather(-1, at) - share * mine[:, None])
+    if cap:
+        gradient.mul_(slope)
+    return torch.stack(((log_z - chosen).sum(), terms.z_loss * log_z.square().sum())), gradient
 
 
-def _sum(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    total: torch.Tensor = _Sum.apply(x, group)  # type: ignore[no-untyped-call]
-    return total
+def linear_loss(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    terms: LossTerms,
+    *,
+    part_bytes: int = PART_BYTES,
+    of_part: PartLoss = part_loss,
+) -> torch.Tensor:
+    """The means of both terms over tokens [2] for the logits ``x`` [.., width] times ``weight`` [vocab, width].
+
+    What may be minimised is a multiple of their sum: gradients of one term alone are not computed. ``targets`` [..] are
+    token ids. A DTensor ``x`` is split by tokens among the ranks of the group.
+    """
+    if isinstance(x, DTensor):
+        x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    tokens = max(1, part_bytes // (4 * weight.shape[0]))
+    wanted = torch.is_grad_enabled()
+    means: torch.Tensor = _LinearLoss.apply(  # type: ignore[no-untyped-call]
+        x.flatten(0, -2), weight, targets.flatten(), terms, tokens, of_part, wanted
+    )
+    return means
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over the ranks of a group, each of which goes on to compute the same with it."""
+class _LinearLoss(torch.autograd.Function):
+    """See ``linear_loss``; ``tokens`` are computed at a time, with gradients if ``wanted``."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x, group=group)
-        return x
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        terms: LossTerms,
+        tokens: int,
+        of_part: PartLoss,
+        wanted: bool,
+    ) -> torch.Tensor:
+        sums = x.new_zeros(2, dtype=torch.float32)
+        by_x = torch.empty_like(x) if wanted else None
+        by_weight: torch.Tensor | None = None
+        for begin in range(0, len(x), tokens):
+            part = slice(begin, begin + tokens)
+            loss, gradient = of_part(x[part] @ weight.mT, targets[part], terms, 1 / len(x))
+            sums += loss
+            if by_x is not None:
+                gradient = gradient.to(x.dtype)
+                torch.mm(gradient, weight, out=by_x[part])
+                product = gradient.mT @ x[part]
+                by_weight = product.float() if by_weight is None else by_weight.add_(product)
+        if by_weight is not None:
+            ctx.save_for_backward(by_x, by_weight.to(weight.dtype))
+        return sums / len(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        by_x, by_weight = ctx.saved_tensors
+        factor = gradient[0]
+        return by_x.mul_(factor), by_weight.mul_(factor), None, None, None, None, None

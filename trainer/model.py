@@ -1,6 +1,7 @@
 """The decoder: grouped-query attention, RoPE, RMSNorm, gated feed-forward layers.
 
-The default architecture is SmolLM3's; settings give those of Llama, Qwen, Gemma, Mistral and OLMo. Documents are packed
+The default architecture is SmolLM3's; settings give those of Llama, Qwen, Gemma, Mistral,
+OLMo and DeepSeek. Documents are packed
 into sequences, and a token attends to its own document only.
 """
 
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs
-from opsd.trainer.experts import Experts, MixtureOfExperts, Routing
+from opsd.trainer.experts import Experts, MixtureOfExperts, Routing, local
 from opsd.trainer.feed_forward import FeedForward
-from opsd.trainer.loss import next_token_loss
+from opsd.trainer.latent_attention import LatentAttention
+from opsd.trainer.loss import LossTerms, linear_loss
 from opsd.trainer.model_settings import LayerKind, ModelSettings
 from opsd.trainer.rotary import rotate
 
@@ -29,8 +31,7 @@ class Attention(nn.Module):
         width, kv_width = settings.attention_width, settings.kv_heads * settings.head_channels
         self.head_dim = settings.head_channels
         self.rotary, self.windowed = not kind.startswith("nope"), kind.endswith("window")
-        self.scale = settings.attention_scale or self.head_dim**-0.5
-        self.softcap = settings.attention_softcap
+        self.scale, self.softcap = settings.score_scale, settings.attention_softcap
         self.query = nn.Linear(settings.width, width, bias=settings.qkv_bias)
         self.key = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
         self.value = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
@@ -68,7 +69,8 @@ class Block(nn.Module):
             return nn.RMSNorm(settings.width, settings.norm_eps) if settings.norms in where else None
 
         self.attention_norm = norm("before", "both")
-        self.attention = Attention(settings, settings.kinds[layer])
+        kind = LatentAttention if settings.kv_rank else Attention
+        self.attention = kind(settings, settings.kinds[layer])
         self.attention_post_norm = norm("after", "both")
         self.ffn_norm = norm("before", "both")
         dense = layer < settings.layers - settings.expert_layers
@@ -98,7 +100,7 @@ class Decoder(nn.Module):
         self.first, self.last = layers.start == 0, layers.stop == settings.layers
         self.context: Context = None
         self.routing = Routing(settings)
-        self.loss = next_token_loss
+        self.loss = linear_loss
         self.vocabulary: dist.ProcessGroup | None = None
         """The ranks over which the vocabulary of the logits is split; None if it is not split."""
         if self.first or (self.last and settings.tied):
@@ -148,10 +150,11 @@ class Decoder(nn.Module):
             x = block(x, inputs)
         if not self.last:
             return x
-        logits: torch.Tensor = self.head(self.norm(x))
-        if cap := self.settings.logit_softcap:
-            logits = cap * torch.tanh(logits / cap)
-        return logits if targets is None else self.loss(logits, targets, z_loss, self.vocabulary)
+        x, cap = self.norm(x), self.settings.logit_softcap
+        if targets is not None:
+            return self.loss(x, local(self.head.weight), targets, LossTerms(z_loss, cap, self.vocabulary))
+        logits: torch.Tensor = self.head(x)
+        return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def count_parameters(settings: ModelSettings) -> int:
@@ -173,7 +176,7 @@ def flops_per_token(parameters: int, settings: ModelSettings, sequence: int) -> 
     """Forward and backward FLOP per token, attention counted in full: 6 N + 12 layers width sequence (PaLM, app. B).
 
     N are the ``parameters`` that a token meets: of experts those that it is sent to. The width is that of all heads of
-    attention.
+    attention, the mean of queries and values.
     """
     active = parameters - settings.idle_parameters
-    return 6.0 * active + 12.0 * settings.layers * settings.attention_width * sequence
+    return 6.0 * active + 6.0 * settings.layers * (settings.attention_width + settings.value_width) * sequence

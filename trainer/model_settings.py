@@ -14,9 +14,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+_OF_LATENTS: Final = frozenset({"kv_rank", "query_rank", "rope_dim", "value_dim"})
 _OF_EXPERTS: Final = frozenset({
     "experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_normalised",
-    "router_scale", "router_bias",
+    "router_scale", "router_bias", "router_groups", "groups_per_token",
 })  # fmt: skip
 LayerKind = Literal["global", "window", "nope", "nope_window"]
 """Whether a layer of attention has rotary positions (not ``nope``), and sees its window or its whole document."""
@@ -35,6 +36,14 @@ class ModelSettings(Section):
     """Heads of keys and values; they divide ``heads`` (grouped-query attention)."""
     head_dim: NonNegativeInt = 0
     """Channels of a head of attention; 0 is ``width`` / ``heads``."""
+    kv_rank: NonNegativeInt = 0
+    """Channels of the latent that keys and values of all heads are computed from (MLA, DeepSeek-V2); 0 is no MLA."""
+    query_rank: NonNegativeInt = 0
+    """Channels of the latent that queries are computed from, with ``kv_rank``; 0 computes them from the input."""
+    rope_dim: NonNegativeInt = 0
+    """How many of the ``head_dim`` channels have rotary positions, with ``kv_rank``; all heads share their keys."""
+    value_dim: NonNegativeInt = 0
+    """Channels of a head's values, with ``kv_rank``; 0 is ``head_dim``, which is the most."""
     ffn: PositiveInt
     """Width of the feed-forward layers."""
     experts: NonNegativeInt = 0
@@ -53,6 +62,13 @@ class ModelSettings(Section):
     """Whether the weights of a token's experts are divided by their sum."""
     router_scale: float = Field(1.0, gt=0)
     """Factor of these weights."""
+    router_groups: PositiveInt = 1
+    """Groups of experts; a token is sent to experts of ``groups_per_token`` of them (DeepSeek).
+
+    A group counts as much as its best expert, or with the router ``sigmoid`` as its two best.
+    """
+    groups_per_token: PositiveInt = 1
+    """See ``router_groups``."""
     router_bias: bool = False
     """Whether experts are chosen by weight plus a bias, which ``optimizer.balance_rate`` moves (DeepSeek-V3)."""
     vocab: PositiveInt
@@ -115,6 +131,8 @@ class ModelSettings(Section):
     """Whether the bounds between these channels are rounded to whole channels."""
     yarn_attention: NonNegativeFloat = 0.0
     """Factor of rotated queries and keys; 0 is 0.1 ln(``yarn_factor``) + 1."""
+    yarn_scores: NonNegativeFloat = 0.0
+    """The scores of attention are multiplied by (0.1 ``yarn_scores`` ln(``yarn_factor``) + 1)^2 (DeepSeek-V2)."""
     llama3_factor: float = Field(1.0, ge=1)
     """Llama 3.1's scaling: by how much channels with few turns are slowed; 1 is none."""
     llama3_positions: NonNegativeInt = 0
@@ -135,6 +153,27 @@ class ModelSettings(Section):
     def attention_width(self) -> int:
         """Channels of all heads of the queries."""
         return self.heads * self.head_channels
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that have rotary positions."""
+        return self.rope_dim if self.kv_rank else self.head_channels
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a head's values."""
+        return self.value_dim or self.head_channels
+
+    @property
+    def value_width(self) -> int:
+        """Channels of the values of all heads of the queries."""
+        return self.heads * self.value_channels
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores of attention."""
+        scale = self.attention_scale or self.head_channels**-0.5
+        return scale * yarn_attention(self.yarn_factor, self.yarn_scores) ** 2
 
     @property
     def expert_layers(self) -> int:
@@ -169,6 +208,9 @@ class ModelSettings(Section):
         unused |= set() if self.qk_norm else {"qk_norm_over"}
         unused |= set() if self.expert_layers else _OF_EXPERTS
         unused |= {"ffn"} if self.expert_layers == self.layers else set()
+        unused |= set() if self.kv_rank else _OF_LATENTS
+        unused |= {"groups_per_token"} if self.router_groups == 1 else set()
+        form["value_dim"] = self.value_channels
         form["expert_ffn"] = self.expert_channels
         for part in ("yarn", "llama3"):
             unused |= {name for name in form if name.startswith(f"{part}_") and form[f"{part}_factor"] == 1}
@@ -183,8 +225,11 @@ class ModelSettings(Section):
         """What is inconsistent in the settings, in one sentence."""
         if not self.head_dim and self.width % self.heads:
             return f"model.width {self.width} does not split into {self.heads} heads; set model.head_dim"
-        if self.head_channels % 2:
-            return f"model.head_dim {self.head_channels} is not even, which rotary positions need"
+        if self.rotary_channels % 2:
+            name = "rope_dim" if self.kv_rank else "head_dim"
+            return f"model.{name} {self.rotary_channels} is not even, which rotary positions need"
+        if problem := self._latent_problem():
+            return problem
         if self.heads % self.kv_heads:
             return f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}"
         if self.attention == "varlen" and self.dtype == "float32":
@@ -193,11 +238,37 @@ class ModelSettings(Section):
             return "model.attention varlen has no model.attention_softcap; set it to auto"
         if self.expert_layers and not 0 < self.experts_per_token <= self.experts:
             return f"model.experts {self.experts} needs model.experts_per_token from 1 to {self.experts}"
+        if self.expert_layers and (problem := self._group_problem()):
+            return problem
         if self.expert_layers and self.ffn_bias:
             return "model.ffn_bias does not work with model.experts"
         if not self.window and (kind := next((kind for kind in self.pattern if "window" in kind), None)):
             return f"model.pattern has {kind!r}, which needs model.window"
         return self._rope_problem()
+
+    def _latent_problem(self) -> str | None:
+        if not self.kv_rank:
+            given = next((name for name in sorted(_OF_LATENTS) if getattr(self, name)), None)
+            return f"model.{given} needs model.kv_rank" if given else None
+        if not 0 < self.rope_dim < self.head_channels:
+            return f"model.kv_rank needs model.rope_dim above 0 and below model.head_dim {self.head_channels}"
+        if self.value_channels > self.head_channels:
+            return f"model.value_dim {self.value_dim} is more than model.head_dim {self.head_channels}"
+        if self.kv_heads != self.heads:
+            return f"model.kv_rank needs as many model.kv_heads as model.heads {self.heads}"
+        return "model.qk_norm does not work with model.kv_rank" if self.qk_norm else None
+
+    def _group_problem(self) -> str | None:
+        each, rest = divmod(self.experts, self.router_groups)
+        if rest:
+            return f"model.router_groups {self.router_groups} does not divide model.experts {self.experts}"
+        if self.groups_per_token > self.router_groups:
+            return f"model.groups_per_token {self.groups_per_token} is more than model.router_groups"
+        if self.groups_per_token * each < self.experts_per_token:
+            return f"model.groups_per_token {self.groups_per_token} has fewer experts than model.experts_per_token"
+        if self.router_groups > 1 and self.router == "sigmoid" and each < 2:
+            return "model.router sigmoid needs two experts in each of model.router_groups"
+        return None
 
     def _rope_problem(self) -> str | None:
         if self.yarn_factor > 1 and not self.yarn_positions:
@@ -214,6 +285,9 @@ class ModelSettings(Section):
         return None
 
 
-def yarn_attention(factor: float) -> float:
-    """YaRN's factor of queries and keys for sequences longer by ``factor`` (arXiv 2309.00071, eq. 22)."""
-    return 0.1 * math.log(factor) + 1.0
+def yarn_attention(factor: float, weight: float = 1.0) -> float:
+    """YaRN's factor of queries and keys for sequences longer by ``factor`` (arXiv 2309.00071, eq. 22).
+
+    ``weight`` is what DeepSeek calls mscale.
+    """
+    return 0.1 * weight * math.log(factor) + 1.0

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.experts import GroupedLinear, Networks
-from opsd.trainer.loss import next_token_loss
+from opsd.trainer.loss import linear_loss, part_loss
 from opsd.trainer.model import Block, Decoder
 from opsd.trainer.regions import initialise
 from opsd.trainer.settings import ParallelSettings
@@ -75,7 +75,7 @@ def build(config: Config, world: World) -> Decoder:
     for block in model.blocks.values():
         _wrap_forward(cast(Block, block), config.parallel)
     if config.parallel.compile:
-        model.loss = torch.compile(next_token_loss)
+        model.loss = partial(linear_loss, of_part=torch.compile(part_loss))
     _shard(model, config, world)
     model.to_empty(device=world.device)
     model.tie()
@@ -112,6 +112,9 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         "ffn.shared.down": RowwiseParallel(output_layouts=Shard(1)),
         "ffn_post_norm": SequenceParallel(use_local_output=True),
     }
+    if model.settings.kv_rank:
+        layer |= _latent_matrices()
+        del layer["attention"]
     modules = dict(model.named_modules())
     parallelize_module(model, mesh, {name: style for name, style in ends.items() if name in modules})
     for block in model.blocks.values():
@@ -120,6 +123,24 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     model.tie()
     if model.last:
         model.vocabulary = mesh.get_group()
+
+
+def _latent_matrices() -> dict[str, ParallelStyle]:
+    """Of latent attention: each rank computes the latents of its tokens, which are gathered, and expands its heads."""
+    expand = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("query", "query_up", "kv_up")}
+    own = {name: SequenceParallel() for name in ("query_down", "query_norm", "kv_down", "kv_norm")}
+    return {f"attention.{name}": style for name, style in (expand | own | {"shared_key": _GatherKey()}).items()}
+
+
+class _GatherKey(ParallelStyle):
+    """Gathers the tokens' keys that all heads share; each rank has the gradient of its own heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(_: nn.Module, inputs: tuple[DTensor]) -> torch.Tensor:
+            return inputs[0].redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+        module.register_forward_pre_hook(whole)
+        return module
 
 
 class _ReduceExperts(ParallelStyle):

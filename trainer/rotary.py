@@ -10,12 +10,12 @@ from opsd.trainer.model_settings import ModelSettings, yarn_attention
 
 
 def rotary_angles(at: torch.Tensor, settings: ModelSettings, *, window: bool = False) -> torch.Tensor:
-    """The cosines and sines [2, length, head_dim / 2] of RoPE for the positions ``at`` [length].
+    """The cosines and sines [2, length, channels / 2] of RoPE for the positions ``at`` [length].
 
     Positions count through the whole sequence: attention depends only on their differences, so they need not restart
     with each document. Layers with a ``window`` may have a base of their own.
     """
-    channels = settings.head_channels
+    channels = settings.rotary_channels
     exponents = -torch.arange(0, channels, 2, device=at.device, dtype=torch.float32) / channels
     scale = 1.0
     if window and settings.window_theta:
@@ -38,7 +38,7 @@ def _yarn(frequencies: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
     frequency, those that turn less often than the lower one are slowed down by the factor, and those between by a
     linear ramp over the channels.
     """
-    channels = settings.head_channels
+    channels = settings.rotary_channels
 
     def channel(turns: float) -> float:
         wavelength = settings.yarn_positions / (turns * 2 * math.pi)

@@ -166,8 +166,10 @@ class DataSettings(Section):
 
 
 class OptimizerSettings(Section):
-    """AdamW."""
+    """AdamW, or Muon with AdamW for embeddings, output projection, norms and biases."""
 
+    kind: Literal["adamw", "muon"] = "adamw"
+    """Muon orthogonalises the updates of the layers' matrices, scaled to the size of AdamW's (arXiv 2502.16982)."""
     lr: float = Field(gt=0)
     """Peak of the learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -176,8 +178,12 @@ class OptimizerSettings(Section):
     """Decay of the second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Of Muon, Nesterov's."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices other than embeddings."""
+    embedding_decay: NonNegativeFloat = 0.0
+    """The same of embeddings, also where the output projection shares them."""
     clip: float = Field(1.0, gt=0)
     """Bound of the global gradient norm."""
     z_loss: NonNegativeFloat = 0.0

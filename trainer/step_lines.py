@@ -36,7 +36,7 @@ class StepLines:
         color: bool | None = None,
     ) -> None:
         self._every, self._steps, self._memory, self._say = every, steps, memory, say
-        self._color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") if color is None else color
+        self._color = _takes_color() if color is None else color
         self._seen = self._tokens = 0
         self._seconds = 0.0
         self._all_seconds = 0.0
@@ -84,6 +84,11 @@ class StepLines:
 
     def _styled(self, style: str, text: str) -> str:
         return f"{style}{text}{_PLAIN}" if self._color and text else text
+
+
+def _takes_color() -> bool:
+    """Under the launcher stdout is no terminal; OPSD_COLOR says that one shows it."""
+    return (sys.stdout.isatty() or bool(os.environ.get("OPSD_COLOR"))) and not os.environ.get("NO_COLOR")
 
 
 def peak_memory(device: torch.device) -> str:

@@ -117,7 +117,7 @@ class Training:
         batches = Repeatable(self.loader)
         self._gradients = accumulator(self.model, batches, config, world, reporter, self._clock)
         self._replay = Replay(self.model, batches, self._gradients, config, world, reporter)
-        self._optimizer = Optimizer(self.model, config.optimizer)
+        self._optimizer = Optimizer(self.model, config.optimizer, world.peers)
         self.state = training_state(self.model, self._optimizer, world)
         self.mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
         shards = {name: source.index.digest for name, source in sources.items()}
@@ -164,9 +164,13 @@ class Training:
             self._update(rate, norm, routed)
         self._replay(self.step)
         # The line comes first: while storage answers, no start goes on from a step that has none.
+        figures = routing_figures(routed)
+        if figures:
+            experts = config.model.experts / config.model.experts_per_token
+            reporter.router(load=figures["router_load"], limit=experts, entropy=figures["router_entropy"])
         telemetry.write(
             step=self.step, tokens=self.sample * config.data.sequence, loss=loss, z_loss=z_loss,
-            **routing_figures(routed), grad_norm=norm, lr=rate,
+            **figures, grad_norm=norm, lr=rate,
             data_s=self.loader.take_wait(), checkpoint_s=saving.take_stall(),
         )  # fmt: skip
         if saving.save_if_due((busy, failed, due), self.step, self.sample, self.digest):

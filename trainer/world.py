@@ -40,6 +40,8 @@ class World:
     """All ranks once more, with expert parallelism: pp, replicate, dp, ep and tp, where dp x ep are dp of ``mesh``."""
     ends: dist.ProcessGroup | None = None
     """The first and the last rank of this rank's pipeline, if it is one of them."""
+    peers: dist.ProcessGroup | None = None
+    """The ranks of this rank's pipeline stage."""
     local_size: int = 1
     """Ranks on each node; the ranks of a node are neighbours."""
 
@@ -202,7 +204,11 @@ def join(run: RunSettings, parallel: ParallelSettings, environ: Mapping[str, str
         order = [name for name in ("pp", "replicate", "dp", "ep", "tp") if name in sizes]
         experts = init_device_mesh(device.type, tuple(sizes[name] for name in order), mesh_dim_names=tuple(order))
     ends = _join_ends(rank, size, parallel.pp) if parallel.pp > 1 else None
-    return World(rank, size, device, mesh, parallel, context, experts, ends, local_size)
+    peers = dist.group.WORLD
+    if parallel.pp > 1:
+        stages = torch.arange(size).view(parallel.pp, -1).tolist()
+        peers, _ = dist.new_subgroups_by_enumeration(stages)  # type: ignore[no-untyped-call]
+    return World(rank, size, device, mesh, parallel, context, experts, ends, peers, local_size)
 
 
 def _join_ends(rank: int, size: int, stages: int) -> dist.ProcessGroup | None:

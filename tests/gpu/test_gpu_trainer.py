@@ -19,16 +19,17 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 SETTINGS = ModelSettings(layers=1, width=256, heads=4, kv_heads=2, ffn=8, vocab=8)
 
 
+@pytest.mark.parametrize("values", [64, 48])
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("kernel", [pytest.param("varlen", marks=needs_gpu), pytest.param("flex", marks=needs_gpu)])
-def test_kernels_agree(kernel: str, window: int) -> None:
-    """Attention and its gradients are those of the masked kernel, up to bfloat16."""
+def test_kernels_agree(kernel: str, window: int, values: int) -> None:
+    """Attention and its gradients are those of the masked kernel, up to bfloat16, with smaller heads of values too."""
     device = torch.device("cuda")
     documents = torch.sort(torch.randint(0, 6, (2, 1024), device=device)).values.int()
     results = []
     for name in ("sdpa", kernel):
         torch.manual_seed(0)
-        shapes = [(2, heads, 1024, 64) for heads in (4, 2, 2)]
+        shapes = [(2, heads, 1024, channels) for heads, channels in ((4, 64), (2, 64), (2, values))]
         q, k, v = (torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
         view = attention_inputs(documents, SETTINGS.model_copy(update={"attention": name, "window": window}))
         y = attend(q, k, v, view.window_mask, None, 0.125)

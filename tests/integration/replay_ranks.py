@@ -78,8 +78,9 @@ def planted(model: nn.Module, fault: Fault, rank: int) -> Iterator[None]:
     if fault.module not in modules:  # in another stage
         yield
         return
-    module = modules[fault.module]
-    forward, passes = module.forward, 0
+    # The head is no call of its own: the loss multiplies by its weight.
+    module, name = (model, "loss") if fault.module == "head" else (modules[fault.module], "forward")
+    forward, passes = getattr(module, name), 0
 
     def hit() -> bool:
         return rank == fault.rank and passes >= fault.first and (passes - fault.first) % fault.every == 0
@@ -89,30 +90,32 @@ def planted(model: nn.Module, fault: Fault, rank: int) -> Iterator[None]:
         flip(wrong)
         return wrong
 
-    def corrupted(x: torch.Tensor) -> torch.Tensor:
+    def corrupted(x: torch.Tensor, *more: Any) -> torch.Tensor:
         nonlocal passes
         passes += 1
-        weight = module.weight
+        weight = more[0] if more else module.weight
         assert isinstance(weight, torch.Tensor)
         if hit() and fault.what == "weight":
             flip(weight)
-        result: torch.Tensor = forward(x)
+        if hit() and fault.what == "gradient" and more:
+            x.register_hook(flipped_gradient)  # type: ignore[no-untyped-call]
+        result: torch.Tensor = forward(x, *more)
         if hit() and fault.what == "weight":
             flip(weight)  # the copy is wrong only while it is read
         if hit() and fault.what == "activation":
             result = result.clone()
             flip(result)
-        if hit() and fault.what == "gradient":
+        if hit() and fault.what == "gradient" and not more:
             result.register_hook(flipped_gradient)  # type: ignore[no-untyped-call]
         if fault.what == "noise":
             result = result * (1 + 1e-3 * passes)
         return result
 
-    module.forward = corrupted  # type: ignore[method-assign]
+    setattr(module, name, corrupted)
     try:
         yield
     finally:
-        module.forward = forward  # type: ignore[method-assign]
+        setattr(module, name, forward)
 
 
 def rank_main(settings: Sequence[str], environment: Mapping[str, str], faults: Sequence[Fault]) -> None:

@@ -12,6 +12,8 @@ from test_trainer_faults import kill_and_resume
 from test_trainer_layouts import LAYOUTS, assert_same_curve, start, weights
 from trainer_world import Run
 
+from opsd.rank_page import read_page
+
 SPARSE: dict[str, object] = {
     "model__experts": 6, "model__experts_per_token": 2, "model__expert_ffn": 14, "model__shared_experts": 1,
     "model__dense_layers": 1, "model__layers": 4, "model__router": "sigmoid", "model__router_normalised": "true",
@@ -51,6 +53,9 @@ def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, shards: Path, alone: 
     for step, (layout, spread) in enumerate(layouts, start=1):
         run = start(tmp_path, shards, layout, **SPARSE, parallel__ep=spread, run__steps=step)
     assert_same_run(run, alone)
+    page = read_page(run.folder / "rank-0000.page")
+    last = run.metrics()[-1]
+    assert page.router == (last["router_load"], 6 / 2, last["router_entropy"], 0.0)
     moved = [value for name, value in weights(run, 5, SPARSE).items() if name.endswith("experts.bias")]
     assert len(moved) == 3
     assert all(value.abs().max() > 0 for value in moved)

@@ -62,12 +62,12 @@ def test_a_token_sees_the_near_past_of_its_document(documents: torch.Tensor, win
             assert mask[query, key] == (window_mask and documents[0, query] == documents[0, key])
 
 
-@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize(("softcap", "values"), [(0.0, 16), (1.5, 16), (0.0, 12)])
 @pytest.mark.parametrize("window", [0, 3])
-def test_flex_attention_is_attention(window: int, softcap: float) -> None:
+def test_flex_attention_is_attention(window: int, softcap: float, values: int) -> None:
     """The kernel for GPUs, run here without compiling, gives what the mask gives."""
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16]).int()
-    q, k, v = drawn(2, 4, 16, 16), drawn(2, 2, 16, 16), drawn(2, 2, 16, 16)
+    q, k, v = drawn(2, 4, 16, 16), drawn(2, 2, 16, 16), drawn(2, 2, 16, values)
     flex, sdpa = view_of(documents, "flex", window), view_of(documents, "sdpa", window)
     assert isinstance(flex.window_mask, BlockMask)
     with torch.no_grad():

@@ -38,6 +38,10 @@ MSCALE = {
     "rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
     "mscale_all_dim": 0.7,
 }  # fmt: skip
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 8, "moe_intermediate_size": 16, "rope_parameters": MSCALE,
+}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("Llama", {"num_key_value_heads": 4}),
     "Llama 3": ("Llama", {"rope_parameters": LLAMA3_ROPE, "rms_norm_eps": 1e-5}),
@@ -70,6 +74,23 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 12, "head_dim": 8, "attention_bias": True,
         },
     ),
+    "DeepSeek-V2-Lite": (
+        "DeepseekV2", LATENT | {"q_lora_rank": None, "num_experts_per_tok": 3, "first_k_dense_replace": 1},
+    ),
+    "DeepSeek-V2": (
+        "DeepseekV2", LATENT | {
+            "num_experts_per_tok": 2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+            "routed_scaling_factor": 16.0, "n_shared_experts": 2, "attention_bias": True, "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+        },
+    ),
+    "DeepSeek-V2, no experts": ("DeepseekV2", LATENT | {"first_k_dense_replace": 4, "v_head_dim": 12}),
+    "DeepSeek-V3": (
+        "DeepseekV3", LATENT | {"num_experts_per_tok": 3, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+    ),
+    "DeepSeek-V3, no groups": (
+        "DeepseekV3", LATENT | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    ),
     "Gemma 2": (
         "Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6, "attn_logit_softcapping": 2.0},
     ),
@@ -96,6 +117,9 @@ def theirs(name: str, folder: Path, seed: int = 0) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM")(config_class(**{**TINY, **changes}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     model.save_pretrained(folder)
     return transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
@@ -110,7 +134,7 @@ def ours(folder: Path) -> Decoder:
 def export(model: Decoder, folder: Path) -> None:
     tensors = [
         Stored(name, tuple(value.shape), [Chunk((0,) * value.dim(), tuple(value.shape), value.detach().clone)])
-        for name, value in model.named_parameters()
+        for name, value in model.saved()
     ]
     write(folder, tensors, torch.float32, *config_of(model.settings, 64))
 
@@ -141,9 +165,10 @@ def test_in_and_out_with_the_same_logits(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.kind)
 def test_defaults_are_those_of_transformers(architecture: Any) -> None:
     """A field that a file leaves out has the value that transformers gives it."""
-    config = transformers.AutoConfig.for_model(architecture.kind)
+    needed = {"num_experts_per_tok": 6} if architecture.kind == "deepseek_v2" else {}
+    config = transformers.AutoConfig.for_model(architecture.kind, **needed)
     full = settings_of(config.to_dict())
-    shape = {name: getattr(config, name) for name in SHAPE.values() if name not in architecture.defaults}
+    shape = {name: getattr(config, name) for name in SHAPE.values() if name not in architecture.defaults} | needed
     assert settings_of({"model_type": architecture.kind, **shape}).architecture == full.architecture
 
 

@@ -1,4 +1,4 @@
-"""The model: who sees whom, where positions are, what is shared, how large it is, and its loss."""
+"""The model: who sees whom, where positions are, what is shared, and how large it is."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opsd.trainer.attention import AttentionInputs, attention_inputs, visible
 from opsd.trainer.config import load
-from opsd.trainer.loss import next_token_loss
 from opsd.trainer.model import Attention, Decoder, count_parameters, flops_per_token, init_std
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.rotary import rotary_angles, rotate, rotation_factors
@@ -162,32 +160,3 @@ def test_residual_writers_begin_smaller() -> None:
     scaled = {name for name in names if init_std(name, SETTINGS) < SETTINGS.init_std}
     assert scaled == {name for name in names if name.endswith(("attention.output.weight", "ffn.down.weight"))}
     assert init_std("blocks.0.ffn.down.weight", SETTINGS) == pytest.approx(0.02 / math.sqrt(8))
-
-
-def test_loss_is_the_mean_over_tokens() -> None:
-    """The loss is the negative log-likelihood of the targets; equal logits cost log(vocab)."""
-    logits, targets = torch.randn(2, 3, 11), torch.randint(0, 11, (2, 3))
-    expected = -torch.log_softmax(logits, -1).gather(-1, targets[..., None]).mean()
-    torch.testing.assert_close(next_token_loss(logits, targets), torch.stack((expected, torch.tensor(0.0))))
-    equal, _ = next_token_loss(torch.zeros(1, 4, 11), targets[:1, :1].expand(1, 4))
-    assert equal.item() == pytest.approx(math.log(11))
-
-
-def test_z_loss_pulls_on_the_normaliser() -> None:
-    """z-loss adds its weight times log(Z)^2, and shifts of the logits, free otherwise, cost then."""
-    logits, targets = torch.randn(1, 5, 11), torch.randint(0, 11, (1, 5))
-    plain, _ = next_token_loss(logits, targets)
-    with_z, z = next_token_loss(logits, targets, 0.5)
-    assert with_z == plain, "the cross-entropy is reported without it"
-    torch.testing.assert_close(z, 0.5 * torch.logsumexp(logits, -1).square().mean())
-    shifted, shifted_z = next_token_loss(logits + 7, targets, 0.5)
-    torch.testing.assert_close(shifted, plain, rtol=1e-4, atol=1e-5)
-    assert shifted_z > z
-
-
-def test_loss_of_half_precision_logits_is_float32() -> None:
-    """Logits in bfloat16 are summed in float32."""
-    logits, targets = torch.randn(1, 5, 11).bfloat16(), torch.randint(0, 11, (1, 5))
-    loss, _ = next_token_loss(logits, targets)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, F.cross_entropy(logits[0].float(), targets[0]))

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from tokenizers import Tokenizer
 
+from opsd.progress import shown
 from opsd.trainer.data.build import BuildTask, begun, build, forget, limited
 from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError
 from opsd.trainer.data.texts import FIELD, SUFFIXES, find_files, read_texts
 from opsd.trainer.data.tokenize import TRAINING_BYTES, load_tokenizer, train_tokenizer
+from opsd.words import plural
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 3
 
@@ -57,13 +57,22 @@ def main(
     tokenizer = _tokenizer(tokenizer_file, files, field, vocab, out)
     cores = len(os.sched_getaffinity(0))
     workers = workers or cores
-    columns = (TextColumn("tokenising"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("", total=sum(path.stat().st_size for path in files))
+    total, done = sum(path.stat().st_size for path in files), 0
+    with shown("tokenising") as look:
+        look(0, total)
+
+        def advance(size: int) -> None:
+            nonlocal done
+            done += size
+            look(done, total)
+
         job = BuildTask(out, field, shard_tokens, max(1, cores // workers))
-        index = build(files, tokenizer, job, workers, lambda size: progress.advance(task, size))
+        index = build(files, tokenizer, job, workers, advance)
     tokens, documents = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
-    click.echo(f"{out}: {documents:,} documents, {tokens:,} tokens, {index.vocab:,} ids, {len(index.shards)} shards")
+    click.echo(
+        f"{out}: {plural(documents, 'document')}, {tokens:,} tokens, {index.vocab:,} ids, "
+        f"{plural(len(index.shards), 'shard')}"
+    )
 
 
 def _tokenizer(file: Path | None, files: list[Path], field: str, vocab: int, out: Path) -> Tokenizer:
@@ -79,7 +88,7 @@ if __name__ == "__main__":
     try:
         main(standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        click.echo(f"opsd: {error.format_message()}", err=True)
         sys.exit(USAGE)
     except click.Abort:
         click.echo("opsd: interrupted; run the same command again to go on", err=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf.experts import ExpertFields
+from opsd.trainer.hf import latent
+from opsd.trainer.hf.experts import ROUTER_BIAS, ExpertFields
 from opsd.trainer.model_settings import LayerKind
 
 Fields = Mapping[str, Any]
@@ -44,7 +45,8 @@ class Architecture:
 
     ``fixed`` are settings that it does not let the file decide. ``one_plus`` says that weights of norms are stored less
     1. ``kinds`` gives the kinds of the layers. ``flags`` are fields that are true or false, with the settings that
-    they set, and ``extra`` other fields that are read. ``experts`` is for those that have experts.
+    they set, ``extra`` other fields that are read, and ``only`` those that must have one value. ``experts`` is for
+    those that have experts, ``latent`` says that keys and values are computed from a latent.
     """
 
     kind: str
@@ -57,12 +59,15 @@ class Architecture:
     one_plus: bool = False
     activation: str = "hidden_act"
     experts: ExpertFields | None = None
+    latent: bool = False
+    only: Fields = field(default_factory=dict)
 
     @property
     def known(self) -> frozenset[str]:
         """The fields that are translated."""
         experts = self.experts.known if self.experts else frozenset[str]()
-        return experts | {*SHAPE.values(), *ROPE, *self.flags, *self.extra, self.activation}
+        latents = latent.KNOWN if self.latent else frozenset[str]()
+        return experts | latents | {*SHAPE.values(), *ROPE, *self.flags, *self.extra, self.activation}
 
     def weights(self, name: str, shape: Sequence[int]) -> list[str]:
         """The names there of our parameter ``name``, of which each expert has a part."""
@@ -76,7 +81,10 @@ class Architecture:
         layer, part, end = match.groups()
         if layer is None:
             return f"{_ENDS[part]}.{end}"
+        if self.experts and f"{part}.{end}" == ROUTER_BIAS:
+            return f"model.layers.{layer}.{self.experts.bias}"
         parts = _BLOCK | _NORMS[self.fixed.get("norms", "before")] | (self.experts.names() if self.experts else {})
+        parts |= latent.NAMES if self.latent else {}
         return f"model.layers.{layer}.{parts[part]}.{end}"
 
     def offset(self, name: str) -> float:
@@ -155,6 +163,18 @@ _MIXTRAL: Final = ExpertFields(
     {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     block="block_sparse_moe", matrices=("w1", "w3", "w2"),
 )  # fmt: skip
+_DEEPSEEK: Final = {
+    "experts": "n_routed_experts", "experts_per_token": "num_experts_per_tok", "expert_ffn": "moe_intermediate_size",
+    "shared_experts": "n_shared_experts", "dense_layers": "first_k_dense_replace",
+    "router_scale": "routed_scaling_factor", "router_groups": "n_group", "groups_per_token": "topk_group",
+}  # fmt: skip
+_DEEPSEEK_V2: Final = ExpertFields(_DEEPSEEK, grouping="topk_method")
+_DEEPSEEK_V3: Final = ExpertFields(
+    {**_DEEPSEEK, "router_normalised": "norm_topk_prob"}, "num_local_experts", bias="mlp.gate.e_score_correction_bias"
+)
+_LATENTS: Final[dict[str, Any]] = _LLAMA_LIKE | {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+}  # fmt: skip
 _BIASED: Final = {"attention_bias": ("qkv_bias", "output_bias")}
 _GEMMA_ONLY: Final = frozenset({
     "hidden_act", "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping",
@@ -206,6 +226,25 @@ ARCHITECTURES: Final = (
             "num_experts_per_tok": 8, "norm_topk_prob": False, "moe_intermediate_size": 768,
         },
         {"qk_norm": True}, _all_global_or_window, _WINDOW | {"use_sliding_window"}, _BIASED, experts=_QWEN3_MOE,
+    ),
+    Architecture(
+        "deepseek_v2", "DeepseekV2",
+        _LATENTS | {
+            "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0,
+            "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": None, "topk_group": None,
+        },
+        {}, _all_global, flags=_BIASED, experts=_DEEPSEEK_V2, latent=True,
+        only={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "mlp_bias": False},
+    ),
+    Architecture(
+        "deepseek_v3", "DeepseekV3",
+        _LATENTS | {
+            "n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+        {"router": "sigmoid", "router_bias": True}, _all_global, flags=_BIASED, experts=_DEEPSEEK_V3, latent=True,
+        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
     ),
     Architecture(
         "gemma2", "Gemma2",

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE, Architecture, Fields, architecture_of
+from opsd.trainer.hf.latent import config_of_latents, settings_of_latents
 from opsd.trainer.hf.rope import config_of_rope, settings_of_rope
 from opsd.trainer.model_settings import LayerKind, ModelSettings
 
@@ -26,7 +27,7 @@ _NO_CHANGE: Final = frozenset({
     "chunk_size_feed_forward", "tokenizer_class", "prefix", "finetuning_task", "task_specific_params",
     "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "cache_implementation",
     "use_return_dict", "sep_token_id", "cls_token_id", "decoder_start_token_id", "is_llama_config",
-    "max_window_layers", "transformers.js_config",
+    "max_window_layers", "transformers.js_config", "auto_map", "num_nextn_predict_layers", "num_mtp_layers",
     "no_rope_layer_interval", "_sliding_window_pattern", "sliding_window_pattern", "unsloth_version", "unsloth_fixed",
 })  # fmt: skip
 """Of the library, of files, of generation, or defaults of other fields that are translated."""
@@ -57,8 +58,9 @@ def settings_of(config: Fields) -> ModelSettings:
             **shape, **flags, **architecture.fixed, **_pattern(kinds[: shape["layers"]]),
             **(architecture.experts.settings(fields) if architecture.experts else {}),
             **_scores(architecture, fields), **settings_of_rope(architecture, fields),
-            "kv_heads": shape["kv_heads"] or shape["heads"],
-            "head_dim": fields.get("head_dim") or 0, "activation": _activation(architecture, fields),
+            "kv_heads": shape["kv_heads"] or shape["heads"], "head_dim": fields.get("head_dim") or 0,
+            **(settings_of_latents(fields) if architecture.latent else {}),
+            "activation": _activation(architecture, fields),
             "window": fields["sliding_window"] if any("window" in kind for kind in kinds) else 0,
         })  # fmt: skip
     except ValidationError as error:
@@ -71,7 +73,8 @@ def settings_of(config: Fields) -> ModelSettings:
 def _demand_known(architecture: Architecture, name: str, value: object) -> None:
     if name in architecture.known or name in _NO_CHANGE:
         return
-    if value is None or value in ([], {}) or (name in _ONE_VALUE and value == _ONE_VALUE[name]):
+    only = {**_ONE_VALUE, **architecture.only}
+    if value is None or value in ([], {}) or (name in only and value == only[name]):
         return
     raise ConfigError(
         f"config.json has {name} = {value!r}, which this trainer does not compute for {architecture.kind}; if it "
@@ -118,7 +121,9 @@ def config_of(model: ModelSettings, sequence: int) -> tuple[Architecture, dict[s
     It is the first whose file is read back as the same. Raises ConfigError if there is none.
     """
     for architecture in ARCHITECTURES:
-        if bool(model.expert_layers) != bool(architecture.experts):
+        if bool(model.kv_rank) != architecture.latent:
+            continue
+        if bool(model.expert_layers) != bool(architecture.experts) and not architecture.latent:
             continue
         config = _config(architecture, model, sequence)
         if settings_of(config).architecture == model.architecture:
@@ -139,6 +144,9 @@ def _config(architecture: Architecture, model: ModelSettings, sequence: int) -> 
         **{theirs: getattr(model, names[0]) for theirs, names in architecture.flags.items()},
     }  # fmt: skip
     config |= config_of_rope(architecture, model) | (architecture.experts.config(model) if architecture.experts else {})
+    if architecture.latent:
+        config |= {**config_of_latents(model), **architecture.only}
+        del config["head_dim"]
     if "sliding_window" in architecture.extra:
         windowed = ["window" in kind for kind in model.kinds]
         config |= {

@@ -9,8 +9,11 @@ from typing import Any, Final
 from opsd.trainer.config import ConfigError
 from opsd.trainer.model_settings import ModelSettings
 
-TRAINING: Final = frozenset({"output_router_logits", "router_aux_loss_coef"})
+TRAINING: Final = frozenset({"output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size"})
 """Fields that change nothing in what a model computes."""
+
+_METHODS: Final = ("greedy", "group_limited_greedy")
+ROUTER_BIAS: Final = "ffn.experts.bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,23 +21,28 @@ class ExpertFields:
     """How an architecture says what experts it has.
 
     ``fields`` are theirs by our setting. ``count`` is another name of the number of experts, used by later releases.
-    ``dense`` is the field with the numbers of the layers without experts.
-    ``block`` and ``matrices`` name the weights; the router is ``gate`` in the block.
+    ``dense`` is the field with the numbers of the layers without experts, ``grouping`` the one that says whether groups
+    of experts are chosen. ``block`` and ``matrices`` name the weights; the router is ``gate`` in the block. ``bias`` is
+    the name of its bias in the layer.
     """
 
     fields: Mapping[str, str]
     count: str = ""
     dense: str = ""
+    grouping: str = ""
+    bias: str = ""
     block: str = "mlp"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     @property
     def known(self) -> frozenset[str]:
         """The fields that are translated or change nothing."""
-        return TRAINING | {*self.fields.values(), self.count, self.dense} - {""}
+        return TRAINING | {*self.fields.values(), self.count, self.dense, self.grouping} - {""}
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The settings for ``config``. Raises ConfigError for what this trainer does not compute."""
+        if (config.get(self.fields.get("dense_layers", "")) or 0) >= config["num_hidden_layers"]:
+            return {}
         try:
             found = {ours: config[theirs] for ours, theirs in self.fields.items()}
         except KeyError as error:
@@ -46,16 +54,27 @@ class ExpertFields:
             if sorted(layers) != list(range(len(layers))):
                 raise ConfigError(f"config.json has {self.dense} = {layers}; only first layers can be without experts")
             found["dense_layers"] = len(layers)
+        if self.grouping and not self._grouped(config[self.grouping]):
+            found |= {"router_groups": 1, "groups_per_token": 1}
         return found
+
+    def _grouped(self, method: object) -> bool:
+        if method not in _METHODS:
+            raise ConfigError(f"config.json has {self.grouping} {method!r}; {' and '.join(_METHODS)} can be used")
+        return method == _METHODS[1]
 
     def config(self, model: ModelSettings) -> dict[str, Any]:
         """The fields for ``model``."""
+        if not model.expert_layers:
+            return {self.fields["dense_layers"]: model.layers}
         values = model.model_dump() | {"expert_ffn": model.expert_channels}
         config = {theirs: values[ours] for ours, theirs in self.fields.items()}
         if "expert_ffn" not in self.fields:
             config["intermediate_size"] = model.expert_channels
         if self.dense:
             config[self.dense] = list(range(model.dense_layers))
+        if self.grouping:
+            config[self.grouping] = _METHODS[model.router_groups > 1]
         return config
 
     def names(self) -> dict[str, str]:

@@ -25,6 +25,8 @@ def settings_of_rope(architecture: Architecture, fields: Fields) -> dict[str, An
     rope = {**(by_layer.get("full_attention", {}) if by_layer else given), **(fields.get("rope_scaling") or {})}
     theta = float(rope.pop("rope_theta", None) or fields["rope_theta"])
     found: dict[str, Any] = {"rope_theta": theta, **_scaling(rope, fields)}
+    if architecture.latent and "yarn_factor" in found:
+        found["yarn_scores"] = float(rope.get("mscale_all_dim") or 0)
     if "rope_local_base_freq" in architecture.defaults:
         local = {"rope_theta": fields["rope_local_base_freq"], **by_layer.get("sliding_attention", {})}
         found["window_theta"] = float(local.pop("rope_theta"))
@@ -84,12 +86,21 @@ _SCALINGS: Final[Mapping[str, Callable[[Fields, Fields], dict[str, Any]]]] = {
 def config_of_rope(architecture: Architecture, model: ModelSettings) -> dict[str, Any]:
     """The fields of ``config.json`` for the rotary positions of ``model``."""
     scaling = _scaling_of(model)
+    if architecture.latent and model.yarn_factor > 1:
+        scaling |= {"mscale": _mscale(model), "mscale_all_dim": model.yarn_scores}
     rope = {"rope_theta": model.rope_theta, **scaling}
     if "rope_local_base_freq" in architecture.defaults:
         local = {"rope_type": "default", "rope_theta": model.window_theta or model.rope_theta}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
     legacy = None if scaling["rope_type"] == "default" else scaling
     return {"rope_parameters": rope, "rope_theta": model.rope_theta, "rope_scaling": legacy}
+
+
+def _mscale(model: ModelSettings) -> float:
+    """The factor of queries and keys as DeepSeek writes it, which other programs than transformers read."""
+    factor = model.yarn_attention or yarn_attention(model.yarn_factor)
+    scale = factor * yarn_attention(model.yarn_factor, model.yarn_scores)
+    return round((scale - 1) / (0.1 * math.log(model.yarn_factor)), 9)
 
 
 def _scaling_of(model: ModelSettings) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from opsd.checkpoints.manifest import verify
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.architectures import Architecture, Fields, architecture_of
 from opsd.trainer.hf.config import settings_of
+from opsd.trainer.hf.experts import ROUTER_BIAS
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.regions import Region, region_of
@@ -81,7 +82,7 @@ def _load(model: Decoder, folder: Path, architecture: Architecture, *, part: boo
     places = _places(folder)
     with torch.device("meta"):
         whole = Decoder(model.settings)
-    names = {name: architecture.weights(name, value.shape) for name, value in whole.named_parameters()}
+    names = {name: architecture.weights(name, value.shape) for name, value in whole.saved()}
     wanted = {stored for each in names.values() for stored in each}
     optional = {architecture.weight("head.weight")} if model.settings.tied else set()
     missing = sorted(wanted - places.keys())
@@ -89,7 +90,7 @@ def _load(model: Decoder, folder: Path, architecture: Architecture, *, part: boo
     if missing or (unknown and not part):
         what = f"has no tensor {missing[0]}" if missing else f"has the tensor {unknown[0]}, which the model has not"
         raise ConfigError(f"{folder} {what} ({len(missing)} missing, {len(unknown)} unknown)")
-    for name, parameter in model.named_parameters():
+    for name, parameter in model.saved():
         region = region_of(parameter)
         for stored, wanted_part in _parts(names[name], region).items():
             _fill(wanted_part, places[stored], stored)
@@ -166,7 +167,8 @@ def _groups(
         values = stored.read() - architecture.offset(stored.name)
         names = architecture.weights(stored.name, values.shape)
         parts = values.unbind() if values.dim() > 2 else [values]
-        group |= {name: part.to(dtype).clone() for name, part in zip(names, parts, strict=True)}
+        kind = torch.float32 if stored.name.endswith(ROUTER_BIAS) else dtype
+        group |= {name: part.to(kind).clone() for name, part in zip(names, parts, strict=True)}
         if sum(tensor.nbytes for tensor in group.values()) > FILE_BYTES:
             yield group
             group = {}
