@@ -44,6 +44,15 @@ class SimulatedGpu:
         self._raw.utilization = percent
 
     @property
+    def memory_utilization(self) -> float:
+        """Percent of time in which the memory is read or written; ``load`` sets it, too."""
+        return float(self._raw.memory_utilization)
+
+    @memory_utilization.setter
+    def memory_utilization(self, percent: float) -> None:
+        self._raw.memory_utilization = percent
+
+    @property
     def power_watts(self) -> float:
         """Board power. Set: the demand of the load; get: the demand as reduced by power limit and throttling."""
         return float(self._raw.power_w)

@@ -31,10 +31,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[int, Path]]]:
     """Starts a process that sleeps in ``deep_inside``; its pid and its output."""
     processes = []
 
-    def starter(*args: str) -> tuple[int, Path]:
+    def starter(*args: str, file: Path | None = None) -> tuple[int, Path]:
         log = tmp_path / f"{len(processes)}.log"
         with log.open("wb") as output:
-            command = [sys.executable, "-c", PROGRAM, *args]
+            command = [sys.executable, *(["-c", PROGRAM] if file is None else [str(file)]), *args]
             processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
         deadline = time.monotonic() + 30
         while "ready" not in log.read_text():
@@ -98,6 +98,40 @@ def test_capture_can_be_dropped(start: Callable[..., tuple[int, Path]]) -> None:
     capture.close()
     assert not Path(f"/proc/{py_spy}").exists()
     assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
+WORKS = """
+import threading, time
+def reward(): return sum(each for each in range(3000))
+def work():
+    while True: reward()
+def begin():
+    print("ready", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "moved"),
+    [
+        ("begin(); work()", True),
+        ("thread = threading.Thread(target=work, daemon=True); thread.start(); begin(); thread.join()", True),
+        ("threading.Thread(target=work, daemon=True).start(); begin(); time.sleep(1000)", False),
+        ("begin(); import re; re.match('(a+)+$', 'a' * 60 + 'b')", False),
+        ("begin(); threading.Event().wait()", False),
+    ],
+)
+def test_work_is_told_from_waiting(
+    start: Callable[..., tuple[int, Path]], tmp_path: Path, code: str, *, moved: bool
+) -> None:
+    """By stacks that change: of the main thread, or of one that it waits for."""
+    file = tmp_path / "works.py"
+    file.write_text(WORKS + code)
+    pid, log = start(file=file)
+    loop = Loop()
+    capture = StackCapture((Target(0, pid, stopped=False, fallback=log),), loop, find_py_spy())
+    finish(capture, loop)
+    assert not capture.awaited(0.0)
+    assert (0 in capture.moved) == moved
 
 
 def test_without_py_spy_the_rank_writes_its_own_stack(start: Callable[..., tuple[int, Path]]) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from opsd import exitcodes
 from tests.fakes.launched import TRAIN, Launched, alive
+from tests.fakes.webhook import Webhook
 
 TWO = "--nproc-per-node=2"
 
@@ -136,3 +137,20 @@ def test_ranks_whose_launcher_was_killed_before_they_ran_never_do(tmp_path: Path
         launched.process.kill()
         time.sleep(3)
     assert not (tmp_path / "ran").exists()
+
+
+def test_people_are_notified_and_a_dead_receiver_is_one_line(tmp_path: Path) -> None:
+    """Start, restart and end, with cause and report; the URL is in no file, no message and no rank's environment."""
+    source = TRAIN + "assert 'OPSD_NOTIFY' not in os.environ\ntrain(20, at=5, do=lambda: restarts or os._exit(3))"
+    with Webhook() as webhook:
+        where = f"{webhook.url} http://127.0.0.1:9/s3cret"
+        with Launched(tmp_path, source, env={"OPSD_NOTIFY": where}) as launched:
+            assert launched.wait() == exitcodes.OK
+        webhook.shutdown()
+        told = [(post["event"], str(post["text"])) for post in webhook.posts]
+    assert [event for event, _ in told] == ["started", "restarted", "finished"]
+    assert "failed after step 5 with exit code 3; it goes on with step" in told[1][1]
+    assert told[2][1].endswith(f"report: {launched.run / 'report.html'}")
+    assert (tmp_path / "err").read_text().count("not notified: 127.0.0.1") == 1
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "prog.py"]
+    assert not [path for path in written if b"s3cret" in path.read_bytes()]

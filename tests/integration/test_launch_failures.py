@@ -144,6 +144,26 @@ def test_first_cause_is_blamed_not_the_victim(tmp_path: Path) -> None:
         assert blamed == {0: True, 1: False}
 
 
+def test_a_rank_that_ends_early_is_blamed(tmp_path: Path) -> None:
+    """Its exit code is 0, but the others still needed it: they only say that they have lost a connection."""
+    source = TRAIN + textwrap.dedent("""
+        def die():
+            if generation > 1:
+                return
+            if rank == 1:
+                os._exit(0)
+            time.sleep(0.3)
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35497")
+        train(20, at=10, do=die)
+    """)
+    with Launched(tmp_path, source, TWO, "--no-standby") as launched:
+        assert launched.wait() == exitcodes.OK
+        exited = {event["rank"]: event for event in launched.events("rank_exited")}
+        assert [exited[rank]["culprit"] for rank in (0, 1)] == [False, True]
+        assert (exited[1]["exit"], exited[1]["step"]) == ("exit code 0", 10)
+        assert "it ended while other ranks still communicated with it" in launched.err
+
+
 def test_failure_is_noticed_before_the_interpreter_ends(tmp_path: Path) -> None:
     """An exception restarts the ranks at once, however long the failed interpreter would take to end."""
     source = TRAIN + textwrap.dedent(

@@ -34,14 +34,17 @@ class Stalled:
     """Ranks that do not move any more, watched on a loop."""
 
     def __init__(self, folder: Path, cleanup: ExitStack) -> None:
+        self.examined = False
         self._asked = folder / "asked"
         self._asked.touch()
-        py_spy = folder / "py-spy"
-        py_spy.write_text(f"#!/bin/sh\necho \"$@\" >> {self._asked}\necho '{json.dumps(STACK)}'\n")
-        py_spy.chmod(0o755)
+        self._py_spy = folder / "py-spy"
+        self.stack(json.dumps(STACK))
         folders = RunFolders.create("r", folder=folder / "run", logs=None, shared=folder / "shm")
         self._loop = Loop()
-        self.watch = HangWatch(HangLimits(startup_s=2.0), folders, self._loop, str(py_spy))
+        self.gpu_probe = folder / "gpu_probe"
+        self.says("[]")
+        limits = HangLimits(startup_s=2.0)
+        self.watch = HangWatch(limits, folders, self._loop, str(self._py_spy), gpu_probe=[str(self.gpu_probe)])
         self.generation = Generation(1, [self._rank(number, folder, cleanup) for number in range(2)])
         self.ranks = [FakeRank(rank.rank, since=time.monotonic()) for rank in self.generation.ranks]
         cleanup.callback(self.watch.reset)
@@ -57,6 +60,16 @@ class Stalled:
         cleanup.callback(theirs.close)
         files = (folder / "log", folder / "error", folder / "page")
         return Rank(number, number, child, ours, RankOutput(number), *files, warm=False)
+
+    def stack(self, text: str) -> None:
+        """What py-spy prints from now on."""
+        self._py_spy.write_text(f"#!/bin/sh\necho \"$@\" >> {self._asked}\necho '{text}'\n")
+        self._py_spy.chmod(0o755)
+
+    def says(self, uses: str, after_s: int = 0) -> None:
+        """What the probe of GPUs prints; ``$1`` and ``$2`` are the processes of the ranks."""
+        self.gpu_probe.write_text(f"#!/bin/sh\nsleep {after_s}\ncat <<END\n{uses}\nEND\n")
+        self.gpu_probe.chmod(0o755)
 
     @property
     def dumps(self) -> int:
@@ -82,6 +95,7 @@ class Stalled:
 
         def poll() -> None:
             hang = self.watch.look(self.generation, self._pages())
+            self.examined = self.examined or self.watch.examining
             seen.extend([] if hang is None else [hang])
             assert time.monotonic() < deadline, seen
             self._loop.later(0.05, self._loop.stop if enough(seen) else poll)
@@ -108,6 +122,19 @@ def test_stacks_are_taken_once_while_a_hang_lasts(stalled: Stalled) -> None:
     assert Path(file).read_text().count("all_reduce") == len(stalled.ranks)
     assert stalled.watch.write_stacks(stalled.generation) == file
     assert not stalled.watch.suspicious
+
+
+def test_a_hang_waits_for_what_the_gpus_do(stalled: Stalled) -> None:
+    """All stacks look alike; no kernel runs on the GPU of rank 1, and that of rank 0 waits for it."""
+    stalled.stack("[]")
+    known = [("$1", "spins", 100), ("$2", "idle", 0)]
+    uses = [{"pid": pid, "gpus": [1], "state": state, "kernels": kernels, "work": 0} for pid, state, kernels in known]
+    stalled.says(json.dumps(uses), after_s=2)
+    (hang,) = stalled.look(lambda seen: len(seen) == 1)
+    assert stalled.examined
+    assert not stalled.watch.examining
+    assert hang.rank == 1
+    assert "GPU 1 runs no kernel" in hang.evidence
 
 
 def test_stacks_of_ranks_that_moved_are_taken_again(stalled: Stalled) -> None:

@@ -47,6 +47,22 @@ def test_victims_are_not_the_cause() -> None:
     assert first_cause([victim, KILLED]) is KILLED
 
 
+@pytest.mark.parametrize(
+    ("message", "peer"),
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:35497", True),
+        ("NCCL error: remote process exited or there was a network error", True),
+        ("Connection reset by peer while reading https://metrics.example.org", False),
+        ("bad shape", False),
+    ],
+)
+def test_a_lost_rank_is_told_from_a_lost_server(message: str, *, peer: bool) -> None:
+    """Only a collective that broke off says that another rank has ended."""
+    error = RankError("RuntimeError", message, "train.py:9 in step")
+    failure = Failure(0, "exit code 1", classify("exit code 1", error, ""), 9.0, error=error)
+    assert failure.lost_a_peer == peer
+
+
 def test_first_of_several_causes() -> None:
     """Among true causes the earliest counts."""
     assert first_cause([KILLED, replace(BUG, t=9.9)]).rank == 0

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
+from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump, shortened
 from opsd.collectors.lib.nccl.stuck import judge
 
 WORLD = frozenset(range(4))
@@ -215,3 +215,33 @@ def test_dumps_of_the_installed_torch_are_read(tmp_path: Path) -> None:
     verdict = judge({rank: parse_dump((tmp_path / f"rank-{rank}.json").read_bytes()) for rank in range(2)})
     assert verdict is not None
     assert (verdict.sequence, verdict.operation, verdict.missing) == (4, "gloo:all_reduce", (1,))
+
+
+NAMES = ("nccl:all_reduce", "nccl:coalesced", "nccl:send 0->1", "nccl:recv 0<-1", "gloo:barrier")
+ENTRIES = st.lists(
+    st.builds(
+        lambda sequence, state, group, name, p2p, retired, record: entry(
+            sequence, state, group, profiling_name=name, is_p2p=p2p, p2p_seq_id=sequence, retired=retired,
+            record_id=record, time_created_ns=1_000 + record,
+        ),
+        st.integers(0, 5), st.sampled_from(("completed", "started", "scheduled")), st.sampled_from((DP, TP)),
+        st.sampled_from(NAMES), st.booleans(), st.booleans(), st.integers(0, 40),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+@given(ENTRIES)
+def test_a_short_dump_says_the_same(entries: list[dict[str, object]]) -> None:
+    """Batches with and without their frames, calls that have ended and those that have not, several groups."""
+    whole = json.dumps({"version": "2.10", "entries": entries, "pg_config": {}, "more": 1}).encode()
+    assert parse_dump(shortened(whole)) == parse_dump(whole)
+
+
+def test_a_full_ring_is_short_if_little_is_under_way() -> None:
+    """Of two thousand calls the oldest and the last."""
+    ring = [entry(number, "completed" if number < 1999 else "started", record_id=number) for number in range(2000)]
+    short = json.loads(shortened(json.dumps({"entries": ring, "pg_config": {}}).encode()))
+    assert [one["collective_seq_id"] for one in short["entries"]] == [0, 1999]
+    with pytest.raises(DumpError):
+        shortened(b"{}")

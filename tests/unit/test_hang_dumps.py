@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from opsd.launch.hangs.dumps import Dumps, ask_server
-from opsd.launch.hangs.recorder import dump_path, judge_folder
+from opsd.launch.hangs.recorder import dump_path, judge_folder, short_path
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.dumps import fit_environment, socket_of
 from opsd.rundir import RunFolders
@@ -137,8 +137,23 @@ def test_a_folder_has_one_dump_of_a_rank(folders: RunFolders, ranks: Ranks, coll
     recorder = dump_path(folders.folder, 0).parent
     (recorder / "rank_0").write_bytes(b"torch's")
     collect(ranks.rank(0, channel=content(4)))
-    assert sorted(path.name for path in recorder.iterdir()) == ["rank-0000.json", "torch"]
+    assert sorted(path.name for path in recorder.iterdir()) == ["rank-0000.json", "short", "torch"]
     assert (recorder / "torch" / "rank_0").read_bytes() == b"torch's"
+
+
+def test_the_judge_reads_the_short_dump(folders: RunFolders, ranks: Ranks, collect: Callable[..., list[bool]]) -> None:
+    """A launcher of an earlier release writes none; there is an end to reading."""
+    collect(*(ranks.rank(number, channel=content(3 + bool(number))) for number in range(3)))
+    verdict = judge_folder(folders.folder, 3, 3)
+    assert verdict is not None
+    assert verdict.culprits == (0,)
+    for rank in range(3):
+        short_path(folders.folder, rank).rename(folders.folder / f"whole-{rank}")
+    assert judge_folder(folders.folder, 3, 3) == verdict
+    assert judge_folder(folders.folder, 3, 3, wait_s=-60.0) is None
+    for rank in range(3):
+        (folders.folder / f"whole-{rank}").rename(dump_path(folders.folder, rank))
+    assert judge_folder(folders.folder, 3, 3) == verdict
 
 
 def test_a_rank_that_has_recorded_nothing_is_not_waited_for(

@@ -53,6 +53,7 @@ class World:
             for number in range(ranks)
         ]  # fmt: skip
         self.frames: dict[int, tuple[tuple[str, str], ...]] = {}
+        self.moved: set[int] = set()
 
     def enter(self, rank: int, phase: str, frames: tuple[tuple[str, str], ...], *, idle: bool = False) -> None:
         """A rank begins something; ``phase`` is on its page if the program reports phases."""
@@ -67,7 +68,7 @@ class World:
             self.now += POLL_S
             stall = self.judge.check([rank.observed(self.now) for rank in self.ranks], self.now)
             if stall is not None and stall.due:
-                stacks = {rank: _stack(frames) for rank, frames in self.frames.items()}
+                stacks = {rank: _stack(frames, moved=rank in self.moved) for rank, frames in self.frames.items()}
                 hang = self.judge.verdict(stall, stacks)
                 if hang is not None:
                     return hang
@@ -90,8 +91,8 @@ class World:
                 self.enter(other.rank, "collective", IN_COLLECTIVE, idle=True)
 
 
-def _stack(frames: tuple[tuple[str, str], ...]) -> Stack:
-    return Stack((Thread("MainThread", True, False, tuple(Frame(name, file, 1) for name, file in frames)),))
+def _stack(frames: tuple[tuple[str, str], ...], *, moved: bool = False) -> Stack:
+    return Stack((Thread("MainThread", True, False, tuple(Frame(name, file, 1) for name, file in frames)),), moved)
 
 
 Act = Callable[[World], float]
@@ -129,6 +130,12 @@ def _slow_disk(world: World) -> float:
     return seconds
 
 
+def _rewards(world: World) -> float:
+    """Nothing in the stack is known, but it changes."""
+    world.moved = {0}
+    return _one("other", 600.0, ("reward", "mine.py"))(world)
+
+
 def _sleep(world: World) -> float:
     """One fetches data in an unknown way, the others sleep in a loop until its file is there."""
     for rank in world.ranks:
@@ -148,6 +155,7 @@ SLOW: dict[str, Act] = {
     "garbage collection": _one("backward", 20.0, ("gc_collect_main", "python3.11")),
     "download by one": _one("data", 60.0, ("recv", "socket.py"), ("urlopen", "lib/urllib/request.py")),
     "sleep on purpose": _sleep,
+    "rewards computed by one": _rewards,
     "environments in child processes": _all(
         "other", 120.0, ("read", "libc.so.6"), ("Queue.get", "lib/multiprocessing/queues.py")
     ),
@@ -228,6 +236,34 @@ def test_what_hangs_is_named(hung: str, reporting: str) -> None:
     if (hung, reporting) == ("endless loop", "nothing"):
         assert found is None
         return
+    assert found is not None
+    assert found.rank == 2
+
+
+@pytest.mark.parametrize("reporting", ["observed", "adapter"])
+def test_waiting_ranks_that_move_excuse_nobody(reporting: str) -> None:
+    """A barrier of Python that polls a store moves, and waits all the same."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    for rank in world.ranks:
+        world.enter(rank.rank, "backward", IN_COLLECTIVE)
+    _locked(world)
+    world.moved = {0, 1, 3}
+    found = world.pass_time(PATIENCE.get(reporting, LIMITS.data_s) + 20.0)
+    assert found is not None
+    assert found.rank == 2
+
+
+@pytest.mark.parametrize("reporting", ["observed", "adapter"])
+def test_work_without_an_end_is_named(reporting: str) -> None:
+    """A loop that never ends looks like work, for a quarter of an hour."""
+    world = World(REPORTERS[reporting])
+    world.train()
+    world.wait_for(2)
+    _spins(world)
+    world.moved = {2}
+    assert world.pass_time(LIMITS.recognised_s - 10.0) is None
+    found = world.pass_time(30.0)
     assert found is not None
     assert found.rank == 2
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from opsd.launch.run.announcer import Announcer, agent_page, opening_block
 from opsd.launch.run.closing import resume_command
+from opsd.launch.run.notices import Notices
 
 
 class Log:
@@ -27,7 +28,9 @@ class Log:
 
 def announcer(said: list[str], *, opening: bool = True) -> tuple[Announcer, Log]:
     log = Log()
-    return Announcer(log, (lambda event: "opening") if opening else None, lambda text, tone: said.append(text)), log
+    notices = Notices("tiny", "", lambda text, fields: said.append(f"notice: {text}"), lambda: 0.0)
+    opener = (lambda event: "opening") if opening else None
+    return Announcer(log, opener, notices, lambda text, tone: said.append(text)), log
 
 
 def test_opening_is_said_once_and_not_by_a_later_leader() -> None:
@@ -38,7 +41,7 @@ def test_opening_is_said_once_and_not_by_a_later_leader() -> None:
         first.emit("generation_started", nodes=["a", "b"], world_size=4)
     later, log = announcer(said, opening=False)
     later.emit("generation_started", nodes=["a", "b"], world_size=4)
-    assert said == ["opening"] and log.events == ["generation_started"]
+    assert said == ["opening", "notice: tiny started: 4 ranks on a, b"] and log.events == ["generation_started"]
 
 
 def test_a_restart_says_from_where_and_with_which_nodes_once() -> None:
@@ -95,6 +98,10 @@ def test_resume_command() -> None:
     assert resume_command(typed, "r-1", named=False, several=False, environ={}) == (
         "opsd launch --run-id r-1 --nproc-per-node 2 'train it.py'"
     )
+    secret = ["launch", "--notify", "https://h/s3cret", "--notify=mailto://u:p@h", "x.py"]
+    urls = ["https://h/s3cret", "mailto://u:p@h"]
+    told = resume_command(secret, "r", named=True, several=False, secrets=urls, environ={})
+    assert told == "opsd launch --notify URL --notify=URL x.py"
     assert resume_command(["train", "tiny"], "r-1", named=True, several=False, environ={}) == "opsd train tiny"
     assert resume_command(typed, "r-1", named=False, several=True, environ={}) == "the same command on each node"
     job = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}

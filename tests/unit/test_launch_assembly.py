@@ -8,7 +8,8 @@ import pytest
 
 from opsd import exitcodes
 from opsd.launch.run.assembly import EnclosingJob
-from opsd.slurm.port import Node
+from opsd.launch.run.closing import summarize_job
+from opsd.slurm.port import Node, SlurmUnavailable
 from tests.fakes.requeue import FakeQueue, running
 
 ENVIRON = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -22,3 +23,16 @@ def test_a_spare_that_left_is_no_loss_of_the_job(tmp_path: Path, lost: tuple[str
     slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2", "n9")], running("n1", "n2"), dead=lost)
     EnclosingJob(ENVIRON, tmp_path / "log", lambda: slurm).end(exitcodes.REQUEUE, lost, ())
     assert slurm.calls == calls
+
+
+def test_a_controller_that_is_away_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """The launcher says so, and nothing outside of a job; else the summary is in the comment of the job."""
+    slurm = FakeQueue([], running("n1", "n2"))
+    summarize_job("finished", lambda: slurm, ENVIRON)
+    slurm.error = SlurmUnavailable("the controller does not answer")
+    summarize_job("failed", lambda: slurm, ENVIRON)
+    summarize_job("finished", lambda: slurm, {})
+    assert slurm.summaries == {7: "finished"}
+    assert capfd.readouterr().err == (
+        "opsd: the job's comment has no summary of the run: the controller does not answer\n"
+    )

@@ -10,6 +10,7 @@ import pytest
 
 from opsd import exitcodes
 from opsd.launch.claims.messages import Begun
+from opsd.launch.io.reporting import flush
 from opsd.launch.run.isolation import LASTING_S, SILENT_S
 from opsd.launch.run.messages import (
     Ended,
@@ -40,6 +41,18 @@ def test_an_outage_is_no_end_of_the_run(follower: FollowerLauncher) -> None:
     (told,) = follower.hear()
     assert isinstance(told, Waiting)
     assert told.generation == 1 and told.gone_s >= 0.02
+
+
+@pytest.mark.parametrize(("theirs", "said"), [("2", 1), ("3", 0), (None, 0)])
+def test_launchers_of_different_options_are_told(
+    follower: FollowerLauncher, capfd: pytest.CaptureFixture[str], theirs: str | None, said: int
+) -> None:
+    """Once for each leader: without a word the run has another size than somebody wanted."""
+    for number in (3, 4):
+        follower.begin(number, "n1", "n2", nnodes=theirs)
+    flush()
+    text = capfd.readouterr().err
+    assert text.count("this launcher was started with --nnodes 3, and that on n1 with --nnodes 2") == said
 
 
 def test_ranks_that_are_being_ended_are_gone(follower: FollowerLauncher) -> None:

@@ -22,6 +22,7 @@ from opsd.launch.run.launchers import (
     source_address,
     start_of,
     start_of_job,
+    too_many_here,
 )
 
 
@@ -63,6 +64,21 @@ def test_each_run_of_each_job_has_a_port_of_its_own() -> None:
     inside = {"SLURM_JOB_ID": "3", "SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "7", "SLURM_NODEID": "1"}
     assert default_port("r2", inside) == default_port("r2", {"SLURM_JOB_ID": "3"})
     assert default_port("r1", {}) == default_port("r2", {}) == DEFAULT_PORT
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, "up to 2 tasks"),
+        ({"SLURM_TASKS_PER_NODE": "1,8"}, "up to 8 tasks"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x16)", "SLURM_TASKS_PER_NODE": "8(x16)"}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_task_for_each_rank_is_told_from_a_name_taken_twice(environ: dict[str, str], said: str) -> None:
+    """Whoever comes from srun's one task for each GPU needs another advice than another name."""
+    text = too_many_here(environ)
+    assert said in text and ("--ntasks-per-node=1" in text) == bool(said)
 
 
 def test_cloud_nodes_have_the_addresses_that_slurm_tells() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,13 @@ def test_what_a_generation_tells_is_known(tmp_path: Path) -> None:
         place, 0, generation=1, restarts=0, error_file=tmp_path / "error.json", page=tmp_path / "page"
     )
     assert env.keys() == GENERATION_VARIABLES > RESTART_VARIABLES
+
+
+def test_ranks_know_of_a_terminal_that_shows_what_they_print(tmp_path: Path) -> None:
+    """Their own stdout is none; the user's word wins."""
+    shown = replace(settings_of(1), color=True)
+    assert shown.environment(0, tmp_path, {})["OPSD_COLOR"] == "1"
+    assert shown.environment(0, tmp_path, {"OPSD_COLOR": ""})["OPSD_COLOR"] == ""
 
 
 def test_user_settings_win(tmp_path: Path) -> None:

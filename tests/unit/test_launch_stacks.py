@@ -104,6 +104,10 @@ def test_only_waits_for_a_process_excuse() -> None:
     """Locks, collectives and the workers of a DataLoader are judged by their own limits."""
     assert frames(("read", "libc.so.6"), ("Queue.get", "multiprocessing/queues.py")).waits_for_process
     assert frames(("wait4", "libc.so.6"), ("Popen.wait", "subprocess.py")).waits_for_process
+    for pool in ("multiprocessing/pool.py", "concurrent/futures/_base.py"):
+        wait = (("futex", "libc.so.6"), ("Condition.wait", "/lib/python3.11/threading.py"))
+        assert frames(*wait, ("wait", f"/lib/python3.11/{pool}"), ("map", "x.py")).waits_for_process
+        assert not frames(*wait, ("wait", f"/home/u/{pool}")).waits_for_process
     assert not frames(("poll", "libc.so.6"), ("_try_get_data", "/s/torch/utils/data/dataloader.py")).waits_for_process
     assert not frames(("pthread_cond_wait", "libc.so.6"), ("acquire", "threading.py")).waits_for_process
     assert not frames(("read", "libc.so.6"), ("all_reduce", "distributed_c10d.py")).waits_for_process

@@ -281,6 +281,27 @@ def test_the_last_step_is_known_if_the_program_says_it(run: Path, collector: Ran
     assert [fact.planned for fact in reading.facts if isinstance(fact, RankFact)] == [250, None]
 
 
+def test_routers_come_from_trainers_that_have_some(run: Path, collector: RanksCollector) -> None:
+    """Load, its limit, entropy and dropped share; nothing of a dense model, and nothing that is no number."""
+    sparse, _dense, broken = (
+        client.Reporter(run / f"rank-000{rank}.page", rank=rank, world_size=3) for rank in range(3)
+    )  # fmt: skip
+    sparse.router(load=2.5, limit=8.0, entropy=0.75, dropped=0.125)
+    broken.router(load=float("nan"), limit=8.0, entropy=0.75)
+    reading = collector.collect()
+    assert isinstance(reading, Reading)
+    values = {
+        (sample.metric.name, sample.labels[-1]): sample.value
+        for sample in reading.samples if sample.metric.name.startswith("opsd_rank_router_")
+    }  # fmt: skip
+    assert values == {
+        ("opsd_rank_router_load_ratio", "0"): 2.5,
+        ("opsd_rank_router_load_limit_ratio", "0"): 8.0,
+        ("opsd_rank_router_entropy_ratio", "0"): 0.75,
+        ("opsd_rank_router_dropped_ratio", "0"): 0.125,
+    }
+
+
 def test_mfu_comes_with_its_denominator(run: Path, collector: RanksCollector, clock: Clock) -> None:
     """Tokens a second times operations per token over the peak; nothing from a trainer that has told neither."""
     told, untold = (client.Reporter(run / f"rank-000{rank}.page", rank=rank, world_size=2) for rank in range(2))

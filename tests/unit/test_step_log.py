@@ -83,3 +83,25 @@ def test_each_generation_has_its_own_lines(tmp_path: Path) -> None:
     note(log, {0: again}, generation=2)
     log.flush()
     assert [(line["generation"], line["steps"]) for line in lines(tmp_path)] == [(1, 1), (2, 1)]
+
+
+def test_losses_and_tokens_that_a_program_reports_are_kept(tmp_path: Path) -> None:
+    """Tokens of all ranks, those of other nodes like those here, and no count twice after a restart of the ranks."""
+    log, ranks = StepLog(tmp_path), {rank: FakeRank(rank) for rank in range(2)}
+    for second in range(1, 4):
+        for rank in ranks.values():
+            rank.step(float(second), 1.0)
+            rank.records[-1] = replace(rank.records[-1], loss=5.0 - second if second < 3 else float("nan"))
+        log.note(1, {number: replace(rank.page, tokens=100 * second) for number, rank in ranks.items()})
+    again = FakeRank(0, born=9.0)
+    again.step(10.0, 1.0)
+    log.note(2, {0: replace(again.page, tokens=50)})
+    log.flush()
+    first, second_line = lines(tmp_path)
+    assert (first["loss"], first["new_tokens"], first["tokens_per_s"]) == (3.0, 2400, 800.0)
+    assert second_line["new_tokens"] == 400
+    silent = StepLog(tmp_path / "silent")
+    (tmp_path / "silent").mkdir()
+    silent.note(1, {0: replace(again.page, steps=(replace(again.records[0], loss=float("nan")),))})
+    silent.flush()
+    assert not {"loss", "new_tokens", "tokens_per_s"} & lines(tmp_path / "silent")[0].keys()

@@ -91,6 +91,28 @@ def parse_dump(content: bytes) -> Dump:
         raise DumpError(f"not a flight recorder dump, or half of one ({type(error).__name__})") from error
 
 
+def shortened(content: bytes) -> bytes:
+    """A dump in JSON with the entries only that ``parse_dump`` needs, which makes the same of it. Raises DumpError.
+
+    Of a full ring these are a few: what may not have ended, the newest of each group, the oldest, and their frames.
+    """
+    try:
+        raw = json.loads(content)
+        entries = _list(raw["entries"])[-MAX_ENTRIES:]
+        frames, newest, wanted = _frames(entries), dict[str, Mapping[str, Any]](), list[Mapping[str, Any]]()
+        for entry in entries:
+            if _call(entry, frames.get(_batch(entry), entry)) is not None:
+                wanted.append(entry)
+            if not entry.get("is_p2p"):
+                name = _text(entry["process_group"][0])
+                newest[name] = max(newest.get(name, entry), entry, key=lambda one: _int(one["collective_seq_id"]))
+        wanted += [*newest.values(), *sorted(entries, key=lambda entry: _int(entry["time_created_ns"]))[:1]]
+        kept = {id(entry) for one in wanted for entry in (one, frames.get(_batch(one), one))}
+        return json.dumps({**raw, "entries": [entry for entry in entries if id(entry) in kept]}).encode()
+    except Exception as error:
+        raise DumpError(f"not a flight recorder dump in JSON ({type(error).__name__})") from error
+
+
 class _ForeignPickle(Exception):
     """A pickle that would run something when it is loaded."""
 
@@ -104,7 +126,7 @@ class _PlainUnpickler(pickle._Unpickler):
 
 def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[Call, ...]:
     """The calls that may not have ended, in the order in which they were made."""
-    frames = {_batch(entry): entry for entry in entries if _text(entry["profiling_name"]).endswith("coalesced")}
+    frames = _frames(entries)
     calls: dict[str, list[Call]] = {}
     for entry in entries:
         if (call := _call(entry, frames.get(_batch(entry), entry))) is not None:
@@ -115,6 +137,10 @@ def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[Call, ...]:
         for call in sorted(found, key=lambda call: call.record)[-MAX_CALLS:]
     ]
     return tuple(sorted(kept, key=lambda call: call.record))
+
+
+def _frames(entries: Sequence[Mapping[str, Any]]) -> dict[tuple[object, ...], Mapping[str, Any]]:
+    return {_batch(entry): entry for entry in entries if _text(entry["profiling_name"]).endswith("coalesced")}
 
 
 def _batch(entry: Mapping[str, Any]) -> tuple[object, ...]:

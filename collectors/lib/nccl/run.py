@@ -103,10 +103,11 @@ class NcclRun:
         self._memory = memory
         self._run = memory.name
         self._skip_old = skip_old
-        self._rights, self._launcher = Rights(owner, frozenset()), 0
+        self._own = self._rights = Rights(owner, frozenset())
+        self._launcher = 0
         self._tails: dict[tuple[int, int], Tail] = {}
         self._counts: Counter[tuple[int, str]] = Counter()
-        self._dumps = _Dumps(self._run, lambda size, wall: allowance.take(owner, size, wall))
+        self._dumps = _Dumps(self._run, self._own, lambda size, wall: allowance.take(owner, size, wall))
         self.leads = False
 
     def read(self, wall: float, log_bytes: int = LOG_BYTES) -> Reading:
@@ -119,7 +120,7 @@ class NcclRun:
         with _opened(self._memory) as memory:
             if memory is None or os.fstat(memory).st_uid != self.owner:
                 return Reading()
-            found = read_small("run.json", memory)
+            found = read_small("run.json", memory, self._own)
             ranks = _numbers(memory, _PAGE)
         run = parse_run(found[0], self._run, lambda pid, start: True) if found else None
         if run is None:
@@ -164,7 +165,7 @@ class NcclRun:
     def _read_log(self, place: int, generation: int, rank: int, skip_old: bool, most: int) -> list[bytes]:
         tail = self._tails.get((generation, rank))
         if tail is None:
-            tail = self._tails[generation, rank] = Tail(f"rank-{rank:04d}.log", Rights(self.owner, frozenset()))
+            tail = self._tails[generation, rank] = Tail(f"rank-{rank:04d}.log", self._own)
             if skip_old:
                 tail.skip(place)
         return tail.read(place, most)
@@ -185,8 +186,8 @@ class NcclRun:
 class _Dumps:
     """The flight recorder dumps of a run; judged once no more of them arrive. ``affords`` takes bytes and a time."""
 
-    def __init__(self, run: str, affords: Callable[[int, float], bool]) -> None:
-        self._run, self._affords = run, affords
+    def __init__(self, run: str, rights: Rights, affords: Callable[[int, float], bool]) -> None:
+        self._run, self._rights, self._affords = run, rights, affords
         self._seen: dict[str, tuple[float, int]] = {}
         self._dumps: dict[int, tuple[float, Dump]] = {}
         self._read_at: dict[int, float] = {}
@@ -232,7 +233,7 @@ class _Dumps:
         if not self._affords(self._seen[name][1], wall):
             return None
         self._read_at[rank] = wall
-        found = read_small(name, place, MAX_DUMP)
+        found = read_small(name, place, self._rights, MAX_DUMP)
         try:
             if found is None:
                 raise DumpError(f"not a regular file of at most {MAX_DUMP >> 20} MiB")

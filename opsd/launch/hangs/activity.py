@@ -1,6 +1,7 @@
 """Whether the processes of a rank do anything: their CPU time, the bytes they move, and which processes there are.
 
-What waits for a GPU shows here as well: a program waits for single kernels, and uses CPU time between them.
+Most of what waits for a GPU shows here as well: a program waits for single kernels, and uses CPU time between them.
+What waits for a long one without using any is seen in ``gpus``.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def read_usage(pid: int, proc: Path = Path("/proc")) -> Usage | None:
     """The usage of ``pid`` and its descendants (proc(5)); None if it cannot be read."""
     cpu, moved, written = 0, 0, 0
     pids, stopped, main = set[int](), set[int](), dict[int, tuple[int, int]]()
-    for each in _tree(pid, proc):
+    for each in process_tree(pid, proc):
         fields = _stat(each, proc)
         if fields is None:
             continue
@@ -123,7 +124,8 @@ def read_usage(pid: int, proc: Path = Path("/proc")) -> Usage | None:
     return Usage(cpu / _TICKS, moved, written, frozenset(pids), frozenset(stopped), main)
 
 
-def _tree(pid: int, proc: Path) -> Iterator[int]:
+def process_tree(pid: int, proc: Path = Path("/proc")) -> Iterator[int]:
+    """The process and its descendants, ``MAX_PROCESSES`` at most."""
     found, waiting = {pid}, [pid]
     while waiting and len(found) <= MAX_PROCESSES:
         each = waiting.pop()

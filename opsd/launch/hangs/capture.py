@@ -5,21 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from opsd.launch.hangs.child_output import ChildOutput
 from opsd.launch.hangs.stacks import Stack, parse_stack
 from opsd.launch.io.loop import Loop
-from opsd.launch.ranks.process import GONE_S, Child, spawn
+from opsd.launch.ranks.process import GONE_S
 from opsd.launch.ranks.worker import STACK_SIGNAL
 
-_OUTPUT_LIMIT = 4 << 20
 STACKS_S = 10.0
-"""How long a verdict waits for the first stack of each rank: on a busy node py-spy takes seconds to start."""
+"""How long a verdict waits for the stacks of each rank: on a busy node py-spy takes seconds to start."""
+LOOKS = 8
+"""How often a rank is looked at: one at work may be seen in the same line several times in a row."""
 _HANDLER_S = 0.1
 """Time for a rank's faulthandler to write its stack; it runs in the signal handler, without the GIL."""
 
@@ -36,18 +37,11 @@ class Target:
 
 
 @dataclass(slots=True)
-class _Dump:
-    target: Target
-    child: Child
-    output: int
-
-
-@dataclass(slots=True)
 class StackCapture:
-    """Takes stacks: first without pausing the rank, then with native frames, which pauses it.
+    """Takes stacks: first without pausing the rank, then with native frames, which pauses it, then some more without.
 
-    A later, more detailed stack replaces an earlier one; ``stacks`` holds those taken so far. ``close()`` stops the
-    rest.
+    The most detailed stack is kept; ``stacks`` holds those taken so far. A rank that has been seen to move, or waits in
+    a collective, is not looked at again. ``close()`` stops the rest.
     """
 
     targets: tuple[Target, ...]
@@ -55,33 +49,33 @@ class StackCapture:
     py_spy: str | None
     stacks: dict[int, Stack] = field(default_factory=dict)
     moved: set[int] = field(default_factory=set)
-    """Ranks whose main thread was elsewhere when its stack was taken a second time."""
-    _dumps: dict[int, _Dump] = field(default_factory=dict)
-    _first: set[int] = field(default_factory=set)
+    """Ranks that were at work between two of their stacks, see ``Stack.moved_since``."""
+    _dumps: dict[int, ChildOutput] = field(default_factory=dict)
+    _awaited: set[int] = field(default_factory=set)
 
     def start(self) -> None:
         """Start with all ranks in parallel."""
         for target in self.targets:
-            self._dump(target, "--nonblocking", lambda target=target: self._look_closer(target))  # type: ignore[misc]
-        self._first = {*self._dumps}
+            self._look(target, 1)
+        self._awaited = {*self._dumps}
 
     def awaited(self, seconds: float) -> bool:
-        """Whether, ``seconds`` after the start, the first stack of a rank is still worth waiting for."""
-        return bool(self._first) and seconds < STACKS_S
+        """Whether, ``seconds`` after the start, further stacks of a rank are still worth waiting for."""
+        return bool(self._awaited) and seconds < STACKS_S
 
     @property
     def pids(self) -> frozenset[int]:
         """The running py-spy processes."""
-        return frozenset(dump.child.pid for dump in self._dumps.values())
+        return frozenset(dump.pid for dump in self._dumps.values())
 
     def close(self) -> None:
         """Kill the py-spy processes; a rank that was traced goes on."""
         deadline = time.monotonic() + GONE_S
         for dump in self._dumps.values():
-            dump.child.kill_group()
-        for dump in list(self._dumps.values()):
-            self.loop.unwatch(dump.child.pidfd)
-            self._collect(dump, max(0.0, deadline - time.monotonic()))
+            dump.kill()
+        for dump in self._dumps.values():
+            dump.close(max(0.0, deadline - time.monotonic()))
+        self._dumps.clear()
 
     def ask_ranks(self) -> None:
         """Make ranks that py-spy could not read write their Python stack themselves."""
@@ -102,43 +96,41 @@ class StackCapture:
             parts.append(f"rank {target.rank} (pid {target.pid}{', stopped' if target.stopped else ''})\n{text}\n")
         return "\n".join(parts)
 
-    def _look_closer(self, target: Target) -> None:
-        self._first.discard(target.rank)
-        if not target.stopped:
-            self._dump(target, "--native", lambda: None)
+    def _look(self, target: Target, number: int) -> None:
+        """The look ``number`` at a rank, and those after it."""
+        self._dump(target, "--native" if number == 2 else "--nonblocking", lambda: self._look_again(target, number))
+
+    def _look_again(self, target: Target, number: int) -> None:
+        stack = self.stacks.get(target.rank)
+        settled = stack is None or target.rank in self.moved or stack.in_collective is not None
+        if target.stopped or number == LOOKS or (number > 1 and settled):
+            self._awaited.discard(target.rank)
+        else:
+            self._look(target, number + 1)
 
     def _dump(self, target: Target, how: str, then: Callable[[], None]) -> None:
         if self.py_spy is None:
             return
-        output = os.memfd_create("stack")
         command = (self.py_spy, "dump", "--json", how, "--pid", str(target.pid))
-        try:
-            child = spawn(command, env=os.environ, cwd=Path("/"), output=output, error_output=subprocess.DEVNULL)
-        except OSError:
-            os.close(output)
-            return
-        dump = self._dumps[target.rank] = _Dump(target, child, output)
 
-        def ended() -> None:
-            self.loop.unwatch(child.pidfd)
-            self._collect(dump, GONE_S)
+        def ended(text: str) -> None:
+            del self._dumps[target.rank]
+            self._collect(target.rank, text)
             then()
 
-        self.loop.watch(child.pidfd, ended)
+        with contextlib.suppress(OSError):
+            self._dumps[target.rank] = ChildOutput(command, self.loop, ended)
 
-    def _collect(self, dump: _Dump, limit_s: float) -> None:
-        del self._dumps[dump.target.rank]
-        dump.child.kill_group()
-        dump.child.reap(limit_s)
-        with open(dump.output, "rb") as file:
-            file.seek(0)
-            stack = parse_stack(file.read(_OUTPUT_LIMIT).decode(errors="replace"))
+    def _collect(self, rank: int, text: str) -> None:
+        stack = parse_stack(text)
         if stack is None:
             return
-        before = self.stacks.get(dump.target.rank)
-        if before is not None and before.python != stack.python:
-            self.moved.add(dump.target.rank)
-        self.stacks[dump.target.rank] = stack
+        before = self.stacks.get(rank)
+        if before is not None and stack.moved_since(before):
+            self.moved.add(rank)
+        if before is None or not before.native:
+            before = stack
+        self.stacks[rank] = replace(before, moved=rank in self.moved)
 
 
 def find_py_spy() -> str | None:

@@ -21,7 +21,8 @@ class RankStatus:
 
     ``judged_as`` is the phase whose limit applies; it differs from ``phase`` for a rank that starts, or that a stack
     excused, and is "idle" if ``stuck_s`` counts since its processes did anything at all. ``waits``: by its phase or
-    stack it is in a collective; ``where`` is the innermost frame of its main thread.
+    stack, or by what spins on its GPU, it is in a collective; ``where`` is the innermost frame of its main thread.
+    ``gpu`` says what its GPU does, "" if that is not known.
     """
 
     rank: int
@@ -34,11 +35,17 @@ class RankStatus:
     process: str | None
     waits: bool = False
     where: str = ""
+    gpu: str = ""
 
     @property
     def progress(self) -> int:
         """The last completed step, -1 before the first."""
         return -1 if self.step is None else self.step
+
+    @property
+    def overdue(self) -> bool:
+        """Whether it has reached its limit."""
+        return self.stuck_s >= self.limit_s - EARLY_S
 
     @property
     def in_collective(self) -> bool:
@@ -69,7 +76,7 @@ class Hang:
 
 def is_hang(ranks: Sequence[RankStatus]) -> bool:
     """True if some rank has reached its limit and does not wait for one within its own."""
-    stuck = [rank for rank in ranks if rank.stuck_s >= rank.limit_s - EARLY_S]
+    stuck = [rank for rank in ranks if rank.overdue]
     return any(not any(may_be_waiting_for(rank, other, stuck) for other in ranks) for rank in stuck)
 
 
@@ -130,7 +137,7 @@ def _evidence(rank: RankStatus, others: Sequence[RankStatus]) -> list[str]:
         what = "it is in no collective" if rank.phase == UNKNOWN else f"it is in {rank.phase}"
         evidence.append(f"{what} while {_ranks(waiting)} in a collective")
     first = min((other.changed for other in others), default=rank.changed) - rank.changed
-    if first > 0:
+    if first >= 0.1:
         evidence.append(f"it stopped changing {first:.1f} s before any other rank")
     if not evidence:
         evidence.append(
@@ -138,6 +145,8 @@ def _evidence(rank: RankStatus, others: Sequence[RankStatus]) -> list[str]:
         )
     if rank.judged_as == "idle":
         evidence.append(f"its processes have used no CPU time and moved no data for {rank.stuck_s:.0f} s")
+    if rank.gpu:
+        evidence.append(rank.gpu)
     if rank.where:
         evidence.append(f"its main thread is in {rank.where}")
     return evidence

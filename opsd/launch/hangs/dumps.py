@@ -6,6 +6,7 @@ torch's own server, which does not. A stopped rank leaves no dump; nothing waits
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Iterable
@@ -14,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from opsd.launch.hangs.recorder import MAX_DUMP, dump_path
+from opsd.collectors.lib.nccl.flight_recorder import DumpError, shortened
+from opsd.launch.hangs.recorder import MAX_DUMP, dump_path, short_path
 from opsd.launch.io.loop import Loop
 from opsd.rundir import RunFolders
 
@@ -88,14 +90,20 @@ class Dumps:
 
     def _keep(self, rank: int, content: bytes) -> None:
         """Put a dump into the run's folder, with the generation at its end; a folder has one dump a rank."""
-        path = dump_path(self.folders.folder, rank)
-        draft = path.with_name(f".{path.name}")
-        draft.write_bytes(content.rstrip()[:-1] + f', "opsd_generation": {self.generation}}}'.encode())
-        draft.replace(path)
+        path, short = dump_path(self.folders.folder, rank), short_path(self.folders.folder, rank)
+        with contextlib.suppress(DumpError):
+            short.parent.mkdir(exist_ok=True)
+            self._write(short, shortened(content))
+        self._write(path, content)
         of_torch = path.with_name(f"rank_{rank}")
         if of_torch.exists():
             path.with_name(KEPT).mkdir(exist_ok=True)
             of_torch.replace(path.with_name(KEPT) / of_torch.name)
+
+    def _write(self, path: Path, content: bytes) -> None:
+        draft = path.with_name(f".{path.name}")
+        draft.write_bytes(content.rstrip()[:-1] + f', "opsd_generation": {self.generation}}}'.encode())
+        draft.replace(path)
 
 
 def _appears(path: Path, seconds: float) -> bool:

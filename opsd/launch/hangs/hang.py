@@ -15,8 +15,9 @@ all others                             3 x p99 of the step time without the phas
 A process stopped by a signal has ``steady_s`` in every phase, one that does nothing at all ``idle_s`` at most. One that
 a debugger has stopped, and one that waits for a person or for requests (pdb, a prompt, an event loop), has ``long_s``.
 A rank without a page is judged by that alone. A rank that waits for another is not judged while that other one is
-within its own limit. Stacks and file writes can excuse a rank: one that compiles, evaluates, saves, downloads, sleeps
-or waits for processes of its own that are at work gets ``recognised_s`` at least, whatever it reported.
+within its own limit. Stacks, file writes and GPUs can excuse a rank: one that compiles, evaluates, saves, downloads,
+sleeps, waits for processes of its own that are at work or has a GPU at work gets ``recognised_s`` at least, whatever it
+reported. One whose GPU spins waits for other ranks, wherever its main thread is.
 After a hang with no evidence but the elapsed time, the limit of its
 phase is tripled, so that a slow operation succeeds at a later attempt; its duration is then remembered.
 """
@@ -28,8 +29,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from opsd.attribution import STOPPED, TRACED
-from opsd.launch.hangs.culprit import CERTAIN, EARLY_S, Hang, RankStatus, is_hang, may_be_waiting_for
+from opsd.launch.hangs.culprit import CERTAIN, Hang, RankStatus, is_hang, may_be_waiting_for
 from opsd.launch.hangs.culprit import name_culprit as name_culprit
+from opsd.launch.hangs.gpus import GpuState, GpuUse
 from opsd.launch.hangs.limits import INPUT, UNKNOWN, WARM_STEPS, HangLimits, LearntLimits
 from opsd.launch.hangs.stacks import Stack
 from opsd.rank_page import RankPage
@@ -38,6 +40,7 @@ SUSPECT_BEFORE_S = 2.5
 """A stall is examined this long before its limit, so that the stacks are available when it is reached."""
 _PAUSE_S = 3.0
 """Without a check for so long the launcher itself was stopped (a suspended job), and the time starts again."""
+_NO_GPUS: Mapping[int, GpuUse] = {}
 _STILL_WAITS_S = 20.0
 """For how long a stack says of a rank that moves, or has no page, whether it waits in a collective."""
 
@@ -116,7 +119,7 @@ class HangDetector:
         if not stuck:
             return None
         longest = max(stuck, key=lambda rank: rank.stuck_s - rank.limit_s)
-        return Stall(tuple(standing), longest, longest.stuck_s >= longest.limit_s - EARLY_S)
+        return Stall(tuple(standing), longest, longest.overdue)
 
     def _suspicious(self, rank: RankStatus, standing: list[RankStatus], late: list[RankStatus], now: float) -> bool:
         """Whether ``rank`` waits for nobody, or only stacks can tell: those it may wait for may wait themselves."""
@@ -127,11 +130,11 @@ class HangDetector:
         """The status of each rank, without a verdict."""
         return tuple(self._status(rank, now) for rank in ranks)
 
-    def verdict(self, stall: Stall, stacks: Mapping[int, Stack]) -> Hang | None:
-        """The hang behind a stall that is due; None if a stack excuses it for now."""
-        if self._excuse(stall, stacks):
+    def verdict(self, stall: Stall, stacks: Mapping[int, Stack], gpus: Mapping[int, GpuUse] = _NO_GPUS) -> Hang | None:
+        """The hang behind a stall that is due; None if a stack or a GPU excuses it for now."""
+        if self._excuse(stall, stacks, gpus):
             return None
-        ranks = [_with_stack(rank, stacks.get(rank.rank)) for rank in stall.ranks]
+        ranks = [_with_evidence(rank, stacks.get(rank.rank), gpus.get(rank.rank)) for rank in stall.ranks]
         self._waits.update({rank.rank: (rank.changed, self._asked, rank.waits) for rank in ranks})
         if not is_hang(ranks):
             return None
@@ -191,7 +194,7 @@ class HangDetector:
             elif rank in stuck and rank.judged_as == rank.phase and rank.stuck_s > self.limits.usual(rank.phase):
                 self._overdue[rank.rank] = rank
 
-    def _excuse(self, stall: Stall, stacks: Mapping[int, Stack]) -> bool:
+    def _excuse(self, stall: Stall, stacks: Mapping[int, Stack], gpus: Mapping[int, GpuUse]) -> bool:
         """Grant a rank that is seen at work the limit of that work; False if there is none or that has passed too."""
         excused = False
         if stall.longest.process in STOPPED:
@@ -199,7 +202,7 @@ class HangDetector:
         for rank in stall.ranks:
             if rank.process in STOPPED:
                 continue
-            phase = self._work(rank, stacks.get(rank.rank))
+            phase = self._work(rank, stacks.get(rank.rank), gpus.get(rank.rank))
             if rank.judged_as == "idle" and phase != INPUT:
                 continue
             if phase is not None and self.limits.recognised(phase) > rank.stuck_s + SUSPECT_BEFORE_S:
@@ -207,11 +210,12 @@ class HangDetector:
                 self._excused[rank.rank] = (rank.changed, phase)
         return excused
 
-    def _work(self, rank: RankStatus, stack: Stack | None) -> str | None:
+    def _work(self, rank: RankStatus, stack: Stack | None, gpu: GpuUse | None) -> str | None:
         """The phase of the work that a rank is seen at, None without any.
 
-        One that sleeps, or waits for processes of its own that are at work (the environments of an RL program),
-        does so on purpose, unless it is in a collective; ``idle_s`` is its limit if nothing comes of it.
+        One that moves, sleeps, or waits for its GPU or for processes of its own that are at work (the environments of
+        an RL program), does so on purpose, unless it is in a collective; ``idle_s`` is its limit if nothing comes of
+        it.
         """
         if stack is not None and stack.awaits_input:
             return INPUT
@@ -219,11 +223,23 @@ class HangDetector:
             return phase
         if rank.rank in self._writing and not (stack is not None and stack.in_collective):
             return "checkpoint"
-        if stack is None or rank.in_collective:
+        if rank.in_collective or (stack is not None and stack.in_collective):
             return None
-        return "other" if stack.asleep or (rank.rank in self._busy and stack.waits_for_process) else None
+        if gpu is not None and gpu.state is GpuState.WORKS:
+            return "other"
+        if stack is None:
+            return None
+        purpose = stack.moved or stack.asleep or (rank.rank in self._busy and stack.waits_for_process)
+        return "other" if purpose else None
 
 
-def _with_stack(rank: RankStatus, stack: Stack | None) -> RankStatus:
+def _with_evidence(rank: RankStatus, stack: Stack | None, gpu: GpuUse | None) -> RankStatus:
     waits = rank.waits if stack is None else stack.in_collective is not None
-    return replace(rank, waits=waits or rank.phase == "collective", where=stack.where if stack is not None else "")
+    spins = gpu is not None and gpu.state is GpuState.SPINS and (stack is None or stack.busy_as is None)
+    where = stack.where if stack is not None else ""
+    return replace(
+        rank,
+        waits=waits or rank.phase == "collective" or spins,
+        where=where,
+        gpu=str(gpu) if gpu is not None else "",
+    )

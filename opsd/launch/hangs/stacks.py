@@ -24,6 +24,8 @@ _ASLEEP = re.compile(r"^(?:__)?(?:clock_)?nanosleep|^time_sleep$")
 _READS_OR_WAITS = re.compile(r"^(?:__)?(?:read|p?poll|p?select|epoll_p?wait|wait4|waitpid|waitid)$")
 _WAIT_FILES = re.compile(r"/python3[^/]*/(?:selectors|codecs|threading|queue)\.py$")
 """Of the standard library, in which others wait."""
+_POOL = re.compile(r"/python3[^/]*/(?:multiprocessing/pool|concurrent/futures/\w+)\.py$|/site-packages/joblib/")
+"""Pools of processes and threads, which the caller waits for on a lock."""
 _FOR_INPUT = re.compile(
     r"/python3[^/]*/(?:(?:pdb|bdb|cmd|code)\.py|asyncio/base_events\.py|_pyrepl/.*)$"
     r"|/site-packages/(?:IPython|prompt_toolkit|debugpy|uvloop)/"
@@ -86,12 +88,18 @@ class Thread:
     owns_gil: bool
     frames: tuple[Frame, ...]
 
+    @property
+    def python(self) -> tuple[Frame, ...]:
+        """The frames without native ones; what was not read from a file is in "<string>" and the like."""
+        return tuple(frame for frame in self.frames if frame.file.endswith((".py", ">")))
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The threads of one process, the main thread first."""
+    """The threads of one process, the main thread first. ``moved``: it was at work when stacks were taken again."""
 
     threads: tuple[Thread, ...]
+    moved: bool = False
 
     @property
     def main(self) -> tuple[Frame, ...]:
@@ -101,7 +109,23 @@ class Stack:
     @property
     def python(self) -> tuple[Frame, ...]:
         """The main thread's frames without native ones."""
-        return tuple(frame for frame in self.main if frame.file.endswith(".py"))
+        return self.threads[0].python if self.threads else ()
+
+    @property
+    def native(self) -> bool:
+        """Whether native frames are among the main thread's."""
+        return any(not frame.line for frame in self.main)
+
+    def moved_since(self, before: Stack) -> bool:
+        """Whether the program was at work between two stacks: its main thread, or one that it waits for."""
+        if self.python != before.python:
+            return True
+        waits = bool(self.python) and _WAIT_FILES.search(self.python[0].file) is not None
+        return waits and bool(self._running() - before._running()) and bool(before._running())
+
+    def _running(self) -> frozenset[tuple[Frame, ...]]:
+        """The stacks of the other threads that run."""
+        return frozenset(thread.python for thread in self.threads[1:] if thread.active and thread.python)
 
     @property
     def where(self) -> str:
@@ -124,16 +148,22 @@ class Stack:
 
         It waits in a system call or a lock of the prompt's or loop's own: what those call is the program's.
         """
-        own = next((frame for frame in self.python if not _WAIT_FILES.search(frame.file)), None)
-        return own is not None and _FOR_INPUT.search(own.file) is not None
+        return _FOR_INPUT.search(self._waits_in) is not None
+
+    @property
+    def _waits_in(self) -> str:
+        """The file of the innermost frame that is not of the standard library's waits."""
+        return next((frame.file for frame in self.python if not _WAIT_FILES.search(frame.file)), "")
 
     @property
     def waits_for_process(self) -> bool:
-        """Whether the main thread waits for another process to write or to end, in a system call for that.
+        """Whether the main thread waits for another process to write or to end, in a system call for that, or a pool.
 
         Without waits in a collective, for a ``DataLoader`` and on a socket.
         """
-        if not self.main or not _READS_OR_WAITS.search(self.main[0].name) or self.in_collective:
+        if not self.main or self.in_collective:
+            return False
+        if not _READS_OR_WAITS.search(self.main[0].name) and not _POOL.search(self._waits_in):
             return False
         return not any(_LOADER in frame.file for frame in self.main)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from opsd.attribution import STOPPED
 from opsd.launch.hangs.activity import Activity, ActivityTracker
 from opsd.launch.hangs.capture import StackCapture, Target
 from opsd.launch.hangs.culprit import Hang, RankStatus
 from opsd.launch.hangs.dumps import Dumps
+from opsd.launch.hangs.gpus import GpuProbe, GpuState
 from opsd.launch.hangs.hang import HangDetector, Observation, Stall
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.io.loop import Loop
@@ -27,11 +29,20 @@ class HangWatch:
     """Checks the pages of a generation periodically; the stacks are ready when a limit is reached.
 
     They are taken once per stall: the leader of several nodes may let a hang last for an hour because of a slow rank
-    elsewhere. ``suffix`` distinguishes the stack files of several nodes.
+    elsewhere. ``suffix`` distinguishes the stack files of several nodes. ``examining`` is True while stacks and GPUs of
+    ranks that stand still are being read.
     """
 
+    examining = False
+
     def __init__(
-        self, limits: HangLimits, folders: RunFolders, loop: Loop, py_spy: str | None, suffix: str = ""
+        self,
+        limits: HangLimits,
+        folders: RunFolders,
+        loop: Loop,
+        py_spy: str | None,
+        suffix: str = "",
+        gpu_probe: Sequence[str] | None = None,
     ) -> None:
         self._judge = HangDetector(limits)
         self._activity = ActivityTracker()
@@ -39,7 +50,9 @@ class HangWatch:
         self._suffix = suffix
         self._loop = loop
         self._py_spy = py_spy
+        self._gpu_probe = gpu_probe
         self._capture: StackCapture | None = None
+        self._gpus = GpuProbe(None, {}, loop)
         self._begun = 0.0
         self._written = False
         self._file: str | None = None
@@ -52,8 +65,8 @@ class HangWatch:
 
     @property
     def pids(self) -> frozenset[int]:
-        """The py-spy processes."""
-        return self._capture.pids if self._capture is not None else frozenset()
+        """The processes that read stacks and GPUs."""
+        return self._gpus.running | (self._capture.pids if self._capture is not None else frozenset())
 
     def new_generation(self) -> None:
         """Start again with new ranks."""
@@ -66,6 +79,8 @@ class HangWatch:
         if self._capture is not None:
             self._capture.close()
             self._capture = None
+        self._gpus.close()
+        self.examining = False
         self._written, self._file, self._dumps = False, None, None
 
     def look(self, generation: Generation, pages: Mapping[int, RankPage]) -> Hang | None:
@@ -78,10 +93,13 @@ class HangWatch:
             return None
         if self._capture is None:
             self._capture, self._begun = self._begin(generation, stall), time.monotonic()
-        if not stall.due or self._capture.awaited(time.monotonic() - self._begun):
+        self.examining = self._capture.awaited(time.monotonic() - self._begun) or (
+            self._gpus.awaited and stall.longest.process not in STOPPED
+        )
+        if not stall.due or self.examining:
             return None
-        hang = self._judge.verdict(stall, self._capture.stacks)
-        if hang is None or self._moves(generation, stall.longest, self._capture):
+        hang = self._judge.verdict(stall, self._capture.stacks, self._gpus.uses)
+        if hang is None or self._moves(generation, stall, self._capture):
             self.reset()
             return None
         if self._dumps is None:
@@ -92,14 +110,16 @@ class HangWatch:
             self._written, self._file = True, self._write(generation.number, self._capture)
         return replace(hang, stacks=self._file)
 
-    def _moves(self, generation: Generation, rank: RankStatus, capture: StackCapture) -> bool:
-        """Whether the stack of a rank that seemed idle has changed, which is noted."""
-        if rank.judged_as != "idle" or rank.rank not in capture.moved:
-            return False
+    def _moves(self, generation: Generation, stall: Stall, capture: StackCapture) -> bool:
+        """Whether ranks that seemed idle are not, which is noted: the longest one's stack has changed, or GPUs work."""
+        moving = {rank for rank, use in self._gpus.uses.items() if use.state is GpuState.WORKS} | (
+            capture.moved & {stall.longest.rank}
+        )
+        moving &= {rank.rank for rank in stall.ranks if rank.judged_as == "idle" and rank.overdue}
         for each in generation.running:
-            if each.rank == rank.rank:
+            if each.rank in moving:
                 self._activity.note_activity(each.child.pid, time.monotonic())
-        return True
+        return bool(moving)
 
     def write_dumps(self, generation: Generation) -> None:
         """Have the ranks of this node write their flight recorders, unless they have: the leader sees a hang."""
@@ -124,7 +144,7 @@ class HangWatch:
     def _observe(self, rank: Rank, page: RankPage | None, now: float) -> Observation:
         pid = rank.child.pid
         process = process_state(page) if page is not None else state_of(pid)
-        if process == "t" and self.pids:
+        if process == "t" and self._capture is not None and self._capture.pids:
             process = "S"  # by our own py-spy
         if page is not None and now - page.changed < MOVING_S:
             return Observation(rank.rank, page, process, now, now)
@@ -150,6 +170,8 @@ class HangWatch:
         )
         capture = StackCapture(targets, self._loop, self._py_spy)
         capture.start()
+        self._gpus = GpuProbe(self._gpu_probe, {rank.rank: rank.child.pid for rank in generation.running}, self._loop)
+        self._gpus.start()
         return capture
 
     def _write(self, generation: int, capture: StackCapture) -> str:

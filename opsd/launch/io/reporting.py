@@ -34,9 +34,12 @@ class WorkQueue:
 
     ``missed`` is called in the thread with the number of dropped items, once the work continues. The thread is a
     daemon: a file system that hangs must not keep the launcher from exiting. Work handles its own errors.
+    ``flush_all`` waits for those that are ``awaited``.
     """
 
-    def __init__(self, name: str, *, limit: int = LIMIT, missed: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, name: str, *, limit: int = LIMIT, missed: Callable[[int], None] | None = None, awaited: bool = True
+    ) -> None:
         self.name = name
         self._limit = limit
         self._tell_missed = missed
@@ -44,7 +47,8 @@ class WorkQueue:
         self._lock = threading.Lock()
         self._missed = 0
         self._thread: threading.Thread | None = None
-        _all.add(self)
+        if awaited:
+            _all.add(self)
 
     def put(self, work: Work) -> None:
         """Run ``work`` after what was put before; never blocks."""
@@ -81,7 +85,7 @@ class WorkQueue:
 
 
 def flush_all(timeout_s: float) -> list[str]:
-    """Wait for at most ``timeout_s`` seconds until all queues are empty; returns the names of those that are not."""
+    """Wait for at most ``timeout_s`` seconds until all awaited queues are empty; returns the names of the others."""
     deadline = time.monotonic() + timeout_s
     late = [work.name for work in list(_all) if not work.flush(max(0.0, deadline - time.monotonic()))]
     return sorted(late)
@@ -115,9 +119,14 @@ def write_all(descriptor: int, data: bytes | bytearray) -> None:
 def _print(text: str, tone: Tone = "") -> None:
     with contextlib.suppress(OSError):
         first, newline, rest = text.partition("\n")
-        if tone and os.isatty(_STDERR) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
+        if tone and takes_color(_STDERR):
             first = f"{_COLORS[tone]}{first}\x1b[0m"
         write_all(_STDERR, f"opsd: {first}{newline}{rest}\n".encode(errors="replace"))
+
+
+def takes_color(descriptor: int) -> bool:
+    """Whether it is a terminal whose user has not refused colours."""
+    return os.isatty(descriptor) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _missed(count: int) -> None:

@@ -21,6 +21,7 @@ _COMMUNICATION = re.compile(
     r"|DistNetworkError|gloo|watchdog|process ?group ?nccl|socket timeout|wait timeout|store.*timed? ?out",
     re.IGNORECASE,
 )
+_COLLECTIVE = re.compile(r"gloo|nccl|ProcessGroup|Dist(Backend|Network|Store)Error", re.IGNORECASE)
 _HARDWARE = re.compile(
     r"CUDA error|cuda(Error|_error)|uncorrectable|ECC error|device-side|CUBLAS_STATUS|CUDNN_STATUS"
     r"|unspecified launch failure|AcceleratorError|fallen off the bus|ncclUnhandledCudaError|ncclInternalError"
@@ -67,6 +68,15 @@ class Failure:
         if self.error is None:
             return (self.exit,)
         return (self.error.type, self.error.where, _VARIABLE.sub("#", self.error.message)[:200])
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether it only says that another rank is gone."""
+        error = self.error
+        return (
+            self.kind == "communication"
+            and _COLLECTIVE.search(f"{error.type} {error.message}" if error else "") is not None
+        )
 
     @property
     def cause(self) -> str:
@@ -119,7 +129,10 @@ def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str) ->
     ``log`` is "" where there is none to point to: of a lost node, and of a rank that said nothing about its hang.
     """
     step = "before its first step" if cause.step is None else f"after step {cause.step}"
-    tail = "\n".join(f"    {line}" for line in log_tail.splitlines()[-10:])
+    lines = log_tail.splitlines()[-10:]
+    if len(lines) == 1 and cause.error is not None and cause.error.message in lines[0]:
+        lines = []  # the cause says the same
+    tail = "\n".join(f"    {line}" for line in lines)
     text = f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}."
     if not log:
         return text

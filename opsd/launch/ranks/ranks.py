@@ -7,7 +7,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from opsd.client import PERSIST, events_path
@@ -100,18 +100,27 @@ class Rank:
         error, t = self.error() or (None, None)
         if self.exit is None and error is None:
             return None
-        page = self.page()
         exit = str(self.exit) if self.exit is not None else "exit code 1"
-        return Failure(
-            self.rank,
-            exit,
-            classify(exit, error, self.log_tail()),
-            t if t is not None else _wall(self.ended or time.monotonic()),
-            page.last_step.step if page is not None and page.last_step is not None else None,
-            page.phase if page is not None else None,
-            error,
-            at_once=at_once,
+        failure = Failure(self.rank, exit, classify(exit, error, self.log_tail()), self._ended_t(), error=error)
+        return self._with_place(failure if t is None else replace(failure, t=t), at_once=at_once)
+
+    def departure(self, before: float, *, at_once: bool) -> Failure | None:
+        """Its end in good order, if that came before the wall second ``before``: others may still have needed it."""
+        if self.exit is None or not self.exit.ok or self._ended_t() > before:
+            return None
+        detail = "it ended while other ranks still communicated with it"
+        return self._with_place(
+            Failure(self.rank, str(self.exit), "user", self._ended_t(), detail=detail), at_once=at_once
         )
+
+    def _ended_t(self) -> float:
+        return _wall(self.ended or time.monotonic())
+
+    def _with_place(self, failure: Failure, *, at_once: bool) -> Failure:
+        page = self.page()
+        last = page.last_step if page is not None else None
+        step, phase = last.step if last is not None else None, page.phase if page is not None else None
+        return replace(failure, step=step, phase=phase, at_once=at_once)
 
     def report_exit(self, events: EventLog, failure: Failure, *, culprit: bool) -> None:
         """Write the ``rank_exited`` event of its ``failure``."""
@@ -152,14 +161,19 @@ class Generation:
         return frozenset(pid for page in pages for pid, role in page.workers if role == PERSIST)
 
     def failures(self) -> list[tuple[Failure, Rank]]:
-        """The ranks that have failed, including those that have recorded an error and are about to end."""
-        found = []
-        for rank in self.ranks:
-            at_once = self.number == 1 and (rank.ended or time.monotonic()) - self.started < AT_ONCE_S
-            failure = rank.failure(at_once=at_once)
-            if failure is not None:
-                found.append((failure, rank))
-        return found
+        """The ranks that have failed, including those that have recorded an error and are about to end.
+
+        If all of those have only lost a peer, also the ranks that had ended in good order by then.
+        """
+        found = [(failure, rank) for rank in self.ranks if (failure := rank.failure(at_once=self._at_once(rank)))]
+        if not found or not all(failure.lost_a_peer for failure, _ in found):
+            return found
+        before = min(failure.t for failure, _ in found) + VICTIM_S
+        left = [(left, rank) for rank in self.ranks if (left := rank.departure(before, at_once=self._at_once(rank)))]
+        return [*found, *left]
+
+    def _at_once(self, rank: Rank) -> bool:
+        return self.number == 1 and (rank.ended or time.monotonic()) - self.started < AT_ONCE_S
 
 
 def usable_pages(ranks: Sequence[Rank]) -> dict[int, RankPage]:

@@ -157,6 +157,8 @@ class Settings:
     streams: Streams = Streams()
     virtual_local_rank: bool = False
     resume: str = ""
+    color: bool = False
+    """Whether what ranks print ends on a terminal."""
 
     def shows(self, rank: int, local_rank: int) -> dict[int, Routing]:
         """The routing of a rank's streams."""
@@ -169,6 +171,7 @@ class Settings:
         threads = {"OMP_NUM_THREADS": "1"} if self.local_size > 1 else {}
         environment = {
             **threads,
+            **({"OPSD_COLOR": "1"} if self.color else {}),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **flight_recorder(run_dir, base),
             **base,

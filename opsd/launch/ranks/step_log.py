@@ -2,11 +2,14 @@
 
 One line for the steps of ten seconds, of the first rank that steps, by the launcher on whose node rank 0 is. ``t`` is
 the wall second at which ``step``, the last of ``steps``, ended; ``step_s`` are their seconds without the program's
-setup, ``data_s``, ``checkpoint_s`` and ``evaluation_s`` those of them in these phases.
+setup, ``data_s``, ``checkpoint_s`` and ``evaluation_s`` those of them in these phases. What the program reports is
+there as well: the ``loss`` of the last of these steps that had one, ``new_tokens`` of all ranks, and ``tokens_per_s``.
+Ranks of other nodes count like those of this one.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,6 +33,7 @@ class _Line:
     steps: int = 0
     step_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
+    loss: float | None = None
 
 
 class StepLog:
@@ -40,6 +44,8 @@ class StepLog:
         self._work = WorkQueue(f"steps for {self._file.path}", missed=self._file.missed)
         self._rank: int | None = None
         self._process: tuple[int, float] | None = None
+        self._counted: dict[int, tuple[tuple[int, float], int]] = {}
+        self._tokens = 0.0
         self._generation = self._seen = 0
         self._line: _Line | None = None
 
@@ -51,7 +57,16 @@ class StepLog:
         if self._rank is None and 0 in pages:
             self._rank = next((rank for rank in sorted(pages) if pages[rank].steps_reported), None)
         if self._rank is not None and self._rank in pages:
+            self._count_tokens(pages)
             self._read(pages[self._rank])
+
+    def _count_tokens(self, pages: Mapping[int, RankPage]) -> None:
+        """The counter of a page begins at 0 with each process."""
+        for rank, page in pages.items():
+            process = page.pid, page.created
+            before, known = self._counted.get(rank, (process, 0))
+            self._tokens += (page.tokens - (known if before == process else 0)) * page.world_size / len(pages)
+            self._counted[rank] = process, page.tokens
 
     def flush(self) -> None:
         """Write what has been seen."""
@@ -61,7 +76,12 @@ class StepLog:
         wall = time.time() - time.monotonic()
         record = {"t": round(wall + line.t, 4), "generation": self._generation, "step": line.step, "steps": line.steps}
         seconds = {"step_s": line.step_s, **{f"{name}_s": spent for name, spent in line.phase_s.items()}}
-        data = encoded({**record, **{name: round(value, 4) for name, value in seconds.items()}})
+        reported: dict[str, float] = {} if line.loss is None else {"loss": line.loss}
+        if self._tokens:
+            reported["new_tokens"] = round(self._tokens)
+            reported["tokens_per_s"] = round(self._tokens / line.step_s, 1) if line.step_s else 0.0
+            self._tokens = 0.0
+        data = encoded({**record, **{name: round(value, 4) for name, value in seconds.items()}, **reported})
         self._work.put(lambda: self._file.append(data))
 
     def _read(self, page: RankPage) -> None:
@@ -78,6 +98,7 @@ class StepLog:
         line = self._line = self._line or _Line(seen[0].end - seen[0].duration_s)
         line.t, line.step, line.steps = seen[-1].end, seen[-1].step, line.steps + new
         for record in seen:
+            line.loss = record.loss if math.isfinite(record.loss) else line.loss
             line.step_s += share * (record.duration_s - record.phase("setup"))
             for name in _PHASES:
                 line.phase_s[name] += share * record.phase(name)

@@ -142,11 +142,11 @@ class LocalHang:
         return RankStatuses(self._generation, rank_statuses(self._rank_statuses(), time.monotonic()), self._stacks)
 
     def _rank_statuses(self) -> list[RankStatus]:
-        """The current statuses, with what the stacks have shown of ranks that have not moved since."""
+        """The current statuses, with what stacks and GPUs have shown of ranks that have not moved since."""
         seen = {rank.rank: rank for rank in self._last.ranks} if self._last is not None else {}
         return [
-            replace(rank, waits=seen[rank.rank].waits, where=seen[rank.rank].where)
-            if rank.rank in seen and seen[rank.rank].changed == rank.changed
+            replace(rank, waits=before.waits, where=before.where, gpu=before.gpu)
+            if (before := seen.get(rank.rank)) is not None and before.changed == rank.changed
             else rank
             for rank in self._node.rank_statuses()
         ]

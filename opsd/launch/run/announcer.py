@@ -15,7 +15,8 @@ from typing import Any
 
 from opsd.files import SYSTEM_FILE, read_settings
 from opsd.launch.io.reporting import Tone, print_message
-from opsd.launch.io.run_log import EventRecord, RunEventLog, names
+from opsd.launch.io.run_log import EventRecord, EventText, RunEventLog, names
+from opsd.launch.run.notices import Notices
 
 DEFAULT_LISTEN = "127.0.0.1:9477"
 """``agent.listen`` where no file says otherwise."""
@@ -24,7 +25,9 @@ _EVERYWHERE = ("0.0.0.0", "[::]", "", "*")  # noqa: S104  # compared with, not l
 
 
 class Announcer:
-    """A ``RunEventLog`` that passes everything on to ``log`` and says what a person at the terminal wants to know.
+    """A ``RunEventLog`` that passes everything on to ``log`` and tells people what they want to know.
+
+    Those at the terminal by ``say``, the others by ``notices``.
 
     ``opening`` makes the opening block from the event of the first generation; it is None in a launcher that takes over
     a run which has begun.
@@ -34,10 +37,12 @@ class Announcer:
         self,
         log: RunEventLog,
         opening: Callable[[EventRecord], str] | None,
+        notices: Notices,
         say: Callable[[str, Tone], None] = lambda text, tone: print_message(text, tone=tone),
     ) -> None:
         self._log = log
         self._opening = opening
+        self._notices = notices
         self._say = say
         self._nodes: tuple[str, ...] = ()
         self._moved = ""
@@ -63,6 +68,11 @@ class Announcer:
         self._log.relay(record, age_s)
         self._note(record)
 
+    def interrupted(self, why: str) -> None:
+        """Ranks or a node have failed, which is ``why`` all ranks are restarted."""
+        self._say(f"{why}; restarting all ranks", "bad")
+        self._notices.interrupted(why)
+
     def _note(self, event: EventRecord) -> None:
         kind = event["event"]
         if kind == "generation_started" and "nodes" in event:
@@ -71,7 +81,11 @@ class Announcer:
             self._loaded = event
         elif kind == "resumed" and event.get("generation") == self.generation != self._resumed:
             self._resumed = self.generation
-            self._say(f"{restarted(event, self._loaded)}{self._moved}", "good")
+            how = f"{restarted(event, self._loaded)}{self._moved}"
+            self._say(f"restarted: {how}", "good")
+            self._notices.resumed(how, int(event.get("lost_steps") or 0))
+        elif kind in ("restart_requested", "node_retired"):
+            self._notices.interrupted(EventText().sentence(event))
 
     def _begun(self, event: EventRecord) -> None:
         nodes = tuple(map(str, event["nodes"]))
@@ -79,8 +93,11 @@ class Announcer:
         self._moved = f"; {names(came)} took the place of {names(went)}" if came and went else ""
         self._moved = self._moved or (f"; without {names(went)}" if went else "")
         self._nodes, self._loaded = nodes, None
-        if self._opening is not None:
+        if self._opening is None:
+            self._notices.ranks_started()
+        else:
             self._say(self._opening(event), "title")
+            self._notices.began(event)
             self._opening = None
 
 
@@ -90,7 +107,7 @@ def restarted(event: EventRecord, loaded: EventRecord | None) -> str:
     again = f"{lost:,} step{'s are' if lost != 1 else ' is'} done again" if lost else "no step is lost"
     seconds = float(event.get("recovered_s") or 0.0)
     source = f" from the checkpoint of step {loaded.get('step')}" if loaded is not None else ""
-    return f"restarted: it goes on with step {event.get('step')}{source} after {seconds:.1f} s; {again}"
+    return f"it goes on with step {event.get('step')}{source} after {seconds:.1f} s; {again}"
 
 
 def opening_block(run: str, event: EventRecord, *, folder: Path, logs: Path, page: str, resume: str) -> str:

@@ -19,6 +19,7 @@ from opsd.launch.run.cluster import ClusterRun
 from opsd.launch.run.launchers import Launchers, is_single_attempt, start_of
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.nodes import RunShape
+from opsd.launch.run.notices import LOOK_S, Notices
 from opsd.launch.run.supervisor import Supervisor
 from opsd.slurm.allocation import AllocationError, allocation, in_job
 from opsd.slurm.connect import choose
@@ -69,7 +70,7 @@ class EnclosingJob:
 
 def assemble_run(
     node: Supervisor, launchers: Launchers, shape: RunShape, secret: bytes, timeout_s: float, port: int | None,
-    ready: Callable[[], str],
+    ready: Callable[[], str], notices: Notices,
 ) -> ClusterRun:  # fmt: skip
     """The control of a run on the nodes of ``launchers``, one or several.
 
@@ -110,10 +111,20 @@ def assemble_run(
         log: RunEventLog = (
             LocalRunLog(node.events) if alone else RunLog(settings.run, settings.node, folder / "events.jsonl", work)
         )
-        announcer = Announcer(log, opening if node.state == "waiting" else None)
-        return Leader(shape, group, node.loop, policy, announcer, over, RecorderJudge(folder, node.loop))
+        announcer = Announcer(log, opening if node.state == "waiting" else None, notices)
+        recorder = RecorderJudge(folder, node.loop)
+        leader = Leader(shape, group, node.loop, policy, announcer, over, recorder, announcer.interrupted)
+        notices.lead(lambda: leader.furthest)
+        return leader
 
     job = EnclosingJob(os.environ, folder / "requeue.log")
-    return ClusterRun(
+    run = ClusterRun(
         node, group, shape, new_leader=new_leader, job=job, ready=ready, borrowed=launchers.borrowed, port=port
     )
+
+    def look() -> None:
+        if run.led:
+            notices.look()
+
+    node.loop.every(LOOK_S, look)
+    return run

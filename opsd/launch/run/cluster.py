@@ -70,6 +70,8 @@ class ClusterRun:
         self._group = group
         self._shape = shape
         self._new_leader = new_leader
+        self._unlike = ""
+        """The leader that was last said to have been started with another number of nodes."""
         self._borrowed = borrowed
         self._hang = LocalHang(node)
         self._readiness = Readiness(node.loop, group, ready, self._not_ready if borrowed else lambda why: None)
@@ -303,6 +305,7 @@ class ClusterRun:
         """Take the place that ``plan`` gives this node."""
         if self._shutdown.begun:
             return
+        self._compare_options(plan)
         if self._leader is not None and begun is not None:
             self._leader.began(plan, begun)
         self._change.begin(plan, begun)
@@ -311,6 +314,16 @@ class ClusterRun:
             self._stop_as_ordered()
         elif begun is not None:
             self._tell_state()
+
+    def _compare_options(self, plan: Plan) -> None:
+        """Say so if the leader was started with another number of nodes, once for each leader."""
+        theirs, own = plan.payload.get("nnodes"), self._shape.nnodes
+        if isinstance(theirs, str) and theirs != own and plan.leader != self._unlike:
+            self._unlike = plan.leader
+            print_message(
+                f"this launcher was started with --nnodes {own}, and that on {plan.leader} with --nnodes {theirs}; "
+                f"the run goes by that of {plan.leader}, which leads it: give all launchers the same arguments"
+            )
 
     def _tell_readiness(self) -> None:
         if self._change.plan is not None and not self._change.at_work:
@@ -353,7 +366,9 @@ class ClusterRun:
                 self._ordered = message
                 self._stop_as_ordered()
             case messages.RankStatusesWanted(generation):
-                if generation == self._node.generation.number and self._node.generation.running:
+                # A node that is examining its ranks stays silent; the leader asks again at the next report.
+                current = generation == self._node.generation.number and self._node.generation.running
+                if current and not self._node.examining:
                     self._tell(self._hang.report())
             case messages.DumpsWanted(generation):
                 if generation == self._node.generation.number:

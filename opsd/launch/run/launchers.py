@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -99,6 +100,18 @@ def slurm_nodes(environ: Mapping[str, str]) -> str:
     if environ.get("SLURM_STEP_NUM_NODES", "1") != "1" and environ.get("SLURM_STEP_NODELIST"):
         return environ["SLURM_STEP_NODELIST"]
     return environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST") or ""
+
+
+def too_many_here(environ: Mapping[str, str]) -> str:
+    """What to say of a second launcher on this node if Slurm has started several, "" if it has not."""
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE") or ""
+    most = max(map(int, re.findall(r"(?:^|,)(\d+)", tasks)), default=1)
+    if most < 2:
+        return ""
+    return (
+        f"; Slurm starts up to {most} tasks on a node here, and one is needed: use srun --ntasks-per-node=1, "
+        "and --nproc-per-node for the ranks"
+    )
 
 
 def start_of(run: str, environ: Mapping[str, str], launchers: Launchers, launcher: str) -> str:

@@ -38,7 +38,7 @@ class Leader:
     """Makes the plans.
 
     ``over`` is called with the exit code, the reason, the lost and the unfit nodes before the end of the run is
-    claimed. ``recorder`` judges the flight recorders of a hang.
+    claimed. ``recorder`` judges the flight recorders of a hang. ``interrupted`` is told why all ranks are restarted.
     """
 
     def __init__(
@@ -50,12 +50,15 @@ class Leader:
         log: RunEventLog,
         over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None],
         recorder: RecorderJudge | None = None,
+        interrupted: Callable[[str], None] = print_message,
     ) -> None:
         self._group = group
+        self._shape = shape
         self._policy = policy
         self._log = log
         self._over = over
         self._recorder = recorder
+        self._interrupted = interrupted
         self._judging = 0
         """The generation whose flight recorders are being judged."""
         self._health = NodeHealth(log, lambda: self._planner.spares)
@@ -67,7 +70,8 @@ class Leader:
         self._first_rank: dict[str, int] = {}
         self._world_size = 0
         self._restarts = 0
-        self._furthest: int | None = None
+        self.furthest: int | None = None
+        """The highest completed step that is known."""
         self._committed: int | None = None
         self._finished = False
         self._noticed = time.monotonic()
@@ -133,7 +137,7 @@ class Leader:
 
     def _recover_from_loss(self, name: str, silent_s: float) -> None:
         rank = self._first_rank.get(name, 0)
-        cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self._furthest)
+        cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self.furthest)
         self._noticed = time.monotonic() - silent_s
         self._recover(FailureReport(name, cause, "", ""), said=_loss(name, silent_s))
 
@@ -143,6 +147,7 @@ class Leader:
             "policy": self._policy.snapshot(),
             "restarts": self._restarts,
             **self._health.snapshot(),
+            "nnodes": self._shape.nnodes,
             "noticed_s": time.monotonic() - self._noticed,
             "first": self._planner.plan is None,
             "keep": keep,
@@ -235,7 +240,7 @@ class Leader:
         self._planner.propose_next()
 
     def _note_progress(self, furthest: int | None, committed: int | None) -> None:
-        self._furthest = later(self._furthest, furthest)
+        self.furthest = later(self.furthest, furthest)
         self._committed = later(self._committed, committed)
 
     # -- failures ------------------------------------------------------------------------------------------------
@@ -257,13 +262,13 @@ class Leader:
             code = exitcodes.REQUEUE if report.node in self._health.gone else exitcodes.FAILED
             self.end(code, f"rank {cause.rank} on {report.node} failed while the run was stopping: {cause.cause}")
             return
-        verdict = self._policy.judge(cause, furthest=self._furthest, committed=self._committed)
+        verdict = self._policy.judge(cause, furthest=self.furthest, committed=self._committed)
         if verdict is not None:
             self.end(verdict.code, explain(verdict, cause, report.node, report.log, report.tail))
             return
         when = "before its first step" if cause.step is None else f"after step {cause.step}"
         said = said or f"rank {cause.rank} on {report.node} failed {when} with {cause.cause}"
-        print_message(f"{said}; restarting all ranks", tone="bad")
+        self._interrupted(said)
         self._restarts += 1
         if named:
             self._health.note_fault(report.node, cause)
@@ -317,7 +322,7 @@ class Leader:
 
     def stopped(self, stop: Stop) -> None:
         """The ranks have ended in order, as requested: the job is requeued."""
-        self._log.emit("requeued", signal=str(stop), step=self._furthest)
+        self._log.emit("requeued", signal=str(stop), step=self.furthest)
         self.end(exitcodes.REQUEUE, f"stopped in good order after {stop}")
 
     def replaced(self) -> None:

@@ -38,6 +38,11 @@ class RunShape:
     wait_s: float = 0.0
     victim_s: float = 3.0
 
+    @property
+    def nnodes(self) -> str:
+        """The value of ``--nnodes``."""
+        return str(self.least) if self.least == self.most else f"{self.least}:{self.most}"
+
 
 def assign_slots(
     shape: RunShape,

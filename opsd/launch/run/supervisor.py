@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 from opsd import exitcodes
@@ -36,7 +36,10 @@ QUIET_S = 10.0
 
 
 class Supervisor:
-    """Runs the ranks of this node. ``run()`` returns the launcher's exit code."""
+    """Runs the ranks of this node. ``run()`` returns the launcher's exit code.
+
+    ``others`` has the pids of children that are neither ranks nor standbys.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class Supervisor:
         starter: RankStarter,
         hangs: HangWatch | None,
         console: Console,
+        others: Collection[int] = (),
     ) -> None:
         self.settings = settings
         self.folders = folders
@@ -63,6 +67,7 @@ class Supervisor:
         self._standby = starter.standby
         self._hangs = hangs
         self._console = console
+        self._others = others
         self.state: State = "waiting"
         self._aggregation = LocalFailureAggregation(loop, self._settle)
         self._reported: set[int] = set()
@@ -72,6 +77,8 @@ class Supervisor:
         self._after: Callable[[], None] = loop.stop
         self._stop = GracefulStop(loop, settings.stop_timeout_s, self._stop_too_slow)
         self._exit_code: int | None = None
+        self.reason = ""
+        """Why the run has ended."""
         self._world_size = settings.local_size
 
     def run(self, control: RunControl) -> int:
@@ -143,8 +150,8 @@ class Supervisor:
         return quiet
 
     def _is_own_child(self, pid: int) -> bool:
-        ranks = any(rank.child.pid == pid for rank in self.generation.ranks)
-        return ranks or pid in self._standby.pids or (self._hangs is not None and pid in self._hangs.pids)
+        own = pid in self._others or any(rank.child.pid == pid for rank in self.generation.ranks)
+        return own or pid in self._standby.pids or (self._hangs is not None and pid in self._hangs.pids)
 
     def _is_left_alone(self, pid: int) -> bool:
         return self._is_own_child(pid) or pid in self._foreign_children
@@ -153,6 +160,11 @@ class Supervisor:
         """The run is restarted for a hang in ``phase``; ``score`` is the weight of the evidence."""
         if self._hangs is not None:
             self._hangs.accept(phase, score)
+
+    @property
+    def examining(self) -> bool:
+        """Whether a stall of the ranks is being examined, which may excuse them."""
+        return self._hangs is not None and self._hangs.examining
 
     def rank_statuses(self) -> tuple[RankStatus, ...]:
         """The status of the ranks, empty if hang detection is off."""
@@ -321,7 +333,7 @@ class Supervisor:
 
     def finish(self, code: int, reason: str) -> None:
         """End the launcher with the exit code ``code``; the ranks have ended."""
-        self._exit_code = code
+        self._exit_code, self.reason = code, reason
         self.steps.flush()
         self.set_state("finished" if code in (exitcodes.OK, exitcodes.REQUEUE) else "failed")
         self.events.emit("finished", exit_code=code, reason=reason)

@@ -1,4 +1,4 @@
-"""Functions that are called after a time, all in one thread, which exists while there are any."""
+"""Threads that work in the background, started when there is something to do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-from opsd.agent.lanes import start_thread
+
+def start_thread(name: str, work: Callable[[], None]) -> bool:
+    """Begin ``work`` in a daemon thread; False if the system has none left, as when somebody's fork bomb has them."""
+    try:
+        threading.Thread(target=work, name=name, daemon=True).start()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Deadlines:
-    """Thread-safe. The functions do not block and never raise."""
+    """Functions that are called after a time, all in one thread, which exists while there are any.
+
+    Thread-safe. The functions do not block and never raise.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, Callable[[], None]]] = []

@@ -1,0 +1,142 @@
+"""Where messages for people go: a webhook, a chat, or a service that apprise knows.
+
+The URL of a receiver is as good as a password. It is in no error, no log and no command line.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import opsd
+from opsd.files import read_settings
+
+TIMEOUT_S = 10.0
+APPRISE_S = 60.0
+"""The same for apprise, which starts an interpreter and may speak to a mail server."""
+NO_APPRISE = 3
+"""Exit code of ``python -m opsd.notify`` without apprise."""
+_DISCORD_MOST = 2000
+"""Characters that a message on Discord may have."""
+Body = Callable[[str, Mapping[str, object]], Mapping[str, Any]]
+
+
+class NotifyError(Exception):
+    """A message was not taken; the reason is one sentence, without the URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receiver:
+    """The owner of a URL: http and https are webhooks, other schemes are apprise's."""
+
+    url: str = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """What may be said of it: the scheme, and of a webhook the host."""
+        try:
+            parts = urlsplit(self.url)
+            return (parts.hostname or "the webhook") if self.is_webhook else f"{parts.scheme}:"
+        except ValueError:
+            return "the webhook"
+
+    @property
+    def is_webhook(self) -> bool:
+        """Whether it is posted to without apprise."""
+        return self.url.partition("://")[0].lower() in ("http", "https")
+
+    def send(self, text: str, fields: Mapping[str, object], children: set[int] | None = None) -> None:
+        """Deliver one message; may take TIMEOUT_S, with apprise APPRISE_S. Raises NotifyError.
+
+        ``children`` has the process of apprise while it runs, for a caller that ends unknown children.
+        """
+        if self.is_webhook:
+            _post(self.url, text, fields)
+        else:
+            _hand_to_apprise(self.url, text, children if children is not None else set())
+
+
+def read_receivers(where: str) -> list[Receiver]:
+    """The receivers that ``where`` names: a URL, or a file with one on each line. Raises NotifyError."""
+    if "://" in where:
+        return [Receiver(where.strip())]
+    try:
+        lines = read_settings(Path(where)).decode("utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise NotifyError(f"{where}: neither a URL nor a file with URLs that can be read") from error
+    urls = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not urls or not all("://" in url for url in urls):
+        raise NotifyError(f"{where}: the file must have a URL on each line, and no other text but comments")
+    return [Receiver(url) for url in urls]
+
+
+def body_for(host: str) -> Body:
+    """What makes the JSON for the service on ``host``; the text and the fields themselves for one that is not known."""
+    for services, body in _SERVICES.items():
+        if any(host == service or host.endswith(f".{service}") for service in services):
+            return body
+    return lambda text, fields: {"text": text, **fields}
+
+
+def _card(text: str, _fields: Mapping[str, object]) -> Mapping[str, Any]:
+    content = {
+        "type": "AdaptiveCard",
+        "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
+        "version": "1.4",
+        "body": [{"type": "TextBlock", "text": text, "wrap": True}],
+    }
+    attachment = {"contentType": "application/vnd.microsoft.card.adaptive", "content": content}
+    return {"type": "message", "attachments": [attachment]}
+
+
+_SERVICES: Mapping[tuple[str, ...], Body] = {
+    ("hooks.slack.com", "chat.googleapis.com"): lambda text, _: {"text": text},
+    ("discord.com", "discordapp.com"): lambda text, _: {
+        "content": text[:_DISCORD_MOST],
+        "allowed_mentions": {"parse": []},
+    },
+    ("webhook.office.com", "logic.azure.com", "powerplatform.com"): _card,  # Teams, by connectors and by workflows
+}
+
+
+def _post(url: str, text: str, fields: Mapping[str, object]) -> None:
+    try:
+        from opsd.notify.outgoing import send_json  # megabytes that only those with a webhook need
+
+        body = body_for(urlsplit(url).hostname or "")(text, fields)
+        status, _ = send_json("POST", url, body, TIMEOUT_S)
+    except Exception as error:  # also of proxies and certificates, which the environment names
+        raise NotifyError(f"the webhook could not be reached: {type(error).__name__}") from error
+    if not 200 <= status < 300:  # redirects are failures, too
+        raise NotifyError(f"the webhook answered with status {status}")
+
+
+def _hand_to_apprise(url: str, text: str, children: set[int]) -> None:
+    """In a process of its own: apprise needs tens of megabytes, and has no deadline."""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "opsd.notify"],
+            cwd=Path(opsd.__file__).parents[1],  # where -m finds this opsd, not one of the user's
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise NotifyError(f"no process can be started: {error.strerror}") from error
+    children.add(process.pid)
+    try:
+        process.communicate(json.dumps({"url": url, "text": text}).encode(), APPRISE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        raise NotifyError(f"the message was not delivered within {APPRISE_S:g} s") from None
+    finally:
+        children.discard(process.pid)
+    if process.returncode == NO_APPRISE:
+        raise NotifyError("it needs apprise: pip install 'opsd[notify]'")
+    if process.returncode:
+        raise NotifyError("apprise does not know it, or could not deliver the message")
