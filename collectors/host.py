@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -17,21 +16,10 @@ import psutil
 from pydantic import Field
 
 from opsd.collectors.base import Metric, MetricKind, Plugin, Reading, Sample
+from opsd.collectors.lib.census import Census
 from opsd.collectors.lib.clock import ClockState, read_clock
-from opsd.collectors.lib.processes import read_kernel_text
-from opsd.collectors.lib.storage.mounts import mount_of, parse_mountinfo
+from opsd.collectors.lib.storage.mounts import mount_of, read_mounts, way_to
 from opsd.settings.section import AnyPath, CollectorSettings
-
-PROCESS_STATES: Final[Mapping[str, str]] = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "uninterruptible",
-    "T": "stopped",
-    "t": "traced",
-    "Z": "zombie",
-    "I": "idle",
-}
-"""State letters of proc_pid_stat(5)."""
 
 _NUMA_NODES: Final = Path("devices/system/node")
 RESOURCES: Final = ("cpu", "memory", "io")
@@ -117,12 +105,6 @@ def cpu_ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[
     return {mode: seconds / total for mode, seconds in spent.items()} if total > 0 else {}
 
 
-def count_states(letters: Sequence[str]) -> dict[str, int]:
-    """Processes by the name of their state; every state is there."""
-    counts = Counter(PROCESS_STATES.get(letter, "other") for letter in letters)
-    return {state: counts[state] for state in (*PROCESS_STATES.values(), "other")}
-
-
 class NumaNode(NamedTuple):
     """One node. ``missed`` are allocations that were meant for it and went elsewhere, since the start."""
 
@@ -175,8 +157,8 @@ class HostCollector:
     Left out are those that do not exist or cannot be read, and those of networks, whose servers may block the
     caller: they are ``StorageNetCollector``'s.
 
-    Looking at every process takes a millisecond per hundred of them, so that is done every ``scan_s`` seconds only, as
-    are the NUMA nodes.
+    Looking at every process takes a millisecond per hundred of them, and users may start hundreds of thousands: that is
+    done every ``scan_s`` seconds only, a part at a time. The NUMA nodes are read as often.
     """
 
     name = "host"
@@ -199,8 +181,8 @@ class HostCollector:
         self._mounts = tuple(mounts)
         self._clock = clock
         self._scan_s = scan_s
+        self._census = Census(proc, clock)
         self._cpu: Mapping[str, float] = {}
-        self._states: Mapping[str, int] = {}
         self._scanned: float | None = None
 
     def collect(self) -> Reading:
@@ -250,9 +232,9 @@ class HostCollector:
             yield Sample(BLOCKED, int(blocked.split()[1]))
         now = self._clock()
         if self._scanned is None or now - self._scanned >= self._scan_s:
-            self._states, self._scanned = count_states([*_state_letters(self._proc)]), now
-            self._numa = read_numa_nodes(self._sys)
-        for state, count in self._states.items():
+            self._numa, self._scanned = read_numa_nodes(self._sys), now
+            self._census.begin()
+        for state, count in self._census.go_on().items():
             yield Sample(PROCESSES, count, (state,))
         for node in self._numa:
             yield Sample(NUMA_TOTAL, node.total_bytes, (node.name,))
@@ -260,10 +242,10 @@ class HostCollector:
             yield Sample(NUMA_MISSED, node.missed, (node.name,))
 
     def _local_mounts(self) -> Iterator[Path]:
-        mounts = parse_mountinfo(read_kernel_text(self._proc / "self/mountinfo"))
+        mounts = read_mounts(self._proc)
         for point in self._mounts:
             mount = mount_of(str(point), mounts)
-            if mount is None or not mount.network:
+            if mount is None or not (mount.network or way_to(mount, mounts)):
                 yield point
 
     def _read(self, name: str) -> str:
@@ -286,14 +268,6 @@ def _memory() -> Iterator[Sample]:
     yield Sample(MEMORY_SHARED, memory.shared)
     yield Sample(SWAP_TOTAL, swap.total)
     yield Sample(SWAP_USED, swap.used)
-
-
-def _state_letters(proc: Path) -> Iterator[str]:
-    with os.scandir(proc) as entries:
-        pids = [entry.name for entry in entries if entry.name.isdigit()]
-    for pid in pids:
-        with contextlib.suppress(OSError), open(proc / pid / "stat", "rb") as file:  # it may have ended meanwhile
-            yield chr(file.read(512).rpartition(b") ")[2][0])
 
 
 def _filesystem(mount: Path) -> Iterator[Sample]:

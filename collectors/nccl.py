@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from opsd.collectors.lib.nccl.run import LOG_BYTES, LOGS, MESSAGES, SAME_HANG_S,
 from opsd.collectors.lib.run_slots import Chosen, RunSlots
 from opsd.collectors.lib.run_watch import lives
 from opsd.collectors.lib.shares import Allowance
-from opsd.collectors.lib.user_threads import UserThreads
+from opsd.collectors.lib.user_threads import MAX_OTHERS, UserThreads
 from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.settings.section import Address, CollectorSettings
 
@@ -48,6 +48,8 @@ LABELS: Final = {
 
 DUMP_BYTES: Final = 32 << 20
 """Bytes of flight recorder dumps read at once, and again in the time for which dumps are kept."""
+MAX_LEFT_OUT: Final = 512
+"""Characters that name the users whose run folders cannot be read."""
 _LEAST_BYTES: Final = 32 << 10
 _WITHIN_S: Final = 1.0
 """How long a collection waits for the run folders, which may be on a network file system."""
@@ -114,7 +116,9 @@ class NcclCollector:
         wall, of_owner = self._wall(), defaultdict[int, list[NcclRun]](list)
         for run in self._runs.values():
             of_owner[run.owner].append(run)
-        readings = self._threads.run({owner: partial(_read, runs, wall) for owner, runs in of_owner.items()}, _WITHIN_S)
+        work = {owner: partial(_read, runs, wall) for owner, runs in of_owner.items()}
+        scarce = len({*work, *self._threads.blocked}) > MAX_OTHERS
+        readings = self._threads.run(work, _WITHIN_S, self._slots.first_users() if scarce else ())
         if leaders := frozenset(run.owner for run in self._runs.values() if run.leads):
             self._ras = self._ras or RasWatch(self._addresses, self._ras_period_s)
             readings.append(self._ras.look(self._clock(), wall, leaders))
@@ -123,7 +127,8 @@ class NcclCollector:
             self._ras = None
         if not chosen:
             return NoData("no run has been started on this node")
-        return _together([*readings, Reading((Sample(BLOCKED, len(self._threads.blocked)),))])
+        together = _together([*readings, Reading((Sample(BLOCKED, len(self._threads.blocked)),))])
+        return replace(together, limited=_left_out(self._threads.failed))
 
 
 def _read(runs: Sequence[NcclRun], wall: float) -> Reading:
@@ -134,6 +139,11 @@ def _read(runs: Sequence[NcclRun], wall: float) -> Reading:
 def _together(readings: Sequence[Reading]) -> Reading:
     samples = tuple(sample for reading in readings for sample in reading.samples)
     return Reading(samples, tuple(event for reading in readings for event in reading.events))
+
+
+def _left_out(failed: Mapping[int, BaseException]) -> str:
+    said = (f"user {user}: {type(error).__name__}: {error}" for user, error in sorted(failed.items()))
+    return f"run folders left out: {', '.join(said)}"[:MAX_LEFT_OUT] if failed else ""
 
 
 class RasWatch:

@@ -16,7 +16,7 @@ from opsd.collectors.base import Collector, Context, Plugin, Reading, Sample
 from opsd.collectors.host import HostSettings
 from opsd.collectors.lib.processes import read_kernel_text
 from opsd.collectors.lib.storage import series
-from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, parse_mountstats, read_mounts
+from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, parse_mountstats, read_mounts, storage_mounts, way_to
 from opsd.collectors.ranks import RanksCollector
 from opsd.settings.section import CollectorSettings
 
@@ -59,14 +59,15 @@ class StorageCollector:
     def collect(self) -> Reading:
         """Look once. Raises OSError if ``proc`` is not there."""
         samples = [*self._disks(), *series.cache((self._proc / "vmstat").read_text(encoding="ascii"))]
-        for mount in read_mounts(self._proc, self._paths())[:MAX_MOUNTS]:
+        mounts = read_mounts(self._proc)
+        for mount in storage_mounts(mounts, self._paths())[:MAX_MOUNTS]:
             disk = "" if mount.network else self._disk_of(mount)
             info = (mount.point, mount.fstype, mount.source, disk, mount.options)
             samples += [
                 Sample(series.MOUNT_INFO, 1, info),
                 Sample(series.READ_ONLY, float(mount.read_only), (mount.point,)),
             ]
-            if not mount.network:
+            if not (mount.network or way_to(mount, mounts)):
                 with contextlib.suppress(OSError):  # unmounted meanwhile, or in a folder that may not be entered
                     samples += series.space(mount, os.statvfs(mount.point))
         samples += self._nfs()

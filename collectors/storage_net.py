@@ -14,7 +14,7 @@ from pydantic import Field
 
 from opsd.collectors.base import NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.storage import series
-from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, read_mounts
+from opsd.collectors.lib.storage.mounts import MAX_MOUNTS, Mount, read_mounts, storage_mounts, way_to
 from opsd.settings.section import CollectorSettings
 
 
@@ -25,7 +25,9 @@ class StorageNetSettings(CollectorSettings):
 
 
 class StorageNetCollector:
-    """The mounts of networks in ``proc``. One that may not be entered is left out.
+    """The mounts of networks in ``proc``. Left out are those that may not be entered, and those that users have made.
+
+    A user's mount (FUSE) says nothing about the node, and may never answer.
 
     ``only`` restricts it to some mount points: one collector for each, with a ``name`` of its own, shows which of them
     hangs.
@@ -53,7 +55,8 @@ class StorageNetCollector:
 
     def collect(self) -> Reading | NoData:
         """Ask every network file system, 64 at most. Raises OSError if ``proc`` is not there."""
-        mounts = [mount for mount in read_mounts(self._proc) if mount.network]
+        table = read_mounts(self._proc)
+        mounts = [mount for mount in storage_mounts(table) if mount.network and not _leads_to_a_user(mount, table)]
         if self._only:
             mounts = [mount for mount in mounts if mount.point in self._only]
         if not mounts:
@@ -72,6 +75,10 @@ class StorageNetCollector:
         yield Sample(series.REACHABLE, 1, (mount.point,))
         yield Sample(series.RESPONSE, self._clock() - asked, (mount.point,))
         yield from series.space(mount, status)
+
+
+def _leads_to_a_user(mount: Mount, mounts: Sequence[Mount]) -> bool:
+    return mount.by_user or any(passed.by_user for passed in way_to(mount, mounts))
 
 
 COLLECTOR = Plugin(

@@ -29,6 +29,7 @@ offset  content
 480     since version 1.5, the step after which the run ends, or 0 if it is unknown
 512     control word, written by the launcher only
 576     up to 8 helper processes of the rank (pid, role), written rarely
+768     since version 1.6, of a mixture of experts: load, its limit, entropy, dropped share; load 0 if unknown
 1024    slot 0: sequence, phase, state, phase since, steps reported, committed step, sequence
 1280    slot 1
 2048    ring of 64 step records, since version 1.2 each followed by its learning rate, since 1.4 by GPU nanoseconds
@@ -76,7 +77,7 @@ What is observed has no tokens, loss or gradient norm; its forward phase is all 
 PAGE_BYTES = 12_288
 RING_STEPS = 64
 MAX_WORKERS = 8
-MAJOR, MINOR = 1, 5
+MAJOR, MINOR = 1, 6
 
 PERSIST = "persist"
 """Role of a helper process that writes a staged checkpoint; the launcher lets it finish after its rank has died."""
@@ -90,11 +91,12 @@ PLACE = struct.Struct("<IHHHH")
 PLANNED = struct.Struct("<Q")
 CONTROL = struct.Struct("<I")
 WORKER = struct.Struct("<Q16s")
+ROUTER = struct.Struct("<dddd")
 SLOT = struct.Struct("<QIIQQqQ")
 STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQ")
 RATE_AND_GPU = struct.Struct("<dQ")
 MODEL_AT, SOURCE_AT, PLACE_AT, PLANNED_AT, CONTROL_AT = 448, 464, 468, 480, 512
-WORKERS_AT, SLOTS_AT, SLOT_STRIDE = 576, 1024, 256
+WORKERS_AT, ROUTER_AT, SLOTS_AT, SLOT_STRIDE = 576, 768, 1024, 256
 RING_AT, STEP_STRIDE = 2048, 160
 
 PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
@@ -254,6 +256,15 @@ class Reporter:
         without sparsity).
         """
         MODEL.pack_into(self._page, MODEL_AT, flops_per_token, peak_flops)
+
+    def router(self, *, load: float, limit: float, entropy: float, dropped: float = 0.0) -> None:
+        """Report how the routers of a mixture of experts spread the tokens of the last step, of the worst layer each.
+
+        ``load``: tokens of the fullest expert over the mean; ``limit``: the load if all tokens went to the same experts
+        (experts / experts per token). ``entropy`` of a token's weights, as a share of the greatest. ``dropped``: share
+        of the tokens that found no place at an expert.
+        """
+        ROUTER.pack_into(self._page, ROUTER_AT, load, limit, entropy, dropped)
 
     def checkpoint_committed(self, step: int) -> None:
         """Report that the checkpoint of ``step`` is durable."""

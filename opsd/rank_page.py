@@ -84,6 +84,8 @@ class RankPage:
     place: tuple[int, int, int, int] | None = None
     planned: int | None = None
     """The step after which the run ends."""
+    router: tuple[float, float, float, float] | None = None
+    """Load, limit, entropy and dropped share as in ``Reporter.router``."""
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -241,6 +243,7 @@ def _decode(
     source = min(layout.SOURCE.unpack_from(data, layout.SOURCE_AT)[0], len(SOURCES) - 1)
     known_place, *place = layout.PLACE.unpack_from(data, layout.PLACE_AT)
     planned: int = layout.PLANNED.unpack_from(data, layout.PLANNED_AT)[0]
+    router = layout.ROUTER.unpack_from(data, layout.ROUTER_AT)
     request = min(layout.CONTROL.unpack_from(data, layout.CONTROL_AT)[0], len(REQUESTS) - 1)
     return RankPage(
         rank=number(4), local_rank=number(5), world_size=number(6), generation=number(7),
@@ -256,6 +259,7 @@ def _decode(
         source=SOURCES[source],
         place=(place[0], place[1], place[2], place[3]) if known_place else None,
         planned=planned or None,
+        router=router if router[0] > 0 and all(map(math.isfinite, router)) else None,
     )  # fmt: skip
 
 

@@ -197,12 +197,12 @@ def _make_shared_root(root: Path) -> None:
 def _first_free(shared: Path, run: str) -> tuple[str, Path, int]:
     for number in range(1, _MAX_TWINS):
         name = run if number == 1 else f"{run}-{number}"
-        with contextlib.suppress(_Taken):
+        with contextlib.suppress(RunTakenError):
             return (name, *_claim(shared, name))
     raise RunError(f"{_MAX_TWINS} runs called {run} are being run here; give this one another name with --run-id")
 
 
-class _Taken(RunError):
+class RunTakenError(RunError):
     """A living launcher has the run."""
 
 
@@ -221,7 +221,7 @@ def _claim(shared: Path, run: str) -> tuple[Path, int]:
         if hold is not None:
             os.close(hold)
         by = "another process" if pid is None else f"process {pid}"
-        raise _Taken(f"run {run} is being run by {by}; give this one another name with --run-id")
+        raise RunTakenError(f"run {run} is being run by {by}; give this one another name with --run-id")
     _clear(memory)
     return memory, hold
 

@@ -7,7 +7,7 @@ import time
 from itertools import pairwise
 
 _MENTION = re.compile("@(?=channel|here|all|everyone)", re.IGNORECASE)
-_MARKUP = str.maketrans({"<": "‹", ">": "›"})
+_MARKUP = {0x3C: "‹", 0x3E: "›"}
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 

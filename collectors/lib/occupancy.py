@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from opsd.collectors.lib.processes import Identity, identify
+from opsd.collectors.lib.processes import Identity, identify, user_of
 
 RENEW_S: Final = 30.0
 """A process is looked up again after this time: it may have been moved to another control group."""
@@ -24,8 +24,8 @@ class Occupancy:
 
     def users_of_gpus(self) -> frozenset[int]:
         """The users whose processes hold a GPU."""
-        found = (identify(pid) for pids in self.holders.values() for pid in pids)
-        return frozenset(identity.user for identity in found if identity)
+        found = (user_of(pid) for pids in self.holders.values() for pid in pids)
+        return frozenset(user for user in found if user is not None)
 
     def may_hold(self, gpu: int, user: int) -> bool:
         """False if nobody holds the GPU, or the driver lists processes on it and all of them are other users'.
@@ -35,7 +35,7 @@ class Occupancy:
         pids = self.holders.get(gpu)
         if pids is None:
             return True
-        found = [identity.user for pid in pids if (identity := identify(pid))]
+        found = [holder for pid in pids if (holder := user_of(pid)) is not None]
         return user in found or (bool(pids) and not found)
 
     def confirms(self, job: str, user: int) -> bool:

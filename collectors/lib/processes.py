@@ -27,21 +27,29 @@ class Identity(NamedTuple):
 
 def identify(pid: int, proc: Path = _PROC) -> Identity | None:
     """Whose process this is, None if it is gone (proc_pid_status(5), cgroups(7))."""
+    user = user_of(pid, proc)
     try:
-        status = read_kernel_text(proc / str(pid) / "status")
-        groups = read_kernel_text(proc / str(pid) / "cgroup")
-        return Identity(int(status.partition("\nUid:")[2].split(maxsplit=1)[0]), slurm_job(groups))
+        return None if user is None else Identity(user, slurm_job(read_kernel_text(f"{proc}/{pid}/cgroup")))
+    except OSError:
+        return None
+
+
+def user_of(pid: int, proc: Path = _PROC) -> int | None:
+    """The real user id of a process, None if it is gone."""
+    try:
+        return int(read_kernel_text(f"{proc}/{pid}/status").partition("\nUid:")[2].split(maxsplit=1)[0])
     except (OSError, ValueError, IndexError):
         return None
 
 
-def read_kernel_text(path: Path) -> str:
+def read_kernel_text(path: str | Path) -> str:
     """A file of procfs, whose lines end with a line feed and nothing else. Raises OSError.
 
     Users name processes, control groups and mount points. The kernel escapes a line feed in these names and leaves a
     carriage return, at which Python's text mode begins a new line, as ``str.splitlines`` does at many a character.
     """
-    return path.read_bytes().decode(errors="replace")
+    with open(path, "rb", buffering=0) as file:
+        return file.read().decode(errors="replace")
 
 
 def slurm_job(groups: str) -> str:
@@ -58,7 +66,7 @@ def job_of_group(path: str) -> str:
 def process_letter(pid: int, proc: Path = _PROC) -> str | None:
     """The kernel's state letter of a process (proc_pid_stat(5)), None if it is gone."""
     try:
-        return (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return read_kernel_text(f"{proc}/{pid}/stat").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return None
 

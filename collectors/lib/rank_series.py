@@ -48,12 +48,22 @@ MFU = _rank(
     "Model FLOPs utilisation: opsd_rank_tokens_per_second x flops_per_token / peak_flops_per_second.",
     "ratio",
 )
+ROUTER_LOAD = _rank(
+    "router_load_ratio", "Tokens of the fullest expert over the mean of its layer, in the worst layer.", "ratio"
+)
+ROUTER_LIMIT = _rank("router_load_limit_ratio", "That load if all tokens went to the same experts.", "ratio")
+ROUTER_ENTROPY = _rank(
+    "router_entropy_ratio",
+    "Entropy of the weights of a token's experts over the greatest, in the lowest layer.",
+    "ratio",
+)
+ROUTER_DROPPED = _rank("router_dropped_ratio", "Share of the tokens that found no place at an expert.", "ratio")
 RUN_UP = Metric("opsd_run_up", "1 while the launcher of the run lives.", labels=("run",))
 
 METRICS: Final = (
     UP, STEP, STEP_SECONDS, PHASE, PHASE_AGE, PHASE_SECONDS, CHANGE_AGE, TOKENS, TOKENS_RATE, LOSS, GRAD_NORM,
-    LEARNING_RATE, MODEL_FLOPS, PEAK_FLOPS, MFU, COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP,
-    *USER_METRICS,
+    LEARNING_RATE, MODEL_FLOPS, PEAK_FLOPS, MFU, ROUTER_LOAD, ROUTER_LIMIT, ROUTER_ENTROPY, ROUTER_DROPPED,
+    COMMITTED, PAGE_ERRORS, JOB_INFO, RUN_STATE, RUN_GENERATION, RUN_UP, *USER_METRICS,
 )  # fmt: skip
 LABELS: Final = {
     "run": "runs on the node, 64 at most",
@@ -118,6 +128,13 @@ def model_samples(page: RankPage, rate: float, labels: tuple[str, ...]) -> Itera
     yield Sample(MODEL_FLOPS, page.flops_per_token, labels)
     yield Sample(PEAK_FLOPS, page.peak_flops, labels)
     yield Sample(MFU, rate * page.flops_per_token / page.peak_flops, labels)
+
+
+def router_samples(page: RankPage, labels: tuple[str, ...]) -> Iterator[Sample]:
+    """The samples of the routers of a mixture of experts, none of a dense model."""
+    if page.router is not None:
+        metrics = (ROUTER_LOAD, ROUTER_LIMIT, ROUTER_ENTROPY, ROUTER_DROPPED)
+        yield from (Sample(metric, value, labels) for metric, value in zip(metrics, page.router, strict=True))
 
 
 def run_samples(run: RunFact) -> Iterator[Sample]:

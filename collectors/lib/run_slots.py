@@ -82,7 +82,7 @@ class RunSlots:
         first: Callable[[], frozenset[int]] = frozenset,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._root, self._lives, self._first_users, self._clock = root, lives, first, clock
+        self._root, self._lives, self.first_users, self._clock = root, lives, first, clock
         self._owners: dict[int, _Owner] = {}
         self._entries: Iterator[os.DirEntry[str]] | None = None
         self._scan = 0
@@ -105,7 +105,7 @@ class RunSlots:
 
     def _look(self) -> tuple[Chosen, ...]:
         crowded = sum(len(own.folders) for own in self._owners.values()) > MAX_RUNS
-        self._first = self._first_users() if crowded else frozenset()
+        self._first = self.first_users() if crowded else frozenset()
         self._read_root()
         if crowded:
             self._judge()

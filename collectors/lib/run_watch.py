@@ -20,6 +20,7 @@ from opsd.collectors.base import Event, Fact, RankFact, Reading, RunFact, Sample
 from opsd.collectors.lib import rank_series as series
 from opsd.collectors.lib.occupancy import Occupancy, Proof
 from opsd.collectors.lib.processes import identify, process_letter
+from opsd.collectors.lib.rights import Rights
 from opsd.collectors.lib.run_files import parse_event, parse_run
 from opsd.collectors.lib.shares import Allowance
 from opsd.collectors.lib.tail import Tail, read_small
@@ -45,7 +46,7 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def lives(folder: Path, owner: int, wall: float, linger_s: float) -> bool:
     """Whether a launcher or rank of ``owner`` lives in this run, or its launcher ended at most ``linger_s`` ago."""
     with contextlib.suppress(OSError), _opened(folder, owner) as descriptor:
-        found = read_small("run.json", descriptor, _MAX_RUN_JSON)
+        found = read_small("run.json", descriptor, Rights(owner, frozenset()), _MAX_RUN_JSON)
         run = parse_run(found[0], folder.name, lambda pid, start: _runs_for(owner, pid, start)) if found else None
         if run is not None and found is not None and (run.alive or wall - found[1] <= linger_s):
             return True
@@ -67,8 +68,8 @@ def _runs_for(owner: int, pid: int, start: int) -> bool:
 class _Rank:
     """What is remembered of a rank from look to look."""
 
-    def __init__(self, rank: int, proof: Proof) -> None:
-        self.events = Tail(f"rank-{rank:04d}.page.events.jsonl")
+    def __init__(self, rank: int, rights: Rights, proof: Proof) -> None:
+        self.events = Tail(f"rank-{rank:04d}.page.events.jsonl", rights)
         self.totals = series.PhaseTotals()
         self.page: RankPage | None = None
         self.steps: tuple[StepFact, ...] = ()
@@ -88,7 +89,8 @@ class RunWatch:
         self._run = folder.name
         self._linger_s = linger_s
         self._occupancy, self._allowance = occupancy, allowance
-        self._events = Tail("events.jsonl")
+        self._rights = Rights(owner, frozenset())
+        self._events = Tail("events.jsonl", self._rights)
         self._told = (evaluations(folder.name), data_mixture(folder.name))
         self._relayed: OrderedDict[tuple[object, ...], None] = OrderedDict()
         self._launcher = Proof(owner, occupancy)
@@ -140,7 +142,7 @@ class RunWatch:
         return Reading(tuple(samples), events, tuple(facts))
 
     def _read_run(self, folder: int, now: float, wall: float) -> RunFact | None:
-        found = read_small("run.json", folder, _MAX_RUN_JSON)
+        found = read_small("run.json", folder, self._rights, _MAX_RUN_JSON)
         if found is None:
             return None
         content, modified = found
@@ -163,7 +165,7 @@ class RunWatch:
         """The ranks that have a page. Those with any file at all are remembered, the others forgotten."""
         numbers = sorted({number for number, _ in self._files})[:most]
         known = self._ranks
-        self._ranks = {n: known.get(n) or _Rank(n, Proof(self.owner, self._occupancy)) for n in numbers}
+        self._ranks = {n: known.get(n) or _Rank(n, self._rights, Proof(self.owner, self._occupancy)) for n in numbers}
         return sorted(number for number, is_page in self._files if is_page and number in self._ranks)
 
     def _read_events(self, folder: int, now: float, wall: float, most: int, *, relayed: bool) -> Iterator[Event]:
@@ -261,6 +263,7 @@ class RunWatch:
             yield Sample(series.PHASE, float(phase == fact.phase), (*labels, phase))
         yield Sample(series.PHASE_AGE, max(0.0, now - fact.phase_since), labels)
         yield Sample(series.CHANGE_AGE, max(0.0, now - fact.changed), labels)
+        yield from series.router_samples(page, labels)
         if not page.observed and (rate := series.tokens_per_second(page, now)) is not None:
             yield Sample(series.TOKENS_RATE, rate, labels)
             yield from series.model_samples(page, rate, labels)

@@ -44,10 +44,10 @@ class LineCutter:
 class Tail:
     """The lines appended to a file, each exactly once; a file that was replaced is read from its start.
 
-    With ``rights`` a file is read only if its user could read it.
+    A file is read only if the user of ``rights`` could read it: a name may be a hard link to another's file.
     """
 
-    def __init__(self, name: str, rights: Rights | None = None) -> None:
+    def __init__(self, name: str, rights: Rights) -> None:
         self._name = name
         self._rights = rights
         self._file: tuple[int, int] | None = None
@@ -73,7 +73,7 @@ class Tail:
             return []
         try:
             info = os.fstat(descriptor)
-            if not stat.S_ISREG(info.st_mode) or (self._rights and not self._rights.allow(descriptor, READ)):
+            if not stat.S_ISREG(info.st_mode) or not self._rights.allow(descriptor, READ):
                 return []
             if self._file != (info.st_dev, info.st_ino) or info.st_size < self._offset:
                 self._file, self._offset, self._cutter = (info.st_dev, info.st_ino), 0, LineCutter()
@@ -86,10 +86,10 @@ class Tail:
         return self._cutter.feed(chunk)
 
 
-def read_small(name: str, folder: int, limit: int = CHUNK, rights: Rights | None = None) -> tuple[bytes, float] | None:
-    """Content and modification time of a regular file, None if there is none of at most ``limit`` bytes.
+def read_small(name: str, folder: int, rights: Rights, limit: int = CHUNK) -> tuple[bytes, float] | None:
+    """Content and modification time of a regular file of at most ``limit`` bytes, None if there is none.
 
-    With ``rights`` also None if that user could not read it.
+    Also None if the user of ``rights`` could not read it.
     """
     try:
         descriptor = os.open(name, _FLAGS, dir_fd=folder)
@@ -99,7 +99,7 @@ def read_small(name: str, folder: int, limit: int = CHUNK, rights: Rights | None
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode) or info.st_size > limit:
             return None
-        if rights and not rights.allow(descriptor, READ):
+        if not rights.allow(descriptor, READ):
             return None
         return os.pread(descriptor, limit, 0), info.st_mtime
     except OSError:

@@ -16,7 +16,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from opsd.agent.deadlines import Deadlines
 from opsd.agent.lanes import Lane
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.policy import HARMLESS, OF_A_RUN
@@ -26,6 +25,7 @@ from opsd.rank_page import PageError, RankPage, process_state, read_page
 from opsd.runbooks.base import Action
 from opsd.slurm.ownership import reason
 from opsd.slurm.port import SlurmError
+from opsd.threads import Deadlines
 
 VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "drain_node", "notify")
 

@@ -1,26 +1,26 @@
 """Write incidents and actions into Grafana as annotations, which every board of opsd shows.
 
 An incident is a region from its opening to its end, the beginning of an action a point. A thread writes to Grafana, so
-that a slow one delays nothing else. Beyond ``MAX_WAITING`` annotations are dropped; the journal has them all.
+that a slow one delays nothing else, for runs and kinds of incidents in turn. Beyond ``MAX_WAITING`` annotations of one
+they are dropped; the journal has them all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
-from queue import Full, Queue
 from typing import Any
 
-from opsd.agent.incidents import Transition
+from opsd.agent.incidents import Transition, turn_of
+from opsd.agent.lanes import Lane
 from opsd.agent.lifecycle import is_current
 from opsd.agent.logs import Log
 from opsd.files import read_settings
 from opsd.runbooks.base import Incident, State
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 10.0
 MAX_WAITING = 100
 MAX_OPEN = 1000
 """Incidents whose annotation is remembered until they end."""
@@ -36,31 +36,26 @@ class Annotator:
     def __init__(self, url: str, token_file: Path, node: str, log: Log) -> None:
         self._url, self._token_file, self._node, self._log = url.rstrip("/"), token_file, node, log
         self._ids: OrderedDict[str, int] = OrderedDict()
-        self._waiting: Queue[tuple[Incident, Transition] | None] = Queue(MAX_WAITING)
-        threading.Thread(target=self._work, name="annotate", daemon=True).start()
+        self._lane = Lane("annotate", 1, share=1, room=MAX_WAITING)
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
         """Queue an annotation of ``transition``. Symptoms are not annotated: their cause is."""
         opened, acting = transition.before is None, transition.after is State.ACTING
         if incident.cause is None and (opened or acting or not is_current(incident)):
-            with contextlib.suppress(Full):
-                self._waiting.put_nowait((incident, transition))
+            self._lane.submit(turn_of(incident), partial(self._write, incident, transition))
 
     def close(self) -> None:
         """End once what is queued is sent."""
-        with contextlib.suppress(Full):
-            self._waiting.put_nowait(None)
+        self._lane.close(finish=True)
 
-    def _work(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            incident, transition = waiting
-            try:
-                self._annotate(incident, transition)
-            except AnnotationError as error:
-                self._log.warning("annotation failed", incident=incident.id, reason=str(error))
-            except Exception as error:
-                reason = f"a bug in opsd: {type(error).__name__}"
-                self._log.error("annotation failed", incident=incident.id, reason=reason)
+    def _write(self, incident: Incident, transition: Transition) -> None:
+        try:
+            self._annotate(incident, transition)
+        except AnnotationError as error:
+            self._log.warning("annotation failed", incident=incident.id, reason=str(error))
+        except Exception as error:
+            reason = f"a bug in opsd: {type(error).__name__}"
+            self._log.error("annotation failed", incident=incident.id, reason=reason)
 
     def _annotate(self, incident: Incident, transition: Transition) -> None:
         at = round(transition.at * 1000)
@@ -93,7 +88,7 @@ class Annotator:
         except (OSError, UnicodeDecodeError) as error:
             raise AnnotationError(f"{self._token_file}: the token cannot be read") from error
         try:
-            from opsd.agent.outgoing import send_json  # megabytes that only an agent with annotations needs
+            from opsd.notify.outgoing import send_json  # megabytes that only an agent with annotations needs
 
             secret = {"Authorization": f"Bearer {token}"}
             status, content = send_json(method, f"{self._url}/api/annotations{path}", body, TIMEOUT_S, secret)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 
 from opsd.agent import systemd
+from opsd.agent.heap import Trim
 from opsd.agent.logs import Log
 from opsd.agent.metrics import log_samples
 from opsd.agent.reload import Reloader
@@ -49,7 +50,7 @@ class Daemon:
         self._journal = build_journal(settings, log)
         self._parts = build(settings, self._journal, log)
         self._loop, self._history, self._orders = self._parts.loop, History(), Orders(log)
-        self._reloader = Reloader(settings, read, self._apply, log, wanted)
+        self._reloader, self._trim = Reloader(settings, read, self._apply, log, wanted), Trim()
         self._loop.others += self._server.samples, self._reloader.samples, lambda: log_samples(log.lost())
         ledgers = Ledgers()
         if agent.run_seconds:
@@ -83,6 +84,7 @@ class Daemon:
     def _after_tick(self) -> None:
         systemd.notify("WATCHDOG=1")
         self._history.note(self._loop.snapshot)
+        self._trim.if_due(self._loop.snapshot.at)
         if self._reloader.due():
             systemd.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
             self._reloader.reload()

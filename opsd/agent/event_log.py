@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from opsd.collectors.base import Event
 
-MAX_EVENTS: Final = 2_000
-"""Events kept of a kind; the oldest are dropped of the user who has most."""
+MAX_WITNESSED: Final = 2_000
+MAX_TOLD: Final = 500
+"""Events of a kind that are kept of witnesses, and of all others; the oldest are dropped of the user who has most."""
 USER_BYTES: Final = 1 << 20
 USERS_BYTES: Final = 3 << 20
 """Size of the events kept of one user, and of all users, as they were read; in memory they take some six times that."""
@@ -37,8 +39,17 @@ class EventLog:
         if event.user is not None:
             self._sizes[event.user] = self._sizes.get(event.user, 0) + event.size
             self._bound_users(event.user)
-        if sum(map(len, tellers.values())) > MAX_EVENTS:
-            self._drop(event.kind, max(tellers, key=lambda teller: len(tellers[teller])))
+        alike = [teller for teller in tellers if teller[1] is witness]
+        if sum(len(tellers[teller]) for teller in alike) > (MAX_WITNESSED if witness else MAX_TOLD):
+            self._drop(event.kind, max(alike, key=lambda teller: len(tellers[teller])))
+
+    def shift(self, seconds: float) -> None:
+        """Move the times of all events by a step of the wall clock."""
+        for tellers in self._kinds.values():
+            for teller, events in tellers.items():
+                tellers[teller] = deque(replace(event, at=event.at + seconds) for event in events)
+        self._sorted.clear()
+        self._by_run.clear()
 
     def since(self, kind: str, oldest: float, run: str | None = None) -> Sequence[Event]:
         """Events of ``kind`` from the wall second ``oldest`` on, oldest first; with ``run`` those about it."""

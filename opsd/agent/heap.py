@@ -8,6 +8,7 @@ _ARENA_MAX, _MMAP_THRESHOLD = -8, -3
 """Numbers of ``mallopt``'s parameters in malloc.h."""
 ARENAS = 2
 MAPPED_FROM_BYTES = 128 * 1024
+TRIM_EVERY_S = 300.0
 
 
 def settle() -> bool:
@@ -22,3 +23,23 @@ def settle() -> bool:
     except AttributeError:
         return False
     return bool(mallopt(_ARENA_MAX, ARENAS)) and bool(mallopt(_MMAP_THRESHOLD, MAPPED_FROM_BYTES))
+
+
+class Trim:
+    """Gives freed memory back to the system; takes some milliseconds.
+
+    glibc does so by itself at the end of an arena only, and what lives longest is there: holes in the middle add up.
+    """
+
+    def __init__(self) -> None:
+        self._due = 0.0
+
+    def if_due(self, now: float) -> bool:
+        """Give memory back if ``TRIM_EVERY_S`` have passed, in monotonic seconds. True if some was."""
+        if now < self._due:
+            return False
+        self._due = now + TRIM_EVERY_S
+        try:
+            return bool(ctypes.CDLL(None).malloc_trim(0))
+        except AttributeError:
+            return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from opsd.agent import lifecycle
@@ -48,6 +48,11 @@ def is_over(incident: Incident, transition: Transition) -> bool:
     return escalated or transition.after is State.RESOLVED
 
 
+def turn_of(incident: Incident) -> str:
+    """Whose turn it is when something is done for this incident: its run's, else that of its kind."""
+    return f"run {incident.run}" if incident.run else incident.kind
+
+
 def reduce(
     book: Book, observed: Observed, rules: Mapping[str, IncidentRules], now: float
 ) -> tuple[Book, tuple[Incident, ...], tuple[Transition, ...]]:
@@ -83,6 +88,15 @@ def reduce(
         transitions.append(_transition(None if old is None else old.state, current[name], now))
     recent |= {(incident.kind, incident.key): incident for incident in ended}
     return Book(current, pending, recent, book.watching_since), tuple(ended), tuple(transitions)
+
+
+def cost_growth(before: Book, after: Book) -> Iterator[tuple[str, float]]:
+    """Kind and GPU-seconds of what has been lost between two books; symptoms are left out, their cause is counted."""
+    for name, incident in after.incidents.items():
+        old = before.incidents.get(name) or before.recent.get(name)
+        grown = incident.cost.gpu_seconds - (old.cost.gpu_seconds if old and old.id == incident.id else 0.0)
+        if grown > 0 and incident.cause is None:
+            yield incident.kind, grown
 
 
 def shifted(book: Book, seconds: float) -> Book:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 SCHEMA_VERSION = 1
 KEEP_S = 90 * 86_400.0
+CACHE_KIB = 256
+"""The journal is written, and read only at the start; SQLite's own 2 MiB would fill within hours."""
 MAX_CURRENT = 2_000
 """Number of current incidents that are kept: the newest."""
 KEEP_INCIDENTS = 20_000
@@ -81,6 +83,7 @@ def open_file(path: Path, now: float) -> sqlite3.Connection:
         if version != SCHEMA_VERSION and (tables or version):
             age = "newer" if version > SCHEMA_VERSION else "older"
             raise UnusableError(age, f"was written by a{'n' * (age == 'older')} {age} opsd (schema {version})")
+        database.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = FULL")  # an intention must survive the node, not only the agent
         (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
@@ -104,8 +107,13 @@ def open_file(path: Path, now: float) -> sqlite3.Connection:
 
 
 def forget(database: sqlite3.Connection, now: float) -> None:
-    """Delete what is too old, and the oldest of what is too much."""
-    database.execute("DELETE FROM incidents WHERE resolved_at < ?", (now - KEEP_S,))
+    """Delete what is too old, and the oldest of what is too much.
+
+    Too old is what was long before the newest incident: a clock that is a year ahead takes no history away.
+    """
+    (newest,) = database.execute("SELECT max(opened_at) FROM incidents").fetchone()
+    oldest = (min(now, newest) if isinstance(newest, int | float) else now) - KEEP_S
+    database.execute("DELETE FROM incidents WHERE resolved_at < ?", (oldest,))
     for over, number in (("IS NOT NULL", KEEP_INCIDENTS), ("IS NULL", MAX_CURRENT)):
         newest = f"SELECT opened_at FROM incidents WHERE resolved_at {over} ORDER BY opened_at DESC LIMIT 1 OFFSET ?"  # noqa: S608
         last = database.execute(newest, (number,)).fetchone()
@@ -113,7 +121,7 @@ def forget(database: sqlite3.Connection, now: float) -> None:
             database.execute(f"DELETE FROM incidents WHERE resolved_at {over} AND opened_at <= ?", last)  # noqa: S608
     for table in ("actions", "transitions"):
         excess = f"number <= (SELECT max(number) FROM {table}) - ?"  # noqa: S608
-        database.execute(f"DELETE FROM {table} WHERE at < ? OR {excess}", (now - KEEP_S, KEEP_ROWS))  # noqa: S608
+        database.execute(f"DELETE FROM {table} WHERE at < ? OR {excess}", (oldest, KEEP_ROWS))  # noqa: S608
 
 
 def _pragma(database: sqlite3.Connection, name: str) -> int:

@@ -25,7 +25,28 @@ What users write makes some looks long.
 TICK_S = 0.1
 """Seconds of processor time after which the other looks wait for the next tick, in which they are the first."""
 
+SHORT_S = 0.002
+
 NOTHING: Sequence[Finding] = ()
+
+
+class ProcessorTime:
+    """Processor time of the thread that calls, in seconds.
+
+    Stretches below ``SHORT_S`` count with the time of the clock, which is no less and takes no system call.
+    """
+
+    def __init__(self) -> None:
+        self._at, self._used, self._sum = time.monotonic(), time.thread_time(), 0.0
+
+    def __call__(self) -> float:
+        at = time.monotonic()
+        passed, self._at = at - self._at, at
+        if passed >= SHORT_S:
+            used = time.thread_time()
+            passed, self._used = min(passed, max(0.0, used - self._used)), used
+        self._sum += passed
+        return self._sum
 
 
 class _Look(NamedTuple):
@@ -50,7 +71,7 @@ class Judge:
         *,
         hold_s: float = HOLD_S,
         max_relapses: int = MAX_RELAPSES,
-        used_s: Callable[[], float] = time.thread_time,
+        used_s: Callable[[], float] | None = None,
     ) -> None:
         self.runbooks = {runbook.kind: runbook for runbook in runbooks}
         self.rules = {
@@ -66,7 +87,7 @@ class Judge:
         }
         self.told_by_users = frozenset(r.kind for r in runbooks if r.told_by_runs or "ranks" in r.needs)
         self.errors: Counter[str] = Counter()
-        self._log, self._used_s = log, used_s
+        self._log, self._used_s = log, used_s or ProcessorTime()
         self._looks: dict[str, _Look] = {}
 
     def findings(self, view: View) -> list[Finding]:
@@ -77,13 +98,14 @@ class Judge:
 
         seeing = [runbook for runbook in self.runbooks.values() if sees(runbook, view)]
         looks = {runbook.kind: self._looks.get(runbook.kind, _Look()) for runbook in seeing}
-        began = self._used_s()
+        began = start = self._used_s()
         for runbook in sorted(seeing, key=lambda runbook: looks[runbook.kind].due):
-            look, start = looks[runbook.kind], self._used_s()
+            look = looks[runbook.kind]
             if view.now < look.due or start - began > TICK_S:
                 continue
-            findings = self._try(runbook, partial(ask, runbook), NOTHING)
-            took_s = self._used_s() - start
+            findings, before = self._try(runbook, partial(ask, runbook), NOTHING), start
+            start = self._used_s()
+            took_s = start - before
             wait_s = min(min(took_s, look.took_s) / SHARE, LONGEST_WAIT_S)
             looks[runbook.kind] = _Look(view.now + max(runbook.look_every_s, wait_s), findings, took_s)
         self._looks = looks

@@ -6,19 +6,12 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 
+from opsd.threads import start_thread
+
 Job = Callable[[], None]
 
 MAX_WAITING = 512
 """Above this number of waiting jobs those that are no longer wanted are left out."""
-
-
-def start_thread(name: str, work: Job) -> bool:
-    """Begin ``work`` in a daemon thread; False if the system has none left, as when somebody's fork bomb has them."""
-    try:
-        threading.Thread(target=work, name=name, daemon=True).start()
-    except RuntimeError:
-        return False
-    return True
 
 
 class Lane:
@@ -26,20 +19,23 @@ class Lane:
 
     Peers take turns: the jobs of one wait for one another, and those of the others overtake them. Jobs never raise. One
     that is no longer ``wanted`` is left out, so that a lane whose threads are stuck does not keep what waits for them.
+    With ``room`` so many jobs of a peer may wait.
     """
 
-    def __init__(self, name: str, threads: int, share: int) -> None:
-        self._name, self._most, self._share = name, threads, share
+    def __init__(self, name: str, threads: int, share: int, room: int | None = None) -> None:
+        self._name, self._most, self._share, self._room = name, threads, share, room
         self._waiting: dict[str, deque[tuple[Job, Callable[[], bool]]]] = {}
         self._number = 0
         self._running: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._threads = self._idle = 0
-        self._closed = False
+        self._closed = self._finishing = False
 
-    def submit(self, peer: str, job: Job, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Have ``job`` done for ``peer`` if it is still wanted when its turn comes."""
+    def submit(self, peer: str, job: Job, wanted: Callable[[], bool] = lambda: True) -> bool:
+        """Have ``job`` done for ``peer`` if it is still wanted when its turn comes; False if there is no room."""
         with self._changed:
+            if self._room is not None and len(self._waiting.get(peer, ())) >= self._room:
+                return False
             self._number += 1
             if self._number > MAX_WAITING:
                 self._leave_out_unwanted()
@@ -47,11 +43,12 @@ class Lane:
             if not self._idle and self._threads < self._most:
                 self._threads += start_thread(f"{self._name}-{self._threads + 1}", self._work)
             self._changed.notify()
+            return True
 
-    def close(self) -> None:
-        """Begin no more jobs."""
+    def close(self, *, finish: bool = False) -> None:
+        """Begin no more jobs; with ``finish`` none but those that wait."""
         with self._changed:
-            self._closed = True
+            self._finishing, self._closed = finish, not finish
             self._changed.notify_all()
 
     def _work(self) -> None:
@@ -82,6 +79,9 @@ class Lane:
                         self._waiting[peer] = jobs  # behind the others
                     self._running[peer] += 1
                     return peer, job, wanted
+                if self._finishing and not self._waiting:
+                    self._changed.notify_all()
+                    return None
                 self._idle += 1
                 self._changed.wait()
                 self._idle -= 1

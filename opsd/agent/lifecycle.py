@@ -166,7 +166,7 @@ def shifted(incident: Incident, seconds: float) -> Incident:
         incident,
         opened_at=incident.opened_at + seconds,
         last_seen_at=incident.last_seen_at + seconds,
-        evidence=tuple(replace(evidence, at=evidence.at + seconds) for evidence in incident.evidence),
+        evidence=tuple(replace(e, at=e.at + seconds, last=moved(e.last)) for e in incident.evidence),
         healthy_since=moved(incident.healthy_since),
         acted_at=moved(incident.acted_at),
         reopened_at=moved(incident.reopened_at),
@@ -208,7 +208,7 @@ def opened(finding: Finding, now: float) -> Incident:
         summary=finding.summary,
         culprit=finding.culprit,
         confidence=finding.confidence,
-        evidence=finding.evidence[: 2 * MAX_EVIDENCE // 3],
+        evidence=tuple({(e.text, e.source): e for e in finding.evidence}.values())[: 2 * MAX_EVIDENCE // 3],
         cost=finding.cost,
         job=finding.job,
         opened_at=now,
@@ -246,9 +246,17 @@ def _cost(before: Cost, now: Cost, seconds: float) -> Cost:
 
 
 def _evidence(incident: Incident, finding: Finding) -> tuple[Evidence, ...]:
-    """The evidence of the opening, then that of the present finding; numbers in between are in the metrics."""
-    opening = tuple(evidence for evidence in incident.evidence if evidence.at <= incident.opened_at)
-    return opening + tuple(e for e in finding.evidence if e not in opening)[: MAX_EVIDENCE - len(opening)]
+    """The evidence of the opening, then that of the present finding; numbers in between are in the metrics.
+
+    A sentence of the opening that is read again stays one entry.
+    """
+    present = {(e.text, e.source): e for e in finding.evidence}
+    opening = []
+    for e in incident.evidence:
+        if e.at <= incident.opened_at:
+            again = present.pop((e.text, e.source), e)
+            opening.append(replace(e, last=again.at) if again.at > e.newest else e)
+    return (*opening, *[*present.values()][: MAX_EVIDENCE - len(opening)])
 
 
 def settled(incident: Incident, outcomes: Sequence[Outcome], rule: IncidentRules, now: float) -> Incident:

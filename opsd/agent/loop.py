@@ -126,6 +126,7 @@ class Loop:
         step, self._wall_of_zero = wall_of_zero - self._wall_of_zero, wall_of_zero
         if abs(step) > CLOCK_STEP_S:
             self._log.warning("the wall clock was stepped", seconds=round(step, 3))
+            self._window.clock_stepped(step)
             self._responder.clock_stepped(step)
 
     def _take_in(self, sources: Sequence[Source], now: float, wall: float) -> None:
@@ -167,6 +168,7 @@ class Loop:
         yield from metrics.runbook_samples(
             self._judge.runbooks, responder.current, responder.opened, self._judge.errors
         )
+        yield from metrics.cost_samples(self._judge.runbooks, responder.cost)
         yield from metrics.action_samples(responder.actions)
         yield Sample(metrics.OVER_QUOTA, float(responder.over_quota))
         for other in self.others:

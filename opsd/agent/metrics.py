@@ -53,6 +53,13 @@ OPENED = Metric("opsd_incidents_opened_total", "Incidents opened since the agent
 OVER_QUOTA = Metric(
     "opsd_incidents_over_quota_users", "Users whose runs have so many incidents that no more of them are opened."
 )
+COST = Metric(
+    "opsd_incidents_gpu_seconds_total",
+    "GPU-seconds lost by incidents since the agent's start, where their runbook can tell. Symptoms are left out.",
+    "counter",
+    "seconds",
+    ("kind",),
+)
 ACTIONS = Metric(
     "opsd_actions_total",
     "Actions by what became of them: ok, failed, recommended, refused.",
@@ -63,7 +70,8 @@ HTTP_CONNECTIONS = Metric("opsd_http_connections", "Open connections to the agen
 HTTP_REFUSED = Metric(
     "opsd_http_refused_total",
     "Connections closed and requests refused: slow (header or reading took too long), share (its user or address had "
-    "too many connections), full (there were too many), password, host (a name that is not this agent's), malformed.",
+    "too many connections or TLS handshakes), full (there were too many connections), password, host (a name that is "
+    "not this agent's), malformed.",
     "counter",
     labels=("reason",),
 )
@@ -91,8 +99,8 @@ RUN_SECONDS = Metric(
 
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
-    MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, ACTIONS,
-    OVER_QUOTA, HTTP_CONNECTIONS, HTTP_REFUSED, LOG_LOST, CONFIG_OK, CONFIG_AT,
+    MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, COST,
+    ACTIONS, OVER_QUOTA, HTTP_CONNECTIONS, HTTP_REFUSED, LOG_LOST, CONFIG_OK, CONFIG_AT,
     RUN_SECONDS,
 )  # fmt: skip
 LABELS: Final = {
@@ -155,6 +163,17 @@ def _runbook_samples(
         samples.append(Sample(OPENED, float(begun.get(kind, 0)), (kind,)))
         samples.append(Sample(RUNBOOK_ERRORS, float(failed.get(kind, 0)), (kind,)))
     return tuple(samples)
+
+
+def cost_samples(kinds: Iterable[str], cost: Mapping[str, float]) -> tuple[Sample, ...]:
+    """GPU-seconds lost by kind, zeros included."""
+    return _cost_samples(tuple(kinds), frozenset(cost.items()))
+
+
+@lru_cache(maxsize=1)
+def _cost_samples(kinds: tuple[str, ...], cost: frozenset[tuple[str, float]]) -> tuple[Sample, ...]:
+    lost = dict(cost)
+    return tuple(Sample(COST, lost.get(kind, 0.0), (kind,)) for kind in kinds)
 
 
 def action_samples(actions: Mapping[tuple[str, str], int]) -> tuple[Sample, ...]:

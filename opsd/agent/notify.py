@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from queue import Full, Queue
 
 from opsd.agent.actions import ActionError, Notifier
-from opsd.agent.incidents import Transition, is_over
+from opsd.agent.incidents import Transition, is_over, turn_of
+from opsd.agent.lanes import Lane
 from opsd.agent.logs import Log
 from opsd.files import read_settings
+from opsd.notify.receiver import NotifyError, Receiver
 from opsd.runbooks.base import Incident, State
 
-WEBHOOK_TIMEOUT_S = 5.0
 MAX_WAITING = 100
+"""Announcements that wait, for each run and for each kind of incident of the node."""
+THREADS = 4
 
 
 class LogNotifier:
@@ -29,10 +30,9 @@ class LogNotifier:
 
 
 class WebhookNotifier:
-    """Posts ``{"text": ..., **fields}`` to a URL, and also writes to the log.
+    """Sends notifications to a URL, as ``opsd.notify`` does, and also writes them to the log.
 
-    The URL is a secret: neither it nor the server's answer appears in an error. Instead of the URL a file may be given,
-    which is read each time, so that a renewed URL is used.
+    Instead of the URL a file may be given, which is read each time, so that a renewed URL is used.
     """
 
     def __init__(self, log: Log, receiver: str | Path) -> None:
@@ -41,15 +41,10 @@ class WebhookNotifier:
 
     def __call__(self, text: str, fields: Mapping[str, object]) -> None:
         self._to_log(text, fields)
-        url = self._url()
         try:
-            from opsd.agent.outgoing import send_json  # megabytes that only an agent with a webhook needs
-
-            status, _ = send_json("POST", url, {"text": text, **fields}, WEBHOOK_TIMEOUT_S)
-        except Exception as error:  # also of proxies and certificates, which the environment names
-            raise ActionError(f"the webhook could not be reached: {type(error).__name__}") from error
-        if not 200 <= status < 300:  # redirects are failures, too
-            raise ActionError(f"the webhook answered with status {status}")
+            Receiver(self._url()).send(text, fields)
+        except NotifyError as error:
+            raise ActionError(str(error)) from error
 
     def _url(self) -> str:
         if isinstance(self._receiver, str):
@@ -63,8 +58,9 @@ class WebhookNotifier:
 class Announcer:
     """Notifies about incidents that open, escalate or end, without blocking the loop.
 
-    A slow notifier delays later ones; beyond ``MAX_WAITING`` they are dropped, as journal and metrics have them all.
-    ``muted`` returns why a kind is silenced at an epoch second, "" if it is not.
+    Runs, and kinds of incidents of the node, take turns, so that a run that has many delays the others little. Beyond
+    ``MAX_WAITING`` of one they are dropped, as journal and metrics have them all. ``muted`` returns why a kind is
+    silenced at an epoch second, "" if it is not.
     """
 
     def __init__(
@@ -76,8 +72,7 @@ class Announcer:
         muted: Callable[[str, float], str] = lambda _kind, _wall: "",
     ) -> None:
         self._notify, self._node, self._log, self._muted = notify, node, log, muted
-        self._waiting: Queue[tuple[str, dict[str, object]] | None] = Queue(MAX_WAITING)
-        threading.Thread(target=self._work, name="announce", daemon=True).start()
+        self._lane = Lane("announce", THREADS, share=1, room=MAX_WAITING)
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
         """Queue a notification about ``transition`` of ``incident`` if it is relevant.
@@ -101,22 +96,17 @@ class Announcer:
             "job": incident.job,
             "verdict": incident.verdict,
         }
-        try:
-            self._waiting.put_nowait((text, fields))
-        except Full:
+        if not self._lane.submit(turn_of(incident), partial(self._send, text, fields)):
             self._log.warning("announcement dropped", incident=incident.id, reason=f"{MAX_WAITING} are waiting")
 
     def close(self) -> None:
         """End once what is queued is sent."""
-        with contextlib.suppress(Full):
-            self._waiting.put_nowait(None)
+        self._lane.close(finish=True)
 
-    def _work(self) -> None:
-        while (waiting := self._waiting.get()) is not None:
-            text, fields = waiting
-            try:
-                self._notify(text, fields)
-            except ActionError as error:
-                self._log.warning("announcement failed", reason=str(error))
-            except Exception as error:
-                self._log.error("announcement failed", reason=f"a bug in opsd: {type(error).__name__}")
+    def _send(self, text: str, fields: Mapping[str, object]) -> None:
+        try:
+            self._notify(text, fields)
+        except ActionError as error:
+            self._log.warning("announcement failed", reason=str(error))
+        except Exception as error:
+            self._log.error("announcement failed", reason=f"a bug in opsd: {type(error).__name__}")

@@ -141,7 +141,7 @@ def _unrecorded(action: Action, mode: str, problem: str) -> str:
 
 
 def _stale(incident: Incident, started_at: float) -> str:
-    newest = max((evidence.at for evidence in incident.evidence), default=incident.opened_at)
+    newest = max((evidence.newest for evidence in incident.evidence), default=incident.opened_at)
     return "its evidence is older than this agent's start" if newest < started_at else ""
 
 

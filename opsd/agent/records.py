@@ -78,7 +78,7 @@ def _times(incident: Incident) -> Iterator[float]:
     yield from (incident.opened_at, incident.last_seen_at)
     ends = (incident.healthy_since, incident.acted_at, incident.resolved_at, incident.reopened_at)
     yield from (at for at in ends if at is not None)
-    yield from (evidence.at for evidence in incident.evidence)
+    yield from (at for evidence in incident.evidence for at in (evidence.at, evidence.newest))
 
 
 def _is_time(value: object) -> TypeGuard[float]:

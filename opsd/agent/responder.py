@@ -5,7 +5,7 @@ It connects the pure parts (``incidents``, ``policy``) with those that have effe
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.policy import HARMLESS, OF_A_RUN, Decision, Limits, PastAction, Verdict, decide, needs_witness
-from opsd.agent.quota import MAX_OF_USER, REST_S, Quota
+from opsd.agent.quota import MAX_OF_OTHERS, MAX_OF_USER, OTHERS, REST_S, Quota
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
 from opsd.agent.unfinished import Unfinished
 from opsd.agent.window import Window
@@ -27,13 +27,18 @@ from opsd.runbooks.base import Action, Finding, Incident, State
 REWRITE_S = 30.0
 """An incident without changes is written to the journal this often, in seconds."""
 
+_OVER_QUOTA: Mapping[int | None, str] = {
+    None: f"runs that are gone have {MAX_OF_USER} incidents",
+    OTHERS: f"all users without a rank on a GPU have {MAX_OF_OTHERS} incidents together",
+}
 Listener = Callable[[Incident, Transition], None]
 
 
 class Responder:
     """Holds the incidents of the node. Used in one thread.
 
-    ``opened`` counts by kind, ``actions`` by (verb, outcome). ``ended`` has the most recently ended incident first.
+    ``opened`` counts by kind, ``cost`` is GPU-seconds by kind, ``actions`` counts by (verb, outcome).
+    ``ended`` has the most recently ended incident first.
     """
 
     def __init__(
@@ -52,6 +57,7 @@ class Responder:
         self._mode_of, self._limits, self._listeners = mode_of, limits, listeners
         self._started_at = started_at
         self.opened: Counter[str] = Counter()
+        self.cost: dict[str, float] = defaultdict(float)
         self.actions: Counter[tuple[str, str]] = Counter()
         self._book = incidents.Book(watching_since=started_at)
         self.ended: deque[Incident] = deque(maxlen=MAX_ENDED)
@@ -107,9 +113,12 @@ class Responder:
             held=correlate.held(self.current),
             outcomes=self._outcomes(),
         )
-        self._book, ended, transitions = incidents.reduce(self._book, observed, self._judge.rules, view.wall)
+        before = self._book
+        self._book, ended, transitions = incidents.reduce(before, observed, self._judge.rules, view.wall)
         self._forget_returned()
         self._correlate(view, ended)
+        for kind, gpu_seconds in incidents.cost_growth(before, self._book):
+            self.cost[kind] += gpu_seconds
         by_id = {incident.id: incident for incident in (*self.current, *ended)}
         for transition in transitions:
             self._tell(by_id[transition.incident], transition)
@@ -123,12 +132,11 @@ class Responder:
 
     def _admitted(self, view: Window) -> Sequence[Finding]:
         """The findings within the quotas of users; each user who begins to exceed it is a line in the log."""
-        findings = self._quota.admit(
-            self._judge.findings(view), self._judge.told_by_users, self._book.incidents, _users(view), view.now
-        )
+        told, users, working = self._judge.told_by_users, _users(view), _working(view)
+        findings = self._quota.admit(self._judge.findings(view), told, self._book.incidents, users, view.now, working)
         for user in self._quota.exceeded - self._over_quota:
-            who = "runs that are gone" if user is None else f"runs of the user {user}"
-            text = f"{who} have {MAX_OF_USER} incidents; no more are opened until some have been over for {REST_S:g} s"
+            who = _OVER_QUOTA.get(user, f"runs of the user {user} have {MAX_OF_USER} incidents")
+            text = f"{who}; no more are opened until some have been over for {REST_S:g} s"
             self._log.warning("quota of incidents", user=user, text=text)
         self._over_quota = self._quota.exceeded
         return findings
@@ -307,6 +315,12 @@ class Responder:
 def _users(view: Window) -> Mapping[str, int | None]:
     """Whose each run on the node is."""
     return {**{run.run: run.user for run in view.runs}, **{rank.run: rank.user for rank in view.ranks}}
+
+
+def _working(view: Window) -> frozenset[int]:
+    """The users who have a rank on a GPU."""
+    gpus = {gpu.index for gpu in view.gpus}
+    return frozenset(rank.user for rank in view.ranks if rank.user is not None and rank.gpu in gpus)
 
 
 def _user_of(view: Window) -> Callable[[Action], int | None]:

@@ -22,6 +22,9 @@ F = TypeVar("F", GpuFact, RankFact, RunFact)
 MAX_SERIES = 50_000
 """Limit of stored series; further ones are dropped and counted in ``Window.refused``."""
 
+MAX_TOLD = 30_000
+"""Limit of those among them that no witness tells, so that users and exporters leave room for kernel and drivers."""
+
 MAX_GONE = 4_000
 """Limit of stored series that have no sample any more; those that ended first are dropped."""
 
@@ -56,7 +59,7 @@ class Window:
         self.times = array("d", [_NAN]) * self.ticks
         self._witnessed: Families = {}
         self._told: Families = {}
-        self._count = 0
+        self._count = self._told_count = self._added = 0
         self._events = EventLog()
         self._readings: dict[str, Reading] = {}
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
@@ -83,8 +86,12 @@ class Window:
         self.tick += 1
         self.times[self.tick % self.ticks] = now
         self._fresh.clear()
-        if self.tick % max(1, self.ticks // 40) == 0:
+        if self.tick % max(1, self.ticks // 40) == 0 or self._added > MAX_GONE:
             self._drop_unseen()
+
+    def clock_stepped(self, seconds: float) -> None:
+        """Move the times of events by a step of the wall clock, so that they become no older or younger."""
+        self._events.shift(seconds)
 
     def add(self, collector: str, reading: Reading) -> None:
         """Add the reading of ``collector`` in this tick."""
@@ -136,7 +143,7 @@ class Window:
 
     def _store(self, samples: Iterable[Sample], families: Families, source: str) -> None:
         """The hot loop: about 0.5 microseconds per sample."""
-        tick, slot = self.tick, self.tick % self.ticks
+        tick, slot, told = self.tick, self.tick % self.ticks, families is self._told
         before, rebases = tick - 1, 0
         metric: Metric | None = None
         family: dict[tuple[str, ...], Ring] = {}
@@ -146,15 +153,18 @@ class Window:
                 family = families.setdefault(metric.name, {})
             ring = family.get(labels)
             if ring is None:
-                if self._count >= MAX_SERIES:
+                if self._count >= MAX_SERIES or (told and self._told_count >= MAX_TOLD):
                     self.refused += 1
                     continue
                 ring = family[labels] = Ring(self, metric, labels, value, source)
                 self._count += 1
+                self._told_count += told
+                self._added += 1
             if ring.tick != before:
                 ring.skip_to(tick)
             ring.tick = tick
-            ring.value = value
+            if value != ring.value:
+                ring.value, ring.changed = value, tick
             offset = value - ring.base
             if -ring.limit < offset < ring.limit or rebases >= MAX_REBASES:
                 ring.offsets[slot] = offset
@@ -163,6 +173,7 @@ class Window:
                 rebases += 1
 
     def _drop_unseen(self) -> None:
+        self._added = 0
         oldest = self.tick - self.ticks
         ended = [
             ring.tick
@@ -178,6 +189,7 @@ class Window:
                 for labels in [labels for labels, ring in family.items() if ring.tick <= oldest]:
                     del family[labels]
                     self._count -= 1
+                    self._told_count -= families is self._told
                 if not family:
                     del families[name]
 
@@ -215,7 +227,9 @@ def _superseded(ring: Ring, witnessed: Family, told: Family) -> bool:
 class Ring:
     """One series; implements ``runbooks.base.Series``."""
 
-    __slots__ = ("_labels", "base", "limit", "metric", "offsets", "source", "tick", "value", "values_of", "window")
+    __slots__ = (
+        "_labels", "base", "changed", "limit", "metric", "offsets", "source", "tick", "value", "values_of", "window",
+    )  # fmt: skip
 
     def __init__(self, window: Window, metric: Metric, labels: tuple[str, ...], value: float, source: str) -> None:
         self.window = window
@@ -226,7 +240,7 @@ class Ring:
         self.base = value if math.isfinite(value) else 0.0
         self.limit = _FIRST_LIMIT
         self.offsets = array("f", [_NAN]) * window.ticks
-        self.tick = window.tick - 1
+        self.tick = self.changed = window.tick - 1
         self.value = value
 
     @property
@@ -259,6 +273,13 @@ class Ring:
         else:
             pairs = zip(times[begin:] + times[:end], ring[begin:] + ring[:end], strict=True)
         return [(at, base + offset) for at, offset in pairs if offset == offset]
+
+    def unchanged(self, seconds: float) -> bool:
+        """True if the value has been the same in the last ``seconds``; NaN is never the same."""
+        window = self.window
+        if window.tick - self.changed >= window.ticks:
+            return True
+        return window.times[self.changed % window.ticks] < window.now - seconds
 
     def increase(self, seconds: float) -> float | None:
         """Growth of a counter over the last ``seconds``, corrected for resets; None with fewer than two values."""

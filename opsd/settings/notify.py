@@ -15,7 +15,8 @@ class NotifySettings(Section):
     webhook: SecretStr | None = Field(
         default=None,
         examples=["https://hooks.example.com/services/..."],
-        description="URL that receives a JSON object for every incident opened, escalated or resolved. It is a secret: "
+        description="URL that is told of every incident opened, escalated or resolved: a webhook gets a JSON object, "
+        "Slack, Discord and Teams their own form; others, such as mailtos://, need opsd[notify]. It is a secret: "
         "others must not be able to read a file that has it, so webhook_file suits this one better.",
     )
     webhook_file: AnyPath | None = Field(

@@ -17,10 +17,10 @@ from opsd.slurm.output import (
     STEP_FIELDS,
     failure,
     format_option,
-    parse_comment,
     parse_comments,
     parse_configuration,
     parse_excluded,
+    parse_job_comments,
     parse_job_id,
     parse_jobs,
     parse_nodes,
@@ -29,12 +29,25 @@ from opsd.slurm.output import (
     parse_step_nodes,
     parse_version,
 )
-from opsd.slurm.port import Job, Node, NodeUpdate, Partition, Reservation, SlurmRejected, SlurmUnavailable, Version
+from opsd.slurm.port import (
+    Job,
+    Node,
+    NodeUpdate,
+    Partition,
+    Reservation,
+    SlurmDenied,
+    SlurmRejected,
+    SlurmUnavailable,
+    Version,
+)
 from opsd.slurm.runner import Output, Runner, run_command
+from opsd.words import printable
 
 DEADLINE_S = 12.0
 """A little more than the 9 to 10 s that Slurm's commands need to notice that no controller answers."""
 _AVOIDED = re.compile(r"\s*\[opsd1 avoids([^\[\]]*)\]")
+_SUMMARY = re.compile(r"\s*\[opsd run: [^\[\]]*\]")
+"""What opsd says of a run in a comment of its job."""
 _NODE = re.compile(r"([\w.-]+)@(\d+)")
 """The nodes that opsd excludes from a job, in the job's comment with the time of exclusion.
 
@@ -142,11 +155,22 @@ class CommandSlurm:
         left = {name: at for name, at in own.items() if name not in names}
         self._avoid(job, self._avoided(job) - (own.keys() - left.keys()), _with_avoided(comment, left))
 
-    def _comment(self, job: int) -> str:
+    def summarize(self, job: int, text: str) -> None:
+        comment, admin_comment = self._comments(job)
+        try:
+            told = f"admincomment={_with_summary(admin_comment, text)}"
+            self._run("scontrol", "update", f"jobid={job}", told)
+        except SlurmDenied:
+            self._run("scontrol", "update", f"jobid={job}", f"comment={_with_summary(comment, text)}")
+
+    def _comments(self, job: int) -> tuple[str, str]:
         separator = self._separator()
         option = format_option(JOB_COMMENT_FIELDS, separator)
         output = self._run("squeue", "--noheader", "--all", f"--jobs={job}", "--Format", option)
-        return parse_comment(output.stdout, separator)
+        return parse_job_comments(output.stdout, separator)
+
+    def _comment(self, job: int) -> str:
+        return self._comments(job)[0]
 
     def _avoided(self, job: int) -> set[str]:
         return set(parse_excluded(self._run("scontrol", "show", "job", str(job), "--oneliner").stdout))
@@ -196,6 +220,12 @@ def _avoided_in(comment: str) -> dict[str, float]:
     match = _AVOIDED.search(comment)
     words = match[1].split() if match else []
     return {found[1]: float(found[2]) for word in words if (found := _NODE.fullmatch(word))}
+
+
+def _with_summary(comment: str, text: str) -> str:
+    """``comment`` with ``text`` in place of what opsd said in it before."""
+    plain = printable(text).replace("[", "(").replace("]", ")")
+    return f"{_SUMMARY.sub('', comment).strip()} [opsd run: {plain}]".strip()
 
 
 def _with_avoided(comment: str, avoided: Mapping[str, float]) -> str:

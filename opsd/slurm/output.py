@@ -36,7 +36,7 @@ JOB_FIELDS = (
     "JobID", "State", "Reason", "UserName", "Partition", "NodeList", "BatchHost", "SubmitTime", "StartTime", "EndTime",
     "RestartCnt", "Name",
 )  # fmt: skip
-JOB_COMMENT_FIELDS = ("JobID", "Comment")
+JOB_COMMENT_FIELDS = ("JobID", "Comment", "admin_comment")
 STEP_FIELDS = ("StepID", "Nodes")
 CONFIGURED_NOT = ("(null)", "none", "")
 
@@ -109,10 +109,12 @@ def parse_step_nodes(text: str, separator: str) -> frozenset[str]:
     return frozenset(node for id, nodes in steps if not id.endswith((".batch", ".extern")) for node in _hosts(nodes))
 
 
-def parse_comment(text: str, separator: str) -> str:
-    """The comment of a job in squeue's output with ``JOB_COMMENT_FIELDS``. Raises SlurmRejected."""
-    comments = [comment.strip() for _, comment in records(text, separator, len(JOB_COMMENT_FIELDS))]
-    return "" if not comments or comments[0] in CONFIGURED_NOT else comments[0]
+def parse_job_comments(text: str, separator: str) -> tuple[str, str]:
+    """Comment and AdminComment of a job in squeue's output with ``JOB_COMMENT_FIELDS``. Raises SlurmRejected."""
+    for _, *comments in records(text, separator, len(JOB_COMMENT_FIELDS)):
+        own, admin = ("" if comment.strip() in CONFIGURED_NOT else comment.strip() for comment in comments)
+        return own, admin
+    return "", ""
 
 
 def parse_reservations(text: str) -> tuple[Reservation, ...]:

@@ -191,6 +191,9 @@ class Slurm(Protocol):
     def include(self, job: int, names: Sequence[str]) -> None:
         """Undo ``exclude``; nodes that the user excluded stay excluded."""
 
+    def summarize(self, job: int, text: str) -> None:
+        """Put ``text`` into the job's AdminComment, or its Comment if this user may not; other text there stays."""
+
     def shrink(self, job: int, names: Sequence[str]) -> None:
         """Reduce a running job to the nodes ``names``, which include its batch host. The job's owner may do that."""
 

@@ -8,8 +8,8 @@ import time
 import weakref
 from collections.abc import Iterator
 
-from opsd.agent.deadlines import Deadlines
 from opsd.agent.lanes import MAX_WAITING, Lane
+from opsd.threads import Deadlines
 from tests.fakes.clock import eventually
 
 
@@ -64,6 +64,24 @@ def test_a_lane_that_is_stuck_keeps_nothing_that_nobody_waits_for() -> None:
     assert len(kept) <= MAX_WAITING + 1
     gate.set()
     lane.close()
+
+
+def test_a_peer_has_so_much_room() -> None:
+    """What is too much is refused; another peer has room of its own. At the end what waits may still be done."""
+    lane, gate, begun, done = Lane("room", 2, share=1, room=2), threading.Event(), threading.Event(), list[int]()
+
+    def first() -> None:
+        begun.set()
+        gate.wait(60)
+
+    assert lane.submit("greedy", first)
+    assert begun.wait(60)
+    assert [lane.submit("greedy", lambda number=number: done.append(number)) for number in range(3)] == [1, 1, 0]
+    assert lane.submit("modest", lambda: done.append(9))
+    lane.close(finish=True)
+    gate.set()
+    assert eventually(lambda: sorted(done) == [0, 1, 9])
+    assert eventually(lambda: not any(thread.name.startswith("room-") for thread in threading.enumerate()))
 
 
 def test_a_lane_outlives_a_lack_of_threads() -> None:

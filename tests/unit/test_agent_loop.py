@@ -10,7 +10,7 @@ import pytest
 
 from opsd.agent.policy import Limits
 from opsd.collectors.base import NoData, Reading
-from opsd.runbooks.base import Action, Evidence, Incident, Runbook, State, View
+from opsd.runbooks.base import Action, Cost, Evidence, Incident, Runbook, State, View
 from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import eventually
 from tests.fakes.collectors import FakeCollector
@@ -31,7 +31,7 @@ class Trouble:
 
     def detect(self, view: View):
         if self.on:
-            yield finding(evidence=(Evidence("too hot", "nvml", view.wall),))
+            yield finding(evidence=(Evidence("too hot", "nvml", view.wall),), cost=Cost(0.1, 40.0))
 
     def healed(self, _incident: Incident, _view: View) -> bool:
         return not self.on
@@ -76,6 +76,7 @@ def test_trouble_is_found_acted_on_and_verified(tmp_path: Path, trouble: Trouble
     assert resolved.verdict == "over after attempt 1"
     metrics = agent.metrics()
     assert metrics["opsd_incidents_opened_total{trouble}"] == 1
+    assert metrics["opsd_incidents_gpu_seconds_total{trouble}"] == 40
     assert metrics["opsd_actions_total{set_power_limit,ok}"] == 1
     assert sum(v for k, v in metrics.items() if k.startswith("opsd_incidents{")) == 0
     agent.journal.close(20)

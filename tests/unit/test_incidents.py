@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opsd.agent import lifecycle
-from opsd.agent.incidents import Book, reduce
+from opsd.agent.incidents import Book, cost_growth, reduce
 from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
 from opsd.runbooks.base import Cost, Culprit, Evidence, Severity, State
 from tests.fakes.timeline import RULES, T0, Timeline, finding
@@ -131,6 +131,22 @@ def test_cost_accumulates_over_the_life_of_the_incident() -> None:
     assert timeline.incident.cost.gpu_seconds == pytest.approx(100 + 10 * 0.25 * 8)
 
 
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 1e4), st.booleans()), min_size=1, max_size=40))
+def test_each_second_lost_is_counted_once(life: list[tuple[bool, float, bool]]) -> None:
+    """Over its end and its return the growth adds up to the cost of the incident, less what grew while a symptom."""
+    timeline, counted, while_symptom = Timeline(), 0.0, 0.0
+    for found, seconds, symptom in life:
+        before = timeline.book
+        timeline.tick(*[finding(cost=Cost(0.5, seconds, gpus=2))] * found, healed=not found)
+        linked = {n: replace(i, cause="x" if symptom else None) for n, i in timeline.book.incidents.items()}
+        timeline.book = replace(timeline.book, incidents=linked)
+        counted += sum(grown for _, grown in cost_growth(before, timeline.book))
+        apart = replace(timeline.book, incidents={n: replace(i, cause=None) for n, i in linked.items()})
+        while_symptom += symptom * sum(grown for _, grown in cost_growth(before, apart))
+    ids = {i.id: i.cost.gpu_seconds for i in (*timeline.ended, *timeline.book.incidents.values())}
+    assert counted + while_symptom == pytest.approx(sum(ids.values()))
+
+
 def test_a_surer_finding_corrects_the_culprit_and_a_less_sure_one_does_not() -> None:
     """Severity only grows, and the diagnosis is the surest so far."""
     timeline = Timeline()
@@ -165,7 +181,10 @@ def test_evidence_that_reads_the_same_is_fresh_each_time() -> None:
     timeline = Timeline()
     for _ in range(10):
         timeline.tick(finding(evidence=(Evidence("too hot", "nvml", timeline.now + 1),)))
-    assert max(evidence.at for evidence in timeline.incident.evidence) == timeline.now
+    (evidence,) = timeline.incident.evidence
+    assert (evidence.at, evidence.newest) == (timeline.incident.opened_at, timeline.now)
+    timeline.tick(finding(evidence=(Evidence("cooler", "nvml", timeline.now + 1),)))
+    assert [evidence.text for evidence in timeline.incident.evidence] == ["too hot", "cooler"]
 
 
 def test_a_recommendation_is_noted_once() -> None:

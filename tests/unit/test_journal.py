@@ -13,7 +13,7 @@ import pytest
 
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import MAX_BACKLOG, Journal
-from opsd.agent.journal_file import KEEP_INCIDENTS, KEEP_ROWS, MAX_CURRENT
+from opsd.agent.journal_file import KEEP_INCIDENTS, KEEP_ROWS, KEEP_S, MAX_CURRENT
 from opsd.agent.policy import PastAction
 from opsd.agent.records import from_json, to_json
 from opsd.agent.store import MAX_ACTIONS, MAX_ENDED, JournalContent
@@ -175,6 +175,23 @@ def test_a_journal_with_too_much_is_read_and_kept_in_part(tmp_path: Path, log: L
         counts = [database.execute(f"SELECT count(*) FROM {table}").fetchone() for table in ("incidents", "actions")]
     assert counts == [(KEEP_INCIDENTS + MAX_CURRENT,), (KEEP_ROWS,)]
     assert log[-1] == ""
+
+
+@pytest.mark.parametrize("year", [-1, 1])
+def test_a_clock_that_is_wrong_by_a_year_takes_no_history_away(tmp_path: Path, log: Log, year: int) -> None:
+    """As after a boot with an empty clock battery; what was long before the newest incident is forgotten as ever."""
+    now = time.time()
+    first = Journal(tmp_path, log)
+    first.open(PATIENCE_S)
+    for id, at in (("old", now - KEEP_S - 90), ("recent", now - 60)):
+        first.incident(incident(id, state=State.RESOLVED, opened_at=at, last_seen_at=at, resolved_at=at + 1))
+    first.close(PATIENCE_S)
+    journal = Journal(tmp_path, log, wall=lambda: now + year * 365 * 86_400)
+    assert "recent" in {found.id for found in journal.open(PATIENCE_S).ended}
+    journal.close(PATIENCE_S)
+    again = Journal(tmp_path, log)
+    assert [found.id for found in again.open(PATIENCE_S).ended] == ["recent"]
+    again.close(PATIENCE_S)
 
 
 def test_closing_writes_what_is_left(tmp_path: Path, log: Log) -> None:

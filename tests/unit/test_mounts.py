@@ -16,6 +16,7 @@ from opsd.collectors.lib.storage.mounts import (
     parse_mountinfo,
     parse_mountstats,
     storage_mounts,
+    way_to,
 )
 from tests.fakes.mounts import MOUNTINFO, MOUNTSTATS
 
@@ -89,6 +90,33 @@ def test_a_later_mount_hides_an_earlier_one() -> None:
     assert found is not None
     assert found.fstype == "xfs"
     assert mount_of("/data", []) is None
+
+
+@pytest.mark.parametrize(
+    ("point", "way"),
+    [
+        ("/home/u", ["/home", "/home/u"]),
+        ("/home/u/scratch", ["/home", "/home/u"]),
+        ("/home", []),
+        ("/late", []),
+        ("/homework", []),
+        ("/", []),
+    ],
+)
+def test_the_way_to_a_mount_point(point: str, way: list[str]) -> None:
+    """Through the network mounts above it, and those that were made over it later; not through one below the root."""
+    mounts = [
+        mount("/", "nfs4"),
+        mount("/home", "nfs4"),
+        mount("/home/u"),
+        mount("/home/u/scratch"),
+        mount("/homework"),
+        mount("/home/u", "fuse.sshfs"),
+        mount("/late", "fuse.sshfs"),
+        mount("/late"),
+    ]
+    found = next(entry for entry in mounts if entry.point == point and (not entry.network or point in ("/", "/home")))
+    assert [passed.point for passed in way_to(found, mounts)] == way
 
 
 def test_nfs_operations() -> None:

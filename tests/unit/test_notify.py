@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import itertools
+import socket
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import time
+from collections.abc import Iterator, Mapping
+from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,34 +16,14 @@ import pytest
 
 from opsd.agent.actions import ActionError
 from opsd.agent.incidents import Transition
-from opsd.agent.notify import Announcer, WebhookNotifier
+from opsd.agent.logs import Log
+from opsd.agent.notify import MAX_WAITING, Announcer, WebhookNotifier
+from opsd.notify.outgoing import send_json
 from opsd.runbooks.base import State
 from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
-
-
-class Webhook(HTTPServer):
-    """Answers every POST with ``status`` and remembers it."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.status = 200
-        self.posts: list[dict[str, object]] = []
-        self.url = f"http://127.0.0.1:{self.server_port}/s3cret"
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Webhook
-
-    def do_POST(self) -> None:
-        self.server.posts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(self.server.status)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+from tests.fakes.webhook import Webhook
 
 
 @pytest.fixture
@@ -153,3 +136,48 @@ def test_a_notifier_that_fails_does_not_end_the_announcements(error: Exception) 
     for _ in range(2):
         announce(incident(), Transition("i", "trouble", None, State.OPEN, 1.0, ""))
     assert eventually(lambda: len(told) == 2)
+
+
+def test_runs_without_number_do_not_delay_what_is_said_of_the_node() -> None:
+    """Each run waits for its own turn, also if it is called like a kind of incident; too much of one is dropped."""
+    gate, told, said = threading.Event(), list[str](), list[Mapping[str, object]]()
+
+    def slow(text: str, _fields: object) -> None:
+        if "trouble opened" in text:
+            gate.wait(60)
+        told.append(text)
+
+    announce = Announcer(slow, "n17", Log(said.append))
+    opened = Transition("i", "trouble", None, State.OPEN, 1.0, "")
+    for _ in range(2 * MAX_WAITING):
+        announce(incident(run="gpu_xid"), opened)
+    announce(incident("x", kind="gpu_xid"), opened)
+    assert sum(line["event"] == "announcement dropped" for line in said) >= MAX_WAITING - 1
+    assert eventually(lambda: [text.partition(": GPU")[0] for text in told] == ["[warning] n17: gpu_xid opened"])
+    gate.set()
+
+
+def test_a_webhook_that_trickles_is_given_up() -> None:
+    """Each byte of its answer comes in time, the answer never."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=trickle, args=(listener,), daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises((OSError, HTTPException)):
+            send_json("POST", f"http://127.0.0.1:{listener.getsockname()[1]}/", {}, 0.5)
+        assert time.monotonic() - began < 20
+
+
+def test_the_limit_of_an_answer_ends_after_it(webhook: Webhook) -> None:
+    """What has been answered is left alone once its time is over, and the next answer has a limit too."""
+    assert send_json("POST", webhook.url, {}, 0.5)[0] == 200
+    assert eventually(lambda: not any(thread.name == "deadlines" for thread in threading.enumerate()))
+    test_a_webhook_that_trickles_is_given_up()
+
+
+def trickle(listener: socket.socket) -> None:
+    """Answer one request, a byte every tenth of a second for a minute."""
+    connection, _ = listener.accept()
+    with connection, contextlib.suppress(OSError):
+        for byte in itertools.islice(itertools.cycle(b"HTTP/1.1 "), 600):
+            connection.sendall(bytes([byte]))
+            time.sleep(0.1)

@@ -41,14 +41,24 @@ def test_equal_incidents_are_one_row() -> None:
 
 
 def test_what_differs_in_what_matters_stays_apart() -> None:
-    """Severity, job, run, and whether it is over."""
+    """Severity, kind, and whether it is over."""
     first = throttled(0)
     for other in (
-        throttled(1, severity=Severity.CRITICAL), throttled(1, job="7"), throttled(1, run="other"),
+        throttled(1, severity=Severity.CRITICAL),
         throttled(1, resolved_at=WALL, state=State.RESOLVED), throttled(1, kind="gpu_ecc"),
     ):  # fmt: skip
         assert len(grouped([first, other])) == 2
     assert len(grouped([first, throttled(1, state=State.ESCALATED)])) == 1
+
+
+def test_equal_incidents_of_several_runs_are_one_row_that_names_them() -> None:
+    """A rank's number means nothing without its run."""
+    members = [crash(run, run=run, culprit=Culprit("rank", "node-17", rank=5)) for run in ("a", "b")]
+    found = cards(*members)
+    assert [tag for tag, _ in found.tags].count("summary") == 1
+    assert "2 incidents of 2 runs" in found.text and "rank 5 of a, rank 5 of b" in found.text
+    assert {"/job/a", "/job/b"} <= {str(a["href"]) for tag, a in found.tags if tag == "a"}
+    assert "2 ranks (4–5)" in cards(*(crash(f"{n}", culprit=Culprit("rank", "n", rank=n)) for n in (4, 5))).text
 
 
 @given(st.sets(st.integers(0, 300), min_size=1))

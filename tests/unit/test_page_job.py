@@ -1,29 +1,20 @@
-"""The page of a job: what is known of it on this node, and the ledger that a process of its own makes."""
+"""The page of a job: what is known of it on this node."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import App, PageCache, Request
 from opsd.agent.web.history import ENDED_S, History
 from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
 from opsd.agent.web.job_page import job_page, node_of_job
-from opsd.agent.web.ledgers import FRESH_S, REST, LedgerResult, Ledgers, RunSeconds, make_ledger
+from opsd.agent.web.ledgers import LedgerResult
 from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.collectors.base import Metric, Sample, StepFact
-from opsd.collectors.lib.rank_series import MFU
-from tests.fakes.clock import FakeClock, eventually
+from opsd.collectors.lib.rank_series import MFU, ROUTER_DROPPED, ROUTER_ENTROPY, ROUTER_LIMIT, ROUTER_LOAD
 from tests.fakes.incidents import incident
 from tests.unit.test_page import HOSTILE, Structure, rank, run, samples, snapshot
 
@@ -76,6 +67,20 @@ def test_everything_about_a_job_is_on_it() -> None:
     for said in ("job 4242", "25,000", "41.0%", "2 of 8", "ours", "ETTR 90.0%", "productive", "15 min", "1234"):
         assert said in text
     assert "of others" not in text and "load" not in text
+
+
+def test_a_mixture_of_experts_shows_its_routers() -> None:
+    """How full the fullest expert is, beside what is possible; a dense model has no such line."""
+    dense = page()
+    assert dense is not None and "routers" not in Structure(dense).text
+    metrics = (ROUTER_LOAD, ROUTER_LIMIT, ROUTER_ENTROPY, ROUTER_DROPPED)
+    routers = tuple(
+        Sample(metric, value, ("train", "0")) for metric, value in zip(metrics, (2.5, 32 / 3, 0.7, 0.0), strict=True)
+    )
+    shown = snapshot(samples=((*speeds("train", (0, 1)), *routers),))
+    found = job_page(shown, History(), lambda _: MADE, "4242", "node-17", 1001.0, None)
+    assert found is not None
+    assert "fullest expert 2.5 x the mean (at most 10.7), entropy 70%, 0.0% dropped" in Structure(found).text
 
 
 def test_a_run_has_it_under_its_name_too() -> None:
@@ -135,11 +140,18 @@ def test_a_run_that_has_ended_keeps_its_page_for_a_day() -> None:
 def test_all_nodes_of_the_job_are_on_it() -> None:
     """Those with an incident first, then those that say nothing; the sums are over all that told."""
     silent = Answer("node-19", "http://node-19:9477", problem="does not answer: timed out")
-    ill = told("node-20", live=7, incidents=(IncidentSummary(severity="critical", summary="GPU 3 is lost"),))
+    ill = told("node-20", live=7, incidents=(IncidentSummary(severity="critical", summary="GPU 3 is lost"),) * 3)
     found = page(others=OtherNodes((told("node-18"), silent, ill), "10 more are not asked."))
     assert found is not None
     text = Structure(found).text
-    for said in ("3 of 4 answer", "17 of 18", "225,000", "timed out", "GPU 3 is lost", "10 more are not asked."):
+    for said in (
+        "3 of 4 answer",
+        "17 of 18",
+        "225,000",
+        "timed out",
+        "GPU 3 is lost (3 times)",
+        "10 more are not asked.",
+    ):
         assert said in text
     assert text.index("node-20") < text.index("node-19") < text.index("node-18")
     alone = page()
@@ -192,106 +204,6 @@ def test_what_was_written_into_names_has_no_effect() -> None:
         found = page(HOSTILE, made=made, others=others, **shown)
         assert found is not None
         assert not {tag for tag, _ in Structure(found).tags} & {"script", "img"}
-
-
-def test_a_ledger_is_made_when_somebody_looks() -> None:
-    """Once at a time, and again after a rest that grows with the work."""
-    clock, may_end, folders = FakeClock(), threading.Event(), []
-
-    def make(folder: Path, _user: int) -> LedgerResult:
-        folders.append(str(folder))
-        assert may_end.wait(20)
-        clock.advance(10.0)
-        return LedgerResult(LEDGER)
-
-    ledgers, one, other = Ledgers(make, clock=clock.monotonic), run(folder="/a"), run(folder="/b")
-    for _ in range(3):
-        assert "being made" in ledgers.of(one).problem and "being made" in ledgers.of(other).problem
-    may_end.set()
-    assert eventually(lambda: ledgers.of(one).ledger is LEDGER) and folders[0] == "/a"
-    assert eventually(lambda: ledgers.of(other).ledger is LEDGER) and len(folders) == 2
-    clock.advance(REST * 10.0 - FRESH_S)
-    assert ledgers.of(one).ledger is LEDGER and len(folders) == 2
-    clock.advance(FRESH_S + 20.0)
-    ledgers.of(one)
-    assert eventually(lambda: len(folders) == 3)
-
-
-def test_a_ledger_is_made_from_the_files_of_the_run(tmp_path: Path) -> None:
-    """By the command of the same name; a folder that is none is told in its words."""
-    assert "is not a run folder" in make_ledger(tmp_path, os.getuid()).problem
-    events = [{"t": 100.0, "event": "generation_started", "generation": 1}, {"t": 160.0, "event": "finished"}]
-    lines = [json.dumps({"generation": 1, "exit_code": 0, **event}) for event in events]
-    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
-    made = make_ledger(tmp_path, os.getuid())
-    assert made.ledger is not None and made.ledger["wall_s"] == 60.0
-    step = json.dumps({"t": 110.0, "step": 1, "generation": 1, "loss": 1.0}) + "\n"
-    (tmp_path / "metrics.jsonl").write_text(step * 500_000)
-    assert "too long for the agent" in make_ledger(tmp_path, os.getuid()).problem
-
-
-WITHOUT_SETPRIORITY = """
-import ctypes, json, os, struct, sys
-from pathlib import Path
-from opsd.agent.web.ledgers import make_ledger
-
-number = {"x86_64": 141, "aarch64": 140}[os.uname().machine]
-# load the number of the call; if it is setpriority, EPERM, else allow it
-program = struct.pack("HBBI" * 4, 0x20, 0, 0, 0, 0x15, 0, 1, number, 0x6, 0, 0, 0x50001, 0x6, 0, 0, 0x7FFF0000)
-code = ctypes.create_string_buffer(program)
-filter = struct.pack("HxxxxxxP", 4, ctypes.addressof(code))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.c_char_p(filter), 0, 0) == 0
-try:
-    os.setpriority(os.PRIO_PROCESS, 0, 19)
-except PermissionError:
-    print(json.dumps(make_ledger(Path(sys.argv[1]), os.getuid()).ledger))
-"""
-
-
-def test_a_ledger_is_made_where_priorities_may_not_be_set(tmp_path: Path) -> None:
-    """As under the service, whose filter of system calls answers with EPERM."""
-    (tmp_path / "events.jsonl").write_text(
-        '{"t": 100.0, "event": "generation_started", "generation": 1}\n'
-        '{"t": 160.0, "event": "finished", "generation": 1, "exit_code": 0}\n'
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_SETPRIORITY, tmp_path], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["wall_s"] == 60.0
-
-
-def test_the_buckets_of_a_ledger_are_counters() -> None:
-    """On the node of rank 0, as soon as there is a ledger; what a ledger takes back does not make them fall."""
-    clock, made = FakeClock(), [{"productive": 100.0, "restart": 5.0}, {"productive": 90.0, "restart": 40.0}]
-    ledgers = Ledgers(lambda _f, _u: LedgerResult({"buckets": made.pop(0)}), clock=clock.monotonic)
-    seconds, here = RunSeconds(ledgers), snapshot()
-
-    def now() -> dict[tuple[str, ...], float]:
-        return {sample.labels: sample.value for sample in seconds.samples(here)}
-
-    assert now() == {}
-    assert eventually(lambda: now() == {("train", "productive"): 100.0, ("train", "restart"): 5.0})
-    clock.advance(FRESH_S + 1.0)
-    assert eventually(lambda: now() == {("train", "productive"): 100.0, ("train", "restart"): 40.0})
-    assert [*seconds.samples(snapshot(ranks=[rank(1)]))] == []
-    assert not made
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_ledger_that_cannot_be_made_keeps_none_of_another_run() -> None:
-    """Whatever goes wrong with one."""
-
-    def make(folder: Path, _user: int) -> LedgerResult:
-        if folder.name == "a":
-            raise RuntimeError("a bug")
-        return LedgerResult(LEDGER)
-
-    ledgers = Ledgers(make)
-    assert "being made" in ledgers.of(run(folder="/a")).problem
-    assert eventually(lambda: "could not be made" in ledgers.of(run(folder="/a")).problem)
-    assert eventually(lambda: ledgers.of(run(folder="/b")).ledger is LEDGER)
 
 
 def test_a_page_is_made_once_a_second() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
-from opsd.agent.quota import MAX_OF_USER, REST_S, Quota
+from opsd.agent.quota import MAX_OF_OTHERS, MAX_OF_USER, OTHERS, REST_S, Quota
 from opsd.runbooks import node_unreachable
 from opsd.runbooks.base import Culprit, Finding, Severity
 
@@ -56,6 +56,19 @@ def test_an_event_of_a_run_that_is_gone_still_counts_for_its_user() -> None:
     current = names(quota.admit(found, told, (), USERS, 0.0))
     assert names(quota.admit(found, told, current, {}, 1.0)) == current
     assert quota.exceeded == {1000}
+
+
+def test_user_ids_without_number_have_no_more_together() -> None:
+    """Each of a user namespace has a run; a user whose rank is on a GPU, or was minutes ago, has its own incidents."""
+    quota, told = Quota(), {"loss_nan"}
+    users = {f"id-{number}": 100_000 + number for number in range(100)} | USERS
+    quota.admit([], told, (), users, 0.0, working={1000})
+    found = [finding("loss_nan", f"id-{number}", key) for number in range(100) for key in range(MAX_OF_USER)]
+    current = names(quota.admit(found, told, (), users, 1.0))
+    assert len(current) == MAX_OF_OTHERS
+    assert quota.exceeded == {OTHERS}
+    mine, other = finding("loss_nan", "mine", 1), finding("loss_nan", "other", 1)
+    assert quota.admit([mine, other], told, current, users, REST_S - 1) == [mine]
 
 
 def test_runs_of_which_nobody_was_seen_share_a_quota() -> None:

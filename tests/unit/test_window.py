@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent import window as module
-from opsd.agent.event_log import MAX_EVENTS, USER_BYTES, USERS_BYTES
+from opsd.agent.event_log import MAX_TOLD, MAX_WITNESSED, USER_BYTES, USERS_BYTES
 from opsd.agent.window import MAX_GONE, Window
 from opsd.collectors.base import Event, GpuFact, Metric, Reading, Sample
 
@@ -49,6 +49,26 @@ def test_the_newest_value_is_exact(ticks: list[float]) -> None:
     window = Window("node", seconds=10)
     feed(window, [*ticks])
     assert window.select("temperature")[0].last == ticks[-1]
+
+
+@given(st.lists(st.none() | st.sampled_from([1.0, 2.0, math.nan]), min_size=1, max_size=40), st.integers(1, 10))
+def test_unchanged_values_are_equal(ticks: list[float | None], seconds: int) -> None:
+    """What is said without a look at the values is what they say."""
+    window = Window("node", seconds=10)
+    feed(window, ticks)
+    for series in window.select("temperature"):
+        assert not series.unchanged(seconds) or len({v for _, v in series.values(seconds)}) <= 1
+
+
+def test_a_value_is_unchanged_once_its_change_has_left_the_seconds() -> None:
+    """Otherwise every value would be looked at in each tick."""
+    window = Window("node", seconds=10)
+    feed(window, [1.0, 2.0, 2.0, 2.0, 2.0])
+    (series,) = window.select("temperature")
+    assert series.unchanged(2)
+    assert not series.unchanged(3)
+    feed(window, [2.0] * 40)
+    assert series.unchanged(10)
 
 
 def test_a_large_fast_counter_keeps_its_growth() -> None:
@@ -135,9 +155,9 @@ def test_a_flood_of_events_leaves_those_of_other_kinds() -> None:
     window.begin(10.0, 1000.0)
     xid = Event("xid", 999.0, "")
     window.add("kmsg", Reading(events=(xid,)))
-    window.add("ranks", Reading(events=tuple(Event("evaluation", 999.5, "") for _ in range(MAX_EVENTS + 1))))
+    window.add("ranks", Reading(events=tuple(Event("evaluation", 999.5, "") for _ in range(MAX_TOLD + 1))))
     assert window.events("xid", 30) == [xid]
-    assert len(window.events("evaluation", 30)) == MAX_EVENTS
+    assert len(window.events("evaluation", 30)) == MAX_TOLD
 
 
 def test_a_flood_of_one_users_events_leaves_those_of_others() -> None:
@@ -146,9 +166,19 @@ def test_a_flood_of_one_users_events_leaves_those_of_others() -> None:
     window.begin(10.0, 1000.0)
     mine = Event("rank_exited", 999.0, "", user=1000)
     window.add("ranks", Reading(events=(mine,)))
-    window.add("ranks", Reading(events=tuple(Event("rank_exited", 999.5, "", user=1001) for _ in range(MAX_EVENTS))))
+    window.add("ranks", Reading(events=tuple(Event("rank_exited", 999.5, "", user=1001) for _ in range(MAX_TOLD))))
     assert mine in window.events("rank_exited", 30)
-    assert len(window.events("rank_exited", 30)) == MAX_EVENTS
+    assert len(window.events("rank_exited", 30)) == MAX_TOLD
+
+
+def test_a_flood_of_told_events_leaves_the_witnessed_ones_of_the_same_kind() -> None:
+    """However many the witness has told; it is bounded on its own."""
+    window = Window("node", seconds=60, witnesses=frozenset({"kmsg"}))
+    window.begin(10.0, 1000.0)
+    window.add("kmsg", Reading(events=tuple(Event("xid", 999.0, "kernel") for _ in range(MAX_WITNESSED + 1))))
+    window.add("ranks", Reading(events=tuple(Event("xid", 999.5, "told", user=1001) for _ in range(MAX_TOLD + 1))))
+    assert len(window.witnessed.events("xid", 30)) == MAX_WITNESSED
+    assert len(window.events("xid", 30)) == MAX_WITNESSED + MAX_TOLD
 
 
 def test_what_is_kept_of_users_events_has_a_size() -> None:
@@ -206,12 +236,47 @@ def test_facts_outlive_a_missing_tick_but_not_a_failure() -> None:
 
 def test_series_beyond_the_limit_are_left_out_and_counted() -> None:
     """A label that explodes cannot take the agent's memory."""
-    window = Window("node", seconds=1)
+    window = Window("node", seconds=1, witnesses=["nvml"])
     window.begin(1.0, 1.0)
     samples = tuple(Sample(GAUGE, 1.0, (str(i),)) for i in range(module.MAX_SERIES + 5))
     window.add("nvml", Reading(samples))
     assert len(window) == module.MAX_SERIES
     assert window.refused == 5
+
+
+def test_what_users_tell_leaves_room_for_witnesses() -> None:
+    """However many series they have."""
+    window = Window("node", seconds=1, witnesses=["nvml"])
+    window.begin(1.0, 1.0)
+    window.add("ranks", Reading(tuple(Sample(GAUGE, 1.0, (f"run-{i}",)) for i in range(module.MAX_TOLD + 5))))
+    window.add("nvml", Reading((Sample(GAUGE, 1.0, ("0",)),)))
+    assert window.refused == 5
+    assert window.select("temperature", gpu="0")
+
+
+def test_runs_that_get_other_names_all_the_time_fill_no_memory() -> None:
+    """Eight thousand new series in each tick are as many in the window as those of two ticks, and what has ended."""
+    window, most = Window("node", seconds=600), 0
+    for tick in range(5):
+        window.begin(float(tick), 1000.0 + tick)
+        window.add("ranks", Reading(tuple(Sample(GAUGE, 1.0, (f"{tick}-{number}",)) for number in range(8_000))))
+        most = max(most, len(window))
+    assert most <= MAX_GONE + 2 * 8_000
+    assert window.refused == 0
+
+
+@pytest.mark.parametrize("step", [-3600.0, 3600.0, -31e6, 31e6])
+def test_a_step_of_the_clock_makes_no_event_older_or_younger(step: float) -> None:
+    """It is there for the rest of its minutes and no longer."""
+    window = Window("node", seconds=600)
+    window.begin(0.0, 1e9)
+    window.add("kmsg", Reading(events=(Event("xid", 1e9, "79", {"run": "r"}),)))
+    assert window.events("xid", 60.0, "r")
+    window.clock_stepped(step)
+    window.begin(50.0, 1e9 + step + 50.0)
+    assert len(window.events("xid", 60.0)) == len(window.events("xid", 60.0, "r")) == 1
+    window.begin(70.0, 1e9 + step + 70.0)
+    assert not window.events("xid", 60.0)
 
 
 def test_ten_thousand_series_of_ten_minutes_fit_into_30_mib() -> None:

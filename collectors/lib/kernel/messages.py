@@ -151,6 +151,7 @@ _DEVICES = (
         rf"dev {_DEVICE}, sector (?P<sector>\d+)",
     ),
     _rule("io_error", "I/O Error (sct", r"(?P<device>nvme\w+): .*?LBA (?P<sector>\d+).*I/O Error"),
+    _rule("io_error", "(sct 0x2 / sc 0x8", r"(?P<device>nvme\w+): .*?LBA (?P<sector>\d+).*\(sct 0x2 / sc 0x8[0-4]\)"),
     _rule("io_error", "Buffer I/O error", rf"Buffer I/O error on dev(?:ice)? {_DEVICE}, logical block"),
     _rule(
         "pcie_error",
@@ -167,6 +168,7 @@ _DEVICES = (
     _rule("pcie_error", "device_id: ", rf"{_RECORD} +device_id: {_PCI}", layer="firmware"),
     _rule("pcie_link_down", "Link Down", rf"{_DRIVER}{_PCI}: pciehp: Slot\((?P<slot>[^)]*)\): Link Down"),
     _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI}.*?Port module event\[error\]: module \d+, (?P<cause>.*)"),
+    _rule("nic_error", "Fatal error", rf"mlx5\w* {_PCI}.*?Fatal error \d+ detected", cause="Fatal error detected"),
     _rule("nic_error", "TX timeout detected", rf"{_DRIVER}{_PCI} \S+: (?P<cause>TX timeout detected)"),
     _rule("nic_error", "Tx Unit Hang", rf"{_DRIVER}{_PCI}(?: \S+)?: Detected (?P<cause>Tx Unit Hang)"),
     _rule("nic_error", "tx_timeout", rf"{_DRIVER}{_PCI}:? \S+: (?P<cause>tx_timeout) recovery level"),

@@ -189,6 +189,39 @@ ONCE: Final = (
 )
 
 
+class DeviceUse(NamedTuple):
+    """What runs on a GPU: percent of the time with a kernel, and with its memory or video engines in use.
+
+    ``processes`` are the same two numbers of the processes that did anything; None where the driver does not tell.
+    """
+
+    holders: frozenset[int]
+    kernels: int
+    work: int
+    processes: Mapping[int, tuple[int, int]] | None
+
+
+def device_use(index: int, since: float) -> DeviceUse | None:
+    """The use of a GPU since ``since``, in seconds since the epoch; None if it does not tell."""
+    with contextlib.suppress(pynvml.NVMLError):
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        kernels, memory = (int(percent) for percent in _utilization(handle))
+        return DeviceUse(frozenset(processes(handle)), kernels, memory, _process_use(handle, since))
+    return None
+
+
+def _process_use(handle: Any, since: float) -> dict[int, tuple[int, int]] | None:
+    found: dict[int, tuple[int, int]] = {}
+    try:
+        for sample in pynvml.nvmlDeviceGetProcessUtilization(handle, int(since * 1e6)):
+            kernels, work = found.get(sample.pid, (0, 0))
+            busiest = max(sample.memUtil, sample.encUtil, sample.decUtil)
+            found[sample.pid] = max(kernels, sample.smUtil), max(work, busiest)
+    except pynvml.NVMLError as error:
+        return {} if error.value in (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND) else None
+    return found
+
+
 def identify(handle: Any, index: int) -> series.Identity:
     """What the GPU is. Raises CallError."""
     return series.Identity(

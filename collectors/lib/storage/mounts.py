@@ -46,7 +46,7 @@ class Mount(NamedTuple):
 
     @property
     def network(self) -> bool:
-        """True if looking at it can wait for another machine or process."""
+        """True if what is in it can wait for another machine or process."""
         return self.fstype in NETWORK_TYPES or self._fuse
 
     @property
@@ -57,7 +57,7 @@ class Mount(NamedTuple):
 
     @property
     def _fuse(self) -> bool:
-        return self.fstype == "fuse" or self.fstype.startswith("fuse.")
+        return self.fstype.partition(".")[0] in ("fuse", "fuseblk")
 
 
 class NfsOperation(NamedTuple):
@@ -120,6 +120,19 @@ def mount_of(path: str, mounts: Iterable[Mount]) -> Mount | None:
     return found
 
 
+def way_to(mount: Mount, mounts: Sequence[Mount]) -> list[Mount]:
+    """The network mounts that the kernel looks through for the mount point, that of ``mount`` itself left out.
+
+    They lie above it or, if they were made later, on it: users may mount a file system of their own on any folder of
+    theirs. One at / is left out, as everything lies in it.
+    """
+    later = mounts[mounts.index(mount) + 1 :] if mount in mounts else ()
+    return [
+        *(m for m in mounts if m.network and m.point != "/" and mount.point.startswith(m.point + "/")),
+        *(m for m in later if m.network and m.point == mount.point),
+    ]
+
+
 def storage_mounts(mounts: Sequence[Mount], paths: Iterable[str] = ()) -> list[Mount]:
     """The mounts that matter: disks, networks and those that ``paths`` lie on, each file system once.
 
@@ -134,9 +147,9 @@ def storage_mounts(mounts: Sequence[Mount], paths: Iterable[str] = ()) -> list[M
     return sorted(once.values(), key=lambda mount: (mount.by_user, mount.point))
 
 
-def read_mounts(proc: Path, paths: Iterable[str] = ()) -> list[Mount]:
-    """``storage_mounts`` of the running system. Raises OSError if ``proc`` is not there."""
-    return storage_mounts(parse_mountinfo(read_kernel_text(proc / "self/mountinfo")), paths)
+def read_mounts(proc: Path) -> list[Mount]:
+    """All mounts of the running system. Raises OSError if ``proc`` is not there."""
+    return parse_mountinfo(read_kernel_text(proc / "self/mountinfo"))
 
 
 def parse_mountstats(text: str) -> list[NfsMount]:

@@ -100,20 +100,23 @@ class WebConfig:
 
 
 class Attempts:
-    """How many passwords a peer may try: ``BURST`` at once, then one every ``PER_S`` seconds. For one thread."""
+    """How often a peer may do what is costly: ``most`` times at once, then once every ``each_s`` seconds.
 
-    BURST, PER_S, MAX_PEERS = 10, 1.0, 1024
+    For one thread. ``MAX_PEERS`` peers are remembered.
+    """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    MAX_PEERS = 1024
+
+    def __init__(self, most: int, each_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._each_s, self._clock = most, each_s, clock
         self._free_at: dict[str, float] = {}
 
     def allow(self, peer: str) -> bool:
         """Count an attempt of ``peer``; whether it may be made."""
         now = self._clock()
         free_at = max(self._free_at.pop(peer, 0.0), now)
-        allowed = free_at + self.PER_S <= now + self.BURST * self.PER_S
-        self._free_at[peer] = free_at + self.PER_S * allowed
+        allowed = free_at + self._each_s <= now + self._most * self._each_s
+        self._free_at[peer] = free_at + self._each_s * allowed
         if len(self._free_at) > self.MAX_PEERS:
             del self._free_at[next(iter(self._free_at))]
         return allowed
@@ -178,6 +181,7 @@ def _context(tls: _Tls, path: Path) -> ssl.SSLContext:
     if tls.client_auth_type != "NoClientCert" and not tls.client_ca_file:
         raise WebConfigError(f"{path}: client_auth_type {tls.client_auth_type} needs a client_ca_file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.options |= ssl.OP_NO_RENEGOTIATION
     context.minimum_version = ssl.TLSVersion[_VERSIONS[tls.min_version]]
     certificate, key = path.parent / tls.cert_file, path.parent / tls.key_file
     try:

@@ -26,6 +26,7 @@ from opsd.agent.web.incidents import (
 )
 from opsd.agent.web.parts import span
 from opsd.runbooks.base import Incident
+from opsd.words import clock
 
 MAX_EVENTS: Final = 100
 
@@ -66,7 +67,8 @@ def timeline(incident: Incident, symptoms: Sequence[Incident]) -> list[Moment]:
 
 def _moments(incident: Incident, symptoms: Sequence[Incident]) -> Iterator[Moment]:
     for evidence in incident.evidence:
-        yield Moment(evidence.at, f"seen by {evidence.source}", evidence.text)
+        again = f" (last at {clock(evidence.last)})" if evidence.last is not None else ""
+        yield Moment(evidence.at, f"seen by {evidence.source}", f"{evidence.text}{again}")
     yield Moment(incident.opened_at, "opened", incident.summary)
     for action in incident.actions:
         if (at := _number(action, "at")) is not None:
@@ -145,6 +147,6 @@ def _guide(kind: str) -> Html:
 def _clock(at: float) -> Html:
     """Local time, with the date in full for those who hover."""
     moment = time.localtime(at)
-    form = "%H:%M:%S" if time.time() - at < 86_400 else "%Y-%m-%d %H:%M"
+    form = "%H:%M:%S" if time.time() - at < 86_400 else "%Y-%m-%d %H:%M:%S"
     full = time.strftime("%Y-%m-%dT%H:%M:%S%z", moment)
     return Html(f'<time datetime="{full}" title="{full}">{time.strftime(form, moment)}</time>')

@@ -32,13 +32,13 @@ def job_path(job: str, run: str) -> str:
 
 
 def grouped(incidents: Iterable[Incident]) -> list[Group]:
-    """Incidents of one kind, severity, job and run, and either all open or all over, are a group.
+    """Incidents of one kind and severity, and either all open or all over, are a group, of whatever runs.
 
     Gravest groups first, then in the order of ``incidents``.
     """
     groups: dict[tuple[object, ...], list[Incident]] = {}
     for i in incidents:
-        groups.setdefault((i.kind, i.severity, i.job, i.run, i.resolved_at is None), []).append(i)
+        groups.setdefault((i.kind, i.severity, i.resolved_at is None), []).append(i)
     severities = [*TONES]
     return sorted(groups.values(), key=lambda group: severities.index(group[0].severity))
 
@@ -116,18 +116,28 @@ def _group(group: Group, known: Sequence[Incident], wall: float) -> Html:
 
 def _members(group: Group) -> str:
     """What the incidents of a group are about: ``8 GPUs (0–7)``, ``3 ranks (1, 4, 5)``, ``2 incidents``."""
-    for noun, numbers in (("GPU", [i.culprit.gpu for i in group]), ("rank", [i.culprit.rank for i in group])):
+    ranks = [i.culprit.rank for i in group] if len(_runs(group)) < 2 else []
+    for noun, numbers in (("GPU", [i.culprit.gpu for i in group]), ("rank", ranks)):
         known = sorted({number for number in numbers if number is not None})
         if len(known) == len(group):
             return f"{count(len(known), noun)} ({ranges(known)})"
-    return count(len(group), "incident")
+    runs = _runs(group)
+    return count(len(group), "incident") + (f" of {len(runs)} runs" if len(runs) > 1 else "")
 
 
-def _member(incident: Incident, wall: float) -> str:
+def _runs(group: Group) -> list[tuple[str, str]]:
+    """The different jobs and runs of a group."""
+    return [*dict.fromkeys((i.job, i.run) for i in group if i.job or i.run)]
+
+
+def _member(incident: Incident, wall: float, *, named: bool) -> str:
+    """What tells an incident from the others of its group; ``named`` if they are of several runs."""
     culprit = incident.culprit
     if culprit.gpu is not None:
         return f"GPU {culprit.gpu}"
-    return f"rank {culprit.rank}" if culprit.rank is not None else f"{span(wall - incident.opened_at)} ago"
+    if culprit.rank is not None:
+        return f"rank {culprit.rank}{f' of {incident.run or incident.job}' if named else ''}"
+    return f"{span(wall - incident.opened_at)} ago"
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -145,7 +155,8 @@ def _several(group: Group, known: Sequence[Incident], wall: float) -> Html:
     symptoms = [symptom for i in group for symptom in symptoms_of(i.id, known)]
     lost = joint_gpu_seconds([*group, *symptoms])
     members = sorted(group, key=lambda i: (i.culprit.gpu or 0, i.culprit.rank or 0, i.opened_at))
-    each: list[object] = [link(incident_path(i), _member(i, wall)) for i in members[:MAX_MEMBERS]]
+    named = len(_runs(group)) > 1
+    each: list[object] = [link(incident_path(i), _member(i, wall, named=named)) for i in members[:MAX_MEMBERS]]
     if len(group) > len(each):
         each.append(f"and {len(group) - len(each)} more")
     return _rows(
@@ -153,7 +164,7 @@ def _several(group: Group, known: Sequence[Incident], wall: float) -> Html:
             ("Such as", group[0].summary),
             ("Each", join(each, ", ")),
             ("Costs", f"{lost:.0f} GPU seconds together" if lost else ""),
-            *_where(group[0]),
+            *_where(group),
             ("Symptoms", bullets(_some([symptom.summary for symptom in symptoms]))),
             ("Runbook", link(f"/runbooks/{quote(group[0].kind)}", title_of(group[0].kind))),
         )
@@ -161,12 +172,12 @@ def _several(group: Group, known: Sequence[Incident], wall: float) -> Html:
 
 
 def _details(incident: Incident, symptoms: Sequence[Incident], wall: float) -> Html:
-    evidence = [f"{evidence.text} – {span(wall - evidence.at)} ago" for evidence in incident.evidence]
+    evidence = [f"{evidence.text} – {span(wall - evidence.newest)} ago" for evidence in incident.evidence]
     return _rows(
         (
             ("Culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
             ("Costs", cost_of(incident, symptoms)),
-            *_where(incident),
+            *_where([incident]),
             ("Evidence", bullets(_some(evidence))),
             ("Done", bullets(_some([done(action) for action in incident.actions]))),
             ("Symptoms", bullets(_some([symptom.summary for symptom in symptoms]))),
@@ -177,10 +188,11 @@ def _details(incident: Incident, symptoms: Sequence[Incident], wall: float) -> H
     )
 
 
-def _where(incident: Incident) -> list[tuple[str, object]]:
+def _where(group: Group) -> list[tuple[str, object]]:
+    jobs, runs = ([*dict.fromkeys(filter(None, names))] for names in ([i.job for i in group], [i.run for i in group]))
     return [
-        ("Job", link(job_path(incident.job, ""), incident.job) if incident.job else ""),
-        ("Run", link(job_path("", incident.run), incident.run) if incident.run else ""),
+        ("Job", join([link(job_path(job, ""), job) for job in jobs[:MAX_LISTED]], ", ")),
+        ("Run", join([link(job_path("", run), run) for run in runs[:MAX_LISTED]], ", ")),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Final
@@ -30,6 +31,7 @@ from opsd.collectors.base import RankFact, RunFact
 from opsd.runbooks.base import Incident
 
 MFU: Final = "opsd_rank_mfu_ratio"
+ROUTER: Final = tuple(f"opsd_rank_router_{part}_ratio" for part in ("load", "load_limit", "entropy", "dropped"))
 GRAD_NORM: Final = "opsd_rank_grad_norm"
 LEARNING_RATE: Final = "opsd_rank_learning_rate"
 
@@ -172,8 +174,13 @@ def _nodes(here: NodeOfJob, others: OtherNodes[NodeOfJob]) -> Html:
 
 
 def _node(name: Html, node: NodeOfJob) -> Sequence[object]:
+    equal = Counter((i.severity, i.summary) for i in node.incidents)
     told = join(
-        (join((pill(i.severity, TONES_BY_NAME.get(i.severity, "")), i.summary), " ") for i in node.incidents), "; "
+        (
+            join((pill(severity, TONES_BY_NAME.get(severity, "")), f"{summary}{f' ({n} times)' if n > 1 else ''}"), " ")
+            for (severity, summary), n in equal.items()
+        ),
+        "; ",
     )
     return (
         name,
@@ -188,7 +195,7 @@ def _node(name: Html, node: NodeOfJob) -> Sequence[object]:
 
 
 def _values(snapshot: Snapshot) -> Values:
-    wanted = (TOKENS, LOSS, MFU, GRAD_NORM, LEARNING_RATE)
+    wanted = (TOKENS, LOSS, MFU, GRAD_NORM, LEARNING_RATE, *ROUTER)
     return {
         (sample.metric.name, sample.labels[0], sample.labels[1]): sample.value
         for group in snapshot.samples
@@ -202,6 +209,7 @@ def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: Histor
         return [value for (metric, owner, _), value in values.items() if metric == name and owner == run.run]
 
     tokens, loss, mfu, rate = of(TOKENS), of(LOSS), of(MFU), of(LEARNING_RATE)
+    routers = [of(name) for name in ROUTER]
     saved = [rank.committed_step for rank in here if rank.committed_step is not None]
     steps = [rank.steps[-1].step for rank in here if rank.steps]
     times = [rank.steps[-1].duration_s for rank in here if rank.steps]
@@ -216,8 +224,13 @@ def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: Histor
         ("loss", _drawn(fmean(loss), ".4g", history.values(LOSS, run.run), "loss") if loss else "–"),
         ("learning rate", f"{max(rate):.3g}" if rate else "–"),
         ("checkpoint", f"step {min(saved)}" if saved else "none yet"),
+        *([("routers", _routers(*map(max, routers)))] if all(routers) else []),
     ]
     return card(f"run-{h(run.run)}", f"Run {run.run}", facts(pairs))
+
+
+def _routers(load: float, limit: float, entropy: float, dropped: float) -> str:
+    return f"fullest expert {load:.3g} x the mean (at most {limit:.3g}), entropy {entropy:.0%}, {dropped:.1%} dropped"
 
 
 def _drawn(value: float, form: str, past: Sequence[float], label: str) -> Html:

@@ -15,20 +15,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from opsd.agent.lanes import start_thread
+from opsd.agent.lanes import Lane
 from opsd.agent.loop import Snapshot
 from opsd.agent.metrics import RUN_SECONDS
 from opsd.collectors.base import RunFact, Sample
 
 FRESH_S: Final = 60.0
 REST: Final = 50.0
-"""A ledger is not computed again before this many times its duration, which limits the cost to 2 % of a core."""
+USER_REST: Final = 9.0
+"""A ledger is not computed again before this many times its duration, which limits the cost to 2 % of a core, and after
+so many times its duration another one of the same user."""
 DEADLINE_S: Final = 30.0
 END_S: Final = 1.0
 MAX_MEMORY: Final = 160 << 20
@@ -44,8 +47,16 @@ class LedgerResult:
     problem: str = ""
 
 
+Which = tuple[str, int]
+"""The folder of a run and its user."""
+
+
 class Ledgers:
-    """The last ledgers. Thread-safe."""
+    """The last ledgers. Thread-safe.
+
+    One is computed at a time, as several would not fit into the memory, for users in turn. Each user with a run delays
+    that of another by ``DEADLINE_S`` at most.
+    """
 
     def __init__(
         self,
@@ -54,8 +65,11 @@ class Ledgers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make, self._clock = make or make_ledger, clock
-        self._made: dict[tuple[str, int], tuple[LedgerResult, float]] = {}
-        self._busy = False
+        self._made: dict[Which, tuple[LedgerResult, float]] = {}
+        self._asked: dict[Which, float] = {}
+        self._waiting: set[Which] = set()
+        self._rests: dict[int, float] = {}
+        self._lane = Lane("ledger", 1, share=1)
         self._guard = threading.Lock()
 
     def of(self, run: RunFact) -> LedgerResult:
@@ -64,26 +78,47 @@ class Ledgers:
             return LedgerResult(None, "it is not known whose run this is")
         which = run.folder, run.user
         with self._guard:
+            now = self._clock()
+            self._asked[which] = now
             made, stale_at = self._made.get(which, (LedgerResult(None, "it is being made: load the page again"), 0.0))
-            if self._clock() >= stale_at and not self._busy:
-                self._busy = start_thread("ledger", partial(self._renew, *which))
+            if which not in self._waiting and now >= max(stale_at, self._rests.get(run.user, 0.0)):
+                self._forget(now)
+                self._waiting.add(which)
+                self._lane.submit(str(run.user), partial(self._renew, *which), lambda: self._wanted(which))
         return made
 
+    def _wanted(self, which: Which) -> bool:
+        """Whether somebody has asked for it lately, and its user need not rest; else it is left out until asked for."""
+        with self._guard:
+            now = self._clock()
+            wanted = now - self._asked.get(which, -FRESH_S) < FRESH_S and now >= self._rests.get(which[1], 0.0)
+            if not wanted:
+                self._waiting.discard(which)
+            return wanted
+
     def _renew(self, folder: str, user: int) -> None:
-        began, made = self._clock(), LedgerResult(None, "it could not be made: the agent's log has why")
+        began = self._clock()
         try:
             made = self._make(Path(folder), user)
-        finally:
-            self._keep((folder, user), made, began)
+        except Exception as error:  # the thread must outlive a bug
+            made = LedgerResult(None, f"it could not be made, a bug in opsd: {type(error).__name__}")
+        self._keep((folder, user), made, began)
 
-    def _keep(self, which: tuple[str, int], made: LedgerResult, began: float) -> None:
+    def _keep(self, which: Which, made: LedgerResult, began: float) -> None:
         with self._guard:
-            self._busy = False
+            self._waiting.discard(which)
             ended = self._clock()
+            self._rests[which[1]] = ended + USER_REST * (ended - began)
             self._made.pop(which, None)
             self._made[which] = made, ended + max(FRESH_S, REST * (ended - began))
             while len(self._made) > KEPT:
-                del self._made[next(iter(self._made))]
+                held = Counter(user for _, user in self._made)
+                del self._made[max(self._made, key=lambda one: (one not in self._asked, held[one[1]]))]
+
+    def _forget(self, now: float) -> None:
+        """Forget questions and rests that are over."""
+        self._asked = {which: at for which, at in self._asked.items() if now - at < FRESH_S}
+        self._rests = {user: until for user, until in self._rests.items() if now < until}
 
 
 class RunSeconds:
@@ -102,12 +137,22 @@ class RunSeconds:
         leading = {rank.run for rank in snapshot.ranks if rank.rank == 0}
         known = self._highest
         self._highest = {}
-        for run in [run for run in snapshot.runs if run.run in leading][:KEPT]:
+        for run in _in_turn([run for run in snapshot.runs if run.run in leading])[:KEPT]:
             ledger = self._ledgers.of(run).ledger
             for bucket, seconds in (ledger["buckets"] if ledger else {}).items():
                 key = run.run, bucket
                 self._highest[key] = max(seconds, known.get(key, 0.0))
                 yield Sample(RUN_SECONDS, self._highest[key], key)
+
+
+def _in_turn(runs: Sequence[RunFact]) -> list[RunFact]:
+    """The first of each user, then the second of each, and so on."""
+    numbers = Counter[int | None]()
+    turns = []
+    for run in runs:
+        turns.append(numbers[run.user])
+        numbers[run.user] += 1
+    return [run for _, run in sorted(zip(turns, runs, strict=True), key=lambda pair: pair[0])]
 
 
 def make_ledger(folder: Path, user: int) -> LedgerResult:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, TypeVar
 
-from opsd.agent.lanes import start_thread
 from opsd.slurm.port import SlurmError
+from opsd.threads import start_thread
 
 S = TypeVar("S")
 

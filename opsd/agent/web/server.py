@@ -38,13 +38,17 @@ HEADER_S: Final = 2.0
 """A request's header, and the TLS handshake before it, must be complete after this many seconds."""
 CONNECTION_S: Final = 5.0
 """A connection is closed after this many seconds in any case."""
+PASSWORDS: Final = 10, 1.0
+HANDSHAKES: Final = 20, 0.1
+"""How many a peer may try at once, and seconds until the next one: a handshake takes this thread milliseconds."""
 POLL_S: Final = 0.2
 """Interval of checks of connections while there are any, in seconds."""
 PAUSE_S: Final = 0.5
 """Seconds without accepting connections after the process had no descriptors left."""
 REFUSALS: Final = ("slow", "share", "full", "password", "host", "malformed")
 """Why connections are closed and requests refused: the client was too slow, its peer has more than its share of the
-connections, there are too many in total, a wrong password or too many attempts, another host's name, no HTTP."""
+connections or TLS handshakes, there are too many in total, a wrong password or too many attempts, another host's name,
+no HTTP."""
 _AT_ONCE = 32
 """Connections accepted before those that are open get their turn."""
 
@@ -78,7 +82,7 @@ class Server:
             end.setblocking(False)
         self._open: dict[Connection, None] = {}
         self._of_peer: Counter[str] = Counter()
-        self._attempts = Attempts()
+        self._attempts, self._handshakes = Attempts(*PASSWORDS), Attempts(*HANDSHAKES)
         self._answers: deque[tuple[Connection, Answer]] = deque()
         self._quick, self._slow = Lane("http", 4, share=3), Lane("http-pages", 2, share=1)
         self._passwords = Lane("http-passwords", 1, share=1)
@@ -163,6 +167,10 @@ class Server:
                 continue
             try:
                 peer = peer_of(raw)
+                if self.web.context is not None and not self._handshakes.allow(peer):
+                    self.refused["share"] += 1
+                    raw.close()
+                    continue
                 self._make_room(peer)
                 connection = self._connection(raw, peer)
             except OSError:  # it has gone already

@@ -1,0 +1,94 @@
+"""Receivers of notifications: what each service gets, where their URLs may stand, and that none is disclosed."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from opsd.notify.receiver import NotifyError, Receiver, body_for, read_receivers
+
+
+@pytest.mark.parametrize(
+    ("url", "keys"),
+    [
+        ("https://hooks.slack.com/services/T/B/x", {"text"}),
+        ("https://chat.googleapis.com/v1/spaces/x", {"text"}),
+        ("https://discord.com/api/webhooks/1/x", {"content", "allowed_mentions"}),
+        ("https://contoso.webhook.office.com/webhookb2/x", {"type", "attachments"}),
+        ("https://prod-12.westus.logic.azure.com:443/workflows/x", {"type", "attachments"}),
+        ("https://mattermost.example/hooks/x", {"text", "event"}),
+        ("https://notdiscord.com/x", {"text", "event"}),
+    ],
+)
+def test_each_service_gets_its_own_form(url: str, keys: set[str]) -> None:
+    """Chats refuse or ignore other keys; a webhook of one's own gets the fields as well."""
+    body = body_for(urlsplit(url).hostname or "")("tiny is stuck", {"event": "stuck"})
+    assert set(body) == keys and "tiny is stuck" in str(body)
+
+
+def test_teams_gets_a_card_that_wraps() -> None:
+    """Workflows take adaptive cards, plain text no longer."""
+    body = body_for("a.webhook.office.com")("tiny is stuck", {})
+    (attachment,) = body["attachments"]
+    assert attachment["contentType"] == "application/vnd.microsoft.card.adaptive"
+    assert attachment["content"]["body"] == [{"type": "TextBlock", "text": "tiny is stuck", "wrap": True}]
+
+
+def test_a_long_text_fits_into_discord() -> None:
+    """It answers 400 to more than 2,000 characters."""
+    assert len(body_for("discord.com")("x" * 5000, {})["content"]) == 2000
+
+
+def test_urls_in_a_file(tmp_path: Path) -> None:
+    """One a line, with comments; a file of something else is refused without repeating it."""
+    file = tmp_path / "notify"
+    file.write_text("# ours\nhttps://hooks.slack.com/s3cret\n\n  mailto://u:p@h\n")
+    assert [receiver.name for receiver in read_receivers(str(file))] == ["hooks.slack.com", "mailto:"]
+    file.write_text("hooks.slack.com/s3cret\n")
+    for where in (str(file), str(tmp_path / "none"), "hooks.slack.com"):
+        with pytest.raises(NotifyError) as refused:
+            read_receivers(where)
+        assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["https://user:s3cret@h.example/s3cret", "mailto://u:s3cret@h", "https://[s3cret/x"])
+def test_a_receiver_shows_no_secret(url: str) -> None:
+    """Neither its name nor its representation has what is after the host, or a password."""
+    assert "s3cret" not in Receiver(url).name + repr(Receiver(url))
+
+
+class _Mail(socketserver.StreamRequestHandler):
+    """The few words of SMTP that a client without TLS needs."""
+
+    def handle(self) -> None:
+        self.wfile.write(b"220 fake\r\n")
+        while line := self.rfile.readline():
+            verb = line.split()[0].upper() if line.split() else b""
+            if verb == b"DATA":
+                self.wfile.write(b"354 go on\r\n")
+                while (text := self.rfile.readline()) not in (b".\r\n", b""):
+                    self.server.mail.append(text.decode())  # type: ignore[attr-defined]
+            self.wfile.write(
+                {b"EHLO": b"250-fake\r\n250 AUTH PLAIN\r\n", b"AUTH": b"235 ok\r\n"}.get(verb, b"250 ok\r\n")
+            )
+
+
+@pytest.mark.slow
+def test_a_mail_is_delivered_by_apprise() -> None:
+    """The first words are the subject. A server that is gone is an error without the password."""
+    pytest.importorskip("apprise")
+    with socketserver.TCPServer(("127.0.0.1", 0), _Mail) as server:
+        server.mail = []  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        url = f"mailto://u:s3cret@127.0.0.1:{server.server_address[1]}?to=me@example.com&from=opsd@example.com"
+        Receiver(url).send("tiny restarted: rank 3 failed", {})
+        server.shutdown()
+        mail = "".join(server.mail)  # type: ignore[attr-defined]
+    assert "Subject: tiny restarted" in mail and "rank 3 failed" in mail
+    with pytest.raises(NotifyError) as gone:
+        Receiver(url).send("x", {})
+    assert "s3cret" not in str(gone.value)
