@@ -45,6 +45,7 @@ NAMES = (
     "loss_rising",
     "loss_plateau",
     "gradient_explosion",
+    "router_collapse",
     "checkpoint_slow",
     "checkpoint_stale",
     "eval_missing",

@@ -56,11 +56,20 @@ class Culprit:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One fact that supports the finding: a sentence with its number, where it came from, and when (wall seconds)."""
+    """One fact that supports the finding: a sentence with its number, where it came from, and when (wall seconds).
+
+    ``last`` is when the same was read again, None if it was not.
+    """
 
     text: str
     source: str
     at: float
+    last: float | None = None
+
+    @property
+    def newest(self) -> float:
+        """When it was last read."""
+        return self.at if self.last is None else self.last
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +170,10 @@ class Series(Protocol):
 
     def values(self, seconds: float) -> Sequence[tuple[float, float]]:
         """(time, value) pairs of the last ``seconds``, without gaps filled in."""
+        ...
+
+    def unchanged(self, seconds: float) -> bool:
+        """True if all values of the last ``seconds`` are known to be equal, without a look at each of them."""
         ...
 
     def increase(self, seconds: float) -> float | None:

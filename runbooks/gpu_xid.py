@@ -122,9 +122,12 @@ def _episode(view: View, pending: Sequence[Event]) -> list[Event]:
 
 def _over(view: View, gpu: Gpu, action: str, since: float, well_since: float) -> bool | None:
     """Whether what the Xids up to wall second ``since`` called for has been done; None if that is not known."""
-    if _asked(view, gpu.uuid) not in (None, "none"):
+    asked = _asked(view, gpu.uuid)
+    if asked not in (None, "none"):
         return False
-    if well_since > since or view.wall - since > DAY_S:
+    if well_since > since:
+        return True
+    if view.wall - since > DAY_S and (asked == "none" or _rung(action) < _NODE_GOES):
         return True
     if action != RESTART:
         return False if view.known("nvml") else None
@@ -160,7 +163,7 @@ def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding
     since = episode[-1].at if episode else view.wall
     action = max((asked or "none", *map(_action, episode), *([DIAGNOSTICS] if often and episode else ())), key=_rung)
     over = _over(view, gpu, action, since, well_since)
-    if not _rung(action) or (over is not False and view.wall - since > FRESH_S):
+    if not _rung(action) or (over is not False and view.wall - since > (FRESH_S if over else QUIET_S)):
         return None
     told = [f"{bursts(day, code)} bursts of Xid {code} in a day" for code in often]
     names = " and ".join(f"Xid {code}" for code in dict.fromkeys(map(code_of, episode)) if code not in ECHOES)
@@ -263,7 +266,8 @@ should have been reset fails again soon.
 
 ## What opsd does by itself
 - observe: opens the incident; resolves it once the node, driver or GPU was restarted or the driver requires no action
-  any more, and if a restart of the program is enough, once the rank trains again.
+  any more, and if a restart of the program is enough, once the rank trains again. What calls for less than a reset ends
+  after a day; a reset does only if the driver says that it needs none.
 - recommend: the same, and notifies with the required action.
 - act: if that action is impossible under a running job, a run on several nodes with a spare swaps this node for it, and
   the node is drained if policy.drain allows it. Resets and reboots are left to people and to Slurm; the launcher

@@ -161,7 +161,8 @@ class SimulatedNode:
         if collector == "kmsg":
             return self._kernel.collect()
         if collector == "ranks":
-            return Reading(tuple(self._rank_samples()), self.job.take_events(), tuple(self.job.facts()))
+            samples = (*self._rank_samples(), *self._samples(collector))
+            return Reading(samples, self.job.take_events(), tuple(self.job.facts()))
         samples = tuple(self._samples(collector))
         if collector == "infiniband":
             return self._ports.read(samples, self.now, self.wall)

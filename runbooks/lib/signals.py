@@ -44,6 +44,8 @@ def seconds_spent(series: Series, seconds: float) -> float:
     Such a counter cannot grow faster than time, so each interval counts for its own length at most: a reset counts
     nothing and one wild sample counts a single interval.
     """
+    if series.unchanged(seconds):
+        return 0.0
     points, spent = series.values(seconds), 0.0
     if not points or points[0][1] == points[-1][1]:
         return spent
@@ -58,6 +60,8 @@ def growth(series: Series, seconds: float) -> float:
     A value that the samples on both sides contradict is left out, so that one outlier is no growth. The newest
     value counts once the next sample confirms it.
     """
+    if series.unchanged(seconds):
+        return 0.0
     values = [value for _, value in series.values(seconds)]
     if len(values) < 3 or values[0] == values[-1]:
         return 0.0

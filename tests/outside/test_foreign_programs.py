@@ -20,12 +20,12 @@ import pytest
 from opsd import exitcodes
 from opsd.ledger.ledger import read_ledger
 from opsd.rank_page import read_page
+from tests.fakes.huggingface import WORDS, make_model, make_tokenizer
 from tests.fakes.launched import Launched
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 ON_GLOO = Path(__file__).with_name("gloo")
-WORDS = ["<pad>", "<eos>", "<unk>", "one", "two", "three", "four", "five"]
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled"}
 
 
@@ -189,29 +189,6 @@ def test_lightning(tmp_path: Path) -> None:
     said = survives_a_kill(tmp_path, "fit.py", after="step 30 on", env={}, end="fitted 80", last=79)
     assert "Restored all states from the checkpoint" in said
     assert "step 80 on 0 by 0" in said
-
-
-def make_tokenizer(folder: Path) -> None:
-    """A tokenizer of a few words in the form of Hugging Face."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
-
-
-def make_model(folder: Path) -> None:
-    """A model of two thousand parameters with its tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    make_tokenizer(folder)
-    config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 STEPS = ("--max_steps=40", "--save_steps=10", "--logging_steps=1", "--per_device_train_batch_size=1", "--use_cpu")

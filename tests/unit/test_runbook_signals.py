@@ -23,6 +23,9 @@ class Points:
     def values(self, seconds):
         return self.points
 
+    def unchanged(self, seconds):
+        return False
+
     def increase(self, seconds):
         return self.points[-1][1] - self.points[0][1]
 

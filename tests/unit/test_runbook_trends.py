@@ -23,6 +23,9 @@ class Ticks:
     def values(self, seconds):
         return [(at, 0.0) for at in self.times]
 
+    def unchanged(self, seconds):
+        return False
+
     def increase(self, seconds):
         return 0.0
 

@@ -5,11 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent.window import Window
-from opsd.collectors.base import Event, GpuFact, Reading
+from opsd.collectors.base import Event, GpuFact, Reading, Sample
 from opsd.collectors.lib.kernel.xid import Xid, xid_event
 from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, XidAction
+from opsd.collectors.lib.nvml.series import RECOVERY_ACTION
 from opsd.runbooks import gpu_xid
-from opsd.runbooks.lib.xids import ECHOES, bursts, too_often
+from opsd.runbooks.lib.xids import bursts, too_often
+from tests.fakes.incidents import incident
 
 GPU = GpuFact(0, "GPU-0", "00000000:1A:00.0", "H100")
 NOW = 1_000_000.0
@@ -64,13 +66,14 @@ def rung(action: str) -> int:
     return next(number for number, actions in enumerate(LADDER) if action in actions)
 
 
-def found(xids: list[tuple[float, Xid]], *others: Event) -> str:
+def found(xids: list[tuple[float, Xid]], *others: Event, driver: bool = True) -> str:
     """What the runbook asks for, "none" without a finding; ages in seconds."""
     window = Window("n01")
     window.begin(100.0, NOW)
     events = [xid_event(xid, at=NOW - age, source="kmsg") for age, xid in sorted(xids, key=lambda one: -one[0])]
     window.add("kmsg", Reading(events=(*events, *others)))
-    window.add("nvml", Reading(facts=(GPU,)))
+    if driver:
+        window.add("nvml", Reading(facts=(GPU,)))
     findings = list(gpu_xid.RUNBOOK.detect(window))
     return str(findings[0].data["action"]) if findings else "none"
 
@@ -88,16 +91,44 @@ def test_a_mild_xid_takes_nothing_back(mild, fatal):
         assert found(list(zip(ages, (severe, an_xid(mild)), strict=True))) == str(severe.action), ages
 
 
-@given(st.data())
-def test_more_evidence_is_never_a_lesser_verdict(data):
-    """Whatever comes beside it, before or after; each Xid a burst of its own, the newest just now."""
-    codes = st.builds(an_xid, st.sampled_from([code for code in CATALOGUE if code not in ECHOES]))
+DETAILS = (
+    "pid=123, name=python, Ch 00000008",
+    "SAW_MVB NON_FATAL: Link 3 (0x1 0x2 0x3)",
+    "RLW_RXPIPE Fatal XC1 i0 Link 02 (0x00000008 0x00000000 0x00000000 0x00000000 0x00000000 0x00000000)",
+    "NETIR_LINK_DOWN Fatal XC0 i0 Link 12 (0x00000004 0x00000000 0x1 0x2 0x0 0x0)",
+    "NVLink: fatal error detected on link 6(0x10000, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)",
+    "",
+)
+
+
+@given(st.data(), st.booleans())
+def test_more_evidence_is_never_a_lesser_verdict(data, driver):
+    """Any mixture of the catalogue and of 154, in any order, in bursts and at once, with and without the driver."""
+    codes = st.builds(
+        lambda code, detail: Xid(code, GPU.pci_bus_id, detail=detail),
+        st.sampled_from([*(code for code in CATALOGUE if code != 154), 999]),
+        st.sampled_from(DETAILS),
+    )
     verdicts = st.builds(an_xid, st.just(154), st.sampled_from(VERDICTS))
-    ages = st.lists(st.integers(1, 1000), min_size=1, max_size=8, unique=True)
-    xids = [(61.0 * age, data.draw(st.one_of(codes, verdicts))) for age in data.draw(ages)]
-    newest = (1.0, an_xid(45))
-    fewer = data.draw(st.lists(st.sampled_from(xids), unique=True))
-    assert rung(found([*xids, newest])) >= rung(found([*fewer, newest]))
+    ages = st.sampled_from((0, 1, 30, 59, 61, 299, 301, 599, 601, 1801, 7200, 80_000))
+    xids = data.draw(st.lists(st.tuples(ages, st.one_of(codes, verdicts)), min_size=1, max_size=7))
+    fewer = [xid for xid in xids if data.draw(st.booleans())]
+    assert rung(found(xids, driver=driver)) >= rung(found(fewer, driver=driver))
+
+
+@pytest.mark.parametrize(
+    ("asked", "healed"), [(None, False), (0.0, True), (1.0, False)], ids=["says nothing", "nothing", "reset"]
+)
+def test_a_reset_that_nobody_has_done_is_not_over_after_a_day(asked, healed):
+    """Time heals no GPU: only a driver that asks for nothing."""
+    window = Window("n01")
+    for now in (99.0, 100.0):
+        window.begin(now, NOW + now - 100)
+        samples = () if asked is None else (Sample(RECOVERY_ACTION, asked, ("0", GPU.uuid)),)
+        window.add("nvml", Reading(samples=samples, facts=(GPU,)))
+    data = {"pci": GPU.pci_bus_id, "uuid": GPU.uuid, "action": "reset_gpu", "at": NOW - 90_000}
+    opened = incident("gpu_xid-1", kind="gpu_xid", data=data, opened_at=NOW - 90_000)
+    assert gpu_xid.RUNBOOK.healed(opened, window) is healed
 
 
 @pytest.mark.parametrize("proof", ["driver loaded", "verdict none"])

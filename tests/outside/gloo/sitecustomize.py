@@ -81,7 +81,7 @@ def _end_at_once() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(codes[-1])
+        os._exit(codes[-1] or hasattr(sys, "last_value"))  # which an exception that nothing caught leaves behind
 
     sys.exit = note
     atexit.register(end)

@@ -1,0 +1,127 @@
+"""The routers of a mixture of experts send most tokens to a few experts, or tokens are dropped because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import Final
+
+from opsd.collectors.base import RankFact
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.remedies import notify_run
+from opsd.runbooks.lib.runs import leaders, rank_of, recovered
+from opsd.runbooks.lib.signals import integer, text
+
+LOAD, LIMIT, ENTROPY, DROPPED_SHARE = (
+    f"opsd_rank_router_{name}_ratio" for name in ("load", "load_limit", "entropy", "dropped")
+)
+RECENT_S, LEAST_SAMPLES = 30.0, 15
+"""The values of so many seconds are judged by their median: one odd batch is not a collapse."""
+
+SETTLED_STEPS: Final = 200
+"""The routers of a new model are uneven before they have learned anything."""
+
+COLLAPSED, RECOVERED = 0.6, 0.4
+"""How far the fullest expert is on the way from an even load to all tokens."""
+
+DROPPED, FEW_DROPPED = 0.25, 0.1
+"""Share of the tokens that find no place at an expert."""
+
+
+def _recent(view: View, leader: RankFact, metric: str) -> float | None:
+    """The median of the last seconds, None if there are too few."""
+    labels = {"run": leader.run, "rank": str(leader.rank)}
+    values = [value for series in view.select(metric, **labels) for _, value in series.values(RECENT_S)]
+    return median(values) if len(values) >= LEAST_SAMPLES else None
+
+
+def _collapse(view: View, leader: RankFact) -> float | None:
+    """0 with even loads, 1 with all tokens at the same experts; None if the trainer reports none."""
+    load, limit = (_recent(view, leader, metric) for metric in (LOAD, LIMIT))
+    return None if load is None or limit is None or limit <= 1 else (load - 1) / (limit - 1)
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for leader in leaders(view):
+        if not leader.live or leader.steps[-1].step < SETTLED_STEPS:
+            continue
+        collapse, dropped = _collapse(view, leader), _recent(view, leader, DROPPED_SHARE)
+        if (collapse is not None and collapse > COLLAPSED) or (dropped is not None and dropped > DROPPED):
+            yield _finding(view, leader, collapse or 0.0, dropped or 0.0)
+
+
+def _finding(view: View, leader: RankFact, collapse: float, dropped: float) -> Finding:
+    load, limit = (_recent(view, leader, metric) or 0.0 for metric in (LOAD, LIMIT))
+    entropy = _recent(view, leader, ENTROPY)
+    facts = [
+        f"the fullest expert of the worst layer has {load:.3g} times the mean load, of at most {limit:.3g}",
+        f"{dropped:.1%} of the tokens are dropped",
+        *([f"the entropy of the routers' weights is {entropy:.0%} of the greatest"] if entropy is not None else []),
+        f"step {leader.steps[-1].step}, loss {leader.steps[-1].loss:.4g}",
+    ]
+    what = "send most tokens to few experts" if collapse > COLLAPSED else f"drop {dropped:.0%} of the tokens"
+    return Finding(
+        kind="router_collapse",
+        key=leader.run,
+        severity=Severity.WARNING,
+        summary=f"the routers of {leader.run} {what}",
+        culprit=Culprit("unknown", view.node, detail="balance loss, learning rate, or data of one kind"),
+        confidence=0.7,
+        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts),
+        cost=Cost(text="experts without tokens learn nothing, and the ranks that have them wait for the others"),
+        job=leader.job,
+        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation},
+    )
+
+
+def _healed(incident: Incident, view: View) -> bool | None:
+    """True once loads are even again, or a later generation trains, or the run has ended as planned."""
+    run = text(incident.data, "run")
+    over = recovered(view, run, integer(incident.data, "generation"))
+    leader = rank_of(view, run, integer(incident.data, "rank"))
+    if over is not False or leader is None:
+        return over
+    collapse, dropped = _collapse(view, leader), _recent(view, leader, DROPPED_SHARE)
+    if collapse is None and dropped is None:
+        return None
+    return (collapse or 0.0) < RECOVERED and (dropped or 0.0) < FEW_DROPPED
+
+
+RUNBOOK = Runbook(
+    kind="router_collapse",
+    guide=Guide.parse("""
+# The routers of a mixture of experts have collapsed
+
+## Meaning
+For half a minute the fullest expert of a layer has been more than 60 % of the way from an even load to all tokens, or
+more than a quarter of the tokens was dropped because their experts were full.
+
+## Impact
+Experts without tokens get no gradients: the model trains as a smaller one, and rarely comes back by itself. With expert
+parallelism the rank of the fullest expert is late, and its memory may run out.
+
+## Diagnosis
+1. `opsd incidents show ID`: load, dropped share and entropy. An entropy near 0 says that the routers are certain of
+   their choice, one near 100 % that they have learned nothing.
+2. `opsd_rank_router_load_ratio` over the last hours: a jump, or a slow rise?
+3. Did the loss or the gradient norm jump with it? Did a stage of the data begin, of one language or domain?
+4. `grep router_load RUN_FOLDER/metrics.jsonl`: the included trainer's load, entropy and router losses by step.
+
+## Mitigation
+- A slow rise: raise the weight of the balance loss (`optimizer.balance_loss`), or the rate of the biases
+  (`optimizer.balance_rate`), and go back to the checkpoint before the rise.
+- A jump with the gradient norm: go back to the checkpoint before it, lower the learning rate, add a router z-loss
+  (`optimizer.router_z_loss`).
+- With a new stage of the data: mix it with others.
+
+## What opsd does by itself
+- observe: opens the incident, resolves it once loads are even again.
+- recommend, act: the same, and notifies. It changes no setting and does not roll back.
+"""),
+    detect=_detect,
+    remedy=notify_run(),
+    healed=_healed,
+    needs=("ranks",),
+    clear_after_s=10.0,
+    verify_s=1800.0,
+)
