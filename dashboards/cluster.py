@@ -33,7 +33,7 @@ ROOM = (
 NOW = row(
     "Now",
     number(
-        "Nodes that do not answer",
+        "Silent nodes",
         "Agents that Prometheus cannot scrape. Nothing is known about these nodes.",
         "none",
         Query(f'count(up{{job="opsd", {ALL}}} == 0) or vector(0)'),
@@ -72,7 +72,7 @@ NOW = row(
         width=3,
     ),
     number(
-        "Waiting for a person",
+        "Need a person",
         "Escalated incidents: opsd can do nothing more by itself.",
         "none",
         Query(f'sum(opsd_incidents{{{ALL}, state="escalated"}})'),
@@ -123,6 +123,7 @@ LISTS = row(
         "Open ones by node and kind, symptoms included. A kind leads to its runbook.",
         Column("open", f"sum by (cluster, instance, kind, severity, state) (opsd_incidents{{{ALL}}}) > 0"),
         links={"instance": NODE_LINKS, "kind": GUIDES},
+        empty="none",
     ),
     listing(
         "Jobs",
@@ -130,6 +131,7 @@ LISTS = row(
         Column("GPUs", f"count {BY_JOB} ({JOBS})"),
         Column("nodes", f"count {BY_JOB} (max by (cluster, job_id, run, instance) ({JOBS}))"),
         links={"job_id": {"board of the job": TO_JOB}, "run": {"board of the job": TO_JOB}},
+        empty="none",
     ),
     listing(
         "Spares",
@@ -137,6 +139,7 @@ LISTS = row(
         Column("state", f"max {BY_NODE} (opsd_spare_ready{{{ALL}}})", words=READY),
         Column("verified ago", f"max {BY_NODE} (opsd_spare_verified_age_seconds{{{ALL}}})", "s"),
         links={"instance": NODE_LINKS},
+        empty="none",
     ),
 )
 
@@ -147,12 +150,17 @@ RUNS = row(
         "New steps of the last 30 minutes times the usual step time, divided by 30 minutes.",
         "percentunit",
         Query(f"run:opsd_goodput:ratio_rate30m{{{ALL}}}", "{{run}}"),
+        top=1,
+        empty="no run of half an hour",
     ),
     graph(
         "Tokens/s against usual",
         "Throughput divided by its median of the last six hours.",
         "percentunit",
         Query(f"run:opsd_rank_tokens:rate5m{{{ALL}}} / run:opsd_rank_tokens:usual6h{{{ALL}}}", "{{run}}"),
+        top=1,
+        bad_at=0.8,
+        empty="no run that tells its tokens",
     ),
 )
 
@@ -164,6 +172,8 @@ GPUS = row(
         "with a rank. GPU utilization says little: it can be 100 % at a fifth of a GPU's throughput.",
         "percentunit",
         *(Query(f"quantile({q}, {TENSOR})", n) for q, n in ((0, "lowest"), (0.5, "median"), (1, "highest"))),
+        top=1,
+        empty="no GPU with a rank",
     ),
     heat_map(
         "Temperatures",
@@ -176,6 +186,8 @@ GPUS = row(
         "The ten GPUs that are throttled for the largest share of time.",
         "percentunit",
         Query(f"topk(10, {THROTTLE})", "{{instance}} GPU {{gpu}}"),
+        warn_at=0.02,
+        bad_at=0.1,
     ),
     graph(
         "Power",
@@ -196,6 +208,7 @@ NETWORK_AND_STORAGE = row(
             "{{instance}} {{device}}/{{port}}",
         ),
         width=8,
+        empty="no port",
     ),
     graph(
         "Network",
@@ -213,6 +226,8 @@ NETWORK_AND_STORAGE = row(
             "{{instance}} {{mount}}",
         ),
         width=8,
+        top=1,
+        bad_at=0.05,
     ),
     collapsed=True,
 )

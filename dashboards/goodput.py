@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from opsd.dashboards.kit import Column, Query, board, graph, label_variable, listing, number, row, timeline
+from opsd.dashboards.kit import TO_RUNBOOK, Column, Query, board, graph, label_variable, listing, number, row, timeline
 
 ALL = 'cluster=~"$cluster"'
 RUN = f'{ALL}, run=~"$run"'
 USEFUL = "forward|backward|optimizer|collective"
 OPENED = f"sum by (kind) (increase(opsd_incidents_opened_total{{{ALL}}}[7d]))"
+LOST = f"sum by (kind) (increase(opsd_incidents_gpu_seconds_total{{{ALL}}}[7d]))"
 OPEN_S = f"60 * sum by (kind) (sum_over_time(opsd_incidents{{{ALL}}}[7d:1m]))"
 """Seconds in which incidents were open, to the minute."""
 
@@ -24,6 +25,7 @@ NOW = row(
         "percentunit",
         Query(f'min(sum by (run) (rate(opsd_run_seconds_total{{{RUN}, bucket="productive"}}[1h])) / {WALL})'),
         width=4,
+        empty="unknown",
     ),
     number(
         "Goodput of the last hour",
@@ -31,6 +33,7 @@ NOW = row(
         "percentunit",
         Query(f"min(run:opsd_goodput:ratio_rate1h{{{RUN}}})"),
         width=5,
+        empty="after 1 h",
     ),
     number(
         "Of its usual throughput",
@@ -71,6 +74,8 @@ OVER_TIME = row(
             Query(f"run:opsd_goodput:ratio_rate{window}{{{RUN}}}", f"{{{{run}}}} {window}")
             for window in ("30m", "1h", "6h")
         ),
+        top=1,
+        empty="no run of half an hour",
     ),
     graph(
         "Phases without progress",
@@ -87,12 +92,16 @@ OVER_TIME = row(
         "Share of each bucket of the ledger in the last hour; productive is the ETTR. Needs agent.run_seconds.",
         "percentunit",
         Query(f"({BUCKETS}) / on (run) group_left () {WALL}", "{{run}} {{bucket}}"),
+        top=1,
+        empty="set agent.run_seconds",
     ),
     timeline(
         "State",
         "Of the launchers of the run: a bar while it restarts, waits or stops.",
         Query(f'max by (run, state) (opsd_run_state{{{RUN}, state!="running"}}) > 0', "{{run}} {{state}}"),
         width=12,
+        height=8,
+        empty="all runs are running",
     ),
     graph(
         "Deviation of step times",
@@ -102,19 +111,23 @@ OVER_TIME = row(
             f"stddev by (run) (opsd_rank_step_seconds{{{RUN}}}) / avg by (run) (opsd_rank_step_seconds{{{RUN}}})",
             "{{run}}",
         ),
+        width=24,
     ),
 )
 
 INCIDENTS = row(
     "Incidents of a week, by kind",
     listing(
-        "Time between failures and to repair",
-        "Opened in seven days, mean days between two, and mean time that one stays open; symptoms included.",
+        "Time between failures, time to repair, cost",
+        "Opened in seven days, mean days between two, mean time that one stays open, symptoms included; "
+        "GPU-time lost, symptoms left out.",
         Column("opened", f"{OPENED} > 0"),
         Column("days between", f"7 / ({OPENED} > 0)", "d"),
         Column("open for", f"{OPEN_S} / ({OPENED} > 0)", "s"),
-        links={},
+        Column("GPU-time lost", f"{LOST} and ({OPENED} > 0)", "s"),
+        links={"kind": {"runbook": TO_RUNBOOK}},
         width=24,
+        empty="none opened in a week",
     ),
 )
 

@@ -35,8 +35,9 @@ NOW = row(
         "Days between two",
         "Mean time between incidents of the selected nodes, over a week.",
         "d",
-        Query(f"7 / clamp_min(sum(increase(opsd_incidents_opened_total{{{ALL}}}[7d])), 1)"),
+        Query(f"7 / (sum(increase(opsd_incidents_opened_total{{{ALL}}}[7d])) > 0)"),
         width=4,
+        empty="none",
     ),
 )
 
@@ -46,6 +47,7 @@ WHEN = row(
         "Incidents",
         "A bar while at least one incident of the kind is not resolved. No bar: healthy.",
         Query(f"max by (kind) (opsd_incidents{{{ALL}}}) > 0", "{{kind}}"),
+        empty="none",
     ),
 )
 
@@ -56,12 +58,34 @@ OFTEN = row(
         "Incidents opened per day.",
         "none",
         Query(f"sum by (kind) (increase(opsd_incidents_opened_total{{{ALL}}}[1d])) > 0", "{{kind}}"),
+        top=1,
+        empty="none in a day",
     ),
     graph(
         "By node",
         "The ten nodes with the most incidents in a week. Consider returning the worst to the vendor.",
         "none",
         Query(f"topk(10, sum by (instance) (increase(opsd_incidents_opened_total{{{ALL}}}[7d])))", "{{instance}}"),
+        top=1,
+    ),
+)
+
+LOST = f"increase(opsd_incidents_gpu_seconds_total{{{ALL}}}[7d])"
+COST = row(
+    "What they cost",
+    graph(
+        "GPU-time lost, by kind",
+        "Of the last seven days, where a runbook can tell. Symptoms are left out.",
+        "s",
+        Query(f"sum by (kind) ({LOST}) > 0", "{{kind}}"),
+        empty="none",
+    ),
+    graph(
+        "GPU-time lost, by node",
+        "The ten nodes that cost the most in seven days.",
+        "s",
+        Query(f"topk(10, sum by (instance) ({LOST}) > 0)", "{{instance}}"),
+        empty="none",
     ),
 )
 
@@ -72,12 +96,16 @@ ACTIONS = row(
         "Actions by verb and outcome, per hour.",
         "none",
         Query(f"sum by (verb, outcome) (increase(opsd_actions_total{{{ALL}}}[1h])) > 0", "{{verb}} {{outcome}}"),
+        top=1,
+        empty="none in an hour",
     ),
     graph(
         "Xids",
         "Xids that the drivers reported, by code, per hour.",
         "none",
         Query(f"sum by (code) (increase(opsd_xid_total{{{ALL}}}[1h])) > 0", "Xid {{code}}"),
+        top=1,
+        empty="none in an hour",
     ),
 )
 
@@ -92,6 +120,8 @@ ITSELF = row(
             "{{collector}} {{state}}",
         ),
         width=8,
+        top=1,
+        empty="none",
     ),
     graph(
         "Errors of runbooks",
@@ -99,6 +129,8 @@ ITSELF = row(
         "none",
         Query(f"sum by (kind) (increase(opsd_runbook_errors_total{{{ALL}}}[1h])) > 0", "{{kind}}"),
         width=8,
+        top=1,
+        empty="none",
     ),
     graph(
         "Journals that cannot be written",
@@ -106,12 +138,14 @@ ITSELF = row(
         "none",
         Query(f"count(opsd_journal_up{{{ALL}}} == 0) or vector(0)", "nodes"),
         width=8,
+        top=1,
+        bad_at=1,
     ),
 )
 
 
 def build() -> dashboard.Dashboard:
-    """Rows: now, when, how often, actions, opsd itself."""
+    """Rows: now, when, how often, cost, actions, opsd itself."""
     variables = [label_variable("node", "Node", "opsd_build_info", of="instance", within='cluster=~"$cluster"')]
     return board(
         "opsd-incidents",
@@ -119,5 +153,5 @@ def build() -> dashboard.Dashboard:
         "Incidents and actions of all agents.",
         variables,
         within=ALL,
-        rows=(NOW, WHEN, OFTEN, ACTIONS, ITSELF),
+        rows=(NOW, WHEN, OFTEN, COST, ACTIONS, ITSELF),
     )

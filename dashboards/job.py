@@ -7,6 +7,7 @@ from grafana_foundation_sdk.builders import dashboard
 from opsd.dashboards.kit import (
     TO_AGENT,
     TO_NODE,
+    TOKENS_PER_S,
     Column,
     Query,
     board,
@@ -65,12 +66,12 @@ NOW = row(
     number(
         "Tokens/s",
         "All ranks together, over five minutes.",
-        "suffix: tokens/s",
+        TOKENS_PER_S,
         Query(f"sum(run:opsd_rank_tokens:rate5m{{{RUN}}})"),
         width=3,
     ),
     number(
-        "Of its usual throughput",
+        "Against usual",
         "Tokens/s divided by their median of the last six hours.",
         "percentunit",
         Query(f"min(run:opsd_rank_tokens:rate5m{{{RUN}}} / run:opsd_rank_tokens:usual6h{{{RUN}}})"),
@@ -82,9 +83,10 @@ NOW = row(
         "percentunit",
         Query(f"min(run:opsd_goodput:ratio_rate1h{{{RUN}}})"),
         width=3,
+        empty="after 1 h",
     ),
     number(
-        "Tensor cores active",
+        "Tensor cores",
         "Median over the job's GPUs. The closest approximation of MFU without knowing the model.",
         "percentunit",
         Query(f"quantile(0.5, {_on_gpus(f'DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{ALL}}}')})"),
@@ -135,12 +137,14 @@ RANKS = row(
         "The ten ranks that have not changed phase or step for longest.",
         "s",
         Query(f"topk(10, opsd_rank_last_change_age_seconds{{{RUN}}})", "rank {{rank}} on {{instance}}"),
+        warn_at=60,
+        bad_at=300,
     ),
 )
 
 OF_JOB = f'opsd_gpu_job_info{{{ALL}, job_id=~"$job"}}'
 NODES = row(
-    "Nodes",
+    "Nodes and events",
     listing(
         "Nodes of the job",
         "With their GPUs, and the open incidents of the node, of any job.",
@@ -150,18 +154,20 @@ NODES = row(
         ),
         Column("slowest step", f"max by (cluster, instance) (opsd_rank_step_seconds{{{RUN}}})", "s"),
         links={"instance": {"board of the node": TO_NODE, "page of the node": f"{TO_AGENT}/"}},
-        width=24,
     ),
-)
-
-TIMELINE = row(
-    "Timeline",
     timeline(
         "What happened when",
         "Restarts, and incidents on the nodes of this job. Green: none.",
         Query(f'max by (run) (opsd_run_state{{{RUN}, state="restarting"}})', "restarting"),
         Query(f"sum by (kind) ({_on_nodes(f'opsd_incidents{{{ALL}}}')}) > 0", "{{kind}}"),
+        width=12,
+        height=9,
+        empty="no run of opsd launch",
     ),
+)
+
+PROGRESS = row(
+    "Progress",
     graph(
         "Generation",
         "Each restart begins a new generation of ranks.",
@@ -193,9 +199,18 @@ GPUS = row(
         "Share of time in which tensor cores were active.",
         "percentunit",
         *_over_gpus("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"),
+        top=1,
     ),
     graph("Power", "Board power of the job's GPUs.", "watt", *_over_gpus("DCGM_FI_DEV_POWER_USAGE")),
-    graph("Temperature", "Of the job's GPUs.", "celsius", *_over_gpus("DCGM_FI_DEV_GPU_TEMP"), floor=None),
+    graph(
+        "Temperature",
+        "Of the job's GPUs.",
+        "celsius",
+        *_over_gpus("DCGM_FI_DEV_GPU_TEMP"),
+        floor=None,
+        warn_at=83,
+        bad_at=87,
+    ),
     graph(
         "Throttled",
         "Share of time in which heat, power brake or hardware slowdown throttled a GPU.",
@@ -204,6 +219,8 @@ GPUS = row(
             f"topk(10, {_on_gpus(f'instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}')})",
             "{{instance}} GPU {{gpu}}",
         ),
+        warn_at=0.02,
+        bad_at=0.1,
     ),
 )
 
@@ -235,6 +252,7 @@ NETWORK = row(
         "s",
         Query(_on_nodes(f"opsd_nccl_stalled_seconds{{{ALL}}}"), "{{instance}}"),
         width=8,
+        empty="no NCCL RAS",
     ),
 )
 
@@ -242,13 +260,15 @@ HARDWARE = row(
     "Memory errors and hosts",
     graph(
         "ECC errors",
-        "New errors of the job's GPUs. No data: healthy.",
+        "New errors of the job's GPUs.",
         "none",
         Query(
-            f"{_on_gpus(f'increase(opsd_gpu_ecc_errors_total{{{ALL}}}[$__rate_interval])')} > 0",
+            _on_gpus(f"(increase(opsd_gpu_ecc_errors_total{{{ALL}}}[$__rate_interval]) > 0)"),
             "{{instance}} GPU {{gpu}} {{type}}",
         ),
         width=8,
+        top=1,
+        empty="no errors",
     ),
     graph(
         "Processors",
@@ -256,6 +276,7 @@ HARDWARE = row(
         "percentunit",
         Query(f"1 - {_on_nodes(IDLE)}", "{{instance}}"),
         width=8,
+        top=1,
     ),
     graph(
         "Memory left",
@@ -263,6 +284,8 @@ HARDWARE = row(
         "percentunit",
         Query(_on_nodes(MEMORY), "{{instance}}"),
         width=8,
+        top=1,
+        bad_at=0.03,
     ),
     collapsed=True,
 )
@@ -277,19 +300,21 @@ STORAGE = row(
             f"sum by (instance, op) ({_on_nodes(DISKS)})",
             "{{instance}} {{op}}",
         ),
+        empty="no disk is shown by the kernel",
     ),
     graph(
         "Network file systems",
         "Response time of a statfs call, by file system.",
         "s",
         Query(_on_nodes(f"opsd_storage_response_seconds{{{ALL}}}"), "{{instance}} {{mount}}"),
+        empty="no network file system",
     ),
     collapsed=True,
 )
 
 
 def build() -> dashboard.Dashboard:
-    """Rows: now, ranks, timeline, GPUs, network; collapsed: memory errors, host, storage, checkpoints."""
+    """Rows: now, nodes and events, progress, ranks, GPUs, network; collapsed: memory errors and hosts, storage."""
     variables = [
         label_variable("job", "Job", "opsd_gpu_job_info", of="job_id", within=ALL, all_of_them=False),
         label_variable("run", "Run", "opsd_gpu_job_info", within=f'{ALL}, job_id=~"$job"'),
@@ -300,5 +325,5 @@ def build() -> dashboard.Dashboard:
         "One job on all its nodes.",
         variables,
         within=ALL,
-        rows=(NOW, NODES, RANKS, TIMELINE, GPUS, NETWORK, HARDWARE, STORAGE),
+        rows=(NOW, NODES, PROGRESS, RANKS, GPUS, NETWORK, HARDWARE, STORAGE),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from grafana_foundation_sdk.builders import dashboard, heatmap, prometheus, stat, statetimeline, table, timeseries
-from grafana_foundation_sdk.builders.common import GraphThresholdsStyleConfig, VizLegendOptions
+from grafana_foundation_sdk.builders.common import GraphThresholdsStyleConfig, ReduceDataOptions, VizLegendOptions
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common
 from grafana_foundation_sdk.models import dashboard as model
@@ -39,13 +39,21 @@ TO_AGENT = "http://${__data.fields.instance}"
 """Links of a table's cells: boards of a node and a job, the documentation of a kind, the pages of a node's agent."""
 
 
+TOKENS_PER_S = "si: tokens/s"
+SOFT_TOP = {"percentunit": 0.1, "cps": 1, "s": 0.1, "Bps": 1024, "binBps": 1024}
+"""Where the axis of a graph ends at least, by unit: Grafana draws values that are all 0 from 0 to 100 of any unit."""
+_NARROW = 12
+"""A graph of fewer columns has its legend below, or there is no room for lines."""
+
+
 def graph(
     title: str, description: str, unit: str, *queries: Query, width: int = 12, floor: float | None = 0,
-    warn_above: float | None = None, bad_above: float | None = None,
+    top: float | None = None, warn_at: float | None = None, bad_at: float | None = None, empty: str = "",
 ) -> timeseries.Panel:  # fmt: skip
     """Lines over time; ``width`` is out of 24. ``floor`` is the minimum of the axis; None lets Grafana choose.
 
-    ``warn_above`` and ``bad_above`` are drawn as lines.
+    The axis reaches to ``top`` at least. ``warn_at`` and ``bad_at`` are limits that are drawn as lines. ``empty`` is
+    what a graph without data says; one without it always has data.
     """
     panel = (
         timeseries.Panel()
@@ -58,20 +66,30 @@ def graph(
         .line_width(1)
         .fill_opacity(0)
         .show_points(common.VisibilityMode.NEVER)
-        .legend(
-            VizLegendOptions()
-            .display_mode(common.LegendDisplayMode.TABLE)
-            .placement(common.LegendPlacement.RIGHT)
-            .show_legend(True)
-            .calcs(["lastNotNull", "max"])
-        )
+        .legend(_legend(width))
     )
+    if floor is not None and (end := top or SOFT_TOP.get(unit)):
+        panel = panel.axis_soft_max(end)
+    if empty:
+        panel = panel.no_value(empty)
     for number, query in enumerate(queries):
         panel = panel.with_target(_target(query, chr(ord("A") + number)))
-    if bad_above is not None:
+    if bad_at is not None:
         lines = GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.DASHED)
-        panel = panel.thresholds(_steps(warn_above, bad_above)).thresholds_style(lines)
+        panel = panel.thresholds(_steps(warn_at, bad_at)).thresholds_style(lines)
     return panel if floor is None else panel.axis_soft_min(floor)
+
+
+def _legend(width: int) -> VizLegendOptions:
+    legend = VizLegendOptions().show_legend(True).sort_by("Name").sort_desc(False)
+    if width < _NARROW:
+        return legend.display_mode(common.LegendDisplayMode.LIST).placement(common.LegendPlacement.BOTTOM).calcs([])
+    table = legend.display_mode(common.LegendDisplayMode.TABLE).placement(common.LegendPlacement.RIGHT)
+    return table.calcs(["lastNotNull", "max"])
+
+
+LABEL_WIDTHS = {"cluster": 90, "job_id": 90, "severity": 90, "state": 100}
+"""Widths of columns in pixels; a label that is not named takes what is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +105,17 @@ class Column:
 
 def listing(
     title: str, description: str, *columns: Column, links: Mapping[str, Mapping[str, str]], width: int = 12,
+    empty: str = "",
 ) -> table.Panel:  # fmt: skip
     """A table of what is now, a row for each set of labels. The expressions of all ``columns`` have the same labels.
 
-    ``links`` are those of the cells of a label, URL by title.
+    ``empty`` is what a table without rows says. ``links`` are those of the cells of a label, URL by title.
     """
     panel = (
         table.Panel().title(title).description(description).unit("none").datasource(DATASOURCE).height(9).span(width)
     )
+    if empty:
+        panel = panel.no_value(empty)
     names = {}
     for number, column in enumerate(columns):
         ref = chr(ord("A") + number)
@@ -105,6 +126,8 @@ def listing(
     panel = panel.with_transformation(model.DataTransformerConfig("merge", options={}))
     shown = {"renameByName": names, "excludeByName": {"Time": True}}
     panel = panel.with_transformation(model.DataTransformerConfig("organize", options=shown))
+    for label, pixels in LABEL_WIDTHS.items():
+        panel = panel.override_by_name(label, [model.DynamicConfigValue("custom.width", pixels)])
     for label, targets in links.items():
         found = [{"title": name, "url": url, "targetBlank": url.startswith("http")} for name, url in targets.items()]
         panel = panel.override_by_name(label, [model.DynamicConfigValue("links", found)])
@@ -112,7 +135,8 @@ def listing(
 
 
 def _cell(column: Column) -> list[model.DynamicConfigValue]:
-    cell = [model.DynamicConfigValue("unit", column.unit)]
+    pixels = max(80, 24 + 9 * len(column.title))
+    cell = [model.DynamicConfigValue("unit", column.unit), model.DynamicConfigValue("custom.width", pixels)]
     if column.words:
         said = {str(value): {"text": text, "color": color} for value, (text, color) in column.words.items()}
         cell.append(model.DynamicConfigValue("mappings", [{"type": "value", "options": said}]))
@@ -122,7 +146,7 @@ def _cell(column: Column) -> list[model.DynamicConfigValue]:
 
 def number(
     title: str, description: str, unit: str, query: Query, *, width: int = 4, bad_above: float | None = None,
-    warn_above: float | None = None,
+    warn_above: float | None = None, empty: str = "no data",
 ) -> stat.Panel:  # fmt: skip
     """One number: green below ``warn_above``, red from ``bad_above`` on; no colour without limits."""
     panel = (
@@ -133,7 +157,8 @@ def number(
         .datasource(DATASOURCE)
         .height(4)
         .span(width)
-        .no_value("no data")
+        .no_value(empty)
+        .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
         .with_target(_target(query, "A"))
     )
     if bad_above is None:
@@ -164,22 +189,24 @@ def heat_map(title: str, description: str, unit: str, query: Query, *, width: in
     )
 
 
-def timeline(title: str, description: str, *queries: Query, width: int = 24) -> statetimeline.Panel:
-    """States over time; a series that is 1 while its state holds is drawn as a bar."""
+def timeline(
+    title: str, description: str, *queries: Query, width: int = 24, height: int = 6, empty: str = ""
+) -> statetimeline.Panel:
+    """States over time; a series that is 1 while its state holds is drawn as a bar. ``empty`` is said without any."""
     panel = (
         statetimeline.Panel()
         .title(title)
         .description(description)
         .unit("bool_yes_no")
         .datasource(DATASOURCE)
-        .height(6)
+        .height(height)
         .span(width)
         .show_value(common.VisibilityMode.NEVER)
         .thresholds(_steps(warn_above=None, bad_above=1))
     )
     for number, query in enumerate(queries):
         panel = panel.with_target(_target(query, chr(ord("A") + number)))
-    return panel
+    return panel.no_value(empty) if empty else panel
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from opsd.dashboards.kit import Query, board, graph, label_variable, number, row
+from opsd.dashboards.kit import TOKENS_PER_S, Query, board, graph, label_variable, number, row
 
 NODE = 'cluster=~"$cluster", instance=~"$node"'
 GPU = f'{NODE}, gpu=~"$gpu"'
+OF_GPU = "max by (gpu)"
+"""Without it the lines of a graph are in the order of the GPUs' UUIDs, and so are their colours."""
 
 NOW = row(
     "Now",
@@ -28,7 +30,7 @@ NOW = row(
         ), warn_above=0.02, bad_above=0.1,
     ),
     number(
-        "Tokens/s on this node", "Sum over the ranks of this node.", "suffix: tokens/s",
+        "Tokens/s on this node", "Sum over the ranks of this node.", TOKENS_PER_S,
         Query(f"sum(opsd_rank_tokens_per_second{{{NODE}}})"),
     ),
     number(
@@ -49,52 +51,56 @@ GPUS = row(
         "percentunit",
         Query(
             f"rate(opsd_gpu_throttle_seconds_total{{{GPU}}}[$__rate_interval]) > 0", "GPU {{gpu}} {{reason}}"
-        ), warn_above=0.02, bad_above=0.1,
+        ), warn_at=0.02, bad_at=0.1, empty="not throttled",
     ),
     graph(
         "Utilization", "Share of time with at least one kernel running. It can be 100 % at a fifth of a GPU's "
-        "throughput: see the next two.", "percent", Query(f"DCGM_FI_DEV_GPU_UTIL{{{GPU}}}", "GPU {{gpu}}"),
+        "throughput: see the next two.", "percent",
+        Query(f"{OF_GPU} (DCGM_FI_DEV_GPU_UTIL{{{GPU}}})", "GPU {{gpu}}"), top=100,
     ),
     graph(
         "Tensor cores active", "Share of time in which tensor cores were busy: the nearest to MFU without the model.",
-        "percentunit", Query(f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{GPU}}}", "GPU {{gpu}}"),
+        "percentunit", Query(f"{OF_GPU} (DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{GPU}}})", "GPU {{gpu}}"), top=1,
     ),
     graph(
         "SMs active", "Share of SMs with at least one warp, and share of time with any work on the GPU.",
-        "percentunit", Query(f"DCGM_FI_PROF_SM_ACTIVE{{{GPU}}}", "GPU {{gpu}}"),
-        Query(f"avg(DCGM_FI_PROF_GR_ENGINE_ACTIVE{{{GPU}}})", "any work, mean"),
+        "percentunit", Query(f"{OF_GPU} (DCGM_FI_PROF_SM_ACTIVE{{{GPU}}})", "GPU {{gpu}}"),
+        Query(f"avg(DCGM_FI_PROF_GR_ENGINE_ACTIVE{{{GPU}}})", "any work, mean"), top=1,
     ),
     graph(
         "Memory bandwidth", "Share of the device memory's bandwidth in use.", "percentunit",
-        Query(f"DCGM_FI_PROF_DRAM_ACTIVE{{{GPU}}}", "GPU {{gpu}}"),
+        Query(f"{OF_GPU} (DCGM_FI_PROF_DRAM_ACTIVE{{{GPU}}})", "GPU {{gpu}}"), top=1,
     ),
     graph(
-        "SM clock", "A GPU below its neighbours at equal load slows down the whole job.", "suffix: MHz",
-        Query(f"DCGM_FI_DEV_SM_CLOCK{{{GPU}}}", "GPU {{gpu}}"),
+        "SM clock", "A GPU below its neighbours at equal load slows down the whole job.", "suffix:MHz",
+        Query(f"{OF_GPU} (DCGM_FI_DEV_SM_CLOCK{{{GPU}}})", "GPU {{gpu}}"),
     ),
     graph(
         "Temperature", "GPU temperature, and where the driver slows the first GPU down.", "celsius",
-        Query(f"DCGM_FI_DEV_GPU_TEMP{{{GPU}}}", "GPU {{gpu}}"),
+        Query(f"{OF_GPU} (DCGM_FI_DEV_GPU_TEMP{{{GPU}}})", "GPU {{gpu}}"),
         Query(f'min(opsd_gpu_temperature_threshold_celsius{{{GPU}, threshold="slowdown"}})', "slows down"),
-        floor=None, warn_above=83, bad_above=87,
+        floor=None, warn_at=83, bad_at=87,
     ),
     graph(
         "Power", "Board power, and the current power limit.", "watt",
-        Query(f"DCGM_FI_DEV_POWER_USAGE{{{GPU}}}", "GPU {{gpu}}"),
+        Query(f"{OF_GPU} (DCGM_FI_DEV_POWER_USAGE{{{GPU}}})", "GPU {{gpu}}"),
         Query(f"min(opsd_gpu_power_limit_watts{{{GPU}}})", "lowest limit"),
+    ),
+    graph(
+        "Power of all GPUs", "Board power of the selected GPUs together.", "watt",
         Query(f"sum(DCGM_FI_DEV_POWER_USAGE{{{GPU}}})", "all GPUs"),
     ),
     graph(
         "NVLink traffic", "Data sent and received over all links of a GPU.", "binBps",
-        Query(f"1024 * rate(DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL{{{GPU}}}[$__rate_interval])", "GPU {{gpu}}"),
+        Query(f"{OF_GPU} (1024 * rate(DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL{{{GPU}}}[$__rate_interval]))", "GPU {{gpu}}"),
     ),
     graph(
         "Memory used", "Framebuffer memory in use.", "mbytes",
-        Query(f"DCGM_FI_DEV_FB_USED{{{GPU}}}", "GPU {{gpu}}"),
+        Query(f"{OF_GPU} (DCGM_FI_DEV_FB_USED{{{GPU}}})", "GPU {{gpu}}"),
     ),
     graph(
         "PCIe traffic", "Data received over PCIe, protocol included.", "Bps",
-        Query(f"DCGM_FI_PROF_PCIE_RX_BYTES{{{GPU}}}", "GPU {{gpu}}"),
+        Query(f"{OF_GPU} (DCGM_FI_PROF_PCIE_RX_BYTES{{{GPU}}})", "GPU {{gpu}}"),
     ),
 )  # fmt: skip
 
@@ -103,18 +109,19 @@ ERRORS = row(
     graph(
         "ECC errors", "New errors since the driver was loaded, by type.", "none",
         Query(
-            f'increase(opsd_gpu_ecc_errors_total{{{GPU}, counter="volatile"}}[$__rate_interval])',
+            f'increase(opsd_gpu_ecc_errors_total{{{GPU}, counter="volatile"}}[$__rate_interval]) > 0',
             "GPU {{gpu}} {{type}}",
-        ), width=8,
+        ), width=8, top=1, empty="no errors",
     ),
     graph(
         "NVLink errors", "New errors on all links of a GPU.", "none",
-        Query(f"increase(opsd_gpu_nvlink_errors_total{{{GPU}}}[$__rate_interval])", "GPU {{gpu}} {{type}}"),
-        width=8,
+        Query(f"increase(opsd_gpu_nvlink_errors_total{{{GPU}}}[$__rate_interval]) > 0", "GPU {{gpu}} {{type}}"),
+        width=8, top=1, empty="no errors",
     ),
     graph(
         "PCIe replays", "Packets sent again. A rising rate: the link is failing.", "none",
-        Query(f"increase(DCGM_FI_DEV_PCIE_REPLAY_COUNTER{{{GPU}}}[$__rate_interval])", "GPU {{gpu}}"), width=8,
+        Query(f"increase(DCGM_FI_DEV_PCIE_REPLAY_COUNTER{{{GPU}}}[$__rate_interval]) > 0", "GPU {{gpu}}"),
+        width=8, top=1, empty="no replays",
     ),
 )  # fmt: skip
 
@@ -133,7 +140,7 @@ TRAINING = row(
     ),
     graph(
         "Since the last sign of life", "Seconds since a rank last changed phase or finished a step.", "s",
-        Query(f"opsd_rank_last_change_age_seconds{{{NODE}}}", "{{run}} rank {{rank}}"),
+        Query(f"opsd_rank_last_change_age_seconds{{{NODE}}}", "{{run}} rank {{rank}}"), warn_at=60, bad_at=300,
     ),
     graph(
         "Loss", "Loss of the last step.", "none", Query(f"opsd_rank_loss{{{NODE}}}", "{{run}} rank {{rank}}"),
@@ -150,10 +157,12 @@ AGENT = row(
     graph(
         "Incidents opened", "Incidents that the agent opened, by kind.", "none",
         Query(f"increase(opsd_incidents_opened_total{{{NODE}}}[$__rate_interval]) > 0", "{{kind}}"), width=8,
+        top=1, empty="none opened",
     ),
     graph(
         "Actions", "What the agent did, by verb and outcome.", "none",
-        Query(f"increase(opsd_actions_total{{{NODE}}}[$__rate_interval]) > 0", "{{verb}} {{outcome}}"), width=8,
+        Query(f"increase(opsd_actions_total{{{NODE}}}[$__rate_interval]) > 0", "{{verb}} {{outcome}}"),
+        width=8, top=1, empty="none",
     ),
 )  # fmt: skip
 

@@ -48,6 +48,7 @@ HISTORY = row(
         "Checks that failed",
         "A bar from a preflight in which the check failed until the next one in which it passed.",
         Query(FAILED, "{{node}} {{check}}"),
+        empty="none",
     ),
 )
 
@@ -63,12 +64,15 @@ MEASURED = row(
             "quantile by (check, measure) (0.5, opsd_preflight_value))",
             "{{node}} {{check}} {{measure}}",
         ),
+        top=1,
+        empty="no preflight",
     ),
     graph(
         "Time taken",
         "How long each check took, on the slowest node.",
         "s",
         Query(f"max by (check) (opsd_preflight_check_seconds{{{CHECKS}}})", "{{check}}"),
+        empty="no preflight",
     ),
 )
 

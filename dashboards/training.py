@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from opsd.dashboards.kit import Query, board, graph, heat_map, label_variable, row
+from opsd.dashboards.kit import TOKENS_PER_S, Query, board, graph, heat_map, label_variable, row
 
 ALL = 'cluster=~"$cluster"'
 RUN = f'{ALL}, run=~"$run"'
@@ -19,6 +19,8 @@ def _share(tokens: str) -> str:
     )
 
 
+NO_SOURCES = "no run tells its sources"
+NO_EVALUATION = "nothing evaluated"
 LEARNING = row(
     "Learning",
     graph(
@@ -63,7 +65,7 @@ SPEED = row(
     graph(
         "Tokens/s",
         "All ranks together, and the median of the last six hours.",
-        "suffix: tokens/s",
+        TOKENS_PER_S,
         Query(f"run:opsd_rank_tokens:rate5m{{{RUN}}}", "{{run}}"),
         Query(f"run:opsd_rank_tokens:usual6h{{{RUN}}}", "{{run}} usually"),
     ),
@@ -72,13 +74,21 @@ SPEED = row(
         "Model FLOPs utilisation, mean over the ranks of each run; its denominator is opsd_rank_peak_flops_per_second.",
         "percentunit",
         Query(f"avg by (run) (opsd_rank_mfu_ratio{{{RUN}}})", "{{run}}"),
+        empty="no rank tells its model's FLOPs",
     ),
-    heat_map("Step times", "Ranks by the duration of their last step.", "s", Query(f"opsd_rank_step_seconds{{{RUN}}}")),
+    heat_map(
+        "Step times",
+        "Ranks by the duration of their last step.",
+        "s",
+        Query(f"opsd_rank_step_seconds{{{RUN}}}"),
+        width=8,
+    ),
     graph(
         "Where the time goes",
         "Share of each phase in completed steps.",
         "percentunit",
         Query(f"run_phase:opsd_rank_phase_seconds:ratio_rate5m{{{RUN}}}", "{{run}} {{phase}}"),
+        width=8,
     ),
     graph(
         "Goodput",
@@ -86,6 +96,9 @@ SPEED = row(
         "percentunit",
         Query(f"run:opsd_goodput:ratio_rate5m{{{RUN}}}", "{{run}}, 5 min"),
         Query(f"run:opsd_goodput:ratio_rate1h{{{RUN}}}", "{{run}}, 1 h"),
+        width=8,
+        top=1,
+        empty="no run of five minutes",
     ),
 )
 
@@ -103,7 +116,7 @@ DATA = row(
     graph(
         "Tokens so far",
         "Tokens trained on in the last day.",
-        "none",
+        "si: tokens",
         Query(f"sum by (run) (increase(opsd_rank_tokens_total{{{RUN}}}[1d]))", "{{run}}"),
     ),
     graph(
@@ -112,6 +125,8 @@ DATA = row(
         "percentunit",
         Query(_share(f"clamp_min(delta({DRAWN}[1h]), 0)"), "{{run}} {{source}}"),
         width=8,
+        top=1,
+        empty=NO_SOURCES,
     ),
     graph(
         "Data mixture since the start",
@@ -119,6 +134,8 @@ DATA = row(
         "percentunit",
         Query(_share(DRAWN), "{{run}} {{source}}"),
         width=8,
+        top=1,
+        empty=NO_SOURCES,
     ),
     graph(
         "Passes through each source",
@@ -126,6 +143,8 @@ DATA = row(
         "none",
         Query(f"max by (run, source) (opsd_data_source_epochs{{{RUN}}})", "{{run}} {{source}}"),
         width=8,
+        bad_at=4,
+        empty=NO_SOURCES,
     ),
 )
 
@@ -136,7 +155,9 @@ EVALUATIONS = row(
         "Results of the newest evaluated checkpoint, at most 32 for each run.",
         "none",
         Query(f"max by (run, name) (opsd_evaluation_result{{{RUN}}})", "{{run}} {{name}}"),
+        width=8,
         floor=None,
+        empty=NO_EVALUATION,
     ),
     graph(
         "Against the reference run",
@@ -147,13 +168,17 @@ EVALUATIONS = row(
             f"/ max by (run, name) (opsd_evaluation_reference{{{RUN}}})",
             "{{run}} {{name}}",
         ),
+        width=8,
         floor=None,
+        empty=NO_EVALUATION,
     ),
     graph(
         "Step evaluated last",
         "Lags behind the newest checkpoint while evaluations wait for a free node.",
         "none",
         Query(f"max by (run) (opsd_evaluation_step{{{RUN}}})", "{{run}}"),
+        width=8,
+        empty=NO_EVALUATION,
     ),
 )
 

@@ -1,0 +1,1 @@
+"""The pictures of the documentation, made by ``make pictures``: pages, boards, the terminal."""
