@@ -82,12 +82,14 @@ def test_dpkg_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) ->
     assert settings.read_text() == "mine"
     for unit in ("opsd.service", "opsd-targets.service", "opsd-targets.timer"):
         assert (machine / "usr/lib/systemd/system" / unit).exists()
+    assert (machine / "usr/share/man/man1/opsd-launch.1.gz").exists()
     pip = (machine / "opt/opsd/bin/pip").read_text().splitlines()[0]
     assert pip.startswith("#!/opt/opsd/bin/python")
     inside(machine, "dpkg", "--remove", "opsd")
     assert not (machine / "opt/opsd").exists() and settings.read_text() == "mine"
     inside(machine, "dpkg", "--purge", "opsd")
     assert not (machine / "etc/opsd").exists()
+    assert not (machine / "usr/share/man/man1/opsd-launch.1.gz").exists()
 
 
 @pytest.mark.parametrize(
