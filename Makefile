@@ -26,8 +26,8 @@ demo: $(STAMP) ## Train a tiny model, break it six ways, watch it recover
 stack: $(STAMP) ## Prometheus, Alertmanager and an agent on this machine; a GPU overheats, the alert arrives
 	$(BIN)/opsd stack
 
-pictures: $(STAMP) ## Make the pictures of the documentation: pages in a real browser, the terminal of the demo
-	$(BIN)/opsd stack --pictures docs/pictures
+pictures: $(STAMP) ## Make the pictures of the documentation: pages, boards, the terminal (45 minutes; needs npm)
+	$(BIN)/python -m tests.pictures docs/pictures
 	$(BIN)/opsd demo --picture docs/pictures/demo.svg
 
 cluster-demo: $(STAMP) test-packages ## A real Slurm cluster here trains a model, loses its leading node, and goes on
@@ -82,7 +82,7 @@ torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its 
 	$(PYTHON) -m venv .venv-torchtitan
 	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check 'torchtitan==0.3.*'
 
-release: $(STAMP) ## Everything of a release but the upload: checks, sdist, wheel, deb, bill of materials, checksums under dist/
+release: $(STAMP) ## Everything of a release but the upload: checks, sdist, wheel, deb, rpm, bill of materials, checksums under dist/
 	@deploy/release
 
 bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/
@@ -95,4 +95,4 @@ bench-gpu: $(STAMP) ## What the trainer reaches on the GPU here; results with da
 	$(BIN)/python tests/gpu/measure.py
 
 clean: ## Remove what make created
-	rm -rf $(VENV) .venv-torchtitan .mypy_cache .ruff_cache .pytest_cache bench-results site .demo dist
+	rm -rf $(VENV) .venv-torchtitan .npm-boards .mypy_cache .ruff_cache .pytest_cache bench-results site .demo dist

@@ -8,7 +8,7 @@ from opsd import config
 from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts import build as rules
 from opsd.dashboards.build import rendered as boards
-from tests import reference
+from tests import manpages, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,6 +19,7 @@ def rendered() -> dict[Path, str]:
         **rules.rendered(),
         **dict(boards()),
         **reference.rendered(),
+        **manpages.rendered(),
         ROOT / "deploy/opsd.toml.example": config.template(),
         ROOT / "tests/golden/metrics.txt": "\n".join(_interface()) + "\n",
     }
@@ -41,7 +42,8 @@ def outdated() -> dict[Path, str]:
 
 def leftovers() -> list[Path]:
     """Files that were made from something that is gone."""
-    return [*reference.leftovers(), *(path for path in rules.FOLDER.glob("*.yml") if path not in rules.rendered())]
+    made = (*reference.leftovers(), *manpages.leftovers())
+    return [*made, *(path for path in rules.FOLDER.glob("*.yml") if path not in rules.rendered())]
 
 
 def _shown(path: Path) -> Path:

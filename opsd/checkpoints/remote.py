@@ -43,6 +43,7 @@ from opsd.checkpoints.manifest import (
 )
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import append_event
+from opsd.progress import shown
 
 AWAITING = AWAITED[0]
 URL = "OPSD_REMOTE"
@@ -114,9 +115,13 @@ class Remote:
         folder.mkdir(parents=True, exist_ok=True)
         source = f"{self._base}/{folder.name}"
         manifest = self._manifest(f"{source}/{MANIFEST}", step)
-        for entry in manifest.files:
-            if not _is_whole(folder / entry.name, entry):
-                self._fetch_file(f"{source}/{entry.name}", folder / entry.name, entry)
+        total, done = sum(entry.size for entry in manifest.files), 0
+        with shown(f"fetching the checkpoint of step {step}") as look:
+            for entry in manifest.files:
+                if not _is_whole(folder / entry.name, entry):
+                    self._fetch_file(f"{source}/{entry.name}", folder / entry.name, entry)
+                done += entry.size
+                look(done, total)
         sync_folder(folder)
         commit(folder, manifest)
         return manifest

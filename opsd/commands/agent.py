@@ -23,7 +23,9 @@ STOP_WITHIN_S = 1.5
 @click.command()
 @config_options
 @option("--once", is_flag=True, help="Print one collection and exit.")
-@option("--format", "form", type=click.Choice(["table", "openmetrics"]), default="table", help="Form of --once.")
+@option(
+    "--format", "form", type=click.Choice(["table", "json", "openmetrics"]), default="table", help="Form of --once."
+)
 def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) -> int:
     """Run the node agent: collect, judge, act, serve metrics.
 

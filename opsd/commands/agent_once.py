@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
+from typing import Any
 
 import click
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,6 +16,7 @@ from opsd.agent import collectors
 from opsd.agent.gather import Gatherer, Health, Source
 from opsd.agent.metrics import collector_samples
 from opsd.agent.web.exposition import Exposition
+from opsd.commands.output import output_console
 from opsd.config import Settings
 
 _STYLES = {
@@ -23,7 +26,7 @@ _STYLES = {
 
 
 def show(settings: Settings, form: str) -> int:
-    """Collect once and print it as ``form``, "table" or "openmetrics"; returns the exit code."""
+    """Collect once and print it as ``form``, "table", "json" or "openmetrics"; returns the exit code."""
     gatherer = Gatherer(collectors.build(settings), deadline_s=settings.agent.deadline_s, clock=time.monotonic)
     sources = gatherer.gather(settings.agent.deadline_s)
     for source in sources:
@@ -35,14 +38,34 @@ def show(settings: Settings, form: str) -> int:
             "application/openmetrics-text"
         )
         click.echo(body, nl=False)
+    elif form == "json":
+        click.echo(json.dumps([_as_dict(source) for source in sources], indent=1))
     else:
         _print(sources)
     failed = any(source.health in (Health.ERROR, Health.HUNG) for source in sources)
     return exitcodes.FAILED if failed else exitcodes.OK
 
 
+def _as_dict(source: Source) -> dict[str, Any]:
+    series = [
+        {
+            "name": metric.name,
+            "labels": dict(zip(metric.labels, labels, strict=True)),
+            "value": value if math.isfinite(value) else None,
+        }
+        for metric, value, labels in source.reading.samples
+    ]
+    return {
+        "collector": source.name,
+        "state": source.health.value,
+        "reason": source.reason,
+        "seconds": source.duration_s,
+        "series": series,
+    }
+
+
 def _print(sources: tuple[Source, ...]) -> None:
-    console = Console()
+    console = output_console()
     for source in sources:
         took = f"{len(source.reading.samples)} series in {source.duration_s * 1e3:.1f} ms"
         said = escape(source.reason) or took

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from opsd import exitcodes
 from opsd.bench import BenchError
 from opsd.commands.options import Finite, option
+from opsd.commands.output import output_console
 from opsd.scenarios.model import ScenarioError
 from opsd.simulated.library import NoCompilerError, SimulationError
 
@@ -112,7 +112,7 @@ def bench(name: str, target: TextIO | None, **given: Any) -> None:
     table.add_column("value", justify="right")
     for key, value in _rows(results):
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
-    Console().print(table)
+    output_console().print(table)
     if target is not None:
         target.write(json.dumps(results, indent=1) + "\n")
     if results.get("verdict", "good") != "good":

@@ -80,7 +80,8 @@ def list_command(path: Path, as_json: bool) -> int:
 
 @checkpoint.command("verify")
 @click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
-def verify_command(path: Path) -> int:
+@option("--json", "as_json", is_flag=True, help="Print JSON lines.")
+def verify_command(path: Path, as_json: bool) -> int:
     """Check every file of the checkpoints under PATH; exit code 1 if one is damaged or there is none.
 
     Those that a trainer removes meanwhile are named and are no failure.
@@ -91,13 +92,17 @@ def verify_command(path: Path) -> int:
         return exitcodes.FAILED
     damaged = 0
     for entry in entries:
+        state, why = "ok", ""
         try:
             manifest = verify(entry.folder)
-            click.echo(f"step {entry.step}: ok, {len(manifest.files)} files, {_bytes(entry.size)}")
+            said = f"ok, {len(manifest.files)} files, {_bytes(entry.size)}"
         except CheckpointError as error:
             gone = not any(is_there(entry.folder, name) for name in (MANIFEST, REJECTED))
             damaged += not gone
-            click.echo(f"step {entry.step}: {'removed meanwhile' if gone else f'DAMAGED: {error}'}")
+            state, why = ("removed", "") if gone else ("damaged", str(error))
+            said = "removed meanwhile" if gone else f"DAMAGED: {error}"
+        line = json.dumps({"step": entry.step, "state": state, "why": why}) if as_json else f"step {entry.step}: {said}"
+        click.echo(line)
     return exitcodes.FAILED if damaged else exitcodes.OK
 
 

@@ -52,10 +52,11 @@ def list_incidents(agent: Agent, as_json: bool, states: tuple[str, ...], limit: 
     for incident in printable(answer["incidents"]):
         state = f"[{_INCIDENTS.get(incident['state'], 'yellow')}]{incident['state']:<9}[/]"
         opened, severity = clock(incident["opened_at"]), incident["severity"]
-        console.print(f"{opened}  {state}  {severity:<8}  {incident['summary']}", soft_wrap=True)
-        console.print(f"    [dim]{_culprit(incident['culprit'])}, {incident['id']}[/dim]", soft_wrap=True)
-        for symptom in incident["symptoms"]:
-            console.print(f"    [dim]symptom: {symptom['summary']}, {symptom['id']}[/dim]", soft_wrap=True)
+        more = [f"{_culprit(incident['culprit'])}, {incident['id']}"]
+        more += [f"symptom: {symptom['summary']}, {symptom['id']}" for symptom in incident["symptoms"]]
+        between = "\n    " if console.is_terminal else "  "  # in a pipe a record is a line
+        line = f"{opened}  {state}  {severity:<8}  {incident['summary']}"
+        console.print(line, *(f"[dim]{text}[/dim]" for text in more), sep=between, soft_wrap=True)
 
 
 @incidents.command("show")
@@ -114,7 +115,7 @@ def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
         *([f"  job        {incident['job']}"] if incident["job"] else []),
         *([f"  cause      {incident['cause']}"] if incident["cause"] else []),
         "  evidence",
-        *(f"    {clock(e['at'])}  {e['text']}  ({e['source']})" for e in incident["evidence"]),
+        *(f"    {clock(e.get('last') or e['at'])}  {e['text']}  ({e['source']})" for e in incident["evidence"]),
     ]
     if incident["actions"]:
         lines.append("  actions")

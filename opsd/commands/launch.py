@@ -15,22 +15,23 @@ import click
 from click.core import ParameterSource
 
 from opsd import exitcodes
-from opsd.commands.launch_options import own_options, rdzv_seconds, rendezvous_options
+from opsd.commands.launch_options import NOTIFY, own_options, rdzv_seconds, rendezvous_options
 from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.capture import find_py_spy
+from opsd.launch.hangs.gpus import find_gpu_probe
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.hangs.watch import HangWatch
-from opsd.launch.io.console import Console
+from opsd.launch.io.console import STDOUT, Console
 from opsd.launch.io.control import ControlServer
 from opsd.launch.io.handshake import SecretError, job_secret
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
-from opsd.launch.io.reporting import EventLog, flush_all, print_message
+from opsd.launch.io.reporting import EventLog, flush_all, print_message, takes_color
 from opsd.launch.ranks.process import become_subreaper
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.assembly import assemble_run
-from opsd.launch.run.closing import print_closing_block, resume_command
+from opsd.launch.run.closing import print_closing_block, resume_command, summarize_job
 from opsd.launch.run.launchers import (
     DEFAULT_PORT,
     Launchers,
@@ -39,14 +40,16 @@ from opsd.launch.run.launchers import (
     default_port,
     find_launchers,
     slurm_nodes,
+    too_many_here,
 )
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import RunShape
+from opsd.launch.run.notices import LAST_S, Notices, Sender
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
-from opsd.rundir import RunError, RunFolders, memory_root, prune
+from opsd.rundir import RunError, RunFolders, RunTakenError, memory_root, prune
 
 LOOPBACK = "127.0.0.1"
 TRIM_S = 1.0
@@ -78,6 +81,7 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
     of them see.
     """
     _keep_standard_descriptors()
+    os.environ.pop(NOTIFY, None)  # it is a secret that no rank needs
     kind = _kind(options)
     try:
         found = Program.find(kind, program, args)
@@ -100,6 +104,8 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
         )
         targets = [folders.memory / "events.jsonl", *([] if several else [folders.folder / "events.jsonl"])]
         events = EventLog(folders.run, node, targets + ([options["events"]] if options["events"] else []))
+    except RunTakenError as error:
+        raise click.ClickException(f"{error}{too_many_here(os.environ)}") from error
     except RunError as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
@@ -194,8 +200,13 @@ def _settings(program: Program, run: str, node: str, options: dict[str, Any]) ->
         ),
         virtual_local_rank=options["virtual_local_rank"],
         resume=resume_command(
-            sys.argv[1:], run, named=bool(options["run"] or options["run_dir"]), several=_several(options)
+            sys.argv[1:],
+            run,
+            named=bool(options["run"] or options["run_dir"]),
+            several=_several(options),
+            secrets=[where for where in options["notify"] if "://" in where],
         ),
+        color=takes_color(STDOUT),
     )
 
 
@@ -214,9 +225,10 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
         folders,
         events,
         _hang_limits(options),
-        lambda node: assemble_run(
-            node, launchers, shape, secret, options["node_timeout"], options["master_port"], spare_readiness
+        lambda node, notices: assemble_run(
+            node, launchers, shape, secret, options["node_timeout"], options["master_port"], spare_readiness, notices
         ),
+        Sender(options["notify"]),
         stacks_suffix=f"-{settings.node}" if several else "",
         log_bytes=options["log_size"] << 20,
     )
@@ -270,7 +282,8 @@ def _supervise(
     folders: RunFolders,
     events: EventLog,
     limits: HangLimits | None,
-    new_control: Callable[[Supervisor], RunControl],
+    new_control: Callable[[Supervisor, Notices], RunControl],
+    sender: Sender,
     *,
     stacks_suffix: str = "",
     log_bytes: int,
@@ -279,7 +292,9 @@ def _supervise(
     loop = Loop()
     console = Console(log_bytes=log_bytes)
     starter = RankStarter(settings, folders, loop, console)
-    hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix) if limits is not None else None
+    hangs = None
+    if limits is not None:
+        hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix, find_gpu_probe())
     loop.every(TRIM_S, console.trim)
     supervisor = Supervisor(
         settings,
@@ -289,8 +304,10 @@ def _supervise(
         starter=starter,
         hangs=hangs,
         console=console,
+        others=sender.children,
     )
-    server, control = ControlServer(folders.control, loop, supervisor.answer), new_control(supervisor)
+    notices = Notices(settings.run, settings.job, sender)
+    server, control = ControlServer(folders.control, loop, supervisor.answer), new_control(supervisor, notices)
     try:
         code = supervisor.run(control)
         loop.ignore_signals()
@@ -301,5 +318,8 @@ def _supervise(
         for late in flush_all(FLUSH_S):
             print_message(f"some {late} are missing: they could not be written in time")
     if control.led and code != exitcodes.FENCED:
-        print_closing_block(folders.folder, code, settings.resume)
+        end = print_closing_block(folders.folder, code, supervisor.reason, settings.resume)
+        notices.finished(code, supervisor.reason, end.summary, end.report)
+        summarize_job(end.summary)
+        sender.flush(LAST_S)
     return code

@@ -18,6 +18,8 @@ from opsd.rundir import valid_name
 
 C10D_PORT, MASTER_PORT = 29_400, 29_500
 """Torchrun's default ports."""
+NOTIFY = "OPSD_NOTIFY"
+"""Environment variable in place of ``--notify``."""
 _NODE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _ENDPOINT = re.compile(r"(?:\[(?P<v6>[0-9A-Fa-f:.]+(?:%\w+)?)\]|(?P<host>[\w.-]+))(?::(?P<port>[0-9]{1,5}))?")
 
@@ -233,7 +235,7 @@ own_options = options(
         "--idle-limit",
         type=Finite(0),
         default=600.0,
-        help="Seconds in which the processes of a rank use no CPU and move no data that are a hang; 0: never.",
+        help="Seconds in which a rank uses neither CPU nor GPU and moves no data that are a hang; 0: never.",
     ),
     option(
         "--no-observe",
@@ -250,6 +252,15 @@ own_options = options(
     ),
     option("--run-id", "run", callback=run_name, help="Name of the run; from the Slurm job or the time by default."),
     option("--run-dir", type=_FILE, help="Folder kept for the run; ~/.local/state/opsd/runs/RUN by default."),
+    option(
+        "--notify",
+        multiple=True,
+        envvar=NOTIFY,
+        metavar="URL|FILE",
+        help="Tell people of start, restarts, standstill and end: URL of a webhook (Slack, Discord, Teams, any), with "
+        "opsd[notify] also of mail and what else apprise knows; a FILE has one a line. Other users of the node see "
+        "command lines: rather set OPSD_NOTIFY, or give a file.",
+    ),
     option("--events", type=_FILE, metavar="FILE", help="Also write the events to FILE, one JSON object a line."),
 )
 """Those that torchrun does not have."""

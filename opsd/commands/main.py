@@ -90,6 +90,15 @@ def cli() -> None:
     """Keep a training run on a GPU cluster at full speed."""
 
 
+def show(error: click.ClickException) -> None:
+    """Say on stderr what click would say, with the prefix of all other messages."""
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        help_option = error.ctx.command.get_help_option(error.ctx)
+        hint = f"Try '{error.ctx.command_path} {help_option.opts[-1]}' for help.\n" if help_option is not None else ""
+        click.echo(f"{error.ctx.get_usage()}\n{hint}", err=True)
+    click.echo(f"opsd: {error.format_message()}", err=True)
+
+
 def main() -> None:
     """Entry point of the ``opsd`` script."""
     try:
@@ -97,7 +106,7 @@ def main() -> None:
         if sys.stdout is not None:  # None if the caller has closed it
             sys.stdout.flush()
     except click.ClickException as error:
-        error.show()
+        show(error)
         sys.exit(exitcodes.USAGE)
     except click.Abort:
         click.echo("opsd: interrupted", err=True)

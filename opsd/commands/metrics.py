@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from opsd.agent import collectors
@@ -13,6 +12,7 @@ from opsd.agent import metrics as own
 from opsd.collectors import plugins
 from opsd.collectors.base import Metric
 from opsd.commands.options import option
+from opsd.commands.output import output_console
 from opsd.config import Settings
 
 
@@ -52,9 +52,7 @@ def metrics(_list: bool, as_json: bool) -> None:
     labels = _table("label", "values")
     for label, values in label_values().items():
         labels.add_row(label, values)
-    # In a pipe: one line per metric, however long, for grep.
-    console = Console(width=None if Console().is_terminal else 400, highlight=False)
-    console.print(table, "", labels, sep="\n")
+    output_console().print(table, "", labels, sep="\n")
 
 
 def _table(*columns: str) -> Table:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.files import write_text
+from opsd.words import duration
 
 PIPE_WIDTH = 4096
 _PHASES = {
@@ -64,7 +65,7 @@ def rank_table(ranks: Iterable[Mapping[str, Any]]) -> Table:
             rank["run"],
             "-" if rank["gpu"] is None else str(rank["gpu"]),
             f"[{_PHASES.get(rank['phase'], 'default')}]{rank['phase']}[/]",
-            f"{rank['phase_s']:.1f} s",
+            duration(rank["phase_s"]),
             "-" if rank["step"] is None else str(rank["step"]),
             "-" if rank["step_s"] is None else f"{rank['step_s']:.3f} s",
             "" if rank["live"] else "[red]not running[/red]",

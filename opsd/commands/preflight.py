@@ -180,7 +180,7 @@ def history(settings: Settings, node: str | None, runs: int, check_name: str | N
         hint = f"there are runs of {', '.join(known[:8])}" if known else "no preflight has been run here yet"
         click.echo(f"opsd: {book.path} has no run of {node}; {hint}", err=True)
         return exitcodes.FAILED
-    console = Console()
+    console = output_console()
     for run in past:
         when = datetime.fromtimestamp(run.started).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         console.print(f"{when}  {run.profile:9} {'[green]passed[/]' if run.passed else '[bold red]FAILED[/]'}")

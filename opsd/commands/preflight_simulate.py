@@ -14,7 +14,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.commands.options import option
-from opsd.commands.output import written
+from opsd.commands.output import output_console, written
 from opsd.preflight.simulated_cluster import PLANTS, Score, cluster, score, trial
 
 
@@ -40,7 +40,7 @@ def simulate(
     Exits with 1 if fewer than 99 % of the trials of a kind named exactly what was planted, the last kind excepted, or
     if FILE cannot be written.
     """
-    console = Console()
+    console = output_console()
     if show:
         for count in nodes:
             for plant in plants or PLANTS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from pathlib import Path
 
@@ -55,7 +56,9 @@ def find_run(name: str | None) -> RunReport:
     else:
         folder = Path(name) if Path(name).is_dir() else root / name
         if not folder.is_dir():
-            fail(f"there is no run {name}: neither a folder of that name nor one in {root}")
+            near = difflib.get_close_matches(name, [path.name for path in root.glob("*")], n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            fail(f"there is no run {name}: neither a folder of that name nor one in {root}{hint}")
     try:
         return read_run(folder)
     except NoReport as error:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import json
 
 import click
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.table import Table
 
 from opsd.commands.options import option
-from opsd.commands.output import output_console
+from opsd.commands.output import output_console, plain_table
 from opsd.commands.settings import BadConfig
 from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
@@ -23,15 +23,19 @@ def runbook() -> None:
 
 
 @runbook.command("list")
-def list_runbooks() -> None:
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_runbooks(as_json: bool) -> None:
     """Every kind of incident that opsd knows, and the alerts that only Prometheus can raise."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("name", "title", "needs"):
-        table.add_column(column)
-    for book in RUNBOOKS:
-        table.add_row(book.kind, book.guide.title, ", ".join(book.needs))
-    for name, guide in GUIDES.items():
-        table.add_row(name, guide.title, "Prometheus")
+    books = [(book.kind, book.guide.title, list(book.needs)) for book in RUNBOOKS]
+    books += [(name, guide.title, ["Prometheus"]) for name, guide in GUIDES.items()]
+    if as_json:
+        click.echo(
+            json.dumps([{"name": name, "title": title, "needs": needs} for name, title, needs in books], indent=1)
+        )
+        return
+    table = plain_table("name", "title", "needs")
+    for name, title, needs in books:
+        table.add_row(name, title, ", ".join(needs))
     output_console().print(table, highlight=False)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from opsd import exitcodes
+from opsd.commands.launch_options import NOTIFY
 from opsd.commands.options import Finite, option
 from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
@@ -79,6 +80,8 @@ class _Separated(click.Command):
 @option("--runs", type=_PATH, metavar="DIR", help="The folder of the run is DIR/RUN; all nodes must see it.")
 @option("--run-dir", type=_PATH, metavar="DIR", help="The folder of the run itself.")
 @option("--opsd", "command", envvar="OPSD", help="What is started on each node; this opsd by default.")
+@option("--notify", multiple=True, envvar=NOTIFY, metavar="URL|FILE",
+              help="As of opsd launch. Better set OPSD_NOTIFY in the batch script.")  # fmt: skip
 @option("--dry-run", is_flag=True, help="Say what would be started on each node, and do nothing.")
 @click.argument(
     "launch", nargs=-1, type=click.UNPROCESSED, required=True, metavar="[LAUNCH OPTIONS] -- PROGRAM [ARGS]..."
@@ -107,7 +110,7 @@ def run(context: click.Context, /, run: str, launch: tuple[str, ...], **options:
         for command in commands.values():
             click.echo(shlex.join(command))
         return
-    context.exit(_start(job, plan, commands, os.environ))
+    context.exit(_start(job, plan, commands, {**os.environ, NOTIFY: " ".join(options["notify"])}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bar
 
 from opsd import exitcodes
 from opsd.commands.options import Finite, config_options, option
@@ -23,6 +19,7 @@ from opsd.config import Settings
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import HistoryError
 from opsd.preflight.report import ReportError
+from opsd.progress import Look, shown
 from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
 from opsd.spares import pool, state, verdict
@@ -32,11 +29,8 @@ from opsd.spares.stage import stage as copy
 from opsd.spares.stage import verify as compare
 from opsd.spares.state import SpareState
 from opsd.spares.storage import Folder, Storage, StorageError, open_storage
-from opsd.spares.transfer import Progress, RateLimit, StageError, Work
+from opsd.spares.transfer import RateLimit, StageError, Work
 from opsd.words import clock
-
-PLAIN_S = 5.0
-"""Seconds between two lines of progress where there is no terminal."""
 
 
 @click.group()
@@ -86,7 +80,8 @@ def stage(settings: Settings, rate: float | None) -> int:
     """
     here = Here.of(settings)
     storage, corpora = _or_fail(here.wanted)
-    with _watched("staging", _work(settings, rate)) as work:
+    with shown("staging") as look:
+        work = _work(settings, rate, look)
         done = _or_fail(lambda: copy(storage, corpora, Path(settings.spare.folder), work))
     click.echo(f"{done.size / 1e9:.2f} GB were missing and are there now" if done.size else "everything is there")
     identity, now = digest_of(corpora), time.time()
@@ -134,20 +129,26 @@ def verify(settings: Settings, rate: float | None) -> int:
         corpora, at_source = _or_fail(lambda: read_corpora(Folder(Path(settings.spare.folder)))), ""
     if digest_of(corpora) != here.state.digest:
         return here.conclude(replace(here.state, damaged=() if at_source else ("its index was changed",)), at_source)
-    with _watched("reading", _work(settings, rate)) as work:
+    with shown("reading") as look:
+        work = _work(settings, rate, look)
         damaged = _or_fail(lambda: compare(corpora, Path(settings.spare.folder), work))
     return here.conclude(replace(here.state, damaged=tuple(damaged), verified_at=time.time()), at_source)
 
 
 @spare.command()
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
-def status(settings: Settings) -> int:
+def status(settings: Settings, as_json: bool) -> int:
     """Say whether this node is a ready spare, by its last verdict, without reading any data.
 
     For batch scripts and launchers: it takes no time. Exits with 1 if the node must not be used as a spare.
     """
     found, node = Here.of(settings).state, settings.agent.node
-    if why_not := found.why_not_ready(time.time()):
+    why_not = found.why_not_ready(time.time())
+    if as_json:
+        click.echo(json.dumps({"node": node, "ready": not why_not, "why_not": why_not, "expires_at": found.expires_at}))
+        return exitcodes.FAILED if why_not else exitcodes.OK
+    if why_not:
         click.echo(f"{node} is not a ready spare: {why_not}")
         return exitcodes.FAILED
     click.echo(f"{node} is a ready spare until {clock(found.expires_at)}")
@@ -259,29 +260,7 @@ def _or_fail(do: Callable[[], T]) -> T:
         fail(str(error))
 
 
-def _work(settings: Settings, rate: float | None) -> Work:
+def _work(settings: Settings, rate: float | None, look: Look) -> Work:
     wanted = rate or settings.spare.rate_mb_s
-    return Work(RateLimit(wanted * 1e6 if wanted else None), settings.spare.parallel)
-
-
-@contextmanager
-def _watched(verb: str, work: Work) -> Iterator[Work]:
-    """``work`` with its progress shown: a bar on a terminal, a line every few seconds elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield replace(work, look=_Lines(verb))
-        return
-    columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(verb)
-        yield replace(work, look=lambda p: bar.update(task, total=p.total, completed=p.done))
-
-
-class _Lines:
-    def __init__(self, verb: str) -> None:
-        self._verb, self._next = verb, time.monotonic() + PLAIN_S
-
-    def __call__(self, progress: Progress) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + PLAIN_S
-            click.echo(f"{self._verb}: {progress.done / 1e9:.2f} of {progress.total / 1e9:.2f} GB", err=True)
+    limit = RateLimit(wanted * 1e6 if wanted else None)
+    return Work(limit, settings.spare.parallel, lambda progress: look(progress.done, progress.total))

@@ -201,7 +201,7 @@ def _gpus(status: Record, incidents: Sequence[Record], gpus: Sequence[Record]) -
             _value(gpu["power_watts"], " W"),
             _value(gpu["sm_clock_mhz"], " MHz"),
             _value(gpu["memory_used_mib"], " MiB"),
-            f"[{style}]{said}[/]" + " [yellow]simulated[/yellow]" * gpu["simulated"],
+            _one_line(f"[{style}]{said}[/]" + " [yellow]simulated[/yellow]" * gpu["simulated"]),
         )
     return table
 
@@ -212,7 +212,7 @@ def _incidents(wall: float, incidents: Sequence[Record]) -> Table | Text:
     table = plain_table("incident", "state", "since", "symptoms")
     for incident in incidents:
         table.add_row(
-            f"[{_SEVERITIES[incident['severity']]}]{incident['summary']}[/]",
+            _one_line(f"[{_SEVERITIES[incident['severity']]}]{incident['summary']}[/]"),
             incident["state"],
             duration(max(0.0, wall - incident["opened_at"])),
             str(len(incident["symptoms"]) or ""),
@@ -254,6 +254,13 @@ class Bar:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         full = round(options.max_width * self._share)
         yield Text.assemble(("█" * full, "green"), ("░" * (options.max_width - full), "dim"))
+
+
+def _one_line(markup: str) -> Text:
+    """A text that is cut where its column ends: rows of several lines would push others off the screen."""
+    text = Text.from_markup(markup, overflow="ellipsis")
+    text.no_wrap = True
+    return text
 
 
 def _value(value: float | None, unit: str) -> str:

@@ -22,10 +22,11 @@ INTERRUPTIONS_PER_GPU_DAY: Final = 419 / 54 / 16_384
 STALL_S: Final = 1.0
 """How long a checkpoint stops the training: the copy to memory; the rest is written in the background."""
 
-STATE_BYTES: Final = 16
-"""Per parameter in memory: float32 weight, gradient, and AdamW's two moments."""
-SAVED_BYTES: Final = 12
-"""Per parameter on disk: the same without the gradient."""
+FLOAT_BYTES: Final = 4
+"""Of a weight, a gradient or a moment of the optimiser."""
+
+LOGITS_BYTES: Final = 256 << 20
+"""Of the logits that exist at a time, with as much for their gradient: ``PART_BYTES`` of ``opsd.trainer.loss``."""
 
 ACTIVATION_BYTES: Final = {"none": 34, "selective": 16, "full": 2}
 """Per token, layer and channel in half precision (Korthikanti et al. 2022, equation 2 without attention scores)."""
@@ -61,8 +62,9 @@ class RunPlan:
 def parameters(model: ModelSettings) -> int:
     """Number of parameters of the decoder."""
     queries, keys = model.attention_width, model.kv_heads * model.head_channels
-    attention = model.width * 2 * (queries + keys)
-    biases = model.qkv_bias * (queries + 2 * keys) + model.output_bias * model.width
+    attention = _latent_attention(model) if model.kv_rank else model.width * 2 * (queries + keys)
+    projected = model.query_rank + model.kv_rank + model.rope_dim if model.kv_rank else queries + 2 * keys
+    biases = model.qkv_bias * projected + model.output_bias * model.width
     biases += model.ffn_bias * (2 * model.ffn + model.width)
     sparse = model.expert_layers
     experts = (model.experts + model.shared_experts) * 3 * model.expert_channels * model.width
@@ -75,14 +77,31 @@ def parameters(model: ModelSettings) -> int:
     return layers + model.width + model.vocab * model.width * (1 if model.tied else 2)
 
 
+def _latent_attention(model: ModelSettings) -> int:
+    """Number of parameters of multi-head latent attention, without biases; see ``opsd.trainer.latent_attention``."""
+    rank, latent = model.query_rank, model.kv_rank
+    queries = rank * (model.width + 1 + model.attention_width) if rank else model.width * model.attention_width
+    expanded = model.heads * (model.head_channels - model.rope_dim + model.value_channels)
+    keys = model.width * (latent + model.rope_dim) + latent * (1 + expanded)
+    return queries + keys + model.value_width * model.width
+
+
 def flops_per_token(config: Config) -> float:
     """Forward and backward, attention counted in full: 6 N + 12 layers width sequence (PaLM, appendix B).
 
     N are the parameters that a token meets: of experts those that it is sent to.
     """
     model = config.model
-    attention = 12.0 * model.layers * model.attention_width * config.data.sequence
+    attention = 6.0 * model.layers * (model.attention_width + model.value_width) * config.data.sequence
     return 6.0 * (parameters(model) - model.idle_parameters) + attention
+
+
+def state_values(config: Config) -> int:
+    """Numbers in a checkpoint: parameters and moments, of which AdamW has two and Muon, for matrices of layers, one."""
+    model = config.model
+    count = parameters(model)
+    embeddings = model.vocab * model.width * (1 if model.tied else 2)
+    return 3 * count - (count - embeddings if config.optimizer.kind == "muon" else 0)
 
 
 def memory_per_device(config: Config, ranks: int) -> float:
@@ -94,8 +113,9 @@ def memory_per_device(config: Config, ranks: int) -> float:
     activations = tokens * layers * model.width * ACTIVATION_BYTES[parallel.recompute]
     if model.dtype == "float32":
         activations *= 2
-    logits = tokens * model.vocab * 4
-    return parameters(model) * STATE_BYTES / shards + activations + logits
+    logits = 2 * min(LOGITS_BYTES, tokens * model.vocab * FLOAT_BYTES)
+    projection = model.vocab * model.width * FLOAT_BYTES / parallel.tp
+    return (parameters(model) + state_values(config)) * FLOAT_BYTES / shards + activations + logits + projection
 
 
 def predict(config: Config, ranks: int) -> RunPlan:
@@ -111,7 +131,7 @@ def predict(config: Config, ranks: int) -> RunPlan:
         ranks=ranks,
         parameters=count,
         memory=memory_per_device(config, ranks),
-        checkpoint=count * SAVED_BYTES,
+        checkpoint=state_values(config) * FLOAT_BYTES,
         tokens=tokens,
         step_tokens=step_tokens,
         tokens_per_s=speed,

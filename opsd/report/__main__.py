@@ -1,4 +1,6 @@
-"""``python -m opsd.report FOLDER [RESUME]``: make the page of a run that has ended, and print its closing block.
+"""``python -m opsd.report FOLDER [RESUME]``: make the page of a run that has ended, and print how it ended.
+
+The output is a JSON object: the closing ``block``, a ``summary`` of one line, and the file of the ``page`` or null.
 
 Started by the launcher at its end, as a process of its own: reading the files of a long run takes time and memory, and
 a file server that hangs must not hold up the launcher.
@@ -6,6 +8,7 @@ a file server that hangs must not hold up the launcher.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -14,11 +17,11 @@ from opsd.files import write_text
 from opsd.report.cost import configured_price
 from opsd.report.page import report_page
 from opsd.report.run import PAGE, NoReport, read_run
-from opsd.report.text import closing_block
+from opsd.report.text import closing_block, summary
 
 
 def main(folder: Path, resume: str) -> int:
-    """Print the block on stdout; 1 if there is nothing to report."""
+    """0 if it is printed, 1 if there is nothing to report."""
     try:
         run = read_run(folder)
     except NoReport:
@@ -31,7 +34,9 @@ def main(folder: Path, resume: str) -> int:
     except OSError as error:
         print(f"the report is not written to {file}: {error.strerror}", file=sys.stderr)
         file = None
-    print("\n".join(closing_block(run, price, page=file, resume=resume)), flush=True)
+    block = closing_block(run, price, page=file, resume=resume)
+    told = {"block": "\n".join(block), "summary": summary(run), "page": str(file) if file is not None else None}
+    print(json.dumps(told), flush=True)
     return 0
 
 

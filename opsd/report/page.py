@@ -120,7 +120,7 @@ def _ledger(run: RunReport) -> Html:
     rows = [
         (name.replace("_", " "), duration(seconds), join((f"{seconds / wall:.1%}", _bar(seconds / wall))))
         for name, seconds in found
-        if seconds
+        if seconds >= 0.001 * wall
     ]
     notes = join(nothing(f"Note: {note}") for note in run.ledger.notes)
     title = "Where the time went"

@@ -177,7 +177,7 @@ def summarize(
     if end is not None and float(end["t"]) < float(last["t"]):
         end = None
     nodes = [str(name) for name in last.get("nodes") or ()] or [str(last.get("node", ""))]
-    tokens = [int(line["tokens"]) for line in metrics if isinstance(line.get("tokens"), int)]
+    repeated = _repeated(steps)
     return RunReport(
         run=str(last.get("run", folder.name)),
         folder=folder,
@@ -191,8 +191,8 @@ def summarize(
         ledger=ledger,
         steps=steps,
         last_step=max((step.step for step in steps), default=None),
-        repeated=_repeated(steps),
-        tokens=max(tokens, default=None),
+        repeated=repeated,
+        tokens=_tokens(metrics, repeated),
         restarts=list(_restarts(events, steps)),
         checkpoints=_checkpoints(events),
         evaluations=evaluations,
@@ -216,6 +216,18 @@ def _step(line: Record) -> Step:
 
 def _number(value: object, missing: float = 0.0) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else missing
+
+
+def _tokens(metrics: Sequence[Record], repeated: int) -> int | None:
+    """Tokens that the model was trained on, those of ``repeated`` steps once; None if nobody has reported any.
+
+    The trainer counts those up to a step, steps.jsonl has those of each line's steps.
+    """
+    if so_far := [int(line["tokens"]) for line in metrics if isinstance(line.get("tokens"), int)]:
+        return max(so_far)
+    done = sum(int(line.get("steps") or 1) for line in metrics)
+    new = sum(int(_number(line.get("new_tokens"))) for line in metrics)
+    return round(new * (done - repeated) / done) if new else None
 
 
 def _repeated(steps: Sequence[Step]) -> int:

@@ -28,6 +28,15 @@ def closing_block(run: RunReport, price: Price, *, page: Path | None, resume: st
     return lines
 
 
+def summary(run: RunReport) -> str:
+    """How the run ended, what was done and what failures have cost, in one line without the run's name."""
+    said = "" if run.exit_code == exitcodes.NOT_FOUND else _reason(run)
+    facts = [f"{plural(run.ledger.steps, 'step')} up to step {run.last_step}"] if run.steps else []
+    facts += [f"{count(run.tokens)} tokens"] if run.tokens is not None else []
+    facts += [_time(run).partition(" (")[0], plural(len(run.restarts), "restart")]
+    return f"{run.state}{f' ({said})' if said else ''}: {', '.join(facts)}"
+
+
 def text_report(run: RunReport, price: Price) -> list[str]:
     """The whole report as lines."""
     shape = f"{plural(run.world_size, 'rank')} on {_names(run.nodes)}"
@@ -77,8 +86,15 @@ def restart_line(restart: Restart) -> str:
 
 def _end(run: RunReport) -> str:
     """How the run ended, with the first sentence of the reason; the launcher has said the rest."""
-    said = first_line(run.reason.removeprefix("stopped: ").partition(". ")[0], 160)
+    said = _reason(run)
     return f"{run.run} {run.state}{f': {said}' if said else ''}"
+
+
+def _reason(run: RunReport) -> str:
+    """Nothing for a run that has finished: its reason is that all ranks have."""
+    if run.exit_code == exitcodes.OK:
+        return ""
+    return first_line(run.reason.removeprefix("stopped: ").partition(". ")[0], 160)
 
 
 def _facts(run: RunReport, price: Price) -> Iterator[str]:
@@ -96,7 +112,9 @@ def _time(run: RunReport) -> str:
     wall = duration(run.ledger.wall_s)
     if not run.steps:
         return wall
-    other = sorted(((s, name) for name, s in run.ledger.buckets.items() if name != "productive" and s), reverse=True)
+    least_s = 0.001 * run.ledger.wall_s
+    buckets = run.ledger.buckets.items()
+    other = sorted(((s, name) for name, s in buckets if name != "productive" and s > least_s), reverse=True)
     shown = ", ".join(f"{name.replace('_', ' ')} {duration(seconds)}" for seconds, name in other[:_SHOWN_BUCKETS])
     return f"{wall}, ETTR {run.ledger.ettr:.1%}" + (f" ({shown})" if shown else "")
 

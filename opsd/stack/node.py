@@ -17,7 +17,8 @@ from opsd.stack.ports import Port
 
 GPUS = 8
 NODE, JOB, RUN = "node-17", "4242", "train"
-LOAD_WATTS = 640.0
+LOAD_WATTS, IDLE_WATTS = 640.0, 90.0
+TENSOR_SHARE, RANK_BYTES = 0.49, 60 << 30
 STEP_S = 0.5
 CHECKPOINT_STEPS = 40
 TOKENS = 65_536
@@ -40,28 +41,43 @@ elif "--Format" in arguments:
 
 
 class StackNode:
-    """The files that the agent reads, in ``folder``. Raises NoCompilerError if GPUs cannot be simulated."""
+    """The files that the agent reads, in ``folder``. Raises NoCompilerError if GPUs cannot be simulated.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    The node has the ranks ``first_rank`` and up of ``world_size``, or no run if ``run`` is "". ``leader`` is the node
+    with rank 0, if it is another one.
+    """
+
+    def __init__(
+        self, folder: Path, *, name: str = NODE, job: str = JOB, run: str = RUN, first_rank: int = 0,
+        world_size: int = GPUS, leader: StackNode | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.name = folder, name
+        self._job, self._run, self._first_rank, self._world_size = job, run, first_rank, world_size
         self._library = build(folder)
         self.gpus = SimulatedGpus.create(folder / "gpus.state", count=GPUS)
         self._port = Port(folder / "infiniband" / "mlx5_0")
-        self._slurm = write_slurm_commands(folder / "slurm", NODE, JOB)
-        self._stop = threading.Event()
+        self._slurm = write_slurm_commands(folder / "slurm", name, job)
+        self._stop, self._restart = threading.Event(), threading.Event()
+        self._down_s = 0.0
+        self._thread = threading.Thread(target=self._train, name="ranks", daemon=True)
+        if not run:
+            return
         for gpu in self.gpus:
             gpu.thermal_tau_s = 2.0
-            gpu.load(utilization=98, power_watts=LOAD_WATTS, memory_ratio=0.8)
             gpu.nvlink_bytes_per_second = 200e9
-        self._ranks = self._begin_run(folder / "shm" / RUN)
-        self._thread = threading.Thread(target=self._train, name="ranks", daemon=True)
+        self._shm = folder / "shm" / run
+        self._shm.mkdir(parents=True)
+        self._leads = leader is None
+        self.run_folder: Path = self._shm if leader is None else leader.run_folder
+        self._events, self._metrics = self.run_folder / "events.jsonl", self.run_folder / "metrics.jsonl"
+        self._begin_generation(1)
         self._thread.start()
 
     def configuration(self, port: int) -> Path:
         """The agent's configuration file; it listens on ``port`` of the loopback address."""
         file = self.folder / "opsd.toml"
         file.write_text(
-            f'[agent]\nlisten = "127.0.0.1:{port}"\nnode = "{NODE}"\njob_label = true\nrun_seconds = true\n'
+            f'[agent]\nlisten = "127.0.0.1:{port}"\nnode = "{self.name}"\njob_label = true\nrun_seconds = true\n'
             f'[nvml]\nlibrary = "{self._library}"\n'
             f'[infiniband]\nroot = "{self.folder / "infiniband"}"\n'
         )
@@ -81,50 +97,102 @@ class StackNode:
         """Make the cooling of a GPU fail: it is throttled within seconds."""
         self.gpus[gpu].cooling = 0.45
 
+    def restart(self, down_s: float) -> None:
+        """Let the first rank of the node die; the run goes on from its newest checkpoint after ``down_s`` seconds."""
+        self._down_s = down_s
+        self._restart.set()
+
     def close(self) -> None:
         """End the run."""
         self._stop.set()
-        self._thread.join()
+        if self._run:
+            self._thread.join()
         self.gpus.close()
 
-    def _begin_run(self, folder: Path) -> list[Reporter]:
-        folder.mkdir(parents=True)
+    def _write_run(self, state: str, generation: int) -> None:
+        """run.json, as the launcher of the run writes it."""
         run = {
-            "job": JOB, "node": NODE, "state": "running", "generation": 1, "launcher_pid": os.getpid(),
-            "launcher_start": process_start(os.getpid()), "world_size": GPUS, "control": "", "folder": str(folder),
+            "job": self._job, "node": self.name, "state": state, "generation": generation, "launcher_pid": os.getpid(),
+            "launcher_start": process_start(os.getpid()), "world_size": self._world_size, "control": "",
+            "folder": str(self.run_folder),
         }  # fmt: skip
-        (folder / "run.json").write_text(json.dumps(run))
-        self._events, self._metrics = folder / "events.jsonl", folder / "metrics.jsonl"
-        _append(self._events, event="generation_started", generation=1, world_size=GPUS, standby=0, ranks=[])
-        pages = [folder / f"rank-{rank:04d}.page" for rank in range(GPUS)]
-        reporters = [Reporter(page, rank=rank, gpu=rank, job=JOB, run=RUN) for rank, page in enumerate(pages)]
-        for reporter in reporters:
+        draft = self._shm / ".run.json"
+        draft.write_text(json.dumps(run))
+        draft.rename(self._shm / "run.json")
+
+    def _begin_generation(self, number: int) -> None:
+        """Ranks with new pages."""
+        self._write_run("running", number)
+        if self._leads:
+            said = {"world_size": self._world_size, "standby": 0, "ranks": []}
+            _append(self._events, event="generation_started", generation=number, **said)
+        self._generation = number
+        for gpu in self.gpus:  # no two boards draw the same
+            gpu.load(utilization=98, power_watts=LOAD_WATTS + 6 * (gpu.index % 4), memory_ratio=0.8)
+            gpu.set_processes([(os.getpid(), RANK_BYTES)])
+        self._ranks = [
+            Reporter(
+                self._shm / f"rank-{rank:04d}.page", rank=rank, local_rank=gpu, world_size=self._world_size, gpu=gpu,
+                generation=number, node=self.name, job=self._job, run=self._run,
+            )
+            for gpu, rank in enumerate(range(self._first_rank, self._first_rank + GPUS))
+        ]  # fmt: skip
+        for reporter in self._ranks:
             reporter.model(MODEL_FLOPS, PEAK_FLOPS)
-        return reporters
 
     def _train(self) -> None:
         """All ranks in lockstep, with the loss of a healthy run."""
         step, noise = 0, random.Random(0)
         while not self._stop.is_set():
-            for phase, share in (("data", 0.05), ("forward", 0.3), ("backward", 0.45), ("collective", 0.15)):
-                phases = [rank.phase(phase) for rank in self._ranks]
-                for entered in phases:
-                    entered.__enter__()
-                self._stop.wait(STEP_S * share)
-                for entered in phases:
-                    entered.__exit__(None, None, None)
-            curve = 2.0 + 8.0 / (1 + step / 20)
-            _append(self._metrics, step=step, generation=1, step_s=STEP_S, data_s=STEP_S * 0.05)
-            if step % CHECKPOINT_STEPS == 0:
-                self._evaluate(step, curve)
-                self._tell_data(step)
-            for rank in self._ranks:
-                loss = curve + noise.gauss(0, 0.01)
-                rank.step(tokens=TOKENS // GPUS, loss=loss, grad_norm=1.0 + noise.gauss(0, 0.02), learning_rate=3e-4)
-                if step % CHECKPOINT_STEPS == 0:
-                    rank.checkpoint_committed(step)
-            self._port.carry(1 << 30)
+            if self._restart.is_set():
+                self._restart.clear()
+                self._end_generation(step)
+                step -= step % CHECKPOINT_STEPS
+                self._begin_generation(self._generation + 1)
+            self._step(step, noise)
             step += 1
+
+    def _end_generation(self, step: int) -> None:
+        """The first rank of the node dies at ``step``; the launcher restarts all."""
+        if self._leads:
+            _append(
+                self._events, event="rank_exited", generation=self._generation, rank=self._first_rank,
+                pid=os.getpid(), exit="signal SIGKILL", step=step, phase="forward", culprit=True, error=None,
+                log_tail=[], last_step_t=round(time.time(), 4), noticed_s=0.0,
+            )  # fmt: skip
+        self._write_run("restarting", self._generation)
+        for gpu in self.gpus:
+            gpu.load(utilization=0, power_watts=IDLE_WATTS, memory_ratio=0.0)
+            gpu.set_processes([])
+        self._stop.wait(self._down_s)
+
+    def _step(self, step: int, noise: random.Random) -> None:
+        for phase, share in (("data", 0.05), ("forward", 0.3), ("backward", 0.45), ("collective", 0.15)):
+            phases = [rank.phase(phase) for rank in self._ranks]
+            for entered in phases:
+                entered.__enter__()
+            self._stop.wait(STEP_S * share)
+            for entered in phases:
+                entered.__exit__(None, None, None)
+        curve = 2.0 + 8.0 / (1 + step / 20)
+        if self._leads:
+            _append(
+                self._metrics, step=step, generation=self._generation, step_s=STEP_S, data_s=STEP_S * 0.05,
+                loss=curve, tokens=TOKENS * self._world_size // GPUS,
+            )  # fmt: skip
+        if step % CHECKPOINT_STEPS == 0 and self._leads:
+            self._evaluate(step, curve)
+            self._tell_data(step)
+        for rank in self._ranks:
+            loss = curve + noise.gauss(0, 0.01)
+            rank.step(
+                step=step, tokens=TOKENS // GPUS, loss=loss, grad_norm=1.0 + noise.gauss(0, 0.02), learning_rate=3e-4
+            )
+            if step % CHECKPOINT_STEPS == 0:
+                rank.checkpoint_committed(step)
+        for gpu in self.gpus:
+            gpu.tensor_share = TENSOR_SHARE + noise.gauss(0, 0.01)
+        self._port.carry(1 << 30)
 
     def _evaluate(self, step: int, loss: float) -> None:
         """Evaluation results equal to the reference's."""
@@ -134,7 +202,7 @@ class StackNode:
         _append(
             self._events,
             event="evaluation",
-            generation=1,
+            generation=self._generation,
             step=step,
             tokens=tokens,
             results=results,
@@ -145,7 +213,7 @@ class StackNode:
         """Two weighted sources; the smaller is soon exhausted."""
         drawn = {source: round(step * TOKENS * weight) for source, weight in MIXTURE.items()}
         passes = {source: tokens / SOURCE_TOKENS for source, tokens in drawn.items()}
-        _append(self._events, event="data_mixture", generation=1, step=step, tokens=drawn, epochs=passes)
+        _append(self._events, event="data_mixture", generation=self._generation, step=step, tokens=drawn, epochs=passes)
 
 
 def _append(file: Path, **line: object) -> None:

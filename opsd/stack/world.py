@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,27 +46,30 @@ class Stack:
     """The stack, with its files in ``folder``. Raises StackError.
 
     ``scrape_s`` is the scrape interval in seconds, ``rules_s`` overrides the evaluation interval of the rules.
-    ``node_exporters`` are further addresses to scrape.
+    ``node_exporters`` are further addresses to scrape. ``nodes`` are closed with the stack; without any there is one,
+    whose instance is its address instead of its name. ``silent`` are names of nodes that do not answer.
     """
 
     def __init__(
-        self, folder: Path, *, scrape_s: float = 15.0, rules_s: float | None = None, node_exporters: Sequence[str] = ()
-    ) -> None:
+        self, folder: Path, *, scrape_s: float = 15.0, rules_s: float | None = None,
+        node_exporters: Sequence[str] = (), nodes: Sequence[StackNode] = (), silent: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
             raise StackError(f"{' and '.join(missing)} missing; install the Debian packages of the same name")
         if not (DEPLOY / "alertmanager").is_dir():
             raise StackError(f"{DEPLOY} is missing; the stack is started from a checkout")
         self.folder, self._scrape_s, self._rules_s = folder, scrape_s, rules_s
-        self._node_exporters = node_exporters
+        self._node_exporters, self._silent, self._named = node_exporters, silent, bool(nodes)
         self._processes: list[subprocess.Popen[bytes]] = []
-        agent, prometheus, alertmanager = free_ports(3)
-        self.agent, self.prometheus, self.alertmanager = (
-            f"http://127.0.0.1:{port}" for port in (agent, prometheus, alertmanager)
+        self._nodes = nodes or (StackNode(folder),)
+        prometheus, alertmanager, self._nowhere, *agents = free_ports(3 + len(self._nodes))
+        self.prometheus, self.alertmanager, self.agent = (
+            f"http://127.0.0.1:{port}" for port in (prometheus, alertmanager, agents[0])
         )
         self.inbox = Inbox()
-        self.node = StackNode(folder)
+        self.node = self._nodes[0]
         try:
-            self._start(agent, prometheus, alertmanager)
+            self._start(agents, prometheus, alertmanager)
         except BaseException:
             self.close()
             raise
@@ -96,11 +99,14 @@ class Stack:
                 process.wait(10)
             except subprocess.TimeoutExpired:
                 process.kill()
-        self.node.close()
+        for node in self._nodes:
+            node.close()
         self.inbox.close()
 
-    def _start(self, agent: int, prometheus: int, alertmanager: int) -> None:
-        self._run("agent", [sys.executable, "-m", "opsd", "agent", "--config", str(self.node.configuration(agent))])
+    def _start(self, agents: Sequence[int], prometheus: int, alertmanager: int) -> None:
+        for node, port in zip(self._nodes, agents, strict=True):
+            command = [sys.executable, "-m", "opsd", "agent", "--config", str(node.configuration(port))]
+            self._run("agent" if node is self.node else node.name, command, node.environment())
         self._run(
             "alertmanager",
             [
@@ -112,7 +118,7 @@ class Stack:
         self._run(
             "prometheus",
             [
-                "prometheus", f"--config.file={self._prometheus_file(agent, alertmanager)}",
+                "prometheus", f"--config.file={self._prometheus_file(agents, alertmanager)}",
                 f"--storage.tsdb.path={self.folder}/prometheus", f"--web.listen-address=127.0.0.1:{prometheus}",
             ],
         )  # fmt: skip
@@ -124,12 +130,17 @@ class Stack:
             if not eventually(lambda url=url: _answers(url), START_S):  # type: ignore[misc]
                 raise StackError(f"{name} does not answer; see {self.folder}/{name}.log")
 
-    def _run(self, name: str, command: Sequence[str]) -> None:
+    def _run(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
-            environment = self.node.environment()
             self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
 
-    def _prometheus_file(self, agent: int, alertmanager: int) -> Path:
+    def _targets(self, agents: Sequence[int]) -> Iterator[Mapping[str, object]]:
+        names = [*(node.name for node in self._nodes), *self._silent]
+        for name, port in zip(names, [*agents, *(self._nowhere for _ in self._silent)], strict=True):
+            labels = {"cluster": "demo", **({"instance": f"{name}:9477"} if self._named else {})}
+            yield {"targets": [f"127.0.0.1:{port}"], "labels": labels}
+
+    def _prometheus_file(self, agents: Sequence[int], alertmanager: int) -> Path:
         """The shipped configuration, with targets and rules in the folder of the stack."""
         rules = self.folder / "rules"
         rules.mkdir()
@@ -137,8 +148,7 @@ class Stack:
             path.write_text(
                 text if self._rules_s is None else re.sub(r"interval: \w+", f"interval: {self._rules_s:g}s", text)
             )
-        targets = [{"targets": [f"127.0.0.1:{agent}"], "labels": {"cluster": "demo"}}]
-        (self.folder / "opsd-targets.json").write_text(json.dumps(targets))
+        (self.folder / "opsd-targets.json").write_text(json.dumps([*self._targets(agents)]))
         config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
         config["global"].update(scrape_interval=f"{self._scrape_s:g}s", scrape_timeout=f"{min(5.0, self._scrape_s):g}s")
         config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,10 +104,11 @@ class FollowerLauncher:
         plan = self.group.plan = self.plan(number, *slots, spares=spares, keep=keep)
         self.run.prepare(plan)
 
-    def begin(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> None:
-        """A plan is claimed, and all are ready."""
+    def begin(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0, **payload: object) -> None:
+        """A plan with more in its ``payload`` is claimed, and all are ready."""
         self.prepare(number, *slots, spares=spares, keep=keep)
         assert self.group.plan is not None
+        self.group.plan = replace(self.group.plan, payload={**self.group.plan.payload, **payload})
         self.run.begin(self.group.plan, Begun("10.0.0.1", 1, 7, 5))
         if OWN not in slots:
             self.loop.settle()

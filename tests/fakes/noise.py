@@ -87,6 +87,9 @@ class Track:
             first += 1
         return self.points[first:last]
 
+    def unchanged(self, seconds: float) -> bool:
+        return False
+
     def increase(self, seconds: float) -> float | None:
         points = self.values(seconds)
         return points[-1][1] - points[0][1] if len(points) > 1 else None

@@ -53,6 +53,7 @@ class FakeSlurm:
         self.error: SlurmError | None = None
         self.updates: list[tuple[tuple[str, ...], str, str]] = []
         self.by_comment: dict[str, str] = {}
+        self.summaries: dict[int, str] = {}
         self._jobs = list(jobs)
         self._partitions = partitions
         self._config = config or {}
@@ -120,6 +121,10 @@ class FakeSlurm:
 
     def include(self, job: int, names: Sequence[str]) -> None:
         self._answer()
+
+    def summarize(self, job: int, text: str) -> None:
+        self._answer()
+        self.summaries[job] = text
 
     def shrink(self, job: int, names: Sequence[str]) -> None:
         self._answer()

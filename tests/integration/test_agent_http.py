@@ -137,7 +137,7 @@ def test_incidents_are_served_as_promised(site: Site) -> None:
     promised = "id kind severity state summary culprit confidence evidence cost opened_at last_seen_at resolved_at"
     assert set(promised.split()) | {"attempts", "verdict", "actions", "job"} <= set(incident)
     assert incident["culprit"] == {"component": "gpu", "node": "node", "gpu": 0, "rank": None, "detail": ""}
-    assert set(incident["evidence"][0]) == {"text", "source", "at"}
+    assert set(incident["evidence"][0]) == {"text", "source", "at", "last"}
     assert (incident["cost"]["text"], incident["cost"]["gpu_seconds"]) == ("é", None)
     assert site.json(f"/api/v1/incidents/{incident['id']}")["id"] == incident["id"]
     assert site.json("/api/v1/incidents?state=current")["incidents"]

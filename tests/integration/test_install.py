@@ -13,7 +13,7 @@ import pytest
 
 INSTALL = Path(__file__).parents[2] / "deploy" / "install"
 UNIT, SETTINGS = "etc/systemd/system/opsd.service", "etc/opsd/opsd.toml"
-LINK = "usr/local/bin/opsd"
+LINK, MANUAL = "usr/local/bin/opsd", "usr/local/share/man/man1/opsd-launch.1"
 
 pytestmark = pytest.mark.slow
 
@@ -61,6 +61,7 @@ def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     assert (root / "usr/lib/tmpfiles.d/opsd.conf").exists()
     assert (root / SETTINGS).stat().st_mode & 0o777 == 0o644
     assert str((root / LINK).readlink()) == "/opt/opsd/bin/opsd"
+    assert (root / MANUAL).read_bytes() == (INSTALL.parent / "man/opsd-launch.1").read_bytes()
     for unit in ("opsd-targets.service", "opsd-targets.timer"):
         assert (root / UNIT).with_name(unit).exists()
     assert (root / "opt/opsd/bin/pip").read_text().startswith("#!/opt/opsd/bin/python"), "as it is found in the image"
@@ -80,6 +81,7 @@ def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     assert run(root, "--uninstall").returncode == 0
     assert not (root / UNIT).exists()
     assert not (root / "opt/opsd").exists()
+    assert not (root / MANUAL).exists()
     assert not (root / LINK).is_symlink()
     assert (root / SETTINGS).read_text() == "mine"
     assert run(root, "--uninstall", "--purge").returncode == 0

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from opsd.collectors.base import Reading
 from opsd.collectors.nccl import NcclCollector
+from tests.fakes.fuse import FUSE, silent_mount
 
 NOBODY = 65534
-FUSE = Path("/dev/fuse")
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not FUSE.exists(), reason="needs root and FUSE for a mount")
 WARN = b"n1:42:50 [0] transport/net_ib.cc:905 NCCL WARN NET/IB: Got async event : port error\n"
 
@@ -27,22 +25,6 @@ def place() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
-
-
-@contextmanager
-def silent_mount(at: Path) -> Iterator[None]:
-    """A FUSE file system at ``at`` whose server reads nothing; what waits for it fails once it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    server = os.open(FUSE, os.O_RDWR)
-    options = f"fd={server},rootmode=40000,user_id=0,group_id=0,allow_other"
-    if libc.mount(b"silent", bytes(at), b"fuse", 0, options.encode()) != 0:
-        os.close(server)
-        pytest.skip(f"cannot mount FUSE here: {os.strerror(ctypes.get_errno())}")
-    try:
-        yield
-    finally:
-        os.close(server)
-        libc.umount2(bytes(at), 2)
 
 
 def start_run(root: Path, name: str, owner: int, folder: Path) -> None:

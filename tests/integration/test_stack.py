@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import threading
 import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,11 @@ pytest.importorskip("yaml")
 pytest.importorskip("grafana_foundation_sdk")
 
 from opsd.commands.main import cli
-from opsd.commands.stack import BROWSERS, take
 from opsd.dashboards.build import rendered
-from opsd.preflight.formats import openmetrics
 from opsd.simulated.gpus import NoCompilerError
 from opsd.stack.world import Stack, StackError, get
 from tests.fakes.clock import eventually
-from tests.fakes.preflight_reports import CLOCK, DISK, GEMM, report
+from tests.pictures.cluster import node_exporter
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("stack")]
 
@@ -46,6 +42,8 @@ NOT_HERE = {
     "opsd_storage_io_bytes_total": "there may be no disk that the kernel shows on this machine",
     "opsd_collector_state": "no collector is blind",
     "opsd_gpu_ecc_errors_total": "no GPU has memory errors",
+    "opsd_gpu_nvlink_errors_total": "no link has errors",
+    "DCGM_FI_DEV_PCIE_REPLAY_COUNTER": "no packet is sent again",
     "opsd_xid_total": "no GPU has an Xid",
     "opsd_runbook_errors_total": "no runbook raises errors",
     "opsd_actions_total": "the agent only observes",
@@ -59,37 +57,15 @@ NOT_HERE = {
 
 
 @pytest.fixture(scope="module")
-def node_exporter() -> Iterator[str]:
-    """The address of something that shows, as node_exporter would, what `opsd preflight --textfile` writes."""
-    text = openmetrics(report(GEMM, CLOCK, DISK)).replace("# EOF\n", "").encode()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, node_exporter: str) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """A stack in which GPU 3 overheats."""
-    try:
-        folder = tmp_path_factory.mktemp("stack")
-        running = Stack(folder, scrape_s=1.0, rules_s=1.0, node_exporters=[node_exporter])
-    except (NoCompilerError, StackError) as error:
-        pytest.skip(str(error))
-    with running:
+    with ExitStack() as ending:
+        exporter = ending.enter_context(node_exporter())
+        try:
+            folder = tmp_path_factory.mktemp("stack")
+            running = ending.enter_context(Stack(folder, scrape_s=1.0, rules_s=1.0, node_exporters=[exporter]))
+        except (NoCompilerError, StackError) as error:
+            pytest.skip(str(error))
         assert eventually(lambda: bool(running.query("instance_gpu:opsd_gpu_throttle:ratio_rate1m")), 60)
         running.node.overheat(3)
         yield running
@@ -185,14 +161,6 @@ def test_boards_of_others_show_data(stack: Stack, board: str, asked: int, left: 
     assert eventually(lambda: all(map(stack.query, filled)), 45), [each for each in filled if not stack.query(each)]
     foreign = [expression.replace("4242", "77") for expression in filled if "4242" in expression]
     assert not any(map(stack.query, foreign)) and bool(foreign) == (left > 0)
-
-
-@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="chromium is not installed")
-def test_pictures_of_its_pages_are_taken(stack: Stack, tmp_path: Path) -> None:
-    """As the documentation has them."""
-    for file in take(stack.agent, tmp_path):
-        committed = Path(__file__).parents[2] / "docs/pictures" / file.name
-        assert file.read_bytes()[:24] == committed.read_bytes()[:24], "another size: make pictures"
 
 
 def test_a_node_that_is_down_has_no_other_alerts(stack: Stack) -> None:

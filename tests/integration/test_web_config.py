@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ yaml = pytest.importorskip("yaml")
 from opsd.agent.loop import Snapshot  # noqa: E402
 from opsd.agent.web.access import WebConfig, WebConfigError, load  # noqa: E402
 from opsd.agent.web.app import App  # noqa: E402
-from opsd.agent.web.server import Server  # noqa: E402
+from opsd.agent.web.server import HANDSHAKES, Server  # noqa: E402
 from tests.fakes.agent import SILENT  # noqa: E402
+from tests.fakes.clock import eventually  # noqa: E402
 from tests.fakes.process import Opsd  # noqa: E402
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
@@ -130,6 +132,28 @@ def test_who_speaks_no_tls_is_not_answered_and_holds_up_nobody(served: tuple[int
     assert get(port, folder, "prometheus:secret")[0] == 200
     for connection in silent:
         connection.close()
+
+
+def test_a_peer_has_so_many_handshakes(tmp_path: Path) -> None:
+    """They take the one thread milliseconds each, and cost the client nothing; later ones are done again."""
+    crt, key = certificate(tmp_path)
+    web = load(write(tmp_path, f"tls_server_config: {{cert_file: {crt}, key_file: {key}}}\n"))
+    server = Server("127.0.0.1:0", SILENT, web)
+    snapshot = Snapshot(1, time.monotonic() + 1e6, 0.0)
+    server.start(App(lambda: snapshot, {"node": "n", "mode": "observe"}, stale_s=5.0))
+    most = HANDSHAKES[0]
+    flood = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(3 * most)]
+    assert eventually(lambda: server.refused["share"] >= most)
+
+    def answered() -> bool:
+        with suppress(OSError):
+            return get(server.server_port, tmp_path, None)[0] == 200
+        return False
+
+    assert eventually(answered)
+    for connection in flood:
+        connection.close()
+    server.close()
 
 
 @pytest.mark.parametrize(

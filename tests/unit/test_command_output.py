@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -49,3 +50,22 @@ def test_a_full_disk_below_the_output_is_a_sentence(command: list[str]) -> None:
         )
     assert answer.returncode == exitcodes.BROKEN
     assert answer.stderr == "opsd: No space left on device: free some, or send the output elsewhere\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        (["runbook", "list", "--json"], {"name", "title", "needs"}),
+        (["agent", "--once", "--format", "json"], {"collector", "state", "reason", "seconds", "series"}),
+    ],
+)
+def test_lists_are_json_for_programs(command: list[str], keys: set[str]) -> None:
+    """One array of objects with the same keys."""
+    listed = json.loads(CliRunner().invoke(cli, command).stdout)
+    assert listed and all(set(entry) == keys for entry in listed)
+
+
+def test_a_table_in_a_pipe_has_a_record_a_line() -> None:
+    """However long: for grep, not for eyes."""
+    listed = CliRunner().invoke(cli, ["runbook", "list"]).stdout.splitlines()
+    assert len(listed) == 1 + len(json.loads(CliRunner().invoke(cli, ["runbook", "list", "--json"]).stdout))

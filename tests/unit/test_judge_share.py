@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 
-from opsd.agent.judge import LONGEST_WAIT_S, SHARE, TICK_S, Judge
+from opsd.agent.judge import LONGEST_WAIT_S, SHARE, TICK_S, Judge, ProcessorTime
 from opsd.agent.window import Window
 from opsd.runbooks.base import Finding, Runbook, View
 from tests.fakes.agent import SILENT
@@ -71,3 +72,16 @@ def test_a_tick_has_its_share_and_what_waits_is_first_in_the_next() -> None:
         window.begin(float(second), 1e9 + second)
         judge.findings(window)
     assert looked == [(0, "a"), (0, "b"), (1, "c"), (1, "d"), (2, "e"), (2, "a")]
+
+
+def test_waiting_takes_no_processor_time() -> None:
+    """Work does, short or long."""
+    used = ProcessorTime()
+    began = used()
+    time.sleep(0.3)
+    waited = used() - began
+    assert waited < 0.2
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        used()
+    assert used() - began - waited > 0.04

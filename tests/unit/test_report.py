@@ -69,7 +69,7 @@ def test_a_restart_has_one_cause_and_its_cost(folder: Path) -> None:
 def test_closing_block(folder: Path) -> None:
     """Why it ended, steps, tokens, time, restarts with cause and cost; no resume command after success."""
     lines = closing_block(read_run(folder), Price(2.0, "EUR"), page=Path("/r/report.html"), resume="opsd launch x")
-    assert lines[0] == "r finished: all ranks finished"
+    assert lines[0] == "r finished"
     assert "  steps     12, 2 of them a second time; the last is step 10" in lines
     assert "  tokens    1,000" in lines
     assert any(line.startswith("  time      20.0 s, ETTR ") for line in lines)
@@ -159,7 +159,20 @@ def test_commands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = CliRunner().invoke
     assert run(report, [str(folder)]).output.strip() == str(folder / "report.html")
     assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    assert run(report, ["mine", "--text"]).output.startswith("r finished: all ranks finished\n")
+    assert run(report, ["mine", "--text"]).output.startswith("r finished\n")
     assert json.loads(run(report, ["--json"]).output)["restarts"][0]["repeated"] == 2
     assert "equal to the last digit" in run(compare, ["mine", str(folder)]).output
     assert "there is no run other" in run(report, ["other"]).output
+
+
+def test_tokens_of_other_programs_count_once(tmp_path: Path) -> None:
+    """steps.jsonl has those of each line; what was done again is trained on once."""
+    lines = [step(5, 6, steps=6, new_tokens=600), step(12, 8, 2, steps=4, new_tokens=400, loss=2.5)]
+    for line in lines:
+        del line["tokens"]
+    write(tmp_path, EVENTS, [])
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = read_run(tmp_path)
+    assert (run.repeated, run.tokens) == (2, 800)
+    assert "  tokens    800" in closing_block(run, Price(), page=None, resume="")

@@ -176,7 +176,7 @@ def test_what_opsd_keeps_a_job_off_is_noted_beside_what_its_user_does() -> None:
     def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
         nonlocal excluded, comment
         if argv[0] == "squeue":
-            return Output(0, f"7{SEPARATOR}{comment}{SEPARATOR}\n", "")
+            return Output(0, f"7{SEPARATOR}{comment}{SEPARATOR}(null){SEPARATOR}\n", "")
         if argv[1] == "update":
             excluded, comment = (word.partition("=")[2] for word in argv[3:])
         return Output(0, f"JobId=7 ReqNodeList=(null) ExcNodeList={excluded or '(null)'} Comment={comment}", "")
@@ -188,3 +188,27 @@ def test_what_opsd_keeps_a_job_off_is_noted_beside_what_its_user_does() -> None:
     assert slurm.excluded(7) == {"n2": 1_763_711_000.0, "n3": 1_763_712_000.0}
     slurm.include(7, ["n2", "n3", "n4"])
     assert (excluded, comment, slurm.excluded(7)) == ("n4", "tuning run 12", {})
+
+
+@pytest.mark.parametrize("operator", [True, False])
+def test_the_summary_of_a_run_leaves_other_words_in_the_comments(operator: bool) -> None:
+    """Administrators' comment first, the user's own if that is denied; a second summary replaces the first."""
+    kept = {"comment": "mine [opsd1 avoids n2@1763711000]", "admincomment": "site 5"}
+
+    def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        if argv[0] == "squeue":
+            return Output(0, SEPARATOR.join(["7", kept["comment"], kept["admincomment"], "\n"]), "")
+        key, _, text = argv[3].partition("=")
+        if key == "admincomment" and not operator:
+            return Output(1, "", "slurm_update error: Access/permission denied")
+        kept[key] = text
+        return Output(0, "", "")
+
+    slurm = CommandSlurm(answer, separator=lambda: SEPARATOR)
+    for text in ("stopped", "finished:\n12 [steps]"):
+        slurm.summarize(7, text)
+    summary = "[opsd run: finished: 12 (steps)]"
+    if operator:
+        assert kept == {"comment": "mine [opsd1 avoids n2@1763711000]", "admincomment": f"site 5 {summary}"}
+    else:
+        assert kept == {"comment": f"mine [opsd1 avoids n2@1763711000] {summary}", "admincomment": "site 5"}

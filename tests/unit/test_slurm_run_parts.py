@@ -226,3 +226,11 @@ def test_options_of_the_program_stay_with_it() -> None:
     assert done.exit_code == exitcodes.OK and done.output.rstrip().endswith(" ".join(given)), done.output
     refused = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", *given[:-1]], env=job)
     assert (refused.exit_code, "write -- before the program" in refused.output) == (exitcodes.USAGE, True)
+
+
+def test_who_is_notified_stands_on_no_command_line() -> None:
+    """The launchers get it in their environment: other users of the nodes see what srun is called with."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "2", "SLURM_STEP_ID": ""}
+    secret = "https://hooks.example.com/s3cret"
+    done = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", "--notify", secret, "--", "train.py"], env=job)
+    assert done.exit_code == 0 and "opsd launch" in done.output and "s3cret" not in done.output

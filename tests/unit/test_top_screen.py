@@ -50,6 +50,15 @@ def test_the_screen_fits_and_counts_what_does_not() -> None:
         assert ("more" in text) == (height < 50)
 
 
+def test_a_long_sentence_is_cut_and_takes_one_row() -> None:
+    """Else eight GPUs with the same trouble would push ranks and runs off the screen."""
+    long = [incident(0, summary="GPU 0 is throttled by " + "one reason and " * 20)]
+    lines = drawn(80, 30, long).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("0  ") and "…" in line for line in lines) == 1
+    assert any(line.startswith("1  ") for line in lines)
+
+
 def test_scrolling_and_views() -> None:
     """Each table has the screen to itself, and the keys reach its last row and no further."""
     view = View()

@@ -72,8 +72,8 @@ def test_a_socket_that_is_closed_already_is_nobodys() -> None:
 def test_a_peer_has_some_attempts_at_once_and_then_one_a_second() -> None:
     """Others are not concerned."""
     clock = FakeClock()
-    attempts = Attempts(clock.monotonic)
-    assert [attempts.allow("a") for _ in range(Attempts.BURST + 2)] == [True] * Attempts.BURST + [False] * 2
+    attempts = Attempts(10, 1.0, clock.monotonic)
+    assert [attempts.allow("a") for _ in range(12)] == [True] * 10 + [False] * 2
     assert attempts.allow("b")
-    clock.advance(Attempts.PER_S)
+    clock.advance(1.0)
     assert [attempts.allow("a"), attempts.allow("a")] == [True, False]

@@ -57,11 +57,17 @@ def ended(cluster: Cluster, job: str | int, folder: Path) -> str:
 
 
 def test_the_next_user_of_a_node_can_run_too(cluster: Cluster) -> None:
-    """What a finished run leaves in shared memory keeps nobody out: an ordinary user, another one, root."""
+    """What a finished run leaves in shared memory keeps nobody out: an ordinary user, another one, root.
+
+    How it ended is in the job's comment, or where that is allowed in that of administrators.
+    """
     for user in (USER, SECOND_USER, "root"):
         folder = folder_of(cluster, f"of-{user}")
         job = submit(cluster, folder, "--nodelist=n1,n2", user=user)
-        assert "JobState=COMPLETED" in ended(cluster, job, folder), (folder / f"job-{job}.out").read_text()
+        shown = ended(cluster, job, folder)
+        assert "JobState=COMPLETED" in shown, (folder / f"job-{job}.out").read_text()
+        field = "AdminComment" if user == "root" else "Comment"
+        assert f" {field}=[opsd run: finished: " in shown, (shown, (folder / f"job-{job}.out").read_text())
 
 
 def test_each_task_of_an_array_is_a_run(cluster: Cluster) -> None:
