@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
@@ -98,8 +100,16 @@ class Shell:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        """Jobs that the page has left in the background are asked to end, then bash is."""
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        """Jobs that the page has left in the background are asked to end, then bash is; all of it after a failure."""
+        if failed is not None:
+            os.killpg(self._bash.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._bash.wait(60)
+            with suppress(ProcessLookupError):
+                os.killpg(self._bash.pid, signal.SIGKILL)
+            self._bash.wait()
+            return
         self.run("jobs -p | xargs -r kill 2>/dev/null; wait", 60)
         assert self._bash.stdin is not None
         self._bash.stdin.close()
@@ -110,21 +120,21 @@ class Shell:
         assert self._bash.stdin is not None and self._bash.stdout is not None
         self._bash.stdin.write(f"{{ {command}\n}} </dev/null\nprintf '\\001%d\\002' $?\n".encode())
         self._bash.stdin.flush()
-        said = _until(self._bash.stdout, b"\002", time.monotonic() + timeout_s)
+        said = _until(self._bash.stdout, b"\002", time.monotonic() + timeout_s, command)
         printed, _, status = said.decode(errors="replace").rpartition("\001")
         return printed, int(status)
 
 
-def _until(stream: IO[bytes], end: bytes, deadline: float) -> bytes:
-    """What comes before ``end``."""
+def _until(stream: IO[bytes], end: bytes, deadline: float, command: str) -> bytes:
+    """What ``command`` prints before ``end``."""
     said = b""
     while not said.endswith(end):
         ready, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"the command has not ended; so far: {said.decode(errors='replace')}")
+            raise TimeoutError(f"has not ended: {command}; so far: {said.decode(errors='replace')}")
         piece = os.read(stream.fileno(), 1 << 16)
         if not piece:
-            raise TimeoutError(f"the shell has ended: {said.decode(errors='replace')}")
+            raise TimeoutError(f"the shell has ended at: {command}; it said: {said.decode(errors='replace')}")
         said += piece
     return said.removesuffix(end)
 

@@ -50,3 +50,11 @@ def test_a_block_that_no_test_runs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("```\n$ true\n```\n")
     with pytest.raises(AssertionError, match="run by no test"):
         list(steps(tmp_path / "page.md"))
+
+
+def test_a_command_that_never_ends_is_named_and_ended(tmp_path: Path) -> None:
+    """What the page waits for in vain is what its author has to know."""
+    page = tmp_path / "page.md"
+    page.write_text("```console\n$ echo so far\nso far\n$ until test -e never; do sleep 0.1; done\n```\n")
+    with pytest.raises(TimeoutError, match="until test -e never"), Shell(tmp_path, {}) as shell:
+        play(page, shell, 1)
