@@ -20,58 +20,43 @@ MAX_ANSWER = 1 << 20
 _DEADLINES = Deadlines()
 
 
-class _Limit:
-    """Cuts a connection off once its timeout has passed since its making.
+class _Limited(http.client.HTTPConnection):
+    """A connection that is cut off once its timeout has passed since its making.
 
     The timeout of a socket begins again with each byte that arrives.
     """
 
-    def __init__(self, connection: http.client.HTTPConnection) -> None:
-        self._connection, self._over = connection, False
-        if connection.timeout is not None:
-            _DEADLINES.after(connection.timeout, self._cut)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._over = False
+        if self.timeout is not None:
+            _DEADLINES.after(self.timeout, self._cut)
 
-    def check(self) -> None:
-        """Raise TimeoutError if the time is over."""
+    def connect(self) -> None:
+        super().connect()
         if self._over:
-            self._connection.close()
+            self.close()
             raise TimeoutError("no connection in time")
 
     def _cut(self) -> None:
-        self._over, connected = True, self._connection.sock
+        self._over, connected = True, self.sock
         if connected is not None:  # neither closed nor still to come
             with suppress(OSError):
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)  # of a TLS socket the connection below
 
 
-class _Http(http.client.HTTPConnection):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._limit = _Limit(self)
-
-    def connect(self) -> None:
-        super().connect()
-        self._limit.check()
-
-
-class _Https(http.client.HTTPSConnection):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._limit = _Limit(self)
-
-    def connect(self) -> None:
-        super().connect()
-        self._limit.check()
+class _LimitedTls(_Limited, http.client.HTTPSConnection):
+    pass
 
 
 class _HttpHandler(urllib.request.HTTPHandler):
     def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Http, req)
+        return self.do_open(_Limited, req)
 
 
 class _HttpsHandler(urllib.request.HTTPSHandler):
     def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(partial(_Https, context=_trust()), req)
+        return self.do_open(partial(_LimitedTls, context=_trust()), req)
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
