@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, rank_of, recovered
+from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, recovered
 from opsd.runbooks.lib.signals import integer, number, text
 from opsd.runbooks.loss_spike import MOST, RECENT, began_anew, past_level
 
@@ -36,17 +36,16 @@ def _finding(view: View, leader: RankFact, norms: Sequence[float], before: float
         f"the median of the last ten minutes is {before:.4g}",
         f"losses of the same steps: {', '.join(f'{loss:.4g}' for loss in losses)}",
     ]
-    return Finding(
+    return finding_of_run(
+        view,
+        leader,
+        *facts,
         kind="gradient_explosion",
-        key=leader.run,
-        severity=Severity.WARNING,
         summary=f"the gradient norm of {leader.run} is {max(norms) / before:.0f} times what it was",
         culprit=Culprit("unknown", view.node, detail="learning rate, data, or an unstable layer"),
         confidence=0.5,
-        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts),
-        cost=Cost(text="clipped steps hardly move the model; unclipped ones may ruin it"),
-        job=leader.job,
-        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before},
+        cost="clipped steps hardly move the model; unclipped ones may ruin it",
+        before=before,
     )
 
 

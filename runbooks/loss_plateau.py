@@ -9,9 +9,9 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, rank_of, run_recovered
+from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, run_recovered
 from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.lib.trends import SURE, WINDOW_S, by_step, condensed, due, thirds, trend
 from opsd.runbooks.loss_rising import fell_below_limit
@@ -119,17 +119,17 @@ def _frozen_finding(view: View, leader: RankFact) -> Finding:
     value, since = leader.steps[-1].loss, leader.steps[-FROZEN_STEPS].step
     what = "exactly 0" if value == 0.0 else f"exactly {value!r}"
     fact = f"the loss has been {what} in each of the last {FROZEN_STEPS} steps, from step {since} on at the latest"
-    return Finding(
+    return finding_of_run(
+        view,
+        leader,
+        fact,
         kind="loss_plateau",
-        key=leader.run,
         severity=Severity.CRITICAL,
         summary=f"the loss of {leader.run} is frozen at {what}",
         culprit=Culprit("user code", detail="parameters that do not change, or a loss of nothing"),
         confidence=0.9,
-        evidence=(Evidence(fact, "rank pages", view.wall),),
-        cost=Cost(text=f"every step since step {since} has taught the model nothing"),
-        job=leader.job,
-        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "frozen": value},
+        cost=f"every step since step {since} has taught the model nothing",
+        frozen=value,
     )
 
 
@@ -152,22 +152,16 @@ def _finding(view: View, leader: RankFact, plateau: _Plateau) -> Finding:
         "the gradient norm has fallen below a tenth of what it was" if plateau.vanished else "",
     ]
     detail = "the gradient has vanished" if plateau.vanished else "the schedule, or the data"
-    return Finding(
+    return finding_of_run(
+        view,
+        leader,
+        *facts,
         kind="loss_plateau",
-        key=leader.run,
-        severity=Severity.WARNING,
         summary=f"the loss of {leader.run} has stopped falling at {plateau.level:.3g}",
         culprit=Culprit("user code", detail=detail),
         confidence=0.7 if plateau.vanished else 0.4,
-        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
-        cost=Cost(text=f"{counted(plateau.steps, 'step')} so far that have taught the model next to nothing"),
-        job=leader.job,
-        data={
-            "run": leader.run,
-            "rank": leader.rank,
-            "generation": leader.generation,
-            "limit": plateau.level - FALLS_AGAIN * plateau.expected,
-        },
+        cost=f"{counted(plateau.steps, 'step')} so far that have taught the model next to nothing",
+        limit=plateau.level - FALLS_AGAIN * plateau.expected,
     )
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, run_recovered
+from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, ranks_of, run_recovered
 from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.lib.trends import Trend, by_step, condensed, due, thirds, trend
 
@@ -82,22 +82,16 @@ def _finding(view: View, leader: RankFact, rise: _Rise) -> Finding:
         f"{rise.line.slope * 1000:+.3g} in a thousand, scatter {rise.line.noise:.2g}",
         f"gradient norm {rise.norms[0]:.3g} at first, {rise.norms[1]:.3g} now" if rise.norms else "",
     ]
-    return Finding(
+    return finding_of_run(
+        view,
+        leader,
+        *facts,
         kind="loss_rising",
-        key=leader.run,
-        severity=Severity.WARNING,
         summary=f"the loss of {leader.run} rises steadily, from {rise.before:.3g} to {rise.now:.3g}",
         culprit=Culprit("user code", detail="most likely the learning rate"),
         confidence=0.5,
-        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
-        cost=Cost(text=f"if it goes on, {counted(rise.steps, 'step')} and more on {leader.world_size} GPUs"),
-        job=leader.job,
-        data={
-            "run": leader.run,
-            "rank": leader.rank,
-            "generation": leader.generation,
-            "limit": rise.before + OVER * (rise.now - rise.before),
-        },
+        cost=f"if it goes on, {counted(rise.steps, 'step')} and more on {leader.world_size} GPUs",
+        limit=rise.before + OVER * (rise.now - rise.before),
     )
 
 

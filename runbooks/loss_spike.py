@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, rank_of, recovered
+from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, recovered
 from opsd.runbooks.lib.signals import integer, level, number, text
 
 PAST_S, BUT_LAST_S = 600.0, 20.0
@@ -76,17 +76,17 @@ def _finding(view: View, leader: RankFact, losses: Sequence[float], before: floa
         f"the median of the last ten minutes is {before:.4g}",
         f"gradient norm {leader.steps[-1].grad_norm:.4g}",
     ]
-    return Finding(
+    return finding_of_run(
+        view,
+        leader,
+        *facts,
         kind="loss_spike",
-        key=leader.run,
-        severity=Severity.WARNING,
         summary=f"the loss of {leader.run} has jumped from {before:.3g} to {top:.3g} and is {course}",
         culprit=Culprit("data", view.node, detail=f"most likely the batches around step {first}"),
         confidence=0.5,
-        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts),
-        cost=Cost(text="if it does not fall by itself, the steps since the last checkpoint before it"),
-        job=leader.job,
-        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before, "top": top},
+        cost="if it does not fall by itself, the steps since the last checkpoint before it",
+        before=before,
+        top=top,
     )
 
 

@@ -7,9 +7,9 @@ from statistics import median
 from typing import Final
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, rank_of, recovered
+from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, recovered
 from opsd.runbooks.lib.signals import integer, text
 
 LOAD, LIMIT, ENTROPY, DROPPED_SHARE = (
@@ -60,17 +60,15 @@ def _finding(view: View, leader: RankFact, collapse: float, dropped: float) -> F
         f"step {leader.steps[-1].step}, loss {leader.steps[-1].loss:.4g}",
     ]
     what = "send most tokens to few experts" if collapse > COLLAPSED else f"drop {dropped:.0%} of the tokens"
-    return Finding(
+    return finding_of_run(
+        view,
+        leader,
+        *facts,
         kind="router_collapse",
-        key=leader.run,
-        severity=Severity.WARNING,
         summary=f"the routers of {leader.run} {what}",
         culprit=Culprit("unknown", view.node, detail="balance loss, learning rate, or data of one kind"),
         confidence=0.7,
-        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts),
-        cost=Cost(text="experts without tokens learn nothing, and the ranks that have them wait for the others"),
-        job=leader.job,
-        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation},
+        cost="experts without tokens learn nothing, and the ranks that have them wait for the others",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event, RankFact, RunFact
-from opsd.runbooks.base import Cost, Evidence, Incident, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, View
 from opsd.runbooks.lib.signals import counted, integer, number, text
 
 REMEMBERED_S = 600.0
@@ -121,6 +121,33 @@ def slowdown(rank: RankFact, share: float) -> Cost:
     whose = f"job {rank.job}" if rank.job else f"run {rank.run}"
     world = rank.world_size
     return Cost(share, text=f"it costs {share:.0%} of {whose} ({counted(world, 'GPU')})", gpus=world)
+
+
+def finding_of_run(
+    view: View,
+    leader: RankFact,
+    *facts: str,
+    kind: str,
+    summary: str,
+    culprit: Culprit,
+    confidence: float,
+    cost: str,
+    severity: Severity = Severity.WARNING,
+    **data: object,
+) -> Finding:
+    """What is wrong with the course of ``leader``'s run, one finding a run; ``facts`` that are not "" are evidence."""
+    return Finding(
+        kind=kind,
+        key=leader.run,
+        severity=severity,
+        summary=summary,
+        culprit=culprit,
+        confidence=confidence,
+        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
+        cost=Cost(text=cost),
+        job=leader.job,
+        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, **data},
+    )
 
 
 def world_size(view: View, run: str) -> int:
