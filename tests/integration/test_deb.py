@@ -22,16 +22,17 @@ pytestmark = [
 ]
 
 
-def build(folder: Path, version: str) -> Path:
-    requirements = pin(folder / "nothing")
-    command = [str(BUILD), "--wheel", str(wheel(folder, version)), "--requirements", str(requirements), str(folder)]
+def build(script: Path, folder: Path, version: str, package: str) -> Path:
+    """The file ``package`` (a pattern) that ``script`` makes of this checkout in ``folder``."""
+    wanted = ("--wheel", str(wheel(folder, version)), "--requirements", str(pin(folder / "nothing")))
     environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHON": PYTHON}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    command = [str(script), *wanted, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=150)
     if "ensurepip is not available" in done.stdout + done.stderr:
         pytest.skip(f"{PYTHON} makes no virtual environments: install python3-venv")
     assert done.returncode == 0, done.stdout + done.stderr
-    (package,) = folder.glob(f"opsd_{version}_*.deb")
-    return package
+    (made,) = folder.glob(package)
+    return made
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_dpkg_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) ->
     """The program runs from /opt/opsd, an edited setting stays, and purging leaves nothing."""
     say = ("/opt/opsd/bin/python", "-c", "import opsd; print(opsd.__version__)")
     settings = machine / "etc/opsd/opsd.toml"
-    shutil.copy(build(tmp_path, "0.0.1"), machine / "opsd.deb")
+    shutil.copy(build(BUILD, tmp_path, "0.0.1", "opsd_0.0.1_*.deb"), machine / "opsd.deb")
     install = ("dpkg", "--install", "--force-depends", "--force-confold", "--force-unsafe-io", "/opsd.deb")
     inside(machine, *install)
     assert inside(machine, *say).strip() == "0.0.1"

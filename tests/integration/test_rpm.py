@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.integration.test_deb import inside, machine
-from tests.integration.test_install import pin, wheel
+from tests.integration.test_deb import PYTHON, build, inside, machine
 
 __all__ = ["machine"]
 
 BUILD = Path(__file__).parents[2] / "deploy" / "rpm"
-PYTHON = "/usr/bin/python3"
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(shutil.which("rpmbuild") is None, reason="rpmbuild is not installed"),
 ]
-
-
-def build(folder: Path, version: str) -> Path:
-    requirements = pin(folder / "nothing")
-    command = [str(BUILD), "--wheel", str(wheel(folder, version)), "--requirements", str(requirements), str(folder)]
-    environment = {**os.environ, "PIP_NO_INDEX": "1", "PYTHON": PYTHON}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=150)
-    if "ensurepip is not available" in done.stdout + done.stderr:
-        pytest.skip(f"{PYTHON} makes no virtual environments: install python3-venv")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (package,) = folder.glob(f"opsd-{version}-1.*.rpm")
-    return package
 
 
 def ask(package: Path, *options: str) -> list[str]:
@@ -42,7 +27,7 @@ def ask(package: Path, *options: str) -> list[str]:
 
 def test_rpm_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) -> None:
     """The package says what it has and needs; the program runs, an edited setting stays, removal leaves no program."""
-    package = build(tmp_path, "0.0.1")
+    package = build(BUILD, tmp_path, "0.0.1", "opsd-0.0.1-1.*.rpm")
     files = ask(package, "--list")
     for path in ("/usr/bin/opsd", "/usr/lib/systemd/system/opsd.service", "/usr/share/man/man1/opsd-launch.1.gz"):
         assert path in files
