@@ -3,97 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opsd.attribution import TRACED
-from opsd.launch.hangs.culprit import Hang
 from opsd.launch.hangs.hang import HangDetector
 from opsd.launch.hangs.limits import HangLimits
-from opsd.launch.hangs.stacks import Frame, Stack, Thread
-from tests.fakes.ranks import FakeRank
-
-POLL_S = 1.0
-LIMITS = HangLimits()
-IN_COLLECTIVE = (("all_reduce", "torch/distributed/distributed_c10d.py"), ("train", "train.py"))
-AT_WORK = (("forward", "model.py"), ("train", "train.py"))
-
-
-@dataclass(frozen=True)
-class Reporting:
-    """How a program reports: whether it has pages, by whom, and whether they say which phase it is in."""
-
-    source: str | None
-    phases: bool
-
-
-REPORTERS = {
-    "nothing": Reporting(None, phases=False),
-    "observed": Reporting("observed", phases=False),
-    "three lines": Reporting("client", phases=False),
-    "adapter": Reporting("adapter", phases=True),
-}
-
-
-class World:
-    """Four ranks that train together, the judge, the clock, and the stacks that py-spy would return."""
-
-    def __init__(self, reporting: Reporting, ranks: int = 4, limits: HangLimits = LIMITS) -> None:
-        self.now = 1000.0
-        self.reporting = reporting
-        self.judge = HangDetector(limits)
-        self.ranks = [
-            FakeRank(
-                number, born=self.now, since=self.now, paged=reporting.source is not None,
-                source=reporting.source or "client",
-            )
-            for number in range(ranks)
-        ]  # fmt: skip
-        self.frames: dict[int, tuple[tuple[str, str], ...]] = {}
-        self.moved: set[int] = set()
-
-    def enter(self, rank: int, phase: str, frames: tuple[tuple[str, str], ...], *, idle: bool = False) -> None:
-        """A rank begins something; ``phase`` is on its page if the program reports phases."""
-        self.frames[rank] = frames
-        self.ranks[rank].idle_since = self.now if idle else None
-        self.ranks[rank].enter(phase if self.reporting.phases else "other", self.now)
-
-    def pass_time(self, seconds: float) -> Hang | None:
-        """Let time pass, until a hang is named."""
-        end = self.now + seconds
-        while self.now < end:
-            self.now += POLL_S
-            stall = self.judge.check([rank.observed(self.now) for rank in self.ranks], self.now)
-            if stall is not None and stall.due:
-                stacks = {rank: _stack(frames, moved=rank in self.moved) for rank, frames in self.frames.items()}
-                hang = self.judge.verdict(stall, stacks)
-                if hang is not None:
-                    return hang
-        return None
-
-    def train(self, steps: int = 10, step_s: float = 1.0) -> None:
-        """Complete steps on all ranks together."""
-        spent = {"forward": step_s} if self.reporting.phases else {"other": step_s}
-        for _ in range(steps):
-            for rank in self.ranks:
-                self.enter(rank.rank, "forward", AT_WORK)
-            assert self.pass_time(step_s) is None
-            for rank in self.ranks:
-                rank.step(self.now, step_s, **spent)
-
-    def wait_for(self, rank: int) -> None:
-        """All others wait for ``rank`` in a collective."""
-        for other in self.ranks:
-            if other.rank != rank:
-                self.enter(other.rank, "collective", IN_COLLECTIVE, idle=True)
-
-
-def _stack(frames: tuple[tuple[str, str], ...], *, moved: bool = False) -> Stack:
-    return Stack((Thread("MainThread", True, False, tuple(Frame(name, file, 1) for name, file in frames)),), moved)
-
+from tests.fakes.hang_world import AT_WORK, IN_COLLECTIVE, LIMITS, REPORTERS, World
 
 Act = Callable[[World], float]
 """Begins something on a world's ranks; returns how many seconds it takes."""
@@ -232,12 +150,8 @@ def test_what_hangs_is_named(hung: str, reporting: str) -> None:
     world.wait_for(2)
     HUNG[hung](world)
     limit = LIMITS.steady_s if hung == "stopped" else PATIENCE.get(reporting, LIMITS.data_s)
-    found = world.pass_time(limit + 20.0)
-    if (hung, reporting) == ("endless loop", "nothing"):
-        assert found is None
-        return
-    assert found is not None
-    assert found.rank == 2
+    untold = (hung, reporting) == ("endless loop", "nothing")
+    assert world.named(limit + 20.0) == (None if untold else 2)
 
 
 @pytest.mark.parametrize("reporting", ["observed", "adapter"])
@@ -249,9 +163,7 @@ def test_waiting_ranks_that_move_excuse_nobody(reporting: str) -> None:
         world.enter(rank.rank, "backward", IN_COLLECTIVE)
     _locked(world)
     world.moved = {0, 1, 3}
-    found = world.pass_time(PATIENCE.get(reporting, LIMITS.data_s) + 20.0)
-    assert found is not None
-    assert found.rank == 2
+    assert world.named(PATIENCE.get(reporting, LIMITS.data_s) + 20.0) == 2
 
 
 @pytest.mark.parametrize("reporting", ["observed", "adapter"])
@@ -263,9 +175,7 @@ def test_work_without_an_end_is_named(reporting: str) -> None:
     _spins(world)
     world.moved = {2}
     assert world.pass_time(LIMITS.recognised_s - 10.0) is None
-    found = world.pass_time(30.0)
-    assert found is not None
-    assert found.rank == 2
+    assert world.named(30.0) == 2
 
 
 @pytest.mark.parametrize("reporting", ["nothing", "observed"])
@@ -325,9 +235,7 @@ def test_who_waits_for_a_person_or_for_requests_is_left_alone(
     world.wait_for(2)
     world.enter(2, "forward", frames, idle=True)
     assert world.pass_time(HOUR.long_s - 10.0) is None
-    found = world.pass_time(30.0)
-    assert found is not None
-    assert found.rank == 2
+    assert world.named(30.0) == 2
 
 
 @pytest.mark.parametrize("reporting", ["nothing", "observed"])
@@ -349,9 +257,7 @@ def test_a_rank_in_a_debugger_is_left_alone(reporting: str) -> None:
     world.ranks[2].process = TRACED
     world.enter(2, "forward", AT_WORK, idle=True)
     assert world.pass_time(HOUR.long_s - 10.0) is None
-    found = world.pass_time(30.0)
-    assert found is not None
-    assert found.rank == 2
+    assert world.named(30.0) == 2
 
 
 @pytest.mark.parametrize("reporting", ["nothing", "observed"])
