@@ -138,6 +138,7 @@ def test_hardware_is_changed_only_for_a_reason_that_still_holds(node: Node) -> N
     with killed_while_acting(node):
         node.trouble = False
         agent = node.agent()
+        until(lambda: not agent.journal.problem)
         agent.tick(25)
         assert node.limits == []
         why = "given up after a restart of the agent: neither kernel nor driver gives a reason for it now"
