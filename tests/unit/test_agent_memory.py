@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from opsd.agent import lifecycle
+from opsd.agent.lifecycle import Outcome
 from opsd.agent.policy import Limits, PastAction
 from opsd.agent.unfinished import why_not
 from opsd.runbooks.base import Action, Evidence, Incident, Runbook, State, View
@@ -94,6 +96,17 @@ def test_without_a_journal_nothing_is_done(node: Node) -> None:
     assert agent.journal.flush(20)
     assert ("ok", "power limit of GPU 0 set to 500 W") in outcomes(agent)
     assert node.limits == [500.0]
+
+
+def test_an_action_whose_intention_was_not_written_in_time_was_no_attempt() -> None:
+    """Or nothing would be done about the only incident of its kind once the disk has room again."""
+    settled = lifecycle.settled(
+        incident(state=State.ACTING, attempts=1, actions=({"outcome": "running"},)),
+        [Outcome("trouble-1", 0, ok=False, detail="no journal", refused=True, put_off=True)],
+        lifecycle.IncidentRules(max_attempts=1),
+        WALL,
+    )
+    assert (settled.state, settled.attempts, settled.verdict) == (State.OPEN, 0, "put off: no journal")
 
 
 def test_people_are_told_without_a_journal(node: Node) -> None:
