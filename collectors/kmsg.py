@@ -172,7 +172,7 @@ class KmsgCollector:
         if log.last is not None:
             position.advance(log.last)
         events = tuple(self._event(entry, wall - now + entry.seconds) for entry in found)
-        return Reading(tuple(self._samples(log, position)), events)
+        return Reading(tuple(self._samples(log, position)), events, limited=position.problem)
 
     def _open(self) -> tuple[KernelLog, Position]:
         boot_id = (self._proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

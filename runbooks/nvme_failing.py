@@ -51,7 +51,7 @@ def days_left(wear: float, written: float, powered_s: float, bytes_per_s: float)
     if wear <= 0 or written <= 0 or powered_s <= 0:
         return None
     pace = max(wear / powered_s, wear / written * bytes_per_s)
-    return max(1.0 - wear, 0.0) / pace / DAY_S
+    return max(1.0 - wear, 0.0) / pace / DAY_S if pace > 0 else None
 
 
 def _warnings(view: View, controller: str) -> Iterator[_Fault]:

@@ -17,6 +17,9 @@ MAX_WORLD: Final = 1 << 20
 """Ranks that a run may claim to have: sets of them are made."""
 MAX_NAME: Final = 64
 """Names of results and sources that are longer are left out."""
+MAX_DIGITS: Final = 18
+MAX_DEPTH: Final = 16
+"""Digits of a whole number, and lists and objects inside one another, in what a user writes."""
 EVENTS: Final = frozenset((
     "generation_started", "rank_exited", "hang_detected", "resumed", "checkpoint_committed", "requeued", "finished",
     "node_lost", "spare_joined", "checkpoint_rejected", "checkpoint_loaded", "data_worker_restarted",
@@ -86,13 +89,33 @@ def number(value: object) -> float | None:
 
 
 def _parse_object(text: bytes) -> dict[str, Any] | None:
-    """A JSON object that can be stored and sent on: numbers are finite, text is valid Unicode."""
+    """A JSON object that can be stored and sent on: no deep nesting, numbers fit in 64 bits, text is valid Unicode."""
     try:
-        value = json.loads(text, parse_constant=lambda _: None)
+        value = json.loads(text, parse_constant=_no_number, parse_float=_finite, parse_int=_whole)
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) else None
+    return value if isinstance(value, dict) and _is_shallow(value, MAX_DEPTH) else None
+
+
+def _no_number(_: str) -> None:
+    return None
+
+
+def _finite(text: str) -> float | None:
+    return number(float(text))
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if len(text) <= MAX_DIGITS else None
+
+
+def _is_shallow(value: object, depth: int) -> bool:
+    """Whether ``value`` has at most ``depth`` containers inside one another."""
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return depth > 0 and all(_is_shallow(one, depth - 1) for one in inner)
 
 
 def _path(value: object) -> str:

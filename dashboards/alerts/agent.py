@@ -101,7 +101,7 @@ Incidents are detected later than they should be.
 ## Meaning
 The agent closes connections or refuses requests, more than one a second: of clients that are slow (`slow`), of a user
 or an address with more than its share of connections (`share`), of too many in total (`full`), with wrong passwords
-(`password`), or that do not speak HTTP (`malformed`).
+(`password`), without a certificate that is accepted (`certificate`), or that do not speak HTTP (`malformed`).
 
 ## Impact
 Scrapes of others still succeed: each user of the node and each address has a share. It costs CPU time of the node, and

@@ -97,18 +97,18 @@ class Executor:
         """
         once, reported = threading.Lock(), threading.Event()
 
-        def report(ok: bool, detail: str, refused: bool = False) -> None:
+        def report(ok: bool, detail: str, refused: bool = False, put_off: bool = False) -> None:
             if once.acquire(blocking=False):
                 reported.set()
-                self.outcomes.put(Outcome(incident, number, ok, detail, refused))
+                self.outcomes.put(Outcome(incident, number, ok, detail, refused, put_off))
 
         def work() -> None:
             patience_s = self._deadline_s * JOURNAL_SHARE
             if action.verb in HARMLESS or intended(patience_s):
-                done = self._attempt(action)
+                report(*self._attempt(action))
             else:
-                done = False, f"not carried out: the journal was not written within {patience_s:g} s", True
-            report(*done)
+                why = f"not carried out: the journal was not written within {patience_s:g} s"
+                report(ok=False, detail=why, refused=True, put_off=True)
 
         self._deadlines.after(self._deadline_s, lambda: report(False, f"has not ended within {self._deadline_s:g} s"))
         lane = "tell" if action.verb in HARMLESS else "run" if action.verb in OF_A_RUN else "node"

@@ -21,6 +21,8 @@ from opsd.runbooks.base import Incident
 
 MAX_BACKLOG = 10_000
 RETRY_S = 5.0
+SLOW_S = 4.0
+"""Seconds in which records should be on the disk; actions wait for theirs little longer."""
 FORGETS_EVERY_S = 3600.0
 
 
@@ -50,8 +52,8 @@ class Journal:
     """Records of one agent. Methods may be called from any thread; only ``open``, ``flush`` and ``close`` wait.
 
     ``problem`` says in one sentence why records are not being written, "" if they are; ``on_problem`` is called with
-    it, from the writing thread, whenever it changes, and with what was set aside. ``lost`` counts records dropped
-    because the backlog was full, or because no table takes their values.
+    it, from the writing thread, whenever it changes, and with what was set aside (but not while a disk hangs). ``lost``
+    counts records dropped because the backlog was full, or because no table takes their values.
     """
 
     def __init__(
@@ -60,20 +62,30 @@ class Journal:
         on_problem: Callable[[str], None],
         *,
         retry_s: float = RETRY_S,
+        slow_s: float = SLOW_S,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.path = folder / "journal.db"
-        self.problem = "not opened yet"
+        self._problem = "not opened yet"
         self.lost = 0
         self._on_problem = on_problem
-        self._retry_s, self._wall = retry_s, wall
+        self._retry_s, self._slow_s, self._wall = retry_s, slow_s, wall
         self._memory: JournalContent | None = None
         self._tried = self._loaded = False
         self._incidents: dict[str, Incident] = {}
         self._rows: list[Record] = []
         self._state = threading.Condition()
-        self._writing = self._closing = False
+        self._writing_since: float | None = None
+        self._closing = False
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
+
+    @property
+    def problem(self) -> str:
+        """Why records are not being written, "" if they are."""
+        since = self._writing_since
+        if not self._problem and since is not None and time.monotonic() - since > self._slow_s:
+            return f"{self.path} is being written for more than {self._slow_s:g} s; the disk hangs or is slow"
+        return self._problem
 
     @property
     def backlog(self) -> int:
@@ -118,7 +130,7 @@ class Journal:
     def flush(self, patience_s: float) -> bool:
         """Wait until everything recorded so far is written; False if that took longer."""
         with self._state:
-            return self._state.wait_for(lambda: not self.backlog and not self._writing, patience_s)
+            return self._state.wait_for(lambda: not self.backlog and self._writing_since is None, patience_s)
 
     def close(self, patience_s: float = 1.0) -> None:
         """Write the remaining records, for at most ``patience_s``."""
@@ -183,7 +195,7 @@ class Journal:
         with self._state:
             incidents, records = self._incidents, self._rows
             self._incidents, self._rows = {}, []
-            self._writing = True
+            self._writing_since = time.monotonic()
         try:
             refused, written = store.write(incidents.values(), [row for row, _ in records])
         except BaseException:
@@ -192,7 +204,7 @@ class Journal:
                 self._rows = records + self._rows
             raise
         finally:
-            self._writing = False
+            self._writing_since = None
         with self._state:
             self.lost += refused + written.count(False)
             for (_, intention), kept in zip(records, written, strict=True):
@@ -200,8 +212,8 @@ class Journal:
                     intention.settle(kept)
 
     def _set_problem(self, problem: str) -> None:
-        if problem != self.problem:
-            self.problem = problem
+        if problem != self._problem:
+            self._problem = problem
             self._tell(problem)
 
     def _tell(self, sentence: str) -> None:

@@ -53,13 +53,17 @@ class IncidentRules:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one action of an incident; ``number`` is its index in ``Incident.actions``."""
+    """The result of one action of an incident; ``number`` is its index in ``Incident.actions``.
+
+    ``refused``: it has changed nothing. ``put_off``: only because nothing would have remembered it.
+    """
 
     incident: str
     number: int
     ok: bool
     detail: str
     refused: bool = False
+    put_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +264,10 @@ def _evidence(incident: Incident, finding: Finding) -> tuple[Evidence, ...]:
 
 
 def settled(incident: Incident, outcomes: Sequence[Outcome], rule: IncidentRules, now: float) -> Incident:
-    """The incident after outcomes of actions. After the last one the effect is verified, or a failure tried again."""
+    """The incident after outcomes of actions. After the last one the effect is verified, or a failure tried again.
+
+    What was put off was no attempt.
+    """
     if not outcomes:
         return incident
     actions = list(incident.actions)
@@ -276,6 +283,8 @@ def settled(incident: Incident, outcomes: Sequence[Outcome], rule: IncidentRules
     if incident.state is not State.ACTING or any(action.get("outcome") == "running" for action in actions):
         return after
     failures = [outcome.detail for outcome in outcomes if not outcome.ok]
+    if failures and all(outcome.put_off for outcome in outcomes if not outcome.ok):
+        return replace(after, state=State.OPEN, attempts=incident.attempts - 1, verdict=f"put off: {failures[0]}")
     if failures and incident.attempts < rule.max_attempts:
         return replace(after, state=State.OPEN, verdict=f"attempt {incident.attempts} failed: {failures[0]}")
     verdict = f"failed: {failures[0]}" if failures else "acted, waiting for the effect"

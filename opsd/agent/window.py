@@ -3,7 +3,7 @@
 Each series is a ring of 32-bit offsets from its own 64-bit base, with a common time axis: 10,000 series of 600 ticks
 fit into 30 MiB. The base follows the series, so that differences between samples of the window have a relative
 precision of 2**-23 even for large counters; the newest value is kept exactly. A missing sample is a NaN in the ring,
-and gaps are filled in only when the series comes back.
+as is one that is no finite number; gaps are filled in only when the series comes back.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ MAX_REBASES = 64
 
 _NAN = math.nan
 _FIRST_LIMIT = 2.0**20
+_LARGEST = 2.0**127
 
 
 Family = dict[tuple[str, ...], "Ring"]
@@ -166,10 +167,10 @@ class Window:
             if value != ring.value:
                 ring.value, ring.changed = value, tick
             offset = value - ring.base
-            if -ring.limit < offset < ring.limit or rebases >= MAX_REBASES:
+            if -ring.limit < offset < ring.limit:
                 ring.offsets[slot] = offset
             else:
-                ring.rebase(slot, value)
+                ring.store_far(slot, value, rebase=rebases < MAX_REBASES)
                 rebases += 1
 
     def _drop_unseen(self) -> None:
@@ -216,6 +217,11 @@ class Witnessed:
         return self._events.witnessed(kind, self.wall - seconds, run)
 
 
+def _stored(offset: float) -> float:
+    """``offset`` as a 32-bit number, NaN if it is none."""
+    return offset if -_LARGEST < offset < _LARGEST else _NAN
+
+
 def _superseded(ring: Ring, witnessed: Family, told: Family) -> bool:
     """True if the other book has the same series, and that has a value where this one has none."""
     first, second = witnessed.get(ring.values_of), told.get(ring.values_of)
@@ -252,7 +258,7 @@ class Ring:
 
     @property
     def last(self) -> float | None:
-        """The value of this tick, exactly; None if there is none or it is NaN."""
+        """The value of this tick, exactly; None if there is none or it is no finite number."""
         return self.value if self.tick == self.window.tick and self.value == self.value else None
 
     def matches(self, labels: Mapping[str, str]) -> bool:
@@ -298,14 +304,17 @@ class Ring:
         for missed in range(max(self.tick + 1, tick - ticks + 1), tick):
             self.offsets[missed % ticks] = _NAN
 
-    def rebase(self, slot: int, value: float) -> None:
-        """Store ``value``, which is far from the base, and make it the new base unless it is NaN."""
+    def store_far(self, slot: int, value: float, *, rebase: bool) -> None:
+        """Store ``value``, which is far from the base, and make it the new base on demand; it may not be finite."""
         if not math.isfinite(value):
-            self.offsets[slot] = value
+            self.offsets[slot] = self.value = _NAN
             return
-        self.offsets = array("f", map(float(self.base - value).__add__, self.offsets))
+        if not rebase:
+            self.offsets[slot] = _stored(value - self.base)
+            return
+        self.offsets = array("f", map(_stored, map(float(self.base - value).__add__, self.offsets)))
         self.offsets[slot] = 0.0
         self.base = value
         # Twice the window's spread, so that a steady counter is rebased about once in two windows.
-        finite = [offset for offset in self.offsets if -math.inf < offset < math.inf]
+        finite = [offset for offset in self.offsets if offset == offset]
         self.limit = max(_FIRST_LIMIT, 2.0 * max(finite), -2.0 * min(finite))

@@ -17,7 +17,8 @@ from urllib.parse import urlencode, urlsplit
 
 import click
 
-from opsd.agent.web.access import has_tls
+from opsd.agent.web.access import client_certificate, has_tls
+from opsd.agent.web.tls import problem_of
 from opsd.collectors.lib.listener import UntrustedError, connect
 from opsd.commands.options import option, options
 from opsd.commands.output import fail
@@ -121,18 +122,27 @@ class Agent:
     def _get(self, path: str, query: Mapping[str, object]) -> tuple[int, bytes]:
         import httpx
 
+        own = self._own_certificate() if self.base.startswith("https:") else None
         try:
             answer = httpx.get(
                 self.base + path,
                 params=dict(query),  # type: ignore[arg-type]
                 auth=self._credentials,
-                verify=_trusting(self._ca_file) if self._ca_file else True,
+                verify=_context(self._ca_file, own),
                 timeout=TIMEOUT_S,
                 trust_env=False,
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NoAgent(f"no agent answers at {self.base} ({error}); {_advice(self.base, error)}") from error
+            said = f"it {problem_of(tls)}" if (tls := _tls_error(error)) else str(error)
+            raise NoAgent(f"no agent answers at {self.base} ({said}); {_advice(self.base, error)}") from error
         return answer.status_code, answer.content
+
+    def _own_certificate(self) -> tuple[Path, Path] | None:
+        """What the agent of this node shows to others, for those that ask for a certificate."""
+        with suppress(BadConfig):
+            web_config = load(self.file).agent.web_config
+            return client_certificate(web_config) if web_config else None
+        return None
 
     def _get_from_owner(self, path: str, query: Mapping[str, object]) -> tuple[int, bytes]:
         """The answer of what listens on this node, if it belongs to a user who may have the password."""
@@ -180,7 +190,10 @@ def _advice(base: str, error: Exception) -> str:
     """What to do about an agent at ``base`` that cannot be reached."""
     import httpx
 
-    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+    tls = _tls_error(error)
+    if tls is not None and "_ALERT_" in (tls.reason or ""):
+        return "as root of a node this shows the certificate of the node's agent, if agent.web_config has one"
+    if isinstance(tls, ssl.SSLCertVerificationError):
         return "name the certificates to trust with --ca-file, and the agent with --url as its certificate does"
     if base.startswith("http:") and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
         return "if it speaks TLS, name it with --url https://NODE:PORT"
@@ -227,9 +240,25 @@ def _is_loopback(host: str) -> bool:
     return host in ("localhost", "127.0.0.1", "::1")
 
 
-def _trusting(file: Path) -> ssl.SSLContext:
-    """A context that trusts the certificates in ``file``. Raises click.UsageError."""
+def _tls_error(error: BaseException | None) -> ssl.SSLError | None:
+    """What TLS said, if that is why httpx raised ``error``."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _context(trusted: Path | None, own: tuple[Path, Path] | None) -> ssl.SSLContext | bool:
+    """What trusts the certificates in ``trusted`` and shows the ``own`` one, if this user may read its key.
+
+    Raises click.UsageError.
+    """
+    if trusted is None and own is None:
+        return True
     try:
-        return ssl.create_default_context(cafile=file)
+        context = ssl.create_default_context(cafile=trusted)
     except OSError as error:
-        raise click.UsageError(f"{file} holds no certificates that can be used: {error}") from error
+        raise click.UsageError(f"{trusted} holds no certificates that can be used: {error}") from error
+    if own is not None:
+        with suppress(OSError):
+            context.load_cert_chain(*own, password=lambda: "")
+    return context

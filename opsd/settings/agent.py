@@ -39,7 +39,8 @@ class AgentSettings(Section):
     peer_ca_file: AnyPath | None = Field(
         default=None,
         examples=["/etc/opsd/ca.crt"],
-        description="Certificates to trust when the page of a job asks the agents of its other nodes over TLS.",
+        description="Certificates to trust when the page of a job asks the agents of its other nodes over TLS. Where "
+        "web_config asks clients for a certificate, agents and commands on a node show the one in it to others.",
     )
     peer_credentials_file: AnyPath | None = Field(
         default=None,

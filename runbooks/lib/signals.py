@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
@@ -81,9 +82,11 @@ def text(data: Mapping[str, object], key: str) -> str:
 
 
 def number(data: Mapping[str, object], key: str) -> float | None:
-    """The field as a number, None if it is missing or anything else."""
+    """The field as a finite number, None if it is missing or anything else."""
     value = data.get(key)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
 
 
 def integer(data: Mapping[str, object], key: str, default: int = -1) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from opsd.agent.actions import Executor
+from opsd.agent.actions import Drainer, Executor, Notifier, PowerLimiter
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
@@ -41,7 +41,10 @@ class Agent:
         *,
         mode: str = "act",
         limits: Limits = Limits(cooldown_s=0),  # noqa: B008
-        set_power_limit: Callable[[int, float], None] | None = None,
+        shm: Path | None = None,
+        notify: Notifier | None = None,
+        set_power_limit: PowerLimiter | None = None,
+        drain_node: Drainer | None = None,
         listeners: Sequence[Listener] = (),
         clock: FakeClock | None = None,
         interval_s: float = 40.0,
@@ -52,7 +55,10 @@ class Agent:
         self.told: list[str] = []
         self.journal = Journal(folder, lambda problem: None, retry_s=0.05, wall=self.clock.wall)
         self.executor = Executor(
-            shm=folder, notify=lambda text, fields: self.told.append(text), set_power_limit=set_power_limit
+            shm=shm or folder,
+            notify=notify or (lambda text, fields: self.told.append(text)),
+            set_power_limit=set_power_limit,
+            drain_node=drain_node,
         )
         judge = Judge(runbooks, SILENT, used_s=lambda: 0.0)
         self.responder = Responder(

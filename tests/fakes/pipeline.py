@@ -16,9 +16,10 @@ from opsd.agent.records import from_json, to_json
 from opsd.agent.web import api
 from opsd.agent.web.exposition import Exposition
 from opsd.agent.window import Window
-from opsd.collectors import NAMES
+from opsd.collectors import NAMES, witnesses
 from opsd.collectors.base import Reading
 from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import Incident
 
 
 class Pipeline:
@@ -30,22 +31,37 @@ class Pipeline:
     def __init__(self) -> None:
         self.failures: list[str] = []
         self._judge = Judge(RUNBOOKS, Log(self.failures.append), used_s=lambda: 0.0)
-        self._window = Window("node", seconds=60)
+        self._window = Window("node", seconds=60, witnesses=witnesses())
+        self._incidents: dict[tuple[str, str], Incident] = {}
 
-    def tick(self, now: float, wall: float, readings: Mapping[str, Reading]) -> None:
-        """One round with these ``readings`` by collector."""
+    def clock_stepped(self, seconds: float) -> None:
+        """The wall clock was stepped before the next tick."""
+        self._window.clock_stepped(seconds)
+
+    def tick(self, now: float, wall: float, readings: Mapping[str, Reading | None], *, exported: bool = True) -> None:
+        """One round with these ``readings`` by collector, None for one that fails; ``exported`` to metrics and API."""
         self._window.begin(now, wall)
         for name in ("agent", *NAMES):
-            self._window.add(name, readings.get(name, Reading()))
+            reading = readings.get(name, Reading())
+            self._window.forget(name) if reading is None else self._window.add(name, reading)
         opened = [lifecycle.opened(finding, wall) for finding in self._judge.findings(self._window)]
-        self._judge.healed(opened, self._window)
-        self._judge.remedies(opened, self._window)
+        self._incidents |= {(incident.kind, incident.key): incident for incident in opened}
+        self._ask_about_all()
         assert not self._judge.errors, self.failures
         for incident in opened:
             assert from_json(to_json(incident)).id == incident.id
             json.loads(api.encode(api.incident(incident)))
         for reading in readings.values():
-            assert_passes_on(reading)
+            if exported and reading is not None:
+                assert_passes_on(reading)
+
+    def _ask_about_all(self) -> None:
+        """What the agent asks of runbooks about incidents, also those whose evidence is gone."""
+        known = self._incidents.values()
+        self._judge.healed(known, self._window)
+        self._judge.remedies(known, self._window)
+        for incident in known:
+            self._judge.confirmed(incident, self._window.witnessed)
 
 
 def assert_passes_on(reading: Reading) -> None:

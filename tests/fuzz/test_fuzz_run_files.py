@@ -38,6 +38,7 @@ EVENT_LINES = json_lines(*({**_EVENT, "event": name} for name in sorted(EVENTS))
 SEEDS: tuple[bytes, ...] = (
     encoded({"event": "checkpoint_loaded", "t": 10**400, "step": 10**400}),
     encoded({"event": "hang_detected", "rank": "\ud800", "ranks": None}),
+    b'{"event": "rank_exited", "rank": 0, "generation": 2, "step": 1e999, "culprit": true}',
     b'{"event": "evaluation", "results": {"loss": NaN, "x": 1e999}}',
     b'{"event": "rank_exited", "rank": ' + b"[" * 5000,
     encoded({"event": "replicas_differ", "ranks": [[]], "checksums": {}}),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from opsd.agent import lifecycle
+from opsd.agent.lifecycle import Outcome
 from opsd.agent.policy import Limits, PastAction
 from opsd.agent.unfinished import why_not
 from opsd.runbooks.base import Action, Evidence, Incident, Runbook, State, View
@@ -96,6 +98,17 @@ def test_without_a_journal_nothing_is_done(node: Node) -> None:
     assert node.limits == [500.0]
 
 
+def test_an_action_whose_intention_was_not_written_in_time_was_no_attempt() -> None:
+    """Or nothing would be done about the only incident of its kind once the disk has room again."""
+    settled = lifecycle.settled(
+        incident(state=State.ACTING, attempts=1, actions=({"outcome": "running"},)),
+        [Outcome("trouble-1", 0, ok=False, detail="no journal", refused=True, put_off=True)],
+        lifecycle.IncidentRules(max_attempts=1),
+        WALL,
+    )
+    assert (settled.state, settled.attempts, settled.verdict) == (State.OPEN, 0, "put off: no journal")
+
+
 def test_people_are_told_without_a_journal(node: Node) -> None:
     """A notification changes nothing on the node."""
     node.remedy = (TELL,)
@@ -138,6 +151,7 @@ def test_hardware_is_changed_only_for_a_reason_that_still_holds(node: Node) -> N
     with killed_while_acting(node):
         node.trouble = False
         agent = node.agent()
+        until(lambda: not agent.journal.problem)
         agent.tick(25)
         assert node.limits == []
         why = "given up after a restart of the agent: neither kernel nor driver gives a reason for it now"

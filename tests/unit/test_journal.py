@@ -95,6 +95,21 @@ def test_a_journal_on_a_read_only_disk_keeps_its_records_until_it_can_be_written
     journal.close(PATIENCE_S)
 
 
+def test_a_disk_that_hangs_is_a_problem_until_it_goes_on(tmp_path: Path, log: Log) -> None:
+    """Or actions would be begun again and again, each to wait for its record in vain."""
+    journal = Journal(tmp_path, log, slow_s=0.05, retry_s=0.05)
+    journal.open(PATIENCE_S)
+    assert journal.problem == ""
+    with closing(sqlite3.connect(journal.path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        journal.incident(incident())
+        assert eventually(lambda: "the disk hangs or is slow" in journal.problem)
+        other.execute("ROLLBACK")
+    assert journal.flush(PATIENCE_S)
+    assert eventually(lambda: not journal.problem)
+    journal.close(PATIENCE_S)
+
+
 def test_a_state_folder_that_cannot_be_made_is_a_problem_and_not_the_end(tmp_path: Path, log: Log) -> None:
     """A file in the way; once it is gone the journal begins."""
     (tmp_path / "state").write_text("in the way")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.collectors.base import Reading
 from tests.fakes.kmsg import XID_31, XID_79, Node, codes, read, values
 
 
@@ -61,7 +62,7 @@ def test_a_damaged_position_is_a_first_start(node: Node, content: str) -> None:
 
 
 def test_a_position_that_cannot_be_kept_is_visible(node: Node) -> None:
-    """A state folder that cannot be written blinds nobody and shows in a metric."""
+    """A state folder that cannot be written blinds nobody and shows in a metric and in the collector's state."""
     node.state = node.folder / "missing" / "kmsg.json"
     agent = node.agent()
     node.say("hello")
@@ -70,6 +71,7 @@ def test_a_position_that_cannot_be_kept_is_visible(node: Node) -> None:
     reading = read(agent)
     assert codes(reading) == [31]
     assert values(reading, "opsd_kmsg_position_kept") == {(): 0}
+    assert isinstance(reading, Reading) and reading.limited.endswith("cannot be written: No such file or directory")
     node.state.parent.mkdir()
     node.say("hello")
     assert values(read(agent), "opsd_kmsg_position_kept") == {(): 1}

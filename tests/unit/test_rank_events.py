@@ -108,6 +108,20 @@ def test_no_line_breaks_the_collector(line: bytes) -> None:
     assert parse_run(line, "r1", lambda pid, start: True) is None
 
 
+@pytest.mark.parametrize("odd", ["1e999", "-1e999", "NaN", "1" + "0" * 400])
+def test_a_number_that_is_none_is_missing(odd: str) -> None:
+    """It would make runbooks fail, which look at the events of all users."""
+    event = parse_event(f'{{"event": "rank_exited", "t": 1, "step": {odd}, "rank": 3}}'.encode(), "r1", 5.0)
+    assert event is not None and event.data["step"] is None and event.data["rank"] == 3
+
+
+def test_values_too_deep_to_be_shown_are_no_event() -> None:
+    """Python would refuse to print them."""
+    for depth, known in ((10, True), (900, False)):
+        line = f'{{"event": "rank_exited", "t": 1, "error": {"[" * depth}{"]" * depth}}}'
+        assert (parse_event(line.encode(), "r1", 5.0) is not None) is known
+
+
 nasty = st.sampled_from(
     [None, True, -1, 0, 7, 10**400, 1e300, math.nan, math.inf, "", "\ud800", "running", [], {"t": 1}]
 )

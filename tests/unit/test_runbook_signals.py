@@ -1,5 +1,6 @@
 """The statistics that runbooks judge by."""
 
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -64,4 +65,5 @@ def test_event_fields_of_the_wrong_type_are_treated_as_missing():
     data = {"a": None, "b": "7", "c": True, "d": 7.9}
     assert text(data, "a") == "" and text(data, "b") == "7" and text(data, "missing") == ""
     assert number(data, "b") is None and number(data, "c") is None and number(data, "d") == 7.9
+    assert [number({"x": odd}, "x") for odd in (math.nan, math.inf, 10**400)] == [None] * 3
     assert integer(data, "a") == -1 and integer(data, "d") == 7 and integer(data, "b", 3) == 3

@@ -110,14 +110,25 @@ def test_a_tick_without_a_sample_has_no_last_value() -> None:
     assert series.values(60) == [(100.0, 1.0), (101.0, 2.0)]
 
 
-def test_nan_is_a_missing_value() -> None:
-    """NaN from a collector is no value; infinity is one."""
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_what_is_no_finite_number_is_a_missing_value(odd: float) -> None:
+    """Runbooks divide, round and compare."""
     window = Window("node", seconds=60)
-    feed(window, [1.0, math.nan, math.inf, 2.0])
+    feed(window, [1.0, odd, 2.0])
     (series,) = window.select("temperature")
-    assert series.values(60) == [(100.0, 1.0), (102.0, math.inf), (103.0, 2.0)]
-    feed(window, [math.nan])
+    assert series.values(60) == [(100.0, 1.0), (102.0, 2.0)]
+    feed(window, [odd])
     assert series.last is None
+
+
+def test_values_too_far_apart_for_the_ring_are_missing_and_not_infinite() -> None:
+    """The newest is there, and those that fit with it."""
+    window = Window("node", seconds=60)
+    feed(window, [1.0, 1e300, 2.0, 1e308, -1e308, 3.0])
+    (series,) = window.select("temperature")
+    assert series.last == 3.0
+    assert series.values(60)[-1] == (105.0, 3.0)
+    assert all(map(math.isfinite, (value for _, value in series.values(60))))
 
 
 def test_series_unseen_for_a_whole_window_are_dropped() -> None:

@@ -76,7 +76,8 @@ class Position:
 
     ``sequence`` is None if nothing of this boot has been read. ``skip`` says what a first reader of this boot makes of
     the records already there: after a reboot they are news; with no position at all they are not, the log may be weeks
-    old. ``kept`` is False while the position cannot be written, which is not an error: a full disk must not blind us.
+    old. ``kept`` is False while the position cannot be written, and ``problem`` says why;
+    that is not an error: a full disk must not blind us.
     """
 
     def __init__(self, file: Path | None, boot_id: str) -> None:
@@ -86,6 +87,7 @@ class Position:
         self.sequence: int | None = None
         self.skip = True
         self.kept = False
+        self.problem = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             self._load()
 
@@ -107,10 +109,10 @@ class Position:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
                 json.dump({"boot_id": self._boot_id, "sequence": sequence}, file)
             draft.replace(self._file)
-        except OSError:
-            self.kept = False
+        except OSError as error:
+            self.kept, self.problem = False, f"{self._file} cannot be written: {error.strerror}"
         else:
-            self.kept, self._written = True, sequence
+            self.kept, self.problem, self._written = True, "", sequence
 
 
 class KernelLog:

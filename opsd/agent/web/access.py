@@ -141,6 +141,21 @@ def has_tls(path: Path) -> bool:
         return True
 
 
+def client_certificate(path: Path) -> tuple[Path, Path] | None:
+    """Certificate and key with which an agent with this configuration asks others; None if they ask for none.
+
+    Agents are configured alike: where they ask clients for a certificate they have their own. None as well if this
+    user cannot read the file.
+    """
+    try:
+        tls = _read(path).tls_server_config
+    except WebConfigError:
+        return None
+    if tls is None or tls.client_auth_type == "NoClientCert":
+        return None
+    return path.parent / tls.cert_file, path.parent / tls.key_file
+
+
 def _read(path: Path) -> _File:
     try:
         import bcrypt  # noqa: F401
@@ -188,13 +203,16 @@ def _context(tls: _Tls, path: Path) -> ssl.SSLContext:
         for file in (certificate, key, *([path.parent / tls.client_ca_file] if tls.client_ca_file else [])):
             read_settings(file)
         context.load_cert_chain(certificate, key, password=lambda: "")
-        if tls.client_ca_file:
-            context.load_verify_locations(path.parent / tls.client_ca_file)
     except ssl.SSLError as error:
         raise WebConfigError(
             f"{path}: {certificate} and {key} are not a certificate and its key: {error.reason or error}"
         ) from error
     except OSError as error:
         raise WebConfigError(f"{path}: {error.filename or tls.client_ca_file}: {error.strerror}") from error
+    try:
+        if tls.client_ca_file:
+            context.load_verify_locations(path.parent / tls.client_ca_file)
+    except ssl.SSLError as error:
+        raise WebConfigError(f"{path}: client_ca_file {tls.client_ca_file} holds no certificates") from error
     context.verify_mode = ssl.VerifyMode[_VERIFY[tls.client_auth_type]]
     return context

@@ -5,15 +5,17 @@ from __future__ import annotations
 import base64
 import http.client
 import ssl
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from opsd.agent.web.access import has_tls
+from opsd.agent.web.access import client_certificate, has_tls
 from opsd.agent.web.fleet import NodeSummary
 from opsd.agent.web.job_nodes import NodeOfJob
 from opsd.agent.web.other_agents import MAX_ANSWER, TIMEOUT_S, Answer, PeerError
+from opsd.agent.web.tls import problem_of
 from opsd.files import read_settings
 from opsd.settings.agent import AgentSettings
 
@@ -22,6 +24,8 @@ M = TypeVar("M", bound=BaseModel)
 
 class Asker:
     """Asks agents that are configured like this one: same port, TLS if this one has it, user and password from a file.
+
+    Where they ask for a certificate this one shows its own.
 
     Without TLS agents that want a password are not asked.
 
@@ -32,7 +36,7 @@ class Asker:
         self._port = settings.listen.rpartition(":")[2]
         tls = settings.web_config is not None and has_tls(settings.web_config)
         self._scheme = "https" if tls else "http"
-        self._context = _trusting(settings.peer_ca_file) if tls else None
+        self._context = _trusting(settings.peer_ca_file, settings.web_config) if tls and settings.web_config else None
         self._headers = _authorization(settings.peer_credentials_file) if settings.web_config else {}
         self._exposed = bool(self._headers) and not tls
 
@@ -50,6 +54,8 @@ class Asker:
             return Answer(node, url, problem="is not asked: without TLS the password would go in the clear")
         try:
             status, body = self._get(node, path)
+        except ssl.SSLError as error:
+            return Answer(node, url, problem=problem_of(error))
         except (OSError, ValueError, http.client.HTTPException) as error:
             return Answer(node, url, problem=f"does not answer: {error}")
         if status == http.client.NOT_FOUND:
@@ -67,20 +73,27 @@ class Asker:
             else http.client.HTTPSConnection(host, timeout=TIMEOUT_S, context=self._context)
         )
         try:
-            connection.request("GET", path, headers=self._headers)
+            with suppress(BrokenPipeError, ConnectionResetError, ssl.SSLEOFError):  # the reason is read below
+                connection.request("GET", path, headers=self._headers)
             answer = connection.getresponse()
             return answer.status, answer.read(MAX_ANSWER)
         finally:
             connection.close()
 
 
-def _trusting(file: Path | None) -> ssl.SSLContext:
+def _trusting(file: Path | None, web_config: Path) -> ssl.SSLContext:
     try:
         if file is not None:
             read_settings(file)  # the library would wait for ever at a pipe
-        return ssl.create_default_context(cafile=file)
+        context = ssl.create_default_context(cafile=file)
     except OSError as error:
         raise PeerError(f"agent.peer_ca_file {file} holds no certificates that can be used: {error}") from error
+    if own := client_certificate(web_config):
+        try:
+            context.load_cert_chain(*own, password=lambda: "")
+        except OSError as error:
+            raise PeerError(f"{own[0]} and {own[1]} cannot be used to ask other agents: {error}") from error
+    return context
 
 
 def _authorization(file: Path | None) -> dict[str, str]:

@@ -32,6 +32,10 @@ class Stage(Enum):
     WRITING = "writing"
 
 
+class UncertifiedError(Exception):
+    """A client without a certificate that is asked for, or with one that is not accepted."""
+
+
 class Connection:
     """A connection of ``peer``. ``events`` are those of ``selectors`` that it waits for, 0 while the agent works.
 
@@ -57,7 +61,7 @@ class Connection:
         self._out: deque[memoryview] = deque()
 
     def handshake(self) -> None:
-        """Go on with the handshake, if there is one."""
+        """Go on with the handshake, if there is one. Raises UncertifiedError."""
 
     def receive(self) -> h11.Request | None:
         """The request, once its header is complete. Raises OSError, and h11.RemoteProtocolError for what is no HTTP."""

@@ -27,7 +27,7 @@ from opsd.agent.logs import Log
 from opsd.agent.metrics import http_samples
 from opsd.agent.web.access import Attempts, WebConfig
 from opsd.agent.web.app import Answer, App, Request, problem
-from opsd.agent.web.connection import Connection, Stage
+from opsd.agent.web.connection import Connection, Stage, UncertifiedError
 from opsd.agent.web.hosts import Hosts
 from opsd.agent.web.peers import peer_of
 from opsd.collectors.base import Sample
@@ -45,10 +45,10 @@ POLL_S: Final = 0.2
 """Interval of checks of connections while there are any, in seconds."""
 PAUSE_S: Final = 0.5
 """Seconds without accepting connections after the process had no descriptors left."""
-REFUSALS: Final = ("slow", "share", "full", "password", "host", "malformed")
+REFUSALS: Final = ("slow", "share", "full", "password", "certificate", "host", "malformed")
 """Why connections are closed and requests refused: the client was too slow, its peer has more than its share of the
-connections or TLS handshakes, there are too many in total, a wrong password or too many attempts, another host's name,
-no HTTP."""
+connections or TLS handshakes, there are too many in total, a wrong password or too many attempts, no certificate or one
+that is not accepted, another host's name, no HTTP."""
 _AT_ONCE = 32
 """Connections accepted before those that are open get their turn."""
 
@@ -215,6 +215,9 @@ class Server:
         except h11.RemoteProtocolError as error:
             self.refused["malformed"] += 1
             self._give_up(connection, HTTPStatus(error.error_status_hint), "not HTTP that can be understood")
+            return
+        except UncertifiedError:
+            self._refuse(connection, "certificate")
             return
         except connection.malformed:
             self._refuse(connection, "malformed")
