@@ -6,7 +6,8 @@ import re
 import time
 from itertools import pairwise
 
-_MENTION = re.compile("@(?=channel|here|all|everyone)", re.IGNORECASE)
+_MENTION = re.compile(r"@(?=channel|here|all|everyone)|(?<!\w)@(?=\w)", re.IGNORECASE)
+"""Of everybody anywhere, of one person at the beginning of a word: an address of mail stays whole."""
 _MARKUP = {0x3C: "‹", 0x3E: "›"}
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
