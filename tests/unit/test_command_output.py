@@ -56,6 +56,7 @@ def test_a_full_disk_below_the_output_is_a_sentence(command: list[str]) -> None:
     ("command", "keys"),
     [
         (["runbook", "list", "--json"], {"name", "title", "needs"}),
+        (["preflight", "list", "--json"], {"name", "title", "needs", "profiles"}),
         (["agent", "--once", "--format", "json"], {"collector", "state", "reason", "seconds", "series"}),
     ],
 )
