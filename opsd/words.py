@@ -33,6 +33,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def gpu_time(seconds: float) -> str:
+    """GPU-seconds, from a tenth of an hour on GPU-hours: 84 GPU-seconds, 0.35 GPU-hours, 1,204.00 GPU-hours."""
+    return f"{seconds:.0f} GPU-seconds" if seconds < 360 else f"{seconds / 3600:,.2f} GPU-hours"
+
+
 def plural(number: int, noun: str) -> str:
     """``1 step``, ``2 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
