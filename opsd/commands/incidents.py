@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from opsd.commands.agent_client import Agent, agent_options
-from opsd.commands.options import option
+from opsd.commands.options import Group, option
 from opsd.commands.output import output_console, plain_table, printable
 from opsd.runbooks.base import Culprit, State
 from opsd.words import clock, gpu_time
@@ -17,7 +17,7 @@ from opsd.words import clock, gpu_time
 _INCIDENTS = {"resolved": "green", "escalated": "bold red"}
 
 
-class _ListByDefault(click.Group):
+class _ListByDefault(Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
             args = ["list", *args]

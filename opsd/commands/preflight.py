@@ -16,7 +16,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.collectors.nvml import NvmlSettings
-from opsd.commands.options import Finite, config_options, option, report_options, report_targets
+from opsd.commands.options import Finite, SectionedGroup, config_options, option, report_options, report_targets
 from opsd.commands.output import output_console, written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
@@ -47,7 +47,15 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     return [name for value in values for name in value.split(",") if name]
 
 
-@click.group(invoke_without_command=True)
+_SECTIONS = {
+    "What is checked": ("profile", "only", "skip", "hours"),
+    "The run that is about to start": ("train", "train_set", "nodes", "sbatch"),
+    "Results": ("json_file", "junit_file", "markdown_file", "textfile_file", "word_file", "quiet"),
+    "What follows": ("acting", "fire_alerts"),
+}
+
+
+@click.group(cls=SectionedGroup, sections=_SECTIONS, invoke_without_command=True)
 @option("--profile", type=click.Choice(PROFILES), default="quick", help="How thorough.")
 @option("--only", multiple=True, callback=_split, metavar="CHECK,…", help="Only these checks.")
 @option("--skip", multiple=True, callback=_split, metavar="CHECK,…", help="Without these checks.")

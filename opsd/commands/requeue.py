@@ -11,7 +11,7 @@ from functools import partial
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, option
+from opsd.commands.options import Seconds, option
 from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
@@ -47,10 +47,10 @@ def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
 @option(
     "--restarts", type=click.IntRange(0), help="Leave the job alone if it was restarted more often. [default: as now]"
 )
-@option("--lead", default=0.0, type=Finite(0), hidden=True)
+@option("--lead", default=0.0, type=Seconds(0), hidden=True)
 @option("--dry-run", is_flag=True, help="Say what would be done and which right is missing, and do nothing.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object; what happens meanwhile goes to stderr.")
-@option("--limit", default=LIMIT_S, type=Finite(1), help="Seconds to keep trying.")
+@option("--limit", default=LIMIT_S, type=Seconds(1), help="Seconds to keep trying.")
 def requeue(
     job: int,
     lost: tuple[str, ...],

@@ -11,7 +11,7 @@ import click
 from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.ranks import RanksSettings
-from opsd.commands.options import Finite, config_options, option
+from opsd.commands.options import Seconds, config_options, option
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
 
@@ -26,9 +26,8 @@ TIMEOUT_S = 600.0
 @option("--dry-run", is_flag=True, help="Say which spare would come, and do nothing.")
 @option(
     "--timeout",
-    type=Finite(0),
+    type=Seconds(0),
     default=TIMEOUT_S,
-    metavar="SECONDS",
     help="Wait so long at most; a swap that has begun goes on.",
 )
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -112,7 +112,7 @@ def _group(group: Group, known: Sequence[Incident], wall: float) -> Html:
     first, over = group[0], group[0].resolved_at is not None
     began = wall - (_end(group) if over else min(i.opened_at for i in group))
     said = first.summary if len(group) == 1 else f"{title_of(first.kind)}: {_members(group)}"
-    when = h(f" – {'over for' if over else 'for'} {span(began)}")
+    when = h(f" – {f'ended {span(began)} ago' if over else f'for {span(began)}'}")
     head = join((severity_pill(first), state_pills(group), said, when))
     body = _details(first, symptoms_of(first.id, known), wall) if len(group) == 1 else _several(group, known, wall)
     unfold = not over and first.severity is not Severity.INFO
