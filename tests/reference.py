@@ -152,7 +152,9 @@ def _command(command: click.Command, context: click.Context, level: int, note: s
     usage = f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}"
     yield f"\n{'#' * level} {context.command_path}\n\n{note}{about}\n\n```\n{usage}\n```\n"
     for title, parameters in sections_of(command, context):
-        options = [record for each in parameters if (record := each.get_help_record(context)) and each.name != "help"]
+        options = [
+            record for each in parameters if (record := each.get_help_record(context)) and "--help" not in each.opts
+        ]
         if options:
             yield f"\n{title}:\n" if isinstance(command, SectionedCommand) else ""
             yield "\n" + _table(("option", "meaning"), [(f"`{names}`", said) for names, said in options])
