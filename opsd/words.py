@@ -6,7 +6,8 @@ import re
 import time
 from itertools import pairwise
 
-_MENTION = re.compile("@(?=channel|here|all|everyone)", re.IGNORECASE)
+_MENTION = re.compile(r"@(?=channel|here|all|everyone)|(?<!\w)@(?=\w)", re.IGNORECASE)
+"""Of everybody anywhere, of one person at the beginning of a word: an address of mail stays whole."""
 _MARKUP = {0x3C: "‹", 0x3E: "›"}
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -30,6 +31,11 @@ def count(number: float) -> str:
         if number >= (1e7 if name == "M" else factor):
             return f"{number / factor:.3g} {name}"
     return f"{number:,.0f}"
+
+
+def gpu_time(seconds: float) -> str:
+    """GPU-seconds, from a tenth of an hour on GPU-hours: 84 GPU-seconds, 0.35 GPU-hours, 1,204.00 GPU-hours."""
+    return f"{seconds:.0f} GPU-seconds" if seconds < 360 else f"{seconds / 3600:,.2f} GPU-hours"
 
 
 def plural(number: int, noun: str) -> str:

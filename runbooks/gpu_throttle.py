@@ -122,6 +122,7 @@ def _finding(
         TEMPERATURE: f"temperature {temperature:.0f} °C" if temperature is not None else "",
         POWER: f"power {power:.0f} W of {limit:.0f} W" if power is not None and limit is not None else "",
     }
+    known = "less than 1%" if share < 0.01 else f"{share:.0%}"
     whose = f"of job {job}" if job else f"of run {rank.run}" if rank else "of this GPU's work"
     return Finding(
         kind="gpu_throttle",
@@ -134,7 +135,7 @@ def _finding(
         cost=Cost(
             share,
             share * waiting * spent_s,
-            f"this throttle costs {share:.0%} {whose} ({counted(waiting, 'GPU')})",
+            f"this throttle costs {known} {whose} ({counted(waiting, 'GPU')})" if slowdown else "",
             waiting,
         ),
         job=job,

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from opsd import config, exitcodes
 from opsd.commands import main
 from opsd.commands.metrics import catalogue, label_values
+from opsd.commands.options import SectionedCommand, sections_of
 from opsd.commands.runbook import all_guides, to_markdown
 from opsd.launch.claims.messages import MESSAGES
 from opsd.launch.io import protocol
@@ -150,9 +151,13 @@ def _command(command: click.Command, context: click.Context, level: int, note: s
     about = inspect.cleandoc(command.help or "").replace("\b\n", "").replace("<", "\\<")
     usage = f"{context.command_path} {' '.join(command.collect_usage_pieces(context))}"
     yield f"\n{'#' * level} {context.command_path}\n\n{note}{about}\n\n```\n{usage}\n```\n"
-    options = [record for each in command.params if (record := each.get_help_record(context))]
-    if options:
-        yield "\n" + _table(("option", "meaning"), [(f"`{names}`", said) for names, said in options])
+    for title, parameters in sections_of(command, context):
+        options = [
+            record for each in parameters if (record := each.get_help_record(context)) and "--help" not in each.opts
+        ]
+        if options:
+            yield f"\n{title}:\n" if isinstance(command, SectionedCommand) else ""
+            yield "\n" + _table(("option", "meaning"), [(f"`{names}`", said) for names, said in options])
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             below = command.get_command(context, name)

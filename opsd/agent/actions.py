@@ -19,7 +19,7 @@ from typing import Any
 from opsd.agent.lanes import Lane
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.policy import HARMLESS, OF_A_RUN
-from opsd.agent.swap import NotInRun, SwapError, UnderWay, planned_swap
+from opsd.agent.swap import NotInRun, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.control import ControlError, ask_launcher
 from opsd.rank_page import PageError, RankPage, process_state, read_page
 from opsd.runbooks.base import Action
@@ -165,7 +165,8 @@ class Executor:
         why = " ".join(action.reason.split())
         try:
             patience_s = self._deadline_s * SWAP_SHARE
-            swapped = planned_swap(lambda request: ask_launcher(control, request), node, why, patience_s=patience_s)
+            came = planned_swap(lambda request: ask_launcher(control, request), node, why, patience_s=patience_s)
+            swapped = swapped_out(node, came)
         except UnderWay as agreed:
             swapped = str(agreed)
         except (SwapError, ControlError) as error:

@@ -67,8 +67,8 @@ def planned_swap(
     patience_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> str:
-    """Ask for ``node`` to be swapped out, wait until it has no ranks, and return which node replaced it.
+) -> tuple[str, ...]:
+    """Ask for ``node`` to be swapped out, wait until it has no ranks, and return which nodes have come.
 
     A run without a spare may get one from a pool, for which this waits. A new leader, or a later generation that still
     has ``node``, is asked again. Raises NotInRun if ``node`` has no ranks, SwapError if the swap is impossible or the
@@ -99,7 +99,11 @@ def planned_swap(
         if clock() > deadline:
             raise UnderWay(f"{node} leaves at the next step boundary; the launcher agreed {patience_s:.0f} s ago")
         sleep(POLL_S)
-    came = [name for name in now.nodes if name not in before.nodes]
+    return tuple(name for name in now.nodes if name not in before.nodes)
+
+
+def swapped_out(node: str, came: Sequence[str]) -> str:
+    """What ``planned_swap`` has done, in words."""
     return f"{node} is out of the run, {', '.join(came) or 'nobody'} took its place"
 
 

@@ -10,10 +10,10 @@ import click
 from opsd import exitcodes
 from opsd.commands import checkout
 from opsd.commands.dashboards import builder
-from opsd.commands.options import option
+from opsd.commands.options import Group, option
 
 
-@click.group()
+@click.group(cls=Group)
 def alerts() -> None:
     """Build Prometheus' rules, or check that the files are current."""
 

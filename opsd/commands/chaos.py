@@ -20,7 +20,7 @@ from opsd.chaos.faults import Fault
 from opsd.chaos.perform import FaultReporter, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
-from opsd.commands.options import option, options
+from opsd.commands.options import Group, option, options
 from opsd.rundir import memory_root
 
 MAX_S = 600.0
@@ -79,7 +79,7 @@ def _lasting(command: Callable[..., Fault]) -> Callable[..., int]:
     return _for(_momentary(command))
 
 
-class _Group(click.Group):
+class _Group(Group):
     """Turns ChaosError into one sentence and exit code 2."""
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -18,7 +18,7 @@ from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manif
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
 from opsd.commands.checkpoint_audit import audit
-from opsd.commands.options import option
+from opsd.commands.options import Group, option
 from opsd.commands.output import output_console
 
 SUBFOLDER = "checkpoints"
@@ -42,7 +42,7 @@ class Entry:
         }
 
 
-@click.group()
+@click.group(cls=Group)
 def checkpoint() -> None:
     """List, verify, audit, prune and upload checkpoints from their manifests.
 

@@ -17,7 +17,7 @@ import click
 from opsd import config as settings
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, with_agent
-from opsd.commands.options import config_options
+from opsd.commands.options import Group, config_options
 from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
 from opsd.files import SYSTEM_FILE
@@ -25,7 +25,7 @@ from opsd.files import SYSTEM_FILE
 RELOAD_S = 15.0
 
 
-@click.group()
+@click.group(cls=Group)
 def config() -> None:
     """Check, show, create or reload the configuration."""
 

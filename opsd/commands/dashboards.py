@@ -12,11 +12,11 @@ import click
 
 from opsd import exitcodes
 from opsd.commands import checkout
-from opsd.commands.options import option
+from opsd.commands.options import Group, option
 from opsd.commands.settings import BadConfig
 
 
-@click.group()
+@click.group(cls=Group)
 def dashboards() -> None:
     """Build the Grafana boards, check that the JSON is current, or write them into a Grafana."""
 

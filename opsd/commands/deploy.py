@@ -9,12 +9,12 @@ from pathlib import Path
 
 import click
 
-from opsd.commands.options import option
+from opsd.commands.options import Group, option
 
 FOLDER = Path(__file__).parents[1] / "deploy"
 
 
-@click.group()
+@click.group(cls=Group)
 def deploy() -> None:
     """List, show or copy what runs opsd: systemd units, batch scripts, rules, Alertmanager, Grafana, Ansible, deb."""
 

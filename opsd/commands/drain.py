@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from opsd.commands.node_service import node_options, node_service, write_evidence
+from opsd.commands.node_service import Sentences, node_options, node_service, write_evidence
 from opsd.commands.options import option
 from opsd.commands.settings import load
 from opsd.slurm import ownership
@@ -24,6 +24,7 @@ def drain(
     file: Path | None,
     overrides: tuple[str, ...],
     dry_run: bool,
+    as_json: bool,
     text: str,
     kind: str | None,
     incident: str | None,
@@ -35,9 +36,10 @@ def drain(
     machine does it later, once, provided it may: it runs as root, or policy.drain is on. Exits with 0 if they are out
     of service, 1 if a rule stands against it, Slurm refused or does not answer, 2 if the command line is wrong.
     """
-    settings = load(file, overrides)
+    settings, say = load(file, overrides), Sentences(as_json)
     kind = kind or (incident.rsplit("-", 2)[0] if incident else "maintenance")
-    service = node_service(settings)
+    service = node_service(settings, say)
     evidence = "" if dry_run else write_evidence(settings, file, nodes, text, incident, service)
     told = ownership.reason(kind, text, incident=incident or ownership.MANUAL, evidence=evidence)
-    return service.apply(DeferredUpdate("drain", nodes, service.now, told, force), dry_run, evidence)
+    update = DeferredUpdate("drain", nodes, service.now, told, force)
+    return say.conclude(update, service.apply(update, dry_run, evidence))

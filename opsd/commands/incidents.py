@@ -9,15 +9,15 @@ from typing import Any
 import click
 
 from opsd.commands.agent_client import Agent, agent_options
-from opsd.commands.options import option
+from opsd.commands.options import Group, option
 from opsd.commands.output import output_console, plain_table, printable
 from opsd.runbooks.base import Culprit, State
-from opsd.words import clock
+from opsd.words import clock, gpu_time
 
 _INCIDENTS = {"resolved": "green", "escalated": "bold red"}
 
 
-class _ListByDefault(click.Group):
+class _ListByDefault(Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
             args = ["list", *args]
@@ -100,7 +100,8 @@ def _seconds(value: float | None) -> str:
 
 def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
     cost = incident["cost"]
-    hours = (incident["joint_gpu_seconds"] or 0.0) / 3600
+    over = incident["resolved_at"]
+    told = "" if over and cost["gpus"] else cost["text"]  # of the last moment, and long past
     relapses = incident["relapses"]
     lines = [
         incident["id"],
@@ -109,8 +110,8 @@ def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
         f"  severity   {incident['severity']}",
         f"  culprit    {_culprit(incident['culprit'])}, confidence {incident['confidence']:.0%}",
         f"  opened     {clock(incident['opened_at'])}",
-        *([f"  over       {clock(incident['resolved_at'])}"] if incident["resolved_at"] else []),
-        f"  cost       {hours:.2f} GPU-hours{': ' + cost['text'] if cost['text'] else ''}",
+        *([f"  over       {clock(over)}"] if over else []),
+        f"  cost       {gpu_time(incident['joint_gpu_seconds'] or 0.0)}{': ' + told if told else ''}",
         *([f"  came back  {relapses} time{'s' * (relapses != 1)}"] if relapses else []),
         *([f"  job        {incident['job']}"] if incident["job"] else []),
         *([f"  cause      {incident['cause']}"] if incident["cause"] else []),

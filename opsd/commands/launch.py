@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from opsd import exitcodes
 from opsd.commands.launch_options import NOTIFY, own_options, rdzv_seconds, rendezvous_options
+from opsd.commands.options import SectionedCommand
 from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.gpus import find_gpu_probe
@@ -57,7 +58,29 @@ FLUSH_S = 5.0
 """What files and readers are given to take the last of events and messages when the launcher ends."""
 
 
+_SECTIONS = {
+    "Program and ranks": ("local_size", "module", "no_python", "virtual_local_rank", "role"),
+    "Several nodes": (
+        "count", "spares", "nodes", "node_name", "join_timeout", "last_call", "node_timeout", "wait_for_node", "port",
+    ),
+    "Several nodes outside Slurm, as with torchrun": (
+        "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "local_addr",
+    ),
+    "Restarts": (
+        "max_restarts", "restart_window", "same_failures", "no_standby", "standby_import", "stop_timeout",
+    ),
+    "Hangs": (
+        "hang_limit", "data_hang_limit", "startup_limit", "unannounced_hang_limit", "idle_limit", "no_observe",
+    ),
+    "Name, files and messages": (
+        "run", "run_dir", "log_dir", "log_size", "redirects", "tee", "chosen", "events", "notify",
+    ),
+}  # fmt: skip
+
+
 @click.command(
+    cls=SectionedCommand,
+    sections=_SECTIONS,
     context_settings={
         "allow_interspersed_args": False,
         "help_option_names": ["-h", "--help"],
@@ -79,6 +102,10 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
     The flags and the environment of the ranks are torchrun's. All output of a rank goes to one log file and to the
     console. On several nodes start it once on each, with the same arguments; the folder of the run must be one that all
     of them see.
+
+        opsd launch --nproc-per-node 8 train.py --lr 3e-4
+
+        srun -N 4 opsd launch --nnodes 4 --nproc-per-node 8 train.py
     """
     _keep_standard_descriptors()
     os.environ.pop(NOTIFY, None)  # it is a secret that no rank needs

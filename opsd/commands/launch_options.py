@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from opsd.commands.options import Finite, option, options
+from opsd.commands.options import Seconds, option, options
 from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run.launchers import NodeCount
 from opsd.launch.run.rendezvous import RendezvousOptions
@@ -164,9 +164,15 @@ _FILE = click.Path(path_type=Path)
 
 own_options = options(
     option("--spares", type=click.IntRange(0), default=0, help="Nodes that stand by."),
-    option("--nodes", default="", help="Their names, n[1-4], or n1=ADDRESS,n2=…; those of the Slurm job by default."),
+    option(
+        "--nodes",
+        default="",
+        metavar="HOSTLIST",
+        help="Their names, n[1-4], or n1=ADDRESS,n2=…; those of the Slurm job by default.",
+    ),
     option(
         "--node-name",
+        metavar="NODE",
         callback=node_name,
         default="",
         help="The name of this node among them; Slurm's or the host's by default.",
@@ -178,20 +184,20 @@ own_options = options(
     ),
     option(
         "--node-timeout",
-        type=Finite(0.5, 300),
+        type=Seconds(0.5, 300),
         default=1.5,
         help="Seconds of silence after which a node is lost, unless it is known to answer slowly.",
     ),
-    option("--join-timeout", type=Finite(1), default=600.0, help="Seconds within which the nodes must have come."),
+    option("--join-timeout", type=Seconds(1), default=600.0, help="Seconds within which the nodes must have come."),
     option(
         "--last-call",
-        type=Finite(0),
+        type=Seconds(0),
         default=30.0,
         help="With --nnodes MIN:MAX: seconds to wait for more nodes at the start, once MIN have come.",
     ),
     option(
         "--wait-for-node",
-        type=Finite(0),
+        type=Seconds(0),
         default=0.0,
         help="Seconds to wait for a node to come back when too few are left, before the run is given back to Slurm.",
     ),
@@ -209,31 +215,31 @@ own_options = options(
     ),
     option(
         "--hang-limit",
-        type=Finite(0),
+        type=Seconds(0),
         default=5.0,
         help="Seconds without any change that are a hang, unless three times the p99 step is longer; 0: never judge.",
     ),
     option(
         "--data-hang-limit",
-        type=Finite(1),
+        type=Seconds(1),
         default=20.0,
         help="The same while waiting for data; leaves the agent time to repair a loader.",
     ),
     option(
         "--startup-limit",
-        type=Finite(1),
+        type=Seconds(1),
         default=1800.0,
         help="Seconds without change allowed until the first three steps are done: loading, compiling.",
     ),
     option(
         "--unannounced-hang-limit",
-        type=Finite(0),
+        type=Seconds(0),
         default=60.0,
         help="The least --hang-limit of programs that do not report their phases.",
     ),
     option(
         "--idle-limit",
-        type=Finite(0),
+        type=Seconds(0),
         default=600.0,
         help="Seconds in which a rank uses neither CPU nor GPU and moves no data that are a hang; 0: never.",
     ),
@@ -250,8 +256,16 @@ own_options = options(
         default=64,
         help="MiB after which the log of a rank starts again; the two before are kept. 0: never.",
     ),
-    option("--run-id", "run", callback=run_name, help="Name of the run; from the Slurm job or the time by default."),
-    option("--run-dir", type=_FILE, help="Folder kept for the run; ~/.local/state/opsd/runs/RUN by default."),
+    option(
+        "--run-id",
+        "run",
+        callback=run_name,
+        metavar="NAME",
+        help="Name of the run; from the Slurm job or the time by default.",
+    ),
+    option(
+        "--run-dir", type=_FILE, metavar="DIR", help="Folder kept for the run; ~/.local/state/opsd/runs/RUN by default."
+    ),
     option(
         "--notify",
         multiple=True,

@@ -49,6 +49,15 @@ COMMANDS = {
 }
 """What each command does; NAME is the function of that name in ``opsd/commands/NAME.py``, ``return`` in ``return_``."""
 
+GROUPS = {
+    "Run": ("launch", "train", "slurm", "swap", "requeue", "checkpoint"),
+    "See what is going on": ("status", "top", "incidents", "diagnose", "runbook", "report", "compare", "ledger"),
+    "Nodes": ("agent", "preflight", "drain", "return", "spare", "config"),
+    "Set up": ("deploy", "alerts", "dashboards", "targets", "metrics", "completion"),
+    "Try and test": ("demo", "chaos", "stack", "bench"),
+}
+"""The headings of the list of commands."""
+
 CHECKOUT_ONLY = frozenset({"bench", "stack"})
 """Commands for the development of opsd: packages do not have them."""
 
@@ -80,14 +89,19 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show the list without importing the commands."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name]) for name in _commands()])
+        here = _commands()
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:<10}", COMMANDS[name]) for name in names if name in here])
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="opsd")
 def cli() -> None:
-    """Keep a training run on a GPU cluster at full speed."""
+    """Keep a training run on a GPU cluster at full speed.
+
+    `opsd COMMAND --help` explains each command and its exit codes.
+    """
 
 
 def show(error: click.ClickException) -> None:

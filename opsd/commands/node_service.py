@@ -6,8 +6,9 @@ import getpass
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -36,7 +37,45 @@ node_options = options(
     click.argument("nodes", nargs=-1, required=True, callback=_names, metavar="NODE..."),
     config_options,
     option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
+    option("--json", "as_json", is_flag=True, help="Print one JSON object."),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of an order; ``changed`` are the nodes whose state it has changed, ``order`` the file of one kept.
+
+    possible and not_permitted are of a dry run, refused is by a rule or by Slurm.
+    """
+
+    result: Literal["done", "possible", "not_permitted", "refused", "kept", "unanswered"]
+    changed: Sequence[str] = ()
+    order: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command."""
+        return exitcodes.OK if self.result in ("done", "possible") else exitcodes.FAILED
+
+
+class Sentences:
+    """Prints each sentence, or keeps them for the JSON of the outcome."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json, self._kept = as_json, list[str]()
+
+    def __call__(self, sentence: str) -> None:
+        if self._as_json:
+            self._kept.append(sentence)
+        else:
+            click.echo(sentence)
+
+    def conclude(self, update: DeferredUpdate, outcome: Outcome) -> int:
+        """Print the JSON if it is asked for; the exit code."""
+        if self._as_json:
+            order = {"verb": update.verb, "nodes": update.names, "reason": update.told}
+            click.echo(json.dumps({**order, **asdict(outcome), "sentences": self._kept}, indent=1))
+        return outcome.exit_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,39 +88,37 @@ class NodeService:
     say: Callable[[str], None]
     now: float
 
-    def apply(self, update: DeferredUpdate, dry_run: bool, evidence: str = "") -> int:
-        """Carry out ``update``, or say what it would do; the exit code. Unanswered, it is kept for an agent that may.
+    def apply(self, update: DeferredUpdate, dry_run: bool, evidence: str = "") -> Outcome:
+        """Carry out ``update``, or say what it would do. Unanswered, it is kept for an agent that may.
 
         The file ``evidence`` is removed if nothing comes of the order.
         """
-        kept = False
+        outcome = Outcome("refused")
         try:
             if against := self._against(update):
                 self.say("; ".join(against))
             elif dry_run:
-                return self._say_what_would_be_done(update)
+                outcome = self._preview(update)
             else:
-                self._do(update)
-                kept = True
-                return exitcodes.OK
+                outcome = Outcome("done", self._do(update))
         except SlurmUnavailable as error:
             self.say(f"Slurm does not answer: {error}")
-            kept = not dry_run and self._keep(update)
+            outcome = Outcome("unanswered") if dry_run else self._keep(update)
         except (SlurmError, ValueError) as error:
             self.say(str(error))
         finally:
-            if evidence and not kept:
+            if evidence and outcome.result not in ("done", "kept"):
                 Path(evidence).unlink(missing_ok=True)
-        return exitcodes.FAILED
+        return outcome
 
-    def _say_what_would_be_done(self, update: DeferredUpdate) -> int:
+    def _preview(self, update: DeferredUpdate) -> Outcome:
         told = f" with the reason {update.told}" if update.told else ""
         would = f"would {update.verb} {', '.join(update.names)}{told}"
         if may_update_nodes(self.slurm):
             self.say(would)
-            return exitcodes.OK
+            return Outcome("possible")
         self.say(f"{would}, but this user may not: that needs root, SlurmUser or an operator (sacctmgr)")
-        return exitcodes.FAILED
+        return Outcome("not_permitted")
 
     def _against(self, update: DeferredUpdate) -> list[str]:
         if update.force:
@@ -98,7 +135,7 @@ class NodeService:
         )
         return [*unknown, *filter(None, refusals)]
 
-    def _do(self, update: DeferredUpdate) -> None:
+    def _do(self, update: DeferredUpdate) -> Sequence[str]:
         if update.verb == "drain":
             done = ownership.drain(self.slurm, update.names, update.told, self.rules, force=update.force, now=self.now)
         else:
@@ -111,24 +148,25 @@ class NodeService:
         if rest := [name for name in update.names if name not in done]:
             already = "drained by opsd already" if update.verb == "drain" else "in service already"
             self.say(f"{', '.join(rest)}: {already}")
+        return done
 
-    def _keep(self, update: DeferredUpdate) -> bool:
+    def _keep(self, update: DeferredUpdate) -> Outcome:
         if not self.updates.enabled:
             self.say("no agent here may carry the order out later; give it again once Slurm answers")
-            return False
+            return Outcome("unanswered")
         try:
             path = self.updates.put(update)
         except OSError as error:
             self.say(f"the order was not kept either ({error.strerror}); give it again once Slurm answers")
-            return False
+            return Outcome("unanswered")
         self.say(f"kept as {path}; the agent of this node carries it out, once, when Slurm answers again")
-        return True
+        return Outcome("kept", order=str(path))
 
 
-def node_service(settings: Settings) -> NodeService:
+def node_service(settings: Settings, say: Callable[[str], None]) -> NodeService:
     """The service of this machine."""
     return NodeService(
-        choose().slurm, Rules.of(settings.policy), DeferredUpdates(settings.agent.state_dir), click.echo, time.time()
+        choose().slurm, Rules.of(settings.policy), DeferredUpdates(settings.agent.state_dir), say, time.time()
     )
 
 

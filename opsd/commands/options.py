@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +13,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(*names: str, **attributes: Any) -> Callable[[F], F]:
-    """``click.option`` that shows its default in the help, if there is something to show."""
+    """``click.option`` that shows its default in the help, if there is something to show; integers are N."""
     default = attributes.get("default")
+    if isinstance(attributes.get("type"), click.IntRange):
+        attributes.setdefault("metavar", "N")
+    if isinstance(default, float) and default.is_integer() and "type" in attributes:
+        attributes["default"] = int(default)  # shown without .0; the type makes it a float again
     attributes.setdefault("show_default", default not in (None, "", ()) and not callable(default))
     return click.option(*names, **attributes)
 
@@ -52,8 +56,53 @@ def report_targets(files: Mapping[str, Path | None]) -> dict[str, Path]:
     return {name.removesuffix("_file"): path for name, path in files.items() if path is not None}
 
 
+class SectionedCommand(click.Command):
+    """A command whose help has its options below headings: ``sections`` has the names of their parameters."""
+
+    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See click."""
+        for title, parameters in sections_of(self, ctx):
+            records = [record for each in parameters if (record := each.get_help_record(ctx)) is not None]
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class Group(click.Group):
+    """A group that shows the first sentence of each of its commands whole; click cuts them to a line."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See click."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, found.get_short_help_str(1000)) for name, found in commands if found])
+
+
+class SectionedGroup(SectionedCommand, Group):
+    """A group with sections."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See click."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+def sections_of(command: click.Command, ctx: click.Context) -> Iterator[tuple[str, list[click.Option]]]:
+    """Each heading with its options; those that belong below none come last, as Options."""
+    rest = {found.name: found for found in command.get_params(ctx) if isinstance(found, click.Option)}
+    for title, names in command.sections.items() if isinstance(command, SectionedCommand) else ():
+        yield title, [rest.pop(name) for name in names]
+    yield "Options", [*rest.values()]
+
+
 class Finite(click.FloatRange):
     """A finite number in a range: click's own type takes ``nan`` for any and ``inf`` where there is no maximum."""
+
+    name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Raises click.BadParameter."""
@@ -61,3 +110,9 @@ class Finite(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
         return number
+
+
+class Seconds(Finite):
+    """A duration."""
+
+    name = "seconds"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.collectors.nvml import NvmlSettings
-from opsd.commands.options import Finite, config_options, option, report_options, report_targets
+from opsd.commands.options import Finite, SectionedGroup, config_options, option, report_options, report_targets
 from opsd.commands.output import output_console, written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
@@ -28,7 +29,7 @@ from opsd.preflight.checks import CHECKS, run_alerts
 from opsd.preflight.command import BURN_IN_H, HISTORY, Request, configured, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
-from opsd.preflight.fleet import FleetError, deviations, facts_of, fleet_of, newest_by_node
+from opsd.preflight.fleet import Deviation, FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.quarantine import quarantine
 from opsd.preflight.report import Report, ReportError
@@ -46,7 +47,15 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     return [name for value in values for name in value.split(",") if name]
 
 
-@click.group(invoke_without_command=True)
+_SECTIONS = {
+    "What is checked": ("profile", "only", "skip", "hours"),
+    "The run that is about to start": ("train", "train_set", "nodes", "sbatch"),
+    "Results": ("json_file", "junit_file", "markdown_file", "textfile_file", "word_file", "quiet"),
+    "What follows": ("acting", "fire_alerts"),
+}
+
+
+@click.group(cls=SectionedGroup, sections=_SECTIONS, invoke_without_command=True)
 @option("--profile", type=click.Choice(PROFILES), default="quick", help="How thorough.")
 @option("--only", multiple=True, callback=_split, metavar="CHECK,…", help="Only these checks.")
 @option("--skip", multiple=True, callback=_split, metavar="CHECK,…", help="Without these checks.")
@@ -151,8 +160,16 @@ def _as_spare(report: Report, settings: Settings, console: Console) -> None:
 
 
 @preflight.command(name="list")
-def list_checks() -> None:
+@option("--json", "as_json", is_flag=True, help="Print JSON.")
+def list_checks(as_json: bool) -> None:
     """List the checks, their profiles and what they need."""
+    if as_json:
+        listed = [
+            {"name": check.name, "title": check.title, "needs": sorted(check.needs), "profiles": list(check.seconds)}
+            for check in CHECKS
+        ]
+        click.echo(json.dumps(listed, indent=1))
+        return
     table = Table(box=None, pad_edge=False)
     for heading in ("check", "what", "needs", "profiles"):
         table.add_column(heading)
@@ -165,14 +182,15 @@ def list_checks() -> None:
 @click.argument("node", required=False)
 @option("--runs", default=20, help="Look at this many runs.")
 @option("--check", "check_name", help="Only the measures of this check.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
-def history(settings: Settings, node: str | None, runs: int, check_name: str | None) -> int:
+def history(settings: Settings, node: str | None, runs: int, check_name: str | None, as_json: bool) -> int:
     """Show the last preflights of NODE (by default this one) and the trend of everything measured."""
     book = History(settings.agent.state_dir / HISTORY)
     node = node or settings.agent.node
     try:
-        past, trends = book.runs(node, runs), book.trends(node, runs)
-        known = book.nodes()
+        past, known = book.runs(node, runs), book.nodes()
+        trends = [trend for trend in book.trends(node, runs) if check_name in (None, trend.check)]
     except HistoryError as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.FAILED
@@ -180,40 +198,59 @@ def history(settings: Settings, node: str | None, runs: int, check_name: str | N
         hint = f"there are runs of {', '.join(known[:8])}" if known else "no preflight has been run here yet"
         click.echo(f"opsd: {book.path} has no run of {node}; {hint}", err=True)
         return exitcodes.FAILED
+    if as_json:
+        found = {"node": node, "runs": [*map(asdict, past)], "trends": [*map(asdict, trends)]}
+        click.echo(json.dumps(found, indent=1))
+        return exitcodes.OK
     console = output_console()
     for run in past:
         when = datetime.fromtimestamp(run.started).astimezone().strftime("%Y-%m-%d %H:%M:%S")
         console.print(f"{when}  {run.profile:9} {'[green]passed[/]' if run.passed else '[bold red]FAILED[/]'}")
-    console.print(render([trend for trend in trends if check_name in (None, trend.check)]))
+    console.print(render(trends))
     return exitcodes.OK
 
 
 @preflight.command()
 @click.argument("reports", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @option("--fleet", "fleet_file", type=_FILE, help="Write the medians to FILE, for preflight.fleet.")
-def merge(reports: tuple[Path, ...], fleet_file: Path | None) -> int:
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def merge(reports: tuple[Path, ...], fleet_file: Path | None, as_json: bool) -> int:
     """Compare the JSON reports of many nodes: who failed, and whose versions differ from the majority.
 
     Exits with 1 if a node failed, versions differ, or FILE cannot be written.
     """
     loaded = [*_read_all(reports)]
-    nodes = newest_by_node(loaded)
-    console = Console()
+    nodes, differing = newest_by_node(loaded), deviations(facts_of(loaded))
     passed = sorted(node for node, report in nodes.items() if report.passed)
+    failed = sorted((r for r in nodes.values() if not r.passed), key=lambda report: report.node)
+    if as_json:
+        click.echo(json.dumps(_merged(passed, failed, differing), indent=1))
+    else:
+        _show_merged(passed, failed, differing)
+    if fleet_file is not None and not written(fleet_file, fleet_of(loaded).to_json(), "the medians"):
+        return exitcodes.FAILED
+    return exitcodes.FAILED if differing or failed else exitcodes.OK
+
+
+def _merged(passed: Sequence[str], failed: Sequence[Report], differing: Sequence[Deviation]) -> dict[str, object]:
+    found = {
+        report.node: {result.check: result.sentences for result in report.results if result.failed} for report in failed
+    }
+    return {"passed": passed, "failed": found, "deviations": [*map(asdict, differing)]}
+
+
+def _show_merged(passed: Sequence[str], failed: Sequence[Report], differing: Sequence[Deviation]) -> None:
+    console = Console()
     if passed:
         count = f"{len(passed)} node{'s' if len(passed) > 1 else ''} passed"
         console.print(f"[green]{count}: {escape(compress(passed))}[/]", highlight=False, soft_wrap=True)
-    for report in sorted((r for r in nodes.values() if not r.passed), key=lambda report: report.node):
+    for report in failed:
         console.print(f"[bold red]{escape(report.summary)}[/]", highlight=False, soft_wrap=True)
         for result in report.results:
             for sentence in result.sentences if result.failed else ():
                 console.print(f"  {escape(sentence)}", highlight=False, soft_wrap=True)
-    differing = deviations(facts_of(loaded))
     for deviation in differing:
         console.print(f"[yellow]{escape(str(deviation))}[/]", highlight=False, soft_wrap=True)
-    if fleet_file is not None and not written(fleet_file, fleet_of(loaded).to_json(), "the medians"):
-        return exitcodes.FAILED
-    return exitcodes.FAILED if differing or len(passed) < len(nodes) else exitcodes.OK
 
 
 def _read_all(paths: Iterable[Path]) -> Iterable[Report]:

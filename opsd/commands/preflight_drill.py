@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from opsd import __version__, exitcodes
-from opsd.commands.options import Finite, option, report_options, report_targets
+from opsd.commands.options import Seconds, option, report_options, report_targets
 from opsd.commands.preflight_network import exit_code
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
@@ -39,7 +39,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @option("--nproc-per-node", "ranks", type=click.IntRange(1), help="Ranks on each node; by default one per GPU.")
 @option("--hosts", default="", metavar="HOSTLIST", help="All nodes, e.g. n[01-04]; by default those of the job.")
 @option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
-@option("--timeout", type=Finite(0), default=900.0, metavar="SECONDS", help="For all of it.")
+@option("--timeout", type=Seconds(0), default=900.0, help="For all of it.")
 @report_options
 @click.pass_obj
 def node_drill(

@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, option, report_options, report_targets
+from opsd.commands.options import Seconds, option, report_options, report_targets
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
 from opsd.preflight import view
@@ -33,7 +33,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @option("--profile", type=click.Choice(["quick", "standard"]), default="quick")
 @option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default Slurm's.")
 @option("--search", "only_search", is_flag=True, help="Only search for bad nodes and links.")
-@option("--join-timeout", type=Finite(0), default=120.0, metavar="SECONDS", help="How long to wait for nodes.")
+@option("--join-timeout", type=Seconds(0), default=120.0, help="How long to wait for nodes.")
 @report_options
 @click.pass_obj
 def network(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
+from dataclasses import asdict
+from functools import partial
 
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, option
+from opsd.commands.options import Seconds, option
 from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
@@ -44,9 +47,10 @@ def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
 @option(
     "--restarts", type=click.IntRange(0), help="Leave the job alone if it was restarted more often. [default: as now]"
 )
-@option("--lead", default=0.0, type=Finite(0), hidden=True)
+@option("--lead", default=0.0, type=Seconds(0), hidden=True)
 @option("--dry-run", is_flag=True, help="Say what would be done and which right is missing, and do nothing.")
-@option("--limit", default=LIMIT_S, type=Finite(1), help="Seconds to keep trying.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object; what happens meanwhile goes to stderr.")
+@option("--limit", default=LIMIT_S, type=Seconds(1), help="Seconds to keep trying.")
 def requeue(
     job: int,
     lost: tuple[str, ...],
@@ -55,6 +59,7 @@ def requeue(
     restarts: int | None,
     lead: float,
     dry_run: bool,
+    as_json: bool,
     limit: float,
 ) -> int:
     """Put JOB (default: the one this runs in) back into the queue and have it start as soon as it can.
@@ -67,20 +72,23 @@ def requeue(
     wrong.
     """
     slurm, without = choose().slurm, ExcludedNodes(lost, unfit, reason)
+    say = partial(click.echo, err=as_json)
     try:
         if dry_run:
             would = preview(slurm, job, without, getpass.getuser())
-            click.echo(would.text)
+            click.echo(json.dumps({"job": job, **asdict(would)}, indent=1) if as_json else would.text)
             return exitcodes.OK if would.possible else exitcodes.FAILED
         if os.environ.get("SLURM_JOB_ID") == str(job):
             done = requeue_from_inside(
-                slurm, allocation(os.environ), without, restarts=restarts, limit_s=limit, say=click.echo
+                slurm, allocation(os.environ), without, restarts=restarts, limit_s=limit, say=say
             )
         else:
-            done = requeue_now(slurm, job, without, restarts=restarts, defer_s=lead, limit_s=limit, say=click.echo)
+            done = requeue_now(slurm, job, without, restarts=restarts, defer_s=lead, limit_s=limit, say=say)
     except (SlurmError, AllocationError) as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.FAILED
+    if as_json:
+        click.echo(json.dumps(asdict(done), indent=1))
     if done.held:
         click.echo(
             f"opsd: job {done.job} is on hold ({done.held}), which somebody has set and which stays; scontrol "
@@ -88,7 +96,8 @@ def requeue(
             err=True,
         )
         return exitcodes.FAILED
-    click.echo(_told(done))
+    if not as_json:
+        click.echo(_told(done))
     return exitcodes.OK
 
 

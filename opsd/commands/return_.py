@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from opsd.commands.node_service import node_options, node_service, write_evidence
+from opsd.commands.node_service import Sentences, node_options, node_service, write_evidence
 from opsd.commands.options import option
 from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
@@ -32,6 +32,7 @@ def return_(
     file: Path | None,
     overrides: tuple[str, ...],
     dry_run: bool,
+    as_json: bool,
     reports: tuple[Path, ...],
     force: bool,
     text: str | None,
@@ -45,12 +46,13 @@ def return_(
     """
     if force != (text is not None):
         raise click.UsageError("--force and --reason belong together: say why the checks are passed over")
-    settings = load(file, overrides)
-    service = node_service(settings)
+    settings, say = load(file, overrides), Sentences(as_json)
+    service = node_service(settings, say)
     proved = proofs(settings, nodes, [_read_report(path) for path in reports])
     by_force = force and not dry_run
     evidence = write_evidence(settings, file, nodes, f"given back by force: {text}", None, service) if by_force else ""
-    return service.apply(DeferredUpdate("return", nodes, service.now, "", force, proved), dry_run, evidence)
+    update = DeferredUpdate("return", nodes, service.now, "", force, proved)
+    return say.conclude(update, service.apply(update, dry_run, evidence))
 
 
 def proofs(settings: Settings, nodes: Sequence[str], reports: Sequence[Report]) -> dict[str, PreflightResult]:

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.markdown import Markdown
 
-from opsd.commands.options import option
+from opsd.commands.options import Group, option
 from opsd.commands.output import output_console, plain_table
 from opsd.commands.settings import BadConfig
 from opsd.dashboards.alerts.catalogue import GUIDES
@@ -17,7 +17,7 @@ from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import SECTIONS, Guide
 
 
-@click.group()
+@click.group(cls=Group)
 def runbook() -> None:
     """List the runbooks or show one."""
 

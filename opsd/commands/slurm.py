@@ -9,7 +9,7 @@ from dataclasses import asdict
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, option
+from opsd.commands.options import Group, Seconds, option
 from opsd.commands.slurm_attend import attend
 from opsd.commands.slurm_run import run
 from opsd.slurm.check import Report
@@ -19,7 +19,7 @@ from opsd.slurm.connect import choose
 MARKS = {True: "ok ", False: "no ", None: "   "}
 
 
-@click.group()
+@click.group(cls=Group)
 def slurm() -> None:
     """A run as a Slurm job, and what opsd may do with Slurm on this machine."""
 
@@ -30,7 +30,7 @@ slurm.add_command(attend)
 
 @slurm.command()
 @option("--node", default=lambda: os.uname().nodename, show_default="host name", help="Its name in Slurm.")
-@option("--deadline", default=12.0, type=Finite(min=0.1), help="Seconds for an answer.")
+@option("--deadline", default=12.0, type=Seconds(min=0.1), help="Seconds for an answer.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def check(ctx: click.Context, node: str, deadline: float, as_json: bool) -> None:

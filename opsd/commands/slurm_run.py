@@ -16,7 +16,7 @@ import click
 
 from opsd import exitcodes
 from opsd.commands.launch_options import NOTIFY
-from opsd.commands.options import Finite, option
+from opsd.commands.options import Seconds, option
 from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job
@@ -73,7 +73,7 @@ class _Separated(click.Command):
 @option("--spares", type=click.IntRange(0), default=0, help="Nodes of the job that stand by.")
 @option("--pool", metavar="PARTITION|reservation:NAME|same",
               help="Fetch a spare from there when a node is lost; same: from the job's own partition.")  # fmt: skip
-@option("--wait", type=Finite(0), metavar="S",
+@option("--wait", type=Seconds(0),
               help="Seconds to wait for a node when too few are left, before the job goes back into the queue. "
               f"[default: {WAIT_FOR_POOL_S:g} with a pool, else 0]")  # fmt: skip
 @option("--run-id", "run", callback=_run_id, help="Name of the run; made from the job's name by default.")

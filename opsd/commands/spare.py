@@ -12,7 +12,7 @@ from typing import TypeVar
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, config_options, option
+from opsd.commands.options import Finite, Group, config_options, option
 from opsd.commands.output import fail
 from opsd.commands.settings import load
 from opsd.config import Settings
@@ -33,7 +33,7 @@ from opsd.spares.transfer import RateLimit, StageError, Work
 from opsd.words import clock
 
 
-@click.group()
+@click.group(cls=Group)
 @config_options
 @click.pass_context
 def spare(ctx: click.Context, file: Path | None, overrides: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, option
+from opsd.commands.options import Seconds, option
 from opsd.simulated.gpus import NoCompilerError, SimulationError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ FIRST_DATA_S, TOLD_S = 60.0, 45.0
 
 
 @click.command()
-@option("--scrape", default=15.0, type=Finite(1, 60), help="Seconds between scrapes.")
+@option("--scrape", default=15.0, type=Seconds(1, 60), help="Seconds between scrapes.")
 @option("--keep", is_flag=True, help="Leave everything running until Ctrl-C.")
 def stack(scrape: float, keep: bool) -> None:
     """Start Prometheus, Alertmanager and an agent with simulated GPUs, overheat one, and wait for the alert.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import click
 
 from opsd import exitcodes
-from opsd.agent.swap import Members, SwapError, planned_swap
+from opsd.agent.swap import Members, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.ranks import RanksSettings
-from opsd.commands.options import Finite, config_options, option
+from opsd.commands.options import Seconds, config_options, option
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
 
@@ -25,11 +26,11 @@ TIMEOUT_S = 600.0
 @option("--dry-run", is_flag=True, help="Say which spare would come, and do nothing.")
 @option(
     "--timeout",
-    type=Finite(0),
+    type=Seconds(0),
     default=TIMEOUT_S,
-    metavar="SECONDS",
     help="Wait so long at most; a swap that has begun goes on.",
 )
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
 def swap(
     node: str,
@@ -37,6 +38,7 @@ def swap(
     reason: str,
     dry_run: bool,
     timeout: float,
+    as_json: bool,
     file: Path | None,
     overrides: tuple[str, ...],
 ) -> int:
@@ -47,16 +49,28 @@ def swap(
     --timeout, 2 if the command line is wrong.
     """
     root = load(file, overrides).section(RanksSettings).root
+    outcome: dict[str, Any] = {"run": run_name, "node": node, "result": "refused", "spares": []}
     try:
         control, status = _launcher(root, run_name, node)
+        members = Members.of(status)
+        outcome |= {"run": status.get("run"), "spares": members.spares}
         if dry_run:
-            click.echo(_plan(Members.of(status), node, str(status.get("run")), timeout))
-            return exitcodes.OK
-        click.echo(planned_swap(lambda request: ask_launcher(control, request), node, reason, patience_s=timeout))
+            said = _plan(members, node, str(status.get("run")), timeout)
+            outcome["result"] = "possible"
+        else:
+            came = planned_swap(lambda request: ask_launcher(control, request), node, reason, patience_s=timeout)
+            said = swapped_out(node, came)
+            outcome |= {"result": "done", "spares": came}
     except (ControlError, SwapError) as error:
-        click.echo(f"opsd: {error}", err=True)
-        return exitcodes.FAILED
-    return exitcodes.OK
+        said = str(error)
+        if isinstance(error, UnderWay):
+            outcome["result"] = "under_way"
+    good = outcome["result"] in ("possible", "done")
+    if as_json:
+        click.echo(json.dumps({**outcome, "sentence": said}, indent=1))
+    else:
+        click.echo(said if good else f"opsd: {said}", err=not good)
+    return exitcodes.OK if good else exitcodes.FAILED
 
 
 def _launcher(root: Path, run_name: str | None, node: str) -> tuple[Path, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from opsd.commands.options import Finite, option
+from opsd.commands.options import Seconds, option
 from opsd.commands.output import fail
 from opsd.slurm.connect import choose
 from opsd.slurm.port import Node, Slurm, SlurmError
@@ -51,7 +51,7 @@ def replace(file: Path, text: str) -> bool:
 @option("--cluster", help="Value of the label cluster; Slurm's ClusterName by default.")
 @option("--port", default=PORT, type=click.IntRange(1, 65_535), help="Port of the agents.")
 @option("--domain", default="", help="Appended to the nodes' names, for instance cluster.example.com.")
-@option("--deadline", default=12.0, type=Finite(min=0.1), help="Seconds for Slurm.")
+@option("--deadline", default=12.0, type=Seconds(min=0.1), help="Seconds for Slurm.")
 def targets(out: Path | None, cluster: str | None, port: int, domain: str, deadline: float) -> None:
     """Print the agents of all nodes for Prometheus' file_sd, or write them to a file.
 

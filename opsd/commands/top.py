@@ -21,7 +21,7 @@ from rich.text import Text
 
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
-from opsd.commands.options import Finite, option
+from opsd.commands.options import Seconds, option
 from opsd.commands.output import fail, output_console, printable
 from opsd.commands.top_screen import Curves, View, screen
 
@@ -32,7 +32,7 @@ _ARROWS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down
 
 @click.command()
 @with_agent
-@option("--interval", type=Finite(0.2, 60), default=1.0, help="Seconds between looks.")
+@option("--interval", type=Seconds(0.2, 60), default=1.0, help="Seconds between looks.")
 @option("--once", is_flag=True, help="Print once and exit.")
 def top(agent: Agent, interval: float, once: bool) -> int:
     """Watch the GPUs, ranks, runs and incidents of a node live; q or Ctrl-C ends it.

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from opsd.commands.launch_options import local_size, node_count, rank_list, rdzv_settings, streams
-from opsd.commands.options import F, Finite, option, options
+from opsd.commands.options import F, Seconds, option, options
 
 OPTIONS = frozenset(
     {
@@ -110,6 +110,7 @@ torchrun_options = options(
     ),
     _option(
         "--rdzv-id",
+        metavar="ID",
         help="The ranks' TORCHELASTIC_RUN_ID, the run's name by default; on several nodes it names the run.",
     ),
     _option("--rdzv-conf", default="", callback=rdzv_settings, hidden=True),
@@ -125,14 +126,14 @@ torchrun_options = options(
         help="MASTER_PORT of every generation; a fresh one for each by default.",
     ),
     _option("--local-addr", default="", metavar="ADDRESS", help="This node's address."),
-    _option("--role", default="default", help="The ranks' ROLE_NAME."),
+    _option("--role", default="default", metavar="NAME", help="The ranks' ROLE_NAME."),
     _option(
         "--max-restarts",
         type=click.IntRange(0),
         default=8,
         help="Restarts within any --restart-window committed steps; torchrun's default is 0.",
     ),
-    _option("--monitor-interval", type=Finite(0), hidden=True),
+    _option("--monitor-interval", type=Seconds(0), hidden=True),
     _option(
         "--start-method",
         default="spawn",
@@ -148,10 +149,13 @@ torchrun_options = options(
     _option("-m", "--module", is_flag=True, help="PROGRAM is a module, as in python -m."),
     _option("--no-python", is_flag=True, help="PROGRAM is any executable."),
     _option("--run-path", is_flag=True, hidden=True),
-    _option("--log-dir", type=click.Path(path_type=Path), help="Where logs go; RUN_DIR/logs by default."),
+    _option(
+        "--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where logs go; RUN_DIR/logs by default."
+    ),
     _option(
         "-r",
         "--redirects",
+        metavar="STREAMS",
         default="0",
         callback=streams,
         help="Streams that go to files of their own and not to the console: 1 stdout, 2 stderr, 3 both, 0 none; or by "
@@ -160,11 +164,19 @@ torchrun_options = options(
     _option(
         "-t",
         "--tee",
+        metavar="STREAMS",
         default="0",
         callback=streams,
         help="Streams that go to files of their own and to the console, each line with its rank; same form.",
     ),
-    _option("--local-ranks-filter", "chosen", default="", callback=rank_list, help="Show only these local ranks."),
+    _option(
+        "--local-ranks-filter",
+        "chosen",
+        default="",
+        callback=rank_list,
+        metavar="RANK,…",
+        help="Show only these local ranks.",
+    ),
     _option("--duplicate-stdout-filters", default="", callback=_only(("",), _NO_FILTER), hidden=True),
     _option("--duplicate-stderr-filters", default="", callback=_only(("",), _NO_FILTER), hidden=True),
     _option(
@@ -185,7 +197,7 @@ torchrun_options = options(
     _option(
         "--stop-timeout",
         "--shutdown-timeout",
-        type=Finite(0),
+        type=Seconds(0),
         default=120.0,
         envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
         help="Seconds to checkpoint and end after SIGTERM or SIGUSR1; a second signal leaves 20 s, a third none.",

@@ -22,8 +22,9 @@ APPRISE_S = 60.0
 """The same for apprise, which starts an interpreter and may speak to a mail server."""
 NO_APPRISE = 3
 """Exit code of ``python -m opsd.notify`` without apprise."""
-_DISCORD_MOST = 2000
-"""Characters that a message on Discord may have."""
+_DISCORD_MARKUP = str.maketrans({mark: f"\\{mark}" for mark in r"\*_~`|"})
+_NOT_DELIVERED = b"Webhook message delivery failed"
+"""How a connector of Teams begins its answer, of status 200, to what Teams has refused."""
 Body = Callable[[str, Mapping[str, object]], Mapping[str, Any]]
 
 
@@ -84,25 +85,38 @@ def body_for(host: str) -> Body:
     return lambda text, fields: {"text": text, **fields}
 
 
-def _card(text: str, _fields: Mapping[str, object]) -> Mapping[str, Any]:
+def _slack(text: str, _fields: Mapping[str, object]) -> Mapping[str, Any]:
+    return {"text": text, "mrkdwn": False}
+
+
+def _google(text: str, _fields: Mapping[str, object]) -> Mapping[str, Any]:
+    return {"text": text}  # it knows no way to turn * and _ off, and refuses keys that it does not know
+
+
+def _discord(text: str, _fields: Mapping[str, object]) -> Mapping[str, Any]:
+    return {"content": text.translate(_DISCORD_MARKUP), "allowed_mentions": {"parse": []}}
+
+
+def _teams(text: str, _fields: Mapping[str, object]) -> Mapping[str, Any]:
     content = {
         "type": "AdaptiveCard",
         "$schema": "http://adaptivecards.io/schemas/adaptive-card.json",
         "version": "1.4",
-        "body": [{"type": "TextBlock", "text": text, "wrap": True}],
+        # A TextBlock would read Markdown in it.
+        "body": [{"type": "RichTextBlock", "inlines": [{"type": "TextRun", "text": text}]}],
     }
     attachment = {"contentType": "application/vnd.microsoft.card.adaptive", "content": content}
     return {"type": "message", "attachments": [attachment]}
 
 
 _SERVICES: Mapping[tuple[str, ...], Body] = {
-    ("hooks.slack.com", "chat.googleapis.com"): lambda text, _: {"text": text},
-    ("discord.com", "discordapp.com"): lambda text, _: {
-        "content": text[:_DISCORD_MOST],
-        "allowed_mentions": {"parse": []},
-    },
-    ("webhook.office.com", "logic.azure.com", "powerplatform.com"): _card,  # Teams, by connectors and by workflows
+    ("hooks.slack.com", "hooks.slack-gov.com"): _slack,
+    ("chat.googleapis.com",): _google,
+    ("discord.com", "discordapp.com"): _discord,
+    ("webhook.office.com", "logic.azure.com", "powerplatform.com"): _teams,  # by connectors and by workflows
 }
+"""All of them take the 2,000 characters that ``send_json`` lets through: Discord takes 2,000, Slack 40,000, Google Chat
+32,000 bytes, Teams 28 KB."""
 
 
 def _post(url: str, text: str, fields: Mapping[str, object]) -> None:
@@ -110,11 +124,13 @@ def _post(url: str, text: str, fields: Mapping[str, object]) -> None:
         from opsd.notify.outgoing import send_json  # megabytes that only those with a webhook need
 
         body = body_for(urlsplit(url).hostname or "")(text, fields)
-        status, _ = send_json("POST", url, body, TIMEOUT_S)
+        status, answer = send_json("POST", url, body, TIMEOUT_S)
     except Exception as error:  # also of proxies and certificates, which the environment names
         raise NotifyError(f"the webhook could not be reached: {type(error).__name__}") from error
     if not 200 <= status < 300:  # redirects are failures, too
         raise NotifyError(f"the webhook answered with status {status}")
+    if answer.startswith(_NOT_DELIVERED):
+        raise NotifyError("the webhook took the message, and Teams refused it")
 
 
 def _hand_to_apprise(url: str, text: str, children: set[int]) -> None:

@@ -66,6 +66,9 @@ def test_the_history_shows_runs_and_trends(environment: dict[str, str]):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("passed") == 2
     assert "numa nodes" in result.stdout
+    found = json.loads(opsd(environment, "--set", "agent.node=node-7", "history", "--json").stdout)
+    assert (found["node"], [run["passed"] for run in found["runs"]]) == ("node-7", [True, True])
+    assert {(trend["check"], len(trend["past"])) for trend in found["trends"]} == {("numa", 2)}
 
 
 def test_a_node_without_history_is_an_answer_not_a_table(environment: dict[str, str]):
@@ -272,6 +275,11 @@ def test_merge_names_the_nodes_that_failed_and_those_that_differ(environment: di
     assert "3 nodes passed: node-[0-2]" in result.stdout
     assert "kernel is 6.5 on node-2; 2 of 3 nodes have 6.8" in result.stdout
     assert (tmp_path / "fleet.out").exists()
+    merged = json.loads(opsd(environment, "merge", "--json", *sorted(tmp_path.glob("*.json"))).stdout)
+    assert (merged["passed"], merged["failed"]) == (["node-0", "node-1", "node-2"], {})
+    assert [(found["fact"], found["value"], found["nodes"]) for found in merged["deviations"]] == [
+        ("kernel", "6.5", ["node-2"])
+    ]
 
 
 def test_results_that_cannot_be_written_are_said_after_they_were_shown(environment: dict[str, str], tmp_path: Path):

@@ -8,9 +8,11 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from markdown_it import MarkdownIt
 
 from opsd import __version__, exitcodes
 from opsd.commands.main import CHECKOUT_ONLY, COMMANDS
@@ -81,6 +83,24 @@ def test_the_wheel_of_the_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None
     with tarfile.open(hatch(ROOT, tmp_path / "sdist", "sdist")) as archive:
         archive.extractall(tmp_path, filter="data")
     assert names(hatch(tmp_path / f"opsd-{__version__}", tmp_path / "again", "wheel")) == names(wheel)
+
+
+def test_links_of_the_readme_work_on_a_package_index(wheel: Path) -> None:
+    """There is nothing beside it there: links and pictures are addresses of files of this release."""
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = HeaderParser().parsestr(archive.read(f"opsd-{__version__}.dist-info/METADATA").decode())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    inline = [token for block in MarkdownIt().parse(metadata.get_payload()) for token in block.children or ()]
+    links = {
+        str(token.attrs.get("src") or token.attrs["href"]) for token in inline if token.type in ("image", "link_open")
+    }
+    pictures, pages = "https://raw.githubusercontent.com/opsd/opsd", "https://github.com/opsd/opsd/blob"
+    assert {link for link in links if link.endswith((".png", ".svg"))} == {
+        link for link in links if link.startswith(pictures)
+    }
+    for link in links:
+        base = pictures if link.startswith(pictures) else pages
+        assert (ROOT / link.removeprefix(f"{base}/v{__version__}/")).exists() and link.startswith(base), link
 
 
 def test_it_brings_one_name_and_nothing_for_development(installed: Path) -> None:

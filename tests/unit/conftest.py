@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.fakes.cluster import FollowerLauncher
 from tests.fakes.leader import NODES
+from tests.fakes.webhook import Webhook
 
 
 @pytest.fixture
@@ -14,3 +17,11 @@ def follower() -> FollowerLauncher:
     follower = FollowerLauncher()
     follower.begin(1, *NODES)
     return follower
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    """It ends with the test."""
+    with Webhook() as server:
+        yield server
+        server.shutdown()

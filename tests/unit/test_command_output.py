@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from opsd import exitcodes
-from opsd.commands.main import cli
+from opsd.commands.main import COMMANDS, GROUPS, cli
+from opsd.commands.options import SectionedCommand
 
 
 @pytest.mark.parametrize("command", [("bench", "client"), ("demo",)])
@@ -56,6 +59,7 @@ def test_a_full_disk_below_the_output_is_a_sentence(command: list[str]) -> None:
     ("command", "keys"),
     [
         (["runbook", "list", "--json"], {"name", "title", "needs"}),
+        (["preflight", "list", "--json"], {"name", "title", "needs", "profiles"}),
         (["agent", "--once", "--format", "json"], {"collector", "state", "reason", "seconds", "series"}),
     ],
 )
@@ -69,3 +73,19 @@ def test_a_table_in_a_pipe_has_a_record_a_line() -> None:
     """However long: for grep, not for eyes."""
     listed = CliRunner().invoke(cli, ["runbook", "list"]).stdout.splitlines()
     assert len(listed) == 1 + len(json.loads(CliRunner().invoke(cli, ["runbook", "list", "--json"]).stdout))
+
+
+def test_every_command_stands_below_a_heading() -> None:
+    """And below one only."""
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("name", ["launch", "preflight"])
+def test_every_option_of_a_long_help_stands_below_a_heading(name: str) -> None:
+    """One that is forgotten would be shown with --help; the first sentences of commands are not cut."""
+    command = cli.get_command(click.Context(cli), name)
+    assert isinstance(command, SectionedCommand)
+    listed = CliRunner().invoke(cli, [name, "--help"]).output
+    rest = listed.rpartition("\nOptions:\n")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^  (?:-h, )?--([a-z-]+)", rest, re.MULTILINE)) <= {"config", "set", "help"}
+    assert "..." not in listed.partition("\nCommands:\n")[2]

@@ -42,6 +42,18 @@ def test_every_attempt_remembers_the_limit_before_the_first():
     assert [args["restore_watts"] for args in limits(hot, duration=100, on=[answer])] == [700.0, 700.0]
 
 
+def costs(*moments):
+    """What the first incident of GPU 1 costs, in words, at its end."""
+    scenario = Scenario.model_validate({"title": "heat", "duration": 60, "at": list(moments)})
+    return next(i.cost.text for i in play(scenario, "observe").incidents.values() if i.kind == "gpu_throttle")
+
+
+def test_a_throttle_without_effect_on_the_clock_costs_next_to_nothing():
+    """The counter of the driver moves; 0 % would be no cost at all."""
+    hot = change(10, **{HOT: {"rate": 1.0}})
+    assert costs(hot) == "this throttle costs less than 1% of job 4242 (4 GPUs)"
+
+
 def test_a_gpu_that_has_become_idle_is_left_alone():
     """The job ended before the effect could be seen: that it is cool now proves nothing and calls for nothing."""
     hot = change(10, **{HOT: {"rate": 1.0}})

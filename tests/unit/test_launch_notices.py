@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-
-import pytest
 
 from opsd.launch.run.notices import RESTART_S, STUCK_S, Notices, Sender
 from tests.fakes.webhook import Webhook
@@ -90,13 +88,6 @@ def test_the_end_has_reason_and_report() -> None:
     ((text, fields),) = stage.sent
     assert text == "tiny failed (rank 0 failed): 12 steps; report: /r/report.html"
     assert fields["event"] == "finished" and fields["exit_code"] == 1 and fields["report"] == "/r/report.html"
-
-
-@pytest.fixture
-def webhook() -> Iterator[Webhook]:
-    with Webhook() as server:
-        yield server
-        server.shutdown()
 
 
 def test_a_dead_receiver_is_one_line_and_the_others_are_told(webhook: Webhook, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
@@ -24,13 +24,6 @@ from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
 from tests.fakes.webhook import Webhook
-
-
-@pytest.fixture
-def webhook() -> Iterator[Webhook]:
-    with Webhook() as server:
-        yield server
-        server.shutdown()
 
 
 def test_a_notification_is_posted(webhook: Webhook) -> None:

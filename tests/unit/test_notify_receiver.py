@@ -10,12 +10,15 @@ from urllib.parse import urlsplit
 import pytest
 
 from opsd.notify.receiver import NotifyError, Receiver, body_for, read_receivers
+from opsd.words import unformatted
+from tests.fakes.webhook import Webhook
 
 
 @pytest.mark.parametrize(
     ("url", "keys"),
     [
-        ("https://hooks.slack.com/services/T/B/x", {"text"}),
+        ("https://hooks.slack.com/services/T/B/x", {"text", "mrkdwn"}),
+        ("https://hooks.slack-gov.com/services/T/B/x", {"text", "mrkdwn"}),
         ("https://chat.googleapis.com/v1/spaces/x", {"text"}),
         ("https://discord.com/api/webhooks/1/x", {"content", "allowed_mentions"}),
         ("https://contoso.webhook.office.com/webhookb2/x", {"type", "attachments"}),
@@ -30,17 +33,45 @@ def test_each_service_gets_its_own_form(url: str, keys: set[str]) -> None:
     assert set(body) == keys and "tiny is stuck" in str(body)
 
 
-def test_teams_gets_a_card_that_wraps() -> None:
-    """Workflows take adaptive cards, plain text no longer."""
-    body = body_for("a.webhook.office.com")("tiny is stuck", {})
-    (attachment,) = body["attachments"]
+def test_no_service_formats_what_users_wrote() -> None:
+    """Names such as __init__ keep their underscores, and nobody makes a reason vanish behind bars."""
+    text = "rank 3 failed: __init__() takes *args || x ~~y~~ `z`"
+    (attachment,) = body_for("a.webhook.office.com")(text, {})["attachments"]
     assert attachment["contentType"] == "application/vnd.microsoft.card.adaptive"
-    assert attachment["content"]["body"] == [{"type": "TextBlock", "text": "tiny is stuck", "wrap": True}]
+    assert attachment["content"]["body"] == [{"type": "RichTextBlock", "inlines": [{"type": "TextRun", "text": text}]}]
+    assert body_for("hooks.slack.com")(text, {})["mrkdwn"] is False
+    shown = body_for("discord.com")(text, {})["content"]
+    assert shown == r"rank 3 failed: \_\_init\_\_() takes \*args \|\| x \~\~y\~\~ \`z\`"
 
 
-def test_a_long_text_fits_into_discord() -> None:
+@pytest.mark.parametrize(
+    ("written", "sent"),
+    [
+        ("<!channel> <@U1> <users/all> <at>x</at>", "‹!channel› ‹@ U1› ‹users/all› ‹at›x‹/at›"),
+        ("@everyone a@here.org @bob bob@example.org", "@ everyone a@ here.org @ bob bob@example.org"),
+        ("[login](https://evil.example) ![x](y)", "[login] (https://evil.example) ![x] (y)"),
+        ("a\n# b\r\x1b[31m\u202e\u200bc", "a # b  [31m  c"),
+        ("x" * 5000, "x" * 1999 + "…"),
+        ("_" * 1999, "_" * 1999),
+    ],
+)
+def test_reasons_of_users_alert_nobody_and_fit(webhook: Webhook, written: str, sent: str) -> None:
+    """A reason is an exception of somebody's program: at most 2,000 characters of plain text on one line."""
+    Receiver(webhook.url).send(written, {"reason": written})
+    assert webhook.posts[-1] == {"text": sent, "reason": sent}
+
+
+def test_a_long_text_fits_into_discord_escaped() -> None:
     """It answers 400 to more than 2,000 characters."""
-    assert len(body_for("discord.com")("x" * 5000, {})["content"]) == 2000
+    body = body_for("discord.com")("_" * 2000, {})
+    assert len(unformatted(body["content"])) == 2000 and body["allowed_mentions"] == {"parse": []}
+
+
+def test_teams_refuses_with_status_200(webhook: Webhook) -> None:
+    """Its connectors say so in the answer."""
+    webhook.answer = b"Webhook message delivery failed with error: Microsoft Teams endpoint returned HTTP error 413"
+    with pytest.raises(NotifyError, match="refused"):
+        Receiver(webhook.url).send("x", {})
 
 
 def test_urls_in_a_file(tmp_path: Path) -> None:

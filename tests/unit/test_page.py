@@ -117,7 +117,7 @@ def test_everything_that_matters_is_on_it() -> None:
     title = ("node-17", "policy observe", "1 incident", "up 25 h 0 min")
     for said in (*title, "GPU 0 is in trouble", "too hot", "a tenth"):
         assert said in re.sub(r"\s+", " ", text)
-    for said in ("kill_process r: ok", "rank 1 is slow", "it is over", "over for 3 min"):
+    for said in ("kill_process r: ok", "rank 1 is slow", "it is over", "ended 3 min ago"):
         assert said in text
     for said in ("backward", "0 of train", "step 80, 21 behind", "backward 60%, forward 20%, data 20%", "0.500 s"):
         assert said in text

@@ -46,8 +46,16 @@ def test_what_needs_a_look_comes_first() -> None:
     text = re.sub(r"\s+", " ", found.text)
     for said in ("6 of 7 answer", "GPUs 48", "1 critical 3 warning", "GPU 3 is lost", "stands still for 5 min"):
         assert said in text
-    for said in ("timed out", "idle+drain", "opsd: GPU 3", "2 warnings", "lost 1"):
+    for said in ("timed out", "idle+drain", "opsd: GPU 3", "2 warning", "lost 1"):
         assert said in text
+
+
+def test_long_sentences_stay_on_a_line() -> None:
+    """They are cut by the browser; a pointer shows all of it, as does the page of the node."""
+    long = "GPU 3 is throttled by " + "sw_thermal, " * 12
+    found = page(told("node-2", incidents={"warning": 2}, worst=long), slurm=(Node("node-2", "idle", reason=long),))
+    briefs = [a["title"] for tag, a in found.tags if tag == "span" and a.get("class") == "brief"]
+    assert briefs == [long, long]
 
 
 def test_runs_lead_to_their_pages_on_their_nodes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 import time
@@ -14,7 +15,7 @@ from click.testing import CliRunner
 
 from opsd import exitcodes
 from opsd.commands.main import cli
-from opsd.commands.node_service import NodeService
+from opsd.commands.node_service import NodeService, Sentences
 from opsd.slurm import ownership
 from opsd.slurm.deferred import DeferredUpdate, DeferredUpdates, keep_applying
 from opsd.slurm.drainer import SlurmDrainer
@@ -35,14 +36,31 @@ def test_a_dry_run_says_what_would_be_done(tmp_path: Path) -> None:
     """And what stands against it, with the same exit codes, and touches nothing."""
     slurm, said = cluster(held("x1"), held("x2")), list[str]()
     update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
-    assert service(slurm, tmp_path, said).apply(update, dry_run=True) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(update, dry_run=True).exit_code == exitcodes.FAILED
     assert "2 may be held at once" in said[-1]
-    assert service(cluster(), tmp_path, said).apply(update, dry_run=True) == exitcodes.OK
+    assert service(cluster(), tmp_path, said).apply(update, dry_run=True).exit_code == exitcodes.OK
     assert said[-1] == "would drain n01 with the reason opsd:manual x"
     unknown = DeferredUpdate("return", ("nowhere",), NOW)
-    assert service(slurm, tmp_path, said).apply(unknown, dry_run=False) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(unknown, dry_run=False).exit_code == exitcodes.FAILED
     assert said[-1] == "Slurm has no node nowhere"
     assert slurm.updates == []
+
+
+def test_an_outcome_is_json_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was ordered, what came of it, which nodes changed, and every sentence that people would read."""
+    slurm, update = cluster(), DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
+    for dry_run, result, changed, sentence in (
+        (True, "possible", [], "would drain n01 with the reason opsd:manual x"),
+        (False, "done", ["n01"], "drained n01"),
+        (False, "done", [], "n01: drained by opsd already"),
+    ):
+        say = Sentences(as_json=True)
+        node_service = NodeService(slurm, RULES, DeferredUpdates(tmp_path), say, NOW)
+        assert say.conclude(update, node_service.apply(update, dry_run)) == exitcodes.OK
+        assert json.loads(capsys.readouterr().out) == {
+            "verb": "drain", "nodes": ["n01"], "reason": "opsd:manual x",
+            "result": result, "changed": changed, "order": "", "sentences": [sentence],
+        }  # fmt: skip
 
 
 def test_an_order_waits_for_slurm_and_is_carried_out_once(tmp_path: Path) -> None:
@@ -51,7 +69,7 @@ def test_an_order_waits_for_slurm_and_is_carried_out_once(tmp_path: Path) -> Non
     slurm.error = DOWN
     updates.enable()
     update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
-    assert service(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(update, dry_run=False).exit_code == exitcodes.FAILED
     assert ("Slurm does not answer" in said[0], "when Slurm answers again" in said[1]) == (True, True)
     assert updates.apply(slurm, RULES, NOW + 5) == []
     slurm.error = None
@@ -74,7 +92,7 @@ def test_an_order_is_kept_only_where_an_agent_may_carry_it_out(tmp_path: Path) -
     slurm.error = DOWN
     update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
     for _ in range(2):
-        assert service(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
+        assert service(slurm, tmp_path, said).apply(update, dry_run=False).exit_code == exitcodes.FAILED
         assert said[-1] == "no agent here may carry the order out later; give it again once Slurm answers"
         assert updates.pending() == []
         updates.enable()
@@ -163,7 +181,7 @@ def test_without_permission_nothing_is_kept(tmp_path: Path) -> None:
     """Trying again would not help."""
     slurm, said = cluster(operator=False), list[str]()
     update = DeferredUpdate("drain", ("n01",), NOW, "opsd:manual x")
-    assert service(slurm, tmp_path, said).apply(update, dry_run=False) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(update, dry_run=False).exit_code == exitcodes.FAILED
     assert (said, DeferredUpdates(tmp_path).pending()) == (["scontrol update: Invalid user id"], [])
     with pytest.raises(SlurmDenied):
         ownership.drain(slurm, ["n01"], "opsd:manual x", RULES, now=NOW)
@@ -174,7 +192,7 @@ def test_a_dry_run_says_which_right_is_missing(tmp_path: Path) -> None:
     said: list[str] = []
     slurm = FakeSlurm([Node("n1", "idle"), Node("n2", "idle")], operator=False)
     update = DeferredUpdate("drain", ("n1",), NOW, ownership.reason("maintenance", "dust"))
-    assert service(slurm, tmp_path, said).apply(update, dry_run=True) == exitcodes.FAILED
+    assert service(slurm, tmp_path, said).apply(update, dry_run=True).exit_code == exitcodes.FAILED
     assert "but this user may not: that needs root, SlurmUser or an operator" in said[0]
 
 

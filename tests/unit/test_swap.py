@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -108,12 +109,14 @@ def test_by_hand_a_swap_that_takes_too_long_is_a_failure(tmp_path: Path) -> None
     SwappingLauncher(NODES, ["s1"], slowly=True, control=tmp_path / CONTROL)
     code, said = by_hand(tmp_path, "n02", "--timeout=0.1")
     assert (code, "n02 leaves at the next step boundary" in said) == (exitcodes.FAILED, True)
+    code, said = by_hand(tmp_path, "n02", "--timeout=0.1", "--json")
+    assert (code, json.loads(said)["result"]) == (exitcodes.FAILED, "under_way")
 
 
 def test_a_spare_that_is_fetched_is_waited_for() -> None:
     """The launcher is asked again once it has come; if none comes, that is said."""
     launcher = SwappingLauncher(NODES, [], pool=["p7"])
-    assert planned_swap(launcher, "n02", "x", patience_s=20) == "n02 is out of the run, p7 took its place"
+    assert planned_swap(launcher, "n02", "x", patience_s=20) == ("p7",)
     assert [request["cmd"] for request in launcher.requests] == ["swap", "swap"]
     ticks = itertools.count()
     with pytest.raises(SwapError, match="one was asked for and has not come within 20 s"):
@@ -147,7 +150,7 @@ def test_a_swap_is_asked_for_again_of_the_next_head() -> None:
         status.update(head=head, generation=generation, nodes=["n01", "s1" if len(asked) == 4 else "n02"])
         return dict(status)
 
-    assert "s1 took its place" in planned_swap(ask, "n02", "x", patience_s=20, sleep=lambda _: None)
+    assert planned_swap(ask, "n02", "x", patience_s=20, sleep=lambda _: None) == ("s1",)
     assert asked == [("n01", 1), ("n03", 1), ("n03", 1), ("n03", 2)]
 
 
@@ -167,6 +170,8 @@ def test_a_dry_run_names_the_spare_and_does_nothing(tmp_path: Path) -> None:
     )
     assert "it leads the run" in said
     assert launcher.requests == []
+    code, said = by_hand(tmp_path, "n00", "--dry-run", "--json")
+    assert (code, json.loads(said)["result"], json.loads(said)["spares"]) == (exitcodes.OK, "possible", ["s1", "s2"])
     code, said = by_hand(tmp_path, "n00", "--reason=new fan")
     assert (code, said) == (exitcodes.OK, "n00 is out of the run, s1 took its place\n")
     assert launcher.requests == [{"cmd": "swap", "node": "n00", "reason": "new fan"}]

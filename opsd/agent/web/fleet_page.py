@@ -7,9 +7,9 @@ from typing import Final
 from urllib.parse import quote
 
 from opsd.agent.web.fleet import FleetView, NodeSummary
-from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, table
+from opsd.agent.web.html import Html, brief, card, document, facts, h, join, link, nothing, pill, table
 from opsd.agent.web.other_agents import Answer, OtherNodes
-from opsd.agent.web.parts import STATE_TONES, TONES, count, span
+from opsd.agent.web.parts import STATE_TONES, TONES, span
 from opsd.slurm.port import Node
 
 MAX_ROWS: Final = 256
@@ -79,7 +79,7 @@ def _row(answer: Answer[NodeSummary], node: Node | None) -> Sequence[object]:
     known, name = answer.summary, link(f"{answer.url}/", answer.node)
     if known is None:
         silent = pill("no answer" if answer.problem else "not asked", "bad" if answer.problem else "")
-        return h(answer.node), silent, _slurm(node), "–", "–", "–", answer.problem or "–"
+        return h(answer.node), silent, _slurm(node), "–", "–", "–", brief(answer.problem) or "–"
     fresh = known.age_s <= STALE_S
     agent = pill("answers", "good") if fresh else pill(f"stands still for {span(known.age_s)}", "bad")
     lost = join((f"{known.gpus} ", pill(f"{known.gpus_lost} lost", "bad"))) if known.gpus_lost else h(known.gpus)
@@ -99,15 +99,15 @@ def _incidents(known: NodeSummary) -> Html:
     if not known.incidents:
         return h("none")
     counts = (
-        pill(count(number, severity.value), tone)
+        pill(f"{number} {severity.value}", tone)
         for severity, tone in TONES.items()
         if (number := known.incidents.get(severity.value))
     )
-    return join((join(counts, " "), known.worst), " ")
+    return join((join(counts, " "), brief(known.worst)), " ")
 
 
 def _slurm(node: Node | None) -> Html:
     if node is None:
         return h("–")
     said = "+".join([node.state, *sorted(node.flags)])
-    return join((pill(said, "" if node.usable else "warn"), node.reason), " ")
+    return join((pill(said, "" if node.usable else "warn"), brief(node.reason)), " ")

@@ -32,6 +32,7 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:.3rem .8rem .3rem 0;border-bottom:1px solid var(--line);white-space:nowrap}
 tr:last-child>td,tr:last-child>th{border-bottom:0}
 thead th{color:var(--soft);font-weight:600}
+.brief{display:inline-block;max-width:20rem;overflow:hidden;text-overflow:ellipsis;white-space:nowrap;vertical-align:bottom}
 .pill{display:inline-block;border-radius:99px;padding:0 .6rem;background:var(--none-bg);font-size:.85rem}
 .good{color:var(--good);background:var(--good-bg)}.warn{color:var(--warn);background:var(--warn-bg)}
 .bad{color:var(--bad);background:var(--bad-bg)}
@@ -90,6 +91,11 @@ def join(parts: Iterable[object], between: str = "") -> Html:
 def pill(text: object, tone: str = "") -> Html:
     """A short text with a tone: good, warn, bad or none. The text must be clear without the colour."""
     return Html(f'<span class="pill {tone}">{h(text)}</span>')
+
+
+def brief(text: str) -> Html:
+    """A text on one line, cut where its cell ends; a pointer that rests on it shows all of it."""
+    return Html(f'<span class="brief" title="{h(text)}">{h(text)}</span>') if text else Html("")
 
 
 def link(href: str, text: object) -> Html:

@@ -98,7 +98,7 @@ def _facts(incident: Incident, symptoms: Sequence[Incident], cause: Incident | N
         ("state", state_pills([incident])),
         ("node", link("/", node)),
         ("culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
-        ("costs", cost_of(incident, symptoms)),
+        ("cost", cost_of(incident, symptoms)),
         ("lasted" if over is not None else "for", lasted),
         ("job", link(job_path(incident.job, ""), incident.job) if incident.job else ""),
         ("run", link(job_path("", incident.run), incident.run) if incident.run else ""),

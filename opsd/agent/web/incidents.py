@@ -11,6 +11,7 @@ from opsd.agent.web.guides import guide_of
 from opsd.agent.web.html import Html, card, h, join, link, nothing, pill
 from opsd.agent.web.parts import TONES, count, span
 from opsd.runbooks.base import Incident, Severity, State
+from opsd.words import gpu_time
 
 MAX_GROUPS: Final = 8
 MAX_ENDED: Final = 4
@@ -74,9 +75,13 @@ def title_of(kind: str) -> str:
 
 
 def cost_of(incident: Incident, symptoms: Sequence[Incident] = ()) -> str:
-    """What an incident costs in words, "" if nothing is known."""
+    """What an incident costs in words, "" if nothing is known.
+
+    A share of the throughput is only of the last moment: of one that is over it is the sum.
+    """
     seconds = joint_gpu_seconds([incident, *symptoms])
-    return incident.cost.text or (f"{seconds:.0f} GPU seconds" if seconds else "")
+    told = "" if incident.resolved_at is not None and incident.cost.gpus else incident.cost.text
+    return told or (gpu_time(seconds) if seconds else "")
 
 
 def done(action: Mapping[str, object]) -> str:
@@ -107,7 +112,7 @@ def _group(group: Group, known: Sequence[Incident], wall: float) -> Html:
     first, over = group[0], group[0].resolved_at is not None
     began = wall - (_end(group) if over else min(i.opened_at for i in group))
     said = first.summary if len(group) == 1 else f"{title_of(first.kind)}: {_members(group)}"
-    when = h(f" – {'over for' if over else 'for'} {span(began)}")
+    when = h(f" – {f'ended {span(began)} ago' if over else f'for {span(began)}'}")
     head = join((severity_pill(first), state_pills(group), said, when))
     body = _details(first, symptoms_of(first.id, known), wall) if len(group) == 1 else _several(group, known, wall)
     unfold = not over and first.severity is not Severity.INFO
@@ -163,7 +168,7 @@ def _several(group: Group, known: Sequence[Incident], wall: float) -> Html:
         (
             ("Such as", group[0].summary),
             ("Each", join(each, ", ")),
-            ("Costs", f"{lost:.0f} GPU seconds together" if lost else ""),
+            ("Cost", f"{gpu_time(lost)} together" if lost else ""),
             *_where(group),
             ("Symptoms", bullets(_some([symptom.summary for symptom in symptoms]))),
             ("Runbook", link(f"/runbooks/{quote(group[0].kind)}", title_of(group[0].kind))),
@@ -176,7 +181,7 @@ def _details(incident: Incident, symptoms: Sequence[Incident], wall: float) -> H
     return _rows(
         (
             ("Culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
-            ("Costs", cost_of(incident, symptoms)),
+            ("Cost", cost_of(incident, symptoms)),
             *_where([incident]),
             ("Evidence", bullets(_some(evidence))),
             ("Done", bullets(_some([done(action) for action in incident.actions]))),

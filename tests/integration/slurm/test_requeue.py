@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -165,6 +166,8 @@ def test_a_hold_that_a_person_has_set_stays(cluster: Cluster, hold: str) -> None
         f"opsd: job {job} is on hold ({reason}), which somebody has set and which stays; scontrol "
         f"release {job} lets it start\n"
     )
+    said = cluster.nodes["n4"].run(*OPSD.split(), "requeue", "--json", str(job), user="nobody", check=False)
+    assert (json.loads(said.stdout)["state"], json.loads(said.stdout)["held"]) == ("pending", reason)
     [found] = user.jobs([job])
     assert (found.state, found.reason, found.starts_at) == ("pending", reason, began)
 
