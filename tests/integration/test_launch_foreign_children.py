@@ -67,7 +67,13 @@ def test_a_launcher_that_gets_all_orphans_of_a_container(tmp_path: Path) -> None
         enter = ("nsenter", "--pid", f"--target={first}", "bash", "-c", "setsid sleep 2000 >/dev/null & echo")
         subprocess.run(enter, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         launched.event("resumed")
-        below = Path(f"/proc/{first}/task/{first}/children").read_text().split()
-        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below]
-        assert commands.count(b"sleep\x002000\0") == 1
-        assert commands.count(b"sleep\x001000\0") == 1
+        launched.until(lambda: sleepers(first) == ["1000", "2000"])
+
+
+def sleepers(parent: str) -> list[str]:
+    """For how long the children of ``parent`` sleep."""
+    commands = []
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        with contextlib.suppress(OSError):  # it has ended
+            commands.append(Path(f"/proc/{pid}/cmdline").read_text().split("\0"))
+    return sorted(command[1] for command in commands if command[0] == "sleep")
