@@ -273,7 +273,9 @@ class Saver:
         return descriptor
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # In a session of its own: who kills the process group of a rank must not kill the copy of its state.
+        # In a session of its own and without the mark: who kills a rank and all that it has started, as the guard of a
+        # launcher that was killed does, must not kill the copy of its state.
+        environment = {name: value for name, value in os.environ.items() if name != "OPSD_LAUNCHER"}
         inherited = (self._plan.memory, self._plan.locks, self._plan.listener)
         plan = replace(self._plan, remote=remote.without_user(self._plan.remote))
         secrets = {KEY: self._key, remote.URL: self._plan.remote}
@@ -283,7 +285,7 @@ class Saver:
             stdout=subprocess.PIPE,
             bufsize=0,
             pass_fds=[descriptor for descriptor in inherited if descriptor >= 0],
-            env=os.environ | {name: secret for name, secret in secrets.items() if secret},
+            env=environment | {name: secret for name, secret in secrets.items() if secret},
             start_new_session=True,
         )
         assert process.stdout is not None

@@ -13,9 +13,8 @@ from functools import cache
 from pathlib import Path
 
 from opsd.client import process_start
+from opsd.launch.ranks.leftovers import LAUNCHER
 
-LAUNCHER = "OPSD_LAUNCHER"
-"""The environment variable that marks everything a rank has started."""
 GONE_S = 0.5
 """How long the loop waits for a killed process to end."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -29,7 +28,7 @@ def become_subreaper() -> None:
 
 @cache
 def launcher_mark() -> str:
-    """The value of ``LAUNCHER`` below this process, unique for this boot."""
+    """The value of ``OPSD_LAUNCHER`` below this process, unique for this boot."""
     return f"{os.getpid()}-{process_start(os.getpid())}"
 
 

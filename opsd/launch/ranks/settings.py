@@ -14,7 +14,8 @@ from string import Template
 from typing import Literal
 
 from opsd.launch.io.console import STDERR, STDOUT, Routing
-from opsd.launch.ranks.process import LAUNCHER, launcher_mark
+from opsd.launch.ranks.leftovers import LAUNCHER
+from opsd.launch.ranks.process import launcher_mark
 from opsd.rundir import RECORDER
 
 PREFIX = "[rank${rank}]: "

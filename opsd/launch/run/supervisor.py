@@ -17,6 +17,8 @@ from opsd.launch.io.console import Console
 from opsd.launch.io.control import Request
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, print_message
+from opsd.launch.ranks import leftovers
+from opsd.launch.ranks.guard import Guard
 from opsd.launch.ranks.process import ForeignChildren, collect_orphans
 from opsd.launch.ranks.ranks import Generation, LocalFailureAggregation, Rank, RunProgress
 from opsd.launch.ranks.settings import Assignment, Settings, gpu_count
@@ -72,6 +74,7 @@ class Supervisor:
         self._aggregation = LocalFailureAggregation(loop, self._settle)
         self._reported: set[int] = set()
         self._foreign_children = ForeignChildren()
+        self._guard = Guard(loop, folders.folder)
         self._interrupts = 0
         self._teardown: Teardown | None = None
         self._after: Callable[[], None] = loop.stop
@@ -89,11 +92,14 @@ class Supervisor:
         hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
         numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGQUIT, *hangup)
         self.loop.on_signals(numbers, self._on_signal)
+        if killed := leftovers.end(leftovers.of_gone_launchers(str(self.folders.folder))):
+            print_message(f"{killed} processes that an earlier launcher of this run has left were killed")
         control.start_run()
         self._poll()
         self.loop.every(10.0, lambda: collect_orphans(self._is_own_child))
         self.loop.run()
         control.close()
+        self._guard.close()
         assert self._exit_code is not None
         return self._exit_code
 
@@ -123,6 +129,7 @@ class Supervisor:
         )
 
     def _watch_ranks(self) -> None:
+        self._guard.watch([rank.child.pid for rank in self.generation.ranks])
         if self._hangs is not None:
             self._hangs.new_generation()
         for rank in self.generation.ranks:
@@ -150,7 +157,8 @@ class Supervisor:
         return quiet
 
     def _is_own_child(self, pid: int) -> bool:
-        own = pid in self._others or any(rank.child.pid == pid for rank in self.generation.ranks)
+        own = any(rank.child.pid == pid for rank in self.generation.ranks)
+        own = own or pid in self._others or pid in self._guard.pids
         return own or pid in self._standby.pids or (self._hangs is not None and pid in self._hangs.pids)
 
     def _is_left_alone(self, pid: int) -> bool:
@@ -285,6 +293,7 @@ class Supervisor:
 
     def _ended(self) -> None:
         self._teardown = None
+        self._guard.watch(())
         self._console.end_generation()
         self._after()
 
