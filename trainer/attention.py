@@ -48,10 +48,12 @@ Mask = torch.Tensor | Packed | BlockMask | None
 class AttentionInputs:
     """What the layers share in a forward pass.
 
-    ``rotation`` rotates this rank's tokens, ``mask`` is that of layers that see their whole document;
-    ``window_rotation`` and ``window_mask`` are for layers with a window.
+    ``documents`` [batch, sequence] are those that tokens do not see beyond. ``rotation`` rotates this rank's tokens,
+    ``mask`` is that of layers that see their whole document; ``window_rotation`` and ``window_mask`` are for layers
+    with a window.
     """
 
+    documents: torch.Tensor
     rotation: torch.Tensor
     window_rotation: torch.Tensor
     mask: Mask
@@ -64,11 +66,11 @@ def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: 
     length, device = documents.shape[1], documents.device
     queries, keys = positions(length, context, device), gathered_positions(length, context, device)
     kernel = kernel_for(settings, device, context)
+    seen = documents if settings.document_mask else torch.zeros_like(documents)
 
     def mask(window: int) -> Mask:
         if context is None and not settings.document_mask and not window:
             return None
-        seen = documents if settings.document_mask else torch.zeros_like(documents)
         if kernel == "varlen":
             return pack(seen, window)
         if kernel == "flex":
@@ -80,7 +82,7 @@ def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: 
     rotation = window_rotation = rotation_factors(rotary_angles(queries, settings))
     if settings.window_theta:
         window_rotation = rotation_factors(rotary_angles(queries, settings, window=True))
-    return AttentionInputs(rotation, window_rotation, full_mask, window_mask, context)
+    return AttentionInputs(seen, rotation, window_rotation, full_mask, window_mask, context)
 
 
 def kernel_for(settings: ModelSettings, device: torch.device, context: Context) -> str:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from opsd.trainer.data.mixture import Mixture
+from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings, Section
 from opsd.trainer.settings import (
     CheckpointSettings,
@@ -62,7 +63,9 @@ class Config(Section):
     def problem(self) -> str | None:
         """What is inconsistent between the sections, in one sentence."""
         data = self.data
-        problem = self.model.problem() or self.parallel.problem(self.model, data.sequence) or self.schedule.problem()
+        problem = (
+            model_problem(self.model) or self.parallel.problem(self.model, data.sequence) or self.schedule.problem()
+        )
         if problem:
             return problem
         optimizer = self.optimizer

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial
 
 from opsd.trainer.attention import Context
 from opsd.trainer.expert_parallel import averaged, dispatch
 from opsd.trainer.feed_forward import ACTIVATIONS, FeedForward
+from opsd.trainer.local import local
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.rows import rows
 
@@ -99,17 +99,6 @@ class _WithLosses(torch.autograd.Function):
         losses, figures = ctx.saved_tensors
         ctx.routing.add(ctx.layer, figures)
         return gradient, torch.full_like(losses, ctx.routing.share / ctx.routing.copies), None, None, None
-
-
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``parameter``, to be used with the tokens of all ranks that share a layer.
-
-    Of what each of them holds whole, the gradients are parts that have to be added.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    placements = [Partial() if place.is_replicate() else place for place in parameter.placements]
-    return parameter.to_local(grad_placements=placements)
 
 
 class Router(nn.Module):
@@ -238,11 +227,14 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(settings, layer, routing)
         shared = settings.shared_experts * settings.expert_channels
         self.shared = FeedForward(settings, shared) if shared else None
+        self.shared_gate = nn.Linear(settings.width, 1, bias=False) if shared and settings.shared_gate else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` [batch, sequence, width] to the same shape."""
         y: torch.Tensor = self.experts(x)
-        return y + self.shared(x) if self.shared else y
+        if self.shared:
+            y = y + (self.shared(x) * self.shared_gate(x).sigmoid() if self.shared_gate else self.shared(x))
+        return y
 
 
 def within_groups(scores: torch.Tensor, settings: ModelSettings) -> torch.Tensor:

@@ -15,11 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs
-from opsd.trainer.experts import Experts, MixtureOfExperts, Routing, local
+from opsd.trainer.experts import Experts, MixtureOfExperts, Routing
 from opsd.trainer.feed_forward import FeedForward
+from opsd.trainer.gated_delta import GatedDeltaNet
 from opsd.trainer.latent_attention import LatentAttention
+from opsd.trainer.local import local
 from opsd.trainer.loss import LossTerms, linear_loss
+from opsd.trainer.mamba import Mamba
 from opsd.trainer.model_settings import LayerKind, ModelSettings
+from opsd.trainer.recurrent import DRAWS
 from opsd.trainer.rotary import rotate
 
 
@@ -35,6 +39,7 @@ class Attention(nn.Module):
         self.query = nn.Linear(settings.width, width, bias=settings.qkv_bias)
         self.key = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
         self.value = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
+        self.gate = nn.Linear(settings.width, width, bias=settings.qkv_bias) if settings.attention_gate else None
         self.output = nn.Linear(width, settings.width, bias=settings.output_bias)
         self.norm_over = settings.qk_norm_over if settings.qk_norm else None
         if self.norm_over:
@@ -54,13 +59,16 @@ class Attention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = inputs.window_mask if self.windowed else inputs.mask
-        y = attend(q, k, v, mask, inputs.context, self.scale, self.softcap)
-        output: torch.Tensor = self.output(y.transpose(1, 2).flatten(2))
+        y = attend(q, k, v, mask, inputs.context, self.scale, self.softcap).transpose(1, 2).flatten(2)
+        output: torch.Tensor = self.output(y * self.gate(x).sigmoid() if self.gate else y)
         return output
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, normalised before, after or both, each added to the residual stream."""
+    """One layer: attention, or a state instead, and feed-forward, each added to the residual stream.
+
+    Both are normalised before, after or both.
+    """
 
     def __init__(self, settings: ModelSettings, layer: int, routing: Routing) -> None:
         super().__init__()
@@ -69,8 +77,7 @@ class Block(nn.Module):
             return nn.RMSNorm(settings.width, settings.norm_eps) if settings.norms in where else None
 
         self.attention_norm = norm("before", "both")
-        kind = LatentAttention if settings.kv_rank else Attention
-        self.attention = kind(settings, settings.kinds[layer])
+        self.attention = _mixer(settings, settings.kinds[layer])
         self.attention_post_norm = norm("after", "both")
         self.ffn_norm = norm("before", "both")
         dense = layer < settings.layers - settings.expert_layers
@@ -84,6 +91,15 @@ class Block(nn.Module):
         y = self.ffn(self.ffn_norm(x) if self.ffn_norm else x)
         x = x + (self.ffn_post_norm(y) if self.ffn_post_norm else y)
         return x  # noqa: RET504 -- a line of its own for each half
+
+
+def _mixer(settings: ModelSettings, kind: LayerKind) -> nn.Module:
+    """What lets tokens see earlier ones in a layer of this kind."""
+    if kind == "delta":
+        return GatedDeltaNet(settings)
+    if kind == "mamba":
+        return Mamba(settings)
+    return (LatentAttention if settings.kv_rank else Attention)(settings, kind)
 
 
 class Decoder(nn.Module):
@@ -163,20 +179,31 @@ def count_parameters(settings: ModelSettings) -> int:
         return sum(parameter.numel() for parameter in Decoder(settings).parameters())
 
 
+def draw(name: str, values: torch.Tensor, settings: ModelSettings, generator: torch.Generator) -> None:
+    """Fill ``values`` with the initial values of the parameter ``name``."""
+    if (special := DRAWS.get(name.rpartition(".")[2])) is not None:
+        special(values, generator)
+    elif values.dim() == 1:
+        values.fill_(0.0 if name.endswith(".bias") else 1.0)
+    else:
+        values.normal_(0.0, init_std(name, settings), generator=generator)
+
+
 def init_std(name: str, settings: ModelSettings) -> float:
     """Standard deviation of the initial values of the matrix ``name``.
 
     Matrices that write into the residual stream are scaled by 1/sqrt(2 * layers) (GPT-2) to keep its variance.
+    Convolutions have that of torch's.
     """
+    if name.endswith("_conv.weight"):
+        return 1 / math.sqrt(3 * settings.state_conv)
     residual = name.endswith(("attention.output.weight", ".down.weight"))
     return settings.init_std / math.sqrt(2 * settings.layers) if residual else settings.init_std
 
 
 def flops_per_token(parameters: int, settings: ModelSettings, sequence: int) -> float:
-    """Forward and backward FLOP per token, attention counted in full: 6 N + 12 layers width sequence (PaLM, app. B).
+    """Forward and backward FLOP per token: 6 N (PaLM, app. B) and what has no weights.
 
-    N are the ``parameters`` that a token meets: of experts those that it is sent to. The width is that of all heads of
-    attention, the mean of queries and values.
+    N are the ``parameters`` that a token meets: of experts those that it is sent to.
     """
-    active = parameters - settings.idle_parameters
-    return 6.0 * active + 6.0 * settings.layers * (settings.attention_width + settings.value_width) * sequence
+    return 6.0 * (parameters - settings.idle_parameters) + settings.mixing_flops(sequence)

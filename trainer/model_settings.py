@@ -14,13 +14,21 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-_OF_LATENTS: Final = frozenset({"kv_rank", "query_rank", "rope_dim", "value_dim"})
-_OF_EXPERTS: Final = frozenset({
-    "experts", "experts_per_token", "expert_ffn", "shared_experts", "dense_layers", "router", "router_normalised",
-    "router_scale", "router_bias", "router_groups", "groups_per_token",
+OF_LATENTS: Final = frozenset({"kv_rank", "query_rank", "value_dim"})
+OF_EXPERTS: Final = frozenset({
+    "experts", "experts_per_token", "expert_ffn", "shared_experts", "shared_gate", "dense_layers", "router",
+    "router_normalised", "router_scale", "router_bias", "router_groups", "groups_per_token",
 })  # fmt: skip
-LayerKind = Literal["global", "window", "nope", "nope_window"]
-"""Whether a layer of attention has rotary positions (not ``nope``), and sees its window or its whole document."""
+OF_STATES: Final = frozenset({
+    "state_heads", "state_key_heads", "state_key_dim", "state_value_dim", "state_conv", "state_conv_bias",
+})  # fmt: skip
+LayerKind = Literal["global", "window", "nope", "nope_window", "delta", "mamba"]
+"""Whether a layer of attention has rotary positions (not ``nope``), and sees its window or its whole document.
+
+``delta`` and ``mamba`` have a state instead of attention.
+"""
+STATE_PRODUCTS: Final[dict[LayerKind, int]] = {"delta": 3, "mamba": 2}
+"""How often a token's vectors are multiplied with the state of a head, or make up such a matrix, by kind of layer."""
 
 
 class ModelSettings(Section):
@@ -41,7 +49,7 @@ class ModelSettings(Section):
     query_rank: NonNegativeInt = 0
     """Channels of the latent that queries are computed from, with ``kv_rank``; 0 computes them from the input."""
     rope_dim: NonNegativeInt = 0
-    """How many of the ``head_dim`` channels have rotary positions, with ``kv_rank``; all heads share their keys."""
+    """How many channels of a head have rotary positions; 0 is all. With ``kv_rank`` heads share their keys."""
     value_dim: NonNegativeInt = 0
     """Channels of a head's values, with ``kv_rank``; 0 is ``head_dim``, which is the most."""
     ffn: PositiveInt
@@ -54,6 +62,8 @@ class ModelSettings(Section):
     """Width of an expert; 0 is ``ffn``."""
     shared_experts: NonNegativeInt = 0
     """Experts of each layer that compute every token beside those."""
+    shared_gate: bool = False
+    """Whether their output is multiplied by a gate, a number for each token (Qwen3-Next)."""
     dense_layers: NonNegativeInt = 0
     """First layers without experts."""
     router: Literal["softmax", "sigmoid"] = "softmax"
@@ -97,6 +107,8 @@ class ModelSettings(Section):
     """Whether queries and keys are normalised."""
     qk_norm_over: Literal["head", "all"] = "head"
     """What ``qk_norm`` normalises: each head (Qwen 3, Gemma 3), or all heads at once (OLMo 2)."""
+    attention_gate: bool = False
+    """Whether the output of attention is multiplied by the sigmoid of a projection of its input (Qwen3-Next)."""
     attention_scale: NonNegativeFloat = 0.0
     """Factor of the scores of attention; 0 is 1 / sqrt(``head_dim``)."""
     attention_softcap: NonNegativeFloat = 0.0
@@ -111,10 +123,23 @@ class ModelSettings(Section):
     nope_every: NonNegativeInt = 4
     """4 leaves every 4th layer without rotary positions, 0 none."""
     pattern: Annotated[tuple[LayerKind, ...], Strict(False)] = ()
-    """Kinds of attention of the first layers, repeated for the others, instead of ``nope_every``.
+    """Kinds of the first layers, repeated for the others, instead of ``nope_every``.
 
-    ``global`` and ``window`` have rotary positions, ``nope`` and ``nope_window`` none.
+    ``global`` and ``window`` have rotary positions, ``nope`` and ``nope_window`` none. ``delta`` (gated DeltaNet) and
+    ``mamba`` (Mamba-2) have a state instead of attention.
     """
+    state_heads: NonNegativeInt = 0
+    """Heads of layers with a state, ``delta`` or ``mamba``."""
+    state_key_heads: NonNegativeInt = 0
+    """Heads of their queries and keys, which divide ``state_heads``; 0 is as many. Mamba-2 calls them groups."""
+    state_key_dim: NonNegativeInt = 0
+    """Channels of a head's queries and keys there, by which it reads and writes its state (Mamba-2: the state size)."""
+    state_value_dim: NonNegativeInt = 0
+    """Channels of a head's values there."""
+    state_conv: PositiveInt = 4
+    """Tokens that the convolution of queries, keys and values sees there, their own included."""
+    state_conv_bias: bool = False
+    """Whether this convolution has a bias."""
     rope_theta: float = Field(50_000.0, gt=0)
     """Base of the rotary positions."""
     window_theta: NonNegativeFloat = 0.0
@@ -157,7 +182,7 @@ class ModelSettings(Section):
     @property
     def rotary_channels(self) -> int:
         """Channels of a head that have rotary positions."""
-        return self.rope_dim if self.kv_rank else self.head_channels
+        return self.rope_dim or self.head_channels
 
     @property
     def value_channels(self) -> int:
@@ -191,6 +216,37 @@ class ModelSettings(Section):
         return self.expert_layers * (self.experts - self.experts_per_token) * 3 * self.width * self.expert_channels
 
     @property
+    def has_states(self) -> bool:
+        """Whether there are layers with a state."""
+        return any(kind in STATE_PRODUCTS for kind in self.kinds)
+
+    @property
+    def state_shared_by(self) -> int:
+        """How many heads of a layer with a state share queries and keys."""
+        return self.state_heads // (self.state_key_heads or self.state_heads)
+
+    @property
+    def state_key_width(self) -> int:
+        """Channels of the queries, or keys, of all heads of a layer with a state."""
+        return (self.state_key_heads or self.state_heads) * self.state_key_dim
+
+    @property
+    def state_value_width(self) -> int:
+        """Channels of the values of all heads of a layer with a state."""
+        return self.state_heads * self.state_value_dim
+
+    def mixing_flops(self, sequence: int) -> float:
+        """Forward and backward FLOP per token of attention, counted in full, and of states.
+
+        Those of attention are 12 width sequence in each layer (PaLM, app. B), where the width is the mean of all
+        queries and values. The products with a state are counted token by token, whatever chunks add to them.
+        """
+        attention = (self.attention_width + self.value_width) * sequence
+        state = self.state_value_width * self.state_key_dim
+        each = (STATE_PRODUCTS[kind] * state if kind in STATE_PRODUCTS else attention for kind in self.kinds)
+        return 6.0 * sum(each)
+
+    @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         if self.pattern:
@@ -206,11 +262,13 @@ class ModelSettings(Section):
         form = self.model_dump(exclude=free) | {"kinds": self.kinds, "head_channels": self.head_channels}
         unused = {"window"} if not any("window" in kind for kind in self.kinds) else set()
         unused |= set() if self.qk_norm else {"qk_norm_over"}
-        unused |= set() if self.expert_layers else _OF_EXPERTS
+        unused |= set() if self.expert_layers else OF_EXPERTS
         unused |= {"ffn"} if self.expert_layers == self.layers else set()
-        unused |= set() if self.kv_rank else _OF_LATENTS
+        unused |= set() if self.kv_rank else OF_LATENTS
         unused |= {"groups_per_token"} if self.router_groups == 1 else set()
-        form["value_dim"] = self.value_channels
+        unused |= set() if self.has_states else OF_STATES
+        form["state_key_heads"] = self.state_key_heads or self.state_heads
+        form["value_dim"], form["rope_dim"] = self.value_channels, self.rotary_channels
         form["expert_ffn"] = self.expert_channels
         for part in ("yarn", "llama3"):
             unused |= {name for name in form if name.startswith(f"{part}_") and form[f"{part}_factor"] == 1}
@@ -220,69 +278,6 @@ class ModelSettings(Section):
         form["attention_scale"] = self.attention_scale or self.head_channels**-0.5
         form["yarn_attention"] = self.yarn_attention or yarn_attention(self.yarn_factor)
         return {name: value for name, value in form.items() if name not in unused}
-
-    def problem(self) -> str | None:
-        """What is inconsistent in the settings, in one sentence."""
-        if not self.head_dim and self.width % self.heads:
-            return f"model.width {self.width} does not split into {self.heads} heads; set model.head_dim"
-        if self.rotary_channels % 2:
-            name = "rope_dim" if self.kv_rank else "head_dim"
-            return f"model.{name} {self.rotary_channels} is not even, which rotary positions need"
-        if problem := self._latent_problem():
-            return problem
-        if self.heads % self.kv_heads:
-            return f"model.heads {self.heads} is not a multiple of model.kv_heads {self.kv_heads}"
-        if self.attention == "varlen" and self.dtype == "float32":
-            return "model.attention varlen needs model.dtype bfloat16"
-        if self.attention == "varlen" and self.attention_softcap:
-            return "model.attention varlen has no model.attention_softcap; set it to auto"
-        if self.expert_layers and not 0 < self.experts_per_token <= self.experts:
-            return f"model.experts {self.experts} needs model.experts_per_token from 1 to {self.experts}"
-        if self.expert_layers and (problem := self._group_problem()):
-            return problem
-        if self.expert_layers and self.ffn_bias:
-            return "model.ffn_bias does not work with model.experts"
-        if not self.window and (kind := next((kind for kind in self.pattern if "window" in kind), None)):
-            return f"model.pattern has {kind!r}, which needs model.window"
-        return self._rope_problem()
-
-    def _latent_problem(self) -> str | None:
-        if not self.kv_rank:
-            given = next((name for name in sorted(_OF_LATENTS) if getattr(self, name)), None)
-            return f"model.{given} needs model.kv_rank" if given else None
-        if not 0 < self.rope_dim < self.head_channels:
-            return f"model.kv_rank needs model.rope_dim above 0 and below model.head_dim {self.head_channels}"
-        if self.value_channels > self.head_channels:
-            return f"model.value_dim {self.value_dim} is more than model.head_dim {self.head_channels}"
-        if self.kv_heads != self.heads:
-            return f"model.kv_rank needs as many model.kv_heads as model.heads {self.heads}"
-        return "model.qk_norm does not work with model.kv_rank" if self.qk_norm else None
-
-    def _group_problem(self) -> str | None:
-        each, rest = divmod(self.experts, self.router_groups)
-        if rest:
-            return f"model.router_groups {self.router_groups} does not divide model.experts {self.experts}"
-        if self.groups_per_token > self.router_groups:
-            return f"model.groups_per_token {self.groups_per_token} is more than model.router_groups"
-        if self.groups_per_token * each < self.experts_per_token:
-            return f"model.groups_per_token {self.groups_per_token} has fewer experts than model.experts_per_token"
-        if self.router_groups > 1 and self.router == "sigmoid" and each < 2:
-            return "model.router sigmoid needs two experts in each of model.router_groups"
-        return None
-
-    def _rope_problem(self) -> str | None:
-        if self.yarn_factor > 1 and not self.yarn_positions:
-            return "model.yarn_factor needs model.yarn_positions, the length that the model was trained with before"
-        if self.llama3_factor > 1 and not self.llama3_positions:
-            return "model.llama3_factor needs model.llama3_positions, the length that the model was trained with before"
-        scalings = ("rope_factor", "yarn_factor", "llama3_factor")
-        if len(given := [f"model.{name}" for name in scalings if getattr(self, name) > 1]) > 1:
-            return f"{' and '.join(given)} exclude each other"
-        for name in ("yarn_turns", "llama3_turns"):
-            low, high = getattr(self, name)
-            if not 0 < low < high:
-                return f"model.{name} needs two numbers above 0, the smaller one first"
-        return None
 
 
 def yarn_attention(factor: float, weight: float = 1.0) -> float:

@@ -27,7 +27,7 @@ RMS: Final = 0.2
 
 def is_orthogonalised(name: str, parameter: torch.Tensor) -> bool:
     """Whether Muon updates the parameter ``name``: the matrices of the layers, also those of experts and routers."""
-    return name.startswith("blocks.") and parameter.dim() > 1
+    return name.startswith("blocks.") and parameter.dim() > 1 and not name.endswith("_conv.weight")
 
 
 @torch.no_grad()

@@ -30,8 +30,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.experts import GroupedLinear, Networks
+from opsd.trainer.latent_attention import LatentAttention
 from opsd.trainer.loss import linear_loss, part_loss
+from opsd.trainer.mamba import Mamba
 from opsd.trainer.model import Block, Decoder
+from opsd.trainer.recurrent import Recurrent
 from opsd.trainer.regions import initialise
 from opsd.trainer.settings import ParallelSettings
 from opsd.trainer.world import World
@@ -90,13 +93,12 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
     }
-    whole = PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
     layer: dict[str, ParallelStyle] = {
         "attention_norm": SequenceParallel(),
-        "attention": whole,
         "attention.query": ColwiseParallel(),
         "attention.key": ColwiseParallel(),
         "attention.value": ColwiseParallel(),
+        "attention.gate": ColwiseParallel(),
         "attention.query_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
         "attention.key_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
         "attention.output": RowwiseParallel(output_layouts=Shard(1)),
@@ -110,26 +112,61 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
         "ffn.shared.gate": ColwiseParallel(),
         "ffn.shared.up": ColwiseParallel(),
         "ffn.shared.down": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn.shared_gate": SequenceParallel(use_local_output=True),
         "ffn_post_norm": SequenceParallel(use_local_output=True),
     }
-    if model.settings.kv_rank:
-        layer |= _latent_matrices()
-        del layer["attention"]
     modules = dict(model.named_modules())
     parallelize_module(model, mesh, {name: style for name, style in ends.items() if name in modules})
     for block in model.blocks.values():
         modules = dict(block.named_modules())
-        parallelize_module(block, mesh, {name: style for name, style in layer.items() if name in modules})
+        styles = layer | _mixer_styles(modules["attention"])
+        parallelize_module(block, mesh, {name: style for name, style in styles.items() if name in modules})
     model.tie()
     if model.last:
         model.vocabulary = mesh.get_group()
+
+
+def _mixer_styles(mixer: nn.Module) -> dict[str, ParallelStyle]:
+    """Of what differs between the kinds of layers."""
+    if isinstance(mixer, LatentAttention):
+        styles = _latent_matrices()
+    elif isinstance(mixer, Recurrent):
+        styles = _state_matrices(mixer)
+    else:
+        styles = {"": _whole_input()}
+    return {f"attention.{name}".rstrip("."): style for name, style in styles.items()}
+
+
+def _whole_input() -> ParallelStyle:
+    return PrepareModuleInput(input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None))
 
 
 def _latent_matrices() -> dict[str, ParallelStyle]:
     """Of latent attention: each rank computes the latents of its tokens, which are gathered, and expands its heads."""
     expand = {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("query", "query_up", "kv_up")}
     own = {name: SequenceParallel() for name in ("query_down", "query_norm", "kv_down", "kv_norm")}
-    return {f"attention.{name}": style for name, style in (expand | own | {"shared_key": _GatherKey()}).items()}
+    return expand | own | {"shared_key": _GatherKey()}
+
+
+def _state_matrices(mixer: Recurrent) -> dict[str, ParallelStyle]:
+    """Of layers with a state: each rank has some of the heads, with all tokens."""
+    columns = {name: ColwiseParallel() for name in ("step", "write")}
+    convolutions = {name: _OwnChannels() for name in ("query_conv", "key_conv", "value_conv")}
+    by_head = SequenceParallel(sequence_dim=2, use_local_output=True)
+    norm = _OwnChannels() if isinstance(mixer, Mamba) else by_head
+    return columns | convolutions | {"norm": norm, "": _OwnChannels(_whole_input())}
+
+
+class _OwnChannels(ParallelStyle):
+    """Each rank has some rows of the module's own parameters; ``then`` is applied as well."""
+
+    def __init__(self, then: ParallelStyle | None = None) -> None:
+        self._then = then
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, value in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(value, device_mesh, [Shard(0)])))
+        return self._then._apply(module, device_mesh) if self._then else module
 
 
 class _GatherKey(ParallelStyle):

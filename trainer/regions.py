@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from opsd.trainer.model import Decoder, init_std
+from opsd.trainer.model import Decoder, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,8 @@ def initialise(model: Decoder, seed: int) -> None:
         buffer.zero_()
     for name, parameter in model.named_parameters():
         region = region_of(parameter)
-        if parameter.dim() == 1:
-            region.local.fill_(0.0 if name.endswith(".bias") else 1.0)
-            continue
         key = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         generator = torch.Generator(region.local.device).manual_seed(int.from_bytes(key, "little") >> 1)
         whole = torch.empty(region.shape, dtype=region.local.dtype, device=region.local.device)
-        whole.normal_(0.0, init_std(name, model.settings), generator=generator)
+        draw(name, whole, model.settings, generator)
         region.local.copy_(whole[region.slices])

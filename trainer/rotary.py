@@ -66,12 +66,18 @@ def _llama3(frequencies: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
 
 
 def rotation_factors(angles: torch.Tensor) -> torch.Tensor:
-    """The factors of ``rotate``, [2, length, 1, head_dim], for ``angles`` from ``rotary_angles``."""
+    """The factors of ``rotate``, [2, length, 1, channels], for ``angles`` from ``rotary_angles``."""
     cos, sin = angles
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))[:, :, None]
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of channels (i, i + head_dim / 2) of ``x`` [batch, sequence, heads, head_dim], as in Llama."""
+    """Rotate pairs of channels (i, i + n / 2) of the first n of ``x`` [batch, sequence, heads, head_dim], as in Llama.
+
+    n is the number of channels of ``rotation``.
+    """
     cos, sin = rotation.to(x.dtype)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+    channels = cos.shape[-1]
+    if channels < x.shape[-1]:
+        return torch.cat((rotate(x[..., :channels], rotation), x[..., channels:]), dim=-1)
+    return torch.addcmul(x * cos, x.roll(channels // 2, dims=-1), sin)

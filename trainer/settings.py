@@ -56,6 +56,7 @@ class ParallelSettings(Section):
         shares = {"heads": model.heads, "kv_heads": model.kv_heads, "vocab": model.vocab}
         shares |= {"ffn": model.ffn} if model.expert_layers < model.layers else {}
         shares |= {"expert_ffn": model.expert_channels} if model.expert_layers else {}
+        shares |= {"state_key_heads": model.state_key_heads or model.state_heads} if model.has_states else {}
         for name, size in shares.items():
             if size % self.tp:
                 return f"parallel.tp {self.tp} does not divide model.{name} {size}"
@@ -69,6 +70,8 @@ class ParallelSettings(Section):
             return f"data.sequence {sequence} is not a multiple of {parts}, which parallel.tp and parallel.cp need"
         if self.cp > 1 and model.attention == "varlen":
             return "model.attention varlen does not work with parallel.cp; set it to auto"
+        if self.cp > 1 and model.has_states:
+            return "parallel.cp does not work with layers of model.pattern that have a state, delta and mamba"
         if self.fp8 and self.tp > 1:
             return "parallel.fp8 does not work with parallel.tp"
         return None

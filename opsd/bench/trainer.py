@@ -174,7 +174,7 @@ def _peer(config: Config) -> Step:
     model = LlamaForCausalLM(LlamaConfig(**fields))
     ours = Decoder(config.model)
     initialise(ours, config.run.seed)
-    weights = {architecture.weight(name): value.detach() for name, value in ours.named_parameters()}
+    weights = {architecture.place(name, config.model).name: value.detach() for name, value in ours.named_parameters()}
     model.load_state_dict(weights, strict=False)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.get_submodule("model.layers").children():

@@ -15,6 +15,7 @@ from opsd.trainer.experts import within_groups
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.latent_attention import halves
 from opsd.trainer.model import Decoder, count_parameters, flops_per_token
+from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings
 
 torch.set_num_threads(1)
@@ -48,7 +49,7 @@ def test_deepseek_v2_lite_as_published() -> None:
     count = plan.parameters(settings)
     assert count == pytest.approx(15.7e9, rel=0.005)
     assert count - settings.idle_parameters == pytest.approx(2.66e9, rel=0.01)
-    assert settings.problem() is None
+    assert model_problem(settings) is None
     assert settings.score_scale == pytest.approx(192**-0.5 * 1.2608**2, rel=1e-3)
     assert settings.yarn_attention == 1.0
 

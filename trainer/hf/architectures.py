@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf import latent
+from opsd.trainer.hf import kinds, latent
 from opsd.trainer.hf.experts import ROUTER_BIAS, ExpertFields
-from opsd.trainer.model_settings import LayerKind
-
-Fields = Mapping[str, Any]
-"""Of a ``config.json``."""
+from opsd.trainer.hf.kinds import Fields
+from opsd.trainer.hf.places import Place, packed
+from opsd.trainer.hf.states import DELTA, MAMBA, StateFields
+from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings
 
 SHAPE: Final = {
     "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
@@ -46,7 +46,9 @@ class Architecture:
     ``fixed`` are settings that it does not let the file decide. ``one_plus`` says that weights of norms are stored less
     1. ``kinds`` gives the kinds of the layers. ``flags`` are fields that are true or false, with the settings that
     they set, ``extra`` other fields that are read, and ``only`` those that must have one value. ``experts`` is for
-    those that have experts, ``latent`` says that keys and values are computed from a latent.
+    those that have experts, ``latent`` says that keys and values are computed from a latent, ``states`` is for those
+    with states in some layers. ``partial`` is the share of a head's channels that have positions, where the file
+    decides it, ``gated`` says that queries are stored with a gate. ``names`` are those of weights that are unusual.
     """
 
     kind: str
@@ -61,86 +63,54 @@ class Architecture:
     experts: ExpertFields | None = None
     latent: bool = False
     only: Fields = field(default_factory=dict)
+    states: StateFields | None = None
+    partial: float = 0.0
+    gated: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def known(self) -> frozenset[str]:
         """The fields that are translated."""
         experts = self.experts.known if self.experts else frozenset[str]()
         latents = latent.KNOWN if self.latent else frozenset[str]()
-        return experts | latents | {*SHAPE.values(), *ROPE, *self.flags, *self.extra, self.activation}
+        states = frozenset(self.states.fields.values()) if self.states else frozenset[str]()
+        states |= {"partial_rotary_factor"} if self.partial else set()
+        return experts | latents | states | {*SHAPE.values(), *ROPE, *self.flags, *self.extra, self.activation}
 
-    def weights(self, name: str, shape: Sequence[int]) -> list[str]:
-        """The names there of our parameter ``name``, of which each expert has a part."""
-        there = self.weight(name)
-        return [there.format(number) for number in range(shape[0])] if "{}" in there else [there]
+    def places(self, name: str, shape: Sequence[int], model: ModelSettings) -> list[Place]:
+        """Where our parameter ``name`` is stored there, of which each expert has a part."""
+        there = self.place(name, model)
+        return [Place(there.name.format(number)) for number in range(shape[0])] if "{}" in there.name else [there]
 
-    def weight(self, name: str) -> str:
-        """The name there of our parameter ``name``, with ``{}`` for the number of an expert."""
-        match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    def place(self, name: str, model: ModelSettings) -> Place:
+        """Where our parameter ``name`` is stored there, with ``{}`` for the number of an expert."""
+        match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", name)
         assert match
-        layer, part, end = match.groups()
+        layer, part = match.groups()
         if layer is None:
-            return f"{_ENDS[part]}.{end}"
-        if self.experts and f"{part}.{end}" == ROUTER_BIAS:
-            return f"model.layers.{layer}.{self.experts.bias}"
+            part, _, end = part.rpartition(".")
+            return Place(f"{self.names.get(part, _ENDS[part])}.{end}")
+        place = self._in_layer(part, model.kinds[int(layer)], model)
+        return replace(place, name=f"model.layers.{layer}.{place.name}")
+
+    def _in_layer(self, name: str, kind: LayerKind, model: ModelSettings) -> Place:
+        if self.states and kind in STATE_PRODUCTS and name.startswith("attention."):
+            return self.states.place(name.removeprefix("attention."), model)
+        if self.experts and name == ROUTER_BIAS:
+            return Place(self.experts.bias)
+        part, _, end = name.rpartition(".")
+        if self.gated and part in ("attention.query", "attention.gate"):
+            channels = [("attention.query", model.head_channels), ("attention.gate", model.head_channels)]
+            return packed(f"{_BLOCK['attention.query']}.{end}", channels, model.heads)[part]
         parts = _BLOCK | _NORMS[self.fixed.get("norms", "before")] | (self.experts.names() if self.experts else {})
-        parts |= latent.NAMES if self.latent else {}
-        return f"model.layers.{layer}.{parts[part]}.{end}"
+        parts |= {**(latent.NAMES if self.latent else {}), **self.names}
+        return Place(f"{parts[part]}.{end}")
 
     def offset(self, name: str) -> float:
         """What has to be added to the stored values of our parameter ``name``."""
-        return 1.0 if self.one_plus and "norm" in name.rpartition(".")[0].rpartition(".")[2] else 0.0
-
-
-def _all_global(config: Fields) -> list[LayerKind]:
-    return ["global"] * config["num_hidden_layers"]
-
-
-def _by_type(config: Fields) -> list[LayerKind]:
-    names: dict[str, LayerKind] = {"full_attention": "global", "sliding_attention": "window"}
-    if strange := next((name for name in config["layer_types"] if name not in names), None):
-        raise ConfigError(f"config.json has {strange!r} in layer_types; {' and '.join(names)} can be used")
-    return [names[name] for name in config["layer_types"]]
-
-
-def _mistral(config: Fields) -> list[LayerKind]:
-    if config.get("layer_types"):
-        return _by_type(config)
-    return ["window" if config["sliding_window"] else "global"] * config["num_hidden_layers"]
-
-
-def _all_global_or_window(config: Fields) -> list[LayerKind]:
-    windows = config["use_sliding_window"] and config["sliding_window"]
-    return ["window" if windows else "global"] * config["num_hidden_layers"]
-
-
-def _qwen(config: Fields) -> list[LayerKind]:
-    if not (config["use_sliding_window"] and config["sliding_window"]):
-        return _all_global(config)
-    if config.get("layer_types"):
-        return _by_type(config)
-    full = config["max_window_layers"]
-    return ["window" if layer >= full else "global" for layer in range(config["num_hidden_layers"])]
-
-
-def _gemma(config: Fields) -> list[LayerKind]:
-    if config.get("layer_types"):
-        return _by_type(config)
-    every = config.get("sliding_window_pattern") or config["_sliding_window_pattern"]
-    return ["window" if (layer + 1) % every else "global" for layer in range(config["num_hidden_layers"])]
-
-
-def _smollm3(config: Fields) -> list[LayerKind]:
-    layers, every = range(config["num_hidden_layers"]), config["no_rope_layer_interval"]
-    rotary = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in layers]
-    windows = bool(config["use_sliding_window"] and config["sliding_window"])
-    windowed = [windows and not has for has in rotary]
-    if types := config.get("layer_types"):
-        windowed = [kind == "window" for kind in _by_type({"layer_types": types})]
-    kinds: dict[tuple[bool, bool], LayerKind] = {
-        (True, False): "global", (True, True): "window", (False, False): "nope", (False, True): "nope_window",
-    }  # fmt: skip
-    return [kinds[bool(has), window] for has, window in zip(rotary, windowed, strict=False)]
+        part = name.rpartition(".")[0]
+        of_state = part.endswith(".attention.norm")
+        return 1.0 if self.one_plus and not of_state and "norm" in part.rpartition(".")[2] else 0.0
 
 
 _LLAMA_LIKE: Final[dict[str, Any]] = {
@@ -159,6 +129,7 @@ _OLMOE: Final = ExpertFields({
 _QWEN3_MOE: Final = ExpertFields(
     {**_OLMOE.fields, "expert_ffn": "moe_intermediate_size"}, "num_local_experts", "mlp_only_layers"
 )
+_QWEN3_NEXT: Final = replace(_QWEN3_MOE, shared="shared_expert", shared_width="shared_expert_intermediate_size")
 _MIXTRAL: Final = ExpertFields(
     {"experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
     block="block_sparse_moe", matrices=("w1", "w3", "w2"),
@@ -181,35 +152,36 @@ _GEMMA_ONLY: Final = frozenset({
 })  # fmt: skip
 
 ARCHITECTURES: Final = (
-    Architecture("llama", "Llama", _LLAMA_LIKE, {}, _all_global, flags={**_BIASED, "mlp_bias": ("ffn_bias",)}),
+    Architecture("llama", "Llama", _LLAMA_LIKE, {}, kinds.all_global, flags={**_BIASED, "mlp_bias": ("ffn_bias",)}),
     Architecture(
         "smollm3", "SmolLM3",
         _LLAMA_LIKE | {
             "num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4,
             "use_sliding_window": False, "sliding_window": None,
         },
-        {}, _smollm3, _WINDOW | {"use_sliding_window", "no_rope_layers"},
+        {}, kinds.smollm3, _WINDOW | {"use_sliding_window", "no_rope_layers"},
         flags={**_BIASED, "mlp_bias": ("ffn_bias",)},
     ),
     Architecture(
         "qwen3", "Qwen3", _LLAMA_LIKE | _SLIDING | {"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True},
-        _qwen, _WINDOW | {"use_sliding_window", "max_window_layers"}, flags=_BIASED,
+        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers"}, flags=_BIASED,
     ),
     Architecture(
         "qwen2", "Qwen2", _LLAMA_LIKE | _SLIDING | {"num_key_value_heads": 32}, {"qkv_bias": True},
-        _qwen, _WINDOW | {"use_sliding_window", "max_window_layers"},
+        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers"},
     ),
     Architecture(
-        "mistral", "Mistral", _LLAMA_LIKE | {"num_key_value_heads": 8, "sliding_window": 4096}, {}, _mistral, _WINDOW,
+        "mistral", "Mistral", _LLAMA_LIKE | {"num_key_value_heads": 8, "sliding_window": 4096}, {}, kinds.mistral,
+        _WINDOW,
     ),
     Architecture(
         "olmo2", "Olmo2", _LLAMA_LIKE | {"rms_norm_eps": 1e-5},
-        {"norms": "after", "qk_norm": True, "qk_norm_over": "all"}, _all_global, flags=_BIASED,
+        {"norms": "after", "qk_norm": True, "qk_norm_over": "all"}, kinds.all_global, flags=_BIASED,
     ),
     Architecture(
         "olmoe", "Olmoe",
         _LLAMA_LIKE | {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
-        {"qk_norm": True, "qk_norm_over": "all"}, _all_global, flags=_BIASED, experts=_OLMOE,
+        {"qk_norm": True, "qk_norm_over": "all"}, kinds.all_global, flags=_BIASED, experts=_OLMOE,
     ),
     Architecture(
         "mixtral", "Mixtral",
@@ -217,7 +189,7 @@ ARCHITECTURES: Final = (
             "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
             "num_local_experts": 8, "num_experts_per_tok": 2,
         },
-        {"router_normalised": True}, _mistral, _WINDOW, experts=_MIXTRAL,
+        {"router_normalised": True}, kinds.mistral, _WINDOW, experts=_MIXTRAL,
     ),
     Architecture(
         "qwen3_moe", "Qwen3Moe",
@@ -225,7 +197,7 @@ ARCHITECTURES: Final = (
             "num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096, "num_experts": 128,
             "num_experts_per_tok": 8, "norm_topk_prob": False, "moe_intermediate_size": 768,
         },
-        {"qk_norm": True}, _all_global_or_window, _WINDOW | {"use_sliding_window"}, _BIASED, experts=_QWEN3_MOE,
+        {"qk_norm": True}, kinds.all_global_or_window, _WINDOW | {"use_sliding_window"}, _BIASED, experts=_QWEN3_MOE,
     ),
     Architecture(
         "deepseek_v2", "DeepseekV2",
@@ -233,7 +205,7 @@ ARCHITECTURES: Final = (
             "n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2, "first_k_dense_replace": 0,
             "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": None, "topk_group": None,
         },
-        {}, _all_global, flags=_BIASED, experts=_DEEPSEEK_V2, latent=True,
+        {}, kinds.all_global, flags=_BIASED, experts=_DEEPSEEK_V2, latent=True,
         only={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1, "mlp_bias": False},
     ),
     Architecture(
@@ -243,18 +215,47 @@ ARCHITECTURES: Final = (
             "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
             "norm_topk_prob": True,
         },
-        {"router": "sigmoid", "router_bias": True}, _all_global, flags=_BIASED, experts=_DEEPSEEK_V3, latent=True,
+        {"router": "sigmoid", "router_bias": True}, kinds.all_global, flags=_BIASED, experts=_DEEPSEEK_V3, latent=True,
         only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_interleave": True},
+    ),
+    Architecture(
+        "bamba", "Bamba",
+        _LLAMA_LIKE | {
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attn_layer_indices": None, "mamba_n_heads": 128,
+            "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
+            "mamba_conv_bias": True,
+        },
+        {}, kinds.bamba, frozenset({
+            "attn_layer_indices", "mamba_expand", "mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient",
+            "time_step_limit",
+        }),
+        {**_BIASED, "mlp_bias": ("ffn_bias",)}, only={"mamba_proj_bias": False}, states=MAMBA, partial=0.5,
+        names={
+            "norm": "model.final_layernorm", "ffn_norm": "pre_ff_layernorm", "ffn.gate": "feed_forward.gate_proj",
+            "ffn.up": "feed_forward.up_proj", "ffn.down": "feed_forward.down_proj",
+        },
+    ),
+    Architecture(
+        "qwen3_next", "Qwen3Next",
+        _LLAMA_LIKE | {
+            "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4, "linear_num_value_heads": 32,
+            "linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True,
+            "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        },
+        {"qk_norm": True, "attention_gate": True, "shared_gate": True}, kinds.qwen3_next,
+        frozenset({"layer_types", "full_attention_interval"}), _BIASED, one_plus=True, experts=_QWEN3_NEXT,
+        states=DELTA, partial=0.25, gated=True,
     ),
     Architecture(
         "gemma2", "Gemma2",
         _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "_sliding_window_pattern": 2},
-        {"norms": "both"}, _gemma, _WINDOW | _GEMMA_ONLY, _BIASED, one_plus=True, activation="hidden_activation",
+        {"norms": "both"}, kinds.gemma, _WINDOW | _GEMMA_ONLY, _BIASED, one_plus=True, activation="hidden_activation",
     ),
     Architecture(
         "gemma3_text", "Gemma3",
         _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "_sliding_window_pattern": 6},
-        {"norms": "both", "qk_norm": True}, _gemma, _WINDOW | _GEMMA_ONLY | {"rope_local_base_freq"}, _BIASED,
+        {"norms": "both", "qk_norm": True}, kinds.gemma, _WINDOW | _GEMMA_ONLY | {"rope_local_base_freq"}, _BIASED,
         one_plus=True, activation="hidden_activation",
     ),
 )  # fmt: skip

@@ -12,10 +12,11 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE, Architecture, Fields, architecture_of
+from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE, Architecture, architecture_of
+from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.latent import config_of_latents, settings_of_latents
 from opsd.trainer.hf.rope import config_of_rope, settings_of_rope
-from opsd.trainer.model_settings import LayerKind, ModelSettings
+from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings
 
 _ACTIVATIONS: Final = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -60,6 +61,7 @@ def settings_of(config: Fields) -> ModelSettings:
             **_scores(architecture, fields), **settings_of_rope(architecture, fields),
             "kv_heads": shape["kv_heads"] or shape["heads"], "head_dim": fields.get("head_dim") or 0,
             **(settings_of_latents(fields) if architecture.latent else {}),
+            **(architecture.states.settings(fields) if architecture.states else {}),
             "activation": _activation(architecture, fields),
             "window": fields["sliding_window"] if any("window" in kind for kind in kinds) else 0,
         })  # fmt: skip
@@ -105,7 +107,7 @@ def _pattern(kinds: list[LayerKind]) -> dict[str, Any]:
 
 def _scores(architecture: Architecture, fields: Fields) -> dict[str, float]:
     """Scales and bounds of Gemma."""
-    if not architecture.one_plus:
+    if "query_pre_attn_scalar" not in architecture.defaults:
         return {}
     return {
         "embedding_scale": math.sqrt(fields["hidden_size"]),
@@ -123,7 +125,11 @@ def config_of(model: ModelSettings, sequence: int) -> tuple[Architecture, dict[s
     for architecture in ARCHITECTURES:
         if bool(model.kv_rank) != architecture.latent:
             continue
-        if bool(model.expert_layers) != bool(architecture.experts) and not architecture.latent:
+        if not (architecture.states.fit(model) if architecture.states else not model.has_states):
+            continue
+        if model.expert_layers and not architecture.experts:
+            continue
+        if architecture.experts and not (model.expert_layers or architecture.latent or architecture.states):
             continue
         config = _config(architecture, model, sequence)
         if settings_of(config).architecture == model.architecture:
@@ -159,7 +165,14 @@ def _config(architecture: Architecture, model: ModelSettings, sequence: int) -> 
             config["use_sliding_window"] = any(windowed)
     if "no_rope_layers" in architecture.extra:
         config["no_rope_layers"] = [int(not kind.startswith("nope")) for kind in model.kinds]
-    if architecture.one_plus:
+    if architecture.states:
+        attention = [kind not in STATE_PRODUCTS for kind in model.kinds]
+        config |= {**architecture.states.config(model), **architecture.only}
+        if "attn_layer_indices" in architecture.extra:
+            config["attn_layer_indices"] = [layer for layer, attends in enumerate(attention) if attends]
+        else:
+            config["layer_types"] = ["full_attention" if attends else "linear_attention" for attends in attention]
+    if "query_pre_attn_scalar" in architecture.defaults:
         config |= {
             "query_pre_attn_scalar": _whole((model.attention_scale or model.head_channels**-0.5) ** -2),
             "attn_logit_softcapping": model.attention_softcap or None,

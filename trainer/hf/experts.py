@@ -23,7 +23,8 @@ class ExpertFields:
     ``fields`` are theirs by our setting. ``count`` is another name of the number of experts, used by later releases.
     ``dense`` is the field with the numbers of the layers without experts, ``grouping`` the one that says whether groups
     of experts are chosen. ``block`` and ``matrices`` name the weights; the router is ``gate`` in the block. ``bias`` is
-    the name of its bias in the layer.
+    the name of its bias in the layer. ``shared`` names the experts that compute every token in the block, and
+    ``shared_width`` is the field with their width together.
     """
 
     fields: Mapping[str, str]
@@ -32,12 +33,14 @@ class ExpertFields:
     grouping: str = ""
     bias: str = ""
     block: str = "mlp"
+    shared: str = "shared_experts"
+    shared_width: str = ""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     @property
     def known(self) -> frozenset[str]:
         """The fields that are translated or change nothing."""
-        return TRAINING | {*self.fields.values(), self.count, self.dense, self.grouping} - {""}
+        return TRAINING | {*self.fields.values(), self.count, self.dense, self.grouping, self.shared_width} - {""}
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The settings for ``config``. Raises ConfigError for what this trainer does not compute."""
@@ -54,6 +57,13 @@ class ExpertFields:
             if sorted(layers) != list(range(len(layers))):
                 raise ConfigError(f"config.json has {self.dense} = {layers}; only first layers can be without experts")
             found["dense_layers"] = len(layers)
+        if self.shared_width:
+            found["shared_experts"], rest = divmod(config[self.shared_width], found["expert_ffn"])
+            if rest:
+                raise ConfigError(
+                    f"config.json has {self.shared_width} {config[self.shared_width]}, which is not a multiple of "
+                    f"{self.fields['expert_ffn']}"
+                )
         if self.grouping and not self._grouped(config[self.grouping]):
             found |= {"router_groups": 1, "groups_per_token": 1}
         return found
@@ -66,9 +76,12 @@ class ExpertFields:
     def config(self, model: ModelSettings) -> dict[str, Any]:
         """The fields for ``model``."""
         if not model.expert_layers:
-            return {self.fields["dense_layers"]: model.layers}
+            name = self.fields.get("dense_layers")
+            return {name: model.layers} if name else {self.dense: list(range(model.layers))}
         values = model.model_dump() | {"expert_ffn": model.expert_channels}
         config = {theirs: values[ours] for ours, theirs in self.fields.items()}
+        if self.shared_width:
+            config[self.shared_width] = model.shared_experts * model.expert_channels
         if "expert_ffn" not in self.fields:
             config["intermediate_size"] = model.expert_channels
         if self.dense:
@@ -83,5 +96,6 @@ class ExpertFields:
         return {
             "ffn.experts.router": f"{self.block}.gate",
             **{f"ffn.experts.networks.{ours}": f"{self.block}.experts.{{}}.{theirs}" for ours, theirs in parts.items()},
-            **{f"ffn.shared.{ours}": f"{self.block}.shared_experts.{theirs}" for ours, theirs in parts.items()},
+            **{f"ffn.shared.{ours}": f"{self.block}.{self.shared}.{theirs}" for ours, theirs in parts.items()},
+            "ffn.shared_gate": f"{self.block}.{self.shared}_gate",
         }

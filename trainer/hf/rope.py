@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf.architectures import Architecture, Fields
+from opsd.trainer.hf.architectures import Architecture
+from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.model_settings import ModelSettings, yarn_attention
 
 _ROPE_DEFAULTS: Final = (("partial_rotary_factor", 1.0), ("factor", 1.0))
@@ -24,7 +25,12 @@ def settings_of_rope(architecture: Architecture, fields: Fields) -> dict[str, An
     by_layer = {name: given[name] for name in ("full_attention", "sliding_attention") if name in given}
     rope = {**(by_layer.get("full_attention", {}) if by_layer else given), **(fields.get("rope_scaling") or {})}
     theta = float(rope.pop("rope_theta", None) or fields["rope_theta"])
-    found: dict[str, Any] = {"rope_theta": theta, **_scaling(rope, fields)}
+    found: dict[str, Any] = {"rope_theta": theta}
+    if architecture.partial:
+        share = rope.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor") or architecture.partial
+        channels = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+        found["rope_dim"] = int(channels * share)
+    found |= _scaling(rope, fields)
     if architecture.latent and "yarn_factor" in found:
         found["yarn_scores"] = float(rope.get("mscale_all_dim") or 0)
     if "rope_local_base_freq" in architecture.defaults:
@@ -88,11 +94,13 @@ def config_of_rope(architecture: Architecture, model: ModelSettings) -> dict[str
     scaling = _scaling_of(model)
     if architecture.latent and model.yarn_factor > 1:
         scaling |= {"mscale": _mscale(model), "mscale_all_dim": model.yarn_scores}
+    if architecture.partial:
+        scaling["partial_rotary_factor"] = model.rotary_channels / model.head_channels
     rope = {"rope_theta": model.rope_theta, **scaling}
     if "rope_local_base_freq" in architecture.defaults:
         local = {"rope_type": "default", "rope_theta": model.window_theta or model.rope_theta}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
-    legacy = None if scaling["rope_type"] == "default" else scaling
+    legacy = None if scaling["rope_type"] == "default" or architecture.partial else scaling
     return {"rope_parameters": rope, "rope_theta": model.rope_theta, "rope_scaling": legacy}
 
 

@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 
 from opsd.checkpoints.manifest import verify
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf.architectures import Architecture, Fields, architecture_of
+from opsd.trainer.hf.architectures import Architecture, architecture_of
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.hf.experts import ROUTER_BIAS
+from opsd.trainer.hf.kinds import Fields
+from opsd.trainer.hf.places import Place
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.regions import Region, region_of
@@ -79,46 +81,48 @@ def _toml(value: object) -> str:
 
 @torch.no_grad()
 def _load(model: Decoder, folder: Path, architecture: Architecture, *, part: bool) -> None:
-    places = _places(folder)
+    files = _files(folder)
     with torch.device("meta"):
         whole = Decoder(model.settings)
-    names = {name: architecture.weights(name, value.shape) for name, value in whole.saved()}
-    wanted = {stored for each in names.values() for stored in each}
-    optional = {architecture.weight("head.weight")} if model.settings.tied else set()
-    missing = sorted(wanted - places.keys())
-    unknown = sorted(name for name in places.keys() - wanted - optional if not _NOT_WEIGHTS.fullmatch(name))
+    places = {name: architecture.places(name, value.shape, model.settings) for name, value in whole.saved()}
+    wanted = {place.name for each in places.values() for place in each}
+    optional = {architecture.place("head.weight", model.settings).name} if model.settings.tied else set()
+    missing = sorted(wanted - files.keys())
+    unknown = sorted(name for name in files.keys() - wanted - optional if not _NOT_WEIGHTS.fullmatch(name))
     if missing or (unknown and not part):
         what = f"has no tensor {missing[0]}" if missing else f"has the tensor {unknown[0]}, which the model has not"
         raise ConfigError(f"{folder} {what} ({len(missing)} missing, {len(unknown)} unknown)")
     for name, parameter in model.saved():
         region = region_of(parameter)
-        for stored, wanted_part in _parts(names[name], region).items():
-            _fill(wanted_part, places[stored], stored)
+        for place, part_of in _parts(places[name], region).items():
+            _fill(part_of, files[place.name], place)
         if offset := architecture.offset(name):
             region.local.add_(offset)
 
 
-def _parts(names: list[str], region: Region) -> dict[str, Region]:
-    """What of ``region`` each of the stored tensors ``names`` has: all, or its expert."""
+def _parts(places: list[Place], region: Region) -> dict[Place, Region]:
+    """What of ``region`` each of the ``places`` has: all, or its expert."""
     if len(region.shape) < 3:
-        return {names[0]: region}
+        return {places[0]: region}
     first = region.offset[0]
     return {
-        names[first + row]: Region(local, region.shape[1:], region.offset[1:]) for row, local in enumerate(region.local)
+        places[first + row]: Region(local, region.shape[1:], region.offset[1:])
+        for row, local in enumerate(region.local)
     }
 
 
-def _fill(region: Region, path: Path, name: str) -> None:
+def _fill(region: Region, path: Path, place: Place) -> None:
     with safe_open(path, framework="pt") as file:
-        stored = file.get_slice(name)
-        if (shape := tuple(stored.get_shape())) != region.shape:
-            raise ConfigError(f"{path.parent} has {name} of shape {list(shape)}, not {list(region.shape)}")
+        stored, expected = file.get_slice(place.name), place.stored_shape(region.shape)
+        if (shape := tuple(stored.get_shape())) != expected:
+            raise ConfigError(f"{path.parent} has {place.name} of shape {list(shape)}, not {list(expected)}")
         if (kind := stored.get_dtype()) not in _DTYPES:
-            raise ConfigError(f"{path.parent} has {name} as {kind}; only floating-point weights can be used")
-        region.local.copy_(stored[region.slices])
+            raise ConfigError(f"{path.parent} has {place.name} as {kind}; only floating-point weights can be used")
+        whole = stored if place.whole else place.rows(stored[:]).flatten(0, 1)
+        region.local.copy_(whole[region.slices])
 
 
-def _places(folder: Path) -> dict[str, Path]:
+def _files(folder: Path) -> dict[str, Path]:
     """The file of each tensor. Raises ConfigError if there are no safetensors."""
     index = folder / INDEX
     if index.exists():
@@ -136,7 +140,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     names: dict[str, str] = {}
     size = 0
-    for number, group in enumerate(_groups(tensors, dtype, architecture), start=1):
+    for number, group in enumerate(_groups(tensors, dtype, architecture, settings_of(config)), start=1):
         file = f"model-{number:05d}.safetensors"
         _save(group, folder / file)
         names |= dict.fromkeys(group, file)
@@ -160,20 +164,39 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 
 def _groups(
-    tensors: Iterable[Stored], dtype: torch.dtype, architecture: Architecture
-) -> Iterator[dict[str, torch.Tensor]]:  # fmt: skip
+    tensors: Iterable[Stored], dtype: torch.dtype, architecture: Architecture, model: ModelSettings
+) -> Iterator[dict[str, torch.Tensor]]:
     group: dict[str, torch.Tensor] = {}
+    packing: dict[str, tuple[torch.Tensor, int]] = {}
     for stored in tensors:
         values = stored.read() - architecture.offset(stored.name)
-        names = architecture.weights(stored.name, values.shape)
+        places = architecture.places(stored.name, values.shape, model)
         parts = values.unbind() if values.dim() > 2 else [values]
         kind = torch.float32 if stored.name.endswith(ROUTER_BIAS) else dtype
-        group |= {name: part.to(kind).clone() for name, part in zip(names, parts, strict=True)}
+        for place, part in zip(places, parts, strict=True):
+            if (complete := _pack(part.to(kind), place, packing)) is not None:
+                group[place.name] = complete
         if sum(tensor.nbytes for tensor in group.values()) > FILE_BYTES:
             yield group
             group = {}
     if group:
         yield group
+
+
+def _pack(part: torch.Tensor, place: Place, packing: dict[str, tuple[torch.Tensor, int]]) -> torch.Tensor | None:
+    """The tensor at ``place``, once all its parts have come; until then they are in ``packing``."""
+    if place.whole:
+        return part.clone()
+    shape = place.stored_shape(part.shape)
+    whole, missing = packing.pop(place.name, (part.new_empty(0), 0))
+    if not missing:
+        whole, missing = part.new_empty(shape), shape[0]
+    rows = place.rows(whole)
+    rows.copy_(part.view_as(rows))
+    if missing == len(part):
+        return whole
+    packing[place.name] = whole, missing - len(part)
+    return None
 
 
 def parameters_in(checkpoint: Path) -> Iterator[Stored]:

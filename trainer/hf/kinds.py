@@ -1,0 +1,87 @@
+"""The kinds of a model's layers, as each architecture of Hugging Face says them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opsd.trainer.config import ConfigError
+from opsd.trainer.model_settings import LayerKind
+
+Fields = Mapping[str, Any]
+"""Of a ``config.json``."""
+
+
+def all_global(config: Fields) -> list[LayerKind]:
+    """Every layer sees its whole document."""
+    return ["global"] * config["num_hidden_layers"]
+
+
+def by_type(config: Fields) -> list[LayerKind]:
+    """By ``layer_types``. Raises ConfigError for a type that this trainer lacks."""
+    names: dict[str, LayerKind] = {"full_attention": "global", "sliding_attention": "window"}
+    if strange := next((name for name in config["layer_types"] if name not in names), None):
+        raise ConfigError(f"config.json has {strange!r} in layer_types; {' and '.join(names)} can be used")
+    return [names[name] for name in config["layer_types"]]
+
+
+def mistral(config: Fields) -> list[LayerKind]:
+    """By ``layer_types`` in later files; else all layers have a window, or none."""
+    if config.get("layer_types"):
+        return by_type(config)
+    return ["window" if config["sliding_window"] else "global"] * config["num_hidden_layers"]
+
+
+def all_global_or_window(config: Fields) -> list[LayerKind]:
+    """All layers have a window, or none."""
+    windows = config["use_sliding_window"] and config["sliding_window"]
+    return ["window" if windows else "global"] * config["num_hidden_layers"]
+
+
+def qwen(config: Fields) -> list[LayerKind]:
+    """Layers from ``max_window_layers`` on have a window."""
+    if not (config["use_sliding_window"] and config["sliding_window"]):
+        return all_global(config)
+    if config.get("layer_types"):
+        return by_type(config)
+    full = config["max_window_layers"]
+    return ["window" if layer >= full else "global" for layer in range(config["num_hidden_layers"])]
+
+
+def gemma(config: Fields) -> list[LayerKind]:
+    """Of each so many layers all but the last have a window."""
+    if config.get("layer_types"):
+        return by_type(config)
+    every = config.get("sliding_window_pattern") or config["_sliding_window_pattern"]
+    return ["window" if (layer + 1) % every else "global" for layer in range(config["num_hidden_layers"])]
+
+
+def bamba(config: Fields) -> list[LayerKind]:
+    """Attention in a list of layers, Mamba-2 in the others."""
+    attention = config["attn_layer_indices"] or []
+    return ["global" if layer in attention else "mamba" for layer in range(config["num_hidden_layers"])]
+
+
+def qwen3_next(config: Fields) -> list[LayerKind]:
+    """Attention in one of so many layers, gated DeltaNet in the others. Raises ConfigError as ``by_type``."""
+    every = config["full_attention_interval"]
+    linear = [(layer + 1) % every != 0 for layer in range(config["num_hidden_layers"])]
+    if types := config.get("layer_types"):
+        if strange := set(types) - {"linear_attention", "full_attention"}:
+            raise ConfigError(f"config.json has {min(strange)!r} in layer_types; linear and full attention can be used")
+        linear = [kind == "linear_attention" for kind in types]
+    return ["delta" if state else "global" for state in linear]
+
+
+def smollm3(config: Fields) -> list[LayerKind]:
+    """Windows and positions by layer."""
+    layers, every = range(config["num_hidden_layers"]), config["no_rope_layer_interval"]
+    rotary = config.get("no_rope_layers") or [(layer + 1) % every != 0 for layer in layers]
+    windows = bool(config["use_sliding_window"] and config["sliding_window"])
+    windowed = [windows and not has for has in rotary]
+    if types := config.get("layer_types"):
+        windowed = [kind == "window" for kind in by_type({"layer_types": types})]
+    kinds: dict[tuple[bool, bool], LayerKind] = {
+        (True, False): "global", (True, True): "window", (False, False): "nope", (False, True): "nope_window",
+    }  # fmt: skip
+    return [kinds[bool(has), window] for has, window in zip(rotary, windowed, strict=False)]
