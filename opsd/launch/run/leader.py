@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from opsd import exitcodes
@@ -38,8 +39,8 @@ class Leader:
     """Makes the plans.
 
     ``over`` is called with the exit code, the reason, the lost and the unfit nodes before the end of the run is
-    claimed. ``recorder`` judges the flight recorders of a hang. ``interrupted`` is told why all ranks are restarted, ``say`` what else people
-    want to read.
+    claimed. ``recorder`` judges the flight recorders of a hang. ``interrupted`` is told why all ranks are restarted,
+    ``say`` what else people want to read.
     """
 
     def __init__(
@@ -163,14 +164,14 @@ class Leader:
 
     def began(self, plan: Plan, begun: Begun) -> None:
         """All nodes of ``plan`` are ready: its ranks are started, or keep running."""
-        before = self._planner.slots
+        known = set(self._planner.slots)
         self._planner.begun(plan)
         self._know(plan)
         self._note_progress(begun.furthest, begun.committed)
         if plan.payload["keep"]:
             return
         for name in plan.slots:
-            if before and name not in before:
+            if known and name not in known:
                 self._log.emit("spare_joined", joined=name, place=plan.slots.index(name))
         size = sum(plan.sizes[name] for name in plan.slots)
         gpus = gpu_count(os.environ) * len({*plan.slots, *plan.spares})
@@ -181,7 +182,7 @@ class Leader:
     def _know(self, plan: Plan) -> None:
         self._log.generation = plan.generation
         sizes = [plan.sizes[name] for name in plan.slots]
-        self._first_rank = {name: sum(sizes[:place]) for place, name in enumerate(plan.slots)}
+        self._first_rank = dict(zip(plan.slots, accumulate(sizes, initial=0), strict=False))
         self._world_size = sum(sizes)
 
     # -- messages ------------------------------------------------------------------------------------------------
