@@ -38,6 +38,7 @@ COMMANDS = {
     "requeue": "Put a job back into the queue, to start at once elsewhere.",
     "return": "Give nodes that were drained back to Slurm, once they are proved good.",
     "runbook": "List the runbooks or show one.",
+    "simulate": "What failures will cost a run: its own decisions, played on faults in virtual time.",
     "slurm": "A run as a Slurm job; what opsd may do with Slurm here.",
     "spare": "Spares: list the pool, stage data, verify, release.",
     "stack": "Show the whole monitoring stack on this machine, and an alert.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from opsd.slurm.port import Node, Slurm, SlurmRejected
+from opsd.slurm.port import Node, SlurmNodes, SlurmRejected
 
 OWN_PREFIX: Final = "opsd:"
 
@@ -31,7 +31,7 @@ def foreign_hold(node: Node) -> str:
     return f"{node.name} was taken out of service {whose}; opsd leaves it alone"
 
 
-def drain(slurm: Slurm, names: Sequence[str], reason: str) -> tuple[str, ...]:
+def drain(slurm: SlurmNodes, names: Sequence[str], reason: str) -> tuple[str, ...]:
     """Let the nodes finish their jobs and accept no new ones; return those that opsd had not drained before.
 
     A node keeps its first reason, as evidence. Raises ValueError for a reason that does not begin with ``opsd:``,
@@ -44,7 +44,7 @@ def drain(slurm: Slurm, names: Sequence[str], reason: str) -> tuple[str, ...]:
     return fresh
 
 
-def take_down(slurm: Slurm, name: str, reason: str) -> None:
+def take_down(slurm: SlurmNodes, name: str, reason: str) -> None:
     """Drain the node and set it down, which ends its jobs there at once: for a node that is dead or has to be.
 
     A living node that is only set down resumes by itself within seconds if ReturnToService is 2, so it is drained as
@@ -55,7 +55,7 @@ def take_down(slurm: Slurm, name: str, reason: str) -> None:
         slurm.update_nodes([name], "down", reason)
 
 
-def give_back(slurm: Slurm, names: Sequence[str]) -> tuple[str, ...]:
+def give_back(slurm: SlurmNodes, names: Sequence[str]) -> tuple[str, ...]:
     """Resume the nodes that opsd holds and return their names; nodes in service are skipped.
 
     Raises NotOurs (and resumes none) if a node is held by someone else, otherwise SlurmError.
@@ -66,7 +66,7 @@ def give_back(slurm: Slurm, names: Sequence[str]) -> tuple[str, ...]:
     return held
 
 
-def _ours(slurm: Slurm, names: Sequence[str]) -> Sequence[Node]:
+def _ours(slurm: SlurmNodes, names: Sequence[str]) -> Sequence[Node]:
     nodes = slurm.nodes(names)
     unknown = sorted(set(names) - {node.name for node in nodes})
     if unknown:

@@ -16,7 +16,7 @@ from opsd.settings.policy import PolicySettings
 from opsd.slurm import drain as effects
 from opsd.slurm import node_comment
 from opsd.slurm.node_comment import NodeHistory
-from opsd.slurm.port import Node, Slurm, SlurmRejected
+from opsd.slurm.port import Node, SlurmNodes, SlurmRejected
 
 DAY_S = 86_400.0
 MANUAL = "manual"
@@ -130,7 +130,7 @@ def return_objection(
 
 
 def drain(
-    slurm: Slurm, names: Sequence[str], told: str, rules: Rules, *, force: bool = False, now: float | None = None
+    slurm: SlurmNodes, names: Sequence[str], told: str, rules: Rules, *, force: bool = False, now: float | None = None
 ) -> tuple[str, ...]:
     """Drain the nodes with the reason ``told`` and return those that opsd did not hold before.
 
@@ -156,7 +156,7 @@ def drain(
 
 
 def give_back(
-    slurm: Slurm,
+    slurm: SlurmNodes,
     names: Sequence[str],
     checked: Mapping[str, PreflightResult],
     rules: Rules,

@@ -135,7 +135,23 @@ class Partition:
 NodeUpdate = Literal["drain", "resume", "down"]
 
 
-class Slurm(Protocol):
+class SlurmNodes(Protocol):
+    """The nodes of the cluster: all that the rules for draining and returning need."""
+
+    def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
+        """The nodes with these names, or all. Unknown names and nodes in no partition are left out, as in sinfo."""
+
+    def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
+        """Drain, resume or down nodes. ``reason`` is required for drain and down."""
+
+    def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
+        """The comment of each of these nodes, or of all; "" if there is none. Unknown names are left out."""
+
+    def set_comment(self, name: str, text: str) -> None:
+        """Replace a node's comment. It survives drains and restarts of the controller."""
+
+
+class Slurm(SlurmNodes, Protocol):
     """What opsd asks of Slurm. All methods raise SlurmError within the deadline of the implementation.
 
     ``update_nodes`` has no safeguards: use the functions of ``opsd.slurm.drain``, which leave alone nodes that others
@@ -151,18 +167,6 @@ class Slurm(Protocol):
 
     def configuration(self) -> Mapping[str, str]:
         """The controller's settings, for instance {"SlurmdTimeout": "300 sec"}."""
-
-    def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
-        """The nodes with these names, or all. Unknown names and nodes in no partition are left out, as in sinfo."""
-
-    def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
-        """Drain, resume or down nodes. ``reason`` is required for drain and down."""
-
-    def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
-        """The comment of each of these nodes, or of all; "" if there is none. Unknown names are left out."""
-
-    def set_comment(self, name: str, text: str) -> None:
-        """Replace a node's comment. It survives drains and restarts of the controller."""
 
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         """The jobs with these ids, or on one node, or all that this user may see. Unknown ids are left out."""

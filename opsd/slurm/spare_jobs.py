@@ -74,6 +74,12 @@ class SpareJob:
         return script, options
 
 
+def wants_spare(record: Mapping[str, Any]) -> bool:
+    """Whether this event of the run is a reason to fetch a node from the pool."""
+    event = record.get("event")
+    return event in ("spare_refused", "spare_wanted") or (event == "node_lost" and bool(record.get("ranks")))
+
+
 class SpareRequester:
     """Requests spares from one node, while the run's job goes on."""
 
@@ -110,8 +116,7 @@ class SpareRequester:
             event = record.get("event")
             if event == "spare_refused" and (name := str(record.get("refused", ""))) not in self._refused:
                 self._refused.append(name)
-            wanted = event in ("spare_refused", "spare_wanted") or (event == "node_lost" and record.get("ranks"))
-            if wanted:
+            if wants_spare(record):
                 yield Loss(_key(record), str(record.get("node", "")))
 
     def _ask(self, key: str) -> None:

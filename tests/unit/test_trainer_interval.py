@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.trainer.saving import FIRST_S, LEAST_S, Interval, daly
+from opsd.checkpoints.interval import daly
+from opsd.trainer.saving import FIRST_S, LEAST_S, Interval
 from opsd.trainer.settings import CheckpointSettings
 
 

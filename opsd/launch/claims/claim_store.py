@@ -46,7 +46,8 @@ class Plan:
     @property
     def spares(self) -> tuple[str, ...]:
         """The members that run no ranks."""
-        return tuple(member.name for member in self.members if member.name not in self.slots)
+        slots = set(self.slots)
+        return tuple(member.name for member in self.members if member.name not in slots)
 
     def member(self, name: str) -> Member | None:
         """The launcher ``name``, None if it is not a member."""

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from types import FrameType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 Callback = Callable[[], None]
@@ -33,6 +33,19 @@ class Timer:
     def cancel(self) -> None:
         """Cancel the call; harmless after it was made."""
         self.callback = None
+
+
+class Timers(Protocol):
+    """What decisions need of a loop: clock, timers, work beside them. ``opsd simulate`` has one with virtual time."""
+
+    def time(self) -> float:
+        """Monotonic seconds."""
+
+    def later(self, delay_s: float, callback: Callback) -> Timer:
+        """Call ``callback`` once, ``delay_s`` seconds from now."""
+
+    def run_in_thread(self, work: Callable[[], T], done: Callable[[T | OSError], None], *, key: str = "") -> bool:
+        """See ``Loop.run_in_thread``."""
 
 
 class Loop:
@@ -60,6 +73,10 @@ class Loop:
     def unwatch(self, descriptor: int) -> None:
         """Stop watching; the descriptor must still be open."""
         self._selector.unregister(descriptor)
+
+    def time(self) -> float:
+        """See ``Timers.time``."""
+        return time.monotonic()
 
     def later(self, delay_s: float, callback: Callback) -> Timer:
         """Call ``callback`` once, ``delay_s`` seconds from now."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from opsd.launch.hangs.culprit import Hang, RankStatus, is_hang, name_culprit
-from opsd.launch.io.loop import Loop, Timer
+from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.ranks.failure import Failure, first_cause
 from opsd.launch.run.messages import FailedRank, HangFound, RankStatuses
 from opsd.launch.run.run_control import RankFailure
@@ -62,13 +62,13 @@ class FailureAggregation:
     If all failures look like consequences of another one, that one gets ``victim_s`` seconds to show.
     """
 
-    def __init__(self, loop: Loop, victim_s: float, judged: Callable[[FailureReport], None]) -> None:
+    def __init__(self, loop: Timers, victim_s: float, judged: Callable[[FailureReport], None]) -> None:
         self._loop = loop
         self._victim_s = victim_s
         self._judged = judged
         self._reports: list[FailureReport] = []
         self._timer: Timer | None = None
-        self.noticed = time.monotonic()
+        self.noticed = self._loop.time()
 
     @property
     def open(self) -> bool:
@@ -79,12 +79,12 @@ class FailureAggregation:
         """Add the failures of a node; if it is ``alone`` at work, it knows the first cause."""
         self._reports += reports
         if alone:
-            self.noticed = time.monotonic()
+            self.noticed = self._loop.time()
             self._settle()
             return
         clear = any(report.failure.kind != "communication" for report in self._reports)
         if self._timer is None:
-            self.noticed = time.monotonic()
+            self.noticed = self._loop.time()
         elif clear:
             self._timer.cancel()
         else:
@@ -167,7 +167,7 @@ class HangInquiry:
     inquiry is then repeated at the next report. Nodes whose ranks have all ended are not asked.
     """
 
-    def __init__(self, loop: Loop, ask: Callable[[], None], found: Callable[[Hang, Stacks], None]) -> None:
+    def __init__(self, loop: Timers, ask: Callable[[], None], found: Callable[[Hang, Stacks], None]) -> None:
         self._loop = loop
         self._ask = ask
         self._found = found

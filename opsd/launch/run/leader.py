@@ -10,17 +10,18 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from opsd import exitcodes
 from opsd.collectors.lib.nccl.stuck import Verdict
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.claims.group import Group
+from opsd.launch.claims.led import LedGroup
 from opsd.launch.claims.messages import Begun
 from opsd.launch.hangs.culprit import Hang
 from opsd.launch.hangs.recorder import RecorderJudge, with_verdict
 from opsd.launch.hangs.watch import hang_fields
-from opsd.launch.io.loop import Loop
+from opsd.launch.io.loop import Timers
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
@@ -38,19 +39,21 @@ class Leader:
     """Makes the plans.
 
     ``over`` is called with the exit code, the reason, the lost and the unfit nodes before the end of the run is
-    claimed. ``recorder`` judges the flight recorders of a hang. ``interrupted`` is told why all ranks are restarted.
+    claimed. ``recorder`` judges the flight recorders of a hang. ``interrupted`` is told why all ranks are restarted,
+    ``say`` what else people want to read.
     """
 
     def __init__(
         self,
         shape: RunShape,
-        group: Group,
-        loop: Loop,
+        group: LedGroup,
+        loop: Timers,
         policy: RestartPolicy,
         log: RunEventLog,
         over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None],
         recorder: RecorderJudge | None = None,
         interrupted: Callable[[str], None] = print_message,
+        say: Callable[[str], None] = print_message,
     ) -> None:
         self._group = group
         self._shape = shape
@@ -59,14 +62,16 @@ class Leader:
         self._over = over
         self._recorder = recorder
         self._interrupted = interrupted
+        self._say = say
+        self._clock = loop.time
         self._judging = 0
         """The generation whose flight recorders are being judged."""
         self._health = NodeHealth(log, lambda: self._planner.spares)
-        self._planner = GenerationPlanner(shape, group, loop, self._health, self)
-        self._stops = StopCoordinator(self._planner, group, self._health, log, self)
+        self._planner = GenerationPlanner(shape, group, loop, self._health, self, say)
+        self._stops = StopCoordinator(self._planner, group, self._health, log, self, say)
         self._failures = FailureAggregation(loop, shape.victim_s, self._judge)
         self._hangs = HangInquiry(loop, self._ask_rank_statuses, self._hung)
-        self._slow = SlowRankWatch(loop, self._announce_straggler, time.monotonic)
+        self._slow = SlowRankWatch(loop, self._announce_straggler, self._clock)
         self._first_rank: dict[str, int] = {}
         self._world_size = 0
         self._restarts = 0
@@ -74,7 +79,7 @@ class Leader:
         """The highest completed step that is known."""
         self._committed: int | None = None
         self._finished = False
-        self._noticed = time.monotonic()
+        self._noticed = self._clock()
 
     def take_over(self) -> None:
         """Start to lead. The generation of the previous leader goes on if all of its nodes are present.
@@ -133,12 +138,12 @@ class Leader:
         self._health.gone.add(name)
         self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=name in self._planner.slots)
         if told:
-            print_message(_loss(name, silent_s))
+            self._say(_loss(name, silent_s))
 
     def _recover_from_loss(self, name: str, silent_s: float) -> None:
         rank = self._first_rank.get(name, 0)
         cause = Failure(rank, f"the loss of node {name}", "hardware", time.time(), self.furthest)
-        self._noticed = time.monotonic() - silent_s
+        self._noticed = self._clock() - silent_s
         self._recover(FailureReport(name, cause, "", ""), said=_loss(name, silent_s))
 
     def payload(self, keep: int) -> dict[str, Any]:
@@ -148,7 +153,7 @@ class Leader:
             "restarts": self._restarts,
             **self._health.snapshot(),
             "nnodes": self._shape.nnodes,
-            "noticed_s": time.monotonic() - self._noticed,
+            "noticed_s": self._clock() - self._noticed,
             "first": self._planner.plan is None,
             "keep": keep,
         }
@@ -159,14 +164,14 @@ class Leader:
 
     def began(self, plan: Plan, begun: Begun) -> None:
         """All nodes of ``plan`` are ready: its ranks are started, or keep running."""
-        before = self._planner.slots
+        known = set(self._planner.slots)
         self._planner.begun(plan)
         self._know(plan)
         self._note_progress(begun.furthest, begun.committed)
         if plan.payload["keep"]:
             return
         for name in plan.slots:
-            if before and name not in before:
+            if known and name not in known:
                 self._log.emit("spare_joined", joined=name, place=plan.slots.index(name))
         size = sum(plan.sizes[name] for name in plan.slots)
         gpus = gpu_count(os.environ) * len({*plan.slots, *plan.spares})
@@ -177,7 +182,7 @@ class Leader:
     def _know(self, plan: Plan) -> None:
         self._log.generation = plan.generation
         sizes = [plan.sizes[name] for name in plan.slots]
-        self._first_rank = {name: sum(sizes[:place]) for place, name in enumerate(plan.slots)}
+        self._first_rank = dict(zip(plan.slots, accumulate(sizes, initial=0), strict=False))
         self._world_size = sum(sizes)
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -210,7 +215,7 @@ class Leader:
                 if not self._failures.open:
                     self._hangs.begin(self._stops.at_work)
             case messages.RankStatuses(_, ranks, stacks):
-                self._hangs.add(sender, list(rank_statuses(ranks, time.monotonic())), stacks)
+                self._hangs.add(sender, list(rank_statuses(ranks, self._clock())), stacks)
             case messages.Ended(_, told):
                 self._stops.ended(sender, told)
             case messages.Waiting(_, gone_s):
@@ -301,7 +306,7 @@ class Leader:
         self._log.emit("hang_detected", **fields, culprit_node=None if hang.rank is None else node)
         self._group.tell_all(CODEC.encode(messages.HangFound(fields, hang.score)))
         cause = Failure(rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason)
-        self._noticed = time.monotonic()
+        self._noticed = self._clock()
         self._recover(FailureReport(node, cause, "", ""), named=hang.rank is not None)
 
     def _announce_straggler(self, event: str, fields: dict[str, Any]) -> None:
@@ -312,7 +317,7 @@ class Leader:
 
     def note_interruption(self) -> None:
         """The run makes no progress from now on."""
-        self._noticed = time.monotonic()
+        self._noticed = self._clock()
 
     def restart_all(self) -> None:
         """Start the next generation at once, from the last checkpoint."""

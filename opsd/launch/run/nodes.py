@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.claims.group import Group
-from opsd.launch.io.loop import Loop, Timer
+from opsd.launch.claims.led import LedGroup
+from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import Failure
@@ -173,7 +172,13 @@ class GenerationPlanner:
     """Proposes the generations of one leader. A proposal replaces the previous; ``begun`` is called once one holds."""
 
     def __init__(
-        self, shape: RunShape, group: Group, loop: Loop, health: NodeHealth, callbacks: PlannerCallbacks
+        self,
+        shape: RunShape,
+        group: LedGroup,
+        loop: Timers,
+        health: NodeHealth,
+        callbacks: PlannerCallbacks,
+        say: Callable[[str], None] = print_message,
     ) -> None:
         self.plan: Plan | None = None
         """The newest plan that has begun, or that a previous leader has left."""
@@ -184,6 +189,7 @@ class GenerationPlanner:
         self._loop = loop
         self._health = health
         self._callbacks = callbacks
+        self._say = say
         self._waiting: Timer | None = None
         self._regroup_until = 0.0
         self._closed = False
@@ -206,7 +212,7 @@ class GenerationPlanner:
     def take_over(self, plan: Plan) -> None:
         """Continue from ``plan`` of the previous leader; some members may not have found this leader yet."""
         self.plan, self.changing = plan, not self._group.begun
-        self._regroup_until = time.monotonic() + REGROUP_S
+        self._regroup_until = self._loop.time() + REGROUP_S
 
     def begun(self, plan: Plan) -> None:
         """The ranks of ``plan`` are started."""
@@ -233,9 +239,9 @@ class GenerationPlanner:
         self._group.propose(slots, self._callbacks.payload(keep=0))
 
     def _wait(self) -> None:
-        wait_s = max(self._shape.wait_s, self._regroup_until - time.monotonic())
+        wait_s = max(self._shape.wait_s, self._regroup_until - self._loop.time())
         if wait_s > 0:
-            print_message(f"too few nodes are left; waiting up to {wait_s:.3g} s for another")
+            self._say(f"too few nodes are left; waiting up to {wait_s:.3g} s for another")
             self._waiting = self._loop.later(wait_s, self._too_few)
             self._propose(())
         else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from opsd.launch.io.loop import Loop, Timer
+from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.io.reporting import print_message
 from opsd.launch.run.messages import StepTimes
 from opsd.launch.run.step_times import PHASES, Seconds, decode
@@ -60,7 +60,7 @@ class _Announced:
 class SlowRankWatch:
     """Judges while the leader leads. ``announce`` is called with ``FOUND`` or ``GONE`` and the fields of the event."""
 
-    def __init__(self, loop: Loop, announce: Announce, clock: Callable[[], float]) -> None:
+    def __init__(self, loop: Timers, announce: Announce, clock: Callable[[], float]) -> None:
         self._loop = loop
         self._announce = announce
         self._clock = clock

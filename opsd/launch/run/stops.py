@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from opsd import exitcodes
-from opsd.launch.claims.group import Group
+from opsd.launch.claims.led import LedGroup
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.run.messages import CODEC, Stop, StopOrdered, StopReason
@@ -35,13 +36,20 @@ class StopCoordinator:
     """Of one leader: which stop the generation makes, and which of its nodes have ended."""
 
     def __init__(
-        self, formation: GenerationPlanner, group: Group, health: NodeHealth, log: RunEventLog, callbacks: StopCallbacks
+        self,
+        formation: GenerationPlanner,
+        group: LedGroup,
+        health: NodeHealth,
+        log: RunEventLog,
+        callbacks: StopCallbacks,
+        say: Callable[[str], None] = print_message,
     ) -> None:
         self._planner = formation
         self._group = group
         self._health = health
         self._log = log
         self._callbacks = callbacks
+        self._say = say
         self._stop: Stop | None = None
         self._ended: dict[str, Stop | None] = {}
         self._leaving: dict[str, str] = {}
@@ -138,14 +146,14 @@ class StopCoordinator:
         if self.final:
             self._callbacks.end(exitcodes.REQUEUE, f"the ranks of {node} were gone when the run was to stop")
         else:
-            print_message(f"the ranks of {node} no longer run; restarting all ranks")
+            self._say(f"the ranks of {node} no longer run; restarting all ranks")
             self._callbacks.restart_all()
 
     def too_slow(self, told: Stop | None, reason: str) -> None:
         """Ranks exceeded the stop timeout: a swap restarts from the last checkpoint, a final stop fails the run."""
         stop = self._stop or told
         if stop is not None and not stop.final:
-            print_message(f"{reason}; restarting all ranks")
+            self._say(f"{reason}; restarting all ranks")
             self._take_over(stop)
             self._callbacks.restart_all()
         else:

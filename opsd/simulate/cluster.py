@@ -1,0 +1,120 @@
+"""The cluster as Slurm sees it, in virtual time. Drains and returns go by the rules of ``opsd.slurm.ownership``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from opsd.simulate.clock import VirtualLoop
+from opsd.simulate.faults import Fault
+from opsd.slurm import ownership
+from opsd.slurm.ownership import PreflightResult, Rules
+from opsd.slurm.port import Node, NodeUpdate
+
+DOWN = "Not responding"
+"""Slurm's own reason; such a node is in service again as soon as it answers."""
+
+
+class Cluster:
+    """Its nodes, those that are broken, and those that are held. ``returned`` is called when a node is in service."""
+
+    def __init__(
+        self, size: int, loop: VirtualLoop, rules: Rules, person_s: float, returned: Callable[[str], None]
+    ) -> None:
+        self.names = tuple(f"n{number:05d}" for number in range(1, size + 1))
+        self.broken: dict[str, Fault] = {}
+        self.drains_refused = 0
+        self._loop = loop
+        self._rules = rules
+        self._person_s = person_s
+        self._returned = returned
+        self._nodes = {name: Node(name, "idle") for name in self.names}
+        self._comments = dict.fromkeys(self.names, "")
+        self._out = 0
+        self._out_since = 0.0
+        self.out_s: dict[int, float] = {}
+        """For how many seconds 0, 1, 2 … nodes were out of service or broken at once."""
+
+    # -- the part of Slurm's port that the rules use --------------------------------------------------------------
+
+    def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
+        """See ``Slurm.nodes``."""
+        return [self._nodes[name] for name in names] if names else list(self._nodes.values())
+
+    def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
+        """See ``Slurm.update_nodes``."""
+        for name in names:
+            node = self._nodes[name]
+            if update == "resume":
+                self._nodes[name] = Node(name, "idle")
+            elif update == "down":
+                self._nodes[name] = replace(node, state="down", reason=reason, reason_at=self._loop.time())
+            else:
+                drained = node.flags | {"drain"}
+                self._nodes[name] = replace(node, flags=drained, reason=reason, reason_at=self._loop.time())
+
+    def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
+        """See ``Slurm.comments``."""
+        return {name: self._comments[name] for name in names or self.names}
+
+    def set_comment(self, name: str, text: str) -> None:
+        """See ``Slurm.set_comment``."""
+        self._comments[name] = text
+
+    # -- faults and repairs ------------------------------------------------------------------------------------------
+
+    def usable(self, *, but: Collection[str] = ()) -> list[str]:
+        """The nodes on which Slurm would start a job. One that is broken may be among them, if nobody took it out."""
+        return [name for name, node in self._nodes.items() if node.usable and name not in but]
+
+    def breaks(self, name: str, fault: Fault) -> None:
+        """``fault`` begins. A node that lives is drained by its agent, if the rules let it."""
+        self.broken[name] = fault
+        if fault.effect == "lost":
+            self.update_nodes([name], "down", DOWN)
+        elif not self._nodes[name].out_of_service:
+            self.drain(name, fault.kind)
+        self._count()
+
+    def drain(self, name: str, kind: str) -> None:
+        """What the agent of ``name`` does."""
+        try:
+            ownership.drain(self, [name], ownership.reason(kind), self._rules, now=self._loop.time())
+        except ownership.Refused:
+            self.drains_refused += 1
+
+    def repaired(self, name: str) -> None:
+        """Its fault is over. What opsd holds goes back by its rules, and by a person if those refuse."""
+        del self.broken[name]
+        node = self._nodes[name]
+        if node.reason == DOWN:
+            self.update_nodes([name], "resume")
+        elif node.out_of_service:
+            self._give_back(name)
+        self._count()
+        if name not in self.broken and self._nodes[name].usable:
+            self._returned(name)
+
+    def _give_back(self, name: str) -> None:
+        now = self._loop.time()
+        try:
+            ownership.give_back(self, [name], {name: PreflightResult(now, True)}, self._rules, now=now)
+        except ownership.Refused:
+            self._loop.later(self._person_s, lambda: self._forced_back(name))
+
+    def _forced_back(self, name: str) -> None:
+        if name in self.broken:
+            return
+        ownership.give_back(self, [name], {}, self._rules, force=True, now=self._loop.time())
+        self._count()
+        self._returned(name)
+
+    def _count(self) -> None:
+        self.settle()
+        self._out = sum(name in self.broken or not node.usable for name, node in self._nodes.items())
+
+    def settle(self) -> None:
+        """Take the time until now into account."""
+        now = self._loop.time()
+        self.out_s[self._out] = self.out_s.get(self._out, 0.0) + now - self._out_since
+        self._out_since = now

@@ -1,0 +1,132 @@
+"""Faults of nodes, and what can be said of them without playing a run. Pure."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal, Protocol
+
+Effect = Literal["lost", "hardware", "degraded", "process"]
+"""What a fault does: the node stops answering; a rank fails with its GPU or NIC; the node works on and should be
+replaced; a rank dies and the node is sound."""
+DAY_S = 86_400.0
+HOUR_S = 3600.0
+
+
+class FaultsError(ValueError):
+    """A trace or rates that cannot be used; the message is one sentence with the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``node`` (counted from 0) is out from ``start_s`` to ``end_s``. One that began before second 0 is negative."""
+
+    node: int
+    start_s: float
+    end_s: float
+    kind: str
+    effect: Effect
+
+
+class FaultSource(Protocol):
+    """Where faults come from: a trace or rates."""
+
+    @property
+    def name(self) -> str:
+        """What is told to people."""
+
+    @property
+    def per_node_day(self) -> float:
+        """Expected faults of a node in a day, for the checkpoint interval."""
+
+    def draw(self, nodes: int, seconds: float, seed: int) -> list[Fault]:
+        """The faults of ``nodes`` nodes in ``seconds``, by time.
+
+        With the same ``seed`` a node has the same faults in a larger cluster: policies and numbers of spares are
+        compared on the same draw.
+        """
+
+
+def down_at_once(faults: Iterable[Fault], seconds: float) -> Mapping[int, float]:
+    """For how many seconds 0, 1, 2 … nodes are out of service at once. Faults of one node must not overlap."""
+    changes: list[tuple[float, int]] = []
+    for fault in faults:
+        begin, end = max(0.0, fault.start_s), min(seconds, fault.end_s)
+        if fault.effect != "process" and begin < end:
+            changes += [(begin, 1), (end, -1)]
+    changes.sort()
+    level, since = 0, 0.0
+    held: dict[int, float] = defaultdict(float)
+    for at, change in changes:
+        held[level] += at - since
+        level, since = level + change, at
+    held[level] += seconds - since
+    return held
+
+
+def level_at(held: Mapping[int, float], share: float) -> int:
+    """The least level that is not exceeded for ``share`` (0 to 1) of the time in ``held``."""
+    wanted, seen = share * sum(held.values()), 0.0
+    for level in sorted(held):
+        seen += held[level]
+        if seen >= wanted - 1e-6:
+            return level
+    return 0
+
+
+def outages_per_1000_node_days(faults: Iterable[Fault], nodes: int, seconds: float) -> float:
+    """Outages that begin within ``seconds``."""
+    begun = sum(fault.effect != "process" and 0 <= fault.start_s < seconds for fault in faults)
+    return begun / (nodes * seconds / DAY_S) * 1000
+
+
+def repair_quantile(repairs: Sequence[tuple[float, bool]], share: float) -> float:
+    """The repair time in seconds that ``share`` of the outages do not exceed, infinity if too few have ended.
+
+    ``repairs`` are durations, and whether the outage ended then or was only not seen any longer (Kaplan and Meier
+    1958).
+    """
+    left, lasting = len(repairs), 1.0
+    for lasted, ended in sorted(repairs, key=lambda repair: (repair[0], not repair[1])):
+        if ended:
+            lasting *= 1 - 1 / left
+            if lasting <= 1 - share + 1e-9:
+                return lasted
+        left -= 1
+    return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class SparesNeeded:
+    """Spares with which a job has its nodes for a share of the time: on the average of the draws, in 95 % of them."""
+
+    mean: int
+    p95: int
+
+
+def spares_needed(source: FaultSource, nodes: int, *, seconds: float, draws: int, up: float = 0.99) -> SparesNeeded:
+    """The spares with which a job of ``nodes`` nodes can have all of them for the share ``up`` of ``seconds``.
+
+    Only repairs count here, not the time that a swap takes. Spares fail like other nodes.
+    """
+    drawn = [source.draw(2 * nodes, seconds, seed) for seed in range(draws)]
+
+    def enough(spares: int, of_draws: Callable[[list[float]], bool]) -> bool:
+        return of_draws([_up(faults, nodes, spares, seconds) for faults in drawn])
+
+    def least(of_draws: Callable[[list[float]], bool]) -> int:
+        # Another spare never takes time away, since it is at most one more node that is down.
+        return bisect_left(range(nodes), True, key=lambda spares: enough(spares, of_draws))
+
+    mean = least(lambda ups: fmean(ups) >= up)
+    return SparesNeeded(mean, least(lambda ups: sum(one >= up for one in ups) >= 0.95 * len(ups)))
+
+
+def _up(faults: Iterable[Fault], nodes: int, spares: int, seconds: float) -> float:
+    """The share of the time in which at most ``spares`` of ``nodes + spares`` nodes are down."""
+    held = down_at_once((fault for fault in faults if fault.node < nodes + spares), seconds)
+    return sum(time for level, time in held.items() if level <= spares) / seconds

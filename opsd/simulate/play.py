@@ -1,0 +1,108 @@
+"""One run, from the first second to the last, on one draw of faults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from opsd.simulate.account import Account, Bucket
+from opsd.simulate.clock import VirtualLoop
+from opsd.simulate.cluster import Cluster
+from opsd.simulate.faults import HOUR_S, Fault, level_at
+from opsd.simulate.job import Job, World
+from opsd.simulate.policies import Policy
+from opsd.simulate.supervised import SupervisedJob
+from opsd.simulate.times import Times
+from opsd.simulate.unsupervised import UnsupervisedJob
+from opsd.slurm.ownership import Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A run on ``nodes`` nodes of a cluster with ``spares`` more, for ``seconds``.
+
+    A checkpoint every ``interval_s`` seconds of work stops the ranks for ``stall_s``.
+    """
+
+    nodes: int
+    spares: int
+    seconds: float
+    interval_s: float
+    stall_s: float
+    gpus: int = 8
+    times: Times = field(default_factory=Times)
+    rules: Rules = field(default_factory=Rules)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What became of one run. ``gpu_hours_lost`` by the kind of fault."""
+
+    seconds: float
+    buckets: Mapping[Bucket, float]
+    outages: int
+    spares_in_use: tuple[int, int]
+    """Half and 99 % of the time at most so many places of spares were taken by nodes that are out of service."""
+    swaps: int
+    requeues: int
+    resubmissions: int
+    drains_refused: int
+    longest_standstill_s: float
+    gpu_hours_lost: Mapping[str, float]
+
+    @property
+    def ettr(self) -> float:
+        """Productive time per wall-clock time."""
+        return self.buckets["productive"] / self.seconds
+
+
+class Play:
+    """A cluster and a job in virtual time."""
+
+    def __init__(self, policy: Policy, setup: Setup) -> None:
+        self._setup = setup
+        self._loop = VirtualLoop()
+        self._account = Account(setup.interval_s, setup.stall_s)
+        size = setup.nodes + setup.spares
+        self._cluster = Cluster(size, self._loop, setup.rules, setup.times.person_s, self._returned)
+        world = World(
+            self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.stall_s
+        )  # fmt: skip
+        self._job: Job = SupervisedJob(world) if policy.opsd else UnsupervisedJob(world)
+        self._outages = 0
+
+    def run(self, faults: Sequence[Fault]) -> Played:
+        """Play all of it."""
+        setup, account = self._setup, self._account
+        for fault in faults:
+            self._loop.later(fault.start_s, lambda fault=fault: self._begins(fault))  # type: ignore[misc]
+        self._loop.later(0.0, self._job.submit)
+        self._loop.run(setup.seconds)
+        account.close(setup.seconds)
+        self._cluster.settle()
+        out = self._cluster.out_s
+        return Played(
+            setup.seconds,
+            account.seconds,
+            self._outages,
+            (min(setup.spares, level_at(out, 0.5)), min(setup.spares, level_at(out, 0.99))),
+            self._job.swaps,
+            self._job.requeues,
+            self._job.resubmissions,
+            self._cluster.drains_refused,
+            account.longest_s,
+            {kind: lost_s * setup.nodes * setup.gpus / HOUR_S for kind, lost_s in account.lost_s.items()},
+        )
+
+    def _begins(self, fault: Fault) -> None:
+        name = self._cluster.names[fault.node]
+        if name in self._cluster.broken:
+            return
+        if fault.effect != "process":
+            self._outages += fault.start_s >= 0
+            self._cluster.breaks(name, fault)
+            self._loop.later(fault.end_s - self._loop.time(), lambda: self._cluster.repaired(name))
+        self._job.fault(name, fault)
+
+    def _returned(self, name: str) -> None:
+        self._job.returned(name)

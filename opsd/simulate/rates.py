@@ -1,0 +1,125 @@
+"""Faults from rates: exponential or Weibull times between them, repairs with heavy tails, lemon nodes.
+
+The repair times of the built-in rates are those of StepFun's trace (Kaplan-Meier over its days 0 to 200: half of them
+within 35 h, nine tenths within 496 h). The split by effect is that of Llama 3's 419 interruptions (table 5 of its
+report): 54 by software, 32 for maintenance, 16 by storage, power and hosts, the others by GPUs and network.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from pydantic import Field, ValidationError
+
+from opsd.settings.section import Section
+from opsd.simulate.faults import DAY_S, HOUR_S, Effect, Fault, FaultsError
+
+PUBLISHED: Mapping[str, float] = {"stepfun": 4.16, "llama3": 3.79, "rsc1": 6.50, "rsc2": 2.34}
+"""Faults in 1,000 node days: StepFun's trace, Llama 3 (Meta, 2024), Meta's research clusters (Kokolis et al., 2024)."""
+_SHARES: Mapping[str, tuple[Effect, float]] = {
+    "gpu_network": ("hardware", 317 / 419), "software": ("process", 54 / 419), "maintenance": ("degraded", 32 / 419),
+    "host": ("lost", 16 / 419),
+}  # fmt: skip
+
+
+class Kind(Section):
+    """One kind of fault. Without a repair time the node is sound at once."""
+
+    kind: str
+    effect: Effect
+    per_1000_node_days: float = Field(gt=0, le=1e5)
+    shape: float = Field(default=1.0, ge=0.2, le=10, description="Of the Weibull time between faults; 1: exponential.")
+    repair_p50_h: float = Field(default=35.0, ge=0, le=1e5)
+    repair_p90_h: float = Field(default=496.0, ge=0, le=1e6)
+
+
+class RatesFile(Section):
+    """``[[fault]]`` tables; ``lemon_share`` of the nodes have ``lemon_faults`` of the faults."""
+
+    fault: tuple[Kind, ...] = Field(min_length=1, strict=False)
+    lemon_share: float = Field(
+        default=0.05, gt=0, lt=1, description="StepFun's trace: 20 of 400 nodes, 24 % of faults."
+    )
+    lemon_faults: float = Field(default=0.24, gt=0, lt=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Independent processes for each node and kind."""
+
+    name: str
+    file: RatesFile
+
+    @property
+    def per_node_day(self) -> float:
+        """See ``FaultSource.per_node_day``."""
+        return sum(kind.per_1000_node_days for kind in self.file.fault) / 1000
+
+    def draw(self, nodes: int, seconds: float, seed: int) -> list[Fault]:
+        """See ``FaultSource.draw``. All nodes are up at the start."""
+        faults: list[Fault] = []
+        for node in range(nodes):
+            random = Random(f"{seed}:{node}")
+            share, of_faults = self.file.lemon_share, self.file.lemon_faults
+            lemon = random.random() < share
+            weight = of_faults / share if lemon else (1 - of_faults) / (1 - share)
+            found = [fault for kind in self.file.fault for fault in _process(kind, node, weight, seconds, random)]
+            faults += _apart(sorted(found, key=lambda fault: fault.start_s))
+        return sorted(faults, key=lambda fault: (fault.start_s, fault.node))
+
+
+def _process(kind: Kind, node: int, weight: float, seconds: float, random: Random) -> list[Fault]:
+    mean_s = DAY_S * 1000 / (kind.per_1000_node_days * weight)
+    scale_s = mean_s / math.gamma(1 + 1 / kind.shape)
+    faults, at = [], random.weibullvariate(scale_s, kind.shape)
+    while at < seconds:
+        end = at + (0.0 if kind.effect == "process" else _repair_s(kind, random))
+        faults.append(Fault(node, at, end, kind.kind, kind.effect))
+        at = end + random.weibullvariate(scale_s, kind.shape)
+    return faults
+
+
+def _repair_s(kind: Kind, random: Random) -> float:
+    """Weibull, through the two quantiles: of StepFun's repairs that has a mean of 193 h, a log-normal one 298 h."""
+    if kind.repair_p90_h <= kind.repair_p50_h:
+        return kind.repair_p50_h * HOUR_S
+    shape = math.log(math.log(10) / math.log(2)) / math.log(kind.repair_p90_h / kind.repair_p50_h)
+    return random.weibullvariate(kind.repair_p50_h / math.log(2) ** (1 / shape), shape) * HOUR_S
+
+
+def _apart(faults: list[Fault]) -> list[Fault]:
+    """Without those that find the node out of service already."""
+    kept: list[Fault] = []
+    for fault in faults:
+        if not kept or fault.start_s >= kept[-1].end_s:
+            kept.append(fault)
+    return kept
+
+
+def published(name: str) -> Rates:
+    """The built-in rates ``name``, a key of ``PUBLISHED``."""
+    kinds = tuple(
+        Kind(kind=kind, effect=effect, per_1000_node_days=PUBLISHED[name] * share)
+        for kind, (effect, share) in _SHARES.items()
+    )
+    return Rates(name, RatesFile(fault=kinds))
+
+
+def load(path: Path) -> Rates:
+    """The rates in the TOML file ``path``. Raises FaultsError."""
+    try:
+        return Rates(path.name, RatesFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))))
+    except OSError as error:
+        known = ", ".join(PUBLISHED)
+        raise FaultsError(f"{path} cannot be read: {error.strerror}; the built-in rates are {known}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FaultsError(f"{path} is no TOML: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise FaultsError(f"{path}: {where}: {first['msg']}") from error

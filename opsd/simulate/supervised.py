@@ -1,0 +1,254 @@
+"""A job under ``opsd launch``: the leader, the planner and the health of nodes are those of production."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from opsd import exitcodes
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.messages import Begun
+from opsd.launch.io.loop import Callback, Timer
+from opsd.launch.ranks.failure import Failure, RankError, RestartPolicy
+from opsd.launch.run.leader import Leader
+from opsd.launch.run.messages import (
+    Ended,
+    Failed,
+    FailedRank,
+    Progress,
+    Readiness,
+    SpareWanted,
+    StopOrdered,
+    SwapWanted,
+    ToLeader,
+)
+from opsd.launch.run.nodes import RunShape
+from opsd.simulate.faults import Fault
+from opsd.simulate.group import SimulatedGroup, SimulatedLog
+from opsd.simulate.job import STEP_S, Job, World
+from opsd.slurm.spare_jobs import wants_spare
+
+MAX_RESTARTS = 8
+"""Default of ``opsd launch --max-restarts``."""
+
+
+class SupervisedJob(Job):
+    """Its launchers, ranks and agents: they report to the leader what they would, and do what it orders."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        policy = world.policy
+        self._shape = RunShape(policy.least, world.nodes, world.cluster.names, wait_s=policy.wait_s)
+        self._group: SimulatedGroup
+        self._leader: Leader | None = None
+        self._log = SimulatedLog(self._event)
+        self._plan: Plan | None = None
+        """That of the ranks that run or have run last."""
+        self._ranked: tuple[str, ...] = ()
+        """The nodes that last had ranks in this start."""
+        self._beginning: Timer | None = None
+        self._succeeded = self._at_work = False
+        self._unmet = 0
+        """Jobs for spares that wait for a node."""
+
+    # -- starts and generations ------------------------------------------------------------------------------------
+
+    def launch(self, names: list[str]) -> None:
+        """See ``Job.launch``."""
+        self._plan, self._ranked, self._unmet = None, (), 0
+        self._group = SimulatedGroup(names, self._proposed, self._ordered, self._ended)
+        self._lead()
+
+    def _lead(self) -> None:
+        self._leader = Leader(
+            self._shape, self._group, self.world.loop, RestartPolicy(MAX_RESTARTS), self._log,
+            over=lambda *_: None, interrupted=lambda _: None, say=lambda _: None,
+        )  # fmt: skip
+        self._leader.take_over()
+
+    def _proposed(self, plan: Plan) -> None:
+        if self._beginning is not None:
+            self._beginning.cancel()
+        delay_s = 0.0
+        if not plan.payload["keep"]:
+            self._at_work = False
+            self.world.account.idle(self.world.loop.time(), "restart" if plan.slots else "waiting")
+            if plan.slots:
+                changed = self._plan is None or not set(plan.slots) <= set(self._plan.slots)
+                delay_s = self.world.times.generation_s(changed=changed, succeeded=self._succeeded)
+        self._beginning = self.world.loop.later(delay_s, lambda: self._begin(plan))
+
+    def _begin(self, plan: Plan) -> None:
+        assert self._leader is not None
+        self._group.begun, self._succeeded = True, False
+        if not plan.payload["keep"]:
+            self._plan = plan
+        self._leader.began(plan, Begun("", 0, *self.world.account.steps(STEP_S)))
+        if plan.payload["keep"] or not plan.slots:
+            return
+        self.swaps += len(set(plan.slots) - set(self._ranked)) if self._ranked else 0
+        self._ranked, self._at_work = plan.slots, True
+        self._soon(self.world.times.program_s, lambda: self._first_step(plan))
+        self._meet_broken_nodes(plan)
+
+    def _first_step(self, plan: Plan) -> None:
+        if self._at_work and self._plan is plan:
+            self.world.account.work(self.world.loop.time(), len(plan.slots) / self.world.nodes)
+
+    def _meet_broken_nodes(self, plan: Plan) -> None:
+        """Those that broke meanwhile, or that nobody has taken out of service."""
+        broken = self.world.cluster.broken
+        for name in [name for name in self._group.alive if name in broken]:
+            if name not in plan.slots:
+                self._soon(0.0, lambda name=name: self._sent_away(name))  # type: ignore[misc]
+            elif broken[name].effect == "degraded":
+                self._soon(self.world.times.agent_s, lambda name=name: self._swap(name))  # type: ignore[misc]
+            elif self._at_work:
+                self._rank_dies(name, broken[name], at_once=True)
+
+    def _soon(self, delay_s: float, callback: Callback) -> None:
+        """Call back if this start still lasts then."""
+        start = self.start
+        self.world.loop.later(delay_s, lambda: callback() if start == self.start else None)
+
+    def _ended(self, code: int, avoid: tuple[str, ...]) -> None:
+        """The leader has claimed the end of the run."""
+        if self._beginning is not None:
+            self._beginning.cancel()
+        self._leader = self._plan = None
+        if code == exitcodes.REQUEUE:
+            self.requeue(self.world.times.queue_s, avoid)
+        else:
+            self.resubmit()
+
+    # -- faults --------------------------------------------------------------------------------------------------
+
+    @property
+    def _slots(self) -> tuple[str, ...]:
+        return self._plan.slots if self._plan is not None else ()
+
+    def fault(self, name: str, fault: Fault) -> None:
+        """See ``Job.fault``."""
+        if self._leader is None or name not in self._group.alive:
+            return
+        times, at_work = self.world.times, self._at_work and name in self._slots
+        if fault.effect == "lost":
+            if at_work:
+                self._stand_still(fault)
+            self._soon(times.silence_s, lambda: self._lost(name, times.silence_s))
+        elif at_work and fault.effect != "degraded":
+            self._rank_dies(name, fault)
+        elif name in self._slots and fault.effect == "degraded":
+            self._soon(times.agent_s, lambda: self._swap(name))
+        elif fault.effect != "process" and name not in self._slots:
+            self._soon(times.agent_s, lambda: self._sent_away(name))
+
+    def _stand_still(self, fault: Fault) -> None:
+        self._at_work = False
+        self.world.account.idle(self.world.loop.time(), "detection", fault.kind)
+
+    def _lost(self, name: str, silent_s: float) -> None:
+        """A launcher is gone with its node."""
+        assert self._leader is not None
+        if self._group.alive.pop(name, None) is None:
+            return
+        self.held.discard(name)
+        if not self._group.alive:
+            self._leader.step_down()
+            self._ended(exitcodes.REQUEUE, (name,))
+        elif name == self._group.own:
+            self._leader.step_down()
+            self._succeeded = True
+            self._group.succeed(silent_s)
+            self._lead()
+        else:
+            self._leader.lost(name, silent_s)
+
+    def _rank_dies(self, name: str, fault: Fault, *, at_once: bool = False) -> None:
+        """``at_once``: before its first step."""
+        self._stand_still(fault)
+        furthest, committed = self.world.account.steps(STEP_S)
+        step, rank = None if at_once else furthest, self._slots.index(name)
+        if fault.effect == "process":
+            failure = Failure(rank, "signal SIGSEGV", "signal", 0.0, step)
+        else:
+            error = RankError(fault.kind, "CUDA initialization" if at_once else "CUDA error", "")
+            failure = Failure(rank, "exit code 1", "hardware", 0.0, step, error=error, at_once=at_once)
+        generation = self._log.generation
+
+        def noticed() -> None:
+            self._tell(name, Progress(generation, furthest, committed))
+            self._tell(name, Failed(generation, (FailedRank(failure),)))
+
+        self._soon(self.world.times.noticed_s, noticed)
+
+    def _tell(self, name: str, message: ToLeader) -> None:
+        if self._leader is not None and name in self._group.alive:
+            self._leader.received(name, message)
+
+    # -- swaps and spares ----------------------------------------------------------------------------------------
+
+    def _swap(self, name: str) -> None:
+        """The agent of a node that works on asks for a swap, or for a spare if none is there (agent/swap.py)."""
+        fault = self.world.cluster.broken.get(name)
+        if fault is None or name not in self._slots or not self._at_work:
+            return
+        spare = self._group.alive.keys() - set(self._slots) - self.world.cluster.broken.keys()
+        if spare or not self.world.policy.fetch:
+            self._tell(name, SwapWanted(self._log.generation, name, fault.kind))
+        else:
+            self._tell(name, SpareWanted(self._log.generation, name, fault.kind))
+
+    def _ordered(self, order: StopOrdered) -> None:
+        """Save at the next step boundary, then end."""
+
+        def boundary() -> None:
+            if self._at_work and self._log.generation == order.generation:
+                fault = self.world.cluster.broken.get(order.stop.what)
+                cause = fault.kind if fault is not None else None
+                self.world.account.idle(self.world.loop.time(), "checkpoint", cause, kept=True)
+                self._soon(self.world.stall_s, saved)
+
+        def saved() -> None:
+            for name in self._slots:
+                self._tell(name, Ended(order.generation, order.stop))
+
+        self._soon(STEP_S / 2, boundary)
+
+    def _sent_away(self, name: str) -> None:
+        """A broken node without ranks: it is no spare, and leaves the job if Slurm has it drained."""
+        fault = self.world.cluster.broken.get(name)
+        if fault is None or name in self._slots or name not in self._group.alive:
+            return
+        self._tell(name, Readiness(fault.kind))
+        (node,) = self.world.cluster.nodes([name])
+        if node.out_of_service and self._leader is not None:
+            self._lost(name, 0.0)
+
+    def _event(self, event: Mapping[str, Any]) -> None:
+        if self.world.policy.fetch and wants_spare(event):
+            self._soon(self.world.times.queue_s, self._arrive)
+
+    def _arrive(self) -> None:
+        """A job for a spare has started, or waits for a node."""
+        assert self._leader is not None
+        cluster = self.world.cluster
+        name = next((name for name in cluster.usable(but=self.held) if name not in cluster.broken), None)
+        if name is None:
+            self._unmet += 1
+            return
+        self.held.add(name)
+        member = self._group.join(name)
+        self._leader.joined(member)
+        for wanting in [slot for slot in self._slots if slot in cluster.broken]:
+            self._swap(wanting)
+
+    def returned(self, name: str) -> None:
+        """See ``Job.returned``."""
+        super().returned(name)
+        if self._leader is None or name in self.held:
+            if self._leader is not None and name in self._group.alive:
+                self._tell(name, Readiness(""))
+        elif self._unmet:
+            self._unmet -= 1
+            self._soon(self.world.times.queue_s, self._arrive)

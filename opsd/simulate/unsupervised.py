@@ -1,0 +1,43 @@
+"""A job without opsd: torchrun, a batch script that requeues itself, and Slurm with its own settings.
+
+Modelled, and kindly: somebody drains each faulty node before the job is back, and the same checkpoints are made.
+"""
+
+from __future__ import annotations
+
+from opsd.simulate.faults import Fault
+from opsd.simulate.job import Job
+
+
+class UnsupervisedJob(Job):
+    """All ranks end with any node of the job."""
+
+    def launch(self, names: list[str]) -> None:
+        """See ``Job.launch``."""
+        self._begin_after(self.world.times.torchrun_restart_s + self.world.times.program_s)
+
+    def _begin_after(self, delay_s: float) -> None:
+        self.start += 1
+        account, loop, start = self.world.account, self.world.loop, self.start
+        account.idle(loop.time(), "restart")
+        loop.later(delay_s, lambda: account.work(loop.time(), 1.0) if start == self.start else None)
+
+    def fault(self, name: str, fault: Fault) -> None:
+        """See ``Job.fault``."""
+        account, times = self.world.account, self.world.times
+        if name not in self.held or fault.effect == "degraded":
+            return
+        account.idle(self.world.loop.time(), "detection", fault.kind)
+        if fault.effect == "process":
+            self._begin_after(times.torchrun_restart_s + times.program_s)
+            return
+        noticed_s = times.slurm_notices_s if fault.effect == "lost" else times.torchrun_dies_s
+        self.start += 1
+        self.held = set()
+        start = self.start
+
+        def ended() -> None:
+            if start == self.start:
+                self.requeue(times.slurm_delay_s, tuple(self.world.cluster.broken), strictly=True)
+
+        self.world.loop.later(noticed_s, ended)

@@ -1,0 +1,127 @@
+"""Simulated runs: the decisions are those of production, and the time adds up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from opsd.simulate.faults import DAY_S, HOUR_S, Effect, Fault
+from opsd.simulate.play import Play, Played, Setup
+from opsd.simulate.policies import NAMES, policy
+from opsd.simulate.rates import published
+from opsd.simulate.study import Draws, knee, sweep
+from opsd.simulate.times import Times
+from opsd.slurm.ownership import Rules
+
+TIMES = Times(program_s=30.0)
+SETUP = Setup(nodes=4, spares=2, seconds=DAY_S, interval_s=600.0, stall_s=1.0, times=TIMES, rules=Rules(share=0.5))
+
+
+def fault(node: int, hour: float, effect: Effect, hours: float = 12.0) -> Fault:
+    return Fault(node, hour * HOUR_S, (hour + hours) * HOUR_S, "gpu", effect)
+
+
+def play(name: str, *faults: Fault, setup: Setup = SETUP, **shape: Any) -> Played:
+    chosen = policy(name, setup.nodes, **{"inside": 2, "least": 2, **shape})
+    return Play(chosen, setup).run(faults)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_buckets_sum_to_the_wall_clock(name: str) -> None:
+    """Under faults of every kind, and no bucket is negative."""
+    setup = replace(SETUP, nodes=30, spares=6, seconds=40 * DAY_S)
+    played = Play(policy(name, 30, inside=3, least=27), setup).run(published("rsc1").draw(36, setup.seconds, 3))
+    assert sum(played.buckets.values()) == pytest.approx(setup.seconds)
+    assert min(played.buckets.values()) >= -1e-6
+    assert 0.3 < played.ettr < 1
+
+
+def test_a_quiet_run_loses_only_its_start_and_its_saves() -> None:
+    """One second in 601, after the first generation and its program have begun."""
+    played = play("hot")
+    begun_s = TIMES.change_s + TIMES.program_s
+    assert played.buckets["restart"] == pytest.approx(begun_s)
+    assert played.buckets["checkpoint"] == pytest.approx((DAY_S - begun_s) / 601, abs=1.5)
+    assert (played.swaps, played.requeues, played.buckets["lost_work"]) == (0, 0, 0)
+
+
+def test_a_lost_node_costs_detection_a_start_and_the_work_since_the_last_save() -> None:
+    """A spare inside the job takes its place: no queue, nobody waits."""
+    quiet, played = play("hot"), play("hot", fault(1, 5, "lost"))
+    assert (played.swaps, played.requeues, played.outages) == (1, 0, 1)
+    assert played.buckets["detection"] == pytest.approx(TIMES.silence_s)
+    assert played.buckets["restart"] - quiet.buckets["restart"] == pytest.approx(TIMES.change_s + TIMES.program_s)
+    assert 0 < played.buckets["lost_work"] < 600
+    assert played.longest_standstill_s == pytest.approx(TIMES.swap_s + TIMES.program_s)
+
+
+def test_the_loss_of_the_leader_is_no_other_thing() -> None:
+    """Its successor goes on from what the claim says."""
+    played = play("hot", fault(0, 5, "lost"), fault(1, 6, "lost"))
+    assert (played.swaps, played.requeues) == (2, 0)
+    assert played.longest_standstill_s == pytest.approx(TIMES.succession_s + TIMES.program_s)
+
+
+def test_failed_hardware_is_replaced_and_a_dead_process_is_not() -> None:
+    """As the health of nodes has it: the second death on the same node is blamed on the node."""
+    assert play("hot", fault(2, 5, "hardware")).swaps == 1
+    assert play("hot", fault(2, 5, "process")).swaps == 0
+    assert play("hot", fault(2, 5, "process"), fault(2, 9, "process")).swaps == 1
+
+
+def test_a_planned_swap_loses_no_work() -> None:
+    """The ranks save at a step boundary first."""
+    played = play("hot", fault(2, 5, "degraded"))
+    assert (played.swaps, played.buckets["lost_work"]) == (1, 0)
+
+
+def test_without_spares_inside_the_job_goes_through_the_queue() -> None:
+    """Opsd's way, and Slurm's own, which takes minutes."""
+    ours, slurm = play("requeue", fault(1, 5, "lost")), play("torchrun", fault(1, 5, "lost"))
+    assert (ours.requeues, slurm.requeues) == (1, 1)
+    assert ours.longest_standstill_s == pytest.approx(TIMES.requeue_s + TIMES.program_s)
+    assert slurm.longest_standstill_s > 60 + ours.longest_standstill_s
+    assert slurm.ettr < ours.ettr
+
+
+def test_a_pool_serves_until_it_is_empty() -> None:
+    """The third loss has no node: the run waits, goes into the queue, and starts when a node is repaired."""
+    losses = [fault(node, 1 + node, "lost") for node in range(3)]
+    assert (play("pool", *losses[:2]).swaps, play("pool", *losses[:2]).requeues) == (2, 0)
+    played = play("pool", *losses)
+    assert played.requeues == 1
+    assert played.longest_standstill_s == pytest.approx(10 * HOUR_S, rel=0.01), "from hour 3 to 13"
+    assert played.buckets["waiting"] > 9 * HOUR_S
+    assert played.gpu_hours_lost["gpu"] > 9 * 4 * 8
+
+
+def test_a_run_may_go_on_with_fewer_nodes() -> None:
+    """At three quarters of its speed."""
+    losses = [fault(node, 1 + node, "lost", 30) for node in range(3)]
+    played = play("shrink", *losses)
+    assert played.buckets["waiting"] == 0
+    assert played.buckets["fewer_nodes"] == pytest.approx(played.buckets["productive"] * 21 / 72, rel=0.1)
+
+
+def test_nodes_beyond_the_budget_are_not_drained() -> None:
+    """The rules of `opsd drain`: one node always, here no more."""
+    strict = replace(SETUP, rules=Rules(share=0.01))
+    played = play("hot", fault(4, 5, "hardware"), fault(5, 6, "hardware"), setup=strict)
+    assert played.drains_refused == 1
+    assert play("hot", fault(4, 5, "hardware"), fault(5, 6, "hardware")).drains_refused == 0
+
+
+def test_more_spares_never_hurt_much_and_the_knee_is_found() -> None:
+    """The same faults for each number of spares."""
+    draws = Draws(published("rsc1"), 26, 30 * DAY_S, range(4))
+    setup = replace(SETUP, nodes=20, seconds=30 * DAY_S)
+    counts = range(7)
+    studies = sweep(draws, [policy("pool", 20, inside=0, least=20)] * len(counts), setup, counts)
+    ettrs = [study.ettr for study in studies]
+    assert ettrs[0] < ettrs[3] <= ettrs[6] + 0.01
+    assert 1 <= knee(studies) <= 6
+    low, high = studies[2].ettr_range
+    assert low <= studies[2].ettr <= high
+    assert studies[2].as_dict() == sweep(draws, [studies[2].policy], setup, [2])[0].as_dict(), "nothing is random"

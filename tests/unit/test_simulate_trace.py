@@ -1,0 +1,153 @@
+"""Faults for the simulator: traces, rates, and what can be said of them without a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opsd.simulate import rates, trace
+from opsd.simulate.faults import (
+    DAY_S,
+    HOUR_S,
+    Fault,
+    FaultsError,
+    down_at_once,
+    level_at,
+    outages_per_1000_node_days,
+    repair_quantile,
+    spares_needed,
+)
+from opsd.simulate.trace import Trace
+
+PUBLISHED = os.environ.get("OPSD_FAULT_TRACE", "")
+"""Days 0 to 200 of stepfun-ai/InfiniteHBD-Trace."""
+
+
+def event(node: str, day: float, what: str, kind: str = "GPU") -> dict[str, Any]:
+    return {"node_id": node, "event_time": day, "event_type": f"fault_{what}", "fault_type": {"Class": kind}}
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Ten days of four nodes, two of which fail."""
+    path = tmp_path / "trace.json"
+    events = [
+        event("a", 1, "start"), event("b", 2, "start", "Fan"), event("a", 3, "end"), event("b", 2.5, "end", "Fan"),
+        event("a", 9, "start"), event("b", 9.5, "start", "Power Supply"), event("b", 9.75, "end", "Power Supply"),
+    ]  # fmt: skip
+    path.write_text(json.dumps(events))
+    return path
+
+
+@pytest.fixture(scope="module")
+def published() -> Trace:
+    if not PUBLISHED:
+        pytest.skip("OPSD_FAULT_TRACE names no trace")
+    return trace.load(Path(PUBLISHED), 400)
+
+
+def test_a_trace_is_read_with_its_healthy_nodes(small: Path) -> None:
+    """An outage that the trace does not see end lasts to its own end, and is known not to have ended."""
+    found = trace.load(small, 4)
+    assert (len(found.nodes), found.span_s / DAY_S) == (4, 10)
+    assert [(o.start_s / DAY_S, o.end_s / DAY_S, o.effect, o.ended) for node in found.nodes for o in node] == [
+        (1, 3, "hardware", True), (9, 10, "hardware", False), (2, 2.5, "degraded", True), (9.5, 9.75, "lost", True),
+    ]  # fmt: skip
+
+
+def test_a_node_has_the_same_faults_in_a_larger_cluster(small: Path) -> None:
+    """So that spares are compared on the same draw; another seed is another draw."""
+    for source in (trace.load(small, 4), rates.published("rsc1")):
+        few, many = source.draw(6, 90 * DAY_S, 1), source.draw(50, 90 * DAY_S, 1)
+        assert few == [fault for fault in many if fault.node < 6]
+        assert source.draw(50, 90 * DAY_S, 2) != many
+
+
+def test_a_draw_keeps_the_rate_of_the_trace(small: Path) -> None:
+    """Whatever the shift, each of its spans has all of the outages once."""
+    source = trace.load(small, 4)
+    for seed in range(5):
+        faults = source.draw(8, 30 * DAY_S, seed)
+        assert sum(fault.start_s >= 0 for fault in faults) == 2 * 3 * 4
+        assert outages_per_1000_node_days(faults, 8, 30 * DAY_S) == pytest.approx(source.per_node_day * 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "has no list of events"),
+        ('[{"node_id": "a"}]', "event 1 of .* lacks"),
+        (json.dumps([event("a", 1, "strt")]), "should be fault_start or fault_end"),
+        (json.dumps([event("a", 1, "start"), event("b", 1, "start")]), "names 2 nodes, more than --trace-nodes 1"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    """In one sentence."""
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(FaultsError, match=told):
+        trace.load(path, 1)
+
+
+def test_levels_are_weighted_by_time() -> None:
+    """Two nodes are down at once for an hour of four, and none for two."""
+    faults = [Fault(0, -HOUR_S, HOUR_S, "", "lost"), Fault(1, 0, 2 * HOUR_S, "", "lost")]
+    held = down_at_once([*faults, Fault(2, 0, 0, "", "process")], 4 * HOUR_S)
+    assert dict(held) == {0: 2 * HOUR_S, 1: HOUR_S, 2: HOUR_S}
+    assert [level_at(held, share) for share in (0.5, 0.75, 0.76)] == [0, 1, 2]
+
+
+def test_repairs_that_were_not_seen_to_end_count_as_longer() -> None:
+    """The median of 1, 2 and more than 3 hours is 2 hours, and the longest is unknown."""
+    repairs = [(1.0, True), (2.0, True), (3.0, False)]
+    assert repair_quantile(repairs, 0.5) == 2.0
+    assert repair_quantile(repairs, 0.9) == float("inf")
+
+
+def test_the_rates_are_met() -> None:
+    """Over 400 nodes and 2,000 days, lemons included, with repairs through the two quantiles."""
+    faults = rates.published("stepfun").draw(400, 2000 * DAY_S, 0)
+    assert 1000 * len(faults) / (400 * 2000) == pytest.approx(4.16, rel=0.2), "less, because broken nodes do not break"
+    repairs = sorted(fault.end_s - fault.start_s for fault in faults if fault.effect != "process")
+    assert repairs[len(repairs) // 2] / HOUR_S == pytest.approx(35, rel=0.15)
+    assert repairs[len(repairs) * 9 // 10] / HOUR_S == pytest.approx(496, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("fault = 3", "fault: Input should be"),
+        ('[[fault]]\nkind = "x"\neffect = "boom"\nper_1000_node_days = 1.0', r"fault.0.effect: Input should be 'lost'"),
+        ("=", "is no TOML"),
+    ],
+)
+def test_what_are_no_rates_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    """In one sentence."""
+    path = tmp_path / "rates.toml"
+    path.write_text(text)
+    with pytest.raises(FaultsError, match=told):
+        rates.load(path)
+
+
+def test_the_published_outages(published: Trace) -> None:
+    """4.16 outages in 1,000 node days; down at once 7 half of the time and 32 in 99 %; repairs of 35 and 496 h."""
+    span_s = published.span_s
+    faults = published.draw(400, span_s, 0)
+    assert outages_per_1000_node_days(faults, 400, span_s) == pytest.approx(4.16, abs=0.01)
+    held = down_at_once(faults, span_s)
+    assert (level_at(held, 0.5), level_at(held, 0.99)) == (7, 32)
+    assert repair_quantile(published.repairs, 0.5) / HOUR_S == pytest.approx(35, abs=0.5)
+    assert repair_quantile(published.repairs, 0.9) / HOUR_S == pytest.approx(496, abs=1)
+
+
+def test_the_spares_that_the_published_trace_asks_for(published: Trace) -> None:
+    """48 nodes: 7 on the average of the draws, 8 in 95 % of them; 1,000 nodes, copies with shifts: 60, within 6."""
+    small = spares_needed(published, 48, seconds=published.span_s, draws=100)
+    assert (small.mean, small.p95) == (7, 8)
+    large = spares_needed(published, 1000, seconds=published.span_s, draws=8)
+    assert large.mean == pytest.approx(60, abs=6)
