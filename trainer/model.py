@@ -170,13 +170,3 @@ def init_std(name: str, settings: ModelSettings) -> float:
     """
     residual = name.endswith(("attention.output.weight", ".down.weight"))
     return settings.init_std / math.sqrt(2 * settings.layers) if residual else settings.init_std
-
-
-def flops_per_token(parameters: int, settings: ModelSettings, sequence: int) -> float:
-    """Forward and backward FLOP per token, attention counted in full: 6 N + 12 layers width sequence (PaLM, app. B).
-
-    N are the ``parameters`` that a token meets: of experts those that it is sent to. The width is that of all heads of
-    attention, the mean of queries and values.
-    """
-    active = parameters - settings.idle_parameters
-    return 6.0 * active + 6.0 * settings.layers * (settings.attention_width + settings.value_width) * sequence
