@@ -1,4 +1,4 @@
-"""What others have published of their runs, for the tests of `opsd plan`: shapes, times and how close a plan has to come.
+"""What others have published of their runs, for the tests of `opsd plan`, and how close a plan has to come.
 
 The tolerances were written down before any of it was computed here.
 """
@@ -89,8 +89,8 @@ TIMES: Final = (
     ),
     Time(
         "deepseek-v3", 4096, 14.8e12, 2_048, 0.4373, 2.664e6, 0.05,
-        "2.664 M of the 2.788 M H800 hours were pre-training (arXiv 2412.19437, table 1); MFU, attention not halved, in "
-        "Insights into DeepSeek-V3 (arXiv 2505.09343, table 4)",
+        "2.664 M of the 2.788 M H800 hours were pre-training (arXiv 2412.19437, table 1); MFU, attention not halved, "
+        "in Insights into DeepSeek-V3 (arXiv 2505.09343, table 4)",
     ),
 )  # fmt: skip
 
