@@ -50,6 +50,15 @@ def routed_parameters(model: ModelSettings) -> int:
     return model.expert_layers * model.experts * 3 * model.expert_channels * model.width
 
 
+def unsplit_parameters(model: ModelSettings) -> int:
+    """Of the layers, those that tensor parallelism leaves whole on each rank: norms, routers, latents."""
+    norms = (4 if model.norms == "both" else 2) * model.width
+    norms += 2 * model.head_channels if model.qk_norm else 0
+    latents = model.width * (model.query_rank + model.kv_rank + model.rope_dim) + model.query_rank + model.kv_rank
+    routers = model.expert_layers * model.experts * model.width
+    return model.layers * (norms + (latents if model.kv_rank else 0)) + routers
+
+
 def _latent_attention(model: ModelSettings) -> int:
     """Number of parameters of multi-head latent attention, without biases; see ``opsd.trainer.latent_attention``."""
     rank, latent = model.query_rank, model.kv_rank
