@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,10 @@ import click
 
 from opsd import exitcodes
 from opsd.commands.options import Finite, option
-from opsd.commands.output import written
+from opsd.commands.output import fail, written
 from opsd.commands.report import price_of
+from opsd.files import write_text
+from opsd.plan.hardware import GPUS
 
 if TYPE_CHECKING:
     from opsd.plan.hardware import Hardware
@@ -21,14 +24,13 @@ if TYPE_CHECKING:
 
 _DAYS = 30.0
 """Deadline if neither GPUs nor days are given."""
-_KINDS = ("h100", "h200", "h800", "b200", "a100")
 
 
 @click.command()
 @click.argument("config")
 @option("--gpus", type=click.IntRange(1), help="Plan for so many GPUs.")
 @option("--days", type=Finite(0, min_open=True), help="Find the fewest nodes that are done in so many days (30).")
-@option("--gpu", "kind", type=click.Choice(_KINDS), default="h100", help="Kind of the GPUs.")
+@option("--gpu", "kind", type=click.Choice(GPUS), default="h100", help="Kind of the GPUs.")
 @option("--tokens", type=Finite(1), help="Train on so many tokens instead of run.steps; 11e12 is 11 trillion.")
 @option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of the run.")
 @option("--assume", multiple=True, metavar="NAME=VALUE", help="A figure of this cluster instead of the default.")
@@ -53,20 +55,24 @@ def plan(
 
     CONFIG is the TOML file of a run, the name of a preset (smollm3-3b), or a config.json of Hugging Face with --tokens.
     All numbers are predictions; --json names the source of each figure behind them, and --assume replaces one. Exits
-    with 1 if there is no such plan.
+    with 1 if there is no such plan, 2 if CONFIG or the command line is wrong.
     """
     from opsd.plan.search import CannotPlan
+    from opsd.trainer.config import ConfigError
 
     if gpus is not None and days is not None:
         raise click.UsageError("--gpus and --days exclude each other: give one of them")
+    if write and not config.endswith(".toml"):
+        raise click.UsageError(f"--write changes the TOML file of a run, and {config} is none: copy the run into one")
     try:
         made = _plan(config, gpus, days, kind, tokens, overrides, assume)
         made = _priced(made, file)
         if write:
             _write(config, made)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
     except CannotPlan as error:
-        click.echo(f"opsd: {error}", err=True)
-        return exitcodes.FAILED
+        fail(str(error))
     return _show(made, Path(config).stem, html, json_file)
 
 
@@ -79,24 +85,24 @@ def _plan(
     overrides: Sequence[str],
     assume: Sequence[str],
 ) -> Plan:
-    """Raises CannotPlan and click.UsageError."""
+    """Raises CannotPlan, ConfigError and click.UsageError."""
     from opsd.plan.plan import plan_for_days, plan_for_gpus
     from opsd.plan.source import read, tokens_of
 
     run = read(source, overrides, tokens, gpus)
-    hardware, habits = _figures(kind, assume)
+    hardware, habits = _figures(kind, run.model.dtype, assume)
     wanted = tokens or float(tokens_of(run))
     if gpus is not None:
         return plan_for_gpus(run, kind, gpus, wanted, hardware, habits)
     return plan_for_days(run, kind, days or _DAYS, wanted, hardware, habits)
 
 
-def _figures(kind: str, assume: Sequence[str]) -> tuple[Hardware, Habits]:
+def _figures(kind: str, dtype: str, assume: Sequence[str]) -> tuple[Hardware, Habits]:
     """The defaults of this kind of GPU, with what the user knows better."""
     from opsd.plan.hardware import hardware_of
     from opsd.plan.reliability import HABITS
 
-    hardware, habits = hardware_of(kind), HABITS
+    hardware, habits = hardware_of(kind, dtype), HABITS
     for text in assume:
         name, equals, number = text.partition("=")
         try:
@@ -115,25 +121,19 @@ def _figures(kind: str, assume: Sequence[str]) -> tuple[Hardware, Habits]:
 
 
 def _priced(made: Plan, file: Path | None) -> Plan:
-    from dataclasses import replace
-
     price = price_of(file)
     return replace(made, price=price.gpu_hour, currency=price.currency)
 
 
 def _write(source: str, made: Plan) -> None:
-    """Raises CannotPlan if ``source`` is no TOML file that can be changed."""
+    """Raises CannotPlan if the file cannot be changed."""
     from opsd.plan.search import CannotPlan
     from opsd.plan.write import with_settings
 
     path = Path(source)
-    if path.suffix != ".toml":
-        raise CannotPlan(
-            f"--write changes the TOML file of a run, and {source} is none: copy the preset into one first"
-        )
     try:
         changed = with_settings(path.read_text(encoding="utf-8"), made.best.layout.settings())
-        path.write_text(changed, encoding="utf-8")
+        write_text(path, changed)
     except OSError as error:
         raise CannotPlan(f"{path} cannot be written: {error.strerror}") from error
     except ValueError as error:

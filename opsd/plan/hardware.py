@@ -57,19 +57,19 @@ class _Known(NamedTuple):
     gib: float
     gemm: float
     attention: float
-    loop: float
     nvlink: float
     network: float
     power: float
+    single: float
 
 
 _GIB: Final = 1 << 30
 _KNOWN: Final = {
-    "h100": _Known("H100", 79.1, 0.74, 0.33, 0.0, 365e9, 42e9, 10_200),
-    "h200": _Known("H200", 139.8, 0.74, 0.33, 0.0, 365e9, 42e9, 10_200),
-    "h800": _Known("H800", 79.1, 0.74, 0.33, 0.0, 160e9, 42e9, 10_200),
-    "b200": _Known("B200", 178.3, 0.776, 0.33, 0.0, 730e9, 42e9, 14_300),
-    "a100": _Known("A100-SXM4-80GB", 79.1, 0.869, 0.60, 0.0, 235e9, 21e9, 6_500),
+    "h100": _Known("H100", 79.1, 0.74, 0.33, 365e9, 42e9, 10_200, 67e12),
+    "h200": _Known("H200", 139.8, 0.74, 0.33, 365e9, 42e9, 10_200, 67e12),
+    "h800": _Known("H800", 79.1, 0.74, 0.33, 160e9, 42e9, 10_200, 67e12),
+    "b200": _Known("B200", 178.3, 0.776, 0.33, 730e9, 42e9, 14_300, 75e12),
+    "a100": _Known("A100-SXM4-80GB", 79.1, 0.869, 0.60, 235e9, 21e9, 6_500, 19.5e12),
 }
 GPUS: Final = tuple(_KNOWN)
 FITTED: Final = {"h100": 0.607, "a100": 0.734}
@@ -102,8 +102,8 @@ _SOURCES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 
 
-def hardware_of(gpu: str) -> Hardware:
-    """The defaults of one of ``GPUS``."""
+def hardware_of(gpu: str, dtype: str = "bfloat16") -> Hardware:
+    """The defaults of one of ``GPUS`` that computes in ``dtype``."""
     known = _KNOWN[gpu]
     spec = spec_of(known.model)
     assert spec is not None
@@ -113,7 +113,9 @@ def hardware_of(gpu: str) -> Hardware:
         return own.get(gpu) or f"taken to be an H100's: {own['h100']}"
 
     return Hardware(
-        peak=Figure(spec.bf16, "FLOP/s", f"data sheet of the {known.model}, dense bf16"),
+        peak=Figure(spec.bf16, "FLOP/s", f"data sheet of the {known.model}, dense bf16")
+        if dtype == "bfloat16"
+        else Figure(known.single, "FLOP/s", f"data sheet of the {known.model}, float32 without tensor cores"),
         memory=Figure(known.gib * _GIB, "bytes", "what torch reports as the capacity of such a GPU"),
         gemm=Figure(known.gemm, "share of peak", source("gemm")),
         attention=Figure(known.attention, "share of peak", source("attention")),

@@ -29,7 +29,8 @@ FRAGMENTATION: Final = 0.05
 class Memory:
     """Bytes on the GPU that needs most.
 
-    ``gathered`` are layers while FSDP has them whole, with their gradients. ``runtime`` is outside torch's allocator.
+    ``gathered`` are layers while FSDP has them whole, with their gradients; ``communication`` is outside torch's
+    allocator.
     """
 
     weights: float

@@ -149,7 +149,10 @@ def plan_for_days(config: Config, gpu: str, days: float, tokens: float, hardware
             return plan_for_gpus(config, gpu, nodes * node, tokens, hardware, habits)
         near = min(near or (took, nodes * node), (took, nodes * node))
     if near is None:
-        raise CannotPlan(f"no layout fits on {least * node:,} GPUs or a few times as many: try --gpus with more")
+        raise CannotPlan(
+            f"{days:g} days take at least {least * node:,} GPUs, and no layout runs on so many: "
+            "allow more days, or a larger data.batch"
+        )
     raise CannotPlan(
         f"{days:g} days are too few: the fastest that was found takes {near[0]:.1f} days on {near[1]:,} GPUs; "
         "allow more days, or a larger data.batch"
@@ -210,7 +213,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "memory_available_gib": plan.hardware.memory.value / GIB,
         "layout": layout_dict(best.layout, plan.gpus),
         "layouts": [_candidate_dict(plan, each) for each in plan.found.fitting[:_SHOWN]],
-        "out": [{"layout": layout_dict(each, plan.gpus), "reason": reason} for each, reason in plan.found.out],
+        "out": [{"layout": layout_dict(each.layout, plan.gpus), "reason": each.reason} for each in plan.found.out],
         "checkpoint_bytes": checkpoint_bytes(config),
         "checkpoint_interval_s": kept.interval_s,
         "checkpoint_write_s": kept.write_s,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from opsd.plan.hardware import Hardware
 from opsd.plan.layout import RECOMPUTE, Layout, micro_batches_of, problem, spreads
 from opsd.plan.memory import GIB, Memory, memory_of
 from opsd.plan.step_time import StepTime, step_time
 from opsd.trainer.config import Config
+
+_MOST_TOKENS: Final = 1 << 17
+"""Of a micro-batch on a GPU: larger ones gain nothing, and take memory."""
 
 
 class CannotPlan(ValueError):
@@ -27,75 +32,80 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Excluded:
+    """A layout that does not run, with the reason; ``lacks`` are bytes, if memory is all that it lacks."""
+
+    layout: Layout
+    reason: str
+    lacks: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Search:
-    """Layouts from the fastest on, one for each spread over the GPUs; ``out`` are those that do not run, with why."""
+    """Layouts from the fastest on, one for each spread over the GPUs, and those that do not run."""
 
     fitting: tuple[Candidate, ...]
-    out: tuple[tuple[Layout, str], ...]
+    out: tuple[Excluded, ...]
 
     @property
     def reasons(self) -> dict[str, int]:
-        """How many layouts each kind of reason has ruled out."""
-        return dict(Counter(reason.partition(":")[0] for _, reason in self.out).most_common())
+        """How many layouts each kind of reason has ruled out, the most frequent first."""
+        return dict(Counter(each.reason.partition(":")[0] for each in self.out).most_common())
 
 
 def search(config: Config, gpus: int, hardware: Hardware) -> Search:
     """Every layout worth a look. Raises CannotPlan if none runs."""
-    fitting, out = [], []
-    for spread in spreads(config, gpus, int(hardware.node_gpus.value)):
-        best, why = _best(config, spread, gpus, hardware)
-        if best is not None:
-            fitting.append(best)
-        else:
-            out.append((spread, why))
+    found = list(_all(config, gpus, hardware))
+    fitting = [each for each in found if isinstance(each, Candidate)]
+    out = tuple(each for each in found if isinstance(each, Excluded))
     if not fitting:
-        raise CannotPlan(_hopeless(config, gpus, hardware, out))
-    fitting.sort(key=lambda each: (each.step.total, each.memory.total))
-    return Search(tuple(fitting), tuple(out))
+        raise CannotPlan(f"no layout runs on {gpus:,} GPUs: {_hopeless(out)}")
+    return Search(tuple(sorted(fitting, key=_rank)), out)
 
 
 def fastest(config: Config, gpus: int, hardware: Hardware) -> Candidate | None:
     """The fastest layout, None if none runs."""
-    found = (
-        _best(config, spread, gpus, hardware)[0] for spread in spreads(config, gpus, int(hardware.node_gpus.value))
-    )
-    return min((each for each in found if each), key=lambda each: each.step.total, default=None)
+    return min((each for each in _all(config, gpus, hardware) if isinstance(each, Candidate)), key=_rank, default=None)
 
 
-def _best(config: Config, spread: Layout, gpus: int, hardware: Hardware) -> tuple[Candidate | None, str]:
+def _rank(candidate: Candidate) -> tuple[float, float]:
+    return candidate.step.total, candidate.memory.total
+
+
+def _all(config: Config, gpus: int, hardware: Hardware) -> Iterator[Candidate | Excluded]:
+    for spread in spreads(config, gpus, int(hardware.node_gpus.value)):
+        yield _best(config, spread, gpus, hardware)
+
+
+def _best(config: Config, spread: Layout, gpus: int, hardware: Hardware) -> Candidate | Excluded:
     """The fastest micro-batch and recomputation of a spread that fit, or why none does."""
-    best, least, why = None, None, ""
+    room, least = hardware.memory.value, math.inf
+    fitting = []
     for layout in _variants(config, spread, gpus):
-        if why := problem(config, layout, gpus) or "":
-            return None, why
+        if why := problem(config, layout, gpus):
+            return Excluded(spread, why)
         memory = memory_of(config, layout, gpus)
-        least = min(least or memory.total, memory.total)
-        if memory.total > hardware.memory.value:
-            continue
-        step = step_time(config, layout, gpus, hardware)
-        if best is None or step.total < best.step.total:
-            best = Candidate(layout, memory, step)
-    if best is None and least is not None:
-        why = f"memory: it needs at least {least / GIB:,.1f} of {hardware.memory.value / GIB:.1f} GiB"
-    return best, why
+        least = min(least, memory.total)
+        if memory.total <= room:
+            fitting.append(Candidate(layout, memory, step_time(config, layout, gpus, hardware)))
+    if fitting:
+        return min(fitting, key=_rank)
+    why = f"memory: a GPU needs {least / GIB:,.1f} GiB at least and has {room / GIB:.1f}"
+    return Excluded(spread, why, least - room)
 
 
 def _variants(config: Config, spread: Layout, gpus: int) -> Iterator[Layout]:
     for micro_batch in micro_batches_of(config, spread, gpus):
-        if micro_batch > 1 and micro_batch * config.data.sequence / spread.cp > 1 << 17:
+        if micro_batch > 1 and micro_batch * config.data.sequence / spread.cp > _MOST_TOKENS:
             return
         for recompute in RECOMPUTE:
             yield replace(spread, micro_batch=micro_batch, recompute=recompute)
 
 
-def _hopeless(config: Config, gpus: int, hardware: Hardware, out: list[tuple[Layout, str]]) -> str:
-    """The reason that is nearest to a layout that runs."""
-    tight = [reason for _, reason in out if reason.startswith("memory")]
-    if tight:
-        least = min(tight, key=lambda reason: float(reason.split()[5].replace(",", "")))
-        return f"no layout fits on {gpus} GPUs: {least.partition(': ')[2]} on each; take more GPUs or larger ones"
-    if out:
-        batch = [reason for _, reason in out if reason.startswith("data.batch")]
-        why = batch[0] if batch else out[0][1]
-        return f"no layout runs on {gpus} GPUs: {why}; take another number of GPUs or another data.batch"
-    return f"no layout runs on {gpus} GPUs: take another number"
+def _hopeless(out: Sequence[Excluded]) -> str:
+    """The reason of the layout that is nearest to one that runs, and what to do."""
+    if tight := [(each.lacks, each.reason) for each in out if each.lacks is not None]:
+        return f"{min(tight)[1].removeprefix('memory: ')}; take more GPUs, or larger ones"
+    batch = (each.reason for each in out if each.reason.startswith("data.batch"))
+    why = next(batch, out[0].reason if out else "the layers do not divide")
+    return f"{why}; take another number of them, or another data.batch"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from opsd.plan.scaling import suggest
-from opsd.plan.search import CannotPlan
 from opsd.trainer.config import Config, ConfigError, complete, load
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.model_settings import ModelSettings
@@ -22,16 +22,13 @@ _PLACEHOLDER: Final = 100
 
 
 def read(source: str, overrides: Sequence[str], tokens: float | None, gpus: int | None) -> Config:
-    """The run that ``source`` describes. Raises CannotPlan."""
+    """The run that ``source`` describes. Raises ConfigError."""
     path = Path(source)
     if path.is_dir():
         path /= "config.json"
-    try:
-        if path.suffix == ".json":
-            return _of_json(path, overrides, tokens, gpus)
-        return load(source, [*overrides, _UNREAD])
-    except ConfigError as error:
-        raise CannotPlan(str(error)) from error
+    if path.suffix == ".json":
+        return _of_json(path, overrides, tokens, gpus)
+    return load(source, [*overrides, _UNREAD])
 
 
 def _of_json(path: Path, overrides: Sequence[str], tokens: float | None, gpus: int | None) -> Config:
@@ -39,13 +36,13 @@ def _of_json(path: Path, overrides: Sequence[str], tokens: float | None, gpus: i
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CannotPlan(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise CannotPlan(f"{path} is no JSON: {error}") from error
+        raise ConfigError(f"{path} is no JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise CannotPlan(f"{path} has no settings of a model")
+        raise ConfigError(f"{path} has no settings of a model")
     if tokens is None:
-        raise CannotPlan(f"{path} does not say how long to train: add --tokens, for instance --tokens 1e12")
+        raise ConfigError(f"{path} does not say how long to train: add --tokens, for instance --tokens 1e12")
     model = settings_of(fields)
     sequence = int(min(fields.get("max_position_embeddings") or _LONGEST, _LONGEST))
     raw: dict[str, Any] = {
@@ -60,10 +57,12 @@ def _of_json(path: Path, overrides: Sequence[str], tokens: float | None, gpus: i
 
 
 def _batch(model: ModelSettings, sequence: int, tokens: float, gpus: int | None) -> int:
-    """Sequences: the smaller suggestion, as a multiple of the GPUs if it has so many."""
-    wanted = suggest(model, tokens).batch[0] / sequence
-    unit = gpus if gpus and wanted >= gpus else 64
-    return max(1, round(wanted / unit)) * unit
+    """Sequences: near the smaller suggestion, and a number that many layouts divide."""
+    wanted = max(1.0, suggest(model, tokens).batch[0] / sequence)
+    if gpus is None:
+        return int(2 ** round(math.log2(wanted)))
+    unit = max(size for size in range(1, int(wanted) + 1) if not gpus % size)
+    return round(wanted / unit) * unit
 
 
 def tokens_of(config: Config) -> int:

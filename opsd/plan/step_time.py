@@ -12,13 +12,11 @@ from typing import Final
 
 from opsd.plan.hardware import Hardware
 from opsd.plan.layout import Layout
-from opsd.plan.memory import stage_parameters
+from opsd.plan.memory import FLOAT_BYTES, half_bytes, stage_parameters
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import ModelSettings
 
-_HALF: Final = 2
-"""Bytes of bf16, which GPUs compute and communicate in."""
 _TILE: Final = 256
 """Rows of a product that a GPU needs to have at least for its tiles (CUTLASS's largest on Hopper are 256 x 128)."""
 _OPTIMIZER_BYTES: Final = 36
@@ -78,7 +76,7 @@ def step_time(config: Config, layout: Layout, gpus: int, hardware: Hardware) -> 
     loop = kernels * (1 / hardware.loop.value - 1)
     busy = kernels + loop
     optimizer = stage_parameters(model, layout) / layout.shards(gpus) * _OPTIMIZER_BYTES / hardware.bandwidth.value
-    network = _Network(gpus, hardware)
+    network = _Network(hardware)
     tensor = _tensor(config, layout, count, network)
     context = _context(config, layout, count, network)
     experts = _experts(config, layout, count, network)
@@ -129,21 +127,21 @@ def _traffic(config: Config) -> float:
     layer = stream * norms * model.width + rotary * queries + gate * ffn
     layer += sparse * 6 * model.experts_per_token * model.width
     loss = model.vocab * (16 if compiled else 48)
-    return 3 * _HALF * layer * model.layers + loss
+    return 3 * half_bytes(model) * layer * model.layers + loss
 
 
 class _Network:
     """Collectives over a number of GPUs; those with the smallest ``stride`` between them share a node."""
 
-    def __init__(self, gpus: int, hardware: Hardware) -> None:
-        self._gpus, self._hardware = gpus, hardware
-        self._node = int(hardware.node_gpus.value)
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self.node = int(hardware.node_gpus.value)
 
     def time(self, size: int, moved: float, stride: int = 1) -> float:
         """Seconds in which ``size`` GPUs, each ``stride`` after the last, gather or scatter ``moved`` bytes in all."""
         if size <= 1:
             return 0.0
-        inside = max(1, min(size, self._node // stride))
+        inside = max(1, min(size, self.node // stride))
         nodes = math.ceil(size / inside)
         hardware = self._hardware
         rate = hardware.nvlink.value if nodes == 1 else min(hardware.nvlink.value, hardware.network.value * inside)
@@ -154,7 +152,7 @@ class _Network:
         """Seconds of an all-to-all in which each GPU sends ``moved`` bytes; over nodes a port carries them alone."""
         if size <= 1:
             return 0.0
-        inside = max(1, min(size, self._node // stride))
+        inside = max(1, min(size, self.node // stride))
         nodes = math.ceil(size / inside)
         rate = self._hardware.nvlink.value if nodes == 1 else self._hardware.network.value * nodes / (nodes - 1)
         latency = self._hardware.node_latency.value + self._hardware.network_latency.value * math.log2(nodes)
@@ -164,7 +162,7 @@ class _Network:
 def _tensor(config: Config, layout: Layout, count: int, network: _Network) -> float:
     """Four gathers and four scatters of activations in each layer (arXiv 2205.05198); more if recomputed."""
     model = config.model
-    moved = layout.micro_batch * config.data.sequence / layout.cp * model.width * _HALF
+    moved = layout.micro_batch * config.data.sequence / layout.cp * model.width * half_bytes(model)
     times = 8 + (2 if layout.recompute == "full" else 0)
     return times * count * model.layers / layout.pp * network.time(layout.tp, moved)
 
@@ -173,7 +171,7 @@ def _context(config: Config, layout: Layout, count: int, network: _Network) -> f
     """Keys and values are gathered forward, their gradients scattered backward."""
     model = config.model
     channels = 2 * (model.heads if model.kv_rank else model.kv_heads) * model.head_channels / layout.tp
-    moved = layout.micro_batch * config.data.sequence * channels * _HALF
+    moved = layout.micro_batch * config.data.sequence * channels * half_bytes(model)
     times = 3 if layout.recompute == "full" else 2
     return times * count * model.layers / layout.pp * network.time(layout.cp, moved, stride=layout.tp)
 
@@ -183,7 +181,7 @@ def _experts(config: Config, layout: Layout, count: int, network: _Network) -> f
     model = config.model
     rows = layout.micro_batch * config.data.sequence / layout.cp * model.experts_per_token
     times = 6 if layout.recompute == "full" else 4
-    one = network.exchange(layout.ep, rows * model.width * _HALF, layout.tp)
+    one = network.exchange(layout.ep, rows * model.width * half_bytes(model), layout.tp)
     return times * count * model.expert_layers / layout.pp * one
 
 
@@ -205,9 +203,9 @@ def _sharding(config: Config, layout: Layout, gpus: int, count: int, busy: float
             each += network.time(shards // layout.ep, routed / layout.ep * half / layers, stride * layout.ep)
         return each * layers
 
-    gathers = all_of(_HALF) * (1 if layout.pp > 1 or shards == 1 else 2 * count)
-    reduction = all_of(2.0 * _HALF)
-    replicas = 2 * network.time(layout.replicas, stage / shards * 2 * _HALF, stride * shards)
+    gathers = all_of(half_bytes(model)) * (1 if layout.pp > 1 or shards == 1 else 2 * count)
+    reduction = all_of(FLOAT_BYTES)
+    replicas = 2 * network.time(layout.replicas, stage / shards * FLOAT_BYTES, stride * shards)
     exposed = (gathers + reduction) / layers / 2
     return max(exposed, gathers + reduction - busy) + replicas
 
@@ -216,5 +214,5 @@ def _pipeline(config: Config, layout: Layout, count: int, network: _Network) -> 
     """Activations to the next stage and their gradients back, once for each slot of the schedule."""
     if layout.pp == 1:
         return 0.0
-    moved = layout.micro_batch * config.data.sequence / layout.cp * config.model.width * _HALF
-    return 2 * (count + layout.pp - 1) * network.exchange(2, 2 * moved, int(network._node))
+    moved = layout.micro_batch * config.data.sequence / layout.cp * config.model.width * half_bytes(config.model)
+    return 2 * (count + layout.pp - 1) * network.exchange(2, 2 * moved, network.node)

@@ -21,9 +21,12 @@ def with_settings(text: str, settings: Mapping[str, Any]) -> str:
     for name, value in settings.items():
         section, _, key = name.partition(".")
         expected.setdefault(section, {})[key] = value
-    if tomllib.loads(changed) != expected:
-        raise ValueError("its sections are written in a way that cannot be changed line by line")
-    return changed
+    try:
+        if tomllib.loads(changed) == expected:
+            return changed
+    except tomllib.TOMLDecodeError:
+        pass
+    raise ValueError("its sections are written in a way that cannot be changed line by line")
 
 
 def _set(lines: list[str], section: str, key: str, value: str) -> None:

@@ -73,9 +73,6 @@ def activation_bytes(model: Decoder, config: Config) -> int:
     documents = torch.zeros(data.micro_batch, data.sequence, dtype=torch.int32)
     model.routing.begin(1, torch.device("cpu"))
 
-    def measured(layers: range) -> int:
-        return 0
-
     storages = Storages()
     with storages:
         result = model(tokens, documents, tokens)

@@ -131,3 +131,15 @@ SPEEDS: Final = (
         "torchtitan's docs/performance.md; its 2,973 of 8B is what the A100 is fitted to",
     ),
 )  # fmt: skip
+
+FITS: Final = (
+    Speed(
+        "llama-3-8b", "h100", 8, _settings(8192, 8, 1, "recompute=selective"), 5762, 0.01,
+        "torchtitan 0.3, not compiled",
+    ),
+    Speed(
+        "llama-3-8b", "a100", 64, _settings(8192, 64, 1, "recompute=selective"), 2973, 0.01,
+        "torchtitan, docs/performance.md",
+    ),
+)  # fmt: skip
+"""What ``Hardware.loop`` is fitted to, which proves nothing but that it is."""
