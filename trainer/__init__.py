@@ -2,11 +2,11 @@
 
 Suggested reading order:
 
-- *Settings*: ``settings`` and ``config``.
+- *Settings*: ``settings`` and ``config``; ``counts`` has the size of a model.
 - *The loop*: ``train``, and the parts of a step: ``accumulate``, ``optimizer``, ``schedule``.
 - *The model*: ``model``, ``attention``, ``loss``; over ranks ``world``, ``parallel``, ``regions``; ``audit`` checks it.
-- *The data* (``data``): ``shards``, ``order``, ``mixture``, ``sources``; during training ``loader`` and ``worker``;
-  beforehand ``texts``, ``tokenize``, ``build``.
+- *The data* (``data``): ``shards``, ``stages``, ``order``, ``mixture``, ``sources``; during training ``loader`` and
+  ``worker``; beforehand ``texts``, ``tokenize``, ``build``.
 - *The state*: ``saving`` and ``interval`` decide when, ``checkpoint`` what; ``persist``, ``parts``, ``locks`` and
   ``replica`` write it to disk and to another node, ``memory`` keeps it; ``restore``, ``load`` and ``exchange`` read it.
 - *Reporting*: ``telemetry``, ``metrics``, ``tracking`` and ``trackers``, ``evaluations``.

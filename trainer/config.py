@@ -14,12 +14,11 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from opsd.trainer.data.mixture import Mixture
 from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings, Section
 from opsd.trainer.settings import (
@@ -34,6 +33,9 @@ from opsd.trainer.settings import (
     ScheduleSettings,
     TrackingSettings,
 )
+
+if TYPE_CHECKING:
+    from opsd.trainer.data.mixture import Mixture
 
 PRESETS = Path(__file__).parent / "configs"
 MIXTURES = PRESETS / "mixtures"
@@ -103,7 +105,13 @@ class Config(Section):
 def load(source: str, overrides: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """Read ``source``, a TOML file or the name of a preset, and apply overrides. Raises ConfigError."""
     path = _find(source, PRESETS)
-    raw = _read(path)
+    return complete(_read(path), path, overrides, environ)
+
+
+def complete(
+    raw: dict[str, Any], path: Path, overrides: Iterable[str] = (), environ: Mapping[str, str] = os.environ
+) -> Config:
+    """``raw``, the settings that ``path`` has, with overrides applied and checked. Raises ConfigError."""
     for override in overrides:
         _apply(raw, override)
     _resolve_mixture(raw, path)

@@ -199,11 +199,3 @@ def init_std(name: str, settings: ModelSettings) -> float:
         return 1 / math.sqrt(3 * settings.state_conv)
     residual = name.endswith(("attention.output.weight", ".down.weight"))
     return settings.init_std / math.sqrt(2 * settings.layers) if residual else settings.init_std
-
-
-def flops_per_token(parameters: int, settings: ModelSettings, sequence: int) -> float:
-    """Forward and backward FLOP per token: 6 N (PaLM, app. B) and what has no weights.
-
-    N are the ``parameters`` that a token meets: of experts those that it is sent to.
-    """
-    return 6.0 * (parameters - settings.idle_parameters) + settings.mixing_flops(sequence)

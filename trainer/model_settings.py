@@ -235,17 +235,6 @@ class ModelSettings(Section):
         """Channels of the values of all heads of a layer with a state."""
         return self.state_heads * self.state_value_dim
 
-    def mixing_flops(self, sequence: int) -> float:
-        """Forward and backward FLOP per token of attention, counted in full, and of states.
-
-        Those of attention are 12 width sequence in each layer (PaLM, app. B), where the width is the mean of all
-        queries and values. The products with a state are counted token by token, whatever chunks add to them.
-        """
-        attention = (self.attention_width + self.value_width) * sequence
-        state = self.state_value_width * self.state_key_dim
-        each = (STATE_PRODUCTS[kind] * state if kind in STATE_PRODUCTS else attention for kind in self.kinds)
-        return 6.0 * sum(each)
-
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 
-from opsd.trainer.data.mixture import Mixture, MixtureError, Stage
+from opsd.trainer.data.stages import MixtureError, Stage
 from opsd.trainer.model_settings import ModelSettings, Section
+
+if TYPE_CHECKING:
+    from opsd.trainer.data.mixture import Mixture
 
 
 class RunSettings(Section):
@@ -163,6 +166,8 @@ class DataSettings(Section):
 
     def mix(self, sizes: Mapping[str, int], seed: int) -> Mixture:
         """The order of the samples over ``sizes``, the number of sequences of each source; "." is the only corpus."""
+        from opsd.trainer.data.mixture import Mixture  # needs numpy
+
         stages = [Stage(self.position(stage.start), stage.weights) for stage in self.stages]
         skips = [(self.position(first), self.position(last + 1) - self.position(first)) for first, last in self.skip]
         return Mixture(stages or [Stage(0, {".": 1.0})], sizes, seed, skips)

@@ -10,10 +10,10 @@ from pathlib import Path
 from opsd.client import Reporter
 from opsd.trainer.background import Background
 from opsd.trainer.config import Config
+from opsd.trainer.counts import flops_per_token
 from opsd.trainer.data.mixture import Mixture
 from opsd.trainer.evaluations import Evaluations
 from opsd.trainer.metrics import METRICS, MetricsLog
-from opsd.trainer.model import count_parameters, flops_per_token
 from opsd.trainer.step_lines import StepLines, peak_memory
 from opsd.trainer.tracking import Tracking
 from opsd.trainer.world import World
@@ -23,7 +23,7 @@ class Telemetry:
     """Active on the first rank; on the others the methods do nothing."""
 
     def __init__(self, config: Config, mixture: Mixture, world: World, reporter: Reporter) -> None:
-        flops = flops_per_token(count_parameters(config.model), config.model, config.data.sequence)
+        flops = flops_per_token(config.model, config.data.sequence)
         reporter.model(flops, config.metrics.peak_flops)
         reporter.planned(config.run.steps)
         self._sequence, self._mixture, self._reporter = config.data.sequence, mixture, reporter

@@ -33,6 +33,7 @@ COMMANDS = {
     "launch": "Start and supervise the ranks of a job, where torchrun is used today.",
     "ledger": "Where the wall-clock time of a run went.",
     "metrics": "List every metric that the agent exports.",
+    "plan": "What a run takes before it starts: layout, days, GPUs, cost.",
     "preflight": "Check that this node is fit for a run.",
     "report": "What became of a run: steps, restarts, cost, as a page or as text.",
     "requeue": "Put a job back into the queue, to start at once elsewhere.",

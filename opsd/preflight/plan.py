@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from opsd.trainer.counts import embedding_parameters, flops_per_token, parameters
+
 if TYPE_CHECKING:
     from opsd.trainer.config import Config
-    from opsd.trainer.model_settings import LayerKind, ModelSettings
 
 EXPECTED_MFU: Final = 0.30
 """That of SmolLM3's run on 384 H100s (its training notes); a single node is better."""
@@ -59,59 +60,11 @@ class RunPlan:
         return None if self.train_s is None else (self.train_s * OVERHEAD[0], self.train_s * OVERHEAD[1])
 
 
-def parameters(model: ModelSettings) -> int:
-    """Number of parameters of the decoder."""
-    attention = _latent_attention(model) if model.kv_rank else _attention(model)
-    mixers = sum(_state(model, kind) if kind in ("delta", "mamba") else attention for kind in model.kinds)
-    biases = model.ffn_bias * (2 * model.ffn + model.width)
-    sparse = model.expert_layers
-    experts = (model.experts + model.shared_experts) * 3 * model.expert_channels * model.width
-    gates = model.shared_experts > 0 and model.shared_gate
-    sparse_ffn = sparse * ((model.experts + gates) * model.width + experts)
-    dense_ffn = (model.layers - sparse) * 3 * model.width * model.ffn
-    norms = (4 if model.norms == "both" else 2) * model.width
-    layers = mixers + model.layers * (biases + norms) + dense_ffn + sparse_ffn
-    return layers + model.width + model.vocab * model.width * (1 if model.tied else 2)
-
-
-def _attention(model: ModelSettings) -> int:
-    """Number of parameters of a layer's attention."""
-    queries, keys = model.attention_width, model.kv_heads * model.head_channels
-    gates = queries if model.attention_gate else 0
-    biases = model.qkv_bias * (queries + 2 * keys + gates) + model.output_bias * model.width
-    norms = 2 * model.head_channels if model.qk_norm_over == "head" else queries + keys
-    return model.width * (2 * (queries + keys) + gates) + biases + model.qk_norm * norms
-
-
-def _state(model: ModelSettings, kind: LayerKind) -> int:
-    """Number of parameters of a layer's gated DeltaNet or Mamba-2; see ``opsd.trainer.recurrent``."""
-    heads, keys, values = model.state_heads, model.state_key_width, model.state_value_width
-    convolved = (2 * keys + values) * (model.state_conv + model.state_conv_bias)
-    own = heads * model.width + model.state_value_dim if kind == "delta" else heads + values
-    return model.width * (2 * keys + 3 * values + heads) + convolved + 2 * heads + own
-
-
-def _latent_attention(model: ModelSettings) -> int:
-    """Number of parameters of multi-head latent attention; see ``opsd.trainer.latent_attention``."""
-    rank, latent = model.query_rank, model.kv_rank
-    queries = rank * (model.width + 1 + model.attention_width) if rank else model.width * model.attention_width
-    expanded = model.heads * (model.head_channels - model.rope_dim + model.value_channels)
-    keys = model.width * (latent + model.rope_dim) + latent * (1 + expanded)
-    biases = model.qkv_bias * (rank + latent + model.rope_dim) + model.output_bias * model.width
-    return queries + keys + model.value_width * model.width + biases
-
-
-def flops_per_token(config: Config) -> float:
-    """Forward and backward: 6 N, where a token meets N parameters (PaLM, appendix B), and what has no weights."""
-    model = config.model
-    return 6.0 * (parameters(model) - model.idle_parameters) + model.mixing_flops(config.data.sequence)
-
-
 def state_values(config: Config) -> int:
     """Numbers in a checkpoint: parameters and moments, of which AdamW has two and Muon, for matrices of layers, one."""
     model = config.model
     count = parameters(model)
-    embeddings = model.vocab * model.width * (1 if model.tied else 2)
+    embeddings = embedding_parameters(model)
     return 3 * count - (count - embeddings if config.optimizer.kind == "muon" else 0)
 
 
@@ -134,7 +87,7 @@ def predict(config: Config, ranks: int) -> RunPlan:
     count, peak = parameters(config.model), config.metrics.peak_flops
     step_tokens = config.data.batch * config.data.sequence
     tokens = config.data.position(config.run.steps + 1) * config.data.sequence
-    speed = ranks * peak * EXPECTED_MFU / flops_per_token(config) if peak else None
+    speed = ranks * peak * EXPECTED_MFU / flops_per_token(config.model, config.data.sequence) if peak else None
     train_s = tokens / speed if speed else None
     step_s = step_tokens / speed if speed else None
     mean_time_s = 86_400 / (ranks * INTERRUPTIONS_PER_GPU_DAY)

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from opsd.plan.specs import spec_of
 from opsd.preflight import tools
 from opsd.preflight.base import Context, CouldNotRunError, Outcome, Verdict
 from opsd.preflight.checks import (
@@ -20,7 +21,6 @@ from opsd.preflight.checks import (
     nvbandwidth,
 )
 from opsd.preflight.judge import judge
-from opsd.preflight.specs import spec_of
 
 torch = pytest.importorskip("torch")
 

@@ -11,12 +11,13 @@ from opsd.preflight.base import Context, Demand, Verdict
 from opsd.preflight.checks import run_steps
 from opsd.preflight.lint import Setting, findings, sbatch_options, seconds_of
 from opsd.preflight.memory_use import MemoryUse
-from opsd.preflight.plan import flops_per_token, parameters, predict
+from opsd.preflight.plan import predict
 from opsd.preflight.training import demand_of
 
 pytest.importorskip("numpy")
 
 from opsd.trainer.config import Config, load
+from opsd.trainer.counts import parameters
 
 GOOD = """#!/bin/bash
 #SBATCH -N 50 --no-kill  # with two spares
@@ -62,7 +63,6 @@ def test_parameters_are_those_of_the_model(changes: tuple[str, ...]) -> None:
         decoder = trained.Decoder(run.model)
     count = sum(parameter.numel() for parameter in decoder.parameters())
     assert parameters(run.model) == count
-    assert flops_per_token(run) == trained.flops_per_token(count, run.model, run.data.sequence)
 
 
 def test_a_good_run_is_left_alone() -> None:

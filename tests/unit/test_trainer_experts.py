@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from opsd.preflight import plan
 from opsd.trainer.config import ConfigError, load
+from opsd.trainer.counts import flops_per_token, parameters
 from opsd.trainer.experts import (
     LOADS,
     MixtureOfExperts,
@@ -20,7 +20,7 @@ from opsd.trainer.experts import (
     product_by_group,
     routing_figures,
 )
-from opsd.trainer.model import Decoder, count_parameters, flops_per_token
+from opsd.trainer.model import Decoder, count_parameters
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.rows import rows
 from opsd.trainer.settings import ParallelSettings
@@ -201,11 +201,10 @@ def test_a_token_costs_what_it_meets() -> None:
     """FLOP count experts that a token is sent to; memory and checkpoints have all of them."""
     config = load("tiny-moe", ["data.shards=/data"], {})
     model, count = config.model, count_parameters(config.model)
-    assert plan.parameters(model) == count
+    assert parameters(model) == count
     idle = 3 * (8 - 2) * 3 * 128 * 128
     attention = 12 * 4 * 128 * 256
-    assert flops_per_token(count, model, 256) == 6 * (count - idle) + attention
-    assert plan.flops_per_token(config) == flops_per_token(count, model, 256)
+    assert flops_per_token(model, 256) == 6 * (count - idle) + attention
 
 
 @pytest.mark.parametrize(

@@ -179,10 +179,10 @@ def test_in_and_out_with_the_same_logits(tmp_path: Path, name: str) -> None:
     expected = logits(model)
     mine = ours(tmp_path / "theirs")
     scale = expected.abs().max().item()
-    torch.testing.assert_close(logits(mine), expected, rtol=0, atol=2e-5 * scale)
+    torch.testing.assert_close(logits(mine), expected, rtol=0, atol=1e-5 * scale)
     export(mine, tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
-    torch.testing.assert_close(logits(again), expected, rtol=0, atol=2e-5 * scale)
+    torch.testing.assert_close(logits(again), expected, rtol=0, atol=1e-5 * scale)
     assert settings_of(json.loads((tmp_path / "ours" / CONFIG).read_text())).architecture == mine.settings.architecture
 
 

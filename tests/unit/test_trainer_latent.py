@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.preflight import plan
 from opsd.trainer.config import ConfigError, load
+from opsd.trainer.counts import flops_per_token, parameters
 from opsd.trainer.experts import within_groups
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.latent_attention import halves
-from opsd.trainer.model import Decoder, count_parameters, flops_per_token
+from opsd.trainer.model import Decoder, count_parameters
 from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings
 
@@ -46,7 +46,7 @@ V2_LITE: dict[str, Any] = {
 def test_deepseek_v2_lite_as_published() -> None:
     """15.7 billion parameters, of which a token meets 2.4 to 2.7 (with both embeddings), as its authors say."""
     settings = settings_of(V2_LITE)
-    count = plan.parameters(settings)
+    count = parameters(settings)
     assert count == pytest.approx(15.7e9, rel=0.005)
     assert count - settings.idle_parameters == pytest.approx(2.66e9, rel=0.01)
     assert model_problem(settings) is None
@@ -79,7 +79,7 @@ def test_what_is_not_computed_is_refused(changes: dict[str, Any], text: str) -> 
 def test_every_parameter_counts_and_learns(changes: dict[str, Any]) -> None:
     """The prediction of preflight is the number of parameters, all of which have gradients."""
     shape = SHAPE.model_copy(update=changes)
-    assert plan.parameters(shape) == count_parameters(shape)
+    assert parameters(shape) == count_parameters(shape)
     model = Decoder(shape)
     tokens = torch.randint(0, 50, (2, 12))
     model(tokens, torch.zeros(2, 12, dtype=torch.int32), tokens).sum().backward()
@@ -91,7 +91,7 @@ def test_scores_and_values_cost_their_channels() -> None:
     config = load("tiny-mla", ["data.shards=/data"], {})
     count = count_parameters(config.model)
     expected = 6 * count + 6 * 4 * 4 * (48 + 32) * 256
-    assert flops_per_token(count, config.model, 256) == plan.flops_per_token(config) == expected
+    assert flops_per_token(config.model, 256) == expected
 
 
 def test_positions_are_relative_in_the_shared_channels() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from opsd.trainer.config import Config, load
+from opsd.trainer.counts import flops_per_token, parameters
 from opsd.trainer.metrics import MetricsLog
-from opsd.trainer.model import flops_per_token
 from tests.fakes.tmpfs import tmpfs
 
 
@@ -35,10 +35,10 @@ def test_floats_keep_every_bit(tmp_path: Path, config: Config) -> None:
 
 def test_mfu_is_of_all_ranks_and_counts_attention(tmp_path: Path, config: Config) -> None:
     """MFU is model FLOP/s, attention included, over the peak of all ranks."""
-    flops = flops_per_token(700_000, config.model, config.data.sequence)
+    flops = flops_per_token(config.model, config.data.sequence)
     MetricsLog(tmp_path / "m.jsonl", config, flops, ranks=2).write(step=1)
     (line,) = lines(tmp_path / "m.jsonl")
-    per_token = 6 * 700_000 + 12 * 4 * 128 * 256
+    per_token = 6 * parameters(config.model) + 12 * 4 * 128 * 256
     assert line["mfu"] == pytest.approx(line["tokens_per_s"] * per_token / 2e12)
     assert line["tokens_per_s"] == pytest.approx(4 * 256 / line["step_s"])
 

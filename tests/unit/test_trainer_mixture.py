@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opsd.trainer.config import MIXTURES
-from opsd.trainer.data.mixture import MAX_BLOCK, Mixture, MixtureError, Stage, apportion
+from opsd.trainer.data.mixture import Mixture
+from opsd.trainer.data.stages import MAX_BLOCK, MixtureError, Stage, apportion
 
 NAMES = "abcde"
 

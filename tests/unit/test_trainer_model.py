@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from opsd.trainer.attention import AttentionInputs, attention_inputs, visible
 from opsd.trainer.config import load
-from opsd.trainer.model import Attention, Decoder, count_parameters, flops_per_token, init_std
+from opsd.trainer.counts import flops_per_token
+from opsd.trainer.model import Attention, Decoder, count_parameters, init_std
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.rotary import rotary_angles, rotate, rotation_factors
 
@@ -150,7 +151,7 @@ def test_smollm3_has_its_size() -> None:
     config = load("smollm3-3b", ["data.shards=/data"], {})
     count = count_parameters(config.model)
     assert count == 3_075_098_624
-    assert flops_per_token(count, config.model, config.data.sequence) / 1e9 == pytest.approx(22.07, abs=0.01)
+    assert flops_per_token(config.model, config.data.sequence) / 1e9 == pytest.approx(22.07, abs=0.01)
     assert 6 * count / 1e9 == pytest.approx(18.45, abs=0.01)
 
 

@@ -1,0 +1,131 @@
+"""What GPUs and networks do, as figures that name their source: data sheets, published measurements, or this cluster's.
+
+Two figures are fitted: the share of the time of its kernels that a training step reaches as a whole. Everything else
+that a step loses (gaps between kernels, power, the copies of FSDP) is in it, so that no other figure has to be bent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Final, NamedTuple
+
+from opsd.plan.specs import spec_of
+
+
+class Figure(NamedTuple):
+    """A number that a plan is made with, and where it is from; ``measured`` on this cluster."""
+
+    value: float
+    unit: str
+    source: str
+    measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A GPU and the network around it."""
+
+    peak: Figure
+    memory: Figure
+    gemm: Figure
+    attention: Figure
+    bandwidth: Figure
+    loop: Figure
+    nvlink: Figure
+    network: Figure
+    node_latency: Figure
+    network_latency: Figure
+    spread: Figure
+    node_power: Figure
+    node_gpus: Figure
+
+    def figures(self) -> dict[str, Figure]:
+        """All of them by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def given(self, values: Mapping[str, float], source: str, *, measured: bool) -> Hardware:
+        """With other values for some. Raises KeyError for a name that is none."""
+        known = self.figures()
+        return replace(self, **{
+            name: known[name]._replace(value=value, source=source, measured=measured) for name, value in values.items()
+        })  # fmt: skip
+
+
+class _Known(NamedTuple):
+    model: str
+    gib: float
+    gemm: float
+    attention: float
+    nvlink: float
+    network: float
+    power: float
+    single: float
+
+
+_GIB: Final = 1 << 30
+_KNOWN: Final = {
+    "h100": _Known("H100", 79.1, 0.74, 0.33, 365e9, 42e9, 10_200, 67e12),
+    "h200": _Known("H200", 139.8, 0.74, 0.33, 365e9, 42e9, 10_200, 67e12),
+    "h800": _Known("H800", 79.1, 0.74, 0.33, 160e9, 42e9, 10_200, 67e12),
+    "b200": _Known("B200", 178.3, 0.776, 0.33, 730e9, 42e9, 14_300, 75e12),
+    "a100": _Known("A100-SXM4-80GB", 79.1, 0.869, 0.60, 235e9, 21e9, 6_500, 19.5e12),
+}
+GPUS: Final = tuple(_KNOWN)
+FITTED: Final = {"h100": 0.607, "a100": 0.734}
+"""See ``tests/unit/test_plan_published.py``, which fits them again."""
+
+_SOURCES: Final[Mapping[str, Mapping[str, str]]] = {
+    "gemm": {
+        "h100": "730 of 989 TFLOP/s sustained by large bf16 products (preflight's gpu_burn)",
+        "b200": "1,745 of 2,250 TFLOP/s, the most of any shape (ml-engineering, MAMF finder)",
+        "a100": "271 of 312 TFLOP/s, the most of any shape (ml-engineering, MAMF finder)",
+    },
+    "attention": {
+        "h100": "FlashAttention-2 on an H100, forward and backward (arXiv 2407.08608, figures 5 and 6)",
+        "a100": "FlashAttention-2 on an A100, forward and backward (arXiv 2307.08691, section 4.1)",
+    },
+    "loop": {
+        "h100": "fitted to torchtitan 0.3: 5,762 tokens/s of Llama 3 8B on each of 8 H100, not compiled",
+        "a100": "fitted to torchtitan: 2,973 tokens/s of Llama 3 8B on each of 64 A100 (docs/performance.md)",
+    },
+    "nvlink": {
+        "h100": "365 GB/s between two GPUs of a node (SmolLM training playbook)",
+        "h800": "160 GB/s (DeepSeek-V3, arXiv 2412.19437, 3.2.2)",
+        "b200": "twice an H100's, as in the data sheets",
+        "a100": "235 GB/s, the bus bandwidth of a ring over NVLink 3 (nccl-tests)",
+    },
+    "network": {
+        "h100": "42 GB/s of a 400 Gbit/s port for each GPU (SmolLM training playbook)",
+        "a100": "the same share of a 200 Gbit/s port for each GPU",
+    },
+}
+
+
+def hardware_of(gpu: str, dtype: str = "bfloat16") -> Hardware:
+    """The defaults of one of ``GPUS`` that computes in ``dtype``."""
+    known = _KNOWN[gpu]
+    spec = spec_of(known.model)
+    assert spec is not None
+
+    def source(name: str) -> str:
+        own = _SOURCES[name]
+        return own.get(gpu) or f"taken to be an H100's: {own['h100']}"
+
+    return Hardware(
+        peak=Figure(spec.bf16, "FLOP/s", f"data sheet of the {known.model}, dense bf16")
+        if dtype == "bfloat16"
+        else Figure(known.single, "FLOP/s", f"data sheet of the {known.model}, float32 without tensor cores"),
+        memory=Figure(known.gib * _GIB, "bytes", "what torch reports as the capacity of such a GPU"),
+        gemm=Figure(known.gemm, "share of peak", source("gemm")),
+        attention=Figure(known.attention, "share of peak", source("attention")),
+        bandwidth=Figure(0.87 * spec.memory, "bytes/s", "87 % of the data sheet, as 2.9 of 3.35 TB/s (playbook)"),
+        loop=Figure(FITTED.get(gpu, FITTED["h100"]), "share", source("loop")),
+        nvlink=Figure(known.nvlink, "bytes/s", source("nvlink")),
+        network=Figure(known.network, "bytes/s per GPU", source("network")),
+        node_latency=Figure(12.9e-6, "s", "an all-reduce in a node of 8 H100 (SmolLM training playbook)"),
+        network_latency=Figure(55.5e-6, "s", "for each doubling of the nodes: 235 µs on 16 (playbook)"),
+        spread=Figure(0.05, "share", "GPUs of a node differ by 5 %, and steps wait for the slowest (playbook)"),
+        node_power=Figure(known.power, "W", "maximum of a DGX with 8 of them (data sheet); cooling is not in it"),
+        node_gpus=Figure(8, "GPUs", "HGX boards"),
+    )

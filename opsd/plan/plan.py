@@ -1,0 +1,242 @@
+"""The whole plan of a run: layout, time, GPUs, checkpoints, spares, cost. Pure; every assumption names its source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from opsd.plan.hardware import Figure, Hardware
+from opsd.plan.layout import Layout
+from opsd.plan.memory import GIB, state_values
+from opsd.plan.reliability import DAY_S, Habits, Reliability, reliability
+from opsd.plan.scaling import SOURCES, Suggestion, suggest
+from opsd.plan.search import Candidate, CannotPlan, Search, fastest, search
+from opsd.trainer import counts
+from opsd.trainer.config import Config
+
+ABLATIONS: Final = Figure(
+    161_280 / 276_480,
+    "of the run's GPU-hours",
+    "SmolLM3: 161,280 for ablations and debugging beside 276,480",
+)
+ALLOWANCE: Final = (1.2, 1.3)
+"""Wall clock over the time of training that such runs are budgeted with (SmolLM training playbook)."""
+_NEAR: Final = 16
+"""A deadline is looked for up to so many times the GPUs that it takes at the full rate of their products."""
+_MOST_GPUS: Final = 100_000
+_SHOWN: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A number of GPUs on the curve, with the shares of a step that they wait for each other."""
+
+    gpus: int
+    tokens_per_s: float
+    communication: float
+    bubble: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run on ``gpus`` GPUs of the kind ``gpu``. Times in seconds."""
+
+    config: Config
+    gpu: str
+    gpus: int
+    tokens: float
+    hardware: Hardware
+    habits: Habits
+    found: Search
+    curve: tuple[Point, ...]
+    price: float = 0.0
+    currency: str = "USD"
+
+    @property
+    def best(self) -> Candidate:
+        """The fastest layout."""
+        return self.found.fitting[0]
+
+    @property
+    def flops_per_token(self) -> float:
+        """As MFU counts them."""
+        return counts.flops_per_token(self.config.model, self.config.data.sequence)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """While training."""
+        return tokens_per_s(self.config, self.best)
+
+    def mfu(self, candidate: Candidate) -> float:
+        """Of a layout, against the dense peak of the data sheet."""
+        rate = tokens_per_s(self.config, candidate) * self.flops_per_token
+        return rate / (self.gpus * self.hardware.peak.value)
+
+    @property
+    def training_s(self) -> float:
+        """Steps alone."""
+        return self.tokens / self.tokens_per_s
+
+    @property
+    def reliability(self) -> Reliability:
+        """Failures, checkpoints and spares."""
+        return _reliability(self.config, self.training_s, self.gpus, self.hardware, self.habits)
+
+    @property
+    def days(self) -> float:
+        """Wall clock, all overheads included."""
+        return self.training_s / DAY_S / (1 - sum(self.reliability.overheads.values()))
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the run, without spares."""
+        return self.gpus * self.days * 24
+
+    @property
+    def kwh(self) -> float:
+        """At the maximum of the nodes, without cooling."""
+        return self.gpu_hours / self.hardware.node_gpus.value * self.hardware.node_power.value / 1000
+
+    @property
+    def suggestion(self) -> Suggestion:
+        """Batch and learning rate of published laws."""
+        return suggest(self.config.model, self.tokens)
+
+    @property
+    def knee(self) -> Point | None:
+        """The first point of the curve after which more GPUs are slower."""
+        pairs = zip(self.curve, self.curve[1:], strict=False)
+        return next((here for here, more in pairs if more.tokens_per_s <= here.tokens_per_s), None)
+
+    def figures(self) -> dict[str, Figure]:
+        """Everything that was assumed or measured, by name."""
+        return self.hardware.figures() | self.habits.figures() | {"ablations": ABLATIONS}
+
+
+def tokens_per_s(config: Config, candidate: Candidate) -> float:
+    """While training in a layout."""
+    return config.data.batch * config.data.sequence / candidate.step.total
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Parameters and moments, in float32."""
+    return 4 * state_values(config)
+
+
+def plan_for_gpus(config: Config, gpu: str, gpus: int, tokens: float, hardware: Hardware, habits: Habits) -> Plan:
+    """The plan on ``gpus`` GPUs. Raises CannotPlan."""
+    if gpus > _MOST_GPUS:
+        raise CannotPlan(f"{gpus:,} GPUs are more than the {_MOST_GPUS:,} that a plan is made for")
+    found = search(config, gpus, hardware)
+    return Plan(config, gpu, gpus, tokens, hardware, habits, found, tuple(_curve(config, gpus, hardware)))
+
+
+def plan_for_days(config: Config, gpu: str, days: float, tokens: float, hardware: Hardware, habits: Habits) -> Plan:
+    """The plan on the fewest whole nodes that are done within ``days``. Raises CannotPlan if none are."""
+    node = int(hardware.node_gpus.value)
+    flops = tokens * counts.flops_per_token(config.model, config.data.sequence)
+    least = max(1, math.floor(flops / (hardware.peak.value * hardware.gemm.value * days * DAY_S) / node))
+    near: tuple[float, int] | None = None
+    for nodes in _counts(least, min(_NEAR * least + 1, _MOST_GPUS // node)):
+        if (best := fastest(config, nodes * node, hardware)) is None:
+            continue
+        training = tokens / tokens_per_s(config, best)
+        share = sum(_reliability(config, training, nodes * node, hardware, habits).overheads.values())
+        took = training / DAY_S / (1 - share)
+        if took <= days:
+            return plan_for_gpus(config, gpu, nodes * node, tokens, hardware, habits)
+        near = min(near or (took, nodes * node), (took, nodes * node))
+    if near is None:
+        raise CannotPlan(
+            f"{days:g} days take at least {least * node:,} GPUs, and no layout runs on so many: "
+            "allow more days, or a larger data.batch"
+        )
+    raise CannotPlan(
+        f"{days:g} days are too few: the fastest that was found takes {near[0]:.1f} days on {near[1]:,} GPUs; "
+        "allow more days, or a larger data.batch"
+    )
+
+
+def _counts(least: int, most: int) -> Iterator[int]:
+    """Numbers of nodes: every one while they are few, then in steps of about 3 %."""
+    nodes = least
+    while nodes <= most:
+        yield nodes
+        nodes += max(1, nodes // 32)
+
+
+def _reliability(config: Config, training_s: float, gpus: int, hardware: Hardware, habits: Habits) -> Reliability:
+    return reliability(training_s, checkpoint_bytes(config), gpus, int(hardware.node_gpus.value), habits)
+
+
+def _curve(config: Config, gpus: int, hardware: Hardware) -> Iterator[Point]:
+    """Speeds with an eighth to eight times the GPUs, where any layout runs."""
+    for power in range(-3, 4):
+        count = gpus * 2**power
+        if count < 1 or count != int(count) or (best := fastest(config, int(count), hardware)) is None:
+            continue
+        step = best.step
+        yield Point(
+            int(count), tokens_per_s(config, best), step.communication / step.total, step.bubble / step.total
+        )  # fmt: skip
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """For ``--json``; the keys are part of the interface (docs/planning.md)."""
+    config, best, kept = plan.config, plan.best, plan.reliability
+    suggestion = plan.suggestion
+    return {
+        "parameters": counts.parameters(config.model),
+        "active_parameters": counts.active_parameters(config.model),
+        "tokens": plan.tokens,
+        "flops_per_token": plan.flops_per_token,
+        "flops": plan.tokens * plan.flops_per_token,
+        "gpu": plan.gpu,
+        "gpus": plan.gpus,
+        "nodes": math.ceil(plan.gpus / plan.hardware.node_gpus.value),
+        "days": plan.days,
+        "training_days": plan.training_s / DAY_S,
+        "gpu_hours": plan.gpu_hours,
+        "ablation_gpu_hours": plan.gpu_hours * ABLATIONS.value,
+        "cost": {"total": plan.gpu_hours * plan.price, "gpu_hour": plan.price, "currency": plan.currency}
+        if plan.price else None,
+        "kwh": plan.kwh,
+        "mfu": plan.mfu(best),
+        "tokens_per_s": plan.tokens_per_s,
+        "tokens_per_s_per_gpu": plan.tokens_per_s / plan.gpus,
+        "step_s": best.step.total,
+        "step": best.step.parts,
+        "memory_gib": {name: value / GIB for name, value in best.memory.parts.items()},
+        "memory_total_gib": best.memory.total / GIB,
+        "memory_available_gib": plan.hardware.memory.value / GIB,
+        "layout": layout_dict(best.layout, plan.gpus),
+        "layouts": [_candidate_dict(plan, each) for each in plan.found.fitting[:_SHOWN]],
+        "out": [{"layout": layout_dict(each.layout, plan.gpus), "reason": each.reason} for each in plan.found.out],
+        "checkpoint_bytes": checkpoint_bytes(config),
+        "checkpoint_interval_s": kept.interval_s,
+        "checkpoint_write_s": kept.write_s,
+        "mttf_s": kept.mttf_s,
+        "failures": kept.failures,
+        "spares": kept.spares,
+        "ettr": kept.ettr,
+        "overheads": kept.overheads,
+        "curve": [{"gpus": p.gpus, "tokens_per_s": p.tokens_per_s, "days": plan.tokens / p.tokens_per_s / DAY_S,
+                   "communication": p.communication, "bubble": p.bubble} for p in plan.curve],
+        "suggested": {"batch_tokens": suggestion.batch, "lr": suggestion.rate, "sources": SOURCES},
+        "figures": {name: figure._asdict() for name, figure in plan.figures().items()},
+    }  # fmt: skip
+
+
+def layout_dict(layout: Layout, gpus: int) -> dict[str, Any]:
+    """The degrees by name; ``dp`` is the number of parts of the global batch."""
+    return {"dp": layout.groups(gpus), **layout.spread(), "micro_batch": layout.micro_batch}
+
+
+def _candidate_dict(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    return {
+        "layout": layout_dict(candidate.layout, plan.gpus), "step_s": candidate.step.total,
+        "tokens_per_s": tokens_per_s(plan.config, candidate), "mfu": plan.mfu(candidate),
+        "memory_gib": candidate.memory.total / GIB,
+    }  # fmt: skip

@@ -1,0 +1,122 @@
+"""What failures, checkpoints and everything else that is no training cost a run, and how many spares it needs. Pure.
+
+Rates and times are figures that name their source, so that those of this cluster can take their place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+from opsd.checkpoints.interval import daly
+from opsd.plan.hardware import Figure
+
+DAY_S: Final = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """How often a cluster fails and how long everything around the training takes."""
+
+    failures: Figure
+    outages: Figure
+    repair: Figure
+    clumps: Figure
+    restart: Figure
+    stall: Figure
+    maintenance: Figure
+    slow: Figure
+    data: Figure
+    evaluation: Figure
+    write: Figure
+
+    def figures(self) -> dict[str, Figure]:
+        """All of them by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def given(self, values: Mapping[str, float], source: str, *, measured: bool) -> Habits:
+        """With other values for some. Raises KeyError for a name that is none."""
+        known = self.figures()
+        return replace(self, **{
+            name: known[name]._replace(value=value, source=source, measured=measured) for name, value in values.items()
+        })  # fmt: skip
+
+
+HABITS: Final = Habits(
+    failures=Figure(419 / 54 / 16_384, "1/GPU/day", "419 unexpected ones in 54 days on 16,384 H100 (arXiv 2407.21783)"),
+    outages=Figure(4.16e-3, "1/node/day", "a trace of 400 nodes of 8 GPUs (stepfun-ai/InfiniteHBD-Trace, days 0-200)"),
+    repair=Figure(180 * 3600.0, "s", "mean of the same trace; half of all repairs end within 35 h"),
+    clumps=Figure(3.0, "shape", "fitted to the same trace: 48 nodes need 7 spares for 99 %; for every 400 nodes"),
+    restart=Figure(120.0, "s", "allowance for NCCL, loading and compiling; opsd's own part is 2 s (benchmarks)"),
+    stall=Figure(1.0, "s", "the copy to shared memory that training waits for; 2 GB take 0.22 s (benchmarks)"),
+    maintenance=Figure(47 / 54 / 16_384, "1/GPU/day", "47 planned interruptions beside them (arXiv 2407.21783)"),
+    slow=Figure(0.015, "share", "throughput varies by 1 to 2 % over a day (arXiv 2407.21783)"),
+    data=Figure(0.0, "share", "read ahead from local NVMe; `opsd ledger` has what a run waited"),
+    evaluation=Figure(0.0, "share", "checkpoints are evaluated elsewhere, on spares or in jobs of their own"),
+    write=Figure(1.1e9, "bytes/s per node", "Lustre of the SmolLM training playbook, the slowest of its stores"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """Shares of the wall clock by name, and what follows. Times in seconds."""
+
+    mttf_s: float
+    interval_s: float
+    write_s: float
+    overheads: dict[str, float]
+    failures: float
+    ettr: float
+    spares: dict[str, int]
+
+
+def reliability(training_s: float, checkpoint: float, gpus: int, node_gpus: int, habits: Habits) -> Reliability:
+    """Of a run that trains for ``training_s`` on ``gpus`` GPUs, with checkpoints of ``checkpoint`` bytes.
+
+    A checkpoint is begun when the last one is on disk, so that its interval is no shorter than the writing.
+    """
+    nodes = math.ceil(gpus / node_gpus)
+    mttf = DAY_S / (gpus * habits.failures.value)
+    write = checkpoint / (nodes * habits.write.value)
+    interval = max(daly(habits.stall.value, mttf), write)
+    restart = habits.restart.value
+    extra = {  # seconds for each second of training
+        "failures": interval / 2 / mttf,
+        "restarts": restart / mttf,
+        "checkpoints": habits.stall.value / interval,
+        "maintenance": gpus * habits.maintenance.value / DAY_S * restart,
+        "slow_days": habits.slow.value,
+        "data": habits.data.value,
+        "evaluation": habits.evaluation.value,
+    }
+    wall = 1 + sum(extra.values())
+    lost = sum(extra[name] for name in ("failures", "restarts", "checkpoints", "maintenance"))
+    return Reliability(
+        mttf_s=mttf, interval_s=interval, write_s=write,
+        overheads={name: value / wall for name, value in extra.items()},
+        failures=training_s * wall / mttf, ettr=1 / (1 + lost),
+        spares={f"{share:.1%}".replace(".0", ""): spares_for(nodes, share, habits) for share in (0.99, 0.999)},
+    )  # fmt: skip
+
+
+def spares_for(nodes: int, share: float, habits: Habits) -> int:
+    """Spares with which a job on ``nodes`` nodes has all of them for ``share`` of the time.
+
+    Nodes that are away come in clumps, since some repairs take weeks: their number is negative binomial.
+    """
+    away = habits.outages.value * habits.repair.value / DAY_S
+    spares = 0
+    while _at_most(spares, (nodes + spares) * away / (1 + away), habits.clumps.value * max(1.0, nodes / 400)) < share:
+        spares += 1
+    return spares
+
+
+def _at_most(most: int, mean: float, shape: float) -> float:
+    """The negative binomial distribution up to ``most``."""
+    log, log_rest = math.log(shape / (shape + mean)), math.log(mean / (shape + mean))
+    return math.fsum(
+        math.exp(math.lgamma(k + shape) - math.lgamma(shape) - math.lgamma(k + 1) + shape * log + k * log_rest)
+        for k in range(most + 1)
+    )

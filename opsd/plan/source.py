@@ -1,0 +1,70 @@
+"""What is to be planned: a run's TOML file, a preset, or a ``config.json`` of Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from opsd.plan.scaling import suggest
+from opsd.trainer.config import Config, ConfigError, complete, load
+from opsd.trainer.hf.config import settings_of
+from opsd.trainer.model_settings import ModelSettings
+
+_UNREAD: Final = "data.shards=unread"
+"""A plan reads no data, and so needs none yet."""
+_LONGEST: Final = 8192
+"""Sequence of a ``config.json`` that allows longer ones, which are trained last and briefly."""
+_PLACEHOLDER: Final = 100
+"""Steps, where only the tokens are known."""
+
+
+def read(source: str, overrides: Sequence[str], tokens: float | None, gpus: int | None) -> Config:
+    """The run that ``source`` describes. Raises ConfigError."""
+    path = Path(source)
+    if path.is_dir():
+        path /= "config.json"
+    if path.suffix == ".json":
+        return _of_json(path, overrides, tokens, gpus)
+    return load(source, [*overrides, _UNREAD])
+
+
+def _of_json(path: Path, overrides: Sequence[str], tokens: float | None, gpus: int | None) -> Config:
+    """With bf16, AdamW, and the batch that scaling laws suggest; the overrides change what is not so."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} has no settings of a model")
+    if tokens is None:
+        raise ConfigError(f"{path} does not say how long to train: add --tokens, for instance --tokens 1e12")
+    model = settings_of(fields)
+    sequence = int(min(fields.get("max_position_embeddings") or _LONGEST, _LONGEST))
+    raw: dict[str, Any] = {
+        "run": {"steps": _PLACEHOLDER},
+        "model": model.model_dump() | {"dtype": "bfloat16"},
+        "data": {"sequence": sequence, "batch": _batch(model, sequence, tokens, gpus), "micro_batch": 1},
+        "optimizer": {"lr": suggest(model, tokens).rate[0]},
+        "schedule": {"warmup": 1, "decay_start": 2, "decay_end": 3},
+        "checkpoint": {"minutes": 10.0},
+    }
+    return complete(raw, path, [*overrides, _UNREAD])
+
+
+def _batch(model: ModelSettings, sequence: int, tokens: float, gpus: int | None) -> int:
+    """Sequences: near the smaller suggestion, and a number that many layouts divide."""
+    wanted = max(1.0, suggest(model, tokens).batch[0] / sequence)
+    if gpus is None:
+        return int(2 ** round(math.log2(wanted)))
+    unit = max(size for size in range(1, int(wanted) + 1) if not gpus % size)
+    return round(wanted / unit) * unit
+
+
+def tokens_of(config: Config) -> int:
+    """Those that the run's own number of steps has."""
+    return config.data.position(config.run.steps + 1) * config.data.sequence

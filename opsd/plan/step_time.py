@@ -1,0 +1,218 @@
+"""How long a step takes, by part: arithmetic, traffic to memory, communication that nothing hides, stragglers.
+
+Products run at the rate that large ones sustain, less what their shape wastes; elementwise operations at the bandwidth
+of the memory; collectives take a latency and a share of the bandwidth (alpha-beta). Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Final
+
+from opsd.plan.hardware import Hardware
+from opsd.plan.layout import Layout
+from opsd.plan.memory import FLOAT_BYTES, half_bytes, stage_parameters
+from opsd.trainer import counts
+from opsd.trainer.config import Config
+from opsd.trainer.model_settings import ModelSettings
+
+_TILE: Final = 256
+"""Rows of a product that a GPU needs to have at least for its tiles (CUTLASS's largest on Hopper are 256 x 128)."""
+_OPTIMIZER_BYTES: Final = 36
+"""Traffic of AdamW per parameter: weight, gradient, two moments read, three written, and the gradient's norm."""
+_FORWARD: Final = 1 / 3
+"""Share of the forward pass in the FLOP of a step."""
+_SELECTIVE: Final = 0.5
+"""Of the elementwise traffic of the forward pass is repeated with selective recomputation, at least."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step on the busiest GPU. ``loop`` is what is lost between kernels, see ``Hardware.loop``."""
+
+    products: float
+    attention: float
+    elementwise: float
+    recomputation: float
+    loop: float
+    tensor: float
+    sharding: float
+    context: float
+    experts: float
+    pipeline: float
+    bubble: float
+    optimizer: float
+    stragglers: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def total(self) -> float:
+        """Of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def communication(self) -> float:
+        """What nothing hides of all communication."""
+        return self.tensor + self.sharding + self.context + self.experts + self.pipeline
+
+
+def step_time(config: Config, layout: Layout, gpus: int, hardware: Hardware) -> StepTime:
+    """The time of a step of ``config`` in ``layout`` on ``gpus`` GPUs."""
+    model, count = config.model, layout.micro_batches(gpus, config.data.batch)
+    tokens = layout.micro_batch * config.data.sequence * count
+    share = tokens / layout.each
+    products = share * product_flops(model) / (hardware.peak.value * _product_share(config, layout, hardware))
+    attention = share * counts.attention_flops(model, config.data.sequence) / 2
+    attention /= hardware.peak.value * hardware.attention.value
+    elementwise = share * _traffic(config) / hardware.bandwidth.value
+    again = {"none": 0.0, "selective": _SELECTIVE * elementwise * _FORWARD,
+             "full": (products + attention + elementwise) * _FORWARD}[layout.recompute]  # fmt: skip
+    kernels = products + attention + elementwise + again
+    loop = kernels * (1 / hardware.loop.value - 1)
+    busy = kernels + loop
+    optimizer = stage_parameters(model, layout) / layout.shards(gpus) * _OPTIMIZER_BYTES / hardware.bandwidth.value
+    network = _Network(hardware)
+    tensor = _tensor(config, layout, count, network)
+    context = _context(config, layout, count, network)
+    experts = _experts(config, layout, count, network)
+    sharding = _sharding(config, layout, gpus, count, busy, network)
+    pipeline = _pipeline(config, layout, count, network)
+    worked = busy + tensor + context + experts
+    bubble = worked * (layout.pp - 1) / count
+    return StepTime(
+        products, attention, elementwise, again, loop, tensor, sharding, context, experts, pipeline, bubble, optimizer,
+        stragglers=hardware.spread.value * (busy + bubble) if gpus > 1 else 0.0,
+    )  # fmt: skip
+
+
+def product_flops(model: ModelSettings) -> float:
+    """Forward and backward FLOP per token of all matrices; looking up an embedding costs none."""
+    return 6.0 * (counts.active_parameters(model) - (0 if model.tied else model.vocab * model.width))
+
+
+def _product_share(config: Config, layout: Layout, hardware: Hardware) -> float:
+    """Of the peak in this model's products: small ones fill neither the tiles nor the GPU.
+
+    The smaller dimension of the layers' matrices, split over ranks, wastes what it lacks to a multiple of a tile, and a
+    product of k terms spends as long as 256 of them on its ends (NVIDIA, matrix multiplication background guide).
+    """
+    model = config.model
+    ffn = model.expert_channels if model.expert_layers else model.ffn
+    rows = layout.micro_batch * config.data.sequence / layout.cp
+    if model.expert_layers:
+        rows *= model.experts_per_token * layout.ep / model.experts
+    narrow = min(ffn / layout.tp, model.width)
+    filled = narrow / (math.ceil(narrow / _TILE) * _TILE) * rows / (math.ceil(rows / _TILE) * _TILE)
+    depth = narrow / (narrow + _TILE)
+    return hardware.gemm.value * filled * depth
+
+
+def _traffic(config: Config) -> float:
+    """Bytes per token that elementwise operations move, forward and backward: one, compiled, where eager has several.
+
+    Counted from the trainer's own operations: norms, residuals and rotations of a layer, its gate, and the loss.
+    """
+    model, compiled = config.model, config.parallel.compile
+    norms = 2 if model.norms == "both" else 1
+    queries = model.attention_width + model.kv_heads * model.head_channels
+    channels = (model.experts_per_token + model.shared_experts) * model.expert_channels
+    sparse = model.expert_layers / model.layers
+    ffn = (1 - sparse) * model.ffn + sparse * channels
+    stream, rotary, gate = (6, 4, 3) if compiled else (10, 8, 5)
+    layer = stream * norms * model.width + rotary * queries + gate * ffn
+    layer += sparse * 6 * model.experts_per_token * model.width
+    loss = model.vocab * (16 if compiled else 48)
+    return 3 * half_bytes(model) * layer * model.layers + loss
+
+
+class _Network:
+    """Collectives over a number of GPUs; those with the smallest ``stride`` between them share a node."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self.node = int(hardware.node_gpus.value)
+
+    def time(self, size: int, moved: float, stride: int = 1) -> float:
+        """Seconds in which ``size`` GPUs, each ``stride`` after the last, gather or scatter ``moved`` bytes in all."""
+        if size <= 1:
+            return 0.0
+        inside = max(1, min(size, self.node // stride))
+        nodes = math.ceil(size / inside)
+        hardware = self._hardware
+        rate = hardware.nvlink.value if nodes == 1 else min(hardware.nvlink.value, hardware.network.value * inside)
+        latency = hardware.node_latency.value + hardware.network_latency.value * math.log2(nodes)
+        return latency + (size - 1) / size * moved / rate
+
+    def exchange(self, size: int, moved: float, stride: int) -> float:
+        """Seconds of an all-to-all in which each GPU sends ``moved`` bytes; over nodes a port carries them alone."""
+        if size <= 1:
+            return 0.0
+        inside = max(1, min(size, self.node // stride))
+        nodes = math.ceil(size / inside)
+        rate = self._hardware.nvlink.value if nodes == 1 else self._hardware.network.value * nodes / (nodes - 1)
+        latency = self._hardware.node_latency.value + self._hardware.network_latency.value * math.log2(nodes)
+        return latency + (size - 1) / size * moved / rate
+
+
+def _tensor(config: Config, layout: Layout, count: int, network: _Network) -> float:
+    """Four gathers and four scatters of activations in each layer (arXiv 2205.05198); more if recomputed."""
+    model = config.model
+    moved = layout.micro_batch * config.data.sequence / layout.cp * model.width * half_bytes(model)
+    times = 8 + (2 if layout.recompute == "full" else 0)
+    return times * count * model.layers / layout.pp * network.time(layout.tp, moved)
+
+
+def _context(config: Config, layout: Layout, count: int, network: _Network) -> float:
+    """Keys and values are gathered forward, their gradients scattered backward."""
+    model = config.model
+    channels = 2 * (model.heads if model.kv_rank else model.kv_heads) * model.head_channels / layout.tp
+    moved = layout.micro_batch * config.data.sequence * channels * half_bytes(model)
+    times = 3 if layout.recompute == "full" else 2
+    return times * count * model.layers / layout.pp * network.time(layout.cp, moved, stride=layout.tp)
+
+
+def _experts(config: Config, layout: Layout, count: int, network: _Network) -> float:
+    """Tokens go to their experts and back, forward and backward."""
+    model = config.model
+    rows = layout.micro_batch * config.data.sequence / layout.cp * model.experts_per_token
+    times = 6 if layout.recompute == "full" else 4
+    one = network.exchange(layout.ep, rows * model.width * half_bytes(model), layout.tp)
+    return times * count * model.expert_layers / layout.pp * one
+
+
+def _sharding(config: Config, layout: Layout, gpus: int, count: int, busy: float, network: _Network) -> float:
+    """What the computation does not hide of FSDP's gathers, twice a micro-batch, and of the reduction once a step.
+
+    Gathers of one layer run beside the computation of another; the first and the last of a step have nothing beside.
+    """
+    model, shards = config.model, layout.shards(gpus)
+    stage = stage_parameters(model, layout)
+    routed = counts.routed_parameters(model) / layout.tp / layout.pp
+    dense = stage - routed
+    layers = model.layers / layout.pp
+    stride = layout.tp
+
+    def all_of(half: float) -> float:
+        each = network.time(shards, dense * half / layers, stride)
+        if routed:
+            each += network.time(shards // layout.ep, routed / layout.ep * half / layers, stride * layout.ep)
+        return each * layers
+
+    gathers = all_of(half_bytes(model)) * (1 if layout.pp > 1 or shards == 1 else 2 * count)
+    reduction = all_of(FLOAT_BYTES)
+    replicas = 2 * network.time(layout.replicas, stage / shards * FLOAT_BYTES, stride * shards)
+    exposed = (gathers + reduction) / layers / 2
+    return max(exposed, gathers + reduction - busy) + replicas
+
+
+def _pipeline(config: Config, layout: Layout, count: int, network: _Network) -> float:
+    """Activations to the next stage and their gradients back, once for each slot of the schedule."""
+    if layout.pp == 1:
+        return 0.0
+    moved = layout.micro_batch * config.data.sequence / layout.cp * config.model.width * half_bytes(config.model)
+    return 2 * (count + layout.pp - 1) * network.exchange(2, 2 * moved, network.node)

@@ -1,0 +1,119 @@
+"""A plan as text, for the terminal. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from opsd.plan.hardware import Figure
+from opsd.plan.memory import GIB
+from opsd.plan.plan import ABLATIONS, ALLOWANCE, Plan, checkpoint_bytes
+from opsd.plan.reliability import DAY_S
+from opsd.trainer import counts
+from opsd.words import count, duration, plural
+
+SHOWN = 5
+"""Layouts on the page; ``--json`` has more."""
+
+
+def plan_text(plan: Plan) -> Iterator[str]:
+    """The page."""
+    for title, rows in sections(plan):
+        yield title
+        wide = max((len(name) for name, _ in rows), default=0)
+        yield from (f"  {name:<{wide}}  {text}" for name, text in rows)
+        yield ""
+    yield "Every number and its source: --json -; what is measured here can take its place: --assume NAME=VALUE"
+
+
+def sections(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Headings, each with its rows of a name and a text."""
+    yield "Run", _run(plan)
+    yield "Time and cost", _time(plan)
+    yield f"Layouts, fastest first ({plan.gpus} {plan.gpu.upper()})", _layouts(plan)
+    yield "Memory of a GPU", _memory(plan)
+    yield "A step", _step(plan)
+    yield "Wall clock that is no training", _overheads(plan)
+    yield "More or fewer GPUs", _curve(plan)
+    yield "Suggested by scaling laws", _suggested(plan)
+
+
+def _run(plan: Plan) -> list[tuple[str, str]]:
+    model, data = plan.config.model, plan.config.data
+    total, active = counts.parameters(model), counts.active_parameters(model)
+    return [
+        ("parameters", count(total) + (f", of which a token meets {count(active)}" if active < total else "")),
+        (
+            "tokens",
+            f"{count(plan.tokens)}, {count(data.batch * data.sequence)} a step ({data.batch} x {data.sequence})",
+        ),
+        ("compute", f"{plan.tokens * plan.flops_per_token:.3g} FLOP, {plan.flops_per_token / 1e9:.2f} GFLOP a token"),
+    ]
+
+
+def _time(plan: Plan) -> list[tuple[str, str]]:
+    kept, node = plan.reliability, int(plan.hardware.node_gpus.value)
+    training = plan.training_s / DAY_S
+    money = f", {plan.gpu_hours * plan.price:,.0f} {plan.currency}" if plan.price else ""
+    spares = " and ".join(f"{number} for {share}" for share, number in kept.spares.items())
+    low, high = (training * factor for factor in ALLOWANCE)
+    return [
+        ("GPUs", f"{plan.gpus:,} on {plural(-(-plan.gpus // node), 'node')}, spares to be complete: {spares}"),
+        ("days", f"{plan.days:.1f}: {training:.1f} of training; such runs budget {low:.0f} to {high:.0f}"),
+        ("speed", f"{plan.tokens_per_s / plan.gpus:,.0f} tokens/s per GPU, MFU {plan.mfu(plan.best):.1%}"),
+        ("cost", f"{plan.gpu_hours:,.0f} GPU-hours{money}, {plan.kwh:,.0f} kWh"),
+        ("ablations", f"{plan.gpu_hours * ABLATIONS.value:,.0f} GPU-hours more ({ABLATIONS.source})"),
+        ("checkpoints", f"{checkpoint_bytes(plan.config) / 1e9:,.1f} GB every {duration(kept.interval_s)} (Daly), "
+                        f"on disk after {duration(kept.write_s)}"),
+        ("failures", f"{kept.failures:.1f} expected, one every {duration(kept.mttf_s)}; ETTR {kept.ettr:.2%}"),
+    ]  # fmt: skip
+
+
+def _layouts(plan: Plan) -> list[tuple[str, str]]:
+    rows = [
+        (
+            each.layout.name(plan.gpus),
+            f"{each.step.total:.3g} s, MFU {plan.mfu(each):.1%}, {each.memory.total / GIB:.1f} GiB",
+        )
+        for each in plan.found.fitting[:SHOWN]
+    ]
+    reasons = list(plan.found.reasons.items())
+    return rows + [(f"{plural(number, 'layout')} out", reason) for reason, number in reasons[:SHOWN]]
+
+
+def _memory(plan: Plan) -> list[tuple[str, str]]:
+    memory, most = plan.best.memory, plan.hardware.memory.value
+    parts = [(name, f"{value / GIB:8.2f} GiB") for name, value in memory.parts.items()]
+    return [*parts, ("total", f"{memory.total / GIB:8.2f} of {most / GIB:.1f} GiB")]
+
+
+def _step(plan: Plan) -> list[tuple[str, str]]:
+    step = plan.best.step
+    parts = [(name, f"{seconds / step.total:6.1%}") for name, seconds in step.parts.items() if seconds]
+    return [*parts, ("total", duration(step.total))]
+
+
+def _overheads(plan: Plan) -> list[tuple[str, str]]:
+    return [(name.replace("_", " "), f"{share:6.2%}") for name, share in plan.reliability.overheads.items()]
+
+
+def _curve(plan: Plan) -> list[tuple[str, str]]:
+    def line(gpus: int, rate: float, waiting: float, bubble: float) -> tuple[str, str]:
+        days = plan.tokens / rate / DAY_S
+        return f"{gpus:,}", f"{days:8.1f} days of training, {waiting:5.1%} communication, {bubble:5.1%} bubble"
+
+    rows = [line(p.gpus, p.tokens_per_s, p.communication, p.bubble) for p in plan.curve]
+    return [*rows, *([("", f"more than {plan.knee.gpus:,} GPUs are slower")] if plan.knee else [])]
+
+
+def _suggested(plan: Plan) -> list[tuple[str, str]]:
+    found, data = plan.suggestion, plan.config.data
+    (few, many), (low, high) = found.batch, found.rate
+    return [
+        ("batch", f"{count(few)} to {count(many)} tokens; the run has {count(data.batch * data.sequence)}"),
+        ("learning rate", f"{low:.2g} to {high:.2g}; the run has {plan.config.optimizer.lr:.2g}"),
+    ]
+
+
+def source_of(figure: Figure) -> str:
+    """Where a figure is from."""
+    return f"measured: {figure.source}" if figure.measured else figure.source

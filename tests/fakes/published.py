@@ -1,0 +1,145 @@
+"""What others have published of their runs, for the tests of `opsd plan`, and how close a plan has to come.
+
+The tolerances were written down before any of it was computed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+LLAMA3: Final[dict[str, Any]] = {
+    "model_type": "llama", "vocab_size": 128256, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "num_key_value_heads": 8, "tie_word_embeddings": False, "max_position_embeddings": 8192,
+}  # fmt: skip
+OLMO2: Final[dict[str, Any]] = {
+    "model_type": "olmo2", "vocab_size": 100352, "rms_norm_eps": 1e-6, "rope_theta": 500000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def shape(family: dict[str, Any], layers: int, width: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+    """A ``config.json`` of ``family``."""
+    return {
+        **family, "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads,
+        "intermediate_size": ffn, **more,
+    }  # fmt: skip
+
+
+CONFIGS: Final = {
+    "llama-3-8b": shape(LLAMA3, 32, 4096, 32, 14336),
+    "llama-3-70b": shape(LLAMA3, 80, 8192, 64, 28672),
+    "llama-3-405b": shape(LLAMA3, 126, 16384, 128, 53248),
+    "olmo-2-7b": shape(OLMO2, 32, 4096, 32, 11008, num_key_value_heads=32),
+    "olmo-2-13b": shape(OLMO2, 40, 5120, 40, 13824, num_key_value_heads=40),
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+        "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
+        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+        "n_group": 8, "topk_group": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "moe_layer_freq": 1, "kv_lora_rank": 512, "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000,
+        "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Parameters, and those that a token meets, each within the share ``within``."""
+
+    total: float
+    active: float
+    within: float
+    source: str
+
+
+SIZES: Final = {
+    "llama-3-8b": Size(8_030_261_248, 8_030_261_248, 0.0, "the model card's safetensors"),
+    "llama-3-70b": Size(70_553_706_496, 70_553_706_496, 0.0, "the model card's safetensors"),
+    "llama-3-405b": Size(405e9, 405e9, 0.005, "arXiv 2407.21783"),
+    "olmo-2-7b": Size(7.3e9, 7.3e9, 0.01, "arXiv 2501.00656"),
+    "olmo-2-13b": Size(13.7e9, 13.7e9, 0.01, "arXiv 2501.00656"),
+    "deepseek-v3": Size(671e9, 37e9, 0.02, "arXiv 2412.19437, without the module for multi-token prediction"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """A run of ``tokens`` at ``mfu`` of the 989 TFLOP/s of an H100 or H800 took ``gpu_hours``, within ``within``."""
+
+    config: str
+    sequence: int
+    tokens: float
+    gpus: int
+    mfu: float
+    gpu_hours: float
+    within: float
+    source: str
+
+
+TIMES: Final = (
+    Time(
+        "smollm3-3b", 4096, 11e12, 384, 0.30, 384 * 24 * 24, 0.05,
+        "24 days on 384 H100 at about 30 % MFU (the SmolLM3 blog and training playbook)",
+    ),
+    Time(
+        "llama-3-405b", 8192, 15.6e12, 16_384, 0.41, 30.84e6, 0.12,
+        "41 % MFU on 16,384 H100 (arXiv 2407.21783, table 4); the hours of Llama 3.1's model card include all overhead",
+    ),
+    Time(
+        "deepseek-v3", 4096, 14.8e12, 2_048, 0.4373, 2.664e6, 0.05,
+        "2.664 M of the 2.788 M H800 hours were pre-training (arXiv 2412.19437, table 1); MFU, attention not halved, "
+        "in Insights into DeepSeek-V3 (arXiv 2505.09343, table 4)",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Tokens/s of a GPU in a known layout, to be predicted within ``within``."""
+
+    config: str
+    gpu: str
+    gpus: int
+    settings: tuple[str, ...]
+    tokens_per_s: float
+    within: float
+    source: str
+
+
+def _settings(sequence: int, batch: int, micro: int, *parallel: str) -> tuple[str, ...]:
+    sizes = (f"data.sequence={sequence}", f"data.batch={batch}", f"data.micro_batch={micro}", "model.dtype=bfloat16")
+    return (*sizes, *(f"parallel.{setting}" for setting in parallel))
+
+
+SPEEDS: Final = (
+    Speed(
+        "llama-3-8b", "h100", 8, _settings(8192, 8, 1, "recompute=selective", "compile=true"), 6667, 0.15,
+        "torchtitan 0.3, compiled; its 5,762 without is what the model is fitted to",
+    ),
+    Speed(
+        "smollm3-3b", "h100", 384, _settings(4096, 576, 3, "tp=2"), 13_750, 0.20,
+        "13.5 to 14 thousand tokens/s on DP 192 x TP 2 (the SmolLM3 training playbook)",
+    ),
+    Speed(
+        "olmo-2-7b", "h100", 8, _settings(4096, 16, 2, "recompute=selective", "compile=true"), 10_000, 0.20,
+        "OLMo-core's README",
+    ),
+    Speed(
+        "llama-3-70b", "a100", 64, _settings(8192, 64, 1, "recompute=full"), 331, 0.20,
+        "torchtitan's docs/performance.md; its 2,973 of 8B is what the A100 is fitted to",
+    ),
+)  # fmt: skip
+
+FITS: Final = (
+    Speed(
+        "llama-3-8b", "h100", 8, _settings(8192, 8, 1, "recompute=selective"), 5762, 0.01,
+        "torchtitan 0.3, not compiled",
+    ),
+    Speed(
+        "llama-3-8b", "a100", 64, _settings(8192, 64, 1, "recompute=selective"), 2973, 0.01,
+        "torchtitan, docs/performance.md",
+    ),
+)  # fmt: skip
+"""What ``Hardware.loop`` is fitted to, which proves nothing but that it is."""

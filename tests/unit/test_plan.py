@@ -1,0 +1,197 @@
+"""What a plan says beside layouts: failures, spares, deadlines, suggestions, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from opsd import exitcodes
+from opsd.checkpoints.interval import daly
+from opsd.commands.main import cli
+from opsd.plan.hardware import hardware_of
+from opsd.plan.layout import Layout
+from opsd.plan.memory import memory_of
+from opsd.plan.plan import plan_for_days
+from opsd.plan.reliability import HABITS, reliability, spares_for
+from opsd.plan.search import search
+from opsd.plan.source import tokens_of
+from opsd.plan.step_time import step_time
+from opsd.plan.write import with_settings
+from opsd.trainer.counts import flops_per_token
+from tests.fakes.plans import run_of
+from tests.fakes.published import CONFIGS
+
+H100 = hardware_of("h100")
+KEYS = {
+    "parameters", "active_parameters", "flops", "gpus", "days", "gpu_hours", "mfu", "memory_gib", "layout", "layouts",
+    "checkpoint_interval_s", "spares", "ettr", "overheads",
+}  # fmt: skip
+
+
+def opsd(*words: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *words])
+
+
+def planned(*words: str) -> dict[str, Any]:
+    result = opsd(*words, "--json", "-")
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def test_smollm3_is_planned_as_it_went() -> None:
+    """384 H100, 11 T tokens, about 30 % MFU, 24 days: MFU within 15 %, days within 20 %."""
+    plan = planned("smollm3-3b", "--gpus", "384", "--tokens", "11e12")
+    assert plan.keys() >= KEYS
+    assert plan["mfu"] == pytest.approx(0.30, rel=0.15)
+    assert plan["days"] == pytest.approx(24, rel=0.20)
+    assert plan["gpu_hours"] == pytest.approx(384 * 24 * plan["days"])
+    assert sum(plan["memory_gib"].values()) == pytest.approx(plan["memory_total_gib"])
+    assert sum(plan["step"].values()) == pytest.approx(plan["step_s"])
+    assert plan["training_days"] == pytest.approx(plan["days"] * (1 - sum(plan["overheads"].values())))
+    assert all(figure["source"] for figure in plan["figures"].values())
+
+
+def test_a_given_figure_is_marked() -> None:
+    """And the network's bandwidth counts where it is what GPUs wait for."""
+    slow = planned("smollm3-3b", "--gpus", "384", "--assume", "nvlink=1e9", "--assume", "network=1e9")
+    assert slow["figures"]["network"] == {
+        "value": 1e9, "unit": "bytes/s per GPU", "source": "given with --assume", "measured": True,
+    }  # fmt: skip
+    assert slow["days"] > 2 * planned("smollm3-3b", "--gpus", "384")["days"]
+
+
+def test_money_is_the_price_of_the_configuration(tmp_path: Path) -> None:
+    """GPU-hours times cost.gpu_hour; nothing without one."""
+    file = tmp_path / "opsd.toml"
+    file.write_text("[cost]\ngpu_hour = 2.5\n", encoding="utf-8")
+    plan = planned("tiny", "--gpus", "8", "--config", str(file))
+    assert plan["cost"]["total"] == pytest.approx(2.5 * plan["gpu_hours"])
+
+
+def test_a_deadline_is_met_by_the_fewest_nodes() -> None:
+    """One node less does not do it, or its GPUs do not divide the batch."""
+    run = run_of("smollm3-3b")
+    plan = plan_for_days(run, "h100", 60, tokens_of(run), H100, HABITS)
+    assert plan.days <= 60
+    fewer = opsd("smollm3-3b", "--gpus", str(plan.gpus - 8), "--json", "-")
+    assert fewer.exit_code == exitcodes.FAILED or json.loads(fewer.stdout)["days"] > 60
+
+
+@pytest.mark.parametrize(("nodes", "spares", "within"), [(48, 7, 1), (1000, 60, 10)])
+def test_spares_are_those_of_the_trace(nodes: int, spares: int, within: int) -> None:
+    """For 99 % of the time: what 200 days of 400 nodes (StepFun, InfiniteHBD) have needed."""
+    assert abs(spares_for(nodes, 0.99, HABITS) - spares) <= within
+
+
+def test_llama_3_lost_what_it_says() -> None:
+    """16,384 GPUs for 54 days: 419 interruptions; with restarts of minutes more than 90 % of the time is effective."""
+    found = reliability(54 * 86_400.0, 4e12, 16_384, 8, HABITS)
+    assert found.failures == pytest.approx(419, rel=0.05)
+    assert 0.9 < found.ettr < 1
+
+
+def test_the_interval_is_the_best() -> None:
+    """Half as long and twice as long both cost more, in saves and in lost work."""
+    best = daly(1.0, 10_000.0)
+
+    def cost(interval: float) -> float:
+        return 1.0 / interval + interval / 2 / 10_000.0
+
+    assert cost(best) < min(cost(best / 2), cost(best * 2))
+
+
+def test_a_window_is_as_long_as_it_is() -> None:
+    """Layers with a window cost their window."""
+    run = run_of("tiny", "model.window=64", "model.nope_every=0")
+    whole = run_of("tiny", "model.nope_every=0")
+    difference = flops_per_token(whole.model, 256) - flops_per_token(run.model, 256)
+    assert difference == 12 * 4 * 128 * (256 - 64)
+
+
+def test_less_is_kept_where_more_is_computed_again() -> None:
+    """Memory falls and time grows from none to selective to full."""
+    run = run_of("llama-3-8b", "data.batch=64")
+    layouts = [Layout(recompute=kind) for kind in ("none", "selective", "full")]
+    memory = [memory_of(run, layout, 64).activations for layout in layouts]
+    times = [step_time(run, layout, 64, H100).total for layout in layouts]
+    assert memory == sorted(memory, reverse=True)
+    assert times == sorted(times)
+
+
+def test_gradients_that_add_up_unsharded_count() -> None:
+    """With two micro-batches FSDP keeps whole gradients in float32: 30 GiB of 8 billion parameters."""
+    run = run_of("llama-3-8b", "data.batch=128")
+    one, two = (memory_of(run, Layout(micro_batch=size), 64).gathered for size in (2, 1))
+    assert one < 8e9 < 4 * 8e9 < two
+
+
+def test_what_does_not_run_has_a_reason() -> None:
+    """Every layout is either ranked, from the fastest on, or out with a sentence."""
+    found = search(run_of("llama-3-70b", "data.batch=512"), 64, H100)
+    times = [each.step.total for each in found.fitting]
+    assert times == sorted(times)
+    assert all(each.reason for each in found.out)
+    assert all(each.memory.total <= H100.memory.value for each in found.fitting)
+    assert "memory" in found.reasons
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["smollm3-3b", "--gpus", "8", "--days", "3"], exitcodes.USAGE, "give one of them"),
+        (["smollm"], exitcodes.USAGE, "did you mean smollm3-3b?"),
+        (["smollm3-3b", "--gpus", "7"], exitcodes.FAILED, "take another number of them"),
+        (["smollm3-3b", "--days", "0.1"], exitcodes.FAILED, "allow more days"),
+        (["smollm3-3b", "--gpus", "384", "--write"], exitcodes.USAGE, "copy the run into one"),
+        (["smollm3-3b", "--assume", "speed=1"], exitcodes.USAGE, "expected NAME=VALUE"),
+        (["config.json", "--gpus", "8"], exitcodes.USAGE, "add --tokens"),
+        (["config.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.FAILED, "take more GPUs, or larger ones"),
+        (["other.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "these can be used: llama"),
+        (["missing.json", "--tokens", "1e12"], exitcodes.USAGE, "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_planned_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, said: str
+) -> None:
+    """With what to change."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(CONFIGS["llama-3-405b"]), encoding="utf-8")
+    Path("other.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
+    result = subprocess.run([sys.executable, "-m", "opsd", "plan", *words], capture_output=True, text=True, check=False)
+    last = result.stderr.strip().splitlines()[-1]
+    assert (result.returncode, last.startswith("opsd: "), said in last) == (code, True, True), result.stderr
+
+
+def test_a_plan_needs_neither_torch_nor_numpy() -> None:
+    """It is made on a login node or a laptop, where only the core is installed."""
+    program = (
+        "import sys; sys.modules.update(torch=None, numpy=None); from opsd.commands.plan import plan; "
+        "plan(['smollm3-3b', '--gpus', '384'], standalone_mode=False)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_settings_are_changed_in_place() -> None:
+    """A value keeps its comment, a new key goes to the end of its section, a new section to the end of the file."""
+    text = "# a run\n[data]\nmicro_batch = 3 # as published\n\n[model]\nlayers = 2\n"
+    changed = with_settings(text, {"data.micro_batch": 4, "data.batch": 8, "parallel.recompute": "full"})
+    assert changed == (
+        "# a run\n[data]\nmicro_batch = 4 # as published\nbatch = 8\n\n[model]\nlayers = 2\n\n"
+        '[parallel]\nrecompute = "full"\n'
+    )
+    with pytest.raises(ValueError, match="line by line"):
+        with_settings("data = {micro_batch = 3}\n", {"data.micro_batch": 4})
+
+
+@pytest.mark.parametrize("wanted", [("--gpus", "8"), ("--days", "8")])
+def test_a_model_whose_memory_is_not_known_is_refused(wanted: tuple[str, str]) -> None:
+    """A plan without a part of the memory would be wrong in silence."""
+    result = opsd("tiny-hybrid", *wanted, "--tokens", "1e9")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("opsd: the memory of layers with a state is not known")

@@ -1,0 +1,107 @@
+"""How many parameters a model has and what a token of it computes, from its shape alone. Torch-free and pure."""
+
+from __future__ import annotations
+
+from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings
+
+
+def parameters(model: ModelSettings) -> int:
+    """Number of parameters of the decoder."""
+    layers = sum(layer_parameters(model, kind) for kind in model.kinds)
+    return layers + experts_parameters(model) + dense_parameters(model) + model.width + embedding_parameters(model)
+
+
+def active_parameters(model: ModelSettings) -> int:
+    """Those that a token meets: of experts the ones that it is sent to."""
+    return parameters(model) - model.idle_parameters
+
+
+def embedding_parameters(model: ModelSettings) -> int:
+    """Of the embedding and of the output projection, which may be one matrix."""
+    return model.vocab * model.width * (1 if model.tied else 2)
+
+
+def layer_parameters(model: ModelSettings, kind: LayerKind) -> int:
+    """Of a layer without its feed-forward matrices: attention or state, biases and norms."""
+    if kind in STATE_PRODUCTS:
+        mixer = _state(model, kind)
+    else:
+        mixer = _latent_attention(model) if model.kv_rank else _attention(model)
+    biases = model.ffn_bias * (2 * model.ffn + model.width)
+    return mixer + biases + (4 if model.norms == "both" else 2) * model.width
+
+
+def dense_parameters(model: ModelSettings) -> int:
+    """Of the feed-forward matrices of all layers without experts."""
+    return (model.layers - model.expert_layers) * 3 * model.width * model.ffn
+
+
+def experts_parameters(model: ModelSettings) -> int:
+    """Of the routers, the routed and the shared experts of all layers that have them."""
+    each = 3 * model.expert_channels * model.width
+    gates = model.shared_experts > 0 and model.shared_gate
+    return model.expert_layers * ((model.experts + gates) * model.width + (model.experts + model.shared_experts) * each)
+
+
+def routed_parameters(model: ModelSettings) -> int:
+    """Of the routed experts alone, which expert parallelism spreads over ranks."""
+    return model.expert_layers * model.experts * 3 * model.expert_channels * model.width
+
+
+def unsplit_parameters(model: ModelSettings) -> int:
+    """Of the layers, those that tensor parallelism leaves whole on each rank: norms, routers, latents."""
+    norms = (4 if model.norms == "both" else 2) * model.width
+    norms += 2 * model.head_channels if model.qk_norm else 0
+    latents = model.width * (model.query_rank + model.kv_rank + model.rope_dim) + model.query_rank + model.kv_rank
+    routers = model.expert_layers * model.experts * model.width
+    return model.layers * (norms + (latents if model.kv_rank else 0)) + routers
+
+
+def _attention(model: ModelSettings) -> int:
+    """Number of parameters of a layer's attention."""
+    queries, keys = model.attention_width, model.kv_heads * model.head_channels
+    gates = queries if model.attention_gate else 0
+    biases = model.qkv_bias * (queries + 2 * keys + gates) + model.output_bias * model.width
+    norms = 2 * model.head_channels if model.qk_norm_over == "head" else queries + keys
+    return model.width * (2 * (queries + keys) + gates) + biases + model.qk_norm * norms
+
+
+def _latent_attention(model: ModelSettings) -> int:
+    """Number of parameters of multi-head latent attention; see ``opsd.trainer.latent_attention``."""
+    rank, latent = model.query_rank, model.kv_rank
+    queries = rank * (model.width + 1 + model.attention_width) if rank else model.width * model.attention_width
+    expanded = model.heads * (model.head_channels - model.rope_dim + model.value_channels)
+    keys = model.width * (latent + model.rope_dim) + latent * (1 + expanded)
+    biases = model.qkv_bias * (rank + latent + model.rope_dim) + model.output_bias * model.width
+    return queries + keys + model.value_width * model.width + biases
+
+
+def _state(model: ModelSettings, kind: LayerKind) -> int:
+    """Number of parameters of a layer's gated DeltaNet or Mamba-2; see ``opsd.trainer.recurrent``."""
+    heads, keys, values = model.state_heads, model.state_key_width, model.state_value_width
+    convolved = (2 * keys + values) * (model.state_conv + model.state_conv_bias)
+    own = heads * model.width + model.state_value_dim if kind == "delta" else heads + values
+    return model.width * (2 * keys + 3 * values + heads) + convolved + 2 * heads + own
+
+
+def flops_per_token(model: ModelSettings, sequence: int) -> float:
+    """Forward and backward FLOP per token of sequences of ``sequence`` tokens: the numerator of MFU.
+
+    6 N + 12 layers width sequence (PaLM, arXiv 2204.02311, appendix B), where N are the active parameters and the width
+    is that of all heads of attention, the mean of queries and values. As there, attention counts the whole sequence
+    although half of it is masked; a layer with a window counts its window, one with a state its products.
+    """
+    return 6.0 * active_parameters(model) + attention_flops(model, sequence) + state_flops(model)
+
+
+def attention_flops(model: ModelSettings, sequence: int) -> float:
+    """Scores and weighted values of all layers with attention, not halved by the causal mask."""
+    attending = [kind for kind in model.kinds if kind not in STATE_PRODUCTS]
+    seen = sum(min(sequence, model.window) if "window" in kind else sequence for kind in attending)
+    return 6.0 * (model.attention_width + model.value_width) * seen
+
+
+def state_flops(model: ModelSettings) -> float:
+    """The products with the states of all layers that have one, token by token, whatever chunks add to them."""
+    products = sum(STATE_PRODUCTS.get(kind, 0) for kind in model.kinds)
+    return 6.0 * products * model.state_value_width * model.state_key_dim
