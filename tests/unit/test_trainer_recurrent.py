@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from opsd.preflight import plan
 from opsd.trainer.attention import attention_inputs
 from opsd.trainer.config import ConfigError, load
+from opsd.trainer.counts import flops_per_token, parameters
 from opsd.trainer.gated_delta import gated_delta_rule
 from opsd.trainer.mamba import state_space
-from opsd.trainer.model import Block, Decoder, count_parameters, flops_per_token
+from opsd.trainer.model import Block, Decoder, count_parameters
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.recurrent import CHUNK, Decays
 from opsd.trainer.regions import initialise
@@ -140,7 +140,7 @@ def test_without_a_document_mask_states_go_on() -> None:
 def test_every_parameter_counts_and_learns(changes: dict[str, Any]) -> None:
     """The prediction of preflight is the number of parameters, all of which have gradients."""
     shape = SHAPE.model_copy(update=changes)
-    assert plan.parameters(shape) == count_parameters(shape)
+    assert parameters(shape) == count_parameters(shape)
     model = drawn(shape)
     tokens = torch.randint(0, 50, (2, 12))
     model(tokens, torch.zeros(2, 12, dtype=torch.int32), tokens).sum().backward()
@@ -151,19 +151,17 @@ def test_a_gate_of_shared_experts_counts() -> None:
     """Of the experts that compute every token."""
     experts = {"experts": 4, "experts_per_token": 2, "shared_experts": 1, "shared_gate": True}
     shape = SHAPE.model_copy(update=experts)
-    assert plan.parameters(shape) == count_parameters(shape)
-    assert plan.parameters(shape) - plan.parameters(shape.model_copy(update={"shared_gate": False})) == 3 * 32
+    assert parameters(shape) == count_parameters(shape)
+    assert parameters(shape) - parameters(shape.model_copy(update={"shared_gate": False})) == 3 * 32
 
 
 def test_states_cost_no_more_in_longer_sequences() -> None:
     """FLOP grow with the sequence in the layer of attention only; a state is 4 heads of 32 x 32 in three layers."""
     config = load("tiny-hybrid", ["data.shards=/data"], {})
-    count = count_parameters(config.model)
     states = 6 * (2 + 3 + 3) * 4 * 32 * 32
     for length in (256, 4096):
-        expected = 6 * count + states + 12 * 128 * length
-        assert flops_per_token(count, config.model, length) == expected
-    assert plan.flops_per_token(config) == flops_per_token(count, config.model, 256)
+        expected = 6 * count_parameters(config.model) + states + 12 * 128 * length
+        assert flops_per_token(config.model, length) == expected
 
 
 def test_rates_and_steps_are_drawn() -> None:
