@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.launch.ranks.failure import Failure, RankError, RestartPolicy, classify, first_cause
+from opsd.launch.ranks.failure import Failure, RankError, RestartPolicy, classify, first_cause, size_mismatch
 
 KILLED = Failure(1, "signal SIGKILL", "signal", 10.0, step=5)
 BUG = Failure(0, "exit code 1", "user", 10.0, step=5, error=RankError("ValueError", "bad shape 3", "train.py:7 in f"))
@@ -39,6 +39,13 @@ RESET = RankError("RuntimeError", "Connection reset by peer [127.0.0.1]:3342", "
 def test_kinds(exit: str, error: RankError | None, log: str, kind: str) -> None:
     """The kind follows from exit, exception and, only without one, the log."""
     assert classify(exit, error, log) == kind
+
+
+def test_a_mismatch_of_sizes_blames_no_rank() -> None:
+    """Gloo aborts the rank that receives the wrong size, with a stack below its message, not the one that sent it."""
+    message = "pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4. Received data size doesn't match expected size."
+    assert size_mismatch(f"what(): {message}\nFatal Python error: Aborted\n").startswith("gloo got 8 bytes for 4: ")
+    assert size_mismatch("pair.cc:553] Connection closed by peer [127.0.0.1]:35497") == ""
 
 
 def test_victims_are_not_the_cause() -> None:

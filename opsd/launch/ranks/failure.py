@@ -31,6 +31,8 @@ _ENVIRONMENT = re.compile(
     r"|too many open files|cannot allocate memory|resource temporarily unavailable|read-only file system",
     re.IGNORECASE,
 )
+_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+"""gloo, in the rank that receives more than it asked for; the rank whose size is wrong only loses a connection."""
 _VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -101,6 +103,15 @@ def classify(exit: str, error: RankError | None, log_tail: str) -> Kind:
         if pattern.search(text):
             return kind
     return "user"
+
+
+def size_mismatch(log: str) -> str:
+    """The explanation of an abort by gloo for a message of another size than expected, "" if it was none."""
+    sizes = _SIZES.search(log)
+    if sizes is None:
+        return ""
+    got, expected = sizes.groups()
+    return f"gloo got {got} bytes for {expected}: the ranks' calls differ in size; a neighbour's may be the wrong one"
 
 
 _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (

@@ -15,7 +15,7 @@ from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.reporting import EventLog, EventTail
 from opsd.launch.ranks.dumps import socket_of
-from opsd.launch.ranks.failure import Failure, RankError, classify
+from opsd.launch.ranks.failure import Failure, RankError, classify, size_mismatch
 from opsd.launch.ranks.process import Child, Exit
 from opsd.launch.ranks.step_log import StepLog
 from opsd.rank_page import PageError, RankPage, read_page
@@ -27,6 +27,8 @@ AGGREGATION_S = 0.02
 VICTIM_S = 1.0
 """After an exit that looks like the consequence of another: time for that other one to show."""
 LOOK_S = 0.05
+_WITH_STACK = 200
+"""Lines of a log that reach back over the stack of an abort."""
 _OURS = ("t", "event", "generation", "run", "node")
 """Fields of an event that a rank cannot set."""
 
@@ -101,7 +103,8 @@ class Rank:
         if self.exit is None and error is None:
             return None
         exit = str(self.exit) if self.exit is not None else "exit code 1"
-        failure = Failure(self.rank, exit, classify(exit, error, self.log_tail()), self._ended_t(), error=error)
+        kind, detail = classify(exit, error, self.log_tail()), size_mismatch(self.log_tail(_WITH_STACK))
+        failure = Failure(self.rank, exit, kind, self._ended_t(), error=error, detail=detail)
         return self._with_place(failure if t is None else replace(failure, t=t), at_once=at_once)
 
     def departure(self, before: float, *, at_once: bool) -> Failure | None:
