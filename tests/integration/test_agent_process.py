@@ -147,7 +147,7 @@ def test_an_agent_without_a_journal_goes_on_and_says_so(opsd: Opsd, tmp_path: Pa
         assert opsd.get("/healthz")
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=30)
-    assert log.count("cannot be written") == 1
+    assert log.count("journal.db cannot be written") == 1
 
 
 def test_incidents_survive_an_agent_that_is_killed(opsd: Opsd, tmp_path: Path) -> None:
