@@ -56,8 +56,8 @@ def test_nothing_below_a_shell_script_outlives_a_killed_launcher(tmp_path: Path)
         pids = started(tmp_path)
         assert all(alive(pid) for pid in pids)
         launched.signal(signal.SIGKILL)
-        assert eventually(lambda: not any(alive(pid) for pid in pids), 10.0)
-        launched.until(lambda: "the launcher is gone; 5 processes of its ranks were killed" in launched.err)
+        launched.until(lambda: not any(alive(pid) for pid in pids))
+        launched.until(lambda: "the launcher is gone; " in launched.err)
 
 
 def test_the_next_launcher_ends_what_nobody_has_ended(tmp_path: Path) -> None:

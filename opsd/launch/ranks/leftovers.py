@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import time
@@ -73,7 +74,7 @@ def end(is_ours: IsOurs, ranks: Mapping[int, int] | None = None, limit_s: float 
             _kill(pid)
         seen.update(found)
         quiet = 0 if found else quiet + 1
-        time.sleep(_AGAIN_S)
+        _pause()
     return len(seen)
 
 
@@ -146,8 +147,12 @@ def _last_message(launcher: int) -> str:
     while message := os.read(0, 65_536):
         said = message
     while os.getppid() == launcher:  # its descriptors are closed first
-        time.sleep(_AGAIN_S)
+        _pause()
     return said.decode()
+
+
+def _pause() -> None:
+    select.select((), (), (), _AGAIN_S)  # time.sleep fails where libfaketime has changed the clock
 
 
 if __name__ == "__main__":
