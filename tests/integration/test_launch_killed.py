@@ -92,7 +92,7 @@ def test_a_guard_that_is_killed_is_replaced(tmp_path: Path) -> None:
         (second,) = guards(launched.process.pid)
         launched.until(lambda: b"leftovers.py" in Path(f"/proc/{second}/cmdline").read_bytes())
         launched.signal(signal.SIGKILL)
-        assert eventually(lambda: not any(alive(pid) for pid in pids), 10.0)
+        launched.until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_the_guard_is_no_rank_and_ends_with_its_launcher(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_the_guard_is_no_rank_and_ends_with_its_launcher(tmp_path: Path) -> None
         launched.until(lambda: len(launched.events("generation_started")) == 2)
         assert guards(launched.process.pid) == [guard]
         assert launched.wait() == exitcodes.OK
-        assert not alive(guard)
+        launched.until(lambda: not alive(guard))
         assert "launcher is gone" not in launched.err
 
 
@@ -125,7 +125,7 @@ def test_a_job_that_a_rank_has_submitted_lives_on(tmp_path: Path) -> None:
         submitted, left = map(int, launched.log().split())
         try:
             launched.signal(signal.SIGKILL)
-            assert eventually(lambda: not alive(left), 10.0)
+            launched.until(lambda: not alive(left))
             assert alive(submitted)
         finally:
             os.kill(submitted, signal.SIGKILL)

@@ -142,9 +142,11 @@ def main() -> None:
 
 
 def _last_message(launcher: int) -> str:
-    """What the launcher said last, once it has ended."""
+    """What the launcher said last: ``DONE`` at once, all else once it has ended."""
     said = b""
     while message := os.read(0, 65_536):
+        if message == DONE.encode():
+            return DONE
         said = message
     while os.getppid() == launcher:  # its descriptors are closed first
         _pause()
