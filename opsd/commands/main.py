@@ -52,6 +52,7 @@ COMMANDS = {
 """What each command does; NAME is the function of that name in ``opsd/commands/NAME.py``, ``return`` in ``return_``."""
 
 GROUPS = {
+    "Plan": ("plan", "simulate"),
     "Run": ("launch", "train", "slurm", "swap", "requeue", "checkpoint"),
     "See what is going on": ("status", "top", "incidents", "diagnose", "runbook", "report", "compare", "ledger"),
     "Nodes": ("agent", "preflight", "drain", "return", "spare", "config"),
