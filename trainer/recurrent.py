@@ -9,6 +9,7 @@ begins, the state is empty, and the convolution sees zeros.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -46,7 +47,7 @@ class Convolution(nn.Module):
         return F.silu(y if self.bias is None else y + local(self.bias))
 
 
-class Recurrent(nn.Module):
+class Recurrent(nn.Module, ABC):
     """A layer with a state; ``mix`` says how the state changes, and ``gated`` how its output is gated."""
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -79,6 +80,7 @@ class Recurrent(nn.Module):
         x = x.view(*x.shape[:2], -1, 1, self.key_dim).float()
         return x.expand(-1, -1, -1, heads // x.shape[2], -1).flatten(2, 3)
 
+    @abstractmethod
     def mix(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: torch.Tensor, decays: Decays, x: torch.Tensor
     ) -> torch.Tensor:
@@ -87,11 +89,10 @@ class Recurrent(nn.Module):
         ``q`` and ``k`` are [batch, sequence, heads, key_dim], ``steps`` [batch, sequence, heads], ``x`` the layer's
         input.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """``y`` and ``gate`` [batch, sequence, heads, value_dim] to the same shape."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ each layer with the kernels of a GPU; the tests compare them with what torch all
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from opsd.plan.layout import Layout
+from opsd.plan.parts import Parts
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import ModelSettings
@@ -26,7 +27,7 @@ FRAGMENTATION: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Parts):
     """Bytes on the GPU that needs most.
 
     ``gathered`` are layers while FSDP has them whole, with their gradients; ``communication`` is outside torch's
@@ -41,16 +42,6 @@ class Memory:
     logits: float
     communication: float
     fragmentation: float
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """By name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @property
-    def total(self) -> float:
-        """Of all parts."""
-        return sum(self.parts.values())
 
 
 def memory_of(config: Config, layout: Layout, gpus: int) -> Memory:

@@ -7,12 +7,13 @@ of the memory; collectives take a latency and a share of the bandwidth (alpha-be
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Final
 
 from opsd.plan.hardware import Hardware
 from opsd.plan.layout import Layout
 from opsd.plan.memory import FLOAT_BYTES, half_bytes, stage_parameters
+from opsd.plan.parts import Parts
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import ModelSettings
@@ -28,7 +29,7 @@ _SELECTIVE: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class StepTime:
+class StepTime(Parts):
     """Seconds of a step on the busiest GPU. ``loop`` is what is lost between kernels, see ``Hardware.loop``."""
 
     products: float
@@ -44,16 +45,6 @@ class StepTime:
     bubble: float
     optimizer: float
     stragglers: float
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """By name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @property
-    def total(self) -> float:
-        """Of all parts."""
-        return sum(self.parts.values())
 
     @property
     def communication(self) -> float:
