@@ -86,8 +86,8 @@ _SOURCES: Final[Mapping[str, Mapping[str, str]]] = {
         "a100": "FlashAttention-2 on an A100, forward and backward (arXiv 2307.08691, section 4.1)",
     },
     "loop": {
-        "h100": "fitted to torchtitan 0.3: 5,762 tokens/s of Llama 3 8B on each of 8 H100, not compiled",
-        "a100": "fitted to torchtitan: 2,973 tokens/s of Llama 3 8B on each of 64 A100 (docs/performance.md)",
+        "h100": "fitted to torchtitan 0.3: 5,762 tokens/s of Llama 3 8B on each of 8 H100 of less power, not compiled",
+        "a100": "fitted to torchtitan: 2,973 tokens/s of Llama 3 8B on each of 64 A100 (docs/performance.md, 2024)",
     },
     "nvlink": {
         "h100": "365 GB/s between two GPUs of a node (SmolLM training playbook)",

@@ -176,4 +176,4 @@ def test_an_action_is_finished_or_given_up_in_words(world: World, verb: str, hal
     assert (outcome, said) == ENDS[verb]
     assert len(agent.responder.current[0].actions) == 1
     assert world.launcher.asked.count("restart") == (verb == "restart_generation")
-    assert world.done()
+    assert until(world.done)
