@@ -89,12 +89,14 @@ class _Outcome:
 
 
 class _Worker:
-    """The thread of one collector."""
+    """The thread of one collector. It leaves ``awaited`` after a collection; the last to leave notifies ``ended``."""
 
-    def __init__(self, collector: Collector, clock: Callable[[], float], ended: threading.Condition) -> None:
+    def __init__(
+        self, collector: Collector, clock: Callable[[], float], ended: threading.Condition, awaited: set[_Worker]
+    ) -> None:
         self._collector = collector
         self._clock = clock
-        self._ended = ended
+        self._ended, self._awaited = ended, awaited
         self._interval_s: float = getattr(collector, "interval_s", 0.0)
         self._due = -math.inf
         self._credit_s, self._credited = CPU_BURST_S, clock()
@@ -139,7 +141,9 @@ class _Worker:
                 self._due = max(self._due, ended + waits_s)
                 self.outcome = _Outcome(result, started, ended, waits_s)
                 self.started = None
-                self._ended.notify()
+                self._awaited.discard(self)
+                if not self._awaited:
+                    self._ended.notify()
 
     def _taken(self) -> float:
         own: float = getattr(self._collector, "taken_s", 0.0)
@@ -160,8 +164,8 @@ class Gatherer:
         self._supplementary = [(s, s.collector) for s in self.sources if isinstance(s.collector, Supplementary)]
         self._deadline_s = deadline_s
         self._clock = clock
-        self._ended = threading.Condition()
-        self._workers = tuple(_Worker(collector, clock, self._ended) for collector in collectors)
+        self._ended, self._awaited = threading.Condition(), set[_Worker]()
+        self._workers = tuple(_Worker(collector, clock, self._ended, self._awaited) for collector in collectors)
 
     def gather(self, patience_s: float) -> tuple[Source, ...]:
         """Collect once from everything that is due, wait at most ``patience_s``, and return the state of all.
@@ -174,14 +178,16 @@ class Gatherer:
             for source, worker in zip(self.sources, self._workers, strict=True):
                 source.fresh = False
                 self._take(source, worker)
-            awaited = [worker for worker in self._workers if worker.due]
-            for worker in awaited:
+            due = {worker for worker in self._workers if worker.due}
+            self._awaited.update(due)
+            for worker in due:
                 worker.start()
-            while any(worker.busy for worker in awaited) and (left := until - self._clock()) > 0:
+            while self._awaited and (left := until - self._clock()) > 0:
                 self._ended.wait(left)
+            self._awaited.clear()
             for source, worker in zip(self.sources, self._workers, strict=True):
                 self._take(source, worker)
-                if not worker.busy and worker not in awaited:
+                if not worker.busy and worker not in due:
                     source.hold()
         self._merge()
         return self.sources

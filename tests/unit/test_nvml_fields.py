@@ -15,6 +15,7 @@ from opsd.collectors.lib.nvml.fields import (
     field_plan,
     field_request,
     link_errors,
+    link_plan,
     number,
     nvlink_kib,
     parse_fields,
@@ -80,7 +81,8 @@ def test_answers_go_to_their_series_and_the_rest_is_handed_back() -> None:
 def test_no_field_is_asked_for_twice_and_links_have_their_own() -> None:
     """A GPU without NVLink is not asked about links."""
     assert len(field_plan(18)) > len(field_plan(0))
-    assert not [key for key in field_plan(0) if key[0] in (138, 139, 161, 165)]
+    assert not [key for key in [*field_plan(0), *link_plan(0)] if key[0] in (138, 139, 161, 165)]
+    assert {link for _, link in link_plan(18)} == {*range(18)}
 
 
 def test_throttle_counters_of_driver_575() -> None:

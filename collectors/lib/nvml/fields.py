@@ -87,11 +87,17 @@ _THROTTLE_FIELDS: Mapping[int, str] = {
 
 
 def field_plan(links: int) -> dict[FieldKey, Target | None]:
-    """Every field to ask a GPU with ``links`` NVLinks for and its series; None if several fields make up one."""
+    """Every field of a GPU with ``links`` NVLinks and its series; None if several fields make up one."""
     plan: dict[FieldKey, Target | None] = dict(_FIELDS)
     plan |= dict.fromkeys([(field, 0) for field in _THROTTLE_FIELDS])
     if links:
         plan |= {_LINKS_SENT: Target(series.NVLINK_SENT, 1024), _LINKS_RECEIVED: Target(series.NVLINK_RECEIVED, 1024)}
+    return plan
+
+
+def link_plan(links: int) -> dict[FieldKey, Target | None]:
+    """Every field of each of ``links`` NVLinks, likewise."""
+    plan: dict[FieldKey, Target | None] = {}
     for link in range(links):
         plan[_LINK_STATE, link] = Target(series.NVLINK_UP, 1, (str(link),))
         plan |= dict.fromkeys([(field, link) for field in _LINK_ERRORS])
@@ -175,6 +181,8 @@ class FieldReader:
 
     def read(self) -> tuple[int, list[Sample], list[FieldValue]]:
         """NVML's return code, and what ``parse_fields`` makes of the answer."""
+        if not self._routes:
+            return 0, [], []
         code = self._call(self._handle, len(self._routes), self._array)
         return (code, *parse_fields(self._request, self._routes)) if code == 0 else (code, [], [])
 

@@ -14,7 +14,9 @@ from opsd.collectors.lib.nvml.throttle import REASONS, ThrottleClock
 IDLE_MIB: Final = 64.0
 """A GPU that uses less memory is held by nobody: a context of CUDA takes some hundred."""
 
-RARE_S = 60.0
+LINKS_S: Final = 5.0
+RARE_S: Final = 60.0
+"""Seconds between two looks at each NVLink's state and errors, which are most of its fields, and at the rest."""
 
 
 class _Bound(NamedTuple):
@@ -50,7 +52,10 @@ class Gpu:
         self._rare = [self._bind(call) for call in driver.EACH_MINUTE]
         self._rarely: list[Sample] = []
         self._rare_at = -math.inf
-        self._fields = self._reader(self._routes(links))
+        self._fields = self._reader(self._routes(fields.field_plan(links)))
+        self._link_fields = self._reader(self._routes(fields.link_plan(links)))
+        self._of_links: list[Sample] = []
+        self._links_at = -math.inf
         self._units: gpm.GpmReader | None = None
         self._bandwidth = self._labels(series.NVLINK_BANDWIDTH)
         self._link_errors = [self._labels(series.NVLINK_LINK_ERRORS, str(link)) for link in range(links)]
@@ -81,7 +86,9 @@ class Gpu:
             samples = self._ask(self._calls)
             if now - self._rare_at >= RARE_S:
                 self._rarely, self._rare_at = self._ask(self._rare), now
-            of_fields, rest = self._ask_fields()
+            if now - self._links_at >= LINKS_S:
+                self._of_links, self._links_at = self._ask_links(), now
+            of_fields, rest = self._ask_fields(self._fields)
             of_units = self._ask_units(now)
         if not samples:
             raise NvmlError("the driver knows the GPU but answers no call about it")
@@ -91,7 +98,9 @@ class Gpu:
         samples += of_fields
         samples += of_units
         samples.append(Sample(series.PROFILING, float(self.profiled), self._labels(series.PROFILING)))
-        samples += self._links(of_fields, rest)
+        samples += self._of_links
+        if (kib := fields.nvlink_kib(of_fields)) is not None:
+            samples.append(Sample(series.NVLINK_BANDWIDTH, kib, self._bandwidth))
         for reason, seconds in self._throttle.update(now, mask, fields.throttle_counters(rest)).items():
             samples.append(Sample(series.THROTTLE, seconds, self._reasons[reason]))
         samples += self._static
@@ -104,15 +113,13 @@ class Gpu:
             self._units.close()
             self._units = None
 
-    def _links(self, of_fields: list[Sample], rest: list[fields.FieldValue]) -> list[Sample]:
+    def _ask_links(self) -> list[Sample]:
+        samples, rest = self._ask_fields(self._link_fields)
         by_link, by_type = fields.link_errors(rest)
-        samples = [
-            Sample(series.NVLINK_LINK_ERRORS, errors, self._link_errors[link]) for link, errors in by_link.items()
-        ]
+        for link, errors in by_link.items():
+            samples.append(Sample(series.NVLINK_LINK_ERRORS, errors, self._link_errors[link]))
         for kind, errors in by_type.items():
             samples.append(Sample(series.NVLINK_ERRORS, errors, self._labels(series.NVLINK_ERRORS, kind)))
-        if (kib := fields.nvlink_kib(of_fields)) is not None:
-            samples.append(Sample(series.NVLINK_BANDWIDTH, kib, self._bandwidth))
         return samples
 
     def _labels(self, metric: Metric, *extra: str) -> tuple[str, ...]:
@@ -133,10 +140,12 @@ class Gpu:
     def _reader(self, routes: Mapping[fields.FieldKey, fields.Route | None]) -> fields.FieldReader:
         return fields.FieldReader(self._library.nvmlDeviceGetFieldValues, self._handle, routes)
 
-    def _routes(self, links: int) -> dict[fields.FieldKey, fields.Route | None]:
+    def _routes(
+        self, plan: Mapping[fields.FieldKey, fields.Target | None]
+    ) -> dict[fields.FieldKey, fields.Route | None]:
         return {
             key: target and (target.metric, target.scale, self._labels(target.metric, *target.extra))
-            for key, target in fields.field_plan(links).items()
+            for key, target in plan.items()
         }
 
     def _bind(self, call: driver.Call) -> _Bound:
@@ -165,14 +174,14 @@ class Gpu:
                         samples.append(Sample(metric, value, labels))
         return samples
 
-    def _ask_fields(self) -> tuple[list[Sample], list[fields.FieldValue]]:
-        code, samples, rest = self._fields.read()
+    def _ask_fields(self, reader: fields.FieldReader) -> tuple[list[Sample], list[fields.FieldValue]]:
+        code, samples, rest = reader.read()
         if code in driver.UNSUPPORTED:
             return [], []
         lost = any(field.result == driver.GPU_IS_LOST for field in rest)
         driver.check(driver.GPU_IS_LOST if lost else code)
         if unsupported := [(field.id, field.scope) for field in rest if field.result in driver.UNSUPPORTED]:
-            self._fields.forget(unsupported)
+            reader.forget(unsupported)
         return samples, rest
 
     def _ask_units(self, now: float) -> list[Sample]:

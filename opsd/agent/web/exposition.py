@@ -8,8 +8,11 @@ the one that it negotiates (tested). It is imported only for formats other than 
 from __future__ import annotations
 
 import gzip
+import math
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from opsd.collectors.base import Metric, Sample
@@ -25,9 +28,8 @@ _OPENMETRICS = f"{_OPENMETRICS_TYPE}; version=1."
 _PLAIN = "text/plain"
 _OLDEST = "text/plain; version=0.0.4; charset=utf-8"
 _ESCAPINGS = ("underscores", "allow-utf-8", "dots", "values")
+_labels = attrgetter("labels")
 _SPECIAL = {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}
-
-Values = dict[tuple[str, ...], float]
 
 JOB_INFO = "opsd_gpu_job_info"
 """Has the job of each GPU in its labels ``gpu`` and ``job_id``."""
@@ -35,10 +37,35 @@ JOB_LABEL = "hpc_job"
 """The label that dcgm-exporter gives to the series of a GPU on which a mapped job works."""
 
 
+class _Series:
+    """A series' line as it was last rendered, its first ``width`` characters being name and labels."""
+
+    __slots__ = ("line", "scrape", "value", "width")
+
+    def __init__(self, start: str) -> None:
+        self.line, self.width, self.value, self.scrape = start, len(start), math.nan, 0
+
+
+class _Family:
+    """The series of one metric by their label values, and the lines of this scrape."""
+
+    __slots__ = ("lines", "metric", "series")
+
+    def __init__(self, metric: Metric) -> None:
+        self.metric, self.series, self.lines = metric, dict[tuple[str, ...], _Series](), list[str]()
+
+    def text(self, scrape: int, *, openmetrics: bool) -> str:
+        """Header and lines. Series without a line in this ``scrape`` are forgotten, so that they do not accumulate."""
+        if len(self.series) > len(self.lines):
+            self.series = {labels: series for labels, series in self.series.items() if series.scrape == scrape}
+        return _header(self.metric, openmetrics=openmetrics) + "".join(self.lines)
+
+
 class Exposition:
     """Renders the result of ``latest``: groups of samples, any number of groups per metric.
 
-    The rendered text of unchanged groups is reused, so that fifty scrapers cost as much as one. Thread-safe.
+    The rendered text of unchanged groups is reused, so that fifty scrapers cost as much as one, and so is the line of a
+    series whose value is unchanged. Thread-safe.
 
     Of two samples of one series only the first is rendered, as a duplicate makes Prometheus refuse the whole scrape.
 
@@ -48,7 +75,8 @@ class Exposition:
     def __init__(self, latest: Callable[[], Sequence[Iterable[Sample]]], *, job_label: bool = False) -> None:
         self._latest, self._job_label = latest, job_label
         self._jobs: Mapping[str, str] = {}
-        self._starts: dict[str, dict[tuple[str, ...], str]] = {}
+        self._families: dict[str, _Family] = {}
+        self._scrape = 0
         self._guard = threading.Lock()
         self._groups: Sequence[Iterable[Sample]] | None = None
         self._bodies: dict[tuple[bool, bool], bytes] = {}
@@ -90,42 +118,60 @@ class Exposition:
         """The samples as families of prometheus-client, in the order in which metrics first appear."""
         from prometheus_client.metrics_core import Metric as Family
 
-        families = _grouped(self._latest())
-        jobs = self._jobs_of(families)
-        for metric, values in families:
+        groups = self._latest()
+        families: dict[str, tuple[Metric, dict[tuple[str, ...], float]]] = {}
+        for metric, value, labels in chain.from_iterable(groups):
+            families.setdefault(metric.name, (metric, {}))[1].setdefault(labels, value)
+        jobs = self._jobs_of(groups)
+        for metric, values in families.values():
             family = Family(_family_name(metric), metric.help, _TYPES[metric.kind], _unit(metric))
             for labels, value in values.items():
                 family.add_sample(metric.name, dict(_labelled(metric, labels, jobs)), value)
             yield family
 
     def _render(self, groups: Iterable[Iterable[Sample]], *, openmetrics: bool) -> bytes:
-        lines: list[str] = []
-        starts: dict[str, dict[tuple[str, ...], str]] = {}
-        families = _grouped(groups)
-        if (jobs := self._jobs_of(families)) != self._jobs:
-            self._jobs, self._starts = jobs, {}
-        for metric, values in families:
-            lines.append(_header(metric, openmetrics=openmetrics))
-            known, used = self._starts.get(metric.name, {}), starts.setdefault(metric.name, {})
-            for labels, value in values.items():
-                start = known.get(labels) or _start(metric, labels, jobs)
-                used[labels] = start
-                lines.append(f"{start}{_number(value)}\n")
-        # Only labels used in this scrape are kept, so that ended series do not accumulate.
-        self._starts = starts
+        if (jobs := self._jobs_of(groups)) != self._jobs:
+            self._jobs, self._families = jobs, {}
+        self._scrape += 1
+        self._families = families = self._filled(groups, self._scrape)
+        texts = [family.text(self._scrape, openmetrics=openmetrics) for family in families.values()]
         if openmetrics:
-            lines.append("# EOF\n")
-        return "".join(lines).encode()
+            texts.append("# EOF\n")
+        return "".join(texts).encode()
 
-    def _jobs_of(self, families: Iterable[tuple[Metric, Values]]) -> Mapping[str, str]:
+    def _filled(self, groups: Iterable[Iterable[Sample]], scrape: int) -> dict[str, _Family]:
+        """The families with their lines, in the order in which metrics first appear."""
+        families: dict[str, _Family] = {}
+        metric: Metric | None = None
+        for sample_metric, value, labels in chain.from_iterable(groups):
+            if sample_metric is not metric:
+                metric = sample_metric
+                if (family := families.get(metric.name)) is None:
+                    family = self._families.get(metric.name)
+                    if family is None or family.metric != metric:
+                        family = _Family(metric)
+                    family.lines.clear()
+                    families[metric.name] = family
+                all_series, lines = family.series, family.lines
+            if (series := all_series.get(labels)) is None:
+                series = all_series[labels] = _Series(_start(metric, labels, self._jobs))
+            elif series.scrape == scrape:
+                continue
+            series.scrape = scrape
+            if value != series.value:
+                series.value, series.line = value, f"{series.line[: series.width]}{_number(value)}\n"
+            lines.append(series.line)
+        return families
+
+    def _jobs_of(self, groups: Iterable[Iterable[Sample]]) -> Mapping[str, str]:
         """The job on each GPU by the GPU's index, if series are to have it; the first by name of several."""
         if not self._job_label:
             return {}
-        told = next(((metric, values) for metric, values in families if metric.name == JOB_INFO), None)
-        if told is None:
+        told = [sample for sample in chain.from_iterable(groups) if sample.metric.name == JOB_INFO]
+        if not told:
             return {}
-        gpu, job = (told[0].labels.index(label) for label in ("gpu", "job_id"))
-        return {labels[gpu]: labels[job] for labels in sorted(told[1], reverse=True) if labels[job]}
+        gpu, job = (told[0].metric.labels.index(label) for label in ("gpu", "job_id"))
+        return {s.labels[gpu]: s.labels[job] for s in sorted(told, key=_labels, reverse=True) if s.labels[job]}
 
 
 def negotiate(accept: str) -> str:
@@ -164,20 +210,6 @@ def _is_number(text: str) -> bool:
 
 def _zip(body: bytes) -> bytes:
     return gzip.compress(body, compresslevel=1)
-
-
-def _grouped(groups: Iterable[Iterable[Sample]]) -> Collection[tuple[Metric, Values]]:
-    families: dict[str, tuple[Metric, Values]] = {}
-    metric: Metric | None = None
-    values: Values = {}
-    for group in groups:
-        for sample_metric, value, labels in group:
-            if sample_metric is not metric:
-                metric = sample_metric
-                values = families.setdefault(metric.name, (metric, {}))[1]
-            if labels not in values:
-                values[labels] = value
-    return families.values()
 
 
 def _number(value: float) -> str:
