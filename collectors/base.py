@@ -31,7 +31,7 @@ class Metric:
     """A series family. ``unit`` is a base unit (seconds, bytes, celsius, watts, ratio …) or "" for plain counts.
 
     A counter's name ends in ``_total``. ``untyped`` is for counters whose name is fixed by dcgm-exporter and has
-    no such ending.
+    no such ending. One that is not ``kept`` is exported only: the agent has no past of it, no runbook may select it.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Metric:
     kind: MetricKind = "gauge"
     unit: str = ""
     labels: tuple[str, ...] = ()
+    kept: bool = True
 
 
 class Sample(NamedTuple):

@@ -41,8 +41,12 @@ SENT = _ib("transmitted_bytes_total", "Data sent.", "bytes", kind="counter")
 RECEIVED = _ib("received_bytes_total", "Data received.", "bytes", kind="counter")
 WAIT = _ib("transmit_wait_ticks_total", "Ticks in which there was data to send and no credit to do so.", kind="counter")
 ERRORS = _ib("errors_total", "Errors by the kernel's name of their counter.", "", "error", kind="counter")
-CONGESTION = _ib(
-    "congestion_events_total", "Congestion notifications by the kernel's name.", "", "event", kind="counter"
+CONGESTION = Metric(
+    "opsd_ib_congestion_events_total",
+    "Congestion notifications by the kernel's name.",
+    "counter",
+    labels=(*_PORT, "event"),
+    kept=False,
 )
 FLAPS = _ib("link_flaps_total", "Times the link was lost since the agent started.", kind="counter")
 

@@ -32,7 +32,9 @@ from opsd.collectors.lib.processes import job_of_group
 from opsd.settings.section import CollectorSettings
 
 SXIDS = Metric("opsd_sxid_total", "SXid errors of the NVSwitch.", "counter", labels=("pci_bus_id", "severity"))
-EVENTS = Metric("opsd_kernel_events_total", "Kernel messages that tell of trouble.", "counter", labels=("kind",))
+EVENTS = Metric(
+    "opsd_kernel_events_total", "Kernel messages that tell of trouble.", "counter", labels=("kind",), kept=False
+)
 RECORDS = Metric("opsd_kmsg_records_total", "Records read from the kernel log.", "counter")
 DROPPED = Metric(
     "opsd_kmsg_dropped_total",

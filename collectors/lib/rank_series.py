@@ -15,18 +15,22 @@ RATE_STEPS: Final = 10
 """Steps that the throughput is averaged over."""
 
 
-def _rank(name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge") -> Metric:
-    return Metric(f"opsd_rank_{name}", help_text, kind, unit, ("run", "rank", *labels))
+def _rank(
+    name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge", kept: bool = True
+) -> Metric:
+    return Metric(f"opsd_rank_{name}", help_text, kind, unit, ("run", "rank", *labels), kept)
 
 
-UP = _rank("up", "1 while the process of the rank lives and has not finished.")
+UP = _rank("up", "1 while the process of the rank lives and has not finished.", kept=False)
 STEP = _rank("step", "Last completed step.")
-STEP_SECONDS = _rank("step_seconds", "Duration of the last completed step.", "seconds")
-PHASE = _rank("phase", "1 for the phase the rank is in, 0 for the others.", "", "phase")
-PHASE_AGE = _rank("phase_age_seconds", "Time since the rank entered its phase.", "seconds")
+STEP_SECONDS = _rank("step_seconds", "Duration of the last completed step.", "seconds", kept=False)
+PHASE = _rank("phase", "1 for the phase the rank is in, 0 for the others.", "", "phase", kept=False)
+PHASE_AGE = _rank("phase_age_seconds", "Time since the rank entered its phase.", "seconds", kept=False)
 PHASE_SECONDS = _rank("phase_seconds_total", "Time spent in completed steps.", "seconds", "phase", kind="counter")
-CHANGE_AGE = _rank("last_change_age_seconds", "Time since the last change of phase or completed step.", "seconds")
-TOKENS = _rank("tokens_total", "Tokens trained on by this process.", kind="counter")
+CHANGE_AGE = _rank(
+    "last_change_age_seconds", "Time since the last change of phase or completed step.", "seconds", kept=False
+)
+TOKENS = _rank("tokens_total", "Tokens trained on by this process.", kind="counter", kept=False)
 TOKENS_RATE = _rank("tokens_per_second", f"Throughput over the last {RATE_STEPS} steps; sinks while no step ends.")
 LOSS = _rank("loss", "Loss of the last completed step.")
 GRAD_NORM = _rank("grad_norm", "Gradient norm of the last completed step.")

@@ -22,18 +22,29 @@ COLLECTOR_STATE = Metric(
     "here), error, hung, starting.",
     labels=("collector", "state"),
 )
-COLLECTOR_UP = Metric("opsd_collector_up", "1 if the collector's latest collection delivered.", labels=("collector",))
+COLLECTOR_UP = Metric(
+    "opsd_collector_up", "1 if the collector's latest collection delivered.", labels=("collector",), kept=False
+)
 COLLECTOR_SECONDS = Metric(
-    "opsd_collector_duration_seconds", "Duration of the latest collection.", unit="seconds", labels=("collector",)
+    "opsd_collector_duration_seconds",
+    "Duration of the latest collection.",
+    unit="seconds",
+    labels=("collector",),
+    kept=False,
 )
 COLLECTOR_ERRORS = Metric(
-    "opsd_collector_errors_total", "Collections that raised an exception.", "counter", labels=("collector",)
+    "opsd_collector_errors_total",
+    "Collections that raised an exception.",
+    "counter",
+    labels=("collector",),
+    kept=False,
 )
 COLLECTOR_AGE = Metric(
     "opsd_collector_last_success_timestamp_seconds",
     "Unix time of the latest collection that delivered; 0 if there was none.",
     unit="seconds",
     labels=("collector",),
+    kept=False,
 )
 TICK_SECONDS = Metric("opsd_agent_tick_seconds", "Duration of the latest tick of the agent's loop.", unit="seconds")
 TICKS = Metric("opsd_agent_ticks_total", "Ticks of the agent's loop.", "counter")

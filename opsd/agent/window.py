@@ -147,11 +147,13 @@ class Window:
         tick, slot, told = self.tick, self.tick % self.ticks, families is self._told
         before, rebases = tick - 1, 0
         metric: Metric | None = None
-        family: dict[tuple[str, ...], Ring] = {}
+        family: Family | None = None
         for sample_metric, value, labels in samples:
             if sample_metric is not metric:
                 metric = sample_metric
-                family = families.setdefault(metric.name, {})
+                family = families.setdefault(metric.name, {}) if metric.kept else None
+            if family is None:
+                continue
             ring = family.get(labels)
             if ring is None:
                 if self._count >= MAX_SERIES or (told and self._told_count >= MAX_TOLD):

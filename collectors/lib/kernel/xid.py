@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -37,7 +37,7 @@ _DRIVER_VERDICTS: Final = (
 )
 """By number: NV2080_CTRL_GPU_RECOVERY_ACTION. The names in the text differ between drivers, the numbers do not."""
 
-TOTAL = Metric("opsd_xid_total", "Xid errors of the GPU.", "counter", labels=("pci_bus_id", "code"))
+TOTAL = Metric("opsd_xid_total", "Xid errors of the GPU.", "counter", labels=("pci_bus_id", "code"), kept=False)
 LABELS: Final = {
     "code": "30 Xids with a series of their own, and other",
 }
@@ -183,6 +183,7 @@ class XidLedger:
         self._last: dict[tuple[str, int], tuple[float, str]] = {}
         self._newest: dict[str, int] = {}
         self._counts: dict[str, dict[str, int]] = {}
+        self._samples: tuple[Sample, ...] | None = None
         self.kernel_log = False
 
     def report(self, code: int, pci: str, *, at: float, source: str) -> bool:
@@ -195,6 +196,7 @@ class XidLedger:
                 self._last.clear()
             self._last[pci, code] = at, source
             self._gpu(pci)[str(code) if code in COUNTED else "other"] += 1
+            self._samples = None
             if pci in self._counts:
                 self._newest[pci] = code
             return True
@@ -209,14 +211,18 @@ class XidLedger:
             for pci in gpus:
                 self._gpu(pci)
 
-    def samples(self) -> Iterator[Sample]:
+    def samples(self) -> tuple[Sample, ...]:
         """``opsd_xid_total`` of every code for every GPU that is expected or had an Xid."""
         with self._lock:
-            snapshot = [(pci, code, count) for pci, counts in self._counts.items() for code, count in counts.items()]
-        for pci, code, count in snapshot:
-            yield Sample(TOTAL, count, (pci, code))
+            if self._samples is None:
+                counts = self._counts.items()
+                self._samples = tuple(Sample(TOTAL, n, (pci, code)) for pci, of in counts for code, n in of.items())
+            return self._samples
 
     def _gpu(self, pci: str) -> dict[str, int]:
         if pci not in self._counts and len(self._counts) >= self._max_gpus:
             pci = "other"
-        return self._counts.setdefault(pci, dict.fromkeys((*map(str, COUNTED), "other"), 0))
+        if pci not in self._counts:
+            self._counts[pci] = dict.fromkeys((*map(str, COUNTED), "other"), 0)
+            self._samples = None
+        return self._counts[pci]

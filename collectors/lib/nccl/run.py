@@ -27,7 +27,12 @@ from opsd.collectors.lib.tail import Tail, read_small
 
 LOGS = Metric("opsd_nccl_rank_logs", "Rank logs on this node that are followed for messages of NCCL.", labels=("run",))
 MESSAGES = Metric(
-    "opsd_nccl_log_messages_total", "Messages of NCCL in the log of a rank.", "counter", "", ("run", "rank", "kind")
+    "opsd_nccl_log_messages_total",
+    "Messages of NCCL in the log of a rank.",
+    "counter",
+    "",
+    ("run", "rank", "kind"),
+    kept=False,
 )
 
 MAX_RANKS: Final = 64

@@ -17,18 +17,20 @@ from opsd.collectors.lib.nvml.series import dcgm
 MIN_INTERVAL_S: Final = 0.1
 """NVIDIA asks for more than this between the two samples that a metric is calculated from."""
 
-GR_ENGINE_ACTIVE = dcgm("PROF_GR_ENGINE_ACTIVE", "Share of time with any work on the GPU (ratio).")
-SM_ACTIVE = dcgm("PROF_SM_ACTIVE", "Share of SMs with at least one warp, over time (ratio).")
-SM_OCCUPANCY = dcgm("PROF_SM_OCCUPANCY", "Share of the possible warps that were resident on SMs (ratio).")
-TENSOR_ACTIVE = dcgm("PROF_PIPE_TENSOR_ACTIVE", "Share of time in which tensor cores were busy (ratio).")
-FP64_ACTIVE = dcgm("PROF_PIPE_FP64_ACTIVE", "Share of time in which FP64 units were busy (ratio).")
-FP32_ACTIVE = dcgm("PROF_PIPE_FP32_ACTIVE", "Share of time in which FP32 units were busy (ratio).")
-FP16_ACTIVE = dcgm("PROF_PIPE_FP16_ACTIVE", "Share of time in which FP16 units were busy, not tensor cores (ratio).")
-DRAM_ACTIVE = dcgm("PROF_DRAM_ACTIVE", "Share of the device memory's bandwidth in use (ratio).")
-PCIE_SENT = dcgm("PROF_PCIE_TX_BYTES", "Data sent over PCIe, protocol included (bytes per second).")
-PCIE_RECEIVED = dcgm("PROF_PCIE_RX_BYTES", "Data received over PCIe, protocol included (bytes per second).")
-NVLINK_SENT = dcgm("PROF_NVLINK_TX_BYTES", "Data sent over all NVLinks (bytes per second).")
-NVLINK_RECEIVED = dcgm("PROF_NVLINK_RX_BYTES", "Data received over all NVLinks (bytes per second).")
+GR_ENGINE_ACTIVE = dcgm("PROF_GR_ENGINE_ACTIVE", "Share of time with any work on the GPU (ratio).", kept=False)
+SM_ACTIVE = dcgm("PROF_SM_ACTIVE", "Share of SMs with at least one warp, over time (ratio).", kept=False)
+SM_OCCUPANCY = dcgm("PROF_SM_OCCUPANCY", "Share of the possible warps that were resident on SMs (ratio).", kept=False)
+TENSOR_ACTIVE = dcgm("PROF_PIPE_TENSOR_ACTIVE", "Share of time in which tensor cores were busy (ratio).", kept=False)
+FP64_ACTIVE = dcgm("PROF_PIPE_FP64_ACTIVE", "Share of time in which FP64 units were busy (ratio).", kept=False)
+FP32_ACTIVE = dcgm("PROF_PIPE_FP32_ACTIVE", "Share of time in which FP32 units were busy (ratio).", kept=False)
+FP16_ACTIVE = dcgm(
+    "PROF_PIPE_FP16_ACTIVE", "Share of time in which FP16 units were busy, not tensor cores (ratio).", kept=False
+)
+DRAM_ACTIVE = dcgm("PROF_DRAM_ACTIVE", "Share of the device memory's bandwidth in use (ratio).", kept=False)
+PCIE_SENT = dcgm("PROF_PCIE_TX_BYTES", "Data sent over PCIe, protocol included (bytes per second).", kept=False)
+PCIE_RECEIVED = dcgm("PROF_PCIE_RX_BYTES", "Data received over PCIe, protocol included (bytes per second).", kept=False)
+NVLINK_SENT = dcgm("PROF_NVLINK_TX_BYTES", "Data sent over all NVLinks (bytes per second).", kept=False)
+NVLINK_RECEIVED = dcgm("PROF_NVLINK_RX_BYTES", "Data received over all NVLinks (bytes per second).", kept=False)
 
 _PERCENT, _MIB = 0.01, float(1 << 20)
 

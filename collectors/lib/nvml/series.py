@@ -39,45 +39,60 @@ _DCGM_LABELS: Final = tuple(DCGM_LABELS)
 _GPU_LABELS = ("gpu", "UUID")
 
 
-def dcgm(name: str, help_text: str, kind: MetricKind = "gauge") -> Metric:
+def dcgm(name: str, help_text: str, kind: MetricKind = "gauge", *, kept: bool = True) -> Metric:
     """A metric of dcgm-exporter, by its name after ``DCGM_FI_``."""
-    return Metric(f"DCGM_FI_{name}", help_text, kind, labels=_DCGM_LABELS)
+    return Metric(f"DCGM_FI_{name}", help_text, kind, labels=_DCGM_LABELS, kept=kept)
 
 
-def _dcgm(name: str, help_text: str, kind: MetricKind = "gauge") -> Metric:
-    return dcgm(f"DEV_{name}", help_text, kind)
+def _dcgm(name: str, help_text: str, kind: MetricKind = "gauge", *, kept: bool = True) -> Metric:
+    return dcgm(f"DEV_{name}", help_text, kind, kept=kept)
 
 
-def _gpu(name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge") -> Metric:
-    return Metric(f"opsd_gpu_{name}", help_text, kind, unit, (*_GPU_LABELS, *labels))
+def _gpu(
+    name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKind = "gauge", kept: bool = True
+) -> Metric:
+    return Metric(f"opsd_gpu_{name}", help_text, kind, unit, (*_GPU_LABELS, *labels), kept)
 
 
 SM_CLOCK = _dcgm("SM_CLOCK", "SM clock (MHz).")
-MEM_CLOCK = _dcgm("MEM_CLOCK", "Memory clock (MHz).")
+MEM_CLOCK = _dcgm("MEM_CLOCK", "Memory clock (MHz).", kept=False)
 MEMORY_TEMP = _dcgm("MEMORY_TEMP", "Memory temperature (degrees Celsius).")
 GPU_TEMP = _dcgm("GPU_TEMP", "GPU temperature (degrees Celsius).")
 POWER_USAGE = _dcgm("POWER_USAGE", "Board power draw (W).")
-ENERGY = _dcgm("TOTAL_ENERGY_CONSUMPTION", "Energy used since the driver was loaded (mJ).", "untyped")
+ENERGY = _dcgm("TOTAL_ENERGY_CONSUMPTION", "Energy used since the driver was loaded (mJ).", "untyped", kept=False)
 PCIE_REPLAYS = _dcgm("PCIE_REPLAY_COUNTER", "PCIe replays since the driver was loaded.", "untyped")
 GPU_UTIL = _dcgm("GPU_UTIL", "Share of time with at least one kernel running (percent).")
-MEM_COPY_UTIL = _dcgm("MEM_COPY_UTIL", "Share of time with device memory being read or written (percent).")
-ENC_UTIL = _dcgm("ENC_UTIL", "Encoder utilization (percent).")
-DEC_UTIL = _dcgm("DEC_UTIL", "Decoder utilization (percent).")
+MEM_COPY_UTIL = _dcgm("MEM_COPY_UTIL", "Share of time with device memory being read or written (percent).", kept=False)
+ENC_UTIL = _dcgm("ENC_UTIL", "Encoder utilization (percent).", kept=False)
+DEC_UTIL = _dcgm("DEC_UTIL", "Decoder utilization (percent).", kept=False)
 XID_ERRORS = _dcgm("XID_ERRORS", "Last Xid since the collector started, 0 if none.")
-FB_FREE = _dcgm("FB_FREE", "Framebuffer memory free (MiB).")
+FB_FREE = _dcgm("FB_FREE", "Framebuffer memory free (MiB).", kept=False)
 FB_USED = _dcgm("FB_USED", "Framebuffer memory used (MiB).")
-FB_RESERVED = _dcgm("FB_RESERVED", "Framebuffer memory reserved by the driver (MiB).")
-NVLINK_BANDWIDTH = _dcgm("NVLINK_BANDWIDTH_TOTAL", "Data sent and received over all NVLinks (KiB).", "untyped")
+FB_RESERVED = _dcgm("FB_RESERVED", "Framebuffer memory reserved by the driver (MiB).", kept=False)
+NVLINK_BANDWIDTH = _dcgm(
+    "NVLINK_BANDWIDTH_TOTAL", "Data sent and received over all NVLinks (KiB).", "untyped", kept=False
+)
 REMAPPED_UNCORRECTABLE = _dcgm("UNCORRECTABLE_REMAPPED_ROWS", "Rows remapped after uncorrectable errors.", "untyped")
 REMAPPED_CORRECTABLE = _dcgm("CORRECTABLE_REMAPPED_ROWS", "Rows remapped after correctable errors.", "untyped")
 REMAP_FAILURE = _dcgm("ROW_REMAP_FAILURE", "1 if remapping a row has failed.")
 EVENT_REASONS = _dcgm("CLOCKS_EVENT_REASONS", "Bit mask of the reasons that hold the clocks back right now.")
-THROTTLE_REASONS = _dcgm("CLOCK_THROTTLE_REASONS", "DCGM_FI_DEV_CLOCKS_EVENT_REASONS by its name before DCGM 3.3.")
+THROTTLE_REASONS = _dcgm(
+    "CLOCK_THROTTLE_REASONS", "DCGM_FI_DEV_CLOCKS_EVENT_REASONS by its name before DCGM 3.3.", kept=False
+)
 """One sample more per GPU, for which alerts from before the renaming keep working: silence would look like health."""
 
 UP = _gpu("up", "1 if the GPU answers its driver, 0 if it is lost.")
 INFO = _gpu(
-    "info", "What the GPU is.", "", "pci_bus_id", "model", "driver_version", "vbios_version", "simulated", kind="info"
+    "info",
+    "What the GPU is.",
+    "",
+    "pci_bus_id",
+    "model",
+    "driver_version",
+    "vbios_version",
+    "simulated",
+    kind="info",
+    kept=False,
 )
 THROTTLE = _gpu("throttle_seconds_total", "Time the clocks were held back.", "seconds", "reason", kind="counter")
 POWER_LIMIT = _gpu("power_limit_watts", "Board power limit in force.", "watts")
@@ -89,7 +104,7 @@ TEMPERATURE_LIMIT = _gpu(
 )
 TEMPERATURE_MARGIN = _gpu("temperature_margin_celsius", "Degrees left until the GPU slows itself down.", "celsius")
 MEMORY_TOTAL = _gpu("memory_total_bytes", "Device memory installed.", "bytes")
-CLOCK_MAX = _gpu("clock_max_hertz", "Highest clock.", "hertz", "clock")
+CLOCK_MAX = _gpu("clock_max_hertz", "Highest clock.", "hertz", "clock", kept=False)
 ECC_ERRORS = _gpu(
     "ecc_errors_total", "ECC errors: volatile since the driver was loaded, aggregate since manufacture.", "",
     "type", "counter", kind="counter",
@@ -116,7 +131,12 @@ NVLINK_RECEIVED = _gpu("nvlink_received_bytes_total", "Data received over all NV
 NVLINK_ERRORS = _gpu("nvlink_errors_total", "Errors on all NVLinks together.", "", "type", kind="counter")
 NVLINK_UP = _gpu("nvlink_up", "1 if the link is active.", "", "link")
 NVLINK_LINK_ERRORS = _gpu(
-    "nvlink_link_errors_total", "Replays, recoveries and CRC errors of one link.", "", "link", kind="counter"
+    "nvlink_link_errors_total",
+    "Replays, recoveries and CRC errors of one link.",
+    "",
+    "link",
+    kind="counter",
+    kept=False,
 )
 PERFORMANCE_STATE = _gpu("performance_state", "P-state, 0 is the fastest.")
 RECOVERY_ACTION = _gpu(
@@ -136,7 +156,7 @@ FABRIC_STATUS = _gpu("fabric_status", "How the registration ended: 0 well, other
 FABRIC_PROBLEM = _gpu(
     "fabric_problem", "1 if the fabric has this problem; none where the GPU cannot tell.", "", "problem"
 )
-PROFILING = _gpu("profiling", "1 if the GPU tells what its units do (DCGM_FI_PROF_*): Hopper and later.")
+PROFILING = _gpu("profiling", "1 if the GPU tells what its units do (DCGM_FI_PROF_*): Hopper and later.", kept=False)
 DRIVER_RELOADS = Metric(
     "opsd_gpu_driver_reloads_total", "Times the driver ended the agent's session, as at its reload.", "counter"
 )
