@@ -151,7 +151,7 @@ class Loop:
             at=at,
             wall=self._window.wall,
             sources=tuple(replace(source) for source in sources),
-            samples=(tuple(self._own(at - began)), *(source.reading.samples for source in sources)),
+            samples=(*self._own(at - began), *(source.reading.samples for source in sources)),
             incidents=self._responder.current,
             ended=tuple(self._responder.ended),
             gpus=self._window.gpus,
@@ -160,16 +160,14 @@ class Loop:
             journal_problem=self._journal.problem,
         )
 
-    def _own(self, tick_s: float) -> Iterator[Sample]:
-        responder, journal = self._responder, self._journal
-        yield from metrics.loop_samples(self._ticks, self._missed, tick_s, len(self._window), self._window.refused)
-        yield from self._collectors
-        yield from metrics.journal_samples(journal.problem, journal.backlog, journal.lost)
-        yield from metrics.runbook_samples(
-            self._judge.runbooks, responder.current, responder.opened, self._judge.errors
-        )
-        yield from metrics.cost_samples(self._judge.runbooks, responder.cost)
-        yield from metrics.action_samples(responder.actions)
-        yield Sample(metrics.OVER_QUOTA, float(responder.over_quota))
+    def _own(self, tick_s: float) -> Iterator[tuple[Sample, ...]]:
+        responder, journal, runbooks = self._responder, self._journal, self._judge.runbooks
+        yield tuple(metrics.loop_samples(self._ticks, self._missed, tick_s, len(self._window), self._window.refused))
+        yield self._collectors
+        yield tuple(metrics.journal_samples(journal.problem, journal.backlog, journal.lost))
+        yield metrics.runbook_samples(runbooks, responder.current, responder.opened, self._judge.errors)
+        yield metrics.cost_samples(runbooks, responder.cost)
+        yield metrics.action_samples(responder.actions)
+        yield (Sample(metrics.OVER_QUOTA, float(responder.over_quota)),)
         for other in self.others:
-            yield from other()
+            yield tuple(other())

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import TypeVar, cast
 
 from opsd.agent.event_log import EventLog
@@ -115,7 +116,7 @@ class Window:
         rings = [*witnessed.values(), *told.values()]
         if witnessed and told:  # of the same series the one that has a value, the witness's if both have
             rings = [ring for ring in rings if not _superseded(ring, witnessed, told)]
-        return [ring for ring in rings if ring.matches(labels)] if labels else rings
+        return _having(rings, labels)
 
     def events(self, kind: str, seconds: float, run: str | None = None) -> Sequence[Event]:
         """Events of ``kind`` that happened in the last ``seconds``, oldest first; with ``run`` those about it."""
@@ -212,7 +213,7 @@ class Witnessed:
 
     def select(self, metric: str, **labels: str) -> Sequence[Ring]:
         """Every witnessed series of ``metric`` whose labels include ``labels``."""
-        return [ring for ring in self._families.get(metric, {}).values() if ring.matches(labels)]
+        return _having(self._families.get(metric, {}).values(), labels)
 
     def events(self, kind: str, seconds: float, run: str | None = None) -> Sequence[Event]:
         """Witnessed events of ``kind`` of the last ``seconds``, oldest first; with ``run`` those about it."""
@@ -222,6 +223,24 @@ class Witnessed:
 def _stored(offset: float) -> float:
     """``offset`` as a 32-bit number, NaN if it is none."""
     return offset if -_LARGEST < offset < _LARGEST else _NAN
+
+
+def _having(rings: Iterable[Ring], labels: Mapping[str, str]) -> list[Ring]:
+    """Those of the rings that have all of ``labels``."""
+    if not labels:
+        return [*rings]
+    names, values = tuple(labels), tuple(labels.values())
+    wanted = values if len(values) > 1 else values[0]
+    found: list[Ring] = []
+    known: tuple[str, ...] | None = None
+    chosen: Callable[[tuple[str, ...]], object] | None = None
+    for ring in rings:
+        if ring.metric.labels is not known:
+            known = ring.metric.labels
+            chosen = itemgetter(*map(known.index, names)) if {*names} <= {*known} else None
+        if chosen is not None and chosen(ring.values_of) == wanted:
+            found.append(ring)
+    return found
 
 
 def _superseded(ring: Ring, witnessed: Family, told: Family) -> bool:
@@ -262,10 +281,6 @@ class Ring:
     def last(self) -> float | None:
         """The value of this tick, exactly; None if there is none or it is no finite number."""
         return self.value if self.tick == self.window.tick and self.value == self.value else None
-
-    def matches(self, labels: Mapping[str, str]) -> bool:
-        """True if the series has all of ``labels``."""
-        return self.labels.items() >= labels.items()
 
     def values(self, seconds: float) -> Sequence[tuple[float, float]]:
         """(monotonic second, value) of the last ``seconds``, oldest first, without missing samples."""
