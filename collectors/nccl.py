@@ -75,6 +75,7 @@ class NcclCollector:
 
     name = "nccl"
     metrics = METRICS
+    interval_s = 2.0
 
     def __init__(
         self,
