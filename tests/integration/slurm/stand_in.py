@@ -40,7 +40,7 @@ def main() -> int:
     while not answer.exists() and not caught:
         time.sleep(0.05)
     if caught:  # as launchers do, it waits for the others, who would be killed with the end of the run
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 25
         while len(list(Path().glob("caught-*"))) < len(list(Path().glob("job-*"))) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)  # for a second signal
