@@ -51,6 +51,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from time import monotonic_ns
 from types import FrameType
 from typing import TypeVar
 
@@ -93,13 +94,13 @@ CONTROL = struct.Struct("<I")
 WORKER = struct.Struct("<Q16s")
 ROUTER = struct.Struct("<dddd")
 SLOT = struct.Struct("<QIIQQqQ")
-STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQ")
-RATE_AND_GPU = struct.Struct("<dQ")
+STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQdQ")
 MODEL_AT, SOURCE_AT, PLACE_AT, PLANNED_AT, CONTROL_AT = 448, 464, 468, 480, 512
 WORKERS_AT, ROUTER_AT, SLOTS_AT, SLOT_STRIDE = 576, 768, 1024, 256
 RING_AT, STEP_STRIDE = 2048, 160
 
 PHASE_INDEX = {name: index for index, name in enumerate(PHASES)}
+NOTHING_SPENT = [0] * len(PHASES)
 
 
 class _Phase:
@@ -112,10 +113,18 @@ class _Phase:
         self._index = index
 
     def __enter__(self) -> None:
-        self._reporter._enter(self._index)
+        now, reporter = monotonic_ns(), self._reporter
+        current = reporter._current
+        reporter._spent[current] += now - reporter._since
+        reporter._outer.append(current)
+        reporter._current, reporter._since = self._index, now
+        reporter._publish()
 
     def __exit__(self, *exc: object) -> None:
-        self._reporter._leave()
+        now, reporter = monotonic_ns(), self._reporter
+        reporter._spent[reporter._current] += now - reporter._since
+        reporter._current, reporter._since = reporter._outer.pop(), now
+        reporter._publish()
 
 
 class Reporter:
@@ -142,17 +151,17 @@ class Reporter:
         header = HEADER.pack(
             MAGIC, MAJOR, MINOR, PAGE_BYTES, rank, local_rank, world_size, generation,
             -1 if gpu is None else gpu, os.getpid(), process_start(os.getpid()) or 0,
-            time.time_ns(), time.monotonic_ns(),
+            time.time_ns(), monotonic_ns(),
             node.encode()[:64], job.encode()[:64], run.encode()[:64],
         )  # fmt: skip
         self.path = None if path is None else Path(path)
         self._page = _create_page(self.path, header + CRC.pack(zlib.crc32(header)))
         SOURCE.pack_into(self._page, SOURCE_AT, SOURCES.index(source))
         self._phases = {name: _Phase(self, index) for name, index in PHASE_INDEX.items()}
-        self._spent = [0] * len(PHASES)
+        self._spent = NOTHING_SPENT.copy()
         self._outer: list[int] = []
         self._current = PHASE_INDEX["setup"]
-        self._since = self._step_began = time.monotonic_ns()
+        self._since = self._step_began = monotonic_ns()
         self._sequence = 0
         self._count = 0
         self._step = -1
@@ -192,7 +201,7 @@ class Reporter:
 
     def enter(self, name: str) -> None:
         """Mark the time from now on as ``name``, one of ``PHASES``: for who knows when phases begin, and no ends."""
-        now = time.monotonic_ns()
+        now = monotonic_ns()
         self._spent[self._current] += now - self._since
         self._current, self._since = PHASE_INDEX[name], now
         self._publish()
@@ -223,18 +232,17 @@ class Reporter:
         ``gpu_s``: seconds that the GPU computed in this step or one shortly before, by CUDA events that are read when
         they are complete; 0.0 if unknown.
         """
-        now = time.monotonic_ns()
+        now = monotonic_ns()
         self._spent[self._current] += now - self._since
         self._step = self._step + 1 if step is None else step
         self._tokens += tokens
         self._count = count = self._count + 1
         at = RING_AT + (count - 1) % RING_STEPS * STEP_STRIDE
-        RATE_AND_GPU.pack_into(self._page, at + STEP.size, learning_rate, int(gpu_s * 1e9) if gpu_s > 0 else 0)
         STEP.pack_into(
-            self._page, at, count, self._step, now, now - self._step_began, tokens, self._tokens,
-            loss, grad_norm, *self._spent, count,
+            self._page, at, count, self._step, now, now - self._step_began, tokens, self._tokens, loss, grad_norm,
+            *self._spent, count, learning_rate, int(gpu_s * 1e9) if gpu_s > 0 else 0,
         )  # fmt: skip
-        self._spent = [0] * len(PHASES)
+        self._spent = NOTHING_SPENT.copy()
         self._step_began = self._since = now
         if not self._outer:
             self._current = 0
@@ -299,20 +307,6 @@ class Reporter:
     def close(self) -> None:
         """Mark the rank as finished in good order."""
         self._state = 1
-        self._publish()
-
-    def _enter(self, index: int) -> None:
-        now = time.monotonic_ns()
-        current = self._current
-        self._spent[current] += now - self._since
-        self._outer.append(current)
-        self._current, self._since = index, now
-        self._publish()
-
-    def _leave(self) -> None:
-        now = time.monotonic_ns()
-        self._spent[self._current] += now - self._since
-        self._current, self._since = self._outer.pop(), now
         self._publish()
 
     def _publish(self) -> None:

@@ -199,12 +199,12 @@ def _decode_steps(
         records += known.steps[oldest - decoded - 1 :]
     for number in range(max(oldest, decoded + 1), count + 1):
         at = layout.RING_AT + (number - 1) % layout.RING_STEPS * layout.STEP_STRIDE
-        entry = layout.STEP.unpack_from(data, at)
-        if entry[0] != number or entry[-1] != number:
+        begun, step, end, duration, step_tokens, tokens, loss, norm, *phases, ended, rate, gpu_ns = (
+            layout.STEP.unpack_from(data, at)
+        )
+        if begun != number or ended != number:
             continue
-        _, step, end, duration, step_tokens, tokens, loss, norm, *phases, _ = entry
         phase_s = tuple(ns / 1e9 for ns in phases)
-        rate, gpu_ns = layout.RATE_AND_GPU.unpack_from(data, at + layout.STEP.size)
         if minor < _LEARNING_RATE_SINCE:
             rate = math.nan
         records.append(

@@ -129,13 +129,14 @@ class SimulatedJob:
         self.generation += 1
         self.state = "running"
         settings = self.settings
-        totals = {rank.number: rank.totals for rank in self.ranks}
+        before = {rank.number: rank for rank in self.ranks}
         self.ranks = [
             SimulatedRank(number, self.generation, 10_000 + 100 * self.generation + number, self._rng, settings.step_s)
             for number in range(settings.ranks)
         ]
         for rank in self.ranks:
-            rank.totals = totals.get(rank.number, {})
+            if rank.number in before:  # what makes a rank slow is its GPU or its host
+                rank.totals, rank.slow = before[rank.number].totals, before[rank.number].slow
             rank.since = rank.step_began = at
             rank.until = at + settings.setup_s
             rank.first_step_s = settings.first_step_s

@@ -119,7 +119,7 @@ def written(page: bytes, fields: list[tuple[int, bytes]], head: list[tuple[int, 
         last = at + client.SLOT.size - 8
         content[last : last + 8] = content[at : at + 8]
     for at in range(client.RING_AT, client.PAGE_BYTES, client.STEP_STRIDE):
-        last = at + client.STEP.size - 8
+        last = at + client.STEP.size - 24
         content[last : last + 8] = content[at : at + 8]
     return bytes(content)
 
