@@ -50,13 +50,15 @@ class SupervisedJob(Job):
         self._succeeded = self._at_work = False
         self._unmet = 0
         """Jobs for spares that wait for a node."""
+        self._inherited: Mapping[str, Any] = {}
+        """What the last start has left for the next."""
 
     # -- starts and generations ------------------------------------------------------------------------------------
 
     def launch(self, names: list[str]) -> None:
         """See ``Job.launch``."""
         self._plan, self._ranked, self._unmet = None, (), 0
-        self._group = SimulatedGroup(names, self._proposed, self._ordered, self._ended)
+        self._group = SimulatedGroup(names, self._proposed, self._ordered, self._ended, self._inherited)
         self._lead()
 
     def _lead(self) -> None:
@@ -111,13 +113,15 @@ class SupervisedJob(Job):
         start = self.start
         self.world.loop.later(delay_s, lambda: callback() if start == self.start else None)
 
-    def _ended(self, code: int, avoid: tuple[str, ...]) -> None:
+    def _ended(self, code: int, avoid: tuple[str, ...], memory: Mapping[str, Any]) -> None:
         """The leader has claimed the end of the run."""
         if self._beginning is not None:
             self._beginning.cancel()
         self._leader = self._plan = None
+        self._inherited = memory
         if code == exitcodes.REQUEUE:
-            self.requeue(self.world.times.queue_s, avoid)
+            self.avoid(avoid)
+            self.requeue(self.world.times.queue_s)
         else:
             self.resubmit()
 
@@ -155,7 +159,7 @@ class SupervisedJob(Job):
         self.held.discard(name)
         if not self._group.alive:
             self._leader.step_down()
-            self._ended(exitcodes.REQUEUE, (name,))
+            self._ended(exitcodes.REQUEUE, (name,), {})
         elif name == self._group.own:
             self._leader.step_down()
             self._succeeded = True

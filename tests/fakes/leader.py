@@ -73,6 +73,7 @@ class FakeGroup:
         self.plan: Plan | None = None
         self.begun = self.holds = False
         self.leaderless_s = 2.0
+        self.inherited: Mapping[str, Any] = {}
         self.alive = {name: member(name) for name in names}
         self.folder_silent_s = 0.0
         self.replacing = False
@@ -95,8 +96,9 @@ class FakeGroup:
         number = len(self.proposals) + 1
         self.proposals.append(Plan(number, self.own.name, slots, members, sizes, json.loads(json.dumps(payload))))
 
-    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
+    def end(self, code: int, reason: str, lost: Sequence[str], unfit: Sequence[str], memory: Mapping[str, Any]) -> None:
         self.ends.append((code, reason))
+        self.memory = json.loads(json.dumps(memory))
 
     def ready(self, number: int, answer: Ready) -> None:
         self.answers.append((number, answer))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -89,6 +90,7 @@ class Leader:
         """
         plan, group = self._group.plan, self._group
         if plan is None:
+            self._remember_earlier_start()
             self._planner.propose_next()
             return
         self._restore(plan)
@@ -102,6 +104,11 @@ class Leader:
             self._planner.propose_next()
         else:
             self._planner.keep(plan)
+
+    def _remember_earlier_start(self) -> None:
+        """A failure that came on other nodes before the requeue, and comes again, is the program's."""
+        with suppress(KeyError, TypeError, ValueError):  # of another version
+            self._policy.restore(self._group.inherited["policy"])
 
     def _restore(self, plan: Plan) -> None:
         memory = plan.payload
@@ -267,7 +274,7 @@ class Leader:
             code = exitcodes.REQUEUE if report.node in self._health.gone else exitcodes.FAILED
             self.end(code, f"rank {cause.rank} on {report.node} failed while the run was stopping: {cause.cause}")
             return
-        verdict = self._policy.judge(cause, furthest=self.furthest, committed=self._committed)
+        verdict = self._policy.judge(cause, report.node, furthest=self.furthest, committed=self._committed)
         if verdict is not None:
             self.end(verdict.code, explain(verdict, cause, report.node, report.log, report.tail))
             return
@@ -276,7 +283,7 @@ class Leader:
         self._interrupted(said)
         self._restarts += 1
         if named:
-            self._health.note_fault(report.node, cause)
+            self._health.note_fault(report.node, cause, self._policy.repeats(cause, report.node))
         self.propose_next()
 
     def _ask_rank_statuses(self) -> None:
@@ -348,8 +355,9 @@ class Leader:
         self.step_down()
         self._log.emit("finished", exit_code=code, reason=reason)
         lost, unfit = tuple(sorted(self._health.gone)), tuple(sorted(self._health.retired))
+        memory = {"policy": self._policy.memory()} if code == exitcodes.REQUEUE else {}
         self._over(code, reason, lost, unfit)
-        self._group.end(code, reason, lost, unfit)
+        self._group.end(code, reason, lost, unfit, memory)
 
     def step_down(self) -> None:
         """Make no more decisions: another launcher leads, or the run is over."""

@@ -17,7 +17,7 @@ from opsd.launch.ranks.failure import Failure
 REGROUP_S = 2.0
 """How long a new leader waits for the others to find it before it decides that there are too few."""
 BLAMED_OFTEN = 2
-"""Faults after which a node is unfit without a hardware error."""
+"""Faults after which a node is unfit without a hardware error; with one, even if nobody can take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ class NodeHealth:
         self._faults: Counter[str] = Counter()
         self._retired: set[str] = set()
         """Nodes that a spare has replaced, or is about to replace."""
+        self._proven: dict[str, str] = {}
+        """Those that stay out even without a spare, and why."""
         self._unready: dict[str, str] = {}
 
     @property
@@ -97,12 +99,14 @@ class NodeHealth:
     def snapshot(self) -> dict[str, Any]:
         """The state for a successor, for JSON."""
         return {
-            "unfit": sorted(self._retired), "blamed": self._faults, "gone": sorted(self.gone), "flaps": self.flaps,
+            "unfit": sorted(self._retired), "proven": self._proven, "blamed": self._faults,
+            "gone": sorted(self.gone), "flaps": self.flaps,
         }  # fmt: skip
 
     def restore(self, memory: Mapping[str, Any]) -> None:
         """Continue from the state of the previous leader."""
-        self._retired, self._faults = set(memory["unfit"]), Counter(memory["blamed"])
+        self._retired, self._proven = set(memory["unfit"]), dict(memory["proven"])
+        self._faults = Counter(memory["blamed"])
         self.gone, self.flaps = set(memory["gone"]), Counter(memory["flaps"])
 
     def joined(self, node: str) -> None:
@@ -125,13 +129,28 @@ class NodeHealth:
         """The node is wanted elsewhere: it is not a spare until it joins again."""
         self._unready[node] = reason
 
-    def note_fault(self, node: str, cause: Failure) -> None:
-        """Replace a node that has proven unfit by a spare. Program errors and lost connections are not counted."""
+    def note_fault(self, node: str, cause: Failure, repeats: int) -> None:
+        """Replace a node that has proven unfit by a spare. Program errors and lost connections are not counted.
+
+        Without a spare the ranks start there once more: many errors of hardware do not come back. One that does,
+        ``repeats`` times without progress, proves that the node cannot take part; then the run goes on without it, or
+        waits, or ends.
+        """
         if node in self.gone or cause.kind not in ("hardware", "signal", "hang"):
             return
         self._faults[node] += 1
-        if cause.kind == "hardware" or self._faults[node] >= BLAMED_OFTEN:
-            self.retire(node, f"{cause.cause}, fault number {self._faults[node]} of this node")
+        told = f"{cause.cause}, fault number {self._faults[node]} of this node"
+        if cause.kind == "hardware" and repeats >= BLAMED_OFTEN:
+            self._take_out(node, told)
+        elif cause.kind == "hardware" or self._faults[node] >= BLAMED_OFTEN:
+            self.retire(node, told)
+
+    def _take_out(self, node: str, reason: str) -> None:
+        """Mark ``node`` unfit whether or not another can replace it; without a spare one is to be fetched."""
+        if not self.retire(node, reason):
+            self._retired.add(node)
+            self._log.emit("spare_wanted", swap=node, reason=reason)
+        self._proven[node] = reason
 
     def retire(self, node: str, reason: str) -> bool:
         """Mark ``node`` unfit if another can replace it; returns whether that is so."""
@@ -142,13 +161,17 @@ class NodeHealth:
         return True
 
     def keep(self, slots: Collection[str]) -> None:
-        """Retired nodes among ``slots`` that are still present stay if there is no spare."""
+        """Retired nodes among ``slots`` that are still present stay if there is no spare, unless proven unfit."""
         if self._spares():
             return
-        leaving = self.retired & set(slots)
+        leaving = self.retired & set(slots) - self._proven.keys()
         self._retired -= leaving
         for node in sorted(leaving):
             self.refuse_swap(node)
+
+    def out(self) -> str:
+        """The present nodes that are proven unfit and why, in words."""
+        return "; ".join(f"{node} is out: {why}" for node, why in self._proven.items() if node not in self.gone)
 
     def refuse_swap(self, node: str) -> None:
         """Note that ``node`` stays."""
@@ -250,7 +273,8 @@ class GenerationPlanner:
     def _too_few(self) -> None:
         self._waiting = None
         fit = self._group.alive.keys() - self._health.unfit
-        self._callbacks.too_few(f"too few nodes are left: {len(fit)} are there, {self._shape.least} are needed")
+        reason = f"too few nodes are left: {len(fit)} are there, {self._shape.least} are needed"
+        self._callbacks.too_few("; ".join(filter(None, (reason, self._health.out()))))
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
