@@ -71,7 +71,7 @@ class _Separated(click.Command):
     help="Nodes that run ranks; all but the spares by default. With MIN:MAX a run grows at its next restart only.",
 )
 @option("--spares", type=click.IntRange(0), default=0,
-              help="Nodes of the job that stand by; at most so many with --nnodes, whose nodes come first.")  # fmt: skip
+              help="Nodes of the job that stand by; with --nnodes at most so many.")  # fmt: skip
 @option("--pool", metavar="PARTITION|reservation:NAME|same",
               help="Fetch a spare from there when a node is lost; same: from the job's own partition.")  # fmt: skip
 @option("--wait", type=Seconds(0),

@@ -15,6 +15,7 @@ from opsd.launch.run.messages import (
     Ended,
     Failed,
     FailedRank,
+    GivenBack,
     Progress,
     Readiness,
     SpareWanted,
@@ -26,6 +27,7 @@ from opsd.launch.run.nodes import RunShape
 from opsd.simulate.faults import Fault
 from opsd.simulate.group import SimulatedGroup, SimulatedLog
 from opsd.simulate.job import STEP_S, Job, World
+from opsd.slurm import node_comment
 from opsd.slurm.spare_jobs import wants_spare
 
 MAX_RESTARTS = 8
@@ -64,7 +66,7 @@ class SupervisedJob(Job):
     def _lead(self) -> None:
         self._leader = Leader(
             self._shape, self._group, self.world.loop, RestartPolicy(MAX_RESTARTS), self._log,
-            over=lambda *_: None, interrupted=lambda _: None, say=lambda _: None,
+            over=lambda *_: None, interrupted=lambda _: None, say=lambda _: None, wall=self.world.loop.time,
         )  # fmt: skip
         self._leader.take_over()
 
@@ -244,6 +246,8 @@ class SupervisedJob(Job):
         self.held.add(name)
         member = self._group.join(name)
         self._leader.joined(member)
+        if (back_at := node_comment.read(cluster.comments([name])[name]).back_at) is not None:
+            self._tell(name, GivenBack(back_at))
         for wanting in [slot for slot in self._slots if slot in cluster.broken]:
             self._swap(wanting)
 

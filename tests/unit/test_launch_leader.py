@@ -99,6 +99,24 @@ def test_a_spare_is_fetched_for_a_node_that_is_proven_unfit(tmp_path: Path) -> N
     assert set(stage.slots[-1]) == {"n1", SPARE, "n3"}
 
 
+def test_a_node_that_comes_again_is_as_bad_as_it_was_until_it_has_been_given_back(tmp_path: Path) -> None:
+    """Also under another leader: what counts is whether it was out of service for its fault."""
+    stage = LeaderHarness.at_work(tmp_path, *NODES, wait_s=60.0)
+    fail_at_once(stage, "n2", 2)
+    fail_at_once(stage.begin(), "n2", 2)
+    retired = time.time()
+    stage.lose("n2")
+    stage.begin().succeed()
+    stage.join("n2")
+    stage.tell("n2", messages.GivenBack(retired - 60.0))
+    assert (stage.slots[-1], stage.over) == ((), [])
+    stage.tell("n2", messages.GivenBack(retired + 1.0))
+    assert set(stage.slots[-1]) == set(NODES)
+    assert [event["cleared"] for event in stage.events("node_cleared")] == ["n2"]
+    fail_at_once(stage.begin(), "n2", 2)
+    assert len(stage.events("spare_wanted")) == 1, "its earlier faults are forgotten"
+
+
 def test_a_run_that_may_goes_on_without_a_node_that_is_proven_unfit(tmp_path: Path) -> None:
     """With the others, at the same global batch."""
     stage = LeaderHarness.at_work(tmp_path, *NODES, least=2)

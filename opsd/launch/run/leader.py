@@ -55,6 +55,7 @@ class Leader:
         recorder: RecorderJudge | None = None,
         interrupted: Callable[[str], None] = print_message,
         say: Callable[[str], None] = print_message,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._group = group
         self._shape = shape
@@ -67,7 +68,7 @@ class Leader:
         self._clock = loop.time
         self._judging = 0
         """The generation whose flight recorders are being judged."""
-        self._health = NodeHealth(log, lambda: self._planner.spares)
+        self._health = NodeHealth(log, lambda: self._planner.spares, wall)
         self._planner = GenerationPlanner(shape, group, loop, self._health, self, say)
         self._stops = StopCoordinator(self._planner, group, self._health, log, self, say)
         self._failures = FailureAggregation(loop, shape.victim_s, self._judge)
@@ -210,6 +211,9 @@ class Leader:
                 self._stops.stop(stop)
             case messages.Readiness(why):
                 self._note_readiness(sender, why)
+            case messages.GivenBack(at):
+                if self._health.given_back(sender, at):
+                    self._spare_came()
             case _ if plan is not None and not self._planner.changing and message.generation == plan.generation:
                 self._note(sender, message)
 
@@ -240,11 +244,15 @@ class Leader:
                 self._log.emit("spare_wanted", swap=node, reason=reason)
 
     def _note_readiness(self, node: str, why: str) -> None:
-        changed = self._health.note_readiness(node, why)
-        if changed and (self._planner.changing or self._planner.waiting):
-            self.propose_next()
+        if self._health.note_readiness(node, why):
+            self._spare_came()
         if not why:
             self._stops.spare_ready()
+
+    def _spare_came(self) -> None:
+        """Another node may take a slot, or one may no more."""
+        if self._planner.changing or self._planner.waiting:
+            self.propose_next()
 
     def propose_next(self) -> None:
         """Propose the next generation."""

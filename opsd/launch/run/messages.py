@@ -201,6 +201,14 @@ class Readiness:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenBack:
+    """The node had been drained, and was given back to service at ``at``, epoch seconds."""
+
+    direction: ClassVar = TO_LEADER
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class StopOrdered:
     """All ranks are to checkpoint at the next step boundary and end."""
 
@@ -246,7 +254,7 @@ class StragglerNews:
 
 ToLeader = (
     Progress | Event | Failed | Hung | RankStatuses | Ended | Waiting | Late | StopWanted | RestartWanted | SwapWanted
-    | SpareWanted | Leaving | Readiness
+    | SpareWanted | Leaving | Readiness | GivenBack
 )  # fmt: skip
 FromLeader = StopOrdered | RankStatusesWanted | DumpsWanted | HangFound | StragglerNews
 KINDS: tuple[type, ...] = (*typing.get_args(ToLeader), *typing.get_args(FromLeader))

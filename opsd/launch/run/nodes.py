@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,17 +72,23 @@ def assign_slots(
 
 
 class NodeHealth:
-    """What the leader knows about the health of nodes. ``spares`` returns the nodes that could take a slot."""
+    """What the leader knows about the health of nodes. ``spares`` returns the nodes that could take a slot.
 
-    def __init__(self, log: RunEventLog, spares: Callable[[], Collection[str]]) -> None:
+    ``wall`` returns epoch seconds.
+    """
+
+    def __init__(
+        self, log: RunEventLog, spares: Callable[[], Collection[str]], wall: Callable[[], float] = time.time
+    ) -> None:
         self.gone: set[str] = set()
         self.flaps: Counter[str] = Counter()
         """How often nodes were lost and came back."""
         self._log = log
         self._spares = spares
+        self._wall = wall
         self._faults: Counter[str] = Counter()
-        self._retired: set[str] = set()
-        """Nodes that a spare has replaced, or is about to replace."""
+        self._retired: dict[str, float] = {}
+        """Nodes that a spare has replaced, or is about to replace, and since when."""
         self._proven: dict[str, str] = {}
         """Those that stay out even without a spare, and why."""
         self._unready: dict[str, str] = {}
@@ -89,23 +96,23 @@ class NodeHealth:
     @property
     def unfit(self) -> set[str]:
         """The nodes that must run no ranks."""
-        return self._retired | self._unready.keys()
+        return self._retired.keys() | self._unready.keys()
 
     @property
     def retired(self) -> set[str]:
         """Nodes that are present and must not be used again."""
-        return self._retired - self.gone
+        return self._retired.keys() - self.gone
 
     def snapshot(self) -> dict[str, Any]:
         """The state for a successor, for JSON."""
         return {
-            "unfit": sorted(self._retired), "proven": self._proven, "blamed": self._faults,
-            "gone": sorted(self.gone), "flaps": self.flaps,
+            "unfit": sorted(self._retired), "retired": self._retired, "proven": self._proven,
+            "blamed": self._faults, "gone": sorted(self.gone), "flaps": self.flaps,
         }  # fmt: skip
 
     def restore(self, memory: Mapping[str, Any]) -> None:
         """Continue from the state of the previous leader."""
-        self._retired, self._proven = set(memory["unfit"]), dict(memory["proven"])
+        self._retired, self._proven = dict(memory["retired"]), dict(memory["proven"])
         self._faults = Counter(memory["blamed"])
         self.gone, self.flaps = set(memory["gone"]), Counter(memory["flaps"])
 
@@ -115,6 +122,18 @@ class NodeHealth:
             self.gone.discard(node)
             self.flaps[node] += 1
         self._unready.pop(node, None)
+
+    def given_back(self, node: str, at: float) -> bool:
+        """The node was given back to service at ``at``: it is fit again if it was retired before; returns whether so.
+
+        A node that just comes again is as bad as it was.
+        """
+        if self._retired.get(node, at) >= at:
+            return False
+        for known in (self._retired, self._proven, self._faults):
+            known.pop(node, None)
+        self._log.emit("node_cleared", cleared=node)
+        return True
 
     def note_readiness(self, node: str, why: str) -> bool:
         """Use a spare only while it reports that it is ready; True if that has changed."""
@@ -148,7 +167,7 @@ class NodeHealth:
     def _take_out(self, node: str, reason: str) -> None:
         """Mark ``node`` unfit whether or not another can replace it; without a spare one is to be fetched."""
         if not self.retire(node, reason):
-            self._retired.add(node)
+            self._retired[node] = self._wall()
             self._log.emit("spare_wanted", swap=node, reason=reason)
         self._proven[node] = reason
 
@@ -156,7 +175,7 @@ class NodeHealth:
         """Mark ``node`` unfit if another can replace it; returns whether that is so."""
         if not self._spares():
             return False
-        self._retired.add(node)
+        self._retired[node] = self._wall()
         self._log.emit("node_retired", retired=node, reason=reason)
         return True
 
@@ -164,9 +183,8 @@ class NodeHealth:
         """Retired nodes among ``slots`` that are still present stay if there is no spare, unless proven unfit."""
         if self._spares():
             return
-        leaving = self.retired & set(slots) - self._proven.keys()
-        self._retired -= leaving
-        for node in sorted(leaving):
+        for node in sorted(self.retired & set(slots) - self._proven.keys()):
+            del self._retired[node]
             self.refuse_swap(node)
 
     def out(self) -> str:
