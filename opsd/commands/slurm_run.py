@@ -68,7 +68,7 @@ class _Separated(click.Command):
     "count",
     callback=_count,
     metavar="N|MIN:MAX",
-    help="Nodes that run ranks; all but the spares by default. With MIN:MAX a run grows at its next restart only.",
+    help="Nodes that run ranks; all but the spares by default. With MIN:MAX see also --grow-after of opsd launch.",
 )
 @option("--spares", type=click.IntRange(0), default=0,
               help="Nodes of the job that stand by; with --nnodes at most so many.")  # fmt: skip

@@ -30,6 +30,7 @@ class World:
     times: Times
     policy: Policy
     nodes: int
+    interval_s: float
     stall_s: float
 
 

@@ -40,7 +40,9 @@ class SupervisedJob(Job):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         policy = world.policy
-        self._shape = RunShape(policy.least, world.nodes, world.cluster.names, wait_s=policy.wait_s)
+        self._shape = RunShape(
+            policy.least, world.nodes, world.cluster.names, wait_s=policy.wait_s, grow_s=policy.grow_s
+        )
         self._group: SimulatedGroup
         self._leader: Leader | None = None
         self._log = SimulatedLog(self._event)
@@ -87,7 +89,7 @@ class SupervisedJob(Job):
         self._group.begun, self._succeeded = True, False
         if not plan.payload["keep"]:
             self._plan = plan
-        self._leader.began(plan, Begun("", 0, *self.world.account.steps(STEP_S)))
+        self._leader.began(plan, Begun("", 0, *self._steps()))
         if plan.payload["keep"] or not plan.slots:
             return
         self.swaps += len(set(plan.slots) - set(self._ranked)) if self._ranked else 0
@@ -98,6 +100,22 @@ class SupervisedJob(Job):
     def _first_step(self, plan: Plan) -> None:
         if self._at_work and self._plan is plan:
             self.world.account.work(self.world.loop.time(), len(plan.slots) / self.world.nodes)
+            self._saves(plan)
+
+    def _steps(self) -> tuple[int, int]:
+        return self.world.account.steps(STEP_S, self.world.loop.time())
+
+    def _saves(self, plan: Plan) -> None:
+        """A run that may grow hears of each checkpoint; to others that makes no difference."""
+        if len(plan.slots) == self.world.nodes:
+            return
+
+        def saved() -> None:
+            if self._at_work and self._plan is plan:
+                self._tell(plan.slots[0], Progress(self._log.generation, *self._steps()))
+                self._saves(plan)
+
+        self._soon(self.world.interval_s + self.world.stall_s, saved)
 
     def _meet_broken_nodes(self, plan: Plan) -> None:
         """Those that broke meanwhile, or that nobody has taken out of service."""
@@ -173,7 +191,7 @@ class SupervisedJob(Job):
     def _rank_dies(self, name: str, fault: Fault, *, at_once: bool = False) -> None:
         """``at_once``: before its first step."""
         self._stand_still(fault)
-        furthest, committed = self.world.account.steps(STEP_S)
+        furthest, committed = self._steps()
         step, rank = None if at_once else furthest, self._slots.index(name)
         if fault.effect == "process":
             failure = Failure(rank, "signal SIGSEGV", "signal", 0.0, step)

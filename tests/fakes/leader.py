@@ -43,6 +43,9 @@ class FakeLoop(Loop):
         self.now = 0.0
         self._done: queue.Queue[Callable[[], None]] = queue.Queue()
 
+    def time(self) -> float:
+        return self.now
+
     def later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(self.now + delay_s, callback)
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
@@ -116,13 +119,20 @@ class LeaderHarness:
     """A leader and its world: two ranks a node."""
 
     def __init__(
-        self, folder: Path, *alive: str, least: int = 3, most: int = 3, max_restarts: int = 8, wait_s: float = 0.0
+        self,
+        folder: Path,
+        *alive: str,
+        least: int = 3,
+        most: int = 3,
+        max_restarts: int = 8,
+        wait_s: float = 0.0,
+        grow_s: float = 0.0,
     ) -> None:
         self.loop = FakeLoop()
         self.group = FakeGroup(*alive)
         self.folder = folder
         self.bad: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-        self.shape = RunShape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s)
+        self.shape = RunShape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s, grow_s=grow_s)
         self.max_restarts = max_restarts
         self.leader = self.new_leader()
 

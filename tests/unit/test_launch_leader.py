@@ -86,6 +86,19 @@ def test_a_run_without_a_spare_does_not_start_again_and_again_on_broken_hardware
     assert stage.bad == [((), ("n2",))]
 
 
+def test_each_node_that_a_waiting_run_loses_is_to_be_replaced(tmp_path: Path) -> None:
+    """None runs ranks any more then, and still each is one less, its leader too; a spare of a run at work is not."""
+    stage = LeaderHarness.at_work(tmp_path, *NODES, SPARE, wait_s=60.0)
+    stage.lose(SPARE)
+    stage.lose("n2")
+    stage.begin().lose("n3")
+    del stage.group.alive["n1"]
+    stage.leader = stage.new_leader()
+    stage.leader.take_over()
+    lost = {event["lost"]: event["ranks"] for event in stage.events("node_lost")}
+    assert lost == {SPARE: False, "n2": True, "n3": True, "n1": True}
+
+
 def test_a_spare_is_fetched_for_a_node_that_is_proven_unfit(tmp_path: Path) -> None:
     """The run waits for it, also under another leader, and never goes back to the node."""
     stage = LeaderHarness.at_work(tmp_path, *NODES, wait_s=60.0)

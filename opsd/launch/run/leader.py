@@ -30,6 +30,7 @@ from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy,
 from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, Stacks, rank_statuses, reports
+from opsd.launch.run.growth import Growth
 from opsd.launch.run.messages import CODEC, Stop, ToLeader
 from opsd.launch.run.nodes import GenerationPlanner, NodeHealth, RunShape
 from opsd.launch.run.slow_ranks import SlowRankWatch
@@ -71,6 +72,7 @@ class Leader:
         self._health = NodeHealth(log, lambda: self._planner.spares, wall)
         self._planner = GenerationPlanner(shape, group, loop, self._health, self, say)
         self._stops = StopCoordinator(self._planner, group, self._health, log, self, say)
+        self._growth = Growth(shape, self._planner, self._clock, self._stops.grow)
         self._failures = FailureAggregation(loop, shape.victim_s, self._judge)
         self._hangs = HangInquiry(loop, self._ask_rank_statuses, self._hung)
         self._slow = SlowRankWatch(loop, self._announce_straggler, self._clock)
@@ -129,6 +131,7 @@ class Leader:
             self.propose_next()
         elif self._planner.plan is not None:
             self._log.emit("launcher_joined", joined=member.name)
+        self._growth.look()
 
     def lost(self, name: str, silent_s: float) -> None:
         """A launcher is lost, and with it, as far as is known, its node."""
@@ -141,10 +144,13 @@ class Leader:
             self.propose_next()
         elif at_work:
             self._recover_from_loss(name, silent_s)
+        else:
+            self._growth.look()
 
     def _note_lost(self, name: str, silent_s: float, *, told: bool) -> None:
         self._health.gone.add(name)
-        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=name in self._planner.slots)
+        needed = name in self._planner.slots or not self._planner.slots
+        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=needed)
         if told:
             self._say(_loss(name, silent_s))
 
@@ -175,6 +181,7 @@ class Leader:
         known = set(self._planner.slots)
         self._planner.begun(plan)
         self._know(plan)
+        self._growth.look()
         self._note_progress(begun.furthest, begun.committed)
         if plan.payload["keep"]:
             return
@@ -253,6 +260,7 @@ class Leader:
         """Another node may take a slot, or one may no more."""
         if self._planner.changing or self._planner.waiting:
             self.propose_next()
+        self._growth.look()
 
     def propose_next(self) -> None:
         """Propose the next generation."""
@@ -261,7 +269,9 @@ class Leader:
 
     def _note_progress(self, furthest: int | None, committed: int | None) -> None:
         self.furthest = later(self.furthest, furthest)
-        self._committed = later(self._committed, committed)
+        before, self._committed = self._committed, later(self._committed, committed)
+        if self._committed != before:
+            self._growth.saved()
 
     # -- failures ------------------------------------------------------------------------------------------------
 
@@ -352,6 +362,7 @@ class Leader:
         self._judging = 0
         self._slow.forget()
         self._stops.forget()
+        self._growth.forget()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

@@ -24,11 +24,12 @@ class StopReason(Enum):
     SIGNAL = "signal"
     REQUEST = "request"
     SWAP = "swap"
+    GROW = "grow"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An orderly stop. ``what`` is the signal, or the node to be swapped."""
+    """An orderly stop. ``what`` is the signal, the node to be swapped, or those that have come."""
 
     why: StopReason
     what: str = ""
@@ -36,13 +37,14 @@ class Stop:
     @property
     def final(self) -> bool:
         """Whether the run goes on only if it is started again."""
-        return self.why is not StopReason.SWAP
+        return self.why in (StopReason.SIGNAL, StopReason.REQUEST)
 
     def __str__(self) -> str:
         return {
             StopReason.SIGNAL: self.what,
             StopReason.REQUEST: "control",
             StopReason.SWAP: f"the swap of {self.what}",
+            StopReason.GROW: f"the arrival of {self.what}",
         }[self.why]
 
 

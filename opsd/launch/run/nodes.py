@@ -26,8 +26,9 @@ class RunShape:
     """How many nodes run ranks, at least and at most, in which order of preference, and how long to wait for nodes.
 
     The first generation waits ``join_s`` seconds for the least number, then ``last_call_s`` for more; a later one that
-    has too few waits ``wait_s``. After failures that all look like consequences of a failure on another node, that one
-    gets ``victim_s`` to show, longer than the detection of a lost node takes.
+    has too few waits ``wait_s``. ``grow_s`` is what ``Growth`` takes a restart to cost. After failures that all look
+    like consequences of a failure on another node, that one gets ``victim_s`` to show, longer than the detection of a
+    lost node takes.
     """
 
     least: int
@@ -36,6 +37,7 @@ class RunShape:
     join_s: float = 600.0
     last_call_s: float = 0.0
     wait_s: float = 0.0
+    grow_s: float = 0.0
     victim_s: float = 3.0
 
     @property
