@@ -61,7 +61,8 @@ FLUSH_S = 5.0
 _SECTIONS = {
     "Program and ranks": ("local_size", "module", "no_python", "virtual_local_rank", "role"),
     "Several nodes": (
-        "count", "spares", "nodes", "node_name", "join_timeout", "last_call", "node_timeout", "wait_for_node", "port",
+        "count", "spares", "nodes", "node_name", "join_timeout", "last_call", "node_timeout", "wait_for_node",
+        "grow_after", "port",
     ),
     "Several nodes outside Slurm, as with torchrun": (
         "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "local_addr",
@@ -287,6 +288,7 @@ def _shape(options: dict[str, Any], launchers: Launchers) -> RunShape:
         join_s=options["join_timeout"],
         last_call_s=0.0 if launchers.start else min(options["last_call"], options["join_timeout"] / 2),
         wait_s=options["wait_for_node"],
+        grow_s=options["grow_after"],
         victim_s=options["node_timeout"] + 1.0,
     )
 

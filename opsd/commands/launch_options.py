@@ -202,6 +202,13 @@ own_options = options(
         help="Seconds to wait for a node to come back when too few are left, before the run is given back to Slurm.",
     ),
     option(
+        "--grow-after",
+        type=Seconds(0),
+        default=60.0,
+        help="A run with fewer nodes than it may takes in spares after a checkpoint, once so many seconds of its work "
+        "were missed for want of them: what a restart costs. 0: at its next restart only.",
+    ),
+    option(
         "--restart-window",
         type=click.IntRange(1),
         default=100,

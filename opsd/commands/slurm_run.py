@@ -68,9 +68,10 @@ class _Separated(click.Command):
     "count",
     callback=_count,
     metavar="N|MIN:MAX",
-    help="Nodes that run ranks; all but the spares by default. With MIN:MAX a run grows at its next restart only.",
+    help="Nodes that run ranks; all but the spares by default. With MIN:MAX see also --grow-after of opsd launch.",
 )
-@option("--spares", type=click.IntRange(0), default=0, help="Nodes of the job that stand by.")
+@option("--spares", type=click.IntRange(0), default=0,
+              help="Nodes of the job that stand by; with --nnodes at most so many.")  # fmt: skip
 @option("--pool", metavar="PARTITION|reservation:NAME|same",
               help="Fetch a spare from there when a node is lost; same: from the job's own partition.")  # fmt: skip
 @option("--wait", type=Seconds(0),
@@ -131,9 +132,12 @@ class Plan:
         folder = options["run_dir"] or (options["runs"] or default_root()) / run
         have, spares = len(job.nodes), options["spares"]
         count = options["count"] or NodeCount(have - spares, have - spares)
-        if count.least < 1 or count.least + spares > have:
-            asked = f"--nnodes {count.least} and --spares {spares} ask for {max(count.least, 1) + spares}"
-            raise click.UsageError(f"the job has {have} nodes, and {asked}; see #SBATCH --nodes")
+        if not 1 <= count.least <= have:
+            asked = f"--nnodes {count.least}" if options["count"] else f"--spares {spares}"
+            needs = count.least if options["count"] else spares + 1
+            raise click.UsageError(f"the job has {have} nodes, and {asked} needs {needs}; see #SBATCH --nodes")
+        if spares > (spares := min(spares, have - count.least)):
+            _say(f"{spares} of {options['spares']} spares stand by: the job has {have} nodes")
         wait = options["wait"] if options["wait"] is not None else WAIT_FOR_POOL_S if options["pool"] else 0.0
         try:
             opsd = tuple(shlex.split(options["command"])) if options["command"] else (sys.executable, "-m", "opsd")

@@ -43,9 +43,13 @@ class Account:
         self._furthest_s = 0.0
         self._cause = ""
 
-    def steps(self, step_s: float) -> tuple[int, int]:
+    def steps(self, step_s: float, now: float) -> tuple[int, int]:
         """The furthest step that was made, and the last one that was saved."""
-        return int(max(self._furthest_s, self.work_s) / step_s), int(self.work_s / step_s)
+        done_s = good_s = self.work_s
+        if self.working:
+            done, good, _ = self._done(now, kept=False)
+            done_s, good_s = done_s + done * self._rate, good_s + good * self._rate
+        return int(max(self._furthest_s, done_s) / step_s), int(good_s / step_s)
 
     @property
     def working(self) -> bool:
@@ -80,10 +84,7 @@ class Account:
             if self._cause and self._bucket in _IDLE:
                 self.lost_s[self._cause] += passed
             return
-        cycles, rest = divmod(passed, self._interval_s + self._stall_s)
-        stalled = cycles * self._stall_s + max(0.0, rest - self._interval_s)
-        done = passed - stalled
-        good = done if kept else math.floor(cycles) * self._interval_s
+        done, good, stalled = self._done(now, kept=kept)
         self.seconds["checkpoint"] += stalled
         self.seconds["lost_work"] += done - good
         self.seconds["productive"] += good * self._rate
@@ -92,3 +93,10 @@ class Account:
         self.work_s += good * self._rate
         if self._cause:
             self.lost_s[self._cause] += done - good
+
+    def _done(self, now: float, *, kept: bool) -> tuple[float, float, float]:
+        """Seconds of computing since its begin, those of them that are saved or ``kept``, and those of stalls."""
+        cycles, rest = divmod(now - self._since, self._interval_s + self._stall_s)
+        stalled = cycles * self._stall_s + max(0.0, rest - self._interval_s)
+        done = now - self._since - stalled
+        return done, done if kept else math.floor(cycles) * self._interval_s, stalled

@@ -15,7 +15,7 @@ from opsd.launch.run.messages import CODEC, StopOrdered
 class SimulatedGroup:
     """``opsd.launch.claims.led.LedGroup`` in which every claim holds; the callbacks are those of the job.
 
-    ``ended`` gets the exit code and the nodes that the next start is to avoid.
+    ``ended`` gets the exit code, the nodes that the next start is to avoid, and what it is to have as ``inherited``.
     """
 
     def __init__(
@@ -23,11 +23,13 @@ class SimulatedGroup:
         names: Iterable[str],
         proposed: Callable[[Plan], None],
         ordered: Callable[[StopOrdered], None],
-        ended: Callable[[int, tuple[str, ...]], None],
+        ended: Callable[[int, tuple[str, ...], Mapping[str, Any]], None],
+        inherited: Mapping[str, Any],
     ) -> None:
         self.plan: Plan | None = None
         self.begun = False
         self.leaderless_s = 0.0
+        self.inherited = inherited
         self.alive = {name: _member(name) for name in names}
         self.own = next(iter(self.alive))
         self._proposed, self._ordered, self._ended = proposed, ordered, ended
@@ -51,9 +53,9 @@ class SimulatedGroup:
         self.begun = False
         self._proposed(self.plan)
 
-    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
+    def end(self, code: int, reason: str, lost: Sequence[str], unfit: Sequence[str], memory: Mapping[str, Any]) -> None:
         """See ``LedGroup.end``."""
-        self._ended(code, (*lost, *unfit))
+        self._ended(code, (*lost, *unfit), memory)
 
     def tell_all(self, body: Body) -> None:
         """See ``LedGroup.tell_all``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from opsd.simulate.cluster import Cluster
 from opsd.simulate.faults import Fault
 from opsd.simulate.policies import Policy
 from opsd.simulate.times import Times
+from opsd.slurm.requeue import UNFIT_S
 
 STEP_S = 10.0
 """Of one step; decides only how often ranks can stop at a step boundary, and what counts as progress."""
@@ -28,6 +30,7 @@ class World:
     times: Times
     policy: Policy
     nodes: int
+    interval_s: float
     stall_s: float
 
 
@@ -41,7 +44,9 @@ class Job(ABC):
         """The nodes of the job."""
         self.start = 0
         """Counts the starts, so that what belongs to an earlier one can be told."""
-        self._pending: tuple[Collection[str], bool] | None = None
+        self._avoided: dict[str, float] = {}
+        """Nodes that are in service and that the job must not start on, and until when."""
+        self._pending = False
 
     @abstractmethod
     def launch(self, names: list[str]) -> None:
@@ -51,41 +56,50 @@ class Job(ABC):
     def fault(self, name: str, fault: Fault) -> None:
         """``fault`` has begun on a node of the cluster."""
 
-    def submit(self, avoid: Collection[str] = (), *, strictly: bool = False) -> None:
-        """Start as soon as there are enough nodes; on those of ``avoid`` only if it must, and not if ``strictly``."""
-        policy = self.world.policy
+    def submit(self) -> None:
+        """Start as soon as there are enough nodes."""
+        policy, now = self.world.policy, self.world.loop.time()
         most = self.world.nodes + policy.inside
-        least = min(policy.least + policy.inside, most)
-        usable = self.world.cluster.usable()
-        names = [name for name in usable if name not in avoid]
-        if len(names) < least and not strictly:
-            names += [name for name in usable if name in avoid]
-        if len(names) < least:
-            self._pending = (avoid, strictly)
-            self.world.account.idle(self.world.loop.time(), "waiting")
+        avoided = {name for name, until in self._avoided.items() if until > now}
+        names = self.world.cluster.usable(but=avoided)
+        self._pending = len(names) < policy.least
+        if self._pending:
+            self.world.account.idle(now, "waiting")
             return
-        self._pending = None
         self.start += 1
         self.held = set(names[:most])
         self.launch(names[:most])
 
     def returned(self, name: str) -> None:
         """A node is back in service."""
-        if self._pending is not None:
-            avoid, strictly = self._pending
-            self.submit(set(avoid) - {name}, strictly=strictly)
+        self._avoided.pop(name, None)
+        self._submit_again()
 
-    def requeue(self, delay_s: float, avoid: Collection[str], *, strictly: bool = False) -> None:
+    def _submit_again(self) -> None:
+        if self._pending:
+            self.submit()
+
+    def avoid(self, names: Collection[str], seconds: float = UNFIT_S) -> None:
+        """Do not start on ``names`` for ``seconds``, unless they come back from a repair."""
+        self._avoided |= dict.fromkeys(names, self.world.loop.time() + seconds)
+        if names and seconds < math.inf:
+            self.world.loop.later(seconds, self._submit_again)
+
+    def requeue(self, delay_s: float) -> None:
         """Back into the queue, to start after ``delay_s`` seconds at the earliest."""
         self.requeues += 1
-        self._again(delay_s, lambda: self.submit(avoid, strictly=strictly))
+        self._again(delay_s, self.submit)
         self.world.account.idle(self.world.loop.time(), "queue")
 
     def resubmit(self) -> None:
         """The run has given up: a person finds it, and keeps it off the nodes that are broken then."""
         self.resubmissions += 1
-        self._again(self.world.times.person_s, lambda: self.submit(tuple(self.world.cluster.broken), strictly=True))
+        self._again(self.world.times.person_s, self._found)
         self.world.account.idle(self.world.loop.time(), "person")
+
+    def _found(self) -> None:
+        self.avoid(tuple(self.world.cluster.broken), math.inf)
+        self.submit()
 
     def _again(self, delay_s: float, submit: Callback) -> None:
         self.held = set()

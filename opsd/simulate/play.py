@@ -66,7 +66,7 @@ class Play:
         size = setup.nodes + setup.spares
         self._cluster = Cluster(size, self._loop, setup.rules, setup.times.person_s, self._returned)
         world = World(
-            self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.stall_s
+            self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.interval_s, setup.stall_s
         )  # fmt: skip
         self._job: Job = SupervisedJob(world) if policy.opsd else UnsupervisedJob(world)
         self._outages = 0

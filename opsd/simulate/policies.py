@@ -7,6 +7,8 @@ from typing import Final
 
 WAIT_S: Final = 300.0
 """``WAIT`` of train-pool.sbatch."""
+GROW_S: Final = 60.0
+"""Default of ``opsd launch --grow-after``."""
 NAMES: Final = ("torchrun", "requeue", "hot", "pool", "shrink")
 
 
@@ -14,8 +16,8 @@ NAMES: Final = ("torchrun", "requeue", "hot", "pool", "shrink")
 class Policy:
     """``inside`` spares are in the job; ``least`` nodes are enough to go on.
 
-    With ``fetch`` a node is fetched for a lost one, for which a run that has too few waits ``wait_s`` seconds. Without
-    ``opsd`` it is torchrun and sbatch --requeue.
+    With ``fetch`` a node is fetched for a lost one, for which a run that has too few waits ``wait_s`` seconds. After
+    ``grow_s`` seconds of missed work a run takes in more nodes. Without ``opsd`` it is torchrun and sbatch --requeue.
     """
 
     name: str
@@ -23,6 +25,7 @@ class Policy:
     least: int
     inside: int = 0
     wait_s: float = 0.0
+    grow_s: float = 0.0
     fetch: bool = False
     opsd: bool = True
 
@@ -39,5 +42,6 @@ def policy(name: str, nodes: int, *, inside: int, least: int) -> Policy:
         case "pool":
             return Policy(name, "spares fetched from a pool (train-pool.sbatch)", nodes, wait_s=WAIT_S, fetch=True)
         case "shrink":
-            return Policy(name, f"the same, going on with {least} nodes or more", least, wait_s=WAIT_S, fetch=True)
+            told = f"the same, going on with {least} nodes or more"
+            return Policy(name, told, least, wait_s=WAIT_S, grow_s=GROW_S, fetch=True)
     raise ValueError(f"there is no policy {name!r}; there are {', '.join(NAMES)}")

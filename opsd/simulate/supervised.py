@@ -15,6 +15,7 @@ from opsd.launch.run.messages import (
     Ended,
     Failed,
     FailedRank,
+    GivenBack,
     Progress,
     Readiness,
     SpareWanted,
@@ -26,6 +27,7 @@ from opsd.launch.run.nodes import RunShape
 from opsd.simulate.faults import Fault
 from opsd.simulate.group import SimulatedGroup, SimulatedLog
 from opsd.simulate.job import STEP_S, Job, World
+from opsd.slurm import node_comment
 from opsd.slurm.spare_jobs import wants_spare
 
 MAX_RESTARTS = 8
@@ -38,7 +40,9 @@ class SupervisedJob(Job):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         policy = world.policy
-        self._shape = RunShape(policy.least, world.nodes, world.cluster.names, wait_s=policy.wait_s)
+        self._shape = RunShape(
+            policy.least, world.nodes, world.cluster.names, wait_s=policy.wait_s, grow_s=policy.grow_s
+        )
         self._group: SimulatedGroup
         self._leader: Leader | None = None
         self._log = SimulatedLog(self._event)
@@ -50,19 +54,21 @@ class SupervisedJob(Job):
         self._succeeded = self._at_work = False
         self._unmet = 0
         """Jobs for spares that wait for a node."""
+        self._inherited: Mapping[str, Any] = {}
+        """What the last start has left for the next."""
 
     # -- starts and generations ------------------------------------------------------------------------------------
 
     def launch(self, names: list[str]) -> None:
         """See ``Job.launch``."""
         self._plan, self._ranked, self._unmet = None, (), 0
-        self._group = SimulatedGroup(names, self._proposed, self._ordered, self._ended)
+        self._group = SimulatedGroup(names, self._proposed, self._ordered, self._ended, self._inherited)
         self._lead()
 
     def _lead(self) -> None:
         self._leader = Leader(
             self._shape, self._group, self.world.loop, RestartPolicy(MAX_RESTARTS), self._log,
-            over=lambda *_: None, interrupted=lambda _: None, say=lambda _: None,
+            over=lambda *_: None, interrupted=lambda _: None, say=lambda _: None, wall=self.world.loop.time,
         )  # fmt: skip
         self._leader.take_over()
 
@@ -83,7 +89,7 @@ class SupervisedJob(Job):
         self._group.begun, self._succeeded = True, False
         if not plan.payload["keep"]:
             self._plan = plan
-        self._leader.began(plan, Begun("", 0, *self.world.account.steps(STEP_S)))
+        self._leader.began(plan, Begun("", 0, *self._steps()))
         if plan.payload["keep"] or not plan.slots:
             return
         self.swaps += len(set(plan.slots) - set(self._ranked)) if self._ranked else 0
@@ -94,6 +100,22 @@ class SupervisedJob(Job):
     def _first_step(self, plan: Plan) -> None:
         if self._at_work and self._plan is plan:
             self.world.account.work(self.world.loop.time(), len(plan.slots) / self.world.nodes)
+            self._saves(plan)
+
+    def _steps(self) -> tuple[int, int]:
+        return self.world.account.steps(STEP_S, self.world.loop.time())
+
+    def _saves(self, plan: Plan) -> None:
+        """A run that may grow hears of each checkpoint; to others that makes no difference."""
+        if len(plan.slots) == self.world.nodes:
+            return
+
+        def saved() -> None:
+            if self._at_work and self._plan is plan:
+                self._tell(plan.slots[0], Progress(self._log.generation, *self._steps()))
+                self._saves(plan)
+
+        self._soon(self.world.interval_s + self.world.stall_s, saved)
 
     def _meet_broken_nodes(self, plan: Plan) -> None:
         """Those that broke meanwhile, or that nobody has taken out of service."""
@@ -111,13 +133,15 @@ class SupervisedJob(Job):
         start = self.start
         self.world.loop.later(delay_s, lambda: callback() if start == self.start else None)
 
-    def _ended(self, code: int, avoid: tuple[str, ...]) -> None:
+    def _ended(self, code: int, avoid: tuple[str, ...], memory: Mapping[str, Any]) -> None:
         """The leader has claimed the end of the run."""
         if self._beginning is not None:
             self._beginning.cancel()
         self._leader = self._plan = None
+        self._inherited = memory
         if code == exitcodes.REQUEUE:
-            self.requeue(self.world.times.queue_s, avoid)
+            self.avoid(avoid)
+            self.requeue(self.world.times.queue_s)
         else:
             self.resubmit()
 
@@ -155,7 +179,7 @@ class SupervisedJob(Job):
         self.held.discard(name)
         if not self._group.alive:
             self._leader.step_down()
-            self._ended(exitcodes.REQUEUE, (name,))
+            self._ended(exitcodes.REQUEUE, (name,), {})
         elif name == self._group.own:
             self._leader.step_down()
             self._succeeded = True
@@ -167,7 +191,7 @@ class SupervisedJob(Job):
     def _rank_dies(self, name: str, fault: Fault, *, at_once: bool = False) -> None:
         """``at_once``: before its first step."""
         self._stand_still(fault)
-        furthest, committed = self.world.account.steps(STEP_S)
+        furthest, committed = self._steps()
         step, rank = None if at_once else furthest, self._slots.index(name)
         if fault.effect == "process":
             failure = Failure(rank, "signal SIGSEGV", "signal", 0.0, step)
@@ -240,6 +264,8 @@ class SupervisedJob(Job):
         self.held.add(name)
         member = self._group.join(name)
         self._leader.joined(member)
+        if (back_at := node_comment.read(cluster.comments([name])[name]).back_at) is not None:
+            self._tell(name, GivenBack(back_at))
         for wanting in [slot for slot in self._slots if slot in cluster.broken]:
             self._swap(wanting)
 

@@ -5,6 +5,8 @@ Modelled, and kindly: somebody drains each faulty node before the job is back, a
 
 from __future__ import annotations
 
+import math
+
 from opsd.simulate.faults import Fault
 from opsd.simulate.job import Job
 
@@ -38,6 +40,7 @@ class UnsupervisedJob(Job):
 
         def ended() -> None:
             if start == self.start:
-                self.requeue(times.slurm_delay_s, tuple(self.world.cluster.broken), strictly=True)
+                self.avoid(tuple(self.world.cluster.broken), math.inf)
+                self.requeue(times.slurm_delay_s)
 
         self.world.loop.later(noticed_s, ended)

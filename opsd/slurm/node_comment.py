@@ -42,6 +42,11 @@ class NodeHistory:
         """Whether the node is out of service according to this history."""
         return any(stay.back is None for stay in self.stays)
 
+    @property
+    def back_at(self) -> float | None:
+        """When opsd last gave the node back to service; None if it never has, or if the node is out."""
+        return None if self.out else max((stay.back for stay in self.stays if stay.back is not None), default=None)
+
     def drained(self, kind: str, at: float) -> NodeHistory:
         """The history after the node was drained at ``at``; old and surplus stays are dropped."""
         kept = [stay for stay in self.stays if at - (stay.back or stay.out) < KEPT_S]

@@ -34,6 +34,11 @@ RESTART_GAP_S = 2.1
 A slurmd takes a start that comes within the same second, by its own clock, as the stop for one of the old job ("already
 killed, do not launch batch job"), and Slurm then gives the job up.
 """
+UNFIT_S = 3600.0
+"""For so long a job is kept off an unfit node that stays in service, even if it cannot start without it.
+
+If it is as bad as the run has found it, somebody has taken it out by then.
+"""
 REASON = "opsd:requeue node_lost"
 
 
@@ -111,7 +116,7 @@ def requeue_now(
             raise SlurmUnavailable(
                 f"job {job} is not back in the queue after {limit_s:g} s; see scontrol show job {job}"
             )
-        sleep(pause)
+        sleep(RETRY_S if attempt.waits else pause)
 
 
 @dataclass(slots=True)
@@ -247,17 +252,18 @@ class _Attempt:
         return True
 
     def _allow_again(self, job: Job, own: Mapping[str, float]) -> None:
-        """Slurm holds the job because it cannot run without the nodes of ``own``: include those that are not dead.
+        """Slurm holds the job because it cannot run without the nodes of ``own``: include those whose state is known.
 
-        The state of a node that was just lost is not known until Slurm has noticed. If Slurm then sets it down, the job
-        waits in the queue for it or for another node; included earlier, the job would start on the dead node at once.
+        That of a node that was just lost is not known until Slurm has noticed, that of an unfit one until it is taken
+        out of service. Then the job waits in the queue for it or for another node; included earlier, it would start on
+        the bad node at once.
         """
-        back = tuple(sorted({*self._state_known(own), *(name for name in own if name in self.excluded.unfit)}))
+        back = self._state_known(own)
         if not back:
             self.waits = True
             self.tell(
                 f"job {job.id} cannot run without {compress(sorted(own))}: it waits, and holds no nodes, until Slurm "
-                f"has noticed how that is; opsd requeue {job.id} has it tried again"
+                f"has noticed how that is, or somebody drains what is broken; opsd requeue {job.id} has it tried again"
             )
             return
         self.tell(f"job {job.id} cannot run without {compress(back)}: it may come back there")
@@ -274,7 +280,9 @@ class _Attempt:
         if not avoided:
             return
         try:
-            self.slurm.exclude(job.id, avoided, self.now())
+            for names, at in ((self.excluded.lost, self.now()), (self.excluded.unfit, self.now() + UNFIT_S)):
+                if names := tuple(name for name in names if name in avoided):
+                    self.slurm.exclude(job.id, names, at)
             self._avoided = avoided
         except SlurmRejected as error:
             self.tell(f"job {job.id} may come back on {compress(avoided)}: {error}")
@@ -285,7 +293,7 @@ class _Attempt:
         return self._state_known({name: at for name, at in own.items() if name not in self.excluded.names})
 
     def _state_known(self, excluded: Mapping[str, float]) -> tuple[str, ...]:
-        """Those of ``excluded`` (nodes with the time of their exclusion) whose present state Slurm knows.
+        """Those of ``excluded`` (nodes with the time from which Slurm can tell) whose present state Slurm knows.
 
         A dead node that it has noticed is not offered to the job, and a node that is in service after so long has
         answered.

@@ -17,7 +17,7 @@ from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
 from opsd.slurm.job_state import is_stopping
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, ExcludedNodes, Requeued, requeue_now
+from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, UNFIT_S, ExcludedNodes, Requeued, requeue_now
 
 DEFER_S = 30.0
 """How long the helper leaves the requeue itself to the job that asked for it, while that job has steps."""
@@ -142,9 +142,10 @@ def _helper_job(
         *command, "requeue", str(allocation.job), f"--restarts={restarts}", f"--lead={DEFER_S:g}",
         f"--limit={limit_s:g}", f"--reason={excluded.reason}", *told,
     ]  # fmt: skip
+    waits_s = limit_s + (UNFIT_S if excluded.unfit else 0.0)
     options = (
         f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M",
-        f"--time={math.ceil(limit_s / 60) + SPARE_MIN}",
+        f"--time={math.ceil(waits_s / 60) + SPARE_MIN}",
         "--no-requeue", f"--output={log}", *allocation.same_queue,
         *([f"--exclude={compress(excluded.names)}"] if excluded.names else []),
     )  # fmt: skip

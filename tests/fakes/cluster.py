@@ -80,6 +80,7 @@ class FollowerLauncher:
             new_leader=self._new_leader,  # type: ignore[arg-type]
             job=SimpleNamespace(end=lambda code, lost, unfit: self.job.append((code, lost))),
             ready=lambda: "",
+            given_back=lambda: 1234.5,
             borrowed=borrowed,
             isolated_s=60.0,
         )
@@ -99,9 +100,12 @@ class FollowerLauncher:
         payload: dict[str, Any] = {"first": True, "keep": keep, "restarts": 0, "unfit": [], "noticed_s": 0.0}
         return Plan(number, LEADER, slots, members, {one.name: 2 for one in members}, payload)
 
-    def prepare(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0) -> None:
+    def prepare(
+        self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0, unfit: tuple[str, ...] = ()
+    ) -> None:
         """A plan is claimed."""
         plan = self.group.plan = self.plan(number, *slots, spares=spares, keep=keep)
+        plan.payload["unfit"].extend(unfit)  # type: ignore[attr-defined]
         self.run.prepare(plan)
 
     def begin(self, number: int, *slots: str, spares: tuple[str, ...] = (), keep: int = 0, **payload: object) -> None:

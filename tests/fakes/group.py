@@ -316,10 +316,10 @@ class Launcher:
         elif not core.holds:
             core.propose(plan.slots, {"keep": plan.generation})
 
-    def end(self) -> None:
-        """As the leader, end the run."""
+    def end(self, **left: object) -> None:
+        """As the leader, end the run; the next start inherits what is ``left``."""
         self.ending = self.world.asked_to_end = True
-        self.core.end(0, "done")
+        self.core.end(0, "done", memory=left)
 
     def _propose(self) -> None:
         if self.ending:

@@ -43,6 +43,9 @@ class FakeLoop(Loop):
         self.now = 0.0
         self._done: queue.Queue[Callable[[], None]] = queue.Queue()
 
+    def time(self) -> float:
+        return self.now
+
     def later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
         timer = Timer(self.now + delay_s, callback)
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
@@ -73,6 +76,7 @@ class FakeGroup:
         self.plan: Plan | None = None
         self.begun = self.holds = False
         self.leaderless_s = 2.0
+        self.inherited: Mapping[str, Any] = {}
         self.alive = {name: member(name) for name in names}
         self.folder_silent_s = 0.0
         self.replacing = False
@@ -95,8 +99,9 @@ class FakeGroup:
         number = len(self.proposals) + 1
         self.proposals.append(Plan(number, self.own.name, slots, members, sizes, json.loads(json.dumps(payload))))
 
-    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
+    def end(self, code: int, reason: str, lost: Sequence[str], unfit: Sequence[str], memory: Mapping[str, Any]) -> None:
         self.ends.append((code, reason))
+        self.memory = json.loads(json.dumps(memory))
 
     def ready(self, number: int, answer: Ready) -> None:
         self.answers.append((number, answer))
@@ -114,13 +119,20 @@ class LeaderHarness:
     """A leader and its world: two ranks a node."""
 
     def __init__(
-        self, folder: Path, *alive: str, least: int = 3, most: int = 3, max_restarts: int = 8, wait_s: float = 0.0
+        self,
+        folder: Path,
+        *alive: str,
+        least: int = 3,
+        most: int = 3,
+        max_restarts: int = 8,
+        wait_s: float = 0.0,
+        grow_s: float = 0.0,
     ) -> None:
         self.loop = FakeLoop()
         self.group = FakeGroup(*alive)
         self.folder = folder
         self.bad: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-        self.shape = RunShape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s)
+        self.shape = RunShape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s, grow_s=grow_s)
         self.max_restarts = max_restarts
         self.leader = self.new_leader()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -27,6 +28,7 @@ RESET = RankError("RuntimeError", "Connection reset by peer [127.0.0.1]:3342", "
         ("exit code 1", RESET, "", "communication"),
         ("exit code 1", RankError("DistBackendError", "NCCL error: remote process exited", ""), "", "communication"),
         ("exit code 1", RankError("AcceleratorError", "CUDA error: uncorrectable ECC error", ""), "", "hardware"),
+        ("exit code 1", RankError("RuntimeError", "CUDA error: device-side assert triggered", ""), "", "user"),
         ("exit code 1", RankError("OSError", "[Errno 28] No space left on device", ""), "", "environment"),
         ("exit code 1", RankError("DistNetworkError", "EADDRINUSE", ""), "", "communication"),
         ("exit code 3", None, "usage: train.py", "user"),
@@ -86,31 +88,56 @@ def test_signature_leaves_numbers_out() -> None:
 def test_same_failure_three_times_without_progress_stops() -> None:
     """Three times the same failure at the same place: stop with the documented code."""
     policy = RestartPolicy(10)
-    assert policy.judge(KILLED, furthest=5, committed=None) is None
-    assert policy.judge(KILLED, furthest=5, committed=None) is None
-    stop = policy.judge(KILLED, furthest=5, committed=None)
+    assert policy.judge(KILLED, "n1", furthest=5, committed=None) is None
+    assert policy.judge(KILLED, "n1", furthest=5, committed=None) is None
+    stop = policy.judge(KILLED, "n1", furthest=5, committed=None)
     assert stop is not None
     assert stop.code == exitcodes.REPEATED
     assert "3 times" in stop.reason
 
 
+BROKEN = Failure(5, "exit code 1", "hardware", 10.0, step=5, error=RankError("AcceleratorError", "CUDA error", ""))
+
+
+def test_hardware_that_fails_on_one_node_after_another_is_the_program() -> None:
+    """Each node is tried twice at most; the third node is the last, and the first two were not held against it."""
+    policy = RestartPolicy(10)
+    tries = ["n1", "n1", "n2", "n2"]
+    assert all(policy.judge(BROKEN, node, furthest=5, committed=None) is None for node in tries)
+    assert (policy.repeats(BROKEN, "n1"), policy.repeats(BROKEN, "n2")) == (2, 2)
+    later = RestartPolicy(10)
+    later.restore(json.loads(json.dumps(policy.memory())))
+    stop = later.judge(BROKEN, "n3", furthest=5, committed=None)
+    assert stop is not None
+    assert (stop.code, "on 3 nodes" in stop.reason) == (exitcodes.REPEATED, True)
+
+
+def test_hardware_that_fails_on_one_node_ends_the_run_if_it_comes_back_there() -> None:
+    """Nothing else could be done about it: a third start on the same node is the last."""
+    policy = RestartPolicy(10)
+    assert [policy.judge(BROKEN, "n1", furthest=5, committed=None) for _ in range(2)] == [None, None]
+    stop = policy.judge(BROKEN, "n1", furthest=5, committed=None)
+    assert stop is not None
+    assert (stop.code, "3 times" in stop.reason) == (exitcodes.REPEATED, True)
+
+
 def test_progress_makes_failures_different() -> None:
     """The same signal again and again is no loop as long as the run gets further in between."""
     policy = RestartPolicy(10)
-    assert all(policy.judge(KILLED, furthest=step, committed=None) is None for step in range(5, 14))
+    assert all(policy.judge(KILLED, "n1", furthest=step, committed=None) is None for step in range(5, 14))
 
 
 def test_same_failure_limit_can_be_lifted() -> None:
     """With a limit of 0 only the number of restarts counts."""
     policy = RestartPolicy(10, same_limit=0)
-    assert all(policy.judge(KILLED, furthest=5, committed=None) is None for _ in range(10))
+    assert all(policy.judge(KILLED, "n1", furthest=5, committed=None) is None for _ in range(10))
 
 
 def test_user_error_at_the_same_step_twice_stops() -> None:
     """An exception of the program at the same step twice is not tried a third time."""
     policy = RestartPolicy(10)
-    assert policy.judge(BUG, furthest=5, committed=None) is None
-    stop = policy.judge(replace(BUG, rank=1, t=20.0), furthest=5, committed=None)
+    assert policy.judge(BUG, "n1", furthest=5, committed=None) is None
+    stop = policy.judge(replace(BUG, rank=1, t=20.0), "n1", furthest=5, committed=None)
     assert stop is not None
     assert stop.code == exitcodes.REPEATED
     assert "twice after step 5" in stop.reason
@@ -119,16 +146,16 @@ def test_user_error_at_the_same_step_twice_stops() -> None:
 def test_user_error_at_another_step_is_tried_again() -> None:
     """The same exception elsewhere may be chance."""
     policy = RestartPolicy(10)
-    assert policy.judge(BUG, furthest=5, committed=None) is None
-    assert policy.judge(replace(BUG, step=9), furthest=9, committed=None) is None
+    assert policy.judge(BUG, "n1", furthest=5, committed=None) is None
+    assert policy.judge(replace(BUG, step=9), "n1", furthest=9, committed=None) is None
 
 
 def test_errors_before_the_first_step_are_apart_if_the_run_got_further() -> None:
     """A storage that could not be reached at the restarts of two days is no bug; without progress between it is."""
     policy, unreached = RestartPolicy(10), replace(BUG, step=None)
-    assert policy.judge(unreached, furthest=100, committed=None) is None
-    assert policy.judge(unreached, furthest=100_000, committed=None) is None
-    stop = policy.judge(unreached, furthest=100_000, committed=None)
+    assert policy.judge(unreached, "n1", furthest=100, committed=None) is None
+    assert policy.judge(unreached, "n1", furthest=100_000, committed=None) is None
+    stop = policy.judge(unreached, "n1", furthest=100_000, committed=None)
     assert stop is not None
     assert "twice before the first step" in stop.reason
 
@@ -137,7 +164,7 @@ def test_restarts_run_out() -> None:
     """Different failures without durable progress use up the restarts."""
     policy = RestartPolicy(2)
     failures = [replace(KILLED, exit=f"signal {name}") for name in ("SIGBUS", "SIGILL", "SIGFPE")]
-    verdicts = [policy.judge(failure, furthest=None, committed=None) for failure in failures]
+    verdicts = [policy.judge(failure, "n1", furthest=None, committed=None) for failure in failures]
     assert verdicts[:2] == [None, None]
     assert verdicts[2] is not None
     assert verdicts[2].code == exitcodes.FAILED
@@ -145,7 +172,7 @@ def test_restarts_run_out() -> None:
 
 def test_no_restarts_means_none() -> None:
     """With --max-restarts 0 the first failure is the last, and its code is that of a failure."""
-    stop = RestartPolicy(0).judge(BUG, furthest=5, committed=None)
+    stop = RestartPolicy(0).judge(BUG, "n1", furthest=5, committed=None)
     assert stop is not None
     assert stop.code == exitcodes.FAILED
 
@@ -153,7 +180,7 @@ def test_no_restarts_means_none() -> None:
 def test_committed_steps_refill_the_restarts() -> None:
     """A run of weeks may restart more often than the budget, as long as every stretch gets far enough."""
     policy = RestartPolicy(1, refill_steps=100)
-    assert all(policy.judge(KILLED, furthest=at + 5, committed=at) is None for at in range(100, 5000, 100))
+    assert all(policy.judge(KILLED, "n1", furthest=at + 5, committed=at) is None for at in range(100, 5000, 100))
 
 
 @given(
@@ -162,4 +189,4 @@ def test_committed_steps_refill_the_restarts() -> None:
 def test_never_loops(failures: list[Failure]) -> None:
     """Without durable progress, whatever the failures, the run stops after the restarts it was given."""
     policy = RestartPolicy(8)
-    assert any(policy.judge(failure, furthest=6, committed=None) for failure in failures)
+    assert any(policy.judge(failure, "n1", furthest=6, committed=None) for failure in failures)

@@ -35,9 +35,9 @@ def test_the_end_is_obeyed_by_all(fault: str) -> None:
 
 
 def test_a_run_may_begin_again_after_its_end() -> None:
-    """By hand, in the same folder: its numbers go on."""
+    """By hand, in the same folder: its numbers go on, and all launchers know what the end has left for them."""
     run = Run(3, 2, 3).rests()
-    run["n1"].end()
+    run["n1"].end(failed="n2")
     run.world.run(2.0)
     assert not run.world.alive
     world = run.world
@@ -45,6 +45,7 @@ def test_a_run_may_begin_again_after_its_end() -> None:
         run.begin(name)
     world.until(lambda: len([one for one in world.alive if one.ranks]) == 3)
     assert [claim.number for _, claim in world.claims] == [1, 2, 3]
+    assert all(one.core.inherited == {"failed": "n2"} for one in world.alive)
 
 
 @pytest.mark.parametrize(

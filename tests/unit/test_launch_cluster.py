@@ -15,6 +15,7 @@ from opsd.launch.run.isolation import LASTING_S, SILENT_S
 from opsd.launch.run.messages import (
     Ended,
     Failed,
+    GivenBack,
     StopWanted,
     Waiting,
 )
@@ -258,11 +259,18 @@ def test_who_finds_nobody_leaves() -> None:
 def test_who_is_enough(near: tuple[str, ...], enough: bool) -> None:
     """As many as the run needs, with those that the plan says are unfit left out."""
     follower = FollowerLauncher(least=2)
-    follower.prepare(1, *NODES)
-    assert follower.group.plan is not None
-    follower.group.plan.payload["unfit"].append("n3")  # type: ignore[attr-defined]
+    follower.prepare(1, *NODES, unfit=("n3",))
     assert follower.run.enough(near) == enough
     assert not follower.run.enough(("n2", "n3"))
+
+
+def test_a_node_that_was_found_unfit_says_when_it_was_given_back(follower: FollowerLauncher) -> None:
+    """Once: it is given back while no launcher runs there."""
+    follower.prepare(2, "n1", "n3", spares=("n2",), unfit=("n4",))
+    for number in (3, 4):
+        follower.prepare(number, "n1", "n3", spares=("n2",), unfit=("n2",))
+    follower.loop.settle()
+    assert [message for message in follower.hear() if isinstance(message, GivenBack)] == [GivenBack(1234.5)]
 
 
 def test_who_was_cut_off_gives_up_only_while_there_is_no_leader(follower: FollowerLauncher) -> None:

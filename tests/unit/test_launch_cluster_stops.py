@@ -57,7 +57,10 @@ def test_a_message_of_another_version_is_named(follower: FollowerLauncher, capfd
     flush(20)
     said = capfd.readouterr().err
     assert "n1 sends a message of the unknown kind 'dance'; it is ignored" in said
-    assert "n1 sends a message 'stop_ordered' whose stop.why is not one of signal, request, swap; it is ignored" in said
+    assert (
+        "n1 sends a message 'stop_ordered' whose stop.why is not one of signal, request, swap, grow; it is ignored"
+        in said
+    )
     assert follower.node.stopping == ""
 
 

@@ -105,6 +105,16 @@ def test_a_run_may_go_on_with_fewer_nodes() -> None:
     assert played.buckets["fewer_nodes"] == pytest.approx(played.buckets["productive"] * 21 / 72, rel=0.1)
 
 
+def test_a_run_that_shrank_grows_when_nodes_are_there_again() -> None:
+    """Half an hour or so after the repair: a quarter of 60 s is missed in four minutes, then comes a checkpoint."""
+    losses = [fault(node, 1, "lost", 2) for node in range(3)]
+    setup = replace(SETUP, spares=2)
+    played = play("shrink", *losses, setup=setup, least=3)
+    missing_s = played.buckets["fewer_nodes"] / 0.25
+    assert 2 * HOUR_S < missing_s < 2.5 * HOUR_S
+    assert (played.buckets["person"], played.requeues) == (0, 0)
+
+
 def test_nodes_beyond_the_budget_are_not_drained() -> None:
     """The rules of `opsd drain`: one node always, here no more."""
     strict = replace(SETUP, rules=Rules(share=0.01))

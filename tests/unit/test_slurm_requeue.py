@@ -16,7 +16,7 @@ from opsd.commands.main import cli
 from opsd.slurm.dry_run import preview
 from opsd.slurm.job_state import next_step
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import ExcludedNodes, Requeued, requeue_now
+from opsd.slurm.requeue import LIMIT_S, UNFIT_S, ExcludedNodes, Requeued, requeue_now
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, running
 
@@ -118,13 +118,39 @@ def test_a_node_that_is_lost_again_stays_avoided() -> None:
     assert slurm.calls == ["requeue", "exclude n3", "start"]
 
 
-def test_a_job_that_cannot_do_without_the_node_is_not_held_for_ever() -> None:
-    """Slurm holds a job that avoids too many nodes, also when they are good again: then it rather waits for them."""
-    slurm = queue(needs_all=True)
-    done, said = ask(slurm, ExcludedNodes(unfit=("n3",)))
+def test_a_job_that_cannot_do_without_an_unfit_node_waits_until_that_is_taken_out() -> None:
+    """It would fail there again. Once the node is drained, the job waits for its return, or for any other one."""
+    slurm, clock = queue(needs_all=True), FakeClock()
+    began = clock.monotonic()
+
+    def drain() -> None:
+        if clock.monotonic() > began + 1200.0:
+            slurm.by_name["n3"] = Node("n3", "idle", frozenset({"drain"}), "opsd:7 gpu_lost", "opsd")
+
+    done, said = ask(slurm, ExcludedNodes(unfit=("n3",)), clock=clock, each_pause=drain)
     assert slurm.calls == ["requeue", "exclude n3", "start", "include n3", "release", "start"]
     assert done == Requeued(7, "pending", 1)
+    assert clock.monotonic() - began < 1300.0
     assert any("cannot run without n3" in sentence for sentence in said)
+
+
+def test_a_job_that_cannot_do_without_an_unfit_node_is_not_held_for_ever() -> None:
+    """If nobody takes the node out, it is tried again: what fails there once more ends the run with its reason."""
+    slurm, clock = queue(needs_all=True), FakeClock()
+    began = clock.monotonic()
+    ask(slurm, ExcludedNodes(unfit=("n3",)), clock=clock)
+    assert slurm.calls == ["requeue", "exclude n3", "start", "include n3", "release", "start"]
+    assert UNFIT_S < clock.monotonic() - began < UNFIT_S + LIMIT_S
+
+
+def test_the_next_requeue_does_not_lift_what_keeps_a_job_off_an_unfit_node() -> None:
+    """Ten minutes later Slurm knows no more of its GPU, unless the node was taken out of service."""
+    slurm, clock = queue(), FakeClock()
+    ask(slurm, ExcludedNodes(unfit=("n3",)), clock=clock)
+    clock.advance(600.0)
+    slurm.job = replace(slurm.job, state="running", nodes=("n1", "n2", "n4"))
+    ask(slurm, clock=clock)
+    assert slurm.excluded_at.keys() == {"n3"}
 
 
 def test_a_job_that_cannot_do_without_a_dead_node_waits_until_slurm_knows() -> None:

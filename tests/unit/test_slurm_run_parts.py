@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim
@@ -234,3 +234,35 @@ def test_who_is_notified_stands_on_no_command_line() -> None:
     secret = "https://hooks.example.com/s3cret"
     done = CliRunner().invoke(cli, ["slurm", "run", "--dry-run", "--notify", secret, "--", "train.py"], env=job)
     assert done.exit_code == 0 and "opsd launch" in done.output and "s3cret" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "told"),
+    [
+        ("n[1-5]", ("--nnodes=4", "--spares=1"), ("4", "1")),
+        ("n[1-4]", ("--nnodes=4", "--spares=1"), ("4", "0")),
+        ("n[1-4]", ("--nnodes=3:4", "--spares=2"), ("3:4", "1")),
+        ("n[1-5]", ("--spares=1",), ("4", "1")),
+    ],
+)
+def test_nodes_that_train_come_before_spares(nodes: str, options: tuple[str, ...], told: tuple[str, str]) -> None:
+    """A job of 4 to 5 nodes that was given 4 has no spare, and trains on 4 all the same."""
+    done = dry_run(nodes, *options)
+    words = done.stdout.splitlines()[0].split()
+    assert (words[words.index("--nnodes") + 1], words[words.index("--spares") + 1]) == told
+    assert ("spares stand by: the job has 4 nodes" in done.stderr) == (nodes == "n[1-4]")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"), [("--nnodes=5", "--nnodes 5 needs 5"), ("--spares=4", "--spares 4 needs 5")]
+)
+def test_a_job_that_is_too_small_is_refused(option: str, says: str) -> None:
+    """With the option that asks for too much."""
+    done = dry_run("n[1-4]", option)
+    assert (done.exit_code, says in done.stderr) == (exitcodes.USAGE, True)
+
+
+def dry_run(nodes: str, *options: str) -> Result:
+    """What `opsd slurm run` would start in a job of these nodes."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURM_STEP_ID": ""}
+    return CliRunner().invoke(cli, ["slurm", "run", "--dry-run", *options, "--", "train.py"], env=job)

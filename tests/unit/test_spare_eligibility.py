@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from opsd.config import Settings
-from opsd.launch.run.readiness import spare_readiness
+from opsd.launch.run.readiness import given_back_at, spare_readiness
 from opsd.settings.agent import AgentSettings
 from opsd.settings.spare import SpareSettings
 from opsd.slurm import node_comment
+from opsd.slurm.node_comment import NodeHistory, Stay
 from opsd.slurm.port import Node, SlurmUnavailable
 from opsd.spares import state
 from opsd.spares.eligibility import EligibilityUnknownError, why_not
@@ -96,3 +97,30 @@ def test_the_launcher_reads_the_settings_of_its_node(tmp_path: Path) -> None:
     assert spare_readiness({"OPSD_CONFIG": str(file)}).startswith("it was never verified")
     file.write_text("")
     assert spare_readiness({"OPSD_CONFIG": str(file)}) == ""
+
+
+@pytest.mark.parametrize(
+    ("history", "at"),
+    [
+        (NodeHistory(), None),
+        (
+            NodeHistory((Stay("gpu_lost", NOW - 900, NOW - 300), Stay("gpu_xid", NOW - 200, NOW - 100))),
+            NOW - 100,
+        ),
+        (NodeHistory((Stay("gpu_lost", NOW - 900.0, NOW - 300.0), Stay("gpu_xid", NOW - 200.0))), None),
+    ],
+)
+def test_slurm_knows_when_the_node_was_given_back(slurm: FakeSlurm, history: NodeHistory, at: float | None) -> None:
+    """From what opsd keeps in its comment; a node that is drained is not back."""
+    slurm.set_comment("n1", node_comment.write("rack 12", history))
+    assert given_back_at({"SLURMD_NODENAME": "n1"}, lambda: slurm) == at
+    assert given_back_at({}, lambda: slurm) is None
+
+
+def test_a_controller_that_is_away_clears_no_node(slurm: FakeSlurm) -> None:
+    """It stays unfit."""
+
+    def away() -> FakeSlurm:
+        raise SlurmUnavailable("the controller is down")
+
+    assert given_back_at({"SLURMD_NODENAME": "n1"}, away) is None

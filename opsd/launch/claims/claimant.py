@@ -69,6 +69,8 @@ class Claimant:
         """The plan of the newest known claim."""
         self.number = 0
         """The number of the newest known claim."""
+        self.inherited: Mapping[str, Any] = {}
+        """What the end of an earlier start has left for this one."""
         self.phase: Phase = "starting"
         self._begun: Begun | None = None
         self._send = send
@@ -120,12 +122,21 @@ class Claimant:
         members = tuple(member for _, member in sorted(self.alive.items()))
         self._request(Plan(self.number + 1, self.own.name, slots, members, self._followers.sizes, payload).to_json())
 
-    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
+    def end(
+        self,
+        code: int,
+        reason: str,
+        lost: Sequence[str] = (),
+        unfit: Sequence[str] = (),
+        memory: Mapping[str, Any] | None = None,
+    ) -> None:
         """(Leader only.) Claim the end of the run; ``GroupListener.over`` follows on all launchers.
 
-        Nodes that were ``lost`` or are ``unfit`` are listed in the claim for the next start of the job.
+        Nodes that were ``lost`` or are ``unfit`` are listed in the claim for the next start of the job, whose leader
+        gets ``memory`` as ``inherited``.
         """
-        self._request({"end": {"code": code, "reason": reason, "lost": list(lost), "unfit": list(unfit)}})
+        told = {"code": code, "reason": reason, "lost": list(lost), "unfit": list(unfit)}
+        self._request({"end": {**told, "memory": dict(memory)} if memory else told})
 
     def _request(self, plan: dict[str, Any]) -> None:
         if self.phase in ("claiming", "leading"):
@@ -198,6 +209,8 @@ class Claimant:
             self._leave_run(self._listener.overtaken)
         else:
             self.number = newest.number
+            if newest.end is not None and isinstance(memory := newest.plan["end"].get("memory"), dict):
+                self.inherited = memory
 
     def _handle_new_claim(self, claim: Claim) -> None:
         self.number = claim.number

@@ -29,11 +29,15 @@ class LedGroup(Protocol):
     def leaderless_s(self) -> float:
         """Seconds since the previous leader was heard from."""
 
+    @property
+    def inherited(self) -> Mapping[str, Any]:
+        """What the leader of an earlier start left with an end that asked for this one; empty if nothing."""
+
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
         """Claim the next generation; a later proposal replaces this one."""
 
-    def end(self, code: int, reason: str, lost: Sequence[str] = (), unfit: Sequence[str] = ()) -> None:
-        """Claim the end of the run."""
+    def end(self, code: int, reason: str, lost: Sequence[str], unfit: Sequence[str], memory: Mapping[str, Any]) -> None:
+        """Claim the end of the run; ``memory`` is ``inherited`` by the leader of the next start."""
 
     def tell_all(self, body: Body) -> None:
         """Send to every live launcher, this one included."""

@@ -289,6 +289,7 @@ _TOLD: Mapping[str, Callable[[EventRecord], str]] = {
     "launcher_joined": lambda event: f"{event['joined']} has joined",
     "spare_joined": lambda event: f"{event['joined']} stands by and takes place {event['place']}",
     "node_retired": lambda event: f"{event['retired']} is replaced: {event['reason']}",
+    "node_cleared": lambda event: f"{event['cleared']} was given back to service and may be used again",
     "swap_refused": lambda event: f"{event['swap']} cannot be replaced: {event['reason']}",
     "spare_refused": lambda event: f"{event['refused']} must not be used as a spare: {event['reason']}",
     "spare_wanted": lambda event: f"a spare is wanted in the place of {event['swap']}: {event['reason']}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,9 +23,11 @@ _COMMUNICATION = re.compile(
 )
 _COLLECTIVE = re.compile(r"gloo|nccl|ProcessGroup|Dist(Backend|Network|Store)Error", re.IGNORECASE)
 _HARDWARE = re.compile(
-    r"CUDA error|cuda(Error|_error)|uncorrectable|ECC error|device-side|CUBLAS_STATUS|CUDNN_STATUS"
+    r"CUDA error|cuda(Error|_error)|uncorrectable|ECC error|CUBLAS_STATUS|CUDNN_STATUS"
     r"|unspecified launch failure|AcceleratorError|fallen off the bus|ncclUnhandledCudaError|ncclInternalError"
 )
+_ASSERTION = re.compile("device-side assert")
+"""An assertion in a kernel of the program, an index out of range for instance, and no fault of the GPU."""
 _ENVIRONMENT = re.compile(
     r"EADDRINUSE|address already in use|no space left|stale file handle|input/output error|(?-i:\b(ESTALE|EIO)\b)"
     r"|too many open files|cannot allocate memory|resource temporarily unavailable|read-only file system",
@@ -115,6 +117,7 @@ def size_mismatch(log: str) -> str:
 
 
 _KINDS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    ("user", _ASSERTION),
     ("communication", _COMMUNICATION),
     ("hardware", _HARDWARE),
     ("environment", _ENVIRONMENT),
@@ -156,7 +159,9 @@ class RestartPolicy:
     - an error of the program itself as soon as the run has begun, unless the user asked for restarts (``asked``): a
       wrong argument or a missing module does not go away;
     - an error of the program itself at the same step twice, or twice before a first step without progress in between;
-    - the same failure ``same_limit`` times without progress;
+    - the same failure ``same_limit`` times without progress. One of hardware may have come from so many nodes, or so
+      often from one: a node that fails twice is left out (see ``NodeHealth``), and the error that comes with every
+      node is the program's;
     - more than ``max_restarts`` restarts within ``refill_steps`` committed steps: after so much durable progress the
       restarts no longer count, so that long runs are not ended by their length.
     """
@@ -169,35 +174,42 @@ class RestartPolicy:
         self._used = 0
         self._refilled_at: int | None = None
         self._furthest = -1
-        self._same: Counter[tuple[str, ...]] = Counter()
+        self._same: defaultdict[tuple[str, ...], Counter[str]] = defaultdict(Counter)
+        """Failures without progress in between, by node."""
         self._user_errors: set[tuple[int | None, tuple[str, ...]]] = set()
 
     def snapshot(self) -> dict[str, Any]:
         """The policy's state for JSON; another policy continues from it after ``restore``."""
+        return {"used": self._used, "refilled_at": self._refilled_at, **self.memory()}
+
+    def memory(self) -> dict[str, Any]:
+        """The part of ``snapshot`` that holds in the next start of the run as well: what failed, and where."""
         return {
-            "used": self._used,
-            "refilled_at": self._refilled_at,
             "furthest": self._furthest,
-            "same": [[list(signature), count] for signature, count in self._same.items()],
+            "same": [[list(signature), nodes] for signature, nodes in self._same.items()],
             "user_errors": [[step, list(signature)] for step, signature in self._user_errors],
         }
 
     def restore(self, memory: Mapping[str, Any]) -> None:
-        """Continue from the state of another policy."""
-        self._used, self._refilled_at = int(memory["used"]), memory["refilled_at"]
-        self._furthest = int(memory["furthest"])
-        self._same = Counter({tuple(signature): int(count) for signature, count in memory["same"]})
-        self._user_errors = {(step, tuple(signature)) for step, signature in memory["user_errors"]}
+        """Continue from another policy's ``snapshot`` or ``memory``. Raises KeyError, TypeError, ValueError."""
+        same = {tuple(signature): Counter(nodes) for signature, nodes in memory["same"]}
+        user_errors = {(step, tuple(signature)) for step, signature in memory["user_errors"]}
+        self._furthest, self._same, self._user_errors = int(memory["furthest"]), defaultdict(Counter, same), user_errors
+        self._used, self._refilled_at = int(memory.get("used", 0)), memory.get("refilled_at")
 
-    def judge(self, failure: Failure, *, furthest: int | None, committed: int | None) -> GiveUp | None:
-        """None to restart after ``failure``; ``furthest`` and ``committed`` are the run's highest steps so far."""
+    def repeats(self, failure: Failure, node: str) -> int:
+        """How often ``failure`` has come from ``node`` without progress in between."""
+        return self._same[failure.signature][node]
+
+    def judge(self, failure: Failure, node: str, *, furthest: int | None, committed: int | None) -> GiveUp | None:
+        """None to restart after ``failure`` on ``node``; ``furthest`` and ``committed`` are the run's highest steps."""
         if committed is not None and committed - (self._refilled_at or 0) >= self._refill_steps:
             self._used, self._refilled_at = 0, committed
         if furthest is not None and furthest > self._furthest:
             self._furthest = furthest
             self._same.clear()
             self._user_errors = {place for place in self._user_errors if place[0] is not None}
-        self._same[failure.signature] += 1
+        self._same[failure.signature][node] += 1
         at_step = "before the first step" if failure.step is None else f"after step {failure.step}"
         at_once = failure.at_once and failure.step is None and not self._asked
         if failure.kind == "user" and at_once and self._max_restarts > 0:
@@ -207,15 +219,20 @@ class RestartPolicy:
             if place in self._user_errors and self._max_restarts > 0:
                 return GiveUp(exitcodes.REPEATED, f"the program failed twice {at_step} with the same error")
             self._user_errors.add(place)
-        if self._same[failure.signature] >= self._same_limit > 0 and self._max_restarts > 0:
-            return GiveUp(
-                exitcodes.REPEATED,
-                f"the same failure came {self._same_limit} times without the run getting any further",
-            )
+        if self._max_restarts > 0 and (came := self._too_often(failure, node)):
+            return GiveUp(exitcodes.REPEATED, f"the same failure came {came} without the run getting any further")
         self._used += 1
         if self._used > self._max_restarts:
             return GiveUp(exitcodes.FAILED, self._exhausted())
         return None
+
+    def _too_often(self, failure: Failure, node: str) -> str:
+        """How often it came, in words, if that is too often, else ""."""
+        nodes, limit = self._same[failure.signature], self._same_limit
+        if failure.kind == "hardware" and len(nodes) >= limit > 0:
+            return f"on {limit} nodes"
+        count = nodes[node] if failure.kind == "hardware" else nodes.total()
+        return f"{limit} times" if count >= limit > 0 else ""
 
     def _exhausted(self) -> str:
         if self._max_restarts == 0:

@@ -49,8 +49,9 @@ class ClusterRun:
     """The ``RunControl`` of a launcher, and the ``GroupListener`` of its group.
 
     ``new_leader`` makes the ``Leader`` when this launcher leads. ``ready`` returns why this node must not replace
-    another, "" if it may; a ``borrowed`` node then leaves. The signals of a borrowed node concern its own job, not the
-    run. ``port`` as in ``GenerationChange``, ``isolated_s`` as in ``IsolationTimeouts``.
+    another, "" if it may; a ``borrowed`` node then leaves. ``given_back`` returns when it was given back to service,
+    epoch seconds. The signals of a borrowed node concern its own job, not the run. ``port`` as in ``GenerationChange``,
+    ``isolated_s`` as in ``IsolationTimeouts``.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ClusterRun:
         new_leader: Callable[[Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]], Leader],
         job: BatchJob,
         ready: Callable[[], str],
+        given_back: Callable[[], float | None] = lambda: None,
         borrowed: bool = False,
         port: int | None = None,
         isolated_s: float = 60.0,
@@ -73,6 +75,8 @@ class ClusterRun:
         self._unlike = ""
         """The leader that was last said to have been started with another number of nodes."""
         self._borrowed = borrowed
+        self._given_back: Callable[[], float | None] | None = given_back
+        """None once asked: a node is given back while no launcher runs there."""
         self._hang = LocalHang(node)
         self._readiness = Readiness(node.loop, group, ready, self._not_ready if borrowed else lambda why: None)
         self._shutdown = Shutdown(node, group, job, self._step_down)
@@ -300,6 +304,13 @@ class ClusterRun:
         """End the previous generation."""
         if not self._shutdown.begun:
             self._change.prepare(plan)
+        if self._given_back is not None and self._group.own.name in plan.payload.get("unfit", ()):
+            ask, self._given_back = self._given_back, None
+            self._node.loop.run_in_thread(ask, self._tell_given_back)
+
+    def _tell_given_back(self, at: float | OSError | None) -> None:
+        if isinstance(at, float):
+            self._tell(messages.GivenBack(at))
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
         """Take the place that ``plan`` gives this node."""

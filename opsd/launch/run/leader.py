@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -29,6 +30,7 @@ from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy,
 from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, Stacks, rank_statuses, reports
+from opsd.launch.run.growth import Growth
 from opsd.launch.run.messages import CODEC, Stop, ToLeader
 from opsd.launch.run.nodes import GenerationPlanner, NodeHealth, RunShape
 from opsd.launch.run.slow_ranks import SlowRankWatch
@@ -54,6 +56,7 @@ class Leader:
         recorder: RecorderJudge | None = None,
         interrupted: Callable[[str], None] = print_message,
         say: Callable[[str], None] = print_message,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._group = group
         self._shape = shape
@@ -66,9 +69,10 @@ class Leader:
         self._clock = loop.time
         self._judging = 0
         """The generation whose flight recorders are being judged."""
-        self._health = NodeHealth(log, lambda: self._planner.spares)
+        self._health = NodeHealth(log, lambda: self._planner.spares, wall)
         self._planner = GenerationPlanner(shape, group, loop, self._health, self, say)
         self._stops = StopCoordinator(self._planner, group, self._health, log, self, say)
+        self._growth = Growth(shape, self._planner, self._clock, self._stops.grow)
         self._failures = FailureAggregation(loop, shape.victim_s, self._judge)
         self._hangs = HangInquiry(loop, self._ask_rank_statuses, self._hung)
         self._slow = SlowRankWatch(loop, self._announce_straggler, self._clock)
@@ -89,6 +93,7 @@ class Leader:
         """
         plan, group = self._group.plan, self._group
         if plan is None:
+            self._remember_earlier_start()
             self._planner.propose_next()
             return
         self._restore(plan)
@@ -102,6 +107,11 @@ class Leader:
             self._planner.propose_next()
         else:
             self._planner.keep(plan)
+
+    def _remember_earlier_start(self) -> None:
+        """A failure that came on other nodes before the requeue, and comes again, is the program's."""
+        with suppress(KeyError, TypeError, ValueError):  # of another version
+            self._policy.restore(self._group.inherited["policy"])
 
     def _restore(self, plan: Plan) -> None:
         memory = plan.payload
@@ -121,6 +131,7 @@ class Leader:
             self.propose_next()
         elif self._planner.plan is not None:
             self._log.emit("launcher_joined", joined=member.name)
+        self._growth.look()
 
     def lost(self, name: str, silent_s: float) -> None:
         """A launcher is lost, and with it, as far as is known, its node."""
@@ -133,10 +144,13 @@ class Leader:
             self.propose_next()
         elif at_work:
             self._recover_from_loss(name, silent_s)
+        else:
+            self._growth.look()
 
     def _note_lost(self, name: str, silent_s: float, *, told: bool) -> None:
         self._health.gone.add(name)
-        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=name in self._planner.slots)
+        needed = name in self._planner.slots or not self._planner.slots
+        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=needed)
         if told:
             self._say(_loss(name, silent_s))
 
@@ -167,6 +181,7 @@ class Leader:
         known = set(self._planner.slots)
         self._planner.begun(plan)
         self._know(plan)
+        self._growth.look()
         self._note_progress(begun.furthest, begun.committed)
         if plan.payload["keep"]:
             return
@@ -203,6 +218,9 @@ class Leader:
                 self._stops.stop(stop)
             case messages.Readiness(why):
                 self._note_readiness(sender, why)
+            case messages.GivenBack(at):
+                if self._health.given_back(sender, at):
+                    self._spare_came()
             case _ if plan is not None and not self._planner.changing and message.generation == plan.generation:
                 self._note(sender, message)
 
@@ -233,11 +251,16 @@ class Leader:
                 self._log.emit("spare_wanted", swap=node, reason=reason)
 
     def _note_readiness(self, node: str, why: str) -> None:
-        changed = self._health.note_readiness(node, why)
-        if changed and (self._planner.changing or self._planner.waiting):
-            self.propose_next()
+        if self._health.note_readiness(node, why):
+            self._spare_came()
         if not why:
             self._stops.spare_ready()
+
+    def _spare_came(self) -> None:
+        """Another node may take a slot, or one may no more."""
+        if self._planner.changing or self._planner.waiting:
+            self.propose_next()
+        self._growth.look()
 
     def propose_next(self) -> None:
         """Propose the next generation."""
@@ -246,7 +269,9 @@ class Leader:
 
     def _note_progress(self, furthest: int | None, committed: int | None) -> None:
         self.furthest = later(self.furthest, furthest)
-        self._committed = later(self._committed, committed)
+        before, self._committed = self._committed, later(self._committed, committed)
+        if self._committed != before:
+            self._growth.saved()
 
     # -- failures ------------------------------------------------------------------------------------------------
 
@@ -267,7 +292,7 @@ class Leader:
             code = exitcodes.REQUEUE if report.node in self._health.gone else exitcodes.FAILED
             self.end(code, f"rank {cause.rank} on {report.node} failed while the run was stopping: {cause.cause}")
             return
-        verdict = self._policy.judge(cause, furthest=self.furthest, committed=self._committed)
+        verdict = self._policy.judge(cause, report.node, furthest=self.furthest, committed=self._committed)
         if verdict is not None:
             self.end(verdict.code, explain(verdict, cause, report.node, report.log, report.tail))
             return
@@ -276,7 +301,7 @@ class Leader:
         self._interrupted(said)
         self._restarts += 1
         if named:
-            self._health.note_fault(report.node, cause)
+            self._health.note_fault(report.node, cause, self._policy.repeats(cause, report.node))
         self.propose_next()
 
     def _ask_rank_statuses(self) -> None:
@@ -337,6 +362,7 @@ class Leader:
         self._judging = 0
         self._slow.forget()
         self._stops.forget()
+        self._growth.forget()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -348,8 +374,9 @@ class Leader:
         self.step_down()
         self._log.emit("finished", exit_code=code, reason=reason)
         lost, unfit = tuple(sorted(self._health.gone)), tuple(sorted(self._health.retired))
+        memory = {"policy": self._policy.memory()} if code == exitcodes.REQUEUE else {}
         self._over(code, reason, lost, unfit)
-        self._group.end(code, reason, lost, unfit)
+        self._group.end(code, reason, lost, unfit, memory)
 
     def step_down(self) -> None:
         """Make no more decisions: another launcher leads, or the run is over."""

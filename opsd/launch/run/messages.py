@@ -24,11 +24,12 @@ class StopReason(Enum):
     SIGNAL = "signal"
     REQUEST = "request"
     SWAP = "swap"
+    GROW = "grow"
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """An orderly stop. ``what`` is the signal, or the node to be swapped."""
+    """An orderly stop. ``what`` is the signal, the node to be swapped, or those that have come."""
 
     why: StopReason
     what: str = ""
@@ -36,13 +37,14 @@ class Stop:
     @property
     def final(self) -> bool:
         """Whether the run goes on only if it is started again."""
-        return self.why is not StopReason.SWAP
+        return self.why in (StopReason.SIGNAL, StopReason.REQUEST)
 
     def __str__(self) -> str:
         return {
             StopReason.SIGNAL: self.what,
             StopReason.REQUEST: "control",
             StopReason.SWAP: f"the swap of {self.what}",
+            StopReason.GROW: f"the arrival of {self.what}",
         }[self.why]
 
 
@@ -201,6 +203,14 @@ class Readiness:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenBack:
+    """The node had been drained, and was given back to service at ``at``, epoch seconds."""
+
+    direction: ClassVar = TO_LEADER
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class StopOrdered:
     """All ranks are to checkpoint at the next step boundary and end."""
 
@@ -246,7 +256,7 @@ class StragglerNews:
 
 ToLeader = (
     Progress | Event | Failed | Hung | RankStatuses | Ended | Waiting | Late | StopWanted | RestartWanted | SwapWanted
-    | SpareWanted | Leaving | Readiness
+    | SpareWanted | Leaving | Readiness | GivenBack
 )  # fmt: skip
 FromLeader = StopOrdered | RankStatusesWanted | DumpsWanted | HangFound | StragglerNews
 KINDS: tuple[type, ...] = (*typing.get_args(ToLeader), *typing.get_args(FromLeader))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from opsd.launch.ranks.failure import Failure
 REGROUP_S = 2.0
 """How long a new leader waits for the others to find it before it decides that there are too few."""
 BLAMED_OFTEN = 2
-"""Faults after which a node is unfit without a hardware error."""
+"""Faults after which a node is unfit without a hardware error; with one, even if nobody can take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,9 @@ class RunShape:
     """How many nodes run ranks, at least and at most, in which order of preference, and how long to wait for nodes.
 
     The first generation waits ``join_s`` seconds for the least number, then ``last_call_s`` for more; a later one that
-    has too few waits ``wait_s``. After failures that all look like consequences of a failure on another node, that one
-    gets ``victim_s`` to show, longer than the detection of a lost node takes.
+    has too few waits ``wait_s``. ``grow_s`` is what ``Growth`` takes a restart to cost. After failures that all look
+    like consequences of a failure on another node, that one gets ``victim_s`` to show, longer than the detection of a
+    lost node takes.
     """
 
     least: int
@@ -35,6 +37,7 @@ class RunShape:
     join_s: float = 600.0
     last_call_s: float = 0.0
     wait_s: float = 0.0
+    grow_s: float = 0.0
     victim_s: float = 3.0
 
     @property
@@ -71,38 +74,48 @@ def assign_slots(
 
 
 class NodeHealth:
-    """What the leader knows about the health of nodes. ``spares`` returns the nodes that could take a slot."""
+    """What the leader knows about the health of nodes. ``spares`` returns the nodes that could take a slot.
 
-    def __init__(self, log: RunEventLog, spares: Callable[[], Collection[str]]) -> None:
+    ``wall`` returns epoch seconds.
+    """
+
+    def __init__(
+        self, log: RunEventLog, spares: Callable[[], Collection[str]], wall: Callable[[], float] = time.time
+    ) -> None:
         self.gone: set[str] = set()
         self.flaps: Counter[str] = Counter()
         """How often nodes were lost and came back."""
         self._log = log
         self._spares = spares
+        self._wall = wall
         self._faults: Counter[str] = Counter()
-        self._retired: set[str] = set()
-        """Nodes that a spare has replaced, or is about to replace."""
+        self._retired: dict[str, float] = {}
+        """Nodes that a spare has replaced, or is about to replace, and since when."""
+        self._proven: dict[str, str] = {}
+        """Those that stay out even without a spare, and why."""
         self._unready: dict[str, str] = {}
 
     @property
     def unfit(self) -> set[str]:
         """The nodes that must run no ranks."""
-        return self._retired | self._unready.keys()
+        return self._retired.keys() | self._unready.keys()
 
     @property
     def retired(self) -> set[str]:
         """Nodes that are present and must not be used again."""
-        return self._retired - self.gone
+        return self._retired.keys() - self.gone
 
     def snapshot(self) -> dict[str, Any]:
         """The state for a successor, for JSON."""
         return {
-            "unfit": sorted(self._retired), "blamed": self._faults, "gone": sorted(self.gone), "flaps": self.flaps,
+            "unfit": sorted(self._retired), "retired": self._retired, "proven": self._proven,
+            "blamed": self._faults, "gone": sorted(self.gone), "flaps": self.flaps,
         }  # fmt: skip
 
     def restore(self, memory: Mapping[str, Any]) -> None:
         """Continue from the state of the previous leader."""
-        self._retired, self._faults = set(memory["unfit"]), Counter(memory["blamed"])
+        self._retired, self._proven = dict(memory["retired"]), dict(memory["proven"])
+        self._faults = Counter(memory["blamed"])
         self.gone, self.flaps = set(memory["gone"]), Counter(memory["flaps"])
 
     def joined(self, node: str) -> None:
@@ -111,6 +124,18 @@ class NodeHealth:
             self.gone.discard(node)
             self.flaps[node] += 1
         self._unready.pop(node, None)
+
+    def given_back(self, node: str, at: float) -> bool:
+        """The node was given back to service at ``at``: it is fit again if it was retired before; returns whether so.
+
+        A node that just comes again is as bad as it was.
+        """
+        if self._retired.get(node, at) >= at:
+            return False
+        for known in (self._retired, self._proven, self._faults):
+            known.pop(node, None)
+        self._log.emit("node_cleared", cleared=node)
+        return True
 
     def note_readiness(self, node: str, why: str) -> bool:
         """Use a spare only while it reports that it is ready; True if that has changed."""
@@ -125,30 +150,48 @@ class NodeHealth:
         """The node is wanted elsewhere: it is not a spare until it joins again."""
         self._unready[node] = reason
 
-    def note_fault(self, node: str, cause: Failure) -> None:
-        """Replace a node that has proven unfit by a spare. Program errors and lost connections are not counted."""
+    def note_fault(self, node: str, cause: Failure, repeats: int) -> None:
+        """Replace a node that has proven unfit by a spare. Program errors and lost connections are not counted.
+
+        Without a spare the ranks start there once more: many errors of hardware do not come back. One that does,
+        ``repeats`` times without progress, proves that the node cannot take part; then the run goes on without it, or
+        waits, or ends.
+        """
         if node in self.gone or cause.kind not in ("hardware", "signal", "hang"):
             return
         self._faults[node] += 1
-        if cause.kind == "hardware" or self._faults[node] >= BLAMED_OFTEN:
-            self.retire(node, f"{cause.cause}, fault number {self._faults[node]} of this node")
+        told = f"{cause.cause}, fault number {self._faults[node]} of this node"
+        if cause.kind == "hardware" and repeats >= BLAMED_OFTEN:
+            self._take_out(node, told)
+        elif cause.kind == "hardware" or self._faults[node] >= BLAMED_OFTEN:
+            self.retire(node, told)
+
+    def _take_out(self, node: str, reason: str) -> None:
+        """Mark ``node`` unfit whether or not another can replace it; without a spare one is to be fetched."""
+        if not self.retire(node, reason):
+            self._retired[node] = self._wall()
+            self._log.emit("spare_wanted", swap=node, reason=reason)
+        self._proven[node] = reason
 
     def retire(self, node: str, reason: str) -> bool:
         """Mark ``node`` unfit if another can replace it; returns whether that is so."""
         if not self._spares():
             return False
-        self._retired.add(node)
+        self._retired[node] = self._wall()
         self._log.emit("node_retired", retired=node, reason=reason)
         return True
 
     def keep(self, slots: Collection[str]) -> None:
-        """Retired nodes among ``slots`` that are still present stay if there is no spare."""
+        """Retired nodes among ``slots`` that are still present stay if there is no spare, unless proven unfit."""
         if self._spares():
             return
-        leaving = self.retired & set(slots)
-        self._retired -= leaving
-        for node in sorted(leaving):
+        for node in sorted(self.retired & set(slots) - self._proven.keys()):
+            del self._retired[node]
             self.refuse_swap(node)
+
+    def out(self) -> str:
+        """The present nodes that are proven unfit and why, in words."""
+        return "; ".join(f"{node} is out: {why}" for node, why in self._proven.items() if node not in self.gone)
 
     def refuse_swap(self, node: str) -> None:
         """Note that ``node`` stays."""
@@ -250,7 +293,8 @@ class GenerationPlanner:
     def _too_few(self) -> None:
         self._waiting = None
         fit = self._group.alive.keys() - self._health.unfit
-        self._callbacks.too_few(f"too few nodes are left: {len(fit)} are there, {self._shape.least} are needed")
+        reason = f"too few nodes are left: {len(fit)} are there, {self._shape.least} are needed"
+        self._callbacks.too_few("; ".join(filter(None, (reason, self._health.out()))))
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:

@@ -10,6 +10,9 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import print_message
 from opsd.launch.run import messages
 from opsd.launch.run.messages import CODEC
+from opsd.slurm import node_comment
+from opsd.slurm.connect import choose
+from opsd.slurm.port import Slurm, SlurmError
 
 ANSWER_S = 60.0
 """How long a node that has been given a slot may take to determine whether it may use it."""
@@ -86,7 +89,6 @@ def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
         find_file,
         load,
     )
-    from opsd.slurm.connect import choose
     from opsd.spares.eligibility import why_not
 
     if find_file(env=environ) is None:
@@ -95,3 +97,15 @@ def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
         return why_not(load(env=environ), lambda: choose().slurm)
     except ConfigError as error:
         return str(error)
+
+
+def given_back_at(environ: Mapping[str, str] = os.environ, connect: Callable[[], Slurm] | None = None) -> float | None:
+    """When opsd gave this node back to Slurm's service, epoch seconds; None if never, or if that cannot be known."""
+    node = environ.get("SLURMD_NODENAME")
+    if not node:
+        return None
+    try:
+        slurm = connect() if connect is not None else choose().slurm
+        return node_comment.read(slurm.comments([node]).get(node, "")).back_at
+    except SlurmError:
+        return None

@@ -90,6 +90,14 @@ class StopCoordinator:
         self._health.withdraw(node, reason)
         self._stop_for_swap(node, reason)
 
+    def grow(self) -> None:
+        """The same to take in the spares of a run that has fewer nodes than it may."""
+        if self._stop is None:
+            stop = Stop(StopReason.GROW, ", ".join(sorted(self._planner.spares)))
+            self._log.emit("restart_requested", reason=f"{stop}: the run has fewer nodes than it may")
+            self._callbacks.note_interruption()
+            self._order(stop)
+
     def spare_ready(self) -> None:
         """A spare may be used: release a node that waits for one."""
         if self._leaving and not self._planner.changing and not self._planner.waiting:
@@ -138,7 +146,7 @@ class StopCoordinator:
 
     def _take_over(self, stop: Stop) -> None:
         """Continue a swap that a previous leader has ordered."""
-        if self._stop is None and stop.what not in self._health.unfit:
+        if self._stop is None and stop.why is StopReason.SWAP and stop.what not in self._health.unfit:
             self._health.retire(stop.what, str(stop))
 
     def ranks_gone(self, node: str) -> None:

@@ -29,9 +29,11 @@ exec {python} -m opsd "$@"
 """
 VALUES = {
     "train-requeue.sbatch": {},
-    "train-spares.sbatch": {"SPARES": "1"},
+    "train-spares.sbatch": {"nodes": "2-3", "NODES": "2", "SPARES": "1"},
     "train-pool.sbatch": {"POOL": "dev", "WAIT": "60"},
 }
+
+SMALL = ["--nnodes", "2", "--spares", "0"]
 
 
 class Submitted:
@@ -45,9 +47,10 @@ class Submitted:
         opsd = self.folder / "opsd"
         opsd.write_text(OPSD.format(path=":".join(sys.path), folder=self.folder, python=sys.executable))
         opsd.chmod(0o755)
+        values = {"nodes": "3", **VALUES[template]}
         script = adapted(
-            template, nodes="3", gpus_per_node="", time="1:00:00", RANKS="1", RUNS=str(self.folder / "runs"),
-            OPSD=str(opsd), PROGRAM="(train.py)", job_name=f"'{name}'", **VALUES[template],
+            template, gpus_per_node="", time="1:00:00", RANKS="1", RUNS=str(self.folder / "runs"),
+            OPSD=str(opsd), PROGRAM="(train.py)", job_name=f"'{name}'", **values,
         )  # fmt: skip
         self.slurm = CommandSlurm(runner_on(cluster.controller, USER))
         self.id = self.slurm.submit(script, [f"--chdir={self.folder}", "--output=job.out", *options])
@@ -189,6 +192,27 @@ def test_saved_and_stopped_is_requeued(submit: Submit) -> None:
     for node in ("n1", "n2", "n3"):
         (run.folder / f"answer-{node}").unlink()
     run.until(run.requeued, "the job runs again", 60)
+
+
+def test_a_requeue_does_not_wait_for_spares(submit: Submit, cluster: Cluster) -> None:
+    """It asked for two to three nodes, and two are left: it trains on them."""
+    run = submit("train-spares.sbatch")
+    run.began()
+    try:
+        CommandSlurm(runner_on(cluster.controller)).update_nodes(["n3", "n4"], "drain", "opsd:test")
+        run.answer("n1", "n2", "n3", exit=75, end=75)
+        run.until(lambda: (job := run.job()) is not None and job.restarts == 1, "the job was put back")
+        for node in ("n1", "n2", "n3"):
+            (run.folder / f"answer-{node}").unlink()
+        run.until(run.requeued, "the job runs again", 60)
+        run.began(5)
+        again = [(node, told) for node, told in run.calls() if told[:2] == ["--nodes", "n[1-2]"]]
+        assert [node for node, _ in again] == ["n1", "n2"]
+        assert all(told[told.index("--nnodes") : told.index("--wait-for-node")] == SMALL for _, told in again)
+        run.answer("n1", "n2", exit=0, end=0)
+        assert run.outcome() == "COMPLETED 0:0"
+    finally:
+        cluster.restore()
 
 
 def test_a_failure_ends_the_job(submit: Submit) -> None:

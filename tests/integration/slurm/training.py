@@ -122,7 +122,7 @@ class Training:
         if self.pool:
             template, more = "train-pool.sbatch", {"POOL": self.pool}
         elif self.spares:
-            template, more = "train-spares.sbatch", {"SPARES": str(self.spares)}
+            template, more = "train-spares.sbatch", {"NODES": str(self.active), "SPARES": str(self.spares)}
         return adapted(
             template, job_name=self.name, nodes=str(self.active + self.spares), gpus_per_node="", time="",
             output=str(self.folder / "job.out"), RANKS="1", RUNS=str(self.folder), OPSD=str(opsd),
