@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from opsd.slurm.commands import CommandSlurm, random_separator
-from opsd.slurm.output import failure, parse_configuration, parse_jobs, parse_nodes, parse_version
+from opsd.slurm.output import failure, parse_configuration, parse_gpus, parse_jobs, parse_nodes, parse_version
 from opsd.slurm.port import SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.runner import Output
 from tests.fakes.slurm import RECORDED, SEPARATOR, RecordedRunner
