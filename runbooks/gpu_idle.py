@@ -71,7 +71,7 @@ GPUs that do not tell their use (MIG) are left out.
 Nobody else can use them: an hour of one is a GPU-hour lost, whatever the job's other GPUs do.
 
 ## Diagnosis
-1. `opsd status`: which GPUs of which job and user, since when, and what it costs.
+1. `opsd incidents show ID`: which GPUs of which job; `opsd status`: since when, and what it costs.
 2. `scontrol show job -d JOB`: how many GPUs were asked for, and when the job ends.
 3. `nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv`: no process: the program uses fewer GPUs than
    the job has (a wrong `--nproc_per_node`, a notebook without work). A process: it waits, for data or a debugger.

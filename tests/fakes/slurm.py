@@ -109,7 +109,7 @@ class FakeSlurm:
 
     def gpus(self, job: int, node: str) -> frozenset[int] | None:
         self._answer()
-        return self.by_gpu.get((job, node), frozenset())
+        return self.by_gpu.get((job, node))
 
     def requeue(self, job: int) -> None:
         self._answer()
