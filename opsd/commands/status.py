@@ -51,7 +51,7 @@ def _collectors(answer: Mapping[str, Any]) -> Table:
 def _gpus(answer: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]]) -> Table:
     table = plain_table("GPU", "state", "temp", "use", "model", "PCI", "")
     for gpu in answer["gpus"]:
-        said, style = gpu_state(gpu, incidents, answer["ranks"])
+        said, style = gpu_state(gpu, incidents, answer["ranks"], answer.get("jobs", ()))
         celsius, used = gpu["temperature_celsius"], gpu["utilization_percent"]
         table.add_row(
             str(gpu["index"]),
