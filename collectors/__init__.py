@@ -24,6 +24,7 @@ NAMES = (
     "storage_net",
     "nvme",
     "slurm",
+    "jobs",
     "ranks",
     "nccl",
     "spare",

@@ -44,7 +44,7 @@ class NvmlCollector:
     ``xids`` is the ledger shared with the other sources of Xids, so that each becomes one event. ``process_letter``
     looks up the state of a process, None gone; without it nothing is said about dead ones. ``profiling`` also reads
     what the GPUs' units do, except while ``profiled_elsewhere`` says that something else on the node does.
-    ``occupancy`` learns which processes hold which GPU.
+    ``occupancy`` learns which processes hold which GPU, and when each GPU last worked.
     """
 
     name = "nvml"
@@ -84,6 +84,7 @@ class NvmlCollector:
         self._occupancy = occupancy or Occupancy()
         self._orphans: dict[int, tuple[int, ...]] = {}
         self._reloads = 0
+        self._worked: dict[int, float] = {}
         self._held_xids: list[tuple[float, int, int]] = []
 
     def collect(self) -> Reading | NoData:
@@ -109,9 +110,15 @@ class NvmlCollector:
         if self._process_letter is not None:
             found = ((index, gpu.holders) for index, gpu in self._gpus.items())
             self._occupancy.holders = {index: holders for index, holders in found if holders is not None}
+        self._occupancy.worked = self._worked = self._last_work(now)
         events = tuple(self._new_xids(driver))
         samples += self._state(driver)
         return Reading(tuple(samples), events, tuple(self._facts(driver)))
+
+    def _last_work(self, now: float) -> dict[int, float]:
+        """When each GPU that tells last worked."""
+        told = ((index, gpu.works) for index, gpu in self._gpus.items() if index not in self._lost)
+        return {index: now if works else self._worked.get(index, now) for index, works in told if works is not None}
 
     def _open(self) -> Driver:
         driver = self._driver = Driver(self._library)
@@ -157,7 +164,7 @@ class NvmlCollector:
         if self._driver is not None:
             self._driver.close()
         self._driver = None
-        self._occupancy.holders = {}
+        self._occupancy.holders, self._occupancy.worked = {}, {}
 
     def _read(self, index: int, now: float) -> list[Sample]:
         if index not in self._gpus:

@@ -14,7 +14,19 @@ from typing import Final
 
 from pydantic import Field
 
-from opsd.collectors.base import Collector, Context, Event, Fact, Metric, NoData, Plugin, Reading, RunFact, Sample
+from opsd.collectors.base import (
+    Collector,
+    Context,
+    Event,
+    Fact,
+    Metric,
+    NoData,
+    Plugin,
+    RankFact,
+    Reading,
+    RunFact,
+    Sample,
+)
 from opsd.collectors.lib import rank_series as series
 from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.lib.run_slots import RunSlots
@@ -109,6 +121,8 @@ class RanksCollector:
             events += reading.events
             facts += reading.facts
         self.folders = tuple(fact.folder for fact in facts if isinstance(fact, RunFact))
+        ranks = (fact for fact in facts if isinstance(fact, RankFact))
+        self._occupancy.ranked = frozenset((rank.gpu, rank.job) for rank in ranks if rank.gpu is not None)
         left_out = {
             "runs": self.slots.left_out,
             "ranks": sum(number for _, number in demands) - sum(shares),

@@ -76,7 +76,8 @@ class SlurmReport:
     """The newest that is known. Times are monotonic seconds.
 
     ``answered_at`` is the time of the last answer, from which ``node`` (None if Slurm does not know it) and ``jobs``
-    are; ``users`` has the user id of each job. ``problem`` is why the last question was not answered, "" if it was;
+    are; ``users`` has the user id of each job, ``gpus`` the GRES indexes of its GPUs here where they are known.
+    ``problem`` is why the last question was not answered, "" if it was;
     ``absent`` means that this machine has no Slurm.
     """
 
@@ -86,6 +87,7 @@ class SlurmReport:
     problem: str = ""
     absent: bool = False
     users: Mapping[str, int] = field(default_factory=dict)
+    gpus: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
 
 class SlurmSettings(CollectorSettings):
@@ -98,7 +100,7 @@ class SlurmCollector:
     """State and jobs of the node ``node``, from ``latest``, which returns at once.
 
     After ``stale_s`` without an answer the node's series vanish and an event says so. ``occupancy`` learns whose jobs
-    run here.
+    run here, and which GPUs they were given.
     """
 
     name = "slurm"
@@ -139,6 +141,7 @@ class SlurmCollector:
         age = now - (self._began if report.answered_at is None else report.answered_at)
         stale = age > self._stale_s
         events = (*self._silence(stale, report.problem), *self._changes(report))
+        self._occupancy.allocated = {} if stale else report.gpus
         samples = [Sample(UP, float(not report.problem and not stale)), Sample(AGE, max(0.0, age))]
         if report.node is not None and not stale:
             samples += _node_samples(report.node)

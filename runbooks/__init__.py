@@ -30,6 +30,7 @@ NAMES = (
     "gpu_memory_hot",
     "fan_failing",
     "zombie_gpu_process",
+    "gpu_idle",
     "gpu_ecc",
     "gpu_ecc_trend",
     "gpu_row_remap",

@@ -15,12 +15,17 @@ class Occupancy:
     """Shared by the collectors of an agent. Each value is replaced as a whole by one thread and read by others.
 
     ``holders`` are the processes that hold each GPU by index, as the driver lists them; a GPU that is left out is
-    unknown. ``jobs`` has the user of each job that Slurm runs here.
+    unknown. ``worked`` is the monotonic second at which each GPU was last seen with a kernel, the first look at it
+    counted as one. ``jobs`` has the user of each job that Slurm runs here, ``allocated`` the GRES indexes of the GPUs
+    that Slurm gave it. ``ranked`` are the GPUs with a rank page, each with the page's job.
     """
 
     def __init__(self) -> None:
         self.holders: Mapping[int, tuple[int, ...]] = {}
+        self.worked: Mapping[int, float] = {}
         self.jobs: Mapping[str, int] = {}
+        self.allocated: Mapping[str, frozenset[int]] = {}
+        self.ranked: frozenset[tuple[int, str]] = frozenset()
 
     def users_of_gpus(self) -> frozenset[int]:
         """The users whose processes hold a GPU."""

@@ -71,6 +71,14 @@ def process_letter(pid: int, proc: Path = _PROC) -> str | None:
         return None
 
 
+def start_time(pid: int, proc: Path = _PROC) -> int | None:
+    """When a process began, in clock ticks since boot (proc_pid_stat(5)); None if it is gone."""
+    try:
+        return int(read_kernel_text(f"{proc}/{pid}/stat").rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def sees_all_processes(proc: Path = _PROC) -> bool:
     """False in a container with processes of its own, where the numbers that a driver gives mean nothing."""
     try:

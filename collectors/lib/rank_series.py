@@ -39,7 +39,7 @@ COMMITTED = _rank("committed_step", "Step of the newest checkpoint that is durab
 PAGE_ERRORS = Metric("opsd_rank_page_errors", "Rank pages that cannot be used right now.", labels=("run",))
 JOB_INFO = Metric(
     "opsd_gpu_job_info",
-    "Which rank works on a GPU; join on the label gpu.",
+    "Which job has a GPU, and which rank works on it where one has a page; join on the label gpu.",
     "info",
     labels=("gpu", "job_id", "run", "rank"),
 )

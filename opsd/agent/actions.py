@@ -27,7 +27,7 @@ from opsd.slurm.ownership import reason
 from opsd.slurm.port import SlurmError
 from opsd.threads import Deadlines
 
-VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "drain_node", "notify")
+VERBS = ("kill_process", "set_power_limit", "restart_generation", "swap_node", "drain_node", "comment_job", "notify")
 
 ACTION_DEADLINE_S = 30.0
 SWAP_SHARE = 2 / 3
@@ -48,6 +48,8 @@ PowerLimiter = Callable[[int, float], None]
 """Sets a GPU to a power limit in watts. Raises an exception whose text says why if that is not possible."""
 Drainer = Callable[[str, str], str]
 """Lets a node, for a reason, finish its jobs and take no new ones; returns what was done. Raises SlurmError."""
+Commenter = Callable[[int, str], None]
+"""Writes a sentence into the comment of a Slurm job. Raises SlurmError."""
 Notifier = Callable[[str, Mapping[str, object]], None]
 """Tells people a text, with fields. Raises ActionError if that failed."""
 
@@ -66,13 +68,14 @@ class Executor:
         notify: Notifier,
         set_power_limit: PowerLimiter | None = None,
         drain_node: Drainer | None = None,
+        comment_job: Commenter | None = None,
         deadline_s: float = ACTION_DEADLINE_S,
     ) -> None:
         self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self._shm = shm
         self._notify = notify
         self._power = set_power_limit
-        self._drain = drain_node
+        self._drain, self._comment = drain_node, comment_job
         self._deadline_s = deadline_s
         self._lanes = {name: Lane(f"act-{name}", LANE_THREADS, LANE_SHARE) for name in ("tell", "run", "node")}
         self._deadlines = Deadlines()
@@ -82,6 +85,7 @@ class Executor:
             "restart_generation": self._restart_generation,
             "swap_node": self._swap_node,
             "drain_node": self._drain_node,
+            "comment_job": self._comment_job,
             "notify": self._tell,
         }
 
@@ -190,6 +194,13 @@ class Executor:
         if self._drain is None:
             raise ActionError("opsd is not allowed to drain nodes; policy.drain allows it")
         return self._drain(_name(action, "node"), " ".join(action.reason.split()))
+
+    def _comment_job(self, action: Action) -> str:
+        job = _integer(action, "job")
+        if self._comment is None:
+            raise ActionError("no Slurm is known to this agent")
+        self._comment(job, " ".join(action.reason.split()))
+        return f"wrote it into the comment of job {job}"
 
     def _tell(self, action: Action) -> str:
         text = str(action.args.get("text") or action.reason)

@@ -15,7 +15,7 @@ from opsd.collectors.base import Collector, Context
 from opsd.collectors.slurm import SlurmReport
 from opsd.config import Settings
 from opsd.slurm.commands import CommandSlurm
-from opsd.slurm.port import Slurm, SlurmError, SlurmMissing
+from opsd.slurm.port import Job, Slurm, SlurmError, SlurmMissing, SlurmRejected
 
 
 class NodeWatch:
@@ -36,6 +36,7 @@ class NodeWatch:
         self._report = SlurmReport()
         self._thread: threading.Thread | None = None
         self._ids: dict[str, int] = {}
+        self._gpus: dict[tuple[int, int], frozenset[int] | None] = {}
 
     def __call__(self) -> SlurmReport:
         """The newest report; returns at once."""
@@ -51,12 +52,24 @@ class NodeWatch:
             nodes = self._slurm.nodes([self._node])
             jobs = self._slurm.jobs(node=self._node) if nodes else ()
             users = {str(job.id): user for job in jobs if (user := self._user_id(job.user)) is not None}
-            self._report = SlurmReport(self._clock(), nodes[0] if nodes else None, jobs, users=users)
+            self._gpus = {(job.id, job.restarts): self._gpus_of(job) for job in jobs if job.state == "running"}
+            gpus = {str(job): found for (job, _), found in self._gpus.items() if found is not None}
+            self._report = SlurmReport(self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus)
         except SlurmMissing as error:
             self._report = SlurmReport(problem=str(error), absent=True)
         except SlurmError as error:
             self._report = replace(self._report, problem=str(error), absent=False)
         return self._report
+
+    def _gpus_of(self, job: Job) -> frozenset[int] | None:
+        """The GPUs that Slurm gave ``job`` on this node, which do not change while it runs."""
+        known = (job.id, job.restarts)
+        if known in self._gpus:
+            return self._gpus[known]
+        try:
+            return self._slurm.gpus(job.id, self._node)
+        except SlurmRejected:  # it has ended meanwhile
+            return None
 
     def _user_id(self, name: str) -> int | None:
         """The id of a user; asking for it may take as long as the directory service does."""

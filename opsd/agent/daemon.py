@@ -56,7 +56,7 @@ class Daemon:
         if agent.run_seconds:
             seconds = RunSeconds(ledgers)
             self._loop.others.append(lambda: seconds.samples(self._loop.snapshot))
-        self._facts = {"node": agent.node, "mode": settings.policy.mode, "started_at": time.time()}
+        self._facts = {"node": agent.node, "started_at": time.time(), **_policy_facts(settings)}
         self._app = App(
             lambda: self._loop.snapshot,
             self._facts,
@@ -95,8 +95,14 @@ class Daemon:
         self._parts.reconfigure(old, new)
         self._server.web, self._server.hosts = web, own_hosts(new.agent.node, new.agent.names)
         self._app.job_nodes, self._app.fleet = (peers.jobs, peers.fleet) if peers else (None, None)
-        self._facts["mode"] = new.policy.mode
+        self._facts.update(_policy_facts(new))
         self._orders.take(new)
+
+
+def _policy_facts(settings: Settings) -> dict[str, object]:
+    """What pages and the API tell of the settings that a reload may change."""
+    cost = settings.cost
+    return {"mode": settings.policy.mode, "gpu_hour": cost.gpu_hour, "currency": cost.currency}
 
 
 def web_parts(settings: Settings) -> tuple[WebConfig, Peers | None]:

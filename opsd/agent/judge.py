@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 from opsd.agent.lifecycle import IncidentRules
 from opsd.agent.logs import Log
 from opsd.runbooks.base import Action, Finding, Incident, Runbook, View
+from opsd.runbooks.lib.jobs import with_job
 
 T = TypeVar("T")
 
@@ -94,7 +95,8 @@ class Judge:
         """The diagnosed findings of all runbooks that are not blind in this tick."""
 
         def ask(runbook: Runbook) -> Sequence[Finding]:
-            return tuple(_with_run(runbook.diagnose(finding, view), view) for finding in runbook.detect(view))
+            found = (runbook.diagnose(finding, view) for finding in runbook.detect(view))
+            return tuple(with_job(_with_run(finding, view), view) for finding in found)
 
         seeing = [runbook for runbook in self.runbooks.values() if sees(runbook, view)]
         looks = {runbook.kind: self._looks.get(runbook.kind, _Look()) for runbook in seeing}

@@ -11,7 +11,7 @@ from opsd.agent.policy import HARMLESS, UNCONFIRMED, Limits, needs_witness
 from opsd.agent.window import Window
 from opsd.runbooks.base import Action, Incident
 
-REPEATABLE = HARMLESS | {"set_power_limit", "swap_node", "drain_node"}
+REPEATABLE = HARMLESS | {"set_power_limit", "swap_node", "drain_node", "comment_job"}
 """Verbs whose second execution changes nothing."""
 RESUME_WITHIN_S = 900.0
 CONFIRM_WITHIN_S = 30.0

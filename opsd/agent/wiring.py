@@ -40,6 +40,11 @@ def build_journal(settings: Settings, log: Log) -> Journal:
     return Journal(settings.agent.state_dir, say)
 
 
+def _comment_job(job: int, text: str) -> None:
+    """Tell the owner of a job that its GPUs are idle, through this machine's Slurm."""
+    choose().slurm.summarize(job, text, "idle")
+
+
 def _drainer(settings: Settings) -> SlurmDrainer:
     """Drains this node through this machine's Slurm, which is looked up on use."""
     slurm = cache(lambda: choose().slurm)
@@ -65,6 +70,7 @@ def _executor(settings: Settings, journal: Journal, notifier: Notifier) -> Execu
         notify=notifier,
         set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
         drain_node=_drainer(settings) if settings.policy.drain else None,
+        comment_job=_comment_job,
     )
 
 

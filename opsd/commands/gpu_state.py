@@ -13,15 +13,21 @@ _SEVERITIES = {"critical": "bold red", "warning": "yellow", "info": "default"}
 
 
 def gpu_state(
-    gpu: Mapping[str, Any], incidents: Iterable[Mapping[str, Any]], ranks: Iterable[Mapping[str, Any]]
+    gpu: Mapping[str, Any],
+    incidents: Iterable[Mapping[str, Any]],
+    ranks: Iterable[Mapping[str, Any]],
+    jobs: Iterable[Mapping[str, Any]] = (),
 ) -> tuple[str, str]:
-    """What is to be said about ``gpu``, the worst first, and its style. Texts must be safe for the terminal."""
+    """What is to be said about ``gpu``, the worst first, and its style. Texts must be safe for the terminal.
+
+    ``jobs`` are Slurm's on the node; on a GPU without a rank they are what it is used for.
+    """
     if gpu["lost"]:
         return f"lost: {gpu['lost']}", "bold red"
-    mine = [i for i in incidents if i["culprit"]["gpu"] == gpu["index"] and i["resolved_at"] is None]
-    if mine:
-        worst = min(mine, key=lambda incident: list(_SEVERITIES).index(incident["severity"]))
-        more = f" (+{len(mine) - 1} more)" if len(mine) > 1 else ""
+    found = [i for i in incidents if i["culprit"]["gpu"] == gpu["index"] and i["resolved_at"] is None]
+    if found:
+        worst = min(found, key=lambda incident: list(_SEVERITIES).index(incident["severity"]))
+        more = f" (+{len(found) - 1} more)" if len(found) > 1 else ""
         return f"{worst['summary']}{more}", _SEVERITIES[worst["severity"]]
     if gpu.get("orphans"):
         return f"held by dead processes: {', '.join(map(str, gpu['orphans']))}", "yellow"
@@ -30,10 +36,18 @@ def gpu_state(
     rank = next((rank for rank in ranks if rank["live"] and rank["gpu"] == gpu["index"]), None)
     if rank is not None:
         return f"rank {rank['rank']} of {rank['run']}", "green"
+    if mine := [job for job in jobs if gpu["index"] in job["gpus"]]:
+        idle = all(str(gpu["index"]) in job["idle_s"] for job in mine)
+        whose = ", ".join(_named(job) for job in mine)
+        return (f"{whose}, idle", "yellow") if idle else (whose, "green")
     used = gpu["utilization_percent"]
     if used is None:
         return "ok", "green"
     return ("busy, no rank of a run", "green") if used >= BUSY_PERCENT else ("idle", "dim")
+
+
+def _named(job: Mapping[str, Any]) -> str:
+    return f"job {job['job']}" + (f" of {job['user']}" if job["user"] else "")
 
 
 def heat_style(gpu: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ COMMANDS = {
     "launch": "Start and supervise the ranks of a job, where torchrun is used today.",
     "ledger": "Where the wall-clock time of a run went.",
     "metrics": "List every metric that the agent exports.",
+    "nodes": "Nodes that fail again and again; which to take for a run.",
     "plan": "What a run takes before it starts: layout, days, GPUs, cost.",
     "preflight": "Check that this node is fit for a run.",
     "report": "What became of a run: steps, restarts, cost, as a page or as text.",
@@ -55,7 +56,7 @@ GROUPS = {
     "Plan": ("plan", "simulate"),
     "Run": ("launch", "train", "slurm", "swap", "requeue", "checkpoint"),
     "See what is going on": ("status", "top", "incidents", "diagnose", "runbook", "report", "compare", "ledger"),
-    "Nodes": ("agent", "preflight", "drain", "return", "spare", "config"),
+    "Nodes": ("agent", "preflight", "drain", "return", "spare", "nodes", "config"),
     "Set up": ("deploy", "alerts", "dashboards", "targets", "metrics", "completion"),
     "Try and test": ("demo", "chaos", "stack", "bench"),
 }

@@ -9,6 +9,8 @@ from typing import Any
 import click
 from rich.table import Table
 
+from opsd.agent.web.jobs import cost_text
+from opsd.agent.web.parts import span
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.gpu_state import gpu_state, heat_style
 from opsd.commands.output import output_console, plain_table, printable, rank_table
@@ -31,7 +33,7 @@ def status(agent: Agent, as_json: bool) -> None:
     console.print(f"[bold]{answer['node']}[/bold]  {said}")
     if not answer["journal"]["up"]:
         console.print(f"[red]journal: {answer['journal']['problem']}[/red]")
-    for table in (_collectors(answer), _gpus(answer, printable(found)), rank_table(answer["ranks"])):
+    for table in (_collectors(answer), _gpus(answer, printable(found)), _jobs(answer), rank_table(answer["ranks"])):
         if table.row_count:
             console.print(table)
     count = sum(answer["incidents"].values())
@@ -49,7 +51,7 @@ def _collectors(answer: Mapping[str, Any]) -> Table:
 def _gpus(answer: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]]) -> Table:
     table = plain_table("GPU", "state", "temp", "use", "model", "PCI", "")
     for gpu in answer["gpus"]:
-        said, style = gpu_state(gpu, incidents, answer["ranks"])
+        said, style = gpu_state(gpu, incidents, answer["ranks"], answer.get("jobs", ()))
         celsius, used = gpu["temperature_celsius"], gpu["utilization_percent"]
         table.add_row(
             str(gpu["index"]),
@@ -61,3 +63,18 @@ def _gpus(answer: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]]) -> 
             "[yellow]simulated[/yellow]" * gpu["simulated"],
         )
     return table
+
+
+def _jobs(answer: Mapping[str, Any]) -> Table:
+    """Slurm's jobs on the GPUs; an agent of an earlier release names none."""
+    table = plain_table("job", "user", "GPUs", "idle GPUs", "idle for", "idle cost")
+    for job in answer.get("jobs", ()):
+        gpus, idle = ", ".join(map(str, job["gpus"])), job["idle_s"]
+        said = ("-", "", "") if not idle else _idle_text(idle, answer)
+        table.add_row(job["job"], job["user"] or "-", gpus, *said)
+    return table
+
+
+def _idle_text(idle_s: Mapping[str, float], answer: Mapping[str, Any]) -> tuple[str, str, str]:
+    hours = sum(idle_s.values()) / 3600
+    return f"[yellow]{', '.join(idle_s)}[/yellow]", span(max(idle_s.values())), cost_text(hours, answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from opsd.collectors.ranks import RanksSettings
 from opsd.commands.options import Seconds, config_options, option
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
+from opsd.slurm import topology
+from opsd.slurm.topology import TopologyError
 
 TIMEOUT_S = 600.0
 """A step, a checkpoint, and the start of the next generation; or a spare that has to come first."""
@@ -59,7 +62,7 @@ def swap(
             outcome["result"] = "possible"
         else:
             came = planned_swap(lambda request: ask_launcher(control, request), node, reason, patience_s=timeout)
-            said = swapped_out(node, came)
+            said = swapped_out(node, came) + _hops(members, node, came)
             outcome |= {"result": "done", "spares": came}
     except (ControlError, SwapError) as error:
         said = str(error)
@@ -107,7 +110,17 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
     spare, *others = members.spares or ("it",)
     lead = f"; it leads the run, {spare} or another node takes that over" if node == members.leader else ""
     then = f" (then {', '.join(others)})" if others else ""
+    hops = _hops(members, node, members.spares)
     return (
         f"run {run} would {first}checkpoint at a step boundary and go on with {spare}{then} in the place of "
-        f"{node}, node rank {members.nodes.index(node)}{lead}"
+        f"{node}, node rank {members.nodes.index(node)}{lead}{hops}"
     )
+
+
+def _hops(members: Members, node: str, spares: Sequence[str]) -> str:
+    """What the place of the first of ``spares`` costs, as the end of a sentence; "" without a topology."""
+    try:
+        told = topology.read().swap_text(members.nodes, node, spares[0]) if spares else ""
+    except TopologyError:
+        return ""
+    return f"; {told}" if told else ""

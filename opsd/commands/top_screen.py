@@ -192,7 +192,7 @@ def _gpus(status: Record, incidents: Sequence[Record], gpus: Sequence[Record]) -
     table = plain_table("GPU", "use", "", "temp", "power", "SM clock", "memory", "state")
     for gpu in gpus:
         use, celsius = gpu["utilization_percent"], gpu["temperature_celsius"]
-        said, style = gpu_state(gpu, incidents, status["ranks"])
+        said, style = gpu_state(gpu, incidents, status["ranks"], status.get("jobs", ()))
         table.add_row(
             str(gpu["index"]),
             Bar(use),

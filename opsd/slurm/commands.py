@@ -20,6 +20,7 @@ from opsd.slurm.output import (
     parse_comments,
     parse_configuration,
     parse_excluded,
+    parse_gpus,
     parse_job_comments,
     parse_job_id,
     parse_jobs,
@@ -46,7 +47,6 @@ from opsd.words import printable
 DEADLINE_S = 12.0
 """A little more than the 9 to 10 s that Slurm's commands need to notice that no controller answers."""
 _AVOIDED = re.compile(r"\s*\[opsd1 avoids([^\[\]]*)\]")
-_SUMMARY = re.compile(r"\s*\[opsd run: [^\[\]]*\]")
 """What opsd says of a run in a comment of its job."""
 _NODE = re.compile(r"([\w.-]+)@(\d+)")
 """The nodes that opsd excludes from a job, in the job's comment with the time of exclusion.
@@ -134,6 +134,9 @@ class CommandSlurm:
         )
         return parse_step_nodes(output.stdout, separator)
 
+    def gpus(self, job: int, node: str) -> frozenset[int] | None:
+        return parse_gpus(self._run("scontrol", "--details", "show", "job", str(job)).stdout, node)
+
     def requeue(self, job: int) -> None:
         self._run("scontrol", "requeue", str(job))
 
@@ -155,13 +158,13 @@ class CommandSlurm:
         left = {name: at for name, at in own.items() if name not in names}
         self._avoid(job, self._avoided(job) - (own.keys() - left.keys()), _with_avoided(comment, left))
 
-    def summarize(self, job: int, text: str) -> None:
+    def summarize(self, job: int, text: str, topic: str = "run") -> None:
         comment, admin_comment = self._comments(job)
         try:
-            told = f"admincomment={_with_summary(admin_comment, text)}"
+            told = f"admincomment={_with_summary(admin_comment, text, topic)}"
             self._run("scontrol", "update", f"jobid={job}", told)
         except SlurmDenied:
-            self._run("scontrol", "update", f"jobid={job}", f"comment={_with_summary(comment, text)}")
+            self._run("scontrol", "update", f"jobid={job}", f"comment={_with_summary(comment, text, topic)}")
 
     def _comments(self, job: int) -> tuple[str, str]:
         separator = self._separator()
@@ -222,10 +225,11 @@ def _avoided_in(comment: str) -> dict[str, float]:
     return {found[1]: float(found[2]) for word in words if (found := _NODE.fullmatch(word))}
 
 
-def _with_summary(comment: str, text: str) -> str:
-    """``comment`` with ``text`` in place of what opsd said in it before."""
+def _with_summary(comment: str, text: str, topic: str) -> str:
+    """``comment`` with ``text`` in place of what opsd said in it about ``topic`` before."""
     plain = printable(text).replace("[", "(").replace("]", ")")
-    return f"{_SUMMARY.sub('', comment).strip()} [opsd run: {plain}]".strip()
+    others = re.sub(rf"\s*\[opsd {topic}: [^\[\]]*\]", "", comment).strip()
+    return f"{others} [opsd {topic}: {plain}]".strip()
 
 
 def _with_avoided(comment: str, avoided: Mapping[str, float]) -> str:

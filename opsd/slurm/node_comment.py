@@ -5,7 +5,7 @@ reconfigure`` (tested on 22.05), can be set at run time, and is shown by sinfo. 
 reset by each reconfigure, and sbatch selects by them; newer releases parse ``Extra`` as a constraint.) opsd owns the
 part in brackets only::
 
-    rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- spare=ready@1763711000]
+    rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- tested=1763710900 spare=ready@1763711000]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ KEPT_STAYS = 8
 KEPT_S = 90 * 86_400.0
 _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
 _STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
+_TESTED = re.compile(r"tested=(\d+)")
 _SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
 
 
@@ -31,11 +32,15 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class NodeHistory:
-    """``stays`` are oldest first. ``spare`` is "" for no spare, "ready", or what it lacks, as of ``spare_at``."""
+    """``stays`` are oldest first. ``spare`` is "" for no spare, "ready", or what it lacks, as of ``spare_at``.
+
+    ``tested_at`` is when the newest preflight began with which the node was given back, 0 if none is known.
+    """
 
     stays: tuple[Stay, ...] = ()
     spare: str = ""
     spare_at: float = 0.0
+    tested_at: float = 0.0
 
     @property
     def out(self) -> bool:
@@ -76,7 +81,8 @@ def read(comment: str) -> NodeHistory:
         if (m := _STAY.fullmatch(word)) is not None
     ]
     spare = next((m for word in words if (m := _SPARE.fullmatch(word))), None)
-    return NodeHistory(tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0)
+    tested = next((float(m[1]) for word in words if (m := _TESTED.fullmatch(word))), 0.0)
+    return NodeHistory(tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested)
 
 
 def write(comment: str, record: NodeHistory) -> str:
@@ -84,6 +90,7 @@ def write(comment: str, record: NodeHistory) -> str:
     words = [
         f"{stay.kind}={stay.out:.0f}-{f'{stay.back:.0f}' if stay.back is not None else ''}" for stay in record.stays
     ]
+    words += [f"tested={record.tested_at:.0f}"] if record.tested_at else []
     words += [f"spare={record.spare}@{record.spare_at:.0f}"] if record.spare else []
     others = _RECORD.sub("", comment).strip()
     return f"{others} [opsd1 {' '.join(words)}]".strip() if words else others

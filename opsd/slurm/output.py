@@ -38,6 +38,9 @@ JOB_FIELDS = (
 )  # fmt: skip
 JOB_COMMENT_FIELDS = ("JobID", "Comment", "admin_comment")
 STEP_FIELDS = ("StepID", "Nodes")
+_DETAILS = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S+ GRES=(\S*)", re.MULTILINE)
+_GPUS = re.compile(r"(?:^|,)gpu(?::[^:(),]+)?:(\d+)(?:\(IDX:([\d,-]+)\))?")
+"""``gpu:h100:2(IDX:0-1)``, one for each type of GPU."""
 CONFIGURED_NOT = ("(null)", "none", "")
 
 
@@ -107,6 +110,21 @@ def parse_step_nodes(text: str, separator: str) -> frozenset[str]:
     """The nodes with steps in squeue's output with ``STEP_FIELDS``. Raises SlurmRejected."""
     steps = records(text, separator, len(STEP_FIELDS))
     return frozenset(node for id, nodes in steps if not id.endswith((".batch", ".extern")) for node in _hosts(nodes))
+
+
+def parse_gpus(text: str, node: str) -> frozenset[int] | None:
+    """The indexes of the GPUs of ``node`` in the output of ``scontrol --details show job``, none without GPUs.
+
+    None where Slurm does not number them, or where two lines speak of the node: a job's name may hold a forged one.
+    """
+    lines = [match[2] for match in _DETAILS.finditer(text) if node in _hosts(match[1])]
+    if len(lines) != 1:
+        return None
+    counted, found = 0, set[int]()
+    for count, indexes in _GPUS.findall(lines[0]):
+        counted += int(count)
+        found.update(map(int, _hosts(f"[{indexes}]") if indexes else ()))
+    return frozenset(found) if len(found) == counted else None
 
 
 def parse_job_comments(text: str, separator: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opsd.settings.policy import PolicySettings
 from opsd.slurm import drain as effects
@@ -178,7 +178,9 @@ def give_back(
         raise Refused("; ".join(filter(None, against)))
     back = effects.give_back(slurm, names)
     for name in back:
-        slurm.set_comment(name, node_comment.write(comments[name], records[name].returned(at)))
+        record, proof = records[name].returned(at), checked.get(name)
+        tested_at = proof.at if proof is not None and proof.passed else record.tested_at
+        slurm.set_comment(name, node_comment.write(comments[name], replace(record, tested_at=tested_at)))
     return back
 
 

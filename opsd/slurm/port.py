@@ -174,6 +174,12 @@ class Slurm(SlurmNodes, Protocol):
     def step_nodes(self, job: int) -> frozenset[str]:
         """The nodes on which the job has steps, the batch script excepted; none for a job that is not running."""
 
+    def gpus(self, job: int, node: str) -> frozenset[int] | None:
+        """The GPUs of ``node`` that the job has, as indexes of the node's GRES; none if it has none there.
+
+        None where Slurm does not number them (a ``gres.conf`` without files) or its answer is ambiguous.
+        """
+
     def requeue(self, job: int) -> None:
         """Stop the job and requeue it. Slurm delays its start by two minutes unless ``set_start_time`` is called."""
 
@@ -195,8 +201,11 @@ class Slurm(SlurmNodes, Protocol):
     def include(self, job: int, names: Sequence[str]) -> None:
         """Undo ``exclude``; nodes that the user excluded stay excluded."""
 
-    def summarize(self, job: int, text: str) -> None:
-        """Put ``text`` into the job's AdminComment, or its Comment if this user may not; other text there stays."""
+    def summarize(self, job: int, text: str, topic: str = "run") -> None:
+        """Put ``text`` into the job's AdminComment, or its Comment if this user may not.
+
+        It replaces what opsd said there about the same ``topic``, a word; all other text stays.
+        """
 
     def shrink(self, job: int, names: Sequence[str]) -> None:
         """Reduce a running job to the nodes ``names``, which include its batch host. The job's owner may do that."""

@@ -54,6 +54,7 @@ class FakeSlurm:
         self.updates: list[tuple[tuple[str, ...], str, str]] = []
         self.by_comment: dict[str, str] = {}
         self.summaries: dict[int, str] = {}
+        self.by_gpu: dict[tuple[int, str], frozenset[int] | None] = {}
         self._jobs = list(jobs)
         self._partitions = partitions
         self._config = config or {}
@@ -106,6 +107,10 @@ class FakeSlurm:
     def step_nodes(self, job: int) -> frozenset[str]:
         return frozenset(node for found in self.jobs([job]) for node in found.nodes)
 
+    def gpus(self, job: int, node: str) -> frozenset[int] | None:
+        self._answer()
+        return self.by_gpu.get((job, node))
+
     def requeue(self, job: int) -> None:
         self._answer()
 
@@ -122,7 +127,7 @@ class FakeSlurm:
     def include(self, job: int, names: Sequence[str]) -> None:
         self._answer()
 
-    def summarize(self, job: int, text: str) -> None:
+    def summarize(self, job: int, text: str, topic: str = "run") -> None:
         self._answer()
         self.summaries[job] = text
 

@@ -34,6 +34,7 @@ ENDS = {
     "restart_generation": ("failed", GIVEN_UP),
     "swap_node": ("ok", "n1 is out of the run, n2 took its place; drained n1"),
     "drain_node": ("ok", "drained n1"),
+    "comment_job": ("ok", "wrote it into the comment of job 7"),
     "notify": ("ok", "told"),
 }
 """What becomes of each verb after the next start: outcome and detail."""
@@ -66,6 +67,7 @@ class World:
             "restart_generation": {"control": control},
             "swap_node": {"node": NODE, "control": control, "kind": "trouble", "incident": "i"},
             "drain_node": {"node": NODE},
+            "comment_job": {"job": 7},
         }
         return Action(verb, NODE, args.get(verb, {}), "in trouble")
 
@@ -98,6 +100,7 @@ class World:
             notify=lambda _text, _fields: self.change("told") and None,
             set_power_limit=lambda _gpu, _watts: self.change("limited") and None,
             drain_node=lambda _node, _reason: self.change("drained"),
+            comment_job=lambda _job, _text: self.change("commented") and None,
         )  # fmt: skip
 
 

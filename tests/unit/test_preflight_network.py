@@ -19,7 +19,7 @@ from opsd.preflight.network.bandwidth import Timing, busbw, sizes
 from opsd.preflight.network.check import join_outcome
 from opsd.preflight.network.coordinator import slowest
 from opsd.preflight.network.participant import Participant
-from opsd.preflight.network.rendezvous import Place, RendezvousError, interface_towards, place, read_switches, switches
+from opsd.preflight.network.rendezvous import Place, RendezvousError, interface_towards, place, read_switches
 from opsd.preflight.network.spec import Done, Joined
 
 RANKS = st.integers(2, 60)
@@ -127,9 +127,11 @@ def test_leaf_switches_come_from_slurms_topology(tmp_path: Path):
     SwitchName=leaf2 LinkSpeed=400 Nodes=n3,n4   # not n5
     SwitchName=spine Switches=leaf[1-2]
     """
-    assert switches(text) == {"n1": "leaf1", "n2": "leaf1", "n3": "leaf2", "n4": "leaf2"}
+    path = tmp_path / "topology.conf"
+    path.write_text(text)
+    assert read_switches(path) == {"n1": "leaf1", "n2": "leaf1", "n3": "leaf2", "n4": "leaf2"}
     with pytest.raises(RendezvousError, match="cannot be read"):
-        read_switches(tmp_path / "topology.conf")
+        read_switches(tmp_path / "none.conf")
 
 
 def test_an_iteration_is_as_slow_as_its_slowest_node():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from opsd.slurm.commands import CommandSlurm, random_separator
-from opsd.slurm.output import failure, parse_configuration, parse_jobs, parse_nodes, parse_version
+from opsd.slurm.output import failure, parse_configuration, parse_gpus, parse_jobs, parse_nodes, parse_version
 from opsd.slurm.port import SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.runner import Output
 from tests.fakes.slurm import RECORDED, SEPARATOR, RecordedRunner
@@ -212,3 +212,29 @@ def test_the_summary_of_a_run_leaves_other_words_in_the_comments(operator: bool)
         assert kept == {"comment": "mine [opsd1 avoids n2@1763711000]", "admincomment": f"site 5 {summary}"}
     else:
         assert kept == {"comment": f"mine [opsd1 avoids n2@1763711000] {summary}", "admincomment": "site 5"}
+
+
+DETAILS = """JobId=7 JobName={name}
+   NodeList=n[1-5] BatchHost=n1 NumNodes=5
+   JOB_GRES=gpu:h100:6
+     Nodes=n[1-2] CPU_IDs=0-1 Mem=0 GRES=gpu:h100:3(IDX:0,2-3),nic:1(IDX:5)
+     Nodes=n3 CPU_IDs=0-1 Mem=0 GRES=
+     Nodes=n4 CPU_IDs=0-1 Mem=0 GRES=gpu:1g.10gb:1(IDX:4),gpu:h100:1(IDX:0)
+     Nodes=n5 CPU_IDs=0-1 Mem=0 GRES=gpu:2
+   Command=/home/ada/train.sh
+"""
+
+
+@pytest.mark.parametrize(
+    ("node", "gpus"),
+    [("n1", {0, 2, 3}), ("n2", {0, 2, 3}), ("n3", set()), ("n4", {0, 4}), ("n5", None), ("n6", None)],
+)
+def test_the_gpus_of_a_job_are_those_that_slurm_numbers(node: str, gpus: set[int] | None) -> None:
+    """Several nodes on a line, several types, none, and some without numbers."""
+    assert parse_gpus(DETAILS.format(name="train"), node) == gpus
+
+
+def test_a_jobs_name_cannot_claim_the_gpus_of_others() -> None:
+    """A second line about the same node makes Slurm's answer worth nothing."""
+    forged = "x\n     Nodes=n3 CPU_IDs=0-1 Mem=0 GRES=gpu:8(IDX:0-7)"
+    assert parse_gpus(DETAILS.format(name=forged), "n3") is None

@@ -40,7 +40,7 @@ def test_a_drain_is_remembered_beyond_the_return() -> None:
     assert ownership.drain(slurm, ["n01"], "opsd:manual ib_link", RULES, now=NOW) == ("n01",)
     passed = {"n01": PreflightResult(NOW + 50, passed=True)}
     assert ownership.give_back(slurm, ["n01"], passed, RULES, now=NOW + 60) == ("n01",)
-    assert slurm.by_comment["n01"] == f"rack 12 [opsd1 ib_link={NOW:.0f}-{NOW + 60:.0f}]"
+    assert slurm.by_comment["n01"] == f"rack 12 [opsd1 ib_link={NOW:.0f}-{NOW + 60:.0f} tested={NOW + 50:.0f}]"
 
 
 def test_a_drain_that_was_cut_off_is_recorded_by_its_repetition() -> None:

@@ -128,5 +128,9 @@ def test_the_state_of_a_gpu_is_the_worst_that_is_known() -> None:
     assert gpu_state(gpu(temperature_celsius=88.0, temperature_margin_celsius=9.0), [], ranks)[1] == "green"
     assert gpu_state(gpu(), [incident(1)], ranks) == ("rank 0 of smol", "green")
     assert gpu_state(gpu(), [], [])[0] == "busy, no rank of a run"
+    jobs = [{"job": "72", "user": "bob", "gpus": [0, 1], "idle_s": {"1": 90.0}}]
+    assert gpu_state(gpu(), [], [], jobs) == ("job 72 of bob", "green")
+    assert gpu_state(gpu(1), [], [], jobs) == ("job 72 of bob, idle", "yellow")
+    assert gpu_state(gpu(), [], ranks, jobs) == ("rank 0 of smol", "green")
     assert gpu_state(gpu(utilization_percent=0.0), [], []) == ("idle", "dim")
     assert gpu_state(gpu(), [incident(0, resolved_at=9.0)], ranks)[0] == "rank 0 of smol"

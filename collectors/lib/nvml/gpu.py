@@ -29,11 +29,13 @@ class _Bound(NamedTuple):
 class Gpu:
     """A GPU that answers. What turns out to be unsupported is not asked for again.
 
-    ``processes`` are the bytes of device memory of each compute process as last read. Raises NvmlError if the GPU does
+    ``processes`` are the bytes of device memory of each compute process as last read; ``works`` is whether a kernel ran
+    lately, None where the GPU does not tell, as with MIG. Raises NvmlError if the GPU does
     not answer.
     """
 
     processes: Mapping[int, int]
+    works: bool | None = None
     _lists_processes = False
     _used_mib = math.inf
 
@@ -94,6 +96,8 @@ class Gpu:
             raise NvmlError("the driver knows the GPU but answers no call about it")
         if not self.processes:
             self._used_mib = next((sample.value for sample in samples if sample.metric is series.FB_USED), math.inf)
+        percent = next((sample.value for sample in samples if sample.metric is series.GPU_UTIL), None)
+        self.works = None if percent is None else percent > 0
         mask = next((int(sample.value) for sample in samples if sample.metric is series.EVENT_REASONS), None)
         samples += of_fields
         samples += of_units

@@ -15,6 +15,7 @@ from opsd.agent.gather import Source
 from opsd.agent.knowledge import Similar, nearest, statistics
 from opsd.agent.loop import Snapshot
 from opsd.agent.records import to_document
+from opsd.agent.web.jobs import jobs_on_gpus
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Incident
 
@@ -133,6 +134,7 @@ def status(snapshot: Snapshot, facts: Mapping[str, Any], now: float) -> dict[str
         "gpus": [{**asdict(gpu), **_gauges(snapshot, gpu.uuid)} for gpu in snapshot.gpus],
         "ranks": [_rank(rank, now) for rank in snapshot.ranks],
         "runs": [asdict(run) for run in snapshot.runs],
+        "jobs": [asdict(job) for job in jobs_on_gpus(snapshot)],
     }
 
 

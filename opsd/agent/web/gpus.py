@@ -10,8 +10,9 @@ from opsd.agent.web.api import newest_first
 from opsd.agent.web.history import THROTTLED, History, current
 from opsd.agent.web.html import Html, card, h, join, link, nothing, pill, sparkline, table
 from opsd.agent.web.incidents import incident_path
+from opsd.agent.web.jobs import jobs_on_gpus
 from opsd.agent.web.parts import TONES
-from opsd.collectors.base import GpuFact, RankFact
+from opsd.collectors.base import GpuFact
 from opsd.runbooks.base import Incident
 
 THROTTLED_WARN, THROTTLED_BAD = 0.02, 0.1
@@ -31,14 +32,15 @@ def gpu_table(snapshot: Snapshot, history: History, node: str) -> Html:
         nvml = next((source for source in snapshot.sources if source.name == "nvml"), None)
         return card("gpus", "GPUs", nothing(nvml.reason if nvml and nvml.reason else "No GPU is known."))
     values, margins = current(snapshot), _margins(snapshot)
-    users = {rank.gpu: rank for rank in snapshot.ranks if rank.live}
+    users = {gpu: f"job {job.job}" for job in jobs_on_gpus(snapshot) for gpu in job.gpus}
+    users |= {rank.gpu: f"{rank.rank} of {rank.run}" for rank in snapshot.ranks if rank.live and rank.gpu is not None}
     simulated = " (simulated)" if all(gpu.simulated for gpu in snapshot.gpus) else ""
-    columns = ("GPU", "State", "Throttled", "Temperature", "Power", "SM clock", "Busy", "Rank")
+    columns = ("GPU", "State", "Throttled", "Temperature", "Power", "SM clock", "Busy", "Rank or job")
     rows = [
         _row(
             gpu,
             gpu_state(gpu, _worst(snapshot, gpu.index, node), _throttled(history, gpu.uuid), margins.get(gpu.uuid)),
-            users.get(gpu.index),
+            users.get(gpu.index, "–"),
             values,
             history,
         )
@@ -118,7 +120,7 @@ def _throttled(history: History, uuid: str) -> float | None:
 
 
 def _row(
-    gpu: GpuFact, state: Html, rank: RankFact | None, values: Mapping[tuple[str, str], float], history: History
+    gpu: GpuFact, state: Html, user: str, values: Mapping[tuple[str, str], float], history: History
 ) -> Sequence[object]:
     def drawn(name: str, unit: str) -> Html:
         series, value = f"DCGM_FI_DEV_{name}", values.get((f"DCGM_FI_DEV_{name}", gpu.uuid))
@@ -137,5 +139,5 @@ def _row(
         drawn("POWER_USAGE", "W"),
         drawn("SM_CLOCK", "MHz"),
         drawn("GPU_UTIL", "%"),
-        f"{rank.rank} of {rank.run}" if rank else "–",
+        user,
     )

@@ -18,6 +18,7 @@ from opsd.agent.web.gpus import gpu_table, slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History, current
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
 from opsd.agent.web.incidents import incident_cards, page_tone
+from opsd.agent.web.jobs import JobOnGpus, cost_text, jobs_on_gpus
 from opsd.agent.web.parts import TONES, count, phase_shares, ranks, run_state, span
 from opsd.collectors.base import RunFact
 from opsd.runbooks.base import Incident
@@ -35,6 +36,7 @@ def node_page(snapshot: Snapshot, history: History, about: Mapping[str, Any], *,
         incident_cards(newest_first(snapshot), snapshot.wall),
         gpu_table(snapshot, history, str(node)),
         gpu_charts(snapshot.gpus, history, _of_gpus(snapshot), snapshot.wall, limit_c=slowdown_limit(snapshot)),
+        _jobs(snapshot, about),
         _runs(snapshot, history),
         ranks(snapshot.ranks, now),
         _collectors(snapshot),
@@ -79,6 +81,33 @@ def _spare(snapshot: Snapshot) -> list[tuple[str, object]]:
     age = values.get("opsd_spare_verified_age_seconds")
     verified = f", verified {span(age)} ago" if age is not None else ""
     return [("spare", pill(f"ready{verified}", "good") if ready else pill(f"not ready{verified}", "warn"))]
+
+
+def _jobs(snapshot: Snapshot, about: Mapping[str, Any]) -> Html:
+    """Slurm's jobs with GPUs of this node, empty without any."""
+    jobs = jobs_on_gpus(snapshot)
+    if not jobs:
+        return Html("")
+    columns = ("Job", "User", "Partition", "GPUs", "Idle", "Idle cost")
+    rows = [
+        (
+            job.job,
+            job.user or "–",
+            job.partition or "–",
+            ", ".join(map(str, job.gpus)),
+            _idle_gpus(job),
+            cost_text(job.idle_gpu_hours, about) if job.idle_s else "–",
+        )
+        for job in jobs
+    ]
+    return card("jobs", "Slurm jobs on the GPUs", table("Slurm jobs on the GPUs", columns, rows))
+
+
+def _idle_gpus(job: JobOnGpus) -> Html | str:
+    if not job.idle_s:
+        return "none"
+    longest = span(max(job.idle_s.values()))
+    return join((pill(f"{len(job.idle_s)} of {len(job.gpus)}", "warn"), f"for up to {longest}"), " ")
 
 
 def _runs(snapshot: Snapshot, history: History) -> Html:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,10 +11,11 @@ from typing import Final
 
 import psutil
 
+from opsd.slurm import topology
 from opsd.slurm.hostlist import HostlistError, expand
+from opsd.slurm.topology import TopologyError
 
 PORT: Final = 29_555
-_LEAF: Final = re.compile(r"^\s*SwitchName=(\S+)\s.*?Nodes=(\S+)", re.IGNORECASE | re.MULTILINE)
 
 
 class RendezvousError(Exception):
@@ -78,24 +78,12 @@ def use_interface(host: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def switches(text: str) -> dict[str, str]:
-    """Node to leaf switch, from Slurm's topology.conf. Raises RendezvousError."""
-    plain = "\n".join(line.partition("#")[0] for line in text.splitlines())
-    try:
-        return {node: switch for switch, nodes in _LEAF.findall(plain) for node in expand(nodes)}
-    except HostlistError as error:
-        raise RendezvousError(f"the topology cannot be read: {error}") from error
-
-
-def read_switches(path: Path | None) -> dict[str, str]:
+def read_switches(path: Path | None) -> Mapping[str, str]:
     """Node to leaf switch from the file ``path``, or from Slurm's default location; empty if there is no such file.
 
     Raises RendezvousError if the given file cannot be read.
     """
-    default = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("topology.conf")
     try:
-        return switches((path or default).read_text(encoding="utf-8"))
-    except OSError as error:
-        if path is None:
-            return {}
-        raise RendezvousError(f"{path} cannot be read: {error.strerror}") from error
+        return topology.read(path).leaf
+    except TopologyError as error:
+        raise RendezvousError(str(error)) from error

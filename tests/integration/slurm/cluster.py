@@ -80,14 +80,17 @@ class Cluster:
     """A context manager: the cluster is up, with every node idle, inside the block and gone without a trace after it.
 
     ``shared`` is a folder that all hosts and the test see (the shared file system). Each host has its own /dev/shm,
-    /run and a small disk at /mnt. ``nodes`` may lack hosts, ``controller`` is one as well.
+    /run and a small disk at /mnt. ``nodes`` may lack hosts, ``controller`` is one as well. Each node has as many
+    ``gpus``, which are files to Slurm.
     """
 
-    def __init__(self, names: Sequence[str] = DEFAULT_NODES, settings: Mapping[str, str] = FAST) -> None:
+    def __init__(
+        self, names: Sequence[str] = DEFAULT_NODES, settings: Mapping[str, str] = FAST, *, gpus: int = 0
+    ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="opsd-slurm-"))
         self.shared = self.folder / "shared"
         self._names = (CONTROLLER, *names)
-        self._settings = settings
+        self._settings, self._gpus = settings, gpus
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -197,11 +200,18 @@ class Cluster:
         self.shared.chmod(0o777)
         hosts = [f"{address} {name}" for name, address in self._addresses()]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+        gres = f" Gres=gpu:{self._gpus}" if self._gpus else ""
         nodes = "\n".join(
-            f"NodeName={name} NodeAddr={address} CPUs=8 RealMemory=16000 State=UNKNOWN"
+            f"NodeName={name} NodeAddr={address} CPUs=8 RealMemory=16000{gres} State=UNKNOWN"
             for name, address in self._addresses()[1:]
         )
-        settings = "\n".join(f"{key}={value}" for key, value in self._settings.items())
+        chosen = {**self._settings, **({"GresTypes": "gpu"} if self._gpus else {})}
+        settings = "\n".join(f"{key}={value}" for key, value in chosen.items())
+        if self._gpus:
+            for number in range(self._gpus):
+                (self.folder / f"etc/gpu{number}").touch()
+            devices = f"{self.folder}/etc/gpu[0-{self._gpus - 1}]"
+            (self.folder / "etc/gres.conf").write_text(f"Name=gpu File={devices}\n")
         text = _CONFIGURATION.format(folder=self.folder, settings=settings, nodes=nodes)
         (self.folder / "etc/slurm.conf").write_text(text)
         (self.folder / "open.sh").write_text("\n".join(_opened(self.folder / "open")) + "\n")

@@ -1,0 +1,70 @@
+"""The Slurm jobs on this node's GPUs, and how long their GPUs have been idle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from opsd.collectors.base import Collector, Context, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.gpu_jobs import GpuJobs
+from opsd.collectors.lib.occupancy import Occupancy
+from opsd.collectors.lib.rank_series import JOB_INFO
+from opsd.settings.section import CollectorSettings
+
+INTERVAL_S: Final = 5.0
+
+IDLE = Metric(
+    "opsd_gpu_job_idle_seconds",
+    "Time for which a job has had a GPU on which no kernel ran.",
+    unit="seconds",
+    labels=("gpu", "job_id"),
+)
+LABELS: Final = {
+    "gpu": "GPUs of the node by index",
+    "job_id": "Slurm jobs that have a GPU, mostly one for each GPU",
+    "run": "empty",
+    "rank": "empty",
+}
+
+
+class JobsSettings(CollectorSettings):
+    """Slurm's jobs on the GPUs of this node, also those without rank pages."""
+
+
+class JobsCollector:
+    """The jobs that ``jobs`` finds. ``occupancy`` has what other collectors know of GPUs and jobs."""
+
+    name = "jobs"
+    metrics = (JOB_INFO, IDLE)
+    interval_s = INTERVAL_S
+
+    def __init__(
+        self, occupancy: Occupancy, jobs: GpuJobs | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._occupancy, self._clock = occupancy, clock
+        self._jobs = jobs or GpuJobs(occupancy, clock=clock)
+        self._since: Mapping[tuple[int, str], float] = {}
+
+    def collect(self) -> Reading | NoData:
+        """Look whose GPUs they are now."""
+        if not self._occupancy.holders and not self._occupancy.worked:
+            return NoData("the driver has told of no GPU of this node")
+        now = self._clock()
+        found = [(gpu, job) for gpu, jobs in self._jobs.look().items() for job in sorted(jobs)]
+        self._since = {pair: self._since.get(pair, now) for pair in found}
+        return Reading(tuple(self._samples(now)))
+
+    def _samples(self, now: float) -> Iterator[Sample]:
+        for (gpu, job), since in self._since.items():
+            if (gpu, job) not in self._occupancy.ranked:
+                yield Sample(JOB_INFO, 1.0, (str(gpu), job, "", ""))
+            if (worked := self._occupancy.worked.get(gpu)) is not None:
+                yield Sample(IDLE, max(0.0, now - max(worked, since)), (str(gpu), job))
+
+
+def _make(_settings: JobsSettings, context: Context) -> Collector:
+    return JobsCollector(context.shared(Occupancy))
+
+
+COLLECTOR = Plugin("jobs", JobsSettings, _make, LABELS, witness=True)

@@ -1,0 +1,54 @@
+"""The Slurm jobs on the GPUs of this node, whose they are, and which of their GPUs are idle. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from opsd.agent.loop import Snapshot
+
+IDLE_S: Final = 60.0
+"""A GPU that ran no kernel for this long counts as idle."""
+
+_ON_GPU, _IDLE, _JOB = "opsd_gpu_job_info", "opsd_gpu_job_idle_seconds", "opsd_slurm_job_info"
+
+
+@dataclass(frozen=True, slots=True)
+class JobOnGpus:
+    """A job with GPUs of this node by index. ``idle_s`` has the seconds of those that are idle; "" is unknown."""
+
+    job: str
+    user: str
+    partition: str
+    gpus: tuple[int, ...]
+    idle_s: Mapping[int, float]
+
+    @property
+    def idle_gpu_hours(self) -> float:
+        """What its idle GPUs have cost since each of them last worked."""
+        return sum(self.idle_s.values()) / 3600
+
+
+def jobs_on_gpus(snapshot: Snapshot) -> list[JobOnGpus]:
+    """Every job that has a GPU of this node, by its id."""
+    gpus: dict[str, set[int]] = {}
+    idle: dict[str, dict[int, float]] = {}
+    owners: dict[str, tuple[str, str]] = {}
+    for metric, value, labels in (sample for group in snapshot.samples for sample in group):
+        if metric.name == _ON_GPU and labels[1]:
+            gpus.setdefault(labels[1], set()).add(int(labels[0]))
+        elif metric.name == _IDLE and value >= IDLE_S:
+            idle.setdefault(labels[1], {})[int(labels[0])] = round(value, 1)
+        elif metric.name == _JOB:
+            owners[labels[0]] = labels[1], labels[2]
+    return [
+        JobOnGpus(job, *owners.get(job, ("", "")), tuple(sorted(gpus[job])), dict(sorted(idle.get(job, {}).items())))
+        for job in sorted(gpus, key=lambda job: (len(job), job))
+    ]
+
+
+def cost_text(gpu_hours: float, about: Mapping[str, Any]) -> str:
+    """GPU-hours, with their price where ``about``, the facts of an agent, has that of one and its currency."""
+    price, currency = float(about.get("gpu_hour", 0.0)), about.get("currency", "")
+    return f"{gpu_hours:.1f} GPU-hours" + (f", {gpu_hours * price:,.2f} {currency}" if price else "")

@@ -1,0 +1,168 @@
+"""``opsd nodes``: which nodes fail again and again, and which to take for a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from opsd import exitcodes, lemons
+from opsd.commands.options import Group, option
+from opsd.commands.output import fail, output_console, plain_table
+from opsd.commands.settings import BadConfig
+from opsd.lemons import Fault, Judgement, Lift
+from opsd.slurm.candidates import Candidate, candidates, faults, free
+from opsd.slurm.connect import choose
+from opsd.slurm.hostlist import compress
+from opsd.slurm.port import Node, SlurmError
+from opsd.slurm.topology import Choice, TopologyError, pick, read
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_history = option("--history", type=_FILE, help="More faults, one JSON object a line: node, kind, at, back (epoch s).")
+_json = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@click.group(cls=Group)
+def nodes() -> None:
+    """The cluster's nodes by their history, which Slurm keeps in their comments.
+
+    Every subcommand exits with 0 when done, 1 if Slurm does not answer or there are too few nodes, 2 if the command
+    line or a file is wrong.
+    """
+
+
+@nodes.command("lemons")
+@_history
+@_json
+def show_lemons(history: Path | None, as_json: bool) -> int:
+    """Show the nodes that failed in the last 30 days, and whether that says anything about them here.
+
+    A stay out of service that opsd has recorded is a fault, maintenance is none. --history adds what Slurm does not
+    know: tickets, or jobs that failed on a node and ran elsewhere (kind job).
+    """
+    found, comments = _from_slurm()
+    judged = _judge(found, faults(comments), history)
+    if as_json:
+        click.echo(json.dumps(_document(judged), indent=1))
+        return exitcodes.OK
+    for line in (_soon(judged.soon), _lasting(judged.lasting)):
+        click.echo(line)
+    called = {score.node for score in judged.lemons}
+    table = plain_table("node", "faults", "soon after a repair", "not by chance", "")
+    for score in judged.scores:
+        said = "lemon" if score.node in called else ""
+        table.add_row(score.node, str(score.faults), str(score.relapses), f"{score.confidence:.0%}", said)
+    if table.row_count:
+        output_console().print(table)
+    return exitcodes.OK
+
+
+@nodes.command("pick")
+@click.argument("count", type=click.IntRange(min=1))
+@option("--partition", help="Only nodes of this partition.")
+@option("--topology", type=_FILE, help="A topology.conf; by default Slurm's.")
+@_history
+@_json
+def pick_nodes(count: int, partition: str | None, topology: Path | None, history: Path | None, as_json: bool) -> int:
+    """Pick COUNT idle nodes for a run: healthy ones, tested ones, near each other.
+
+    Prints a hostlist for sbatch's --nodelist. Nodes that failed lately are avoided where failures of the past foretold
+    later ones in this cluster (`opsd nodes lemons`); spares and reserved nodes are left out.
+    """
+    try:
+        tree = read(topology)
+    except TopologyError as error:
+        raise BadConfig(str(error)) from error
+    found, comments = _from_slurm(partition)
+    judged = _judge(found, faults(comments), history)
+    known = candidates(found, comments, judged, time.time())
+    choice = pick(free(known), count, tree)
+    if choice is None:
+        taken = [f"{one.node}: {one.why_not}" for one in known if one.why_not]
+        more = f" ({'; '.join(taken[:3])}{'; …' if len(taken) > 3 else ''})" if taken else ""
+        fail(f"{len(known) - len(taken)} of {len(known)} nodes can be had now, {count} are wanted{more}")
+    _show(choice, {one.node: one for one in known}, as_json)
+    return exitcodes.OK
+
+
+def _show(choice: Choice, known: dict[str, Candidate], as_json: bool) -> None:
+    hostlist = compress(choice.nodes)
+    against = {node: known[node].remarks for node in choice.nodes if known[node].remarks}
+    if as_json:
+        click.echo(json.dumps({**asdict(choice), "hostlist": hostlist, "remarks": against}, indent=1))
+        return
+    click.echo(hostlist)
+    below = f"all below switch {choice.switch}" if choice.switch else "no switch above all of them is known"
+    click.echo(f"{len(choice.nodes)} nodes, {below}", err=True)
+    for node, remarks in against.items():
+        click.echo(f"{node}: {', '.join(remarks)}", err=True)
+
+
+def _from_slurm(partition: str | None = None) -> tuple[Sequence[Node], dict[str, str]]:
+    """The nodes and their comments, of one partition or of all."""
+    try:
+        slurm = choose().slurm
+        of = next((one.nodes for one in slurm.partitions() if one.name == partition), None) if partition else ()
+        if of is None:
+            raise BadConfig(f"Slurm has no partition {partition}; `sinfo -s` lists them")
+        return slurm.nodes(of), dict(slurm.comments(of))
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+
+
+def _judge(found: Sequence[Node], known: list[Fault], history: Path | None) -> Judgement:
+    return lemons.judge([node.name for node in found], [*known, *(_read(history) if history else ())], time.time())
+
+
+def _read(history: Path) -> list[Fault]:
+    """The faults in a file. Raises BadConfig."""
+    found = []
+    for number, line in enumerate(history.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            told = json.loads(line)
+            back = told.get("back")
+            found.append(Fault(str(told["node"]), str(told["kind"]), float(told["at"]), back and float(back)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadConfig(
+                f'line {number} of {history} is no fault: give {{"node": "n1", "kind": "gpu_xid", "at": 1763705000}}'
+            ) from error
+    return found
+
+
+def _soon(lift: Lift) -> str:
+    return f"soon: nodes that failed in a month failed {_value(lift)} in the next: " + (
+        "prefer others" if lift.proven else "no reason to prefer others"
+    )
+
+
+def _lasting(lift: Lift) -> str:
+    return f"lasting: and {_value(lift)} in the month after that: " + (
+        "some nodes are worse than others" if lift.proven else "no node is shown to be worse for longer"
+    )
+
+
+def _value(lift: Lift) -> str:
+    if not math.isfinite(lift.high):
+        return f"as far as {lift.later} faults tell {lift.value:.1f} times as often as all, too few to be sure,"
+    return f"{lift.value:.1f} times as often as all (95 %: {lift.low:.1f} to {lift.high:.1f})"
+
+
+def _document(judged: Judgement) -> dict[str, Any]:
+    def of(lift: Lift) -> dict[str, Any]:
+        return {**asdict(lift), "high": lift.high if math.isfinite(lift.high) else None, "proven": lift.proven}
+
+    return {
+        "soon": of(judged.soon),
+        "lasting": of(judged.lasting),
+        "mean_faults": judged.mean,
+        "nodes": [asdict(score) for score in judged.scores],
+        "lemons": [score.node for score in judged.lemons],
+    }

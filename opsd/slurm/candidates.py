@@ -1,0 +1,81 @@
+"""What Slurm remembers of all nodes, as faults to judge them by, and which nodes a run should rather not have. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from opsd.lemons import Fault, Judgement
+from opsd.slurm import node_comment
+from opsd.slurm.port import Node
+
+NO_FAULTS: Final = frozenset({"maintenance", "manual"})
+"""Kinds of stays out of service that people asked for."""
+TESTED_S: Final = 30 * 86_400.0
+
+LEMON, RELAPSED, FAILED, UNTESTED = 8.0, 4.0, 2.0, 1.0
+"""The order in which nodes are avoided, most first; any of these outweighs all below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node; ``why_not`` is why it cannot be had now, ``remarks`` what speaks against it, ``badness`` in all."""
+
+    node: str
+    badness: float = 0.0
+    remarks: tuple[str, ...] = ()
+    why_not: str = ""
+
+
+def faults(comments: Mapping[str, str]) -> list[Fault]:
+    """The stays out of service in the nodes' comments that were not for maintenance."""
+    return [
+        Fault(name, stay.kind, stay.out, stay.back)
+        for name, comment in comments.items()
+        for stay in node_comment.read(comment).stays
+        if stay.kind not in NO_FAULTS
+    ]
+
+
+def candidates(
+    nodes: Sequence[Node],
+    comments: Mapping[str, str],
+    judged: Judgement,
+    now: float,
+    tested: Mapping[str, float] | None = None,
+) -> list[Candidate]:
+    """Every node by what speaks against it at ``now``. ``tested`` has the times of preflights that the comments lack.
+
+    Faults count only where they foretold later ones in this cluster; without a test of any node none is missed.
+    """
+    known = {name: node_comment.read(comment) for name, comment in comments.items()}
+    at = {name: max(record.tested_at, (tested or {}).get(name, 0.0)) for name, record in known.items()}
+    anyone = any(now - moment < TESTED_S for moment in at.values())
+    recent = {score.node: score for score in judged.scores} if judged.soon.proven else {}
+    lemons = {score.node for score in judged.lemons}
+    found = []
+    for node in nodes:
+        record, score = known.get(node.name), recent.get(node.name)
+        against = {
+            "a lemon": LEMON * (node.name in lemons),
+            "failed again soon after a repair": RELAPSED * (score is not None and score.relapses > 0),
+            "failed in the last 30 days": FAILED * (score is not None),
+            "not tested in the last 30 days": UNTESTED * (anyone and now - at.get(node.name, 0.0) >= TESTED_S),
+        }
+        spare = record is not None and bool(record.spare)
+        why_not = _why_not(node) or ("it is a spare" if spare else "")
+        remarks = tuple(text for text, weight in against.items() if weight)
+        found.append(Candidate(node.name, sum(against.values()), remarks, why_not))
+    return found
+
+
+def _why_not(node: Node) -> str:
+    if node.state == "idle" and node.usable and "reserved" not in node.flags:
+        return ""
+    return f"Slurm has it as {'+'.join([node.state, *sorted(node.flags)])}"
+
+
+def free(found: Collection[Candidate]) -> dict[str, float]:
+    """The badness of the nodes that can be had now."""
+    return {one.node: one.badness for one in found if not one.why_not}

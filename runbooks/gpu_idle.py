@@ -1,0 +1,97 @@
+"""GPUs that a Slurm job has and does not use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.jobs import owner
+from opsd.runbooks.lib.remedies import notify_node
+
+IDLE = "opsd_gpu_job_idle_seconds"
+
+IDLE_S = 1800.0
+"""Longer than loading, compiling, an evaluation on processors, or a person's pause in a notebook usually takes."""
+
+
+def _idle(view: View) -> Mapping[str, set[int]]:
+    """By job the GPUs that have been idle for long."""
+    found: dict[str, set[int]] = {}
+    for series in view.select(IDLE):
+        if series.last is not None and series.last >= IDLE_S:
+            found.setdefault(series.labels["job_id"], set()).add(int(series.labels["gpu"]))
+    return found
+
+
+def _detect(view: View) -> Iterator[Finding]:
+    for job, gpus in _idle(view).items():
+        yield _finding(view, job, gpus)
+
+
+def _finding(view: View, job: str, gpus: Collection[int]) -> Finding:
+    user = owner(job, view)
+    whose = f"job {job}{f' of {user}' if user else ''}"
+    listed = ", ".join(map(str, sorted(gpus)))
+    which = f"GPU{'s' * (len(gpus) > 1)} {listed} of {view.node}"
+    facts = (f"no kernel has run on GPU {gpu} for more than {IDLE_S / 60:.0f} minutes" for gpu in sorted(gpus))
+    return Finding(
+        kind="gpu_idle",
+        key=job,
+        severity=Severity.INFO,
+        summary=f"{whose} does not use {which}",
+        culprit=Culprit("user code", view.node, detail=whose),
+        confidence=0.9,
+        evidence=tuple(Evidence(fact, "Slurm and the driver", view.wall) for fact in facts),
+        cost=Cost(throughput_ratio=1.0, gpus=len(gpus), text="nobody else can use them meanwhile"),
+        job=job,
+    )
+
+
+def _remedy(incident: Incident, view: View) -> Sequence[Action]:
+    """A word to the owner, where only the owner looks, and one to the operators."""
+    text = f"{incident.summary} for {IDLE_S / 60:.0f} minutes and more; release what is not needed"
+    told = (Action("comment_job", incident.job, {"job": int(incident.job)}, text),) if incident.job.isdecimal() else ()
+    return (*told, *notify_node()(incident, view))
+
+
+def _healed(incident: Incident, view: View) -> bool:
+    return incident.job not in _idle(view)
+
+
+RUNBOOK = Runbook(
+    kind="gpu_idle",
+    guide=Guide.parse("""
+# A job does not use GPUs that it has
+
+## Meaning
+Slurm has given these GPUs to the job, or its processes hold them, and no kernel has run on them for half an hour.
+GPUs that do not tell their use (MIG) are left out.
+
+## Impact
+Nobody else can use them: an hour of one is a GPU-hour lost, whatever the job's other GPUs do.
+
+## Diagnosis
+1. `opsd incidents show ID`: which GPUs of which job; `opsd status`: since when, and what it costs.
+2. `scontrol show job -d JOB`: how many GPUs were asked for, and when the job ends.
+3. `nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv`: no process: the program uses fewer GPUs than
+   the job has (a wrong `--nproc_per_node`, a notebook without work). A process: it waits, for data or a debugger.
+4. A run under `opsd launch` that has hung has an incident of its own: `opsd incidents`.
+
+## Mitigation
+- Ask the owner; the job's owner ends it with `scancel JOB`.
+- GPUs asked for in excess: fewer with `--gpus-per-node` at the next submission.
+
+## What opsd does by itself
+- observe: opens the incident for each job, and resolves it once the GPUs work or the job is gone.
+- recommend: the same, and notifies.
+- act: also writes it into the job's comment in Slurm, where its owner sees it. It never ends a job.
+"""),
+    detect=_detect,
+    remedy=_remedy,
+    healed=_healed,
+    needs=("jobs",),
+    open_after_s=30.0,
+    clear_after_s=30.0,
+    verify_s=86_400.0,
+    look_every_s=10.0,
+)

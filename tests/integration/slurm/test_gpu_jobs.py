@@ -1,0 +1,71 @@
+"""Two users share a node with GPUs: whose each GPU is, by a real Slurm and the kernel, without control groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opsd.agent.collectors import NodeWatch
+from opsd.collectors.lib.gpu_jobs import GpuJobs
+from opsd.collectors.lib.occupancy import Occupancy
+from opsd.slurm.commands import CommandSlurm
+from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
+from tests.integration.slurm.templates import SECOND_USER, USER
+
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow, pytest.mark.timeout(120)]
+
+SCRIPT = """#!/bin/sh
+exec sleep 300
+"""
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """One node with four GPUs."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Cluster(["n1"], gpus=4) as cluster:
+        yield cluster
+
+
+def started(cluster: Cluster, user: str, gpus: int) -> tuple[str, int]:
+    """A job of ``user``: its id, and its process by the number that it has on this machine."""
+    slurm = CommandSlurm(runner_on(cluster.controller, user))
+    options = [f"--gres=gpu:{gpus}", "--cpus-per-task=1", "--mem=100", "--output=/dev/null", "--chdir=/tmp"]
+    job = slurm.submit(SCRIPT, options)
+    found: list[int] = []
+
+    def runs() -> bool:
+        found[:] = (int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if sleeps(path, job))
+        return bool(found)
+
+    wait_until(runs, f"job {job} runs")
+    return str(job), found[0]
+
+
+def sleeps(path: Path, job: int) -> bool:
+    """Whether this is the ``cmdline`` of the job's process."""
+    try:
+        environment = path.with_name("environ").read_bytes()
+        return path.read_bytes() == b"sleep\x00300\x00" and f"\0SLURM_JOB_ID={job}\0".encode() in environment
+    except OSError:
+        return False
+
+
+def test_each_gpu_is_known_as_its_jobs(cluster: Cluster) -> None:
+    """By what Slurm gave each job, and by whose process is on it."""
+    (first, first_pid), (second, second_pid) = started(cluster, USER, 1), started(cluster, SECOND_USER, 2)
+    report = NodeWatch(CommandSlurm(runner_on(cluster.controller)), "n1").refresh()
+    assert {job: len(gpus) for job, gpus in report.gpus.items()} == {first: 1, second: 2}
+    mine, theirs = report.gpus[first], report.gpus[second]
+    assert not mine & theirs
+
+    occupancy = Occupancy()
+    occupancy.jobs, occupancy.allocated = report.users, report.gpus
+    occupancy.holders = dict.fromkeys(range(4), ())
+    assert GpuJobs(occupancy).look() == {gpu: {first if gpu in mine else second} for gpu in mine | theirs}
+    occupancy.allocated = {}
+    occupancy.holders = {**occupancy.holders, min(mine): (first_pid,), min(theirs): (second_pid,)}
+    assert GpuJobs(occupancy).look() == {min(mine): {first}, min(theirs): {second}}

@@ -1,0 +1,73 @@
+"""`opsd nodes` on a real Slurm cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from opsd import exitcodes
+from opsd.slurm import node_comment
+from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.node_comment import NodeHistory, Stay
+from tests.integration.slurm.cluster import Cluster, runner_on
+
+pytestmark = pytest.mark.xdist_group("slurm")
+
+
+def opsd_nodes(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ("env", f"PYTHONPATH={':'.join(sys.path)}", sys.executable, "-m", "opsd", "nodes", *arguments)
+    return cluster.nodes["n1"].run(*command, check=False, timeout=60)
+
+
+def test_nodes_are_picked_by_what_slurm_knows(cluster: Cluster) -> None:
+    """Idle ones below one switch, tested ones first; a drained node and a spare are left out."""
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    tree = cluster.shared / "topology.conf"
+    tree.write_text("SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\nSwitchName=s Switches=a,b\n")
+    first = opsd_nodes(cluster, "pick", "2", f"--topology={tree}")
+    assert (first.returncode, first.stdout) == (exitcodes.OK, "n[1-2]\n")
+    assert "2 nodes, all below switch a" in first.stderr
+    slurm.set_comment("n3", node_comment.write("rack 12", NodeHistory(tested_at=time.time() - 60)))
+    tested = json.loads(opsd_nodes(cluster, "pick", "2", "--json", f"--topology={tree}").stdout)
+    assert (tested["hostlist"], tested["switch"]) == ("n[3-4]", "b")
+    assert tested["remarks"] == {"n4": ["not tested in the last 30 days"]}
+    slurm.set_comment("n4", node_comment.write("", NodeHistory(spare="ready", spare_at=time.time())))
+    slurm.update_nodes(["n2"], "drain", "a fan")
+    few = opsd_nodes(cluster, "pick", "3", f"--topology={tree}")
+    assert few.returncode == exitcodes.FAILED
+    assert "2 of 4 nodes can be had now, 3 are wanted (n2: Slurm has it as idle+drain; n4: it is a spare)" in few.stderr
+
+
+def test_faults_are_read_from_the_comments(cluster: Cluster) -> None:
+    """With those of a file; so few of them prove nothing, and no node is called a lemon."""
+    slurm, now = CommandSlurm(runner_on(cluster.controller)), time.time()
+    stays = tuple(Stay("gpu_xid", now - days * 86_400, now - days * 86_400 + 60) for days in (9, 6, 3))
+    slurm.set_comment("n2", node_comment.write("rack 12", NodeHistory(stays)))
+    more = cluster.shared / "jobs.jsonl"
+    more.write_text(json.dumps({"node": "n1", "kind": "job", "at": now - 60}) + "\n\n")
+    shown = opsd_nodes(cluster, "lemons", "--json", f"--history={more}")
+    told = json.loads(shown.stdout)
+    assert [(one["node"], one["faults"], one["relapses"]) for one in told["nodes"]] == [("n2", 3, 2), ("n1", 1, 0)]
+    assert (told["lemons"], told["lasting"]["proven"], told["lasting"]["high"]) == ([], False, None)
+    said = opsd_nodes(cluster, "lemons").stdout
+    assert "no node is shown to be worse for longer" in said
+    assert "n2" in said
+
+
+def test_bad_input_is_told_in_one_sentence(cluster: Cluster) -> None:
+    """What is wrong, where, and what it should be."""
+    wrong = cluster.shared / "wrong.jsonl"
+    wrong.write_text('{"node": "n1"}\n')
+    for arguments, sentence in (
+        (("lemons", f"--history={wrong}"), "line 1 of"),
+        (("pick", "2", f"--topology={wrong}x"), "does not exist"),
+        (("pick", "2", "--partition=none"), "Slurm has no partition none"),
+        (("pick", "0"), "0 is not in the range"),
+    ):
+        said = opsd_nodes(cluster, *arguments)
+        assert (said.returncode, sentence in said.stderr) == (exitcodes.USAGE, True), said.stderr
+        assert "Traceback" not in said.stderr

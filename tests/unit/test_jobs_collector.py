@@ -1,0 +1,163 @@
+"""Which job has which GPU, and which GPUs idle: by what Slurm, the kernel and the driver say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from opsd.collectors.base import NoData, Reading
+from opsd.collectors.jobs import JobsCollector
+from opsd.collectors.lib.gpu_jobs import GpuJobs
+from opsd.collectors.lib.occupancy import RENEW_S, Occupancy
+from tests.fakes.clock import FakeClock
+
+ADA, BOB = 1001, 1002
+V2 = "0::/system.slice/slurmstepd.scope/job_{}/step_0/user/task_0\n"
+V1 = "9:devices:/slurm/uid_1001/job_{}/step_0\n0::/\n"
+Process = Callable[..., None]
+
+
+@pytest.fixture
+def occupancy() -> Occupancy:
+    """Ada's job 71 and Bob's 72 on a node with four GPUs."""
+    occupancy = Occupancy()
+    occupancy.jobs = {"71": ADA, "72": BOB}
+    occupancy.holders = dict.fromkeys(range(4), ())
+    return occupancy
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Process:
+    """Adds or replaces a process in a procfs of its own."""
+
+    def add(pid: int, user: int, groups: str = "0::/\n", environment: bytes = b"", start: int = 100) -> None:
+        folder = tmp_path / str(pid)
+        folder.mkdir(exist_ok=True)
+        (folder / "stat").write_text(f"{pid} (py) R {' 0' * 18} {start} 0")
+        (folder / "status").write_text(f"Name:\tpy\nUid:\t{user}\t{user}\t{user}\t{user}\n")
+        (folder / "cgroup").write_text(groups)
+        (folder / "environ").write_bytes(environment)
+
+    return add
+
+
+@pytest.fixture
+def jobs(occupancy: Occupancy, tmp_path: Path, clock: FakeClock) -> GpuJobs:
+    return GpuJobs(occupancy, proc=tmp_path, clock=clock.monotonic)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def of(**gpus: set[str]) -> Mapping[int, frozenset[str]]:
+    """``gpu0={"71"}`` and so on."""
+    return {int(name.removeprefix("gpu")): frozenset(jobs) for name, jobs in gpus.items()}
+
+
+def test_the_control_group_of_who_holds_a_gpu_names_its_job(
+    occupancy: Occupancy, process: Process, jobs: GpuJobs
+) -> None:
+    """Both versions of control groups, two users on one node, and a process of no job."""
+    occupancy.holders = {0: (10, 11), 1: (10,), 2: (20,), 3: (30,)}
+    process(10, ADA, V2.format(71))
+    process(11, ADA, V2.format(71))
+    process(20, BOB, V1.format(72))
+    process(30, 0)
+    assert jobs.look() == of(gpu0={"71"}, gpu1={"71"}, gpu2={"72"})
+
+
+def test_without_control_groups_the_environment_counts_if_slurm_agrees(
+    occupancy: Occupancy, process: Process, jobs: GpuJobs
+) -> None:
+    """A user may write any number there: one of another user's jobs, or of one that does not run here, is nobody's."""
+    occupancy.holders = {0: (10,), 1: (20,), 2: (21,), 3: (22,)}
+    process(10, ADA, environment=b"HOME=/\0SLURM_JOB_ID=71\0")
+    process(20, BOB, environment=b"SLURM_JOB_ID=71\0")
+    process(21, BOB, environment=b"SLURM_JOB_ID=99\0")
+    process(22, BOB, environment=b"SLURM_JOB_ID=72\n\0")
+    assert jobs.look() == of(gpu0={"71"})
+
+
+def test_slurms_word_counts_where_nothing_runs_yet(occupancy: Occupancy, process: Process, jobs: GpuJobs) -> None:
+    """Allocated GPUs belong to the job before a process holds them."""
+    occupancy.holders = {0: (), 1: (10,), 2: (), 3: ()}
+    occupancy.allocated = {"71": frozenset({0, 1}), "72": frozenset({3})}
+    process(10, ADA, V2.format(71))
+    assert jobs.look() == of(gpu0={"71"}, gpu1={"71"}, gpu3={"72"})
+
+
+def test_slurms_numbers_are_not_believed_where_they_are_not_the_drivers(
+    occupancy: Occupancy, process: Process, jobs: GpuJobs
+) -> None:
+    """With MIG they count instances; with another order of devices the job is seen elsewhere."""
+    occupancy.holders = {0: (10,), 1: (), 2: (), 3: ()}
+    occupancy.allocated = {"71": frozenset({2, 3}), "72": frozenset({9, 10})}
+    process(10, ADA, V2.format(71))
+    assert jobs.look() == of(gpu0={"71"})
+
+
+def test_several_jobs_may_share_a_gpu(occupancy: Occupancy, process: Process, jobs: GpuJobs) -> None:
+    """As with MIG instances of one GPU."""
+    occupancy.holders = {0: (10, 20)}
+    process(10, ADA, V2.format(71))
+    process(20, BOB, V2.format(72))
+    assert jobs.look() == of(gpu0={"71", "72"})
+
+
+def test_a_process_is_looked_up_once(occupancy: Occupancy, process: Process, jobs: GpuJobs, clock: FakeClock) -> None:
+    """Until it has been known for a while, or another one has its number."""
+    occupancy.holders = {0: (10,)}
+    process(10, ADA, V2.format(71))
+    assert jobs.look() == of(gpu0={"71"})
+    process(10, ADA, V2.format(73))
+    assert jobs.look() == of(gpu0={"71"})
+    clock.advance(RENEW_S)
+    assert jobs.look() == of(gpu0={"73"})
+    process(10, BOB, V2.format(72), start=200)
+    assert jobs.look() == of(gpu0={"72"})
+
+
+def test_a_process_that_is_gone_holds_nothing(occupancy: Occupancy, jobs: GpuJobs) -> None:
+    """The driver may list it for a moment longer."""
+    occupancy.holders = {0: (12345,)}
+    assert jobs.look() == {}
+
+
+def series(reading: Reading | NoData) -> dict[tuple[str, ...], float]:
+    assert isinstance(reading, Reading)
+    return {(sample.metric.name, *sample.labels): sample.value for sample in reading.samples}
+
+
+def test_idle_time_begins_when_the_job_came_or_the_gpu_last_worked(
+    occupancy: Occupancy, jobs: GpuJobs, clock: FakeClock
+) -> None:
+    """Whichever is later; a GPU that does not tell its use has no such series."""
+    collector = JobsCollector(occupancy, jobs, clock=clock.monotonic)
+    occupancy.worked = {0: 400.0, 1: 400.0}
+    occupancy.allocated = {"71": frozenset({0, 1, 2})}
+    assert series(collector.collect())["opsd_gpu_job_idle_seconds", "0", "71"] == 0
+    clock.advance(100)
+    occupancy.worked = {0: 400.0, 1: 1090.0}
+    got = series(collector.collect())
+    assert got["opsd_gpu_job_idle_seconds", "0", "71"] == 100
+    assert got["opsd_gpu_job_idle_seconds", "1", "71"] == 10
+    assert ("opsd_gpu_job_idle_seconds", "2", "71") not in got
+    occupancy.allocated = {"72": frozenset({0})}
+    assert series(collector.collect())["opsd_gpu_job_idle_seconds", "0", "72"] == 0
+
+
+def test_a_gpu_with_a_rank_page_has_its_info_from_there(occupancy: Occupancy, jobs: GpuJobs) -> None:
+    """So that a join on the GPU finds one series."""
+    occupancy.allocated = {"71": frozenset({0, 1})}
+    occupancy.ranked = frozenset({(0, "71")})
+    infos = [name for name in series(JobsCollector(occupancy, jobs).collect()) if name[0] == "opsd_gpu_job_info"]
+    assert infos == [("opsd_gpu_job_info", "1", "71", "", "")]
+
+
+def test_without_gpus_there_is_nothing_to_tell() -> None:
+    """Neither healthy nor an error."""
+    assert JobsCollector(Occupancy()).collect() == NoData("the driver has told of no GPU of this node")

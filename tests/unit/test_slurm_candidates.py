@@ -1,0 +1,60 @@
+"""What Slurm's comments say against a node."""
+
+from __future__ import annotations
+
+from opsd.lemons import Judgement, Lift, Score
+from opsd.slurm import node_comment
+from opsd.slurm.candidates import LEMON, TESTED_S, candidates, faults, free
+from opsd.slurm.node_comment import NodeHistory, Stay
+from opsd.slurm.port import Node
+
+NOW = 1_763_711_000.0
+PROVEN, UNPROVEN = Lift(3.0, 2.0, 4.0, 9, 50, 3), Lift(1.0, 0.5, 2.0, 9, 50, 3)
+NODES = [Node(name, "idle") for name in ("a", "b", "c", "d")]
+SCORES = (Score("a", 5, 4, 0.99), Score("b", 1, 0, 0.0))
+
+
+def remarks(judged: Judgement, comments: dict[str, str] | None = None) -> dict[str, tuple[str, ...]]:
+    return {one.node: one.remarks for one in candidates(NODES, comments or dict.fromkeys("abcd", ""), judged, NOW)}
+
+
+def test_maintenance_is_no_fault() -> None:
+    """Nor is what people wrote into the comment."""
+    record = NodeHistory((Stay("gpu_xid", 1.0, 2.0), Stay("maintenance", 3.0, 4.0)))
+    comments = {"a": node_comment.write("rack 12", record), "b": "gpu_xid=1-2 [not opsd's]"}
+    assert [(fault.node, fault.kind, fault.at, fault.back) for fault in faults(comments)] == [
+        ("a", "gpu_xid", 1.0, 2.0)
+    ]
+
+
+def test_faults_count_only_where_they_foretold_others() -> None:
+    """Lemons where the lift lasts, recent faults where it is there at all."""
+    assert remarks(Judgement(UNPROVEN, UNPROVEN, 0.5, SCORES)) == dict.fromkeys("abcd", ())
+    soon = remarks(Judgement(PROVEN, UNPROVEN, 0.5, SCORES))
+    assert soon["a"] == ("failed again soon after a repair", "failed in the last 30 days")
+    assert soon["b"] == ("failed in the last 30 days",)
+    lasting = candidates(NODES, {}, Judgement(PROVEN, PROVEN, 0.5, SCORES), NOW)
+    assert [one.node for one in lasting if one.badness >= LEMON] == ["a"]
+
+
+def test_a_node_without_a_recent_test_comes_after_those_with_one() -> None:
+    """Where no node has one, none is missed."""
+    recent, old = (node_comment.write("", NodeHistory(tested_at=at)) for at in (NOW - 60, NOW - TESTED_S))
+    nothing = Judgement(UNPROVEN, UNPROVEN, 0.0, ())
+    told = remarks(nothing, {"a": recent, "b": old, "c": "", "d": recent})
+    assert (told["a"], told["d"]) == ((), ())
+    assert told["b"] == told["c"] == ("not tested in the last 30 days",)
+
+
+def test_what_cannot_be_had_says_why() -> None:
+    """Busy, drained, reserved, or kept as a spare."""
+    nodes = [
+        Node("a", "allocated"), Node("b", "idle", frozenset({"drain"})), Node("c", "idle", frozenset({"reserved"})),
+        Node("d", "idle"), Node("e", "idle"),
+    ]  # fmt: skip
+    comments = {"d": node_comment.write("", NodeHistory(spare="ready", spare_at=NOW))}
+    found = candidates(nodes, comments, Judgement(UNPROVEN, UNPROVEN, 0.0, ()), NOW)
+    assert free(found) == {"e": 0.0}
+    assert [one.why_not for one in found] == [
+        "Slurm has it as allocated", "Slurm has it as idle+drain", "Slurm has it as idle+reserved", "it is a spare", "",
+    ]  # fmt: skip
