@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,12 @@ import click
 from opsd import exitcodes
 from opsd.commands.options import Finite, option
 from opsd.commands.output import fail, written
-from opsd.commands.report import price_of
+from opsd.commands.settings import load
+from opsd.config import Settings
 from opsd.files import write_text
+from opsd.plan.figures import Figure
 from opsd.plan.hardware import GPUS
+from opsd.rundir import default_root
 
 if TYPE_CHECKING:
     from opsd.plan.hardware import Hardware
@@ -24,6 +28,17 @@ if TYPE_CHECKING:
 
 _DAYS = 30.0
 """Deadline if neither GPUs nor days are given."""
+_NONE = "none"
+"""As ``--measured``: the defaults alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of this cluster: files of measurements, given figures, the configuration."""
+
+    places: Sequence[str]
+    assume: Sequence[str]
+    settings: Settings
 
 
 @click.command()
@@ -33,6 +48,13 @@ _DAYS = 30.0
 @option("--gpu", "kind", type=click.Choice(GPUS), default="h100", help="Kind of the GPUs.")
 @option("--tokens", type=Finite(1), help="Train on so many tokens instead of run.steps; 11e12 is 11 trillion.")
 @option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of the run.")
+@option(
+    "--measured",
+    "places",
+    multiple=True,
+    metavar="PATH",
+    help="What this cluster has measured, or none; by default what opsd has written here.",
+)
 @option("--assume", multiple=True, metavar="NAME=VALUE", help="A figure of this cluster instead of the default.")
 @option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with charts.")
 @option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON; - for stdout.")
@@ -45,6 +67,7 @@ def plan(
     kind: str,
     tokens: float | None,
     overrides: tuple[str, ...],
+    places: tuple[str, ...],
     assume: tuple[str, ...],
     html: Path | None,
     json_file: Path | None,
@@ -54,9 +77,11 @@ def plan(
     """Say what the run CONFIG takes: layout, memory, days, GPUs, checkpoints, spares, cost.
 
     CONFIG is the TOML file of a run, the name of a preset (smollm3-3b), or a config.json of Hugging Face with --tokens.
-    All numbers are predictions; --json names the source of each figure behind them, and --assume replaces one. Exits
-    with 1 if there is no such plan, 2 if CONFIG or the command line is wrong.
+    All numbers are predictions; --json names the source of each figure behind them. What preflight, make bench-gpu,
+    runs, journals and Slurm's events have measured (docs/planning.md) replaces defaults, and --assume any figure. Exits
+    with 1 if there is no such plan, 2 if CONFIG, a measurement or the command line is wrong.
     """
+    from opsd.measured.evidence import NotUsable
     from opsd.plan.search import CannotPlan
     from opsd.trainer.config import ConfigError
 
@@ -65,11 +90,10 @@ def plan(
     if write and not config.endswith(".toml"):
         raise click.UsageError(f"--write changes the TOML file of a run, and {config} is none: copy the run into one")
     try:
-        made = _plan(config, gpus, days, kind, tokens, overrides, assume)
-        made = _priced(made, file)
+        made = _plan(config, gpus, days, kind, tokens, overrides, _Known(places, assume, load(file)))
         if write:
             _write(config, made)
-    except ConfigError as error:
+    except (ConfigError, NotUsable) as error:
         raise click.UsageError(str(error)) from error
     except CannotPlan as error:
         fail(str(error))
@@ -83,46 +107,48 @@ def _plan(
     kind: str,
     tokens: float | None,
     overrides: Sequence[str],
-    assume: Sequence[str],
+    known: _Known,
 ) -> Plan:
-    """Raises CannotPlan, ConfigError and click.UsageError."""
+    """Raises CannotPlan, ConfigError, NotUsable and click.UsageError."""
     from opsd.plan.plan import plan_for_days, plan_for_gpus
     from opsd.plan.source import read, tokens_of
 
     run = read(source, overrides, tokens, gpus)
-    hardware, habits = _figures(kind, run.model.dtype, assume)
+    hardware, habits = _figures(kind, run.model.dtype, known)
     wanted = tokens or float(tokens_of(run))
     if gpus is not None:
-        return plan_for_gpus(run, kind, gpus, wanted, hardware, habits)
-    return plan_for_days(run, kind, days or _DAYS, wanted, hardware, habits)
+        made = plan_for_gpus(run, kind, gpus, wanted, hardware, habits)
+    else:
+        made = plan_for_days(run, kind, days or _DAYS, wanted, hardware, habits)
+    return replace(made, price=known.settings.cost.gpu_hour, currency=known.settings.cost.currency)
 
 
-def _figures(kind: str, dtype: str, assume: Sequence[str]) -> tuple[Hardware, Habits]:
-    """The defaults of this kind of GPU, with what the user knows better."""
+def _figures(kind: str, dtype: str, given: _Known) -> tuple[Hardware, Habits]:
+    """The defaults of this kind of GPU, with what was measured, and with what the user knows better."""
+    from opsd.measured.read import measured, usual_places
     from opsd.plan.hardware import hardware_of
     from opsd.plan.reliability import HABITS
 
-    hardware, habits = hardware_of(kind, dtype), HABITS
-    for text in assume:
-        name, equals, number = text.partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            equals = ""
-            value = 0.0
-        known = hardware.figures() | habits.figures()
-        if not equals or name not in known or not 0 <= value < float("inf"):
-            raise click.UsageError(f"--assume {text}: expected NAME=VALUE, a number and one of {', '.join(known)}")
-        if name in hardware.figures():
-            hardware = hardware.given({name: value}, "given with --assume", measured=True)
-        else:
-            habits = habits.given({name: value}, "given with --assume", measured=True)
-    return hardware, habits
+    usual = usual_places(given.settings.agent.state_dir, default_root())
+    places = [Path(place) for place in given.places if place != _NONE] if given.places else list(usual)
+    found = measured(places, kind, hardware_of(kind, dtype), HABITS, forgiving=not given.places)
+    for sentence in found.left_out:
+        click.echo(f"opsd: not used: {sentence}", err=True)
+    known = found.hardware.figures() | found.habits.figures()
+    assumed = dict(_assumed(text, known) for text in given.assume)
+    return found.hardware.given(assumed), found.habits.given(assumed)
 
 
-def _priced(made: Plan, file: Path | None) -> Plan:
-    price = price_of(file)
-    return replace(made, price=price.gpu_hour, currency=price.currency)
+def _assumed(text: str, known: Mapping[str, Figure]) -> tuple[str, Figure]:
+    """``NAME=VALUE``. Raises click.UsageError."""
+    name, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if name not in known or not 0 <= value < math.inf:
+        raise click.UsageError(f"--assume {text}: expected NAME=VALUE, a number and one of {', '.join(known)}")
+    return name, Figure(value, known[name].unit, "given with --assume")
 
 
 def _write(source: str, made: Plan) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from opsd.plan.hardware import Figure, Hardware
+from opsd.plan.figures import Figure
+from opsd.plan.hardware import Hardware
 from opsd.plan.layout import Layout
 from opsd.plan.memory import GIB, state_values
 from opsd.plan.reliability import DAY_S, Habits, Reliability, reliability

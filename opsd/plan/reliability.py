@@ -6,18 +6,17 @@ Rates and times are figures that name their source, so that those of this cluste
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Final
 
 from opsd.checkpoints.interval import daly
-from opsd.plan.hardware import Figure
+from opsd.plan.figures import Figure, Figures
 
 DAY_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class Habits(Figures):
     """How often a cluster fails and how long everything around the training takes."""
 
     failures: Figure
@@ -31,17 +30,6 @@ class Habits:
     data: Figure
     evaluation: Figure
     write: Figure
-
-    def figures(self) -> dict[str, Figure]:
-        """All of them by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def given(self, values: Mapping[str, float], source: str, *, measured: bool) -> Habits:
-        """With other values for some. Raises KeyError for a name that is none."""
-        known = self.figures()
-        return replace(self, **{
-            name: known[name]._replace(value=value, source=source, measured=measured) for name, value in values.items()
-        })  # fmt: skip
 
 
 HABITS: Final = Habits(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.plan.hardware import Figure
+from opsd.plan.figures import Figure
 from opsd.plan.memory import GIB
 from opsd.plan.plan import ABLATIONS, ALLOWANCE, Plan, checkpoint_bytes
 from opsd.plan.reliability import DAY_S
@@ -22,13 +22,15 @@ def plan_text(plan: Plan) -> Iterator[str]:
         wide = max((len(name) for name, _ in rows), default=0)
         yield from (f"  {name:<{wide}}  {text}" for name, text in rows)
         yield ""
-    yield "Every number and its source: --json -; what is measured here can take its place: --assume NAME=VALUE"
+    yield "Every number and its source: --json -; what is measured here takes its place: --measured PATH"
 
 
 def sections(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Headings, each with its rows of a name and a text."""
     yield "Run", _run(plan)
     yield "Time and cost", _time(plan)
+    if measured := _measured(plan):
+        yield "Measured on this cluster", measured
     yield f"Layouts, fastest first ({plan.gpus} {plan.gpu.upper()})", _layouts(plan)
     yield "Memory of a GPU", _memory(plan)
     yield "A step", _step(plan)
@@ -65,6 +67,13 @@ def _time(plan: Plan) -> list[tuple[str, str]]:
         ("checkpoints", f"{checkpoint_bytes(plan.config) / 1e9:,.1f} GB every {duration(kept.interval_s)} (Daly), "
                         f"on disk after {duration(kept.write_s)}"),
         ("failures", f"{kept.failures:.1f} expected, one every {duration(kept.mttf_s)}; ETTR {kept.ettr:.2%}"),
+    ]  # fmt: skip
+
+
+def _measured(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        (name, f"{figure.value:.4g} {figure.unit}: {source_of(figure)}")
+        for name, figure in plan.figures().items() if figure.measured
     ]  # fmt: skip
 
 
@@ -115,5 +124,5 @@ def _suggested(plan: Plan) -> list[tuple[str, str]]:
 
 
 def source_of(figure: Figure) -> str:
-    """Where a figure is from."""
-    return f"measured: {figure.source}" if figure.measured else figure.source
+    """Where a figure is from; of one that was measured here also the file and its date."""
+    return f"{figure.source} ({figure.file}, {figure.date})" if figure.measured else figure.source

@@ -52,6 +52,9 @@ def _curve(plan: Plan) -> Html:
 
 
 def _figures(plan: Plan) -> Html:
-    rows = [(name, f"{figure.value:.4g} {figure.unit}", source_of(figure)) for name, figure in plan.figures().items()]
+    rows = [
+        (name, f"{figure.value:.4g} {figure.unit}", "yes" if figure.measured else "", source_of(figure))
+        for name, figure in plan.figures().items()
+    ]
     title = "What this is made from"
-    return card("figures", title, table(title, ("Figure", "Value", "Source"), rows))
+    return card("figures", title, table(title, ("Figure", "Value", "Measured here", "Source"), rows))

@@ -91,6 +91,8 @@ class RunReport:
     incidents: Sequence[tuple[float, str]]
     """Events that matter, in words."""
     slow: Sequence[str] = field(default_factory=tuple)
+    evaluated_s: float = 0.0
+    """Seconds in which the training waited for evaluations."""
 
     @property
     def state(self) -> str:
@@ -197,6 +199,7 @@ def summarize(
         checkpoints=_checkpoints(events),
         evaluations=evaluations,
         incidents=list(_incidents(events)),
+        evaluated_s=sum(_number(line.get("evaluation_s")) for line in metrics),
         slow=[text for event in events if event["event"] in _SLOW and (text := EventText().sentence(event))],
     )
 

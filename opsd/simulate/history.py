@@ -1,7 +1,7 @@
 """Faults of this cluster as a trace: what Slurm's accounting knows of its nodes, and what journals of agents know.
 
-Slurm's is the output of ``sacctmgr --parsable2 show event start=2026-01-01``: one line for each time that a node was
-down, drained or failed. A journal has the drains of one node, and when the incident behind each was over.
+Slurm's is the output of ``ASK``: one line for each time that a node was down, drained or failed, and one for the whole
+cluster. A journal has the drains of one node, and when the incident behind each was over.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Final, NamedTuple
 from opsd.simulate import trace
 from opsd.simulate.faults import DAY_S, Effect, FaultsError
 from opsd.simulate.trace import Outage, Trace
+from opsd.slurm.hostlist import expand
 from opsd.slurm.ownership import kind_of
 
 _SQLITE: Final = b"SQLite format 3\x00"
-_ASK: Final = "sacctmgr --parsable2 show event start=2026-01-01"
+ASK: Final = "sacctmgr --parsable2 show event start=2026-01-01 format=ClusterNodes,NodeName,Start,End,State,Reason"
 _STARTS, _ENDS = ("TimeStart", "Start"), ("TimeEnd", "End")
 _SPAN: Final = "SELECT min(opened_at), max(opened_at), max(resolved_at) FROM incidents"
 _DRAINS: Final = """SELECT a.target, a.at, i.resolved_at, a.kind
@@ -55,18 +56,22 @@ def load(path: Path, nodes: int | None) -> Trace:
 
 
 def of_slurm(path: Path, text: str, nodes: int | None) -> Trace:
-    """The outages in Slurm's events, of a cluster of ``nodes`` nodes, by default of those that are named.
+    """The outages in Slurm's events of a cluster of ``nodes`` nodes, by default those of its newest ClusterNodes.
 
     Raises FaultsError.
     """
     found: dict[str, list[_Away]] = defaultdict(list)
-    rows = csv.DictReader(text.splitlines(), delimiter="|", quoting=csv.QUOTE_NONE)
+    rows = list(csv.DictReader(text.splitlines(), delimiter="|", quoting=csv.QUOTE_NONE))
+    whole = next((names for row in reversed(rows) if (names := row.get("ClusterNodes"))), "")
     for number, row in enumerate(rows, start=2):
         if row["NodeName"]:  # empty for events of the whole cluster
             found[row["NodeName"]].append(_event(path, number, row))
     if not found:
-        raise FaultsError(f"{path} names no node: give the output of {_ASK}")
-    return _trace(path, found, nodes or len(found), ())
+        raise FaultsError(f"{path} names no node: give the output of {ASK}")
+    nodes = nodes or len(expand(whole))
+    if not nodes:
+        raise FaultsError(f"{path} names only nodes that have failed: give --trace-nodes, or the output of {ASK}")
+    return _trace(path, found, nodes, ())
 
 
 def of_journals(path: Path, nodes: int | None) -> Trace:
@@ -89,7 +94,7 @@ def of_journals(path: Path, nodes: int | None) -> Trace:
 def _event(path: Path, number: int, row: Mapping[str, str | None]) -> _Away:
     start, end = (_at(path, number, row, names) for names in (_STARTS, _ENDS))
     if math.isinf(start) or end < start:
-        raise FaultsError(f"line {number} of {path} has no beginning, or ends before it: give the output of {_ASK}")
+        raise FaultsError(f"line {number} of {path} has no beginning, or ends before it: give the output of {ASK}")
     state, kind = (row["State"] or "unknown").lower().rstrip("*"), kind_of(row.get("Reason") or "")
     return _Away(start, end, state if kind == "unknown" else kind, "degraded" if "drain" in state else "lost")
 

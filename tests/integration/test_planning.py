@@ -20,7 +20,8 @@ SHOWN = re.findall(r"```console\n\$ (opsd [^\n]+)\n(.*?)```", PAGE.read_text(enc
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with the file of a run."""
+    """One with the file of a run, in which nothing was measured yet."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     shutil.copy(PRESETS / "smollm3-3b.toml", tmp_path / "run.toml")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -13,12 +13,12 @@ from opsd.simulate.faults import DAY_S, HOUR_S, FaultsError
 from opsd.simulate.history import load
 from tests.fakes.incidents import incident
 
-HEAD = "Cluster|NodeName|TimeStart|TimeEnd|State|Reason|User"
+HEAD = "ClusterNodes|NodeName|TimeStart|TimeEnd|State|Reason|User"
 EVENTS = f"""{HEAD}
-c||2026-01-01T00:00:00|Unknown||Cluster Registered TRES|
-c|n1|2026-01-02T00:00:00|2026-01-02T06:00:00|DRAIN|opsd:i-1 gpu_ecc: 4 errors; see opsd incidents show i-1|root(0)
-c|n1|2026-01-02T05:00:00|2026-01-02T08:00:00|DOWN*|Not responding|slurm(64030)
-c|n2|2026-01-09T00:00:00|Unknown|DOWN*|Not responding|slurm(64030)
+n[1-10]||2026-01-01T00:00:00|Unknown||Cluster Registered TRES|
+|n1|2026-01-02T00:00:00|2026-01-02T06:00:00|DRAIN|opsd:i-1 gpu_ecc: 4 errors; see opsd incidents show i-1|root(0)
+|n1|2026-01-02T05:00:00|2026-01-02T08:00:00|DOWN*|Not responding|slurm(64030)
+|n2|2026-01-09T00:00:00|Unknown|DOWN*|Not responding|slurm(64030)
 """
 
 
@@ -35,7 +35,7 @@ def test_events_of_slurm_are_outages(tmp_path: Path) -> None:
     """Those that overlap are one, of the first's kind; one that lasts has not ended; the cluster's own are none."""
     path = tmp_path / "events.txt"
     path.write_text(EVENTS)
-    trace = load(path, 10)
+    trace = load(path, None)
     assert (len(trace.nodes), trace.span_s / DAY_S) == (10, 7)
     outages = [outage for node in trace.nodes for outage in node]
     assert [(o.start_s / HOUR_S, o.end_s / HOUR_S, o.kind, o.effect, o.ended) for o in outages] == [
@@ -66,9 +66,10 @@ def test_journals_of_agents_are_outages(tmp_path: Path) -> None:
     ("text", "nodes", "told"),
     [
         (f"{HEAD}\n", None, "names no node"),
+        (EVENTS.replace("n[1-10]", ""), None, "names only nodes that have failed"),
         (EVENTS, 1, "more than --trace-nodes 1"),
-        (f"{HEAD}\nc|n1|yesterday|Unknown|DOWN|x|y\n", None, "'yesterday' is no time"),
-        (f"{HEAD}\nc|n1|2026-01-02T00:00:00|2026-01-01T00:00:00|DOWN|x|y\n", None, "ends before it"),
+        (f"{HEAD}\n|n1|yesterday|Unknown|DOWN|x|y\n", None, "'yesterday' is no time"),
+        (f"{HEAD}\n|n1|2026-01-02T00:00:00|2026-01-01T00:00:00|DOWN|x|y\n", None, "ends before it"),
         ("SQLite format 3\x00 and nothing else", None, "is no journal"),
     ],
 )
