@@ -57,6 +57,7 @@ class _Known:
 )
 @option("--assume", multiple=True, metavar="NAME=VALUE", help="A figure of this cluster instead of the default.")
 @option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with charts.")
+@option("--chart", type=click.Path(path_type=Path, dir_okay=False), help="Write tokens/s over GPUs as SVG.")
 @option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON; - for stdout.")
 @option("--write", is_flag=True, help="Put the fastest layout into CONFIG, a TOML file.")
 @option("--config", "file", type=click.Path(path_type=Path), help="Take cost.gpu_hour from FILE.")
@@ -70,6 +71,7 @@ def plan(
     places: tuple[str, ...],
     assume: tuple[str, ...],
     html: Path | None,
+    chart: Path | None,
     json_file: Path | None,
     write: bool,
     file: Path | None,
@@ -97,7 +99,7 @@ def plan(
         raise click.UsageError(str(error)) from error
     except CannotPlan as error:
         fail(str(error))
-    return _show(made, Path(config).stem, html, json_file)
+    return _show(made, Path(config).stem, html, chart, json_file)
 
 
 def _plan(
@@ -166,12 +168,15 @@ def _write(source: str, made: Plan) -> None:
         raise CannotPlan(f"{path} was not changed: {error}") from error
 
 
-def _show(made: Plan, name: str, html: Path | None, json_file: Path | None) -> int:
+def _show(made: Plan, name: str, html: Path | None, chart: Path | None, json_file: Path | None) -> int:
+    from opsd.charts import standalone
     from opsd.plan.plan import as_dict
     from opsd.plan.text import plan_text
-    from opsd.report.plan_page import plan_page
+    from opsd.report.plan_page import plan_page, speed_chart
 
     if html is not None and not written(html, plan_page(made, name), "the page"):
+        return exitcodes.FAILED
+    if chart is not None and not written(chart, standalone(speed_chart(made, width=720)), "the chart"):
         return exitcodes.FAILED
     if json_file is not None and not written(json_file, json.dumps(as_dict(made), indent=1) + "\n", "the plan"):
         return exitcodes.FAILED

@@ -56,6 +56,8 @@ class Reliability:
     write_s: float
     overheads: dict[str, float]
     failures: float
+    maintenance: float
+    """Planned interruptions; ``failures`` are the others."""
     ettr: float
     spares: dict[str, int]
 
@@ -84,7 +86,8 @@ def reliability(training_s: float, checkpoint: float, gpus: int, node_gpus: int,
     return Reliability(
         mttf_s=mttf, interval_s=interval, write_s=write,
         overheads={name: value / wall for name, value in extra.items()},
-        failures=training_s * wall / mttf, ettr=1 / (1 + lost),
+        failures=training_s * wall / mttf,
+        maintenance=training_s * wall * gpus * habits.maintenance.value / DAY_S, ettr=1 / (1 + lost),
         spares={f"{share:.1%}".replace(".0", ""): spares_for(nodes, share, habits) for share in (0.99, 0.999)},
     )  # fmt: skip
 
