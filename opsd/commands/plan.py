@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +32,10 @@ _DAYS = 30.0
 """Deadline if neither GPUs nor days are given."""
 _NONE = "none"
 """As ``--measured``: the defaults alone."""
+
+
+_MAY_BE_NONE = ("node_latency", "network_latency", "spread", "restart", "maintenance", "slow", "data", "evaluation")
+"""Figures without which there is a plan all the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,12 @@ class _Known:
 @option("--chart", type=click.Path(path_type=Path, dir_okay=False), help="Write tokens/s over GPUs as SVG.")
 @option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON; - for stdout.")
 @option("--write", is_flag=True, help="Put the fastest layout into CONFIG, a TOML file.")
+@option(
+    "--run",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Keep the plan in the folder of a run, for `opsd report` and the pages; --write does so for run.folder.",
+)
 @option("--config", "file", type=click.Path(path_type=Path), help="Take cost.gpu_hour from FILE.")
 def plan(
     config: str,
@@ -74,6 +86,7 @@ def plan(
     chart: Path | None,
     json_file: Path | None,
     write: bool,
+    run: Path | None,
     file: Path | None,
 ) -> int:
     """Say what the run CONFIG takes: layout, memory, days, GPUs, checkpoints, spares, cost.
@@ -95,6 +108,9 @@ def plan(
         made = _plan(config, gpus, days, kind, tokens, overrides, _Known(places, assume, load(file)))
         if write:
             _write(config, made)
+            run = run or _own_folder(config)
+        if run is not None:
+            _keep(run, made)
     except (ConfigError, NotUsable) as error:
         raise click.UsageError(str(error)) from error
     except CannotPlan as error:
@@ -150,6 +166,8 @@ def _assumed(text: str, known: Mapping[str, Figure]) -> tuple[str, Figure]:
         value = math.nan
     if name not in known or not 0 <= value < math.inf:
         raise click.UsageError(f"--assume {text}: expected NAME=VALUE, a number and one of {', '.join(known)}")
+    if not value and name not in _MAY_BE_NONE:
+        raise click.UsageError(f"--assume {text}: only {', '.join(_MAY_BE_NONE)} can be 0")
     return name, Figure(value, known[name].unit, "given with --assume")
 
 
@@ -166,6 +184,25 @@ def _write(source: str, made: Plan) -> None:
         raise CannotPlan(f"{path} cannot be written: {error.strerror}") from error
     except ValueError as error:
         raise CannotPlan(f"{path} was not changed: {error}") from error
+
+
+def _own_folder(source: str) -> Path | None:
+    """``run.folder``, if the file has it: by default a run's folder is known only once it starts."""
+    folder = tomllib.loads(Path(source).read_text(encoding="utf-8")).get("run", {}).get("folder")
+    return Path(folder) if folder else None
+
+
+def _keep(folder: Path, made: Plan) -> None:
+    """Raises CannotPlan if the folder cannot be written."""
+    from opsd.plan.forecast import FILE
+    from opsd.plan.plan import planned
+    from opsd.plan.search import CannotPlan
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / FILE, planned(made, time.time()).model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise CannotPlan(f"the plan cannot be kept in {folder}: {error.strerror}") from error
 
 
 def _show(made: Plan, name: str, html: Path | None, chart: Path | None, json_file: Path | None) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from opsd.plan.curve import Point, curve, peak
 from opsd.plan.figures import Figure
+from opsd.plan.forecast import Planned
 from opsd.plan.hardware import Hardware
 from opsd.plan.layout import Layout
 from opsd.plan.memory import GIB, state_values
@@ -165,6 +166,17 @@ def _counts(least: int, most: int) -> Iterator[int]:
 
 def _reliability(config: Config, training_s: float, gpus: int, hardware: Hardware, habits: Habits) -> Reliability:
     return reliability(training_s, checkpoint_bytes(config), gpus, int(hardware.node_gpus.value), habits)
+
+
+def planned(plan: Plan, made: float) -> Planned:
+    """What a run's folder keeps of ``plan``, made at the epoch second ``made``."""
+    kept, habits = plan.reliability, plan.habits
+    return Planned(
+        made=made, gpus=plan.gpus, nodes=math.ceil(plan.gpus / plan.hardware.node_gpus.value), tokens=plan.tokens,
+        days=plan.days, training_days=plan.training_s / DAY_S, mttf_s=kept.mttf_s, overheads=kept.overheads,
+        spares=kept.spares["99%"], outages=habits.outages.value, repair_s=habits.repair.value,
+        clumps=habits.clumps.value,
+    )  # fmt: skip
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

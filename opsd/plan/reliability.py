@@ -6,6 +6,7 @@ Rates and times are figures that name their source, so that those of this cluste
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +14,8 @@ from opsd.checkpoints.interval import daly
 from opsd.plan.figures import Figure, Figures
 
 DAY_S: Final = 86_400.0
+_MOST_SPARES: Final = 20
+"""For each node of a job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +96,19 @@ def reliability(training_s: float, checkpoint: float, gpus: int, node_gpus: int,
 
 
 def spares_for(nodes: int, share: float, habits: Habits) -> int:
-    """Spares with which a job on ``nodes`` nodes has all of them for ``share`` of the time.
+    """Spares with which a job on ``nodes`` nodes has all of them for ``share`` of the time."""
+    return bisect_left(
+        range(_MOST_SPARES * nodes + 8), True, key=lambda spares: up_share(nodes, spares, habits) >= share
+    )
+
+
+def up_share(nodes: int, spares: int, habits: Habits) -> float:
+    """The share of the time in which a job on ``nodes`` nodes has all of them, with ``spares`` spares that fail alike.
 
     Nodes that are away come in clumps, since some repairs take weeks: their number is negative binomial.
     """
     away = habits.outages.value * habits.repair.value / DAY_S
-    spares = 0
-    while _at_most(spares, (nodes + spares) * away / (1 + away), habits.clumps.value * max(1.0, nodes / 400)) < share:
-        spares += 1
-    return spares
+    return _at_most(spares, (nodes + spares) * away / (1 + away), habits.clumps.value * max(1.0, nodes / 400))
 
 
 def _at_most(most: int, mean: float, shape: float) -> float:
