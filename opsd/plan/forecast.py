@@ -131,9 +131,8 @@ def forecast(planned: Planned, progress: Progress) -> Forecast | None:
     training_s = planned.days * DAY_S - sum(planned_s.values())
     weight = planned.mttf_s
     expected = {PRODUCTIVE: productive + rest_s}
-    for name, seconds in progress.buckets.items():
-        if name == PRODUCTIVE:
-            continue
+    for name in (progress.buckets.keys() | planned_s.keys()) - {PRODUCTIVE}:
+        seconds = progress.buckets.get(name, 0.0)
         per_second = (seconds + weight * planned_s.get(name, 0.0) / training_s) / (productive + weight)
         expected[name] = seconds + (0.0 if name in _ONCE else per_second * rest_s)
     total = sum(expected.values())
@@ -150,6 +149,12 @@ def forecast_dict(found: Forecast) -> dict[str, Any]:
         "excess": found.excess, "ettr": found.ettr, "planned_ettr": found.planned_ettr, "spares": found.spares(),
         "planned_spares": found.planned.spares, "blame": found.blame, "beyond_s": dict(found.beyond_s),
     }  # fmt: skip
+
+
+def brief(found: Forecast) -> str:
+    """The forecast in a few words."""
+    late = f", {found.excess:.0%} beyond the plan by {found.blame.replace('_', ' ')}" if found.blame else ""
+    return f"{found.left_s / DAY_S:.1f} days left, ETTR {found.ettr:.1%}, {found.spares()} spares advised{late}"
 
 
 def told(found: Forecast) -> list[tuple[str, str]]:
