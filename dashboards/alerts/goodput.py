@@ -44,6 +44,53 @@ GPU-hours are lost. At 14.4 times the budget, a month's error budget is used up 
 """)
 
 
+LATE = Guide.parse("""
+# A run will end later than planned
+
+## Meaning
+The plan of the run (plan.json in its folder, written by `opsd plan --run`) is exceeded by more than a tenth, by the
+forecast of its ledger: what is left goes as the run has gone so far. The message names the bucket that exceeds the plan
+most; productive means that steps themselves are slower than planned.
+
+## Impact
+The nodes are needed for longer than they were asked for, and the model is late.
+
+## Diagnosis
+1. `opsd report RUN_DIR --text`: days left, the ETTR at the end, and how far each bucket is beyond the plan.
+2. `opsd plan CONFIG --gpus N --measured RUN_DIR`: the plan with what the run has measured; are its figures wrong?
+3. By bucket: recomputed and restart are failures (`opsd incidents` on its nodes), checkpoint_stall is storage,
+   data_stall the loader, other is evaluation, queued the queue, productive the speed of steps.
+
+## Mitigation
+- Failures: swap the node that keeps failing; have as many spares as the report advises.
+- productive: `opsd runbook show throughput_drop`.
+- A plan that was wrong: make it again with --measured and --run, and tell those who wait for the model.
+
+## What opsd does by itself
+- observe, recommend: only what it does about the incidents that are the cause.
+- act: the actions in the runbooks of those incidents.
+""")
+
+
+def _late() -> Alert:
+    """The forecast is a tenth beyond the plan."""
+    bucket = (
+        '{{ with query (printf "topk(1, max by (bucket) (opsd_run_beyond_plan_seconds{cluster=%q, run=%q}))" '
+        '$labels.cluster $labels.run) }}{{ . | first | label "bucket" }}{{ end }}'
+    )
+    return Alert(
+        "PlanExceeded",
+        "max by (cluster, run) (opsd_run_forecast_seconds) / max by (cluster, run) (opsd_run_planned_seconds) > 1.1",
+        scope="run",
+        severity="warning",
+        hold="30m",
+        summary=f"Run {{{{ $labels.run }}}} is expected to take {{{{ $value | humanizePercentage }}}} of the time "
+        f"planned for it, more than planned above all in the bucket {bucket}",
+        description="By the forecast of its ledger the run exceeds its plan by more than a tenth.",
+        guide=LATE,
+    )
+
+
 def _goodput(window: str) -> RecordingRule:
     highest, usual = "run:opsd_rank_step:highest1d", "run:opsd_rank_step_seconds:usual1d"
     new = f"({highest} - {highest} offset {window})"
@@ -87,6 +134,7 @@ GOODPUT = Group(
         _burn("5m", "1h", 14.4),
         _burn("30m", "6h", 6),
         _burn("6h", "3d", 1),
+        _late(),
     ),
     interval="1m",
 )

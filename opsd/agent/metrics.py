@@ -108,11 +108,30 @@ RUN_SECONDS = Metric(
     ("run", "bucket"),
 )
 
+RUN_PLANNED = Metric(
+    "opsd_run_planned_seconds",
+    "Wall clock that the plan of a run has, from plan.json in its folder; only with agent.run_seconds.",
+    unit="seconds",
+    labels=("run",),
+)
+RUN_FORECAST = Metric(
+    "opsd_run_forecast_seconds",
+    "Wall clock that a run with a plan is expected to take.",
+    unit="seconds",
+    labels=("run",),
+)
+RUN_BEYOND = Metric(
+    "opsd_run_beyond_plan_seconds",
+    "Seconds by which a run is expected to exceed its plan by bucket of its ledger; below 0 it takes less.",
+    unit="seconds",
+    labels=("run", "bucket"),
+)
+
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
     MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, COST,
     ACTIONS, OVER_QUOTA, HTTP_CONNECTIONS, HTTP_REFUSED, LOG_LOST, CONFIG_OK, CONFIG_AT,
-    RUN_SECONDS,
+    RUN_SECONDS, RUN_PLANNED, RUN_FORECAST, RUN_BEYOND,
 )  # fmt: skip
 LABELS: Final = {
     "version": "one",

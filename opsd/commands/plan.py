@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +16,12 @@ import click
 from opsd import exitcodes
 from opsd.commands.options import Finite, option
 from opsd.commands.output import fail, written
-from opsd.commands.report import price_of
+from opsd.commands.settings import load
+from opsd.config import Settings
 from opsd.files import write_text
+from opsd.plan.figures import Figure
 from opsd.plan.hardware import GPUS
+from opsd.rundir import default_root
 
 if TYPE_CHECKING:
     from opsd.plan.hardware import Hardware
@@ -24,6 +30,21 @@ if TYPE_CHECKING:
 
 _DAYS = 30.0
 """Deadline if neither GPUs nor days are given."""
+_NONE = "none"
+"""As ``--measured``: the defaults alone."""
+
+
+_MAY_BE_NONE = ("node_latency", "network_latency", "spread", "restart", "maintenance", "slow", "data", "evaluation")
+"""Figures without which there is a plan all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of this cluster: files of measurements, given figures, the configuration."""
+
+    places: Sequence[str]
+    assume: Sequence[str]
+    settings: Settings
 
 
 @click.command()
@@ -33,10 +54,24 @@ _DAYS = 30.0
 @option("--gpu", "kind", type=click.Choice(GPUS), default="h100", help="Kind of the GPUs.")
 @option("--tokens", type=Finite(1), help="Train on so many tokens instead of run.steps; 11e12 is 11 trillion.")
 @option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of the run.")
+@option(
+    "--measured",
+    "places",
+    multiple=True,
+    metavar="PATH",
+    help="What this cluster has measured, or none; by default what opsd has written here.",
+)
 @option("--assume", multiple=True, metavar="NAME=VALUE", help="A figure of this cluster instead of the default.")
 @option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with charts.")
+@option("--chart", type=click.Path(path_type=Path, dir_okay=False), help="Write tokens/s over GPUs as SVG.")
 @option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON; - for stdout.")
 @option("--write", is_flag=True, help="Put the fastest layout into CONFIG, a TOML file.")
+@option(
+    "--run",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Keep the plan in the folder of a run, for `opsd report` and the pages; --write does so for run.folder.",
+)
 @option("--config", "file", type=click.Path(path_type=Path), help="Take cost.gpu_hour from FILE.")
 def plan(
     config: str,
@@ -45,18 +80,23 @@ def plan(
     kind: str,
     tokens: float | None,
     overrides: tuple[str, ...],
+    places: tuple[str, ...],
     assume: tuple[str, ...],
     html: Path | None,
+    chart: Path | None,
     json_file: Path | None,
     write: bool,
+    run: Path | None,
     file: Path | None,
 ) -> int:
     """Say what the run CONFIG takes: layout, memory, days, GPUs, checkpoints, spares, cost.
 
     CONFIG is the TOML file of a run, the name of a preset (smollm3-3b), or a config.json of Hugging Face with --tokens.
-    All numbers are predictions; --json names the source of each figure behind them, and --assume replaces one. Exits
-    with 1 if there is no such plan, 2 if CONFIG or the command line is wrong.
+    All numbers are predictions; --json names the source of each figure behind them. What preflight, make bench-gpu,
+    runs, journals and Slurm's events have measured (docs/planning.md) replaces defaults, and --assume any figure. Exits
+    with 1 if there is no such plan, 2 if CONFIG, a measurement or the command line is wrong.
     """
+    from opsd.measured.evidence import NotUsable
     from opsd.plan.search import CannotPlan
     from opsd.trainer.config import ConfigError
 
@@ -65,15 +105,17 @@ def plan(
     if write and not config.endswith(".toml"):
         raise click.UsageError(f"--write changes the TOML file of a run, and {config} is none: copy the run into one")
     try:
-        made = _plan(config, gpus, days, kind, tokens, overrides, assume)
-        made = _priced(made, file)
+        made = _plan(config, gpus, days, kind, tokens, overrides, _Known(places, assume, load(file)))
         if write:
             _write(config, made)
-    except ConfigError as error:
+            run = run or _own_folder(config)
+        if run is not None:
+            _keep(run, made)
+    except (ConfigError, NotUsable) as error:
         raise click.UsageError(str(error)) from error
     except CannotPlan as error:
         fail(str(error))
-    return _show(made, Path(config).stem, html, json_file)
+    return _show(made, Path(config).stem, html, chart, json_file)
 
 
 def _plan(
@@ -83,46 +125,50 @@ def _plan(
     kind: str,
     tokens: float | None,
     overrides: Sequence[str],
-    assume: Sequence[str],
+    known: _Known,
 ) -> Plan:
-    """Raises CannotPlan, ConfigError and click.UsageError."""
+    """Raises CannotPlan, ConfigError, NotUsable and click.UsageError."""
     from opsd.plan.plan import plan_for_days, plan_for_gpus
     from opsd.plan.source import read, tokens_of
 
     run = read(source, overrides, tokens, gpus)
-    hardware, habits = _figures(kind, run.model.dtype, assume)
+    hardware, habits = _figures(kind, run.model.dtype, known)
     wanted = tokens or float(tokens_of(run))
     if gpus is not None:
-        return plan_for_gpus(run, kind, gpus, wanted, hardware, habits)
-    return plan_for_days(run, kind, days or _DAYS, wanted, hardware, habits)
+        made = plan_for_gpus(run, kind, gpus, wanted, hardware, habits)
+    else:
+        made = plan_for_days(run, kind, days or _DAYS, wanted, hardware, habits)
+    return replace(made, price=known.settings.cost.gpu_hour, currency=known.settings.cost.currency)
 
 
-def _figures(kind: str, dtype: str, assume: Sequence[str]) -> tuple[Hardware, Habits]:
-    """The defaults of this kind of GPU, with what the user knows better."""
+def _figures(kind: str, dtype: str, given: _Known) -> tuple[Hardware, Habits]:
+    """The defaults of this kind of GPU, with what was measured, and with what the user knows better."""
+    from opsd.measured.read import measured, usual_places
     from opsd.plan.hardware import hardware_of
     from opsd.plan.reliability import HABITS
 
-    hardware, habits = hardware_of(kind, dtype), HABITS
-    for text in assume:
-        name, equals, number = text.partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            equals = ""
-            value = 0.0
-        known = hardware.figures() | habits.figures()
-        if not equals or name not in known or not 0 <= value < float("inf"):
-            raise click.UsageError(f"--assume {text}: expected NAME=VALUE, a number and one of {', '.join(known)}")
-        if name in hardware.figures():
-            hardware = hardware.given({name: value}, "given with --assume", measured=True)
-        else:
-            habits = habits.given({name: value}, "given with --assume", measured=True)
-    return hardware, habits
+    usual = usual_places(given.settings.agent.state_dir, default_root())
+    places = [Path(place) for place in given.places if place != _NONE] if given.places else list(usual)
+    found = measured(places, kind, hardware_of(kind, dtype), HABITS, forgiving=not given.places)
+    for sentence in found.left_out:
+        click.echo(f"opsd: not used: {sentence}", err=True)
+    known = found.hardware.figures() | found.habits.figures()
+    assumed = dict(_assumed(text, known) for text in given.assume)
+    return found.hardware.given(assumed), found.habits.given(assumed)
 
 
-def _priced(made: Plan, file: Path | None) -> Plan:
-    price = price_of(file)
-    return replace(made, price=price.gpu_hour, currency=price.currency)
+def _assumed(text: str, known: Mapping[str, Figure]) -> tuple[str, Figure]:
+    """``NAME=VALUE``. Raises click.UsageError."""
+    name, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if name not in known or not 0 <= value < math.inf:
+        raise click.UsageError(f"--assume {text}: expected NAME=VALUE, a number and one of {', '.join(known)}")
+    if not value and name not in _MAY_BE_NONE:
+        raise click.UsageError(f"--assume {text}: only {', '.join(_MAY_BE_NONE)} can be 0")
+    return name, Figure(value, known[name].unit, "given with --assume")
 
 
 def _write(source: str, made: Plan) -> None:
@@ -140,12 +186,34 @@ def _write(source: str, made: Plan) -> None:
         raise CannotPlan(f"{path} was not changed: {error}") from error
 
 
-def _show(made: Plan, name: str, html: Path | None, json_file: Path | None) -> int:
+def _own_folder(source: str) -> Path | None:
+    """``run.folder``, if the file has it: by default a run's folder is known only once it starts."""
+    folder = tomllib.loads(Path(source).read_text(encoding="utf-8")).get("run", {}).get("folder")
+    return Path(folder) if folder else None
+
+
+def _keep(folder: Path, made: Plan) -> None:
+    """Raises CannotPlan if the folder cannot be written."""
+    from opsd.plan.forecast import FILE
+    from opsd.plan.plan import planned
+    from opsd.plan.search import CannotPlan
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / FILE, planned(made, time.time()).model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise CannotPlan(f"the plan cannot be kept in {folder}: {error.strerror}") from error
+
+
+def _show(made: Plan, name: str, html: Path | None, chart: Path | None, json_file: Path | None) -> int:
+    from opsd.charts import standalone
     from opsd.plan.plan import as_dict
     from opsd.plan.text import plan_text
-    from opsd.report.plan_page import plan_page
+    from opsd.report.plan_page import plan_page, speed_chart
 
     if html is not None and not written(html, plan_page(made, name), "the page"):
+        return exitcodes.FAILED
+    if chart is not None and not written(chart, standalone(speed_chart(made, width=720)), "the chart"):
         return exitcodes.FAILED
     if json_file is not None and not written(json_file, json.dumps(as_dict(made), indent=1) + "\n", "the plan"):
         return exitcodes.FAILED

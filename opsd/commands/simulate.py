@@ -14,7 +14,7 @@ import click
 from opsd import exitcodes
 from opsd.commands.options import Finite, option, options
 from opsd.commands.output import written
-from opsd.simulate import rates, trace
+from opsd.simulate import history, rates
 from opsd.simulate.faults import DAY_S, FaultsError, FaultSource, spares_needed
 from opsd.simulate.play import Setup
 from opsd.simulate.policies import NAMES, Policy, policy
@@ -45,7 +45,10 @@ class _Range:
 
 
 _faults_options = options(
-    option("--trace", "trace_file", type=_FILE, help="Faults from a trace in the form of InfiniteHBD (JSON)."),
+    option(
+        "--trace", "trace_file", type=click.Path(path_type=Path),
+        help="Faults from a trace in the form of InfiniteHBD (JSON), Slurm's events, or journals of agents.",
+    ),
     option("--trace-nodes", type=click.IntRange(1, MOST_NODES), help="Nodes of the traced cluster, healthy ones too."),
     option(
         "--rates", "rates_name", metavar="NAME|FILE", default="stepfun",
@@ -123,7 +126,7 @@ def _write(
 def _source(told: dict[str, Any]) -> FaultSource:
     try:
         if told["trace_file"] is not None:
-            return trace.load(told["trace_file"], told["trace_nodes"])
+            return history.load(told["trace_file"], told["trace_nodes"])
         if told["trace_nodes"] is not None:
             raise click.UsageError("--trace-nodes needs --trace")
         name = told["rates_name"]

@@ -1,4 +1,4 @@
-"""``python -m opsd.ledger.for_user UID FOLDER``: the ledger of a run and its curves as JSON.
+"""``python -m opsd.ledger.for_user UID FOLDER``: the ledger of a run, its curves and its plan as JSON.
 
 The files are read with the rights of the run's user.
 """
@@ -16,11 +16,15 @@ from typing import Any
 
 from opsd.collectors.lib.rights import Rights, open_as
 from opsd.ledger.curves import curves
-from opsd.ledger.ledger import LedgerError, make_ledger, read_records
+from opsd.ledger.ledger import LedgerError, Opener, make_ledger, read_records, trained_tokens
+
+_LOST = ("node_lost", "node_retired")
+_LONGEST_PLAN = 65_536
+"""Characters."""
 
 
 def records_for_user(folder: Path, user: int) -> dict[str, Any]:
-    """Ledger and curves of the run in ``folder`` if ``user`` can read its files.
+    """Ledger, curves, plan, tokens and lost nodes of the run in ``folder`` if ``user`` can read its files.
 
     Raises LedgerError or PermissionError.
     """
@@ -34,7 +38,20 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
         raise OSError(errno.EINVAL, "not a regular file", path)
 
     events, metrics = read_records(folder, opener)
-    return {**make_ledger(events, metrics).as_dict(), "curves": curves(metrics)}
+    lost = sum(event["event"] in _LOST for event in events)
+    return {
+        **make_ledger(events, metrics).as_dict(), "curves": curves(metrics), "plan": _plan(folder, opener),
+        "tokens": trained_tokens(sorted(metrics, key=lambda line: float(line["t"]))), "lost_nodes": lost,
+    }  # fmt: skip
+
+
+def _plan(folder: Path, opener: Opener) -> str | None:
+    """The text of the run's plan, as long as it can be, None without one."""
+    try:
+        with open(folder / "plan.json", encoding="utf-8", errors="replace", opener=opener) as file:
+            return file.read(_LONGEST_PLAN)
+    except FileNotFoundError:
+        return None
 
 
 def groups_of(user: int) -> frozenset[int]:

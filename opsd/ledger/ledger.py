@@ -193,6 +193,28 @@ def _count(line: Mapping[str, Any]) -> int:
     return max(1, int(line.get("steps") or 1))
 
 
+def repeated_steps(metrics: Sequence[Mapping[str, Any]]) -> int:
+    """Steps of ``metrics``, in the order of time, that had been done before."""
+    highest, again = -1, 0.0
+    for line in metrics:
+        again += _again(line, highest) * _count(line)
+        highest = max(highest, int(line["step"]))
+    return round(again)
+
+
+def trained_tokens(metrics: Sequence[Mapping[str, Any]]) -> int | None:
+    """Tokens that the model was trained on, those of repeated steps once; None if nobody has reported any.
+
+    The trainer counts those up to a step, steps.jsonl has those of each line's steps. ``metrics`` are in the order of
+    time.
+    """
+    if so_far := [line["tokens"] for line in metrics if isinstance(line.get("tokens"), int)]:
+        return int(max(so_far))
+    done = sum(map(_count, metrics))
+    new = sum(int(line.get("new_tokens") or 0) for line in metrics)
+    return round(new * (done - repeated_steps(metrics)) / done) if new else None
+
+
 def _again(line: Mapping[str, Any], highest: int) -> float:
     """The share of the steps of a line, which follow each other, that had been done before."""
     count = _count(line)

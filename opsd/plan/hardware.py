@@ -7,23 +7,15 @@ that a step loses (gaps between kernels, power, the copies of FSDP) is in it, so
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from opsd.plan.figures import Figure, Figures
 from opsd.plan.specs import spec_of
 
 
-class Figure(NamedTuple):
-    """A number that a plan is made with, and where it is from; ``measured`` on this cluster."""
-
-    value: float
-    unit: str
-    source: str
-    measured: bool = False
-
-
 @dataclass(frozen=True, slots=True)
-class Hardware:
+class Hardware(Figures):
     """A GPU and the network around it."""
 
     peak: Figure
@@ -39,17 +31,6 @@ class Hardware:
     spread: Figure
     node_power: Figure
     node_gpus: Figure
-
-    def figures(self) -> dict[str, Figure]:
-        """All of them by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def given(self, values: Mapping[str, float], source: str, *, measured: bool) -> Hardware:
-        """With other values for some. Raises KeyError for a name that is none."""
-        known = self.figures()
-        return replace(self, **{
-            name: known[name]._replace(value=value, source=source, measured=measured) for name, value in values.items()
-        })  # fmt: skip
 
 
 class _Known(NamedTuple):
@@ -100,6 +81,11 @@ _SOURCES: Final[Mapping[str, Mapping[str, str]]] = {
         "a100": "the same share of a 200 Gbit/s port for each GPU",
     },
 }
+
+
+def is_kind(gpu: str, model: str) -> bool:
+    """Whether ``model``, as the driver names a GPU, is the one of ``GPUS``."""
+    return _KNOWN[gpu].model in model
 
 
 def hardware_of(gpu: str, dtype: str = "bfloat16") -> Hardware:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from opsd.plan.hardware import Figure, Hardware
+from opsd.plan.curve import Point, curve, peak
+from opsd.plan.figures import Figure
+from opsd.plan.forecast import Planned
+from opsd.plan.hardware import Hardware
 from opsd.plan.layout import Layout
 from opsd.plan.memory import GIB, state_values
 from opsd.plan.reliability import DAY_S, Habits, Reliability, reliability
@@ -27,16 +30,6 @@ _NEAR: Final = 16
 """A deadline is looked for up to so many times the GPUs that it takes at the full rate of their products."""
 _MOST_GPUS: Final = 100_000
 _SHOWN: Final = 20
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """A number of GPUs on the curve, with the shares of a step that they wait for each other."""
-
-    gpus: int
-    tokens_per_s: float
-    communication: float
-    bubble: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +98,14 @@ class Plan:
         return suggest(self.config.model, self.tokens)
 
     @property
-    def knee(self) -> Point | None:
-        """The first point of the curve after which more GPUs are slower."""
-        pairs = zip(self.curve, self.curve[1:], strict=False)
-        return next((here for here, more in pairs if more.tokens_per_s <= here.tokens_per_s), None)
+    def days_by_name(self) -> dict[str, float]:
+        """What the overheads add to the days of training."""
+        return {name: share * self.days for name, share in self.reliability.overheads.items()}
+
+    @property
+    def budget(self) -> tuple[float, float]:
+        """Days that such runs are budgeted with; what is above ``days`` has no name."""
+        return self.training_s / DAY_S * ALLOWANCE[0], self.training_s / DAY_S * ALLOWANCE[1]
 
     def figures(self) -> dict[str, Figure]:
         """Everything that was assumed or measured, by name."""
@@ -130,7 +127,7 @@ def plan_for_gpus(config: Config, gpu: str, gpus: int, tokens: float, hardware: 
     if gpus > _MOST_GPUS:
         raise CannotPlan(f"{gpus:,} GPUs are more than the {_MOST_GPUS:,} that a plan is made for")
     found = search(config, gpus, hardware)
-    return Plan(config, gpu, gpus, tokens, hardware, habits, found, tuple(_curve(config, gpus, hardware)))
+    return Plan(config, gpu, gpus, tokens, hardware, habits, found, tuple(curve(config, gpus, hardware)))
 
 
 def plan_for_days(config: Config, gpu: str, days: float, tokens: float, hardware: Hardware, habits: Habits) -> Plan:
@@ -171,16 +168,15 @@ def _reliability(config: Config, training_s: float, gpus: int, hardware: Hardwar
     return reliability(training_s, checkpoint_bytes(config), gpus, int(hardware.node_gpus.value), habits)
 
 
-def _curve(config: Config, gpus: int, hardware: Hardware) -> Iterator[Point]:
-    """Speeds with an eighth to eight times the GPUs, where any layout runs."""
-    for power in range(-3, 4):
-        count = gpus * 2**power
-        if count < 1 or count != int(count) or (best := fastest(config, int(count), hardware)) is None:
-            continue
-        step = best.step
-        yield Point(
-            int(count), tokens_per_s(config, best), step.communication / step.total, step.bubble / step.total
-        )  # fmt: skip
+def planned(plan: Plan, made: float) -> Planned:
+    """What a run's folder keeps of ``plan``, made at the epoch second ``made``."""
+    kept, habits = plan.reliability, plan.habits
+    return Planned(
+        made=made, gpus=plan.gpus, nodes=math.ceil(plan.gpus / plan.hardware.node_gpus.value), tokens=plan.tokens,
+        days=plan.days, training_days=plan.training_s / DAY_S, mttf_s=kept.mttf_s, overheads=kept.overheads,
+        spares=kept.spares["99%"], outages=habits.outages.value, repair_s=habits.repair.value,
+        clumps=habits.clumps.value,
+    )  # fmt: skip
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:
@@ -222,10 +218,21 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "spares": kept.spares,
         "ettr": kept.ettr,
         "overheads": kept.overheads,
-        "curve": [{"gpus": p.gpus, "tokens_per_s": p.tokens_per_s, "days": plan.tokens / p.tokens_per_s / DAY_S,
-                   "communication": p.communication, "bubble": p.bubble} for p in plan.curve],
+        "overhead_days": plan.days_by_name,
+        "budget_days": plan.budget,
+        "curve": [_point_dict(plan, point) for point in plan.curve],
+        "peak": asdict(peak(plan.curve)),
         "suggested": {"batch_tokens": suggestion.batch, "lr": suggestion.rate, "sources": SOURCES},
         "figures": {name: figure._asdict() for name, figure in plan.figures().items()},
+    }  # fmt: skip
+
+
+def _point_dict(plan: Plan, point: Point) -> dict[str, Any]:
+    lost = point.lost(plan.curve[0])
+    return {
+        "gpus": point.gpus, "tokens_per_s": point.tokens_per_s, "days": plan.tokens / point.tokens_per_s / DAY_S,
+        "communication": point.communication, "bubble": point.bubble,
+        "of_proportional": 1 - sum(lost.values()), "lost": lost,
     }  # fmt: skip
 
 

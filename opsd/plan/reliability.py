@@ -6,18 +6,20 @@ Rates and times are figures that name their source, so that those of this cluste
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from bisect import bisect_left
+from dataclasses import dataclass
 from typing import Final
 
 from opsd.checkpoints.interval import daly
-from opsd.plan.hardware import Figure
+from opsd.plan.figures import Figure, Figures
 
 DAY_S: Final = 86_400.0
+_MOST_SPARES: Final = 20
+"""For each node of a job."""
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class Habits(Figures):
     """How often a cluster fails and how long everything around the training takes."""
 
     failures: Figure
@@ -31,17 +33,6 @@ class Habits:
     data: Figure
     evaluation: Figure
     write: Figure
-
-    def figures(self) -> dict[str, Figure]:
-        """All of them by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def given(self, values: Mapping[str, float], source: str, *, measured: bool) -> Habits:
-        """With other values for some. Raises KeyError for a name that is none."""
-        known = self.figures()
-        return replace(self, **{
-            name: known[name]._replace(value=value, source=source, measured=measured) for name, value in values.items()
-        })  # fmt: skip
 
 
 HABITS: Final = Habits(
@@ -68,6 +59,8 @@ class Reliability:
     write_s: float
     overheads: dict[str, float]
     failures: float
+    maintenance: float
+    """Planned interruptions; ``failures`` are the others."""
     ettr: float
     spares: dict[str, int]
 
@@ -96,21 +89,26 @@ def reliability(training_s: float, checkpoint: float, gpus: int, node_gpus: int,
     return Reliability(
         mttf_s=mttf, interval_s=interval, write_s=write,
         overheads={name: value / wall for name, value in extra.items()},
-        failures=training_s * wall / mttf, ettr=1 / (1 + lost),
+        failures=training_s * wall / mttf,
+        maintenance=training_s * wall * gpus * habits.maintenance.value / DAY_S, ettr=1 / (1 + lost),
         spares={f"{share:.1%}".replace(".0", ""): spares_for(nodes, share, habits) for share in (0.99, 0.999)},
     )  # fmt: skip
 
 
 def spares_for(nodes: int, share: float, habits: Habits) -> int:
-    """Spares with which a job on ``nodes`` nodes has all of them for ``share`` of the time.
+    """Spares with which a job on ``nodes`` nodes has all of them for ``share`` of the time."""
+    return bisect_left(
+        range(_MOST_SPARES * nodes + 8), True, key=lambda spares: up_share(nodes, spares, habits) >= share
+    )
+
+
+def up_share(nodes: int, spares: int, habits: Habits) -> float:
+    """The share of the time in which a job on ``nodes`` nodes has all of them, with ``spares`` spares that fail alike.
 
     Nodes that are away come in clumps, since some repairs take weeks: their number is negative binomial.
     """
     away = habits.outages.value * habits.repair.value / DAY_S
-    spares = 0
-    while _at_most(spares, (nodes + spares) * away / (1 + away), habits.clumps.value * max(1.0, nodes / 400)) < share:
-        spares += 1
-    return spares
+    return _at_most(spares, (nodes + spares) * away / (1 + away), habits.clumps.value * max(1.0, nodes / 400))
 
 
 def _at_most(most: int, mean: float, shape: float) -> float:

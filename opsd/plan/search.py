@@ -83,25 +83,22 @@ def _best(config: Config, spread: Layout, gpus: int, hardware: Hardware) -> Cand
     """The fastest micro-batch and recomputation of a spread that fit, or why none does."""
     room, least = hardware.memory.value, math.inf
     fitting = []
-    for layout in _variants(config, spread, gpus):
-        if why := problem(config, layout, gpus):
-            return Excluded(spread, why)
-        memory = memory_of(config, layout, gpus)
-        least = min(least, memory.total)
-        if memory.total <= room:
-            fitting.append(Candidate(layout, memory, step_time(config, layout, gpus, hardware)))
+    for micro_batch in micro_batches_of(config, spread, gpus):
+        if micro_batch > 1 and micro_batch * config.data.sequence / spread.cp > _MOST_TOKENS:
+            break
+        for recompute in RECOMPUTE:
+            layout = replace(spread, micro_batch=micro_batch, recompute=recompute)
+            if why := problem(config, layout, gpus):
+                return Excluded(spread, why)
+            memory = memory_of(config, layout, gpus)
+            least = min(least, memory.total)
+            if memory.total <= room:
+                fitting.append(Candidate(layout, memory, step_time(config, layout, gpus, hardware)))
+                break  # more recomputation is slower
     if fitting:
         return min(fitting, key=_rank)
     why = f"memory: a GPU needs {least / GIB:,.1f} GiB at least and has {room / GIB:.1f}"
     return Excluded(spread, why, least - room)
-
-
-def _variants(config: Config, spread: Layout, gpus: int) -> Iterator[Layout]:
-    for micro_batch in micro_batches_of(config, spread, gpus):
-        if micro_batch > 1 and micro_batch * config.data.sequence / spread.cp > _MOST_TOKENS:
-            return
-        for recompute in RECOMPUTE:
-            yield replace(spread, micro_batch=micro_batch, recompute=recompute)
 
 
 def _hopeless(out: Sequence[Excluded]) -> str:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-from opsd.plan.hardware import Figure
+from opsd.plan.curve import Point, peak
+from opsd.plan.figures import Figure
 from opsd.plan.memory import GIB
-from opsd.plan.plan import ABLATIONS, ALLOWANCE, Plan, checkpoint_bytes
+from opsd.plan.plan import ABLATIONS, Plan, checkpoint_bytes
 from opsd.plan.reliability import DAY_S
 from opsd.trainer import counts
 from opsd.words import count, duration, plural
 
+_TOLD: Final = {
+    "products": "products that are too small", "attention": "attention", "elementwise": "elementwise operations",
+    "recomputation": "recomputation", "loop": "gaps between kernels", "tensor": "tensor parallelism's communication",
+    "sharding": "FSDP's communication", "context": "context parallelism's communication",
+    "experts": "the exchange with experts", "pipeline": "the pipeline's communication",
+    "bubble": "the pipeline's bubble", "optimizer": "the optimizer", "stragglers": "stragglers",
+}  # fmt: skip
 SHOWN = 5
 """Layouts on the page; ``--json`` has more."""
 
@@ -22,17 +31,19 @@ def plan_text(plan: Plan) -> Iterator[str]:
         wide = max((len(name) for name, _ in rows), default=0)
         yield from (f"  {name:<{wide}}  {text}" for name, text in rows)
         yield ""
-    yield "Every number and its source: --json -; what is measured here can take its place: --assume NAME=VALUE"
+    yield "Every number and its source: --json -; what is measured here takes its place: --measured PATH"
 
 
 def sections(plan: Plan) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Headings, each with its rows of a name and a text."""
     yield "Run", _run(plan)
     yield "Time and cost", _time(plan)
+    if measured := _measured(plan):
+        yield "Measured on this cluster", measured
     yield f"Layouts, fastest first ({plan.gpus} {plan.gpu.upper()})", _layouts(plan)
     yield "Memory of a GPU", _memory(plan)
     yield "A step", _step(plan)
-    yield "Wall clock that is no training", _overheads(plan)
+    yield "Above the time of training", _overheads(plan)
     yield "More or fewer GPUs", _curve(plan)
     yield "Suggested by scaling laws", _suggested(plan)
 
@@ -55,7 +66,7 @@ def _time(plan: Plan) -> list[tuple[str, str]]:
     training = plan.training_s / DAY_S
     money = f", {plan.gpu_hours * plan.price:,.0f} {plan.currency}" if plan.price else ""
     spares = " and ".join(f"{number} for {share}" for share, number in kept.spares.items())
-    low, high = (training * factor for factor in ALLOWANCE)
+    low, high = plan.budget
     return [
         ("GPUs", f"{plan.gpus:,} on {plural(-(-plan.gpus // node), 'node')}, spares to be complete: {spares}"),
         ("days", f"{plan.days:.1f}: {training:.1f} of training; such runs budget {low:.0f} to {high:.0f}"),
@@ -65,6 +76,13 @@ def _time(plan: Plan) -> list[tuple[str, str]]:
         ("checkpoints", f"{checkpoint_bytes(plan.config) / 1e9:,.1f} GB every {duration(kept.interval_s)} (Daly), "
                         f"on disk after {duration(kept.write_s)}"),
         ("failures", f"{kept.failures:.1f} expected, one every {duration(kept.mttf_s)}; ETTR {kept.ettr:.2%}"),
+    ]  # fmt: skip
+
+
+def _measured(plan: Plan) -> list[tuple[str, str]]:
+    return [
+        (name, f"{figure.value:.4g} {figure.unit}: {source_of(figure)}")
+        for name, figure in plan.figures().items() if figure.measured
     ]  # fmt: skip
 
 
@@ -93,16 +111,47 @@ def _step(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _overheads(plan: Plan) -> list[tuple[str, str]]:
-    return [(name.replace("_", " "), f"{share:6.2%}") for name, share in plan.reliability.overheads.items()]
+    kept, habits, days = plan.reliability, plan.habits, plan.days_by_name
+    reasons = {
+        "failures": f"{kept.failures:.1f}, each with half an interval of {duration(kept.interval_s)} to do again",
+        "restarts": f"{duration(habits.restart.value)} after each of them",
+        "checkpoints": f"{duration(habits.stall.value)} every {duration(kept.interval_s)}",
+        "maintenance": f"{kept.maintenance:.1f} planned interruptions of {duration(habits.restart.value)}",
+        "slow_days": source_of(habits.slow),
+        "data": source_of(habits.data),
+        "evaluation": source_of(habits.evaluation),
+    }
+    rows = [(name, _share(share, days[name]) + reasons[name]) for name, share in kept.overheads.items()]
+    training = plan.training_s / DAY_S
+    rest = [budget / training - plan.days / training for budget in plan.budget]
+    unnamed = f"what no formula has: runs are budgeted with 20 to 30 % above training, {_range(plan.budget)} days"
+    return [
+        *((name.replace("_", " "), text) for name, text in rows),
+        ("sum", _share(sum(kept.overheads.values()), sum(days.values())).rstrip()),
+        ("allowance", f"{max(0.0, rest[0]):.0%} to {max(0.0, rest[1]):.0%} more of training, {unnamed}"),
+    ]
+
+
+def _share(share: float, days: float) -> str:
+    return f"{share:6.2%} {days:6.2f} days  "
+
+
+def _range(days: tuple[float, float]) -> str:
+    return f"{days[0]:.0f} to {days[1]:.0f}"
 
 
 def _curve(plan: Plan) -> list[tuple[str, str]]:
-    def line(gpus: int, rate: float, waiting: float, bubble: float) -> tuple[str, str]:
-        days = plan.tokens / rate / DAY_S
-        return f"{gpus:,}", f"{days:8.1f} days of training, {waiting:5.1%} communication, {bubble:5.1%} bubble"
+    def line(point: Point) -> tuple[str, str]:
+        lost = sum(point.lost(plan.curve[0]).values())
+        days = plan.tokens / point.tokens_per_s / DAY_S
+        return f"{point.gpus:,}", (
+            f"{days:8.1f} days of training, {1 - lost:6.1%} of the speed in proportion, "
+            f"{point.communication:5.1%} communication, {point.bubble:5.1%} bubble"
+        )
 
-    rows = [line(p.gpus, p.tokens_per_s, p.communication, p.bubble) for p in plan.curve]
-    return [*rows, *([("", f"more than {plan.knee.gpus:,} GPUs are slower")] if plan.knee else [])]
+    top = peak(plan.curve)
+    why = "are slower" if top.slower else f"run in no layout with data.batch {plan.config.data.batch}"
+    return [*map(line, plan.curve), ("peak", f"more than {top.gpus:,} {why}; most is lost to {_TOLD[top.blame]}")]
 
 
 def _suggested(plan: Plan) -> list[tuple[str, str]]:
@@ -115,5 +164,5 @@ def _suggested(plan: Plan) -> list[tuple[str, str]]:
 
 
 def source_of(figure: Figure) -> str:
-    """Where a figure is from."""
-    return f"measured: {figure.source}" if figure.measured else figure.source
+    """Where a figure is from; of one that was measured here also the file and its date."""
+    return f"{figure.source} ({figure.file}, {figure.date})" if figure.measured else figure.source

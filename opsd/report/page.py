@@ -9,6 +9,8 @@ from functools import partial
 from opsd.agent.web.html import STYLE, Html, card, facts, h, join, nothing, pill, table
 from opsd.charts import CHART_STYLE, Axis, Series, Span, line_chart
 from opsd.exitcodes import OK
+from opsd.plan.forecast import told
+from opsd.plan.reliability import DAY_S
 from opsd.report.cost import Price, cost_line
 from opsd.report.run import RunReport, Step
 from opsd.report.text import restart_line, scores_of
@@ -29,6 +31,7 @@ def report_page(run: RunReport, price: Price) -> str:
         _charts(run),
         _restarts(run),
         _ledger(run),
+        _plan(run),
         _checkpoints(run),
         _evaluations(run),
         _listed("slow", "Slow nodes and ranks", [(text,) for text in run.slow], ("Finding",)),
@@ -125,6 +128,16 @@ def _ledger(run: RunReport) -> Html:
     notes = join(nothing(f"Note: {note}") for note in run.ledger.notes)
     title = "Where the time went"
     return card("ledger", title, join((table(title, ("Bucket", "Time", "Share"), rows), notes)))
+
+
+def _plan(run: RunReport) -> Html:
+    """Plan against actual: what is expected, and by bucket how far the end will be from the plan."""
+    if (found := run.forecast) is None:
+        return card("plan", "Plan and forecast", nothing(run.plan_problem)) if run.plan_problem else Html("")
+    days = {name: seconds / DAY_S for name, seconds in found.beyond_s.items()}
+    rows = [(name.replace("_", " "), f"{more:+.2f} days") for name, more in sorted(days.items(), key=lambda d: -d[1])]
+    title = "Beyond the plan at the end of the run, by bucket"
+    return card("plan", "Plan and forecast", join((facts(told(found)), table(title, ("Bucket", "More"), rows))))
 
 
 def _bar(share: float) -> Html:

@@ -29,11 +29,16 @@ def plan_page(plan: Plan, name: str) -> str:
     ])  # fmt: skip
 
 
-def _curve(plan: Plan) -> Html:
-    """Speed over the number of GPUs, beside one that grows with it."""
+def speed_chart(plan: Plan, width: int = 1100) -> str:
+    """Speed over the number of GPUs, beside one that grows with it, as SVG."""
     first = plan.curve[0]
-    measured = Series("predicted", [(float(p.gpus), p.tokens_per_s) for p in plan.curve])
+    predicted = Series("predicted", [(float(p.gpus), p.tokens_per_s) for p in plan.curve])
     ideal = Series("in proportion", [(float(p.gpus), first.tokens_per_s / first.gpus * p.gpus) for p in plan.curve])
+    y = Axis("tokens/s", from_zero=True)
+    return line_chart("speed over GPUs", [predicted, ideal], x=Axis("GPUs"), y=y, width=width)
+
+
+def _curve(plan: Plan) -> Html:
     waiting = [
         Series("communication", [(float(p.gpus), 100 * p.communication) for p in plan.curve]),
         Series("pipeline bubble", [(float(p.gpus), 100 * p.bubble) for p in plan.curve]),
@@ -41,7 +46,7 @@ def _curve(plan: Plan) -> Html:
     days = Series("days", [(float(p.gpus), plan.tokens / p.tokens_per_s / DAY_S) for p in plan.curve])
     x = Axis("GPUs")
     charts = (
-        line_chart("speed over GPUs", [measured, ideal], x=x, y=Axis("tokens/s", from_zero=True), width=1100),
+        speed_chart(plan),
         line_chart("days of training over GPUs", [days], x=x, y=Axis("days", from_zero=True), width=1100),
         line_chart("waiting over GPUs", waiting, x=x, y=Axis("% of a step", from_zero=True), width=1100),
     )
@@ -52,6 +57,9 @@ def _curve(plan: Plan) -> Html:
 
 
 def _figures(plan: Plan) -> Html:
-    rows = [(name, f"{figure.value:.4g} {figure.unit}", source_of(figure)) for name, figure in plan.figures().items()]
+    rows = [
+        (name, f"{figure.value:.4g} {figure.unit}", "yes" if figure.measured else "", source_of(figure))
+        for name, figure in plan.figures().items()
+    ]
     title = "What this is made from"
-    return card("figures", title, table(title, ("Figure", "Value", "Source"), rows))
+    return card("figures", title, table(title, ("Figure", "Value", "Measured here", "Source"), rows))

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from opsd import exitcodes
 from opsd.launch.io.run_log import EventText
-from opsd.ledger.ledger import Ledger, LedgerError, make_ledger, read_lines
+from opsd.ledger.ledger import Ledger, LedgerError, make_ledger, read_lines, repeated_steps, trained_tokens
+from opsd.plan.forecast import FILE as PLAN
+from opsd.plan.forecast import LOST_NODES, BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
 
 Record = Mapping[str, Any]
 
@@ -91,6 +93,11 @@ class RunReport:
     incidents: Sequence[tuple[float, str]]
     """Events that matter, in words."""
     slow: Sequence[str] = field(default_factory=tuple)
+    evaluated_s: float = 0.0
+    """Seconds in which the training waited for evaluations."""
+    planned: Planned | None = None
+    plan_problem: str = ""
+    """Why ``planned`` is None although the folder has a plan."""
 
     @property
     def state(self) -> str:
@@ -120,6 +127,14 @@ class RunReport:
         """Those that failures have cost."""
         return self.gpus * sum(self.ledger.buckets[name] for name in LOST) / 3600
 
+    @property
+    def forecast(self) -> Forecast | None:
+        """How the run will end; None without a plan, before the first step and after the last."""
+        if self.planned is None or self.tokens is None:
+            return None
+        lost = sum(restart.kind in LOST_NODES for restart in self.restarts)
+        return forecast(self.planned, Progress(self.ledger.buckets, self.tokens, lost))
+
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON; the steps are summed up."""
         return {
@@ -143,6 +158,8 @@ class RunReport:
             "evaluations": list(self.evaluations),
             "slow": list(self.slow),
             "ledger": self.ledger.as_dict(),
+            "plan": self.planned.model_dump() if self.planned else None,
+            "forecast": forecast_dict(found) if (found := self.forecast) else None,
         }
 
 
@@ -163,21 +180,30 @@ def read_run(folder: Path) -> RunReport:
         ledger = make_ledger(events, metrics)
     except LedgerError as error:
         raise NoReport(str(error)) from error
-    return summarize(folder, events, metrics, evaluations, ledger)
+    run = summarize(folder, events, metrics, evaluations, ledger)
+    try:
+        return replace(run, planned=Planned.parse((folder / PLAN).read_text(encoding="utf-8", errors="replace")))
+    except FileNotFoundError:
+        return run
+    except OSError as error:
+        return replace(run, plan_problem=f"{PLAN} cannot be read: {error.strerror}")
+    except BadPlan as error:
+        return replace(run, plan_problem=str(error))
 
 
 def summarize(
     folder: Path, events: Sequence[Record], metrics: Sequence[Record], evaluations: Sequence[Record], ledger: Ledger
 ) -> RunReport:
     """The report from the parsed files, each in the order of time. Pure."""
-    steps = [_step(line) for line in sorted(metrics, key=lambda line: float(line["t"]))]
+    metrics = sorted(metrics, key=lambda line: float(line["t"]))
+    steps = [_step(line) for line in metrics]
     starts = [event for event in events if event["event"] == "generation_started"]
     last = starts[-1]
     end = next((e for e in reversed(events) if e["event"] == "finished"), None)
     if end is not None and float(end["t"]) < float(last["t"]):
         end = None
     nodes = [str(name) for name in last.get("nodes") or ()] or [str(last.get("node", ""))]
-    repeated = _repeated(steps)
+    repeated = repeated_steps(metrics)
     return RunReport(
         run=str(last.get("run", folder.name)),
         folder=folder,
@@ -192,11 +218,12 @@ def summarize(
         steps=steps,
         last_step=max((step.step for step in steps), default=None),
         repeated=repeated,
-        tokens=_tokens(metrics, repeated),
+        tokens=trained_tokens(metrics),
         restarts=list(_restarts(events, steps)),
         checkpoints=_checkpoints(events),
         evaluations=evaluations,
         incidents=list(_incidents(events)),
+        evaluated_s=sum(_number(line.get("evaluation_s")) for line in metrics),
         slow=[text for event in events if event["event"] in _SLOW and (text := EventText().sentence(event))],
     )
 
@@ -216,27 +243,6 @@ def _step(line: Record) -> Step:
 
 def _number(value: object, missing: float = 0.0) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else missing
-
-
-def _tokens(metrics: Sequence[Record], repeated: int) -> int | None:
-    """Tokens that the model was trained on, those of ``repeated`` steps once; None if nobody has reported any.
-
-    The trainer counts those up to a step, steps.jsonl has those of each line's steps.
-    """
-    if so_far := [int(line["tokens"]) for line in metrics if isinstance(line.get("tokens"), int)]:
-        return max(so_far)
-    done = sum(int(line.get("steps") or 1) for line in metrics)
-    new = sum(int(_number(line.get("new_tokens"))) for line in metrics)
-    return round(new * (done - repeated) / done) if new else None
-
-
-def _repeated(steps: Sequence[Step]) -> int:
-    """Steps that had been done before."""
-    highest, again = -1, 0
-    for step in steps:
-        again += min(max(highest - (step.step - step.count), 0), step.count)
-        highest = max(highest, step.step)
-    return again
 
 
 def _restarts(events: Sequence[Record], steps: Sequence[Step]) -> Iterator[Restart]:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from opsd import exitcodes
+from opsd.plan.forecast import told
+from opsd.plan.reliability import DAY_S
 from opsd.report.cost import Price, cost_line
 from opsd.report.run import Restart, RunReport
 from opsd.words import clock, count, duration, first_line, plural
@@ -104,8 +106,18 @@ def _facts(run: RunReport, price: Price) -> Iterator[str]:
     if run.tokens is not None:
         yield from _labelled("tokens", [count(run.tokens)])
     yield from _labelled("time", [_time(run)])
+    yield from _labelled("plan", list(_plan(run)))
     if cost := cost_line(run, price):
         yield from _labelled("cost", [cost])
+
+
+def _plan(run: RunReport) -> Iterator[str]:
+    if run.plan_problem:
+        yield run.plan_problem
+    elif found := run.forecast:
+        yield from (f"{name}: {text}" for name, text in told(found))
+    elif run.planned is not None and run.tokens is not None and run.tokens >= run.planned.tokens:
+        yield f"{run.ledger.wall_s / DAY_S:.1f} days; {run.planned.days:.1f} were planned"
 
 
 def _time(run: RunReport) -> str:

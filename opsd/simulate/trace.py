@@ -78,14 +78,15 @@ class Trace:
         return faults
 
 
-def load(path: Path, nodes: int | None) -> Trace:
-    """The trace in ``path`` of a cluster of ``nodes`` nodes, by default as many as it names. Raises FaultsError."""
+def parse(path: Path, text: str, nodes: int | None) -> Trace:
+    """The trace in ``path``, of ``nodes`` nodes, by default as many as it names. Raises FaultsError."""
     try:
-        events = json.loads(path.read_bytes())
-    except OSError as error:
-        raise FaultsError(f"{path} cannot be read: {error.strerror}") from error
+        events = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FaultsError(f"{path} is no JSON: give a trace in the form of InfiniteHBD") from error
+        raise FaultsError(
+            f"{path} is no JSON: give a trace in the form of InfiniteHBD, the output of "
+            "sacctmgr --parsable2 show event, or an agent's journal.db"
+        ) from error
     if not isinstance(events, list) or not events:
         raise FaultsError(f"{path} has no list of events: give a trace in the form of InfiniteHBD")
     read = sorted((_event(path, number, event) for number, event in enumerate(events, start=1)), key=lambda one: one[0])

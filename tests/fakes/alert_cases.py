@@ -32,6 +32,16 @@ def steps(a_minute: float, minutes: int, then: float | None = None) -> Series:
     }
 
 
+def forecast(seconds: str) -> Series:
+    """A run that was planned for 100,000 s, and is expected to end later by its restarts."""
+    return {
+        f"opsd_run_planned_seconds{{{NODE},{RUN}}}": "100000x400",
+        f"opsd_run_forecast_seconds{{{NODE},{RUN}}}": seconds,
+        f'opsd_run_beyond_plan_seconds{{{NODE},{RUN},bucket="restart"}}': "20000x400",
+        f'opsd_run_beyond_plan_seconds{{{NODE},{RUN},bucket="other"}}': "10x400",
+    }
+
+
 def shared(available: float, size: float) -> Series:
     """A network file system that two nodes have mounted."""
     return {
@@ -229,6 +239,11 @@ CASES: Mapping[str, Case] = {
             {f"opsd_spare_ready{{{NODE}}}": "0x50", 'opsd_spare_ready{instance="node-18:9477"}': "1x50"},
             {f"opsd_slurm_up{{{NODE}}}": "1x50"},
         ],
+    ),
+    "PlanExceeded": Case(
+        [forecast("100000x30 120000x400"), forecast("110001x400")],
+        [forecast("110000x400"), forecast("90000x400"), {f"opsd_run_forecast_seconds{{{NODE},{RUN}}}": "120000x400"}],
+        at="70m",
     ),
     "SlurmSilent": Case([{f"opsd_slurm_up{{{NODE}}}": "0x50"}], [{f"opsd_slurm_up{{{NODE}}}": "1x50"}]),
     "IncidentEscalated": Case(

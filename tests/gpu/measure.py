@@ -81,7 +81,7 @@ def measure(
     preset: str, steps: int, skipped: int, settings: Mapping[str, object], documents: int = 1000
 ) -> dict[str, Any]:
     """Run all cases; flat results, with what the document mask and z-loss cost as ratios to the plain case."""
-    results: dict[str, Any] = {"preset": preset, "steps": steps} | machine()
+    results: dict[str, Any] = {"preset": preset, "steps": steps, "settings": dict(settings)} | machine()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         corpus(folder / "shards", documents, 2000)

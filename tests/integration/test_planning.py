@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 
 from opsd.commands.main import cli
 from opsd.trainer.config import PRESETS
+from tests.fakes.published import CONFIGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 SHOWN = re.findall(r"```console\n\$ (opsd [^\n]+)\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
@@ -20,8 +22,10 @@ SHOWN = re.findall(r"```console\n\$ (opsd [^\n]+)\n(.*?)```", PAGE.read_text(enc
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One with the file of a run."""
+    """One with the file of a run and that of a model, in which nothing was measured yet."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     shutil.copy(PRESETS / "smollm3-3b.toml", tmp_path / "run.toml")
+    (tmp_path / "llama-3-70b.json").write_text(json.dumps(CONFIGS["llama-3-70b"]), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -33,12 +37,14 @@ def test_the_page_shows_what_is_printed(folder: Path, command: str, output: str)
     assert result.exit_code == 0, result.output
     printed = iter(result.stdout.splitlines())
     assert [line for line in output.splitlines() if line not in printed] == []
+    for chart in folder.glob("*.svg"):
+        assert chart.read_bytes() == (PAGE.parent / "pictures" / chart.name).read_bytes(), f"copy {chart} there"
 
 
 def test_the_page_has_the_whole_example() -> None:
-    """GPUs, a deadline, figures of the cluster, and the file of a run."""
+    """GPUs, a deadline, figures of the cluster, the file of a run, and charts."""
     commands = " ".join(command for command, _ in SHOWN)
-    assert all(flag in commands for flag in ("--html", "--days", "--assume", "--write"))
+    assert all(flag in commands for flag in ("--html", "--days", "--assume", "--write", "--chart"))
 
 
 def test_a_written_layout_is_the_only_change(folder: Path) -> None:

@@ -10,12 +10,15 @@ from opsd.agent.web.fleet import Fleet, FleetView, NodeSummary, RunSummary, node
 from opsd.agent.web.fleet_page import ALONE, MAX_ROWS, fleet_page
 from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.collectors import spare
+from opsd.collectors.base import RunFact
+from opsd.plan.forecast import Forecast
 from opsd.runbooks.base import Severity
 from opsd.slurm.port import Node, SlurmUnavailable
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
 from tests.fakes.slurm import FakeSlurm
-from tests.unit.test_page import HOSTILE, Structure, gpu, run, snapshot
+from tests.unit.test_page import HOSTILE, Structure, gpu, rank, run, snapshot
+from tests.unit.test_plan_forecast import after
 
 HERE = NodeSummary(node="node-1", version="1", age_s=0.5, gpus=8, gpus_lost=0)
 
@@ -97,6 +100,27 @@ def test_a_node_in_brief() -> None:
     status, body, _ = App(lambda: shown, {"node": "node-17"}, stale_s=5.0)(Request("/api/v1/node", {}))
     assert status == 200 and NodeSummary.model_validate_json(body).worst == "lost"
     assert node_summary(snapshot(), "n", 1000.0).spare is None
+
+
+def test_plan_and_forecast_of_runs_are_told_by_the_node_of_rank_0() -> None:
+    """Other nodes ask for none, so that one ledger is made for a run; a late one says what is to blame."""
+    shown, asked = snapshot(runs=[run(), run(run="other")], ranks=[rank(0), rank(1, run="other")]), list[str]()
+
+    def late(of: RunFact) -> Forecast:
+        asked.append(of.run)
+        return after(10, restart=3)
+
+    brief = node_summary(shown, "node-2", 1000.0, late)
+    assert asked == ["train"]
+    text = page(told("node-2", runs=brief.runs)).text
+    assert (
+        "late" in text
+        and "days left, ETTR" in text
+        and "spares advised" in text
+        and "beyond the plan by restart" in text
+    )
+    ended = node_summary(shown, "node-2", 1000.0, lambda of: after(10))
+    assert "beyond" not in page(told("node-2", runs=ended.runs)).text
 
 
 def test_without_slurms_word_this_node_is_all_there_is() -> None:

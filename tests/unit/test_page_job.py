@@ -17,8 +17,9 @@ from opsd.collectors.base import Metric, Sample, StepFact
 from opsd.collectors.lib.rank_series import MFU, ROUTER_DROPPED, ROUTER_ENTROPY, ROUTER_LIMIT, ROUTER_LOAD
 from tests.fakes.incidents import incident
 from tests.unit.test_page import HOSTILE, Structure, rank, run, samples, snapshot
+from tests.unit.test_plan_forecast import PLAN
 
-LEDGER = {
+LEDGER: dict[str, Any] = {
     "wall_s": 1000.0,
     "ettr": 0.9,
     "buckets": {"productive": 900.0, "restart": 100.0, "load": 0.0},
@@ -204,6 +205,14 @@ def test_what_was_written_into_names_has_no_effect() -> None:
         found = page(HOSTILE, made=made, others=others, **shown)
         assert found is not None
         assert not {tag for tag, _ in Structure(found).tags} & {"script", "img"}
+
+
+def test_a_run_with_a_plan_shows_its_forecast() -> None:
+    """Beside the ledger that it is made from."""
+    planned = {**LEDGER, "plan": PLAN.model_dump_json(), "tokens": 1e9, "lost_nodes": 0}
+    text = Structure(page(made=LedgerResult(planned)) or b"").text
+    assert "days left" in text and "30.0 were planned" in text and "advised" in text
+    assert "days left" not in Structure(page() or b"").text
 
 
 def test_a_page_is_made_once_a_second() -> None:

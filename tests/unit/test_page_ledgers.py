@@ -9,10 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from opsd.agent.web.ledgers import FRESH_S, KEPT, REST, USER_REST, LedgerResult, Ledgers, RunSeconds, make_ledger
 from tests.fakes.clock import FakeClock, eventually
 from tests.unit.test_page import rank, run, snapshot
 from tests.unit.test_page_job import LEDGER
+from tests.unit.test_plan_forecast import PLAN
 
 
 def test_a_ledger_is_made_when_somebody_looks() -> None:
@@ -92,6 +95,14 @@ def test_a_ledger_is_made_from_the_files_of_the_run(tmp_path: Path) -> None:
     made = make_ledger(tmp_path, os.getuid())
     assert made.ledger is not None and made.ledger["wall_s"] == 60.0
     step = json.dumps({"t": 110.0, "step": 1, "generation": 1, "loss": 1.0}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(step)
+    (tmp_path / "plan.json").write_text(PLAN.model_dump_json())
+    found = make_ledger(tmp_path, os.getuid()).ledger
+    assert found is not None and (found["plan"], found["tokens"], found["lost_nodes"]) == (
+        PLAN.model_dump_json(),
+        None,
+        0,
+    )
     (tmp_path / "metrics.jsonl").write_text(step * 500_000)
     assert "too long for the agent" in make_ledger(tmp_path, os.getuid()).problem
 
@@ -143,6 +154,26 @@ def test_the_buckets_of_a_ledger_are_counters() -> None:
     assert eventually(lambda: now() == {("train", "productive"): 100.0, ("train", "restart"): 40.0})
     assert [*seconds.samples(snapshot(ranks=[rank(1)]))] == []
     assert not made
+
+
+PLANNED = {
+    "buckets": {"productive": 8e5, "restart": 4e5}, "plan": PLAN.model_dump_json(), "tokens": 3.3e11, "lost_nodes": 2,
+}  # fmt: skip
+
+
+def test_plan_and_forecast_are_series_of_the_same_ledger() -> None:
+    """Nothing without a plan, or with one that is none."""
+    for plan, known in ((PLANNED["plan"], True), ("{", False), (None, False)):
+        ledgers = Ledgers(lambda _f, _u, plan=plan: LedgerResult({**PLANNED, "plan": plan}))
+        seconds = RunSeconds(ledgers)
+        assert eventually(lambda seconds=seconds: bool([*seconds.samples(snapshot())]))
+        values = {(s.metric.name, *s.labels): s.value for s in seconds.samples(snapshot())}
+        assert values["opsd_run_seconds_total", "train", "restart"] == 4e5
+        assert values.get(("opsd_run_planned_seconds", "train")) == (30 * 86_400.0 if known else None)
+        beyond = [values[key] for key in values if key[0] == "opsd_run_beyond_plan_seconds"]
+        planned, expected = (values.get((f"opsd_run_{name}_seconds", "train"), 0.0) for name in ("planned", "forecast"))
+        assert sum(beyond) == pytest.approx(expected - planned)
+        assert not known or values["opsd_run_beyond_plan_seconds", "train", "restart"] == max(beyond)
 
 
 def test_a_ledger_that_cannot_be_made_keeps_none_of_another_run() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner, Result
 from opsd import exitcodes
 from opsd.checkpoints.interval import daly
 from opsd.commands.main import cli
+from opsd.plan.curve import curve, peak
 from opsd.plan.hardware import hardware_of
 from opsd.plan.layout import Layout
 from opsd.plan.memory import memory_of
@@ -39,7 +41,7 @@ def opsd(*words: str) -> Result:
 
 
 def planned(*words: str) -> dict[str, Any]:
-    result = opsd(*words, "--json", "-")
+    result = opsd(*words, "--measured", "none", "--json", "-")
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
 
@@ -61,9 +63,35 @@ def test_a_given_figure_is_marked() -> None:
     """And the network's bandwidth counts where it is what GPUs wait for."""
     slow = planned("smollm3-3b", "--gpus", "384", "--assume", "nvlink=1e9", "--assume", "network=1e9")
     assert slow["figures"]["network"] == {
-        "value": 1e9, "unit": "bytes/s per GPU", "source": "given with --assume", "measured": True,
+        "value": 1e9, "unit": "bytes/s per GPU", "source": "given with --assume", "measured": False,
+        "file": "", "date": "",
     }  # fmt: skip
     assert slow["days"] > 2 * planned("smollm3-3b", "--gpus", "384")["days"]
+
+
+def test_what_is_above_the_time_of_training_has_names() -> None:
+    """In shares of the wall clock and in days; what a budget has beyond them is the allowance."""
+    plan = planned("smollm3-3b", "--gpus", "384", "--assume", "evaluation=0.1", "--assume", "data=0.02")
+    assert {"failures", "checkpoints", "evaluation", "data", "restarts", "maintenance"} <= plan["overheads"].keys()
+    assert sum(plan["overhead_days"].values()) == pytest.approx(plan["days"] - plan["training_days"])
+    assert plan["overhead_days"]["evaluation"] == pytest.approx(0.1 * plan["training_days"])
+    assert plan["budget_days"] == [
+        pytest.approx(1.2 * plan["training_days"]),
+        pytest.approx(1.3 * plan["training_days"]),
+    ]
+
+
+def test_the_curve_ends_where_more_gpus_gain_nothing() -> None:
+    """With a network of a hundredth the next number is slower, and the part that waits for it is to blame."""
+    run, slow = run_of("smollm3-3b"), replace(H100, network=H100.network._replace(value=4e8))
+    points = list(curve(run, 192, slow))
+    found = peak(points)
+    assert found.slower == points[-1].gpus and found.gpus == points[-2].gpus
+    assert points[-1].tokens_per_s < points[-2].tokens_per_s == max(point.tokens_per_s for point in points)
+    assert found.blame == "sharding"
+    first, last = points[0], points[-1]
+    proportional = first.tokens_per_s / first.gpus * last.gpus
+    assert 1 - sum(last.lost(first).values()) == pytest.approx(last.tokens_per_s / proportional)
 
 
 def test_money_is_the_price_of_the_configuration(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opsd.simulate import rates, trace
+from opsd.simulate import history, rates
 from opsd.simulate.faults import (
     DAY_S,
     HOUR_S,
@@ -47,12 +47,12 @@ def small(tmp_path: Path) -> Path:
 def published() -> Trace:
     if not PUBLISHED:
         pytest.skip("OPSD_FAULT_TRACE names no trace")
-    return trace.load(Path(PUBLISHED), 400)
+    return history.load(Path(PUBLISHED), 400)
 
 
 def test_a_trace_is_read_with_its_healthy_nodes(small: Path) -> None:
     """An outage that the trace does not see end lasts to its own end, and is known not to have ended."""
-    found = trace.load(small, 4)
+    found = history.load(small, 4)
     assert (len(found.nodes), found.span_s / DAY_S) == (4, 10)
     assert [(o.start_s / DAY_S, o.end_s / DAY_S, o.effect, o.ended) for node in found.nodes for o in node] == [
         (1, 3, "hardware", True), (9, 10, "hardware", False), (2, 2.5, "degraded", True), (9.5, 9.75, "lost", True),
@@ -61,7 +61,7 @@ def test_a_trace_is_read_with_its_healthy_nodes(small: Path) -> None:
 
 def test_a_node_has_the_same_faults_in_a_larger_cluster(small: Path) -> None:
     """So that spares are compared on the same draw; another seed is another draw."""
-    for source in (trace.load(small, 4), rates.published("rsc1")):
+    for source in (history.load(small, 4), rates.published("rsc1")):
         few, many = source.draw(6, 90 * DAY_S, 1), source.draw(50, 90 * DAY_S, 1)
         assert few == [fault for fault in many if fault.node < 6]
         assert source.draw(50, 90 * DAY_S, 2) != many
@@ -69,7 +69,7 @@ def test_a_node_has_the_same_faults_in_a_larger_cluster(small: Path) -> None:
 
 def test_a_draw_keeps_the_rate_of_the_trace(small: Path) -> None:
     """Whatever the shift, each of its spans has all of the outages once."""
-    source = trace.load(small, 4)
+    source = history.load(small, 4)
     for seed in range(5):
         faults = source.draw(8, 30 * DAY_S, seed)
         assert sum(fault.start_s >= 0 for fault in faults) == 2 * 3 * 4
@@ -91,7 +91,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, told: str) -> No
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(FaultsError, match=told):
-        trace.load(path, 1)
+        history.load(path, 1)
 
 
 def test_levels_are_weighted_by_time() -> None:

@@ -35,7 +35,7 @@ from opsd.agent.web.exposition import Exposition
 from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
 from opsd.agent.web.history import History
 from opsd.agent.web.job_nodes import JobNodes
-from opsd.agent.web.ledgers import Ledgers
+from opsd.agent.web.ledgers import Ledgers, forecast_of
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 JSON = "application/json; charset=utf-8"
@@ -176,7 +176,10 @@ class App:
         return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", pages.HEADERS
 
     def _summary(self) -> NodeSummary:
-        return node_summary(self._latest(), str(self._facts.get("node", "")), time.monotonic())
+        node = str(self._facts.get("node", ""))
+        return node_summary(
+            self._latest(), node, time.monotonic(), lambda run: forecast_of(self._ledgers.of(run).ledger)
+        )
 
     def _node(self, _request: Request) -> Answer:
         return HTTPStatus.OK, self._summary().model_dump_json().encode() + b"\n", {"Content-Type": JSON}

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,9 +15,13 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.other_agents import Answer, OtherAgents, OtherNodes
 from opsd.agent.web.parts import TONES, run_state_text
+from opsd.collectors.base import RunFact
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import Settings
 from opsd.slurm.port import Node, Slurm
+
+if TYPE_CHECKING:
+    from opsd.plan.forecast import Forecast
 
 FRESH_S: Final = 20.0
 MAX_ASKED: Final = 512
@@ -33,6 +37,9 @@ class RunSummary(BaseModel):
     run: str = Field(max_length=256)
     job: str = Field(max_length=64)
     state: str = Field(max_length=32)
+    outlook: str = Field(default="", max_length=160)
+    """Days left and more, of a run with a plan on the node of its rank 0."""
+    late: bool = False
 
 
 class NodeSummary(BaseModel):
@@ -55,8 +62,11 @@ class NodeSummary(BaseModel):
     spare: bool | None = None
 
 
-def node_summary(snapshot: Snapshot, node: str, now: float) -> NodeSummary:
-    """This node in brief at the monotonic second ``now``."""
+def node_summary(
+    snapshot: Snapshot, node: str, now: float, forecast_of: Callable[[RunFact], Forecast | None] = lambda _: None
+) -> NodeSummary:
+    """This node in brief at the monotonic second ``now``; ``forecast_of`` is asked about runs whose rank 0 is here."""
+    leading = {rank.run for rank in snapshot.ranks if rank.rank == 0}
     roots = [incident for incident in snapshot.incidents if incident.cause is None]
     severities = [*TONES]
     worst = min(roots, key=lambda incident: severities.index(incident.severity), default=None)
@@ -68,13 +78,21 @@ def node_summary(snapshot: Snapshot, node: str, now: float) -> NodeSummary:
         gpus=len(snapshot.gpus),
         gpus_lost=sum(gpu.lost is not None for gpu in snapshot.gpus),
         runs=tuple(
-            RunSummary(run=run.run[:256], job=run.job[:64], state=run_state_text(run)[:32])
-            for run in snapshot.runs[:MAX_RUNS]
+            _run_summary(run, forecast_of(run) if run.run in leading else None) for run in snapshot.runs[:MAX_RUNS]
         ),
         incidents=Counter(incident.severity.value for incident in roots),
         worst=worst.summary[:200] if worst else "",
         spare=bool(ready[0]) if ready else None,
     )
+
+
+def _run_summary(run: RunFact, found: Forecast | None) -> RunSummary:
+    said = RunSummary(run=run.run[:256], job=run.job[:64], state=run_state_text(run)[:32])
+    if found is None:
+        return said
+    from opsd.plan.forecast import brief
+
+    return said.model_copy(update={"outlook": brief(found)[:160], "late": bool(found.blame)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,9 @@ def _runs(known: NodeSummary, url: str) -> Iterator[Html]:
     for run in known.runs:
         where = f"{url}/job/{quote(run.job or run.run, safe='')}"
         said = f"{run.run} ({run.job})" if run.job and run.job not in run.run else run.run
-        yield join((link(where, said), pill(run.state, STATE_TONES.get(run.state, "bad"))), " ")
+        outlook = [pill("late", "warn")] if run.late else []
+        outlook += [brief(run.outlook)] if run.outlook else []
+        yield join((link(where, said), pill(run.state, STATE_TONES.get(run.state, "bad")), *outlook), " ")
 
 
 def _incidents(known: NodeSummary) -> Html:

@@ -15,7 +15,7 @@ from opsd.agent.web.history import LOSS, TOKENS, History
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
 from opsd.agent.web.incidents import MAX_GROUPS, incident_cards, page_tone
 from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
-from opsd.agent.web.ledgers import LedgerResult
+from opsd.agent.web.ledgers import LedgerResult, forecast_of
 from opsd.agent.web.other_agents import OtherNodes
 from opsd.agent.web.parts import (
     MAX_RANKS,
@@ -28,6 +28,7 @@ from opsd.agent.web.parts import (
     span,
 )
 from opsd.collectors.base import RankFact, RunFact
+from opsd.plan.forecast import told
 from opsd.runbooks.base import Incident
 
 MFU: Final = "opsd_rank_mfu_ratio"
@@ -278,6 +279,8 @@ def _ledger(run: RunFact, made: LedgerResult) -> Html:
             ("steps", made.ledger["steps"]),
         ]
     )
+    found = forecast_of(made.ledger)
+    outlook = facts(told(found)) if found else Html("")
     notes = join(nothing(f"Note: {note}") for note in made.ledger["notes"])
-    body = join((summary, table(title, ("Bucket", "Time", "Share"), rows), notes))
+    body = join((summary, outlook, table(title, ("Bucket", "Time", "Share"), rows), notes))
     return card(f"ledger-{h(run.run)}", title, body)

@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from opsd.agent.lanes import Lane
 from opsd.agent.loop import Snapshot
-from opsd.agent.metrics import RUN_SECONDS
+from opsd.agent.metrics import RUN_BEYOND, RUN_FORECAST, RUN_PLANNED, RUN_SECONDS
 from opsd.collectors.base import RunFact, Sample
+
+if TYPE_CHECKING:
+    from opsd.plan.forecast import Forecast
 
 FRESH_S: Final = 60.0
 REST: Final = 50.0
@@ -37,6 +40,7 @@ END_S: Final = 1.0
 MAX_MEMORY: Final = 160 << 20
 """Memory limit in bytes, as the process is in the agent's control group of 256 MiB. Allows 16 MiB of metrics.jsonl."""
 KEPT: Final = 16
+_DAY_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +135,46 @@ class RunSeconds:
     def __init__(self, ledgers: Ledgers) -> None:
         self._ledgers = ledgers
         self._highest: dict[tuple[str, str], float] = {}
+        self._outlooks: dict[str, tuple[Mapping[str, Any], Sequence[Sample]]] = {}
+        """By run, with the ledger that they are from: each is looked at once."""
 
     def samples(self, snapshot: Snapshot) -> Iterator[Sample]:
         """The last known buckets; asks for newer ones."""
         leading = {rank.run for rank in snapshot.ranks if rank.rank == 0}
-        known = self._highest
-        self._highest = {}
+        known, looked = self._highest, self._outlooks
+        self._highest, self._outlooks = {}, {}
         for run in _in_turn([run for run in snapshot.runs if run.run in leading])[:KEPT]:
-            ledger = self._ledgers.of(run).ledger
-            for bucket, seconds in (ledger["buckets"] if ledger else {}).items():
+            if (ledger := self._ledgers.of(run).ledger) is None:
+                continue
+            before = looked.get(run.run)
+            outlook = before[1] if before and before[0] is ledger else list(_outlook(run.run, ledger))
+            self._outlooks[run.run] = ledger, outlook
+            yield from outlook
+            for bucket, seconds in ledger["buckets"].items():
                 key = run.run, bucket
                 self._highest[key] = max(seconds, known.get(key, 0.0))
                 yield Sample(RUN_SECONDS, self._highest[key], key)
+
+
+def forecast_of(ledger: Mapping[str, Any] | None) -> Forecast | None:
+    """How a run will end; None without a plan that can be read, before the first step and after the last."""
+    if ledger is None or not ledger.get("plan") or not ledger.get("tokens"):
+        return None
+    from opsd.plan.forecast import BadPlan, Planned, Progress, forecast
+
+    try:
+        planned = Planned.parse(ledger["plan"])
+    except BadPlan:
+        return None
+    return forecast(planned, Progress(ledger["buckets"], ledger["tokens"], ledger["lost_nodes"]))
+
+
+def _outlook(run: str, ledger: Mapping[str, Any]) -> Iterator[Sample]:
+    """Plan and forecast."""
+    if (found := forecast_of(ledger)) is not None:
+        yield Sample(RUN_PLANNED, found.planned.days * _DAY_S, (run,))
+        yield Sample(RUN_FORECAST, found.days * _DAY_S, (run,))
+        yield from (Sample(RUN_BEYOND, seconds, (run, bucket)) for bucket, seconds in found.beyond_s.items())
 
 
 def _in_turn(runs: Sequence[RunFact]) -> list[RunFact]:

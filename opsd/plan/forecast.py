@@ -1,0 +1,172 @@
+"""A run against its plan: when it will end, with what share of the time for training, and what is to blame. Pure.
+
+The plan of a run is ``plan.json`` in its folder. Its seconds are those of the buckets of the ledger. What is left is
+expected to go as the run has gone, and as the plan has it in so far as little of the run has been seen yet: the plan
+weighs as much as the time in which it expects one failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from opsd.plan.reliability import DAY_S, HABITS, spares_for
+
+FILE: Final = "plan.json"
+"""In the run's folder."""
+TOLERANCE: Final = 0.1
+"""Of the plan's days, by which a forecast may exceed them."""
+_PLANNED: Final[Mapping[str, tuple[str, ...]]] = {
+    "recomputed": ("failures",), "restart": ("restarts", "maintenance"), "checkpoint_stall": ("checkpoints",),
+    "data_stall": ("data",), "other": ("evaluation",),
+}  # fmt: skip
+"""The buckets of the ledger that a plan has expected, by the names of its overheads."""
+_ONCE: Final = ("setup", "queued", "stop")
+"""Buckets whose past says nothing of the future."""
+PRODUCTIVE: Final = "productive"
+LOST_NODES: Final = ("node_lost", "node_retired")
+"""The events of a run after which it goes on without a node."""
+
+
+class BadPlan(ValueError):
+    """What is in ``FILE`` is no plan; the message is one sentence."""
+
+
+class Planned(BaseModel):
+    """What ``FILE`` keeps of a plan. ``made`` is an epoch second, rates are those of the plan's figures."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="ignore")
+
+    made: float
+    gpus: int = Field(gt=0, le=1_000_000)
+    nodes: int = Field(gt=0, le=20_000)
+    tokens: float = Field(gt=0, le=1e18)
+    days: float = Field(gt=0, le=36_500)
+    training_days: float = Field(gt=0, le=36_500)
+    mttf_s: float = Field(gt=0)
+    overheads: dict[str, float] = Field(max_length=32)
+    spares: int = Field(ge=0, le=20_000)
+    outages: float = Field(gt=0, le=1)
+    repair_s: float = Field(gt=0, le=365 * DAY_S)
+    clumps: float = Field(gt=0, le=100)
+
+    @classmethod
+    def parse(cls, text: str) -> Planned:
+        """Raises BadPlan."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "all of it"
+            raise BadPlan(f"{FILE}: {where}: {first['msg']}; write it again with opsd plan --run FOLDER") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run is: seconds by bucket of its ledger, tokens trained on, nodes that it has lost."""
+
+    buckets: Mapping[str, float]
+    tokens: float
+    lost_nodes: int = 0
+
+    @property
+    def wall_s(self) -> float:
+        """From the start until now."""
+        return sum(self.buckets.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """How a run is expected to end. ``beyond_s`` are seconds more than planned, by bucket; below 0 less."""
+
+    planned: Planned
+    progress: Progress
+    left_s: float
+    ettr: float
+    beyond_s: Mapping[str, float]
+
+    @property
+    def days(self) -> float:
+        """Of the whole run."""
+        return (self.progress.wall_s + self.left_s) / DAY_S
+
+    @property
+    def excess(self) -> float:
+        """Of ``days`` over the plan's, as a share; below 0 the run is faster."""
+        return self.days / self.planned.days - 1
+
+    @property
+    def planned_ettr(self) -> float:
+        """The share of the wall clock that the plan has for steps."""
+        return 1 - sum(self.planned.overheads.get(name, 0.0) for names in _PLANNED.values() for name in names)
+
+    @property
+    def blame(self) -> str:
+        """The bucket that exceeds the plan most, productive for slow steps; "" as long as the forecast keeps to it."""
+        return max(self.beyond_s, key=lambda name: self.beyond_s[name]) if self.excess > TOLERANCE else ""
+
+    def spares(self) -> int:
+        """Advised for 99 % of the time: with the plan's rate of outages, corrected by the nodes that were lost."""
+        planned, done_days = self.planned, self.progress.wall_s / DAY_S
+        rate = (self.progress.lost_nodes + 1) / (planned.nodes * done_days + 1 / planned.outages)
+        figures = HABITS.figures()
+        values = {"outages": rate, "repair": planned.repair_s, "clumps": planned.clumps}
+        habits = HABITS.given({name: figures[name]._replace(value=value) for name, value in values.items()})
+        return spares_for(planned.nodes, 0.99, habits)
+
+
+def forecast(planned: Planned, progress: Progress) -> Forecast | None:
+    """How the run will end; None before its first step, and once all tokens are done."""
+    productive = progress.buckets.get(PRODUCTIVE, 0.0)
+    if productive <= 0 or not 0 < progress.tokens < planned.tokens:
+        return None
+    rest_s = productive / progress.tokens * (planned.tokens - progress.tokens)
+    planned_s = {
+        name: DAY_S * planned.days * sum(planned.overheads.get(one, 0.0) for one in names)
+        for name, names in _PLANNED.items()
+    }
+    training_s = planned.days * DAY_S - sum(planned_s.values())
+    weight = planned.mttf_s
+    expected = {PRODUCTIVE: productive + rest_s}
+    for name in (progress.buckets.keys() | planned_s.keys()) - {PRODUCTIVE}:
+        seconds = progress.buckets.get(name, 0.0)
+        per_second = (seconds + weight * planned_s.get(name, 0.0) / training_s) / (productive + weight)
+        expected[name] = seconds + (0.0 if name in _ONCE else per_second * rest_s)
+    total = sum(expected.values())
+    beyond = {
+        name: s - (training_s if name == PRODUCTIVE else planned_s.get(name, 0.0)) for name, s in expected.items()
+    }
+    return Forecast(planned, progress, total - progress.wall_s, expected[PRODUCTIVE] / total, beyond)
+
+
+def forecast_dict(found: Forecast) -> dict[str, Any]:
+    """For JSON; times in days but for ``beyond_s``."""
+    return {
+        "days_left": found.left_s / DAY_S, "days": found.days, "planned_days": found.planned.days,
+        "excess": found.excess, "ettr": found.ettr, "planned_ettr": found.planned_ettr, "spares": found.spares(),
+        "planned_spares": found.planned.spares, "blame": found.blame, "beyond_s": dict(found.beyond_s),
+    }  # fmt: skip
+
+
+def brief(found: Forecast) -> str:
+    """The forecast in a few words."""
+    late = f", {found.excess:.0%} beyond the plan by {found.blame.replace('_', ' ')}" if found.blame else ""
+    return f"{found.left_s / DAY_S:.1f} days left, ETTR {found.ettr:.1%}, {found.spares()} spares advised{late}"
+
+
+def told(found: Forecast) -> list[tuple[str, str]]:
+    """The forecast in words, as names with a text."""
+    planned, left = found.planned, found.left_s / DAY_S
+    lines = [
+        ("days left", f"{left:.1f} of {found.days:.1f} expected; {planned.days:.1f} were planned"),
+        ("ETTR", f"{found.ettr:.1%} expected at the end; {found.planned_ettr:.1%} planned"),
+        ("spares", f"{found.spares()} advised for 99 % of the time; {planned.spares} planned"),
+    ]
+    if blame := found.blame:
+        days = found.beyond_s[blame] / DAY_S
+        what = "slower steps" if blame == PRODUCTIVE else blame.replace("_", " ")
+        lines.append(("beyond the plan", f"{found.excess:.0%}, most of it by {what}: {days:+.1f} days"))
+    return lines
