@@ -16,6 +16,7 @@ from opsd.client import Reporter
 from opsd.trainer.attention import Context, positions
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.loader import Batch
+from opsd.trainer.data_settings import Shape
 from opsd.trainer.gpu_clock import GpuClock
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import local_part
@@ -34,24 +35,25 @@ class Batches(Protocol):
     def next(self) -> Batch: ...
 
 
-def micro_batches(config: Config, ranks: int) -> dict[int, int]:
-    """Micro-batches that each of ``ranks`` runs, by global batch. Raises ConfigError if layout or batch do not fit."""
+def micro_batches(config: Config, ranks: int) -> dict[Shape, int]:
+    """Micro-batches that each of ``ranks`` runs, by shape. Raises ConfigError if layout or batch do not fit."""
     layout = config.parallel
     mesh_shape(ranks, layout)
     each = layout.tp * layout.pp * layout.cp
-    return {batch: _micro_batches(config, ranks, ranks // each, batch) for batch in config.data.batches}
+    return {shape: _micro_batches(config, ranks, ranks // each, shape) for shape in config.data.shapes}
 
 
-def _micro_batches(config: Config, ranks: int, shares: int, batch: int) -> int:
-    rows, stages = config.data.micro_batch, config.parallel.pp
+def _micro_batches(config: Config, ranks: int, shares: int, shape: Shape) -> int:
+    batch, rows, stages = shape.batch, shape.micro_batch, config.parallel.pp
     count, rest = divmod(batch, shares * rows)
     if rest:
         parts = f"{shares} ranks" if shares == ranks else f"{shares} groups of {ranks // shares} ranks"
         fitting = fitting_ranks(config)
         near = [size for size in fitting if size < ranks][-2:]
         near += [size for size in fitting if size > ranks][:1]
+        since = f" from step {shape.start}" if shape.start > 1 else ""
         raise ConfigError(
-            f"data.batch {batch} is not a multiple of {parts} x data.micro_batch {rows}; "
+            f"data.batch {batch}{since} is not a multiple of {parts} x data.micro_batch {rows}; "
             + (f"start {' or '.join(map(str, near))} ranks" if near else "make data.micro_batch smaller")
         )
     if count < stages:
@@ -67,9 +69,10 @@ def fitting_ranks(config: Config) -> list[int]:
 
     A run may continue with any of them: the samples and their order are the same, and only rounding differs.
     """
-    layout, batches = config.parallel, config.data.batches
-    parts = range(layout.replicas, min(batches) // config.data.micro_batch + 1, layout.replicas)
-    counts = {count: [divmod(batch, count * config.data.micro_batch) for batch in batches] for count in parts}
+    layout, shapes = config.parallel, config.data.shapes
+    most = min(shape.batch // shape.micro_batch for shape in shapes)
+    parts = range(layout.replicas, most + 1, layout.replicas)
+    counts = {count: [divmod(shape.batch, count * shape.micro_batch) for shape in shapes] for count in parts}
     return [
         count * layout.tp * layout.pp * layout.cp
         for count, shares in counts.items()
@@ -144,16 +147,17 @@ class Pipelined:
     def __init__(self, model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter) -> None:
         self._model, self._batches, self._config, self._world = model, batches, config, world
         self._reporter = reporter
-        self._schedules: dict[int, Schedule1F1B | ScheduleGPipe] = {}
+        self._schedules: dict[tuple[int, int, int], Schedule1F1B | ScheduleGPipe] = {}
         self._terms: list[torch.Tensor] = []
         self._ends = world.ends if model.shared else None
 
-    def _schedule(self, count: int) -> Schedule1F1B | ScheduleGPipe:
-        """A schedule of ``count`` micro-batches with a stage of its own: a stage remembers how many there are."""
+    def _schedule(self, count: int, rows: int, tokens: int) -> Schedule1F1B | ScheduleGPipe:
+        """A schedule of ``count`` micro-batches of ``rows`` sequences, of which this rank has so many ``tokens``.
+
+        It has a stage of its own: a stage remembers how many there are, and of which shape.
+        """
         model, config, world = self._model, self._config, self._world
-        tokens = config.data.sequence // config.parallel.cp
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        rows = config.data.micro_batch
         ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
         shape = (rows, tokens // config.parallel.tp, config.model.width)
         activations = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
@@ -177,12 +181,13 @@ class Pipelined:
         tokens, targets, documents = (
             torch.cat([getattr(batch, name) for batch in rows]) for name in ("tokens", "targets", "documents")
         )
-        if count not in self._schedules:
-            self._schedules[count] = self._schedule(count)
+        kind = (count, *rows[0].tokens.shape)
+        if kind not in self._schedules:
+            self._schedules[kind] = self._schedule(*kind)
         self._terms = [torch.zeros(2, device=self._world.device)]
         self._model.routing.begin(count, self._world.device)
         with self._reporter.phase("forward"):
-            self._schedules[count].step(
+            self._schedules[kind].step(
                 *([tokens] if self._model.first else []),
                 documents=documents, targets=targets, z_loss=self._config.optimizer.z_loss,
                 target=targets if self._model.last else None, return_outputs=False,

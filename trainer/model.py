@@ -35,7 +35,7 @@ class Attention(nn.Module):
         width, kv_width = settings.attention_width, settings.kv_heads * settings.head_channels
         self.head_dim = settings.head_channels
         self.rotary, self.windowed = not kind.startswith("nope"), kind.endswith("window")
-        self.scale, self.softcap = settings.score_scale, settings.attention_softcap
+        self.softcap = settings.attention_softcap
         self.query = nn.Linear(settings.width, width, bias=settings.qkv_bias)
         self.key = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
         self.value = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = inputs.window_mask if self.windowed else inputs.mask
-        y = attend(q, k, v, mask, inputs.context, self.scale, self.softcap).transpose(1, 2).flatten(2)
+        y = attend(q, k, v, mask, inputs.context, inputs.scale, self.softcap).transpose(1, 2).flatten(2)
         output: torch.Tensor = self.output(y * self.gate(x).sigmoid() if self.gate else y)
         return output
 
@@ -113,6 +113,7 @@ class Decoder(nn.Module):
         super().__init__()
         layers = range(settings.layers) if layers is None else layers
         self.settings = settings
+        """Those of rotary positions may change between steps."""
         self.first, self.last = layers.start == 0, layers.stop == settings.layers
         self.context: Context = None
         self.routing = Routing(settings)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 
-from opsd.trainer.data.stages import MixtureError, Stage
 from opsd.trainer.model_settings import ModelSettings, Section
-
-if TYPE_CHECKING:
-    from opsd.trainer.data.mixture import Mixture
 
 
 class RunSettings(Section):
@@ -78,99 +73,6 @@ class ParallelSettings(Section):
         if self.fp8 and self.tp > 1:
             return "parallel.fp8 does not work with parallel.tp"
         return None
-
-
-_Steps = Annotated[tuple[PositiveInt, PositiveInt], Strict(False)]
-
-
-class StageSettings(Section):
-    """From step ``start`` on, counted from 1, sources are mixed by these ``weights``, which sum to 1."""
-
-    start: PositiveInt
-    weights: dict[str, NonNegativeFloat]
-
-
-class DataSettings(Section):
-    """Which token shards, in which order."""
-
-    shards: str = ""
-    """Folder of the corpus; with stages, the folder with one corpus per source, by name."""
-    fallback: str = ""
-    """The same on slower storage, used file by file if ``shards`` (on the node, for instance) has none."""
-    tokenizer: str = ""
-    """A tokenizer.json that the shards must have been made with; empty skips the comparison."""
-    mixture: str = ""
-    """A TOML file with ``[[stages]]``, or the name of a preset (smollm3); empty for the stages given here."""
-    stages: Annotated[tuple[StageSettings, ...], Strict(False)] = ()
-    """Each with ``start``, its first step, counted from 1, and ``weights``, the share of each source; they sum to 1."""
-    skip: Annotated[tuple[_Steps, ...], Strict(False)] = ()
-    """Pairs of steps, first and last: their batches are skipped and the next ones take their place, e.g. after a loss
-    spike.
-
-    Each pair counts steps with the pairs before it applied.
-    """
-    sequence: PositiveInt
-    """Tokens of a sequence."""
-    batch: PositiveInt
-    """Sequences of a step over all ranks, whatever their number."""
-    batch_warmup: Annotated[tuple[_Steps, ...], Strict(False)] = ()
-    """Pairs (step, batch): the global batch up to and including that step; afterwards ``batch``."""
-    micro_batch: PositiveInt
-    """Sequences that a rank computes at once; the rest of its share is accumulated."""
-    prefetch: PositiveInt = 4
-    """Micro-batches that the data worker keeps ready."""
-    verify: Literal["checksum", "size"] = "checksum"
-    """What is compared with the index at start; ``size`` for corpora too large to read."""
-
-    def problem(self, steps: int) -> str | None:
-        """What is inconsistent in the order of the data for a run of ``steps`` steps, in one sentence."""
-        starts = [stage.start for stage in self.stages]
-        if starts and (starts[0] != 1 or starts != sorted(set(starts))):
-            return f"data.stages start at steps {starts}; the first starts at 1, each later one after it"
-        if starts and starts[-1] > steps:
-            return f"data.stages: a stage starts at step {starts[-1]}, and the run ends at run.steps {steps}"
-        for number, stage in enumerate(self.stages, 1):
-            if strange := next((name for name in stage.weights if name in ("", "..") or "/" in name), None):
-                return f"data.stages: {strange!r} is not the name of a folder in data.shards"
-            try:
-                Stage(0, stage.weights).shares()
-            except MixtureError as error:
-                return f"data.stages: stage {number}, from step {stage.start}: {error}"
-        if list(self.skip) != sorted(self.skip) or any(last < first for first, last in self.skip):
-            return "data.skip needs pairs of a first and a last step, in ascending order"
-        if (ends := [end for end, _ in self.batch_warmup]) != sorted(set(ends)):
-            return f"data.batch_warmup ends at steps {ends}; they have to ascend"
-        return None
-
-    @property
-    def sources(self) -> list[str]:
-        """The names of all sources, "." for a single corpus."""
-        return sorted({name for stage in self.stages for name, weight in stage.weights.items() if weight}) or ["."]
-
-    @property
-    def batches(self) -> set[int]:
-        """All global batches that occur."""
-        return {self.batch, *(batch for _, batch in self.batch_warmup)}
-
-    def batch_at(self, step: int) -> int:
-        """The global batch of ``step``, counted from 1, in sequences."""
-        return next((batch for end, batch in self.batch_warmup if step <= end), self.batch)
-
-    def position(self, step: int) -> int:
-        """Number of samples trained on before ``step``."""
-        samples = begin = 0
-        for end, batch in self.batch_warmup:
-            samples += max(0, min(end, step - 1) - begin) * batch
-            begin = end
-        return samples + max(0, step - 1 - begin) * self.batch
-
-    def mix(self, sizes: Mapping[str, int], seed: int) -> Mixture:
-        """The order of the samples over ``sizes``, the number of sequences of each source; "." is the only corpus."""
-        from opsd.trainer.data.mixture import Mixture  # needs numpy
-
-        stages = [Stage(self.position(stage.start), stage.weights) for stage in self.stages]
-        skips = [(self.position(first), self.position(last + 1) - self.position(first)) for first, last in self.skip]
-        return Mixture(stages or [Stage(0, {".": 1.0})], sizes, seed, skips)
 
 
 class OptimizerSettings(Section):

@@ -192,5 +192,6 @@ def test_a_growing_batch_moves_the_position(step: int, position: int) -> None:
     """The samples before a step are the sum of the batches before it."""
     config = load("tiny", [SHARDS, "data.batch_warmup=[[3, 2], [5, 4]]", "data.batch=8"], {})
     assert config.data.position(step) == position
-    assert config.data.position(step + 1) - position == config.data.batch_at(step)
-    assert config.data.batches == {2, 4, 8}
+    assert config.data.position(step + 1) - position == config.data.shape_at(step).batch
+    assert [shape.batch for shape in config.data.shapes] == [2, 4, 8]
+    assert config.data.tokens(position) == position * config.data.sequence
