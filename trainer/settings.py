@@ -37,7 +37,17 @@ class ParallelSettings(Section):
     tp: PositiveInt = 1
     """Ranks that share each layer's matrices, and the sequence between them (tensor and sequence parallel)."""
     pp: PositiveInt = 1
-    """Pipeline stages, all with the same number of layers."""
+    """Ranks that each have some of the layers (pipeline parallel)."""
+    schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """Order of micro-batches in a pipeline; all compute the same.
+
+    ``interleaved`` gives ranks several stages and waits less at the ends of a step (arXiv 2104.04473), ``zero-bubble``
+    computes gradients of weights where it would wait (2401.10241).
+    """
+    stages_per_rank: PositiveInt = 1
+    """Stages of a rank, each with some layers; ``interleaved`` needs 2 or more."""
+    stage_layers: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
+    """Layers of each stage, in their order; empty divides what is to be computed, the output projection included."""
     cp: PositiveInt = 1
     """Ranks that share each sequence (context parallel)."""
     ep: PositiveInt = 1
@@ -62,8 +72,8 @@ class ParallelSettings(Section):
             return f"parallel.ep {self.ep} does not divide model.experts {model.experts}"
         if self.tp > 1 and model.qk_norm and model.qk_norm_over == "all":
             return "parallel.tp does not work with model.qk_norm_over all, which needs the heads of all its ranks"
-        if model.layers % self.pp:
-            return f"parallel.pp {self.pp} does not divide model.layers {model.layers}"
+        if problem := self._pipeline_problem(model):
+            return problem
         if sequence % (parts := self.tp * (2 * self.cp if self.cp > 1 else 1)):
             return f"data.sequence {sequence} is not a multiple of {parts}, which parallel.tp and parallel.cp need"
         if self.cp > 1 and model.attention == "varlen":
@@ -72,6 +82,29 @@ class ParallelSettings(Section):
             return "parallel.cp does not work with layers of model.pattern that have a state, delta and mamba"
         if self.fp8 and self.tp > 1:
             return "parallel.fp8 does not work with parallel.tp"
+        return None
+
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline; stage i is on rank i modulo ``pp``."""
+        return self.pp * self.stages_per_rank
+
+    def _pipeline_problem(self, model: ModelSettings) -> str | None:
+        default = ParallelSettings()
+        if self.pp == 1:
+            names = ("schedule", "stages_per_rank", "stage_layers")
+            given = next((name for name in names if getattr(self, name) != getattr(default, name)), None)
+            return f"parallel.{given} needs parallel.pp above 1" if given else None
+        if self.stages > model.layers:
+            return f"parallel.pp {self.pp} makes {self.stages} stages, more than model.layers {model.layers}"
+        if self.stage_layers and (len(self.stage_layers), sum(self.stage_layers)) != (self.stages, model.layers):
+            return f"parallel.stage_layers needs {self.stages} numbers with the sum of model.layers {model.layers}"
+        if self.schedule == "interleaved" and self.stages_per_rank == 1:
+            return "parallel.schedule interleaved needs parallel.stages_per_rank above 1"
+        if self.schedule == "1f1b" and self.stages_per_rank > 1:
+            return "parallel.stages_per_rank needs parallel.schedule interleaved or zero-bubble"
+        if self.schedule == "zero-bubble" and self.compile:
+            return "parallel.schedule zero-bubble does not work with parallel.compile"
         return None
 
 
