@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from opsd.client import Reporter
-from opsd.trainer.attention import Context, positions
+from opsd.trainer.batches import Batches, shard_batch
 from opsd.trainer.config import Config, ConfigError
-from opsd.trainer.data.loader import Batch
+from opsd.trainer.data_settings import Shape
 from opsd.trainer.gpu_clock import GpuClock
 from opsd.trainer.model import Decoder
-from opsd.trainer.regions import local_part
+from opsd.trainer.pipeline import Pipelined
 from opsd.trainer.world import World, mesh_shape
 
 Accumulate = Callable[[int], torch.Tensor]
@@ -28,36 +24,37 @@ These are its terms [2], cross-entropy in nats and z-loss; 0 on all but the last
 """
 
 
-class Batches(Protocol):
-    """A source of micro-batches."""
-
-    def next(self) -> Batch: ...
-
-
-def micro_batches(config: Config, ranks: int) -> dict[int, int]:
-    """Micro-batches that each of ``ranks`` runs, by global batch. Raises ConfigError if layout or batch do not fit."""
+def micro_batches(config: Config, ranks: int) -> dict[Shape, int]:
+    """Micro-batches that each of ``ranks`` runs, by shape. Raises ConfigError if layout or batch do not fit."""
     layout = config.parallel
     mesh_shape(ranks, layout)
     each = layout.tp * layout.pp * layout.cp
-    return {batch: _micro_batches(config, ranks, ranks // each, batch) for batch in config.data.batches}
+    return {shape: _micro_batches(config, ranks, ranks // each, shape) for shape in config.data.shapes}
 
 
-def _micro_batches(config: Config, ranks: int, shares: int, batch: int) -> int:
-    rows, stages = config.data.micro_batch, config.parallel.pp
+def _micro_batches(config: Config, ranks: int, shares: int, shape: Shape) -> int:
+    batch, rows, stages = shape.batch, shape.micro_batch, config.parallel.pp
     count, rest = divmod(batch, shares * rows)
     if rest:
         parts = f"{shares} ranks" if shares == ranks else f"{shares} groups of {ranks // shares} ranks"
         fitting = fitting_ranks(config)
         near = [size for size in fitting if size < ranks][-2:]
         near += [size for size in fitting if size > ranks][:1]
+        since = f" from step {shape.start}" if shape.start > 1 else ""
         raise ConfigError(
-            f"data.batch {batch} is not a multiple of {parts} x data.micro_batch {rows}; "
+            f"data.batch {batch}{since} is not a multiple of {parts} x data.micro_batch {rows}; "
             + (f"start {' or '.join(map(str, near))} ranks" if near else "make data.micro_batch smaller")
         )
     if count < stages:
         raise ConfigError(
             f"data.batch {batch} gives {count} micro-batches a step, fewer than the parallel.pp "
             f"{stages} stages; make data.micro_batch smaller or data.batch larger"
+        )
+    if config.parallel.schedule != "1f1b" and count % (rounds := count // stages):
+        raise ConfigError(
+            f"data.batch {batch} gives {count} micro-batches a step, which parallel.schedule "
+            f"{config.parallel.schedule} cannot divide into {rounds} rounds; make them a multiple of "
+            f"parallel.pp {stages}"
         )
     return count
 
@@ -67,9 +64,10 @@ def fitting_ranks(config: Config) -> list[int]:
 
     A run may continue with any of them: the samples and their order are the same, and only rounding differs.
     """
-    layout, batches = config.parallel, config.data.batches
-    parts = range(layout.replicas, min(batches) // config.data.micro_batch + 1, layout.replicas)
-    counts = {count: [divmod(batch, count * config.data.micro_batch) for batch in batches] for count in parts}
+    layout, shapes = config.parallel, config.data.shapes
+    most = min(shape.batch // shape.micro_batch for shape in shapes)
+    parts = range(layout.replicas, most + 1, layout.replicas)
+    counts = {count: [divmod(shape.batch, count * shape.micro_batch) for shape in shapes] for count in parts}
     return [
         count * layout.tp * layout.pp * layout.cp
         for count, shares in counts.items()
@@ -86,14 +84,6 @@ def accumulator(
     if config.parallel.pp == 1:
         return Sequential(model, batches, z_loss, world.whole, reporter, clock)
     return Pipelined(model, batches, config, world, reporter)
-
-
-def shard_batch(batch: Batch, context: Context) -> Batch:
-    """This rank's part of the tokens and targets if sequences are split over ranks; documents stay whole."""
-    if context is None:
-        return batch
-    at = positions(batch.tokens.shape[1], context, batch.tokens.device)
-    return batch._replace(tokens=batch.tokens[:, at], targets=batch.targets[:, at])
 
 
 class Sequential:
@@ -132,63 +122,3 @@ class Sequential:
                 torch.autograd.backward(terms.sum() / count)
             losses.append(terms.detach() / count)
         return torch.stack(losses).sum(0)
-
-
-class Pipelined:
-    """Micro-batches in flight in all stages at once (1F1B, arXiv 2104.04473); all of them are read beforehand.
-
-    A tied embedding is in the first and the last stage. Their gradients are summed, so that both copies get the same
-    update.
-    """
-
-    def __init__(self, model: Decoder, batches: Batches, config: Config, world: World, reporter: Reporter) -> None:
-        self._model, self._batches, self._config, self._world = model, batches, config, world
-        self._reporter = reporter
-        self._schedules: dict[int, Schedule1F1B | ScheduleGPipe] = {}
-        self._terms: list[torch.Tensor] = []
-        self._ends = world.ends if model.shared else None
-
-    def _schedule(self, count: int) -> Schedule1F1B | ScheduleGPipe:
-        """A schedule of ``count`` micro-batches with a stage of its own: a stage remembers how many there are."""
-        model, config, world = self._model, self._config, self._world
-        tokens = config.data.sequence // config.parallel.cp
-        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        rows = config.data.micro_batch
-        ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
-        shape = (rows, tokens // config.parallel.tp, config.model.width)
-        activations = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        stage = PipelineStage(
-            model, world.stage, config.parallel.pp, world.device,
-            input_args=ids if model.first else activations,
-            output_args=torch.empty(2, device="meta", requires_grad=True) if model.last else activations,
-            group=world.mesh.get_group("pp"),
-        )  # fmt: skip
-        # 1F1B refuses fewer micro-batches than stages, which a replay has; for one the two are the same.
-        kind = Schedule1F1B if count >= config.parallel.pp else ScheduleGPipe
-        return kind(stage, count, loss_fn=partial(self._loss, count), scale_grads=False)
-
-    def _loss(self, count: int, terms: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        self._terms.append(terms.detach() / count)
-        return terms.sum() / count
-
-    def __call__(self, count: int) -> torch.Tensor:
-        """See ``Accumulate``."""
-        rows = [shard_batch(self._batches.next(), self._model.context) for _ in range(count)]
-        tokens, targets, documents = (
-            torch.cat([getattr(batch, name) for batch in rows]) for name in ("tokens", "targets", "documents")
-        )
-        if count not in self._schedules:
-            self._schedules[count] = self._schedule(count)
-        self._terms = [torch.zeros(2, device=self._world.device)]
-        self._model.routing.begin(count, self._world.device)
-        with self._reporter.phase("forward"):
-            self._schedules[count].step(
-                *([tokens] if self._model.first else []),
-                documents=documents, targets=targets, z_loss=self._config.optimizer.z_loss,
-                target=targets if self._model.last else None, return_outputs=False,
-            )  # fmt: skip
-        if self._ends is not None:
-            with self._reporter.phase("collective"):
-                assert self._model.embedding.weight.grad is not None
-                dist.all_reduce(local_part(self._model.embedding.weight.grad), group=self._ends)
-        return torch.stack(self._terms).sum(0)

@@ -50,7 +50,7 @@ class AttentionInputs:
 
     ``documents`` [batch, sequence] are those that tokens do not see beyond. ``rotation`` rotates this rank's tokens,
     ``mask`` is that of layers that see their whole document; ``window_rotation`` and ``window_mask`` are for layers
-    with a window.
+    with a window. Scores are multiplied by ``scale``.
     """
 
     documents: torch.Tensor
@@ -59,6 +59,7 @@ class AttentionInputs:
     mask: Mask
     window_mask: Mask
     context: Context
+    scale: float
 
 
 def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: Context = None) -> AttentionInputs:
@@ -82,7 +83,7 @@ def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: 
     rotation = window_rotation = rotation_factors(rotary_angles(queries, settings))
     if settings.window_theta:
         window_rotation = rotation_factors(rotary_angles(queries, settings, window=True))
-    return AttentionInputs(seen, rotation, window_rotation, full_mask, window_mask, context)
+    return AttentionInputs(seen, rotation, window_rotation, full_mask, window_mask, context, settings.score_scale)
 
 
 def kernel_for(settings: ModelSettings, device: torch.device, context: Context) -> str:

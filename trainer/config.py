@@ -13,17 +13,19 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from opsd.trainer.data_settings import DataSettings, Shape
 from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings, Section
 from opsd.trainer.settings import (
     CheckpointSettings,
-    DataSettings,
     EvaluationSettings,
     MetricsSettings,
     OptimizerSettings,
@@ -65,10 +67,7 @@ class Config(Section):
     def problem(self) -> str | None:
         """What is inconsistent between the sections, in one sentence."""
         data = self.data
-        problem = (
-            model_problem(self.model) or self.parallel.problem(self.model, data.sequence) or self.schedule.problem()
-        )
-        if problem:
+        if problem := self._shape_problem() or self.schedule.problem():
             return problem
         optimizer = self.optimizer
         for name in ("balance_loss", "router_z_loss"):
@@ -81,6 +80,17 @@ class Config(Section):
                 "data.shards is not set: `python -m opsd.trainer.data` makes shards; then pass --set data.shards=FOLDER"
             )
         return self.checkpoint.problem() or data.problem(self.run.steps)
+
+    def _shape_problem(self) -> str | None:
+        for shape in self.data.shapes:
+            model = self.model_with(shape)
+            if problem := model_problem(model) or self.parallel.problem(model, shape.sequence):
+                return f"data.stages, from step {shape.start}: {problem}" if shape.start > 1 else problem
+        return None
+
+    def model_with(self, shape: Shape) -> ModelSettings:
+        """The model as it is while the run has ``shape``."""
+        return self.model.model_copy(update=dict(shape.rope)) if shape.rope else self.model
 
     def digest(self, mixture: Mixture, shards: Mapping[str, str], position: int) -> str:
         """Identifies model, optimiser and the first ``position`` samples in their order, to which a state belongs.
@@ -97,6 +107,10 @@ class Config(Section):
             "order": asdict(order),
             "shards": {name: shards[name] for name in order.sources},
         }
+        starts = [(self.data.position(shape.start), shape.rope) for shape in self.data.shapes]
+        begun = [next(alike) for rope, alike in groupby(starts, itemgetter(1)) if rope]
+        if begun := [(start, rope) for start, rope in begun if start < position]:
+            identity["rope"] = begun
         if self.optimizer.kind != "adamw":
             identity["optimizer"] = self.optimizer.kind
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -94,6 +94,19 @@ def flops_per_token(model: ModelSettings, sequence: int) -> float:
     return 6.0 * active_parameters(model) + attention_flops(model, sequence) + state_flops(model)
 
 
+def layer_flops(model: ModelSettings, layer: int, sequence: int) -> float:
+    """Those of ``flops_per_token`` that a token costs in one layer."""
+    kind = model.kinds[layer]
+    if layer < model.layers - model.expert_layers:
+        ffn = 3 * model.width * model.ffn
+    else:
+        ffn = experts_parameters(model) // model.expert_layers - model.idle_parameters // model.expert_layers
+    seen = min(sequence, model.window) if "window" in kind else sequence
+    scores = 0.0 if kind in STATE_PRODUCTS else 6.0 * (model.attention_width + model.value_width) * seen
+    states = 6.0 * STATE_PRODUCTS.get(kind, 0) * model.state_value_width * model.state_key_dim
+    return 6.0 * (layer_parameters(model, kind) + ffn) + scores + states
+
+
 def attention_flops(model: ModelSettings, sequence: int) -> float:
     """Scores and weighted values of all layers with attention, not halved by the causal mask."""
     attending = [kind for kind in model.kinds if kind not in STATE_PRODUCTS]

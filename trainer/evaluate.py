@@ -161,8 +161,9 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     """
     manifest = verify(folder)
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
+    shape = config.data.shape_at(manifest.step)
     with torch.device(device):
-        decoder = Decoder(config.model)
+        decoder = Decoder(config.model_with(shape))
     load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.saved()})
     if config.model.dtype == "bfloat16":
         for parameter in decoder.parameters():  # as in training; the biases of routers stay
@@ -170,7 +171,7 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     corpus = Path(config.data.shards, config.data.sources[0])
     if config.data.fallback and not (corpus / TOKENIZER).exists():
         corpus = Path(config.data.fallback, config.data.sources[0])
-    return Model(decoder, load_tokenizer(corpus / TOKENIZER), config.data.sequence), manifest.sample
+    return Model(decoder, load_tokenizer(corpus / TOKENIZER), shape.sequence), manifest.sample
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -185,7 +186,7 @@ def main(arguments: Sequence[str]) -> int:
     line: dict[str, Any] = {"step": step, "tokens": None, "results": {}}
     try:
         model, samples = load_model(config, folder)
-        line["tokens"] = samples * config.data.sequence
+        line["tokens"] = config.data.tokens(samples)
         line["results"] = evaluate(config, model) | (harness.run(config, folder) if config.evaluation.harness else {})
         if config.evaluation.reference:
             line["reference"] = at_equal_tokens(Path(config.evaluation.reference), line["tokens"])

@@ -25,7 +25,7 @@ class LatentAttention(nn.Module):
     def __init__(self, settings: ModelSettings, kind: LayerKind) -> None:
         super().__init__()
         self.rotary, self.windowed = not kind.startswith("nope"), kind.endswith("window")
-        self.scale, self.softcap = settings.score_scale, settings.attention_softcap
+        self.softcap = settings.attention_softcap
         self.kv_rank, self.rope_dim, self.value_dim = settings.kv_rank, settings.rope_dim, settings.value_channels
         self.nope_dim = settings.head_channels - settings.rope_dim
         width, heads, rank = settings.width, settings.heads, settings.query_rank
@@ -56,7 +56,7 @@ class LatentAttention(nn.Module):
         k = torch.cat((k, k_rotary.expand(-1, -1, k.shape[2], -1)), dim=-1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = inputs.window_mask if self.windowed else inputs.mask
-        y = attend(q, k, v, mask, inputs.context, self.scale, self.softcap)
+        y = attend(q, k, v, mask, inputs.context, inputs.scale, self.softcap)
         output: torch.Tensor = self.output(y.transpose(1, 2).flatten(2))
         return output
 

@@ -76,18 +76,20 @@ def linear_loss(
     *,
     part_bytes: int = PART_BYTES,
     of_part: PartLoss = part_loss,
+    halves: bool = False,
 ) -> torch.Tensor:
     """The means of both terms over tokens [2] for the logits ``x`` [.., width] times ``weight`` [vocab, width].
 
     What may be minimised is a multiple of their sum: gradients of one term alone are not computed. ``targets`` [..] are
-    token ids. A DTensor ``x`` is split by tokens among the ranks of the group.
+    token ids. With ``halves`` there may be a backward pass for ``x`` and another for ``weight``. A DTensor ``x`` is
+    split by tokens among the ranks of the group.
     """
     if isinstance(x, DTensor):
         x = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     tokens = max(1, part_bytes // (4 * weight.shape[0]))
     wanted = torch.is_grad_enabled()
     means: torch.Tensor = _LinearLoss.apply(  # type: ignore[no-untyped-call]
-        x.flatten(0, -2), weight, targets.flatten(), terms, tokens, of_part, wanted
+        x.flatten(0, -2), weight, targets.flatten(), terms, tokens, of_part, wanted, halves
     )
     return means
 
@@ -105,7 +107,9 @@ class _LinearLoss(torch.autograd.Function):
         tokens: int,
         of_part: PartLoss,
         wanted: bool,
+        halves: bool,
     ) -> torch.Tensor:
+        ctx.halves = halves
         sums = x.new_zeros(2, dtype=torch.float32)
         by_x = torch.empty_like(x) if wanted else None
         by_weight: torch.Tensor | None = None
@@ -126,4 +130,11 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         by_x, by_weight = ctx.saved_tensors
         factor = gradient[0]
-        return by_x.mul_(factor), by_weight.mul_(factor), None, None, None, None, None
+        if ctx.halves:
+            by_x, by_weight = (
+                value * factor if needed else None
+                for value, needed in zip((by_x, by_weight), ctx.needs_input_grad, strict=False)
+            )
+        else:
+            by_x, by_weight = by_x.mul_(factor), by_weight.mul_(factor)
+        return by_x, by_weight, None, None, None, None, None, None

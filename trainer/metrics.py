@@ -39,6 +39,7 @@ from typing import Any
 
 from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import Config
+from opsd.trainer.data_settings import Shape
 
 METRICS = "metrics.jsonl"
 
@@ -47,26 +48,28 @@ class MetricsLog:
     """Appends lines to a file. A full disk does not stop the training: lines are dropped, with one message."""
 
     def __init__(
-        self, path: Path, config: Config, flops: float, ranks: int, background: Callable[[Work], None] = run_now
-    ) -> None:
-        """``flops`` per token, forward and backward. ``background`` runs work that may have to wait for storage."""
+        self, path: Path, config: Config, ranks: int, background: Callable[[Work], None] = run_now
+    ) -> None:  # fmt: skip
+        """``background`` runs work that may have to wait for storage."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._data = config.data
-        self._flops = flops
+        self._tokens, self._flops = 0, 0.0
         self._peak_flops = config.metrics.peak_flops * ranks
         self._generation = int(os.environ.get("OPSD_GENERATION", "0"))
         self._step_began = time.perf_counter()
         self._told = False
         self._background = background
 
+    def begin(self, shape: Shape, flops: float) -> None:
+        """The steps from now on have ``shape``; a token costs ``flops``, forward and backward."""
+        self._tokens, self._flops = shape.batch * shape.sequence, flops
+
     def write(self, *, step: int, **values: float | int) -> dict[str, Any]:
         """Append the line of the ``step`` that ends now; ``values`` are the keys that the caller provides.
 
         Returns the line, with None in place of what is not finite.
         """
-        tokens = self._data.batch_at(step) * self._data.sequence
         now = time.perf_counter()
         step_s, self._step_began = now - self._step_began, now
         line = {
@@ -75,8 +78,8 @@ class MetricsLog:
             "step": step,
             **values,
             "step_s": step_s,
-            "tokens_per_s": tokens / step_s,
-            "mfu": self._flops * tokens / step_s / self._peak_flops if self._peak_flops else None,
+            "tokens_per_s": self._tokens / step_s,
+            "mfu": self._flops * self._tokens / step_s / self._peak_flops if self._peak_flops else None,
         }
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         self._background(partial(self._append, json.dumps(finite).encode() + b"\n"))

@@ -8,7 +8,7 @@ into sequences, and a token attends to its own document only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ class Attention(nn.Module):
         width, kv_width = settings.attention_width, settings.kv_heads * settings.head_channels
         self.head_dim = settings.head_channels
         self.rotary, self.windowed = not kind.startswith("nope"), kind.endswith("window")
-        self.scale, self.softcap = settings.score_scale, settings.attention_softcap
+        self.softcap = settings.attention_softcap
         self.query = nn.Linear(settings.width, width, bias=settings.qkv_bias)
         self.key = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
         self.value = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
@@ -59,7 +59,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rotation), rotate(k, rotation)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         mask = inputs.window_mask if self.windowed else inputs.mask
-        y = attend(q, k, v, mask, inputs.context, self.scale, self.softcap).transpose(1, 2).flatten(2)
+        y = attend(q, k, v, mask, inputs.context, inputs.scale, self.softcap).transpose(1, 2).flatten(2)
         output: torch.Tensor = self.output(y * self.gate(x).sigmoid() if self.gate else y)
         return output
 
@@ -103,17 +103,19 @@ def _mixer(settings: ModelSettings, kind: LayerKind) -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """The language model, or the ``layers`` of a pipeline stage.
+    """The language model, or the ``parts`` of it that are stages of a pipeline on this rank.
 
     The first stage embeds the tokens and the last one computes the loss. Parameters have the same names in every stage.
     With tied embeddings the first and the last stage each have a copy of the embedding.
     """
 
-    def __init__(self, settings: ModelSettings, layers: range | None = None) -> None:
+    def __init__(self, settings: ModelSettings, parts: Sequence[range] = ()) -> None:
         super().__init__()
-        layers = range(settings.layers) if layers is None else layers
+        self.parts = parts or (range(settings.layers),)
+        """The layers of each of this rank's stages."""
         self.settings = settings
-        self.first, self.last = layers.start == 0, layers.stop == settings.layers
+        """Those of rotary positions may change between steps."""
+        self.first, self.last = self.parts[0].start == 0, self.parts[-1].stop == settings.layers
         self.context: Context = None
         self.routing = Routing(settings)
         self.loss = linear_loss
@@ -121,7 +123,9 @@ class Decoder(nn.Module):
         """The ranks over which the vocabulary of the logits is split; None if it is not split."""
         if self.first or (self.last and settings.tied):
             self.embedding = nn.Embedding(settings.vocab, settings.width)
-        self.blocks = nn.ModuleDict({str(layer): Block(settings, layer, self.routing) for layer in layers})
+        self.blocks = nn.ModuleDict({
+            str(layer): Block(settings, layer, self.routing) for layers in self.parts for layer in layers
+        })  # fmt: skip
         if self.last:
             self.norm = nn.RMSNorm(settings.width, settings.norm_eps)
             self.head = nn.Linear(settings.width, settings.vocab, bias=False)
@@ -149,22 +153,28 @@ class Decoder(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(
-        self, x: torch.Tensor, documents: torch.Tensor, targets: torch.Tensor | None = None, z_loss: float = 0.0
+        self,
+        x: torch.Tensor,
+        documents: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        z_loss: float = 0.0,
+        part: int = 0,
     ) -> torch.Tensor:
         """Logits [batch, sequence, vocab], or the terms of the loss [2] if ``targets`` are given.
 
         ``x`` and ``targets`` [batch, sequence] are token ids. ``documents`` [batch, sequence] numbers the document of
         each token within its row, of whole sequences even if they are split over ranks. Between pipeline stages ``x``
-        and the result are activations [batch, sequence, width].
+        and the result are activations [batch, sequence, width]; ``part`` is the number of this rank's stage.
         """
         inputs = attention_inputs(documents, self.settings, self.context)
-        if self.first:
+        layers = self.parts[part]
+        if layers.start == 0:
             x = self.embedding(x)
             if self.settings.embedding_scale != 1:
                 x = x * torch.tensor(self.settings.embedding_scale, dtype=x.dtype, device=x.device)
-        for block in self.blocks.values():
-            x = block(x, inputs)
-        if not self.last:
+        for layer in layers:
+            x = self.blocks[str(layer)](x, inputs)
+        if layers.stop < self.settings.layers:
             return x
         x, cap = self.norm(x), self.settings.logit_softcap
         if targets is not None:

@@ -37,6 +37,7 @@ from opsd.trainer.model import Block, Decoder
 from opsd.trainer.recurrent import Recurrent
 from opsd.trainer.regions import initialise
 from opsd.trainer.settings import ParallelSettings
+from opsd.trainer.stages import stage_ranges
 from opsd.trainer.world import World
 
 _KEPT = {
@@ -63,9 +64,9 @@ def demand_float8(settings: ParallelSettings) -> None:
 
 def build(config: Config, world: World) -> Decoder:
     """This rank's part of the model, with initial values drawn from ``run.seed``."""
-    per_stage = config.model.layers // config.parallel.pp
+    stages = stage_ranges(config.model, config.parallel, config.data.sequence)
     with torch.device("meta"):
-        model = Decoder(config.model, range(world.stage * per_stage, (world.stage + 1) * per_stage))
+        model = Decoder(config.model, stages[world.stage :: config.parallel.pp])
     model.context = model.routing.context = world.context
     model.routing.balance_loss = config.optimizer.balance_loss
     model.routing.z_loss = config.optimizer.router_z_loss
@@ -77,8 +78,8 @@ def build(config: Config, world: World) -> Decoder:
     _split_experts(model, world)
     for block in model.blocks.values():
         _wrap_forward(cast(Block, block), config.parallel)
-    if config.parallel.compile:
-        model.loss = partial(linear_loss, of_part=torch.compile(part_loss))
+    of_part = torch.compile(part_loss) if config.parallel.compile else part_loss
+    model.loss = partial(linear_loss, of_part=of_part, halves=config.parallel.schedule == "zero-bubble")
     _shard(model, config, world)
     model.to_empty(device=world.device)
     model.tie()

@@ -13,17 +13,19 @@ it shows it later than the one that computed it.
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 import torch.distributed as dist
 
 from opsd.client import Reporter
-from opsd.trainer.accumulate import Accumulate, Batches
+from opsd.trainer.accumulate import Accumulate
+from opsd.trainer.batches import Batches
 from opsd.trainer.checksums import bit_sum, text_of
 from opsd.trainer.config import Config
 from opsd.trainer.data.loader import Batch
@@ -31,6 +33,7 @@ from opsd.trainer.model import Decoder
 from opsd.trainer.trace import Trace, recorded
 from opsd.trainer.world import World
 
+_LAYER: Final = re.compile(r"(?:layer |blocks\.)(\d+)")
 Verdict = Literal["gpu", "program", "unknown"]
 
 
@@ -117,10 +120,9 @@ class Replay:
         with _deterministic(self._world.device):
             first, second = self._pass(batch), self._pass(batch)
             place = _first_difference(first, second)
-            known = self._world.gather((place, place < first.forward))
+            known = self._world.gather((place, place < first.forward, self._stage_at(first, place)))
             differences = [
-                Difference(place, bool(forward), self._stage_of(rank)) if place >= 0 else None
-                for rank, (place, forward) in enumerate(known)
+                Difference(place, bool(forward), stage) if place >= 0 else None for place, forward, stage in known
             ]
             if not any(differences):
                 self._agreed = step
@@ -172,8 +174,12 @@ class Replay:
         moved = (world.data_rank + distance) % world.data_size
         return world.rank + (moved - world.data_rank) * self._inner
 
-    def _stage_of(self, rank: int) -> int:
-        return rank // (self._world.size // self._world.parallel.pp)
+    def _stage_at(self, trace: Trace, place: int) -> int:
+        """The stage that was computed at that place of a trace: that of the layer which was named last."""
+        named = (match for name in reversed(trace.names[: place + 1]) if (match := _LAYER.search(name)))
+        layer = int(match[1]) if (match := next(named, None)) else self._model.parts[0].start
+        own = next(number for number, layers in enumerate(self._model.parts) if layer in layers)
+        return self._world.stage + own * self._world.parallel.pp
 
     def _groups(self) -> list[list[int]]:
         """The ranks that exchange activations: those of a data-parallel rank, or of several that share experts."""

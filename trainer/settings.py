@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
 
-from opsd.trainer.data.stages import MixtureError, Stage
 from opsd.trainer.model_settings import ModelSettings, Section
-
-if TYPE_CHECKING:
-    from opsd.trainer.data.mixture import Mixture
 
 
 class RunSettings(Section):
@@ -42,7 +37,17 @@ class ParallelSettings(Section):
     tp: PositiveInt = 1
     """Ranks that share each layer's matrices, and the sequence between them (tensor and sequence parallel)."""
     pp: PositiveInt = 1
-    """Pipeline stages, all with the same number of layers."""
+    """Ranks that each have some of the layers (pipeline parallel)."""
+    schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """Order of micro-batches in a pipeline; all compute the same.
+
+    ``interleaved`` gives ranks several stages and waits less at the ends of a step (arXiv 2104.04473), ``zero-bubble``
+    computes gradients of weights where it would wait (2401.10241).
+    """
+    stages_per_rank: PositiveInt = 1
+    """Stages of a rank, each with some layers; ``interleaved`` needs 2 or more."""
+    stage_layers: Annotated[tuple[PositiveInt, ...], Strict(False)] = ()
+    """Layers of each stage, in their order; empty divides what is to be computed, the output projection included."""
     cp: PositiveInt = 1
     """Ranks that share each sequence (context parallel)."""
     ep: PositiveInt = 1
@@ -67,8 +72,8 @@ class ParallelSettings(Section):
             return f"parallel.ep {self.ep} does not divide model.experts {model.experts}"
         if self.tp > 1 and model.qk_norm and model.qk_norm_over == "all":
             return "parallel.tp does not work with model.qk_norm_over all, which needs the heads of all its ranks"
-        if model.layers % self.pp:
-            return f"parallel.pp {self.pp} does not divide model.layers {model.layers}"
+        if problem := self._pipeline_problem(model):
+            return problem
         if sequence % (parts := self.tp * (2 * self.cp if self.cp > 1 else 1)):
             return f"data.sequence {sequence} is not a multiple of {parts}, which parallel.tp and parallel.cp need"
         if self.cp > 1 and model.attention == "varlen":
@@ -79,98 +84,28 @@ class ParallelSettings(Section):
             return "parallel.fp8 does not work with parallel.tp"
         return None
 
+    @property
+    def stages(self) -> int:
+        """Stages of a pipeline; stage i is on rank i modulo ``pp``."""
+        return self.pp * self.stages_per_rank
 
-_Steps = Annotated[tuple[PositiveInt, PositiveInt], Strict(False)]
-
-
-class StageSettings(Section):
-    """From step ``start`` on, counted from 1, sources are mixed by these ``weights``, which sum to 1."""
-
-    start: PositiveInt
-    weights: dict[str, NonNegativeFloat]
-
-
-class DataSettings(Section):
-    """Which token shards, in which order."""
-
-    shards: str = ""
-    """Folder of the corpus; with stages, the folder with one corpus per source, by name."""
-    fallback: str = ""
-    """The same on slower storage, used file by file if ``shards`` (on the node, for instance) has none."""
-    tokenizer: str = ""
-    """A tokenizer.json that the shards must have been made with; empty skips the comparison."""
-    mixture: str = ""
-    """A TOML file with ``[[stages]]``, or the name of a preset (smollm3); empty for the stages given here."""
-    stages: Annotated[tuple[StageSettings, ...], Strict(False)] = ()
-    """Each with ``start``, its first step, counted from 1, and ``weights``, the share of each source; they sum to 1."""
-    skip: Annotated[tuple[_Steps, ...], Strict(False)] = ()
-    """Pairs of steps, first and last: their batches are skipped and the next ones take their place, e.g. after a loss
-    spike.
-
-    Each pair counts steps with the pairs before it applied.
-    """
-    sequence: PositiveInt
-    """Tokens of a sequence."""
-    batch: PositiveInt
-    """Sequences of a step over all ranks, whatever their number."""
-    batch_warmup: Annotated[tuple[_Steps, ...], Strict(False)] = ()
-    """Pairs (step, batch): the global batch up to and including that step; afterwards ``batch``."""
-    micro_batch: PositiveInt
-    """Sequences that a rank computes at once; the rest of its share is accumulated."""
-    prefetch: PositiveInt = 4
-    """Micro-batches that the data worker keeps ready."""
-    verify: Literal["checksum", "size"] = "checksum"
-    """What is compared with the index at start; ``size`` for corpora too large to read."""
-
-    def problem(self, steps: int) -> str | None:
-        """What is inconsistent in the order of the data for a run of ``steps`` steps, in one sentence."""
-        starts = [stage.start for stage in self.stages]
-        if starts and (starts[0] != 1 or starts != sorted(set(starts))):
-            return f"data.stages start at steps {starts}; the first starts at 1, each later one after it"
-        if starts and starts[-1] > steps:
-            return f"data.stages: a stage starts at step {starts[-1]}, and the run ends at run.steps {steps}"
-        for number, stage in enumerate(self.stages, 1):
-            if strange := next((name for name in stage.weights if name in ("", "..") or "/" in name), None):
-                return f"data.stages: {strange!r} is not the name of a folder in data.shards"
-            try:
-                Stage(0, stage.weights).shares()
-            except MixtureError as error:
-                return f"data.stages: stage {number}, from step {stage.start}: {error}"
-        if list(self.skip) != sorted(self.skip) or any(last < first for first, last in self.skip):
-            return "data.skip needs pairs of a first and a last step, in ascending order"
-        if (ends := [end for end, _ in self.batch_warmup]) != sorted(set(ends)):
-            return f"data.batch_warmup ends at steps {ends}; they have to ascend"
+    def _pipeline_problem(self, model: ModelSettings) -> str | None:
+        default = ParallelSettings()
+        if self.pp == 1:
+            names = ("schedule", "stages_per_rank", "stage_layers")
+            given = next((name for name in names if getattr(self, name) != getattr(default, name)), None)
+            return f"parallel.{given} needs parallel.pp above 1" if given else None
+        if self.stages > model.layers:
+            return f"parallel.pp {self.pp} makes {self.stages} stages, more than model.layers {model.layers}"
+        if self.stage_layers and (len(self.stage_layers), sum(self.stage_layers)) != (self.stages, model.layers):
+            return f"parallel.stage_layers needs {self.stages} numbers with the sum of model.layers {model.layers}"
+        if self.schedule == "interleaved" and self.stages_per_rank == 1:
+            return "parallel.schedule interleaved needs parallel.stages_per_rank above 1"
+        if self.schedule == "1f1b" and self.stages_per_rank > 1:
+            return "parallel.stages_per_rank needs parallel.schedule interleaved or zero-bubble"
+        if self.schedule == "zero-bubble" and self.compile:
+            return "parallel.schedule zero-bubble does not work with parallel.compile"
         return None
-
-    @property
-    def sources(self) -> list[str]:
-        """The names of all sources, "." for a single corpus."""
-        return sorted({name for stage in self.stages for name, weight in stage.weights.items() if weight}) or ["."]
-
-    @property
-    def batches(self) -> set[int]:
-        """All global batches that occur."""
-        return {self.batch, *(batch for _, batch in self.batch_warmup)}
-
-    def batch_at(self, step: int) -> int:
-        """The global batch of ``step``, counted from 1, in sequences."""
-        return next((batch for end, batch in self.batch_warmup if step <= end), self.batch)
-
-    def position(self, step: int) -> int:
-        """Number of samples trained on before ``step``."""
-        samples = begin = 0
-        for end, batch in self.batch_warmup:
-            samples += max(0, min(end, step - 1) - begin) * batch
-            begin = end
-        return samples + max(0, step - 1 - begin) * self.batch
-
-    def mix(self, sizes: Mapping[str, int], seed: int) -> Mixture:
-        """The order of the samples over ``sizes``, the number of sequences of each source; "." is the only corpus."""
-        from opsd.trainer.data.mixture import Mixture  # needs numpy
-
-        stages = [Stage(self.position(stage.start), stage.weights) for stage in self.stages]
-        skips = [(self.position(first), self.position(last + 1) - self.position(first)) for first, last in self.skip]
-        return Mixture(stages or [Stage(0, {".": 1.0})], sizes, seed, skips)
 
 
 class OptimizerSettings(Section):

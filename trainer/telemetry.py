@@ -12,6 +12,7 @@ from opsd.trainer.background import Background
 from opsd.trainer.config import Config
 from opsd.trainer.counts import flops_per_token
 from opsd.trainer.data.mixture import Mixture
+from opsd.trainer.data_settings import Shape
 from opsd.trainer.evaluations import Evaluations
 from opsd.trainer.metrics import METRICS, MetricsLog
 from opsd.trainer.step_lines import StepLines, peak_memory
@@ -23,20 +24,29 @@ class Telemetry:
     """Active on the first rank; on the others the methods do nothing."""
 
     def __init__(self, config: Config, mixture: Mixture, world: World, reporter: Reporter) -> None:
-        flops = flops_per_token(config.model, config.data.sequence)
-        reporter.model(flops, config.metrics.peak_flops)
         reporter.planned(config.run.steps)
-        self._sequence, self._mixture, self._reporter = config.data.sequence, mixture, reporter
+        self._config, self._mixture, self._reporter = config, mixture, reporter
+        self._shape: Shape | None = None
         self._first = world.rank == 0
         if not self._first:
             return
         folder = Path(config.run.folder)
         self._background = Background()
         background = self._background.run
-        self._metrics = MetricsLog(folder / METRICS, config, flops, world.size, background)
+        self._metrics = MetricsLog(folder / METRICS, config, world.size, background)
         self._lines = StepLines(config.run.log_every, config.run.steps, partial(peak_memory, world.device))
         self._evaluations = Evaluations(config, folder, reporter, background) if config.evaluation.wanted else None
         self._tracking = Tracking(config, folder, reporter)
+
+    def begin(self, shape: Shape) -> None:
+        """The steps from now on have ``shape``, and cost as much; told on every rank's page."""
+        if shape == self._shape:
+            return
+        self._shape = shape
+        flops = flops_per_token(self._config.model, shape.sequence)
+        self._reporter.model(flops, self._config.metrics.peak_flops)
+        if self._first:
+            self._metrics.begin(shape, flops)
 
     def write(self, *, step: int, **values: float | int) -> None:
         """Add the line of ``step`` to the metrics, and print one if it is time."""
@@ -46,9 +56,11 @@ class Telemetry:
     def report_mixture(self, step: int, sample: int) -> None:
         """Report how much of each source the first ``sample`` samples used, at the end of ``step``."""
         if self._first:
-            drawn = self._mixture.drawn(sample)
-            tokens = {name: samples * self._sequence for name, samples in drawn.items()}
-            epochs = {name: samples / self._mixture.sizes[name] for name, samples in drawn.items()}
+            cuts = self._config.data.cuts()
+            tokens, epochs = dict.fromkeys(self._config.data.sources, 0), dict.fromkeys(self._config.data.sources, 0.0)
+            for name, samples in self._mixture.drawn(sample).items():
+                tokens[cuts[name].source] += samples * cuts[name].length
+                epochs[cuts[name].source] += samples / self._mixture.sizes[name]
             self._reporter.event("data_mixture", step=step, tokens=tokens, epochs=epochs)
 
     def poll(self, committed: Iterable[int]) -> None:

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from opsd.client import Reporter
 from opsd.trainer.accumulate import accumulator, micro_batches
 from opsd.trainer.checkpoint import training_state
-from opsd.trainer.config import Config
+from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
+from opsd.trainer.data_settings import Shape
 from opsd.trainer.experts import routing_figures
 from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.optimizer import Optimizer
@@ -103,7 +104,7 @@ class Training:
     def __init__(
         self,
         config: Config,
-        counts: Mapping[int, int],
+        counts: Mapping[Shape, int],
         sources: Mapping[str, Source],
         world: World,
         reporter: Reporter,
@@ -119,8 +120,8 @@ class Training:
         self._replay = Replay(self.model, batches, self._gradients, config, world, reporter)
         self._optimizer = Optimizer(self.model, config.optimizer, world.peers)
         self.state = training_state(self.model, self._optimizer, world)
-        self.mixture = config.data.mix(sizes(sources, config.data.sequence), config.run.seed)
-        shards = {name: source.index.digest for name, source in sources.items()}
+        self.mixture = config.data.mix(sizes(sources, config.data), config.run.seed)
+        shards = {name: sources[cut.source].index.digest for name, cut in config.data.cuts().items()}
         self.digest = partial(config.digest, self.mixture, shards)
         """Identifies model and data after a number of samples."""
         self.step = self.sample = 0
@@ -134,6 +135,12 @@ class Training:
         )
         if manifest is not None:
             self.step, self.sample = manifest.step, manifest.sample
+            planned = config.data.position(self.step + 1)
+            if config.data.lengthens and self.sample != planned:
+                raise ConfigError(
+                    f"the run has {self.sample} samples after step {self.step} and would have {planned} with its "
+                    "settings, so stages would begin at other steps; give the batches so far in data.batch_warmup"
+                )
         elif config.run.initial:
             from opsd.trainer.hf.weights import fill
 
@@ -145,10 +152,12 @@ class Training:
         """Do one step; whether a stop has been requested. Raises TrainingError."""
         config, world, reporter = self._config, self._world, self._reporter
         self.step += 1
-        batch = config.data.batch_at(self.step)
-        self.sample += batch
+        shape = config.data.shape_at(self.step)
+        self.model.settings = config.model_with(shape)
+        telemetry.begin(shape)
+        self.sample += shape.batch
         rate = config.optimizer.lr * rate_factor(self.step, config.schedule)
-        terms = self._gradients(self._counts[batch])
+        terms = self._gradients(self._counts[shape])
         with reporter.phase("collective"):
             telemetry.poll(saving.take_committed())
             # One all-reduce carries all that the ranks must agree on.
@@ -169,14 +178,14 @@ class Training:
             experts = config.model.experts / config.model.experts_per_token
             reporter.router(load=figures["router_load"], limit=experts, entropy=figures["router_entropy"])
         telemetry.write(
-            step=self.step, tokens=self.sample * config.data.sequence, loss=loss, z_loss=z_loss,
+            step=self.step, tokens=config.data.tokens(self.sample), loss=loss, z_loss=z_loss,
             **figures, grad_norm=norm, lr=rate,
             data_s=self.loader.take_wait(), checkpoint_s=saving.take_stall(),
         )  # fmt: skip
         if saving.save_if_due((busy, failed, due), self.step, self.sample, self.digest):
             telemetry.report_mixture(self.step, self.sample)
         reporter.step(
-            tokens=batch * config.data.sequence // world.size, loss=loss, grad_norm=norm,
+            tokens=shape.batch * shape.sequence // world.size, loss=loss, grad_norm=norm,
             learning_rate=rate, step=self.step, gpu_s=self._clock.take() if self._clock else 0.0,
         )  # fmt: skip
         if self._skipped > config.optimizer.max_skipped:

@@ -111,13 +111,18 @@ def logits_bytes(config: Config, layout: Layout) -> float:
 
 
 def kept_bytes(config: Config, layout: Layout, count: int) -> float:
-    """What autograd keeps between the passes, of the micro-batches in flight: with 1F1B one for each stage."""
+    """What autograd keeps between the passes, of the micro-batches in flight: with 1F1B one for each stage.
+
+    With v stages per rank these are 1 + (pp - 1) / (pp v) times as many (arXiv 2205.05198, 4.2.3).
+    """
     model = config.model
     sparse = model.expert_layers
     layers = (model.layers - sparse) * layer_bytes(model, layout.tp, False, layout.recompute)
     layers += sparse * layer_bytes(model, layout.tp, True, layout.recompute) if sparse else 0
     ends = model.width * half_bytes(model) / layout.tp
-    return _tokens(config, layout) * min(layout.pp, count) * (layers / layout.pp + ends)
+    parts = config.parallel.stages_per_rank
+    more = 1 + (layout.pp - 1) / (layout.pp * parts) if parts > 1 else 1
+    return _tokens(config, layout) * more * min(layout.pp, count) * (layers / layout.pp + ends)
 
 
 def _working_bytes(config: Config, layout: Layout) -> float:

@@ -28,7 +28,13 @@ def read(source: str, overrides: Sequence[str], tokens: float | None, gpus: int 
         path /= "config.json"
     if path.suffix == ".json":
         return _of_json(path, overrides, tokens, gpus)
-    return load(source, [*overrides, _UNREAD])
+    config = load(source, [*overrides, _UNREAD])
+    if config.data.lengthens:
+        raise ConfigError(
+            f"{source}: data.stages change sequences, batch or positions, and a plan is of one shape: plan each stage "
+            "by itself, with --set data.stages=[], its data.sequence and data.batch, and --tokens"
+        )
+    return config
 
 
 def _of_json(path: Path, overrides: Sequence[str], tokens: float | None, gpus: int | None) -> Config:
@@ -67,4 +73,4 @@ def _batch(model: ModelSettings, sequence: int, tokens: float, gpus: int | None)
 
 def tokens_of(config: Config) -> int:
     """Those that the run's own number of steps has."""
-    return config.data.position(config.run.steps + 1) * config.data.sequence
+    return config.data.tokens(config.data.position(config.run.steps + 1))

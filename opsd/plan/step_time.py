@@ -17,6 +17,7 @@ from opsd.plan.parts import Parts
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.settings import ParallelSettings
 
 _TILE: Final = 256
 """Rows of a product that a GPU needs to have at least for its tiles (CUTLASS's largest on Hopper are 256 x 128)."""
@@ -74,11 +75,20 @@ def step_time(config: Config, layout: Layout, gpus: int, hardware: Hardware) -> 
     sharding = _sharding(config, layout, gpus, count, busy, network)
     pipeline = _pipeline(config, layout, count, network)
     worked = busy + tensor + context + experts
-    bubble = worked * (layout.pp - 1) / count
+    bubble = worked * (layout.pp - 1) / count * bubble_share(config.parallel)
     return StepTime(
         products, attention, elementwise, again, loop, tensor, sharding, context, experts, pipeline, bubble, optimizer,
         stragglers=hardware.spread.value * (busy + bubble) if gpus > 1 else 0.0,
     )  # fmt: skip
+
+
+def bubble_share(parallel: ParallelSettings) -> float:
+    """The bubble of a schedule as a share of that of 1F1B, (pp - 1) / micro-batches of the work.
+
+    Several stages per rank divide it (arXiv 2104.04473, 2.2). Zero bubble has (pp - 1) (F + B - W) in place of (pp - 1)
+    (F + B + W) (ZB-H1, arXiv 2401.10241, table 2), where the passes are taken to be equally long.
+    """
+    return (1 / 3 if parallel.schedule == "zero-bubble" else 1.0) / parallel.stages_per_rank
 
 
 def product_flops(model: ModelSettings) -> float:
@@ -206,4 +216,5 @@ def _pipeline(config: Config, layout: Layout, count: int, network: _Network) -> 
     if layout.pp == 1:
         return 0.0
     moved = layout.micro_batch * config.data.sequence / layout.cp * config.model.width * half_bytes(config.model)
-    return 2 * (count + layout.pp - 1) * network.exchange(2, 2 * moved, network.node)
+    hops = config.parallel.stages_per_rank
+    return 2 * (count * hops + layout.pp - 1) * network.exchange(2, 2 * moved, network.node)

@@ -24,7 +24,7 @@ def start(
     The global batch is reduced to one micro-batch per rank, or one per pipeline stage.
     """
     readers = max(1, ranks // (config.parallel.tp * config.parallel.pp * config.parallel.cp))
-    batch = readers * config.data.micro_batch * config.parallel.pp
+    batch = readers * config.data.shape_at(1).micro_batch * config.parallel.pp
     command = [
         sys.executable, "-P", "-m", "opsd", "launch", f"--nproc-per-node={ranks}", "--standalone", "--redirects=3",
         f"--run-id=drill-{os.getpid()}", f"--run-dir={folder}", f"--events={folder / 'drill.jsonl'}",
@@ -39,9 +39,23 @@ def start(
 def program(
     context: Context, config: Config, folder: Path, steps: int, batch: int, settings: Sequence[str]
 ) -> list[str]:
-    """The trainer with the run's configuration, except for ``steps`` of a ``batch`` of samples, in ``folder``."""
+    """The trainer with the run's configuration, except for ``steps`` of a ``batch`` of samples, in ``folder``.
+
+    They are steps of the run's first stage.
+    """
+    first = config.data.shape_at(1)
+    changed: dict[str, object] = {
+        "data.sequence": first.sequence,
+        "data.micro_batch": first.micro_batch,
+        "data.batch": batch,
+    }
+    changed |= {f"model.{name}": value for name, value in first.rope}
+    if config.data.stages:
+        weights = ", ".join(f"{json.dumps(name)} = {weight}" for name, weight in config.data.stages[0].weights.items())
+        changed |= {"data.mixture": "", "data.stages": f"[{{start = 1, weights = {{{weights}}}}}]"}
     all_settings = [
-        *context.overrides, f"run.steps={steps}", f"run.folder={folder}", f"data.batch={batch}", "data.batch_warmup=[]",
+        *context.overrides, f"run.steps={steps}", f"run.folder={folder}", "data.batch_warmup=[]",
+        *(f"{name}={value}" for name, value in changed.items()),
         f"schedule.decay_end={max(config.schedule.decay_end, steps)}", "checkpoint.remote=", *settings,
     ]  # fmt: skip
     return ["-m", "opsd.trainer", context.train, *(f"--set={setting}" for setting in all_settings)]

@@ -82,11 +82,11 @@ class Drill:
 
     def batch(self) -> int:
         """The smallest global batch that divides among all nodes, and among one fewer without a spare."""
-        parallel, data = self.config.parallel, self.config.data
+        parallel, first = self.config.parallel, self.config.data.shape_at(1)
         split = parallel.tp * parallel.pp * parallel.cp
         counts = [self.active] if self.spares else [self.active, self.active - 1]
         readers = math.lcm(*(max(1, count * self.ranks // split) for count in counts))
-        return readers * data.micro_batch * parallel.pp
+        return readers * first.micro_batch * parallel.pp
 
     def command(self) -> list[str]:
         """The launcher of this node."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from opsd.trainer.counts import embedding_parameters, flops_per_token, parameters
@@ -72,7 +73,7 @@ def memory_per_device(config: Config, ranks: int) -> float:
     """Bytes that training needs on one device, without allocator overhead."""
     model, parallel, data = config.model, config.parallel, config.data
     shards = max(1, ranks // parallel.replicas)
-    tokens = data.micro_batch * data.sequence / (parallel.tp * parallel.cp)
+    tokens = max(shape.micro_batch * shape.sequence for shape in data.shapes) / (parallel.tp * parallel.cp)
     layers = model.layers / parallel.pp
     activations = tokens * layers * model.width * ACTIVATION_BYTES[parallel.recompute]
     if model.dtype == "float32":
@@ -85,10 +86,11 @@ def memory_per_device(config: Config, ranks: int) -> float:
 def predict(config: Config, ranks: int) -> RunPlan:
     """What ``config`` will take on ``ranks`` devices."""
     count, peak = parameters(config.model), config.metrics.peak_flops
-    step_tokens = config.data.batch * config.data.sequence
-    tokens = config.data.position(config.run.steps + 1) * config.data.sequence
-    speed = ranks * peak * EXPECTED_MFU / flops_per_token(config.model, config.data.sequence) if peak else None
-    train_s = tokens / speed if speed else None
+    data, rate = config.data, ranks * peak * EXPECTED_MFU
+    step_tokens = data.batch * data.sequence
+    speed = rate / flops_per_token(config.model, data.sequence) if peak else None
+    flops = data.flops(config.run.steps, partial(flops_per_token, config.model))
+    train_s = flops / rate if peak else None
     step_s = step_tokens / speed if speed else None
     mean_time_s = 86_400 / (ranks * INTERRUPTIONS_PER_GPU_DAY)
     return RunPlan(
@@ -96,7 +98,7 @@ def predict(config: Config, ranks: int) -> RunPlan:
         parameters=count,
         memory=memory_per_device(config, ranks),
         checkpoint=state_values(config) * FLOAT_BYTES,
-        tokens=tokens,
+        tokens=data.tokens(data.position(config.run.steps + 1)),
         step_tokens=step_tokens,
         tokens_per_s=speed,
         step_s=step_s,

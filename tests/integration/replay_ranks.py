@@ -128,7 +128,7 @@ def rank_main(settings: Sequence[str], environment: Mapping[str, str], faults: S
     batches = Repeatable(RandomTokens(config, world.data_rank))
     gradients = accumulator(model, batches, config, world, reporter)
     replay, optimizer = Replay(model, batches, gradients, config, world, reporter), Optimizer(model, config.optimizer)
-    count = micro_batches(config, world.size)[config.data.batch]
+    count = micro_batches(config, world.size)[config.data.shape_at(1)]
 
     def step() -> None:
         gradients(count)

@@ -6,10 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-import torch
 from replay_ranks import Fault, run_ranks
 from test_trainer_faults import kill_and_resume
-from test_trainer_layouts import LAYOUTS, assert_same_curve, start, weights
+from test_trainer_layouts import LAYOUTS, assert_same_run, start, weights
 from trainer_world import Run
 
 from opsd.rank_page import read_page
@@ -29,13 +28,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Run:
     return start(tmp_path_factory.mktemp("alone"), shards, {}, **SPARSE, run__steps=5)
 
 
-def assert_same_run(run: Run, alone: Run) -> None:
-    assert_same_curve(run, alone)
+def assert_same_routing(run: Run, alone: Run) -> None:
+    assert_same_run(run, alone, SPARSE)
     for ours, theirs in zip(run.metrics(), alone.metrics(), strict=True):
         assert [ours[name] for name in FIGURES] == pytest.approx([theirs[name] for name in FIGURES], rel=1e-5)
-    expected = weights(alone, 5, SPARSE)
-    for tensor, value in weights(run, 5, SPARSE).items():
-        torch.testing.assert_close(value, expected[tensor], rtol=1e-2, atol=2e-4, msg=tensor)
 
 
 def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, shards: Path, alone: Run) -> None:
@@ -52,7 +48,7 @@ def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, shards: Path, alone: 
     ]
     for step, (layout, spread) in enumerate(layouts, start=1):
         run = start(tmp_path, shards, layout, **SPARSE, parallel__ep=spread, run__steps=step)
-    assert_same_run(run, alone)
+    assert_same_routing(run, alone)
     page = read_page(run.folder / "rank-0000.page")
     last = run.metrics()[-1]
     assert page.router == (last["router_load"], 6 / 2, last["router_entropy"], 0.0)
@@ -73,7 +69,7 @@ def test_experts_are_spread_over_ranks(
 ) -> None:
     """Expert parallelism beside any other changes nothing either."""
     settings = SPARSE | {"parallel__ep": 2, "parallel__recompute": recompute, "run__steps": 5}
-    assert_same_run(start(tmp_path, shards, layout, **settings), alone)
+    assert_same_routing(start(tmp_path, shards, layout, **settings), alone)
 
 
 @pytest.mark.long
@@ -82,7 +78,7 @@ def test_experts_are_spread_over_ranks(
 def test_a_layout_changes_nothing(tmp_path: Path, shards: Path, alone: Run, name: str, recompute: str) -> None:
     """Losses, norm, routing and checkpoint are those of one rank, recomputed or not."""
     layout = LAYOUTS.get(name, {"dp": 2, "cp": 2})
-    assert_same_run(start(tmp_path, shards, layout, **SPARSE, run__steps=5, parallel__recompute=recompute), alone)
+    assert_same_routing(start(tmp_path, shards, layout, **SPARSE, run__steps=5, parallel__recompute=recompute), alone)
 
 
 @pytest.mark.long

@@ -83,13 +83,19 @@ def assert_same_curve(run: Run, other: Run) -> None:
         assert point == pytest.approx(theirs[step], rel=TOLERANCE), step
 
 
+def assert_same_run(run: Run, other: Run, settings: Mapping[str, object] = MappingProxyType({})) -> None:
+    """After five steps with these ``settings`` the curve is the same, and so are parameters and moments."""
+    assert_same_curve(run, other)
+    expected = weights(other, 5, settings)
+    for tensor, value in weights(run, 5, settings).items():
+        torch.testing.assert_close(value, expected[tensor], rtol=1e-2, atol=2e-4, msg=tensor)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_changes_nothing(tmp_path: Path, shards: Path, alone: Run, name: str) -> None:
     """Loss and gradient norm are those of one rank, and so are the parameters and moments in the checkpoint."""
     run = start(tmp_path, shards, LAYOUTS[name], run__steps=5)
-    assert_same_curve(run, alone)
-    for tensor, value in weights(run, 5).items():
-        torch.testing.assert_close(value, weights(alone, 5)[tensor], rtol=1e-2, atol=2e-4, msg=tensor)
+    assert_same_run(run, alone)
 
 
 def test_initial_values_do_not_depend_on_the_layout(tmp_path: Path, shards: Path) -> None:

@@ -49,6 +49,13 @@ def test_the_first_stage_is_not_the_last(tmp_path: Path) -> None:
     assert [event["ranks"] for event in events] == [[0]] * 3
 
 
+def test_stages_of_a_rank_are_told_apart(tmp_path: Path) -> None:
+    """A wrong value of the second of four stages comes out of both ranks; the second rank is named."""
+    interleaved = (PP, "parallel.schedule=interleaved", "parallel.stages_per_rank=2", "model.layers=4")
+    events = run_ranks(tmp_path, 2, interleaved, [Fault(what, 1, "blocks.1.ffn.up") for what in FAULTS])
+    assert [event["ranks"] for event in events] == [[1]] * 3
+
+
 def test_a_fault_once_in_twenty_passes_is_found_within_ten_replays(tmp_path: Path) -> None:
     """Each replay has two passes; those in which all went well say nothing, and are what was last equal."""
     events = run_ranks(tmp_path, 2, (), [Fault("activation", 1, every=20, first=14, replays=10)])

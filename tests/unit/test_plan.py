@@ -223,3 +223,23 @@ def test_a_model_whose_memory_is_not_known_is_refused(wanted: tuple[str, str]) -
     result = opsd("tiny-hybrid", *wanted, "--tokens", "1e9")
     assert result.exit_code == 1
     assert result.stderr.startswith("opsd: the memory of layers with a state is not known")
+
+
+@pytest.mark.parametrize(("schedule", "parts", "share"), [
+    ("1f1b", 1, 1.0), ("interleaved", 4, 1 / 4), ("zero-bubble", 1, 1 / 3), ("zero-bubble", 2, 1 / 6),
+])  # fmt: skip
+def test_a_schedule_has_its_bubble(schedule: str, parts: int, share: float) -> None:
+    """Several stages per rank divide it, and gradients of weights fill two thirds of it."""
+    changed = (f"parallel.schedule={schedule}", f"parallel.stages_per_rank={parts}", "parallel.pp=4")
+    plain, run = (run_of("smollm3-3b", *overrides) for overrides in ((), changed))
+    layout = Layout(pp=4, micro_batch=1)
+    assert step_time(run, layout, 96, H100).bubble == pytest.approx(share * step_time(plain, layout, 96, H100).bubble)
+    assert (memory_of(run, layout, 96).activations > memory_of(plain, layout, 96).activations) == (parts > 1)
+
+
+def test_a_plan_is_of_one_shape() -> None:
+    """Stages that change sequences are planned one by one, and the refusal says how."""
+    stages = "data.stages=[{start = 1}, {start = 5, sequence = 8192}]"
+    refused = opsd("smollm3-3b", "--gpus", "64", "--set", stages)
+    assert refused.exit_code == exitcodes.USAGE
+    assert "--set data.stages=[]" in refused.output

@@ -108,7 +108,7 @@ def test_a_value_in_the_place_of_a_section_is_refused(tmp_path: Path) -> None:
         ("data.batch_warmup=[[20, 1], [10, 2]]", "they have to ascend"),
         ("parallel.tp=3", "parallel.tp 3 does not divide model.heads 4"),
         ("parallel.tp=4", "parallel.tp 4 does not divide model.kv_heads 2"),
-        ("parallel.pp=3", "parallel.pp 3 does not divide model.layers 4"),
+        ("parallel.pp=5", "makes 5 stages, more than model.layers 4"),
         ("parallel.cp=3", "data.sequence 256 is not a multiple of 6"),
         ("steps", "expected section.key=value"),
         ("steps=3", "expected section.key=value"),
@@ -192,5 +192,6 @@ def test_a_growing_batch_moves_the_position(step: int, position: int) -> None:
     """The samples before a step are the sum of the batches before it."""
     config = load("tiny", [SHARDS, "data.batch_warmup=[[3, 2], [5, 4]]", "data.batch=8"], {})
     assert config.data.position(step) == position
-    assert config.data.position(step + 1) - position == config.data.batch_at(step)
-    assert config.data.batches == {2, 4, 8}
+    assert config.data.position(step + 1) - position == config.data.shape_at(step).batch
+    assert [shape.batch for shape in config.data.shapes] == [2, 4, 8]
+    assert config.data.tokens(position) == position * config.data.sequence

@@ -26,7 +26,7 @@ def lines(path: Path) -> list[dict]:
 
 def test_floats_keep_every_bit(tmp_path: Path, config: Config) -> None:
     """What is read back is the number that was written."""
-    log = MetricsLog(tmp_path / "m.jsonl", config, flops=6000.0, ranks=2)
+    log = MetricsLog(tmp_path / "m.jsonl", config, ranks=2)
     values = [0.1 + 0.2, 1 / 3, math.pi * 1e-300, 5e-324]
     for value in values:
         log.write(step=1, loss=value)
@@ -36,7 +36,9 @@ def test_floats_keep_every_bit(tmp_path: Path, config: Config) -> None:
 def test_mfu_is_of_all_ranks_and_counts_attention(tmp_path: Path, config: Config) -> None:
     """MFU is model FLOP/s, attention included, over the peak of all ranks."""
     flops = flops_per_token(config.model, config.data.sequence)
-    MetricsLog(tmp_path / "m.jsonl", config, flops, ranks=2).write(step=1)
+    log = MetricsLog(tmp_path / "m.jsonl", config, ranks=2)
+    log.begin(config.data.shape_at(1), flops)
+    log.write(step=1)
     (line,) = lines(tmp_path / "m.jsonl")
     per_token = 6 * parameters(config.model) + 12 * 4 * 128 * 256
     assert line["mfu"] == pytest.approx(line["tokens_per_s"] * per_token / 2e12)
@@ -45,7 +47,7 @@ def test_mfu_is_of_all_ranks_and_counts_attention(tmp_path: Path, config: Config
 
 def test_numbers_that_are_none_become_null(tmp_path: Path, config: Config) -> None:
     """NaN and infinity are not JSON; they are written as null."""
-    MetricsLog(tmp_path / "m.jsonl", config, 6.0, 1).write(step=1, loss=math.nan, grad_norm=math.inf, lr=0.5)
+    MetricsLog(tmp_path / "m.jsonl", config, 1).write(step=1, loss=math.nan, grad_norm=math.inf, lr=0.5)
     text = (tmp_path / "m.jsonl").read_text()
     line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in {text}"))
     assert (line["loss"], line["grad_norm"], line["lr"]) == (None, None, 0.5)
@@ -54,14 +56,14 @@ def test_numbers_that_are_none_become_null(tmp_path: Path, config: Config) -> No
 def test_a_next_start_appends(tmp_path: Path, config: Config) -> None:
     """Every start of a run adds to the same file."""
     for step in (1, 2):
-        MetricsLog(tmp_path / "m.jsonl", config, 6.0, 1).write(step=step)
+        MetricsLog(tmp_path / "m.jsonl", config, 1).write(step=step)
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1, 2]
 
 
 def test_a_full_disk_drops_whole_lines(tmp_path: Path, config: Config, capfd: pytest.CaptureFixture[str]) -> None:
     """Without space, lines are dropped whole and said so once; with space again they are written again."""
     with tmpfs(tmp_path, "size=8k"):
-        log = MetricsLog(tmp_path / "m.jsonl", config, 6.0, 1)
+        log = MetricsLog(tmp_path / "m.jsonl", config, 1)
         for step in range(100):
             log.write(step=step)
         kept = [line["step"] for line in lines(tmp_path / "m.jsonl")]

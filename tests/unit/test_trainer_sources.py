@@ -13,7 +13,7 @@ import pytest
 from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, open_corpus, read_index
 from opsd.trainer.data.sources import open_sources, sizes
 from opsd.trainer.data.tokenize import load_tokenizer, make_corpus, train_tokenizer
-from opsd.trainer.settings import DataSettings, StageSettings
+from opsd.trainer.data_settings import DataSettings, StageSettings
 
 TEXTS = {name: [f"{name} number {i} of many words\n" * (i % 3 + 1) for i in range(40)] for name in ("web", "code")}
 LENGTH = 16
@@ -44,7 +44,7 @@ def test_every_source_is_a_corpus_of_its_name(shards: Path) -> None:
     """The sources of all stages are found below data.shards; without stages the folder itself is the corpus."""
     sources = open_sources(data(shards), 1000)
     assert sorted(sources) == ["code", "web"]
-    assert min(sizes(sources, LENGTH).values()) > 10
+    assert min(sizes(sources, data(shards)).values()) > 10
     alone = open_sources(DataSettings(shards=str(shards / "web"), sequence=LENGTH, batch=4, micro_batch=2), 1000)
     assert alone["."].index == sources["web"].index
 

@@ -14,13 +14,16 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from opsd.client import Reporter
 from opsd.trainer.config import Config
 from opsd.trainer.data.shards import DataError
 from opsd.trainer.data.sources import Source, sizes
-from opsd.trainer.data.worker import SAMPLE_BYTES, Plan, slot_views
+from opsd.trainer.data.worker import SAMPLE_BYTES, Form, Plan, micro_batches, slot_views
+from opsd.trainer.data_settings import Cut
 from opsd.trainer.world import World
 
 MAX_DEATHS = 3
@@ -45,31 +48,31 @@ class Loader:
 
     def __init__(self, config: Config, sources: Mapping[str, Source], world: World, reporter: Reporter) -> None:
         data = config.data
-        mixture = data.mix(sizes(sources, data.sequence), config.run.seed)
+        mixture = data.mix(sizes(sources, data), config.run.seed)
         self.device = world.device
         self._reporter = reporter
         self._plan = Plan(
-            sources={name: (str(s.folder), str(s.fallback or "")) for name, s in sources.items()},
+            sources={name: _place(sources[cut.source], cut) for name, cut in data.cuts().items()},
             stages=[(stage.start, stage.weights) for stage in mixture.stages],
+            forms=[Form(data.position(shape.start), shape.sequence, shape.micro_batch) for shape in data.shapes],
             skips=mixture.skips,
             seed=config.run.seed,
-            length=data.sequence,
-            rows=data.micro_batch,
+            rank=world.data_rank,
+            ranks=world.data_size,
             slots=data.prefetch,
-            stride=world.data_size * data.micro_batch,
             ring=os.memfd_create("opsd-batches"),
             parent=os.getpid(),
         )
         os.posix_fallocate(self._plan.ring, 0, self._plan.slots * self._plan.slot_bytes)
         self._memory = mmap.mmap(self._plan.ring, self._plan.slots * self._plan.slot_bytes)
-        self._offset = world.data_rank * data.micro_batch
-        self._next = self._slot = self._deaths = 0
+        self._slot = self._deaths = 0
         self._wait_s = 0.0
         self._worker = self._start()
 
     def begin(self, sample: int) -> None:
         """Let the worker read from the global sample ``sample``. Call it once, before ``next``."""
-        self._next = sample + self._offset
+        self._expected = micro_batches(self._plan, sample)
+        self._next, self._form = next(self._expected)
         self._send_begin()
 
     def next(self) -> Batch:
@@ -80,7 +83,7 @@ class Loader:
                 self._replace()
             sample = int.from_bytes(ready, "little")
             assert sample == self._next, f"the worker sent sample {sample}, expected {self._next}"
-            tokens, documents = (torch.from_numpy(view) for view in slot_views(self._memory, self._plan, self._slot))
+            tokens, documents = (torch.from_numpy(view) for view in self._views())
             batch = Batch(
                 sample,
                 tokens[:, :-1].to(self.device, copy=True),
@@ -91,8 +94,11 @@ class Loader:
         self._wait_s += time.perf_counter() - began
         self._deaths = 0
         self._slot = (self._slot + 1) % self._plan.slots
-        self._next += self._plan.stride
+        self._next, self._form = next(self._expected)
         return batch
+
+    def _views(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        return slot_views(self._memory, self._plan, self._slot, self._form)
 
     def take_wait(self) -> float:
         """Seconds that the training waited for data since the last call."""
@@ -120,7 +126,8 @@ class Loader:
 
     def _send_begin(self) -> None:
         self._slot = 0
-        self._send(self._next.to_bytes(SAMPLE_BYTES, "little") + bytes(self._plan.slots))
+        begin = self._next - self._plan.rank * self._form.rows
+        self._send(begin.to_bytes(SAMPLE_BYTES, "little") + bytes(self._plan.slots))
 
     def _send(self, message: bytes) -> None:
         assert self._worker.stdin is not None
@@ -141,6 +148,10 @@ class Loader:
         self._worker = self._start()
         self._send_begin()
         self._reporter.event("data_worker_restarted", pid=pid, why=why, sample=self._next, new_pid=self._worker.pid)
+
+
+def _place(source: Source, cut: Cut) -> tuple[str, str, int, bool]:
+    return str(source.folder), str(source.fallback or ""), cut.length, cut.within
 
 
 def _exit_reason(code: int) -> str:

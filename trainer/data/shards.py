@@ -174,15 +174,21 @@ def _files(index: Index) -> Iterator[File]:
 class Corpus:
     """Sequences of ``length`` tokens, numbered through all shards; the files are mapped, not read.
 
-    At most ``MAPPED_SHARDS`` are mapped at once: a process may have 65,530 mappings (vm.max_map_count).
+    They follow each other without gaps; with ``within`` they are only those that lie in one document each, for which
+    the starts of all documents are read. At most ``MAPPED_SHARDS`` are mapped at once: a process may have 65,530
+    mappings (vm.max_map_count).
     """
 
-    def __init__(self, folder: Path, index: Index, length: int, fallback: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, index: Index, length: int, fallback: Path | None = None, *, within: bool = False
+    ) -> None:
         self._folder, self._index, self._fallback = folder, index, fallback
         self.length = length
-        self._ends = np.cumsum(sequence_counts(index, length))
-        self.sequences = int(self._ends[-1]) if index.shards else 0
         self._shard = lru_cache(MAPPED_SHARDS)(self._map)
+        self._begins = [self._within(number) for number in range(len(index.shards))] if within else None
+        counts = [len(begins) for begins in self._begins] if self._begins else sequence_counts(index, length)
+        self._ends = np.cumsum(counts)
+        self.sequences = int(self._ends[-1]) if index.shards else 0
 
     def read(self, sequences: Iterable[int], tokens: npt.NDArray[np.int64], documents: npt.NDArray[np.int32]) -> None:
         """Fill ``tokens`` [n, length + 1] and ``documents`` [n, length], the document of each token within its row.
@@ -192,7 +198,8 @@ class Corpus:
         for row, sequence in enumerate(sequences):
             number = int(np.searchsorted(self._ends, sequence, side="right"))
             first = self._ends[number - 1] if number else 0
-            at = int(sequence - first) * self.length
+            place = int(sequence - first)
+            at = int(self._begins[number][place]) if self._begins else place * self.length
             stored, starts = self._shard(number)
             tokens[row] = stored[at : at + self.length + 1]
             low, high = np.searchsorted(starts, np.array([at, at + self.length - 1], dtype=np.uint64), side="right")
@@ -200,15 +207,30 @@ class Corpus:
             documents[row, (starts[low:high] - np.uint64(at)).astype(np.int64)] = 1
             np.cumsum(documents[row], out=documents[row])
 
+    def _within(self, number: int) -> npt.NDArray[np.int64]:
+        _, starts = self._map(number)
+        return sequences_within(np.asarray(starts, np.int64), self._index.shards[number].tokens, self.length)
+
     def _map(self, number: int) -> tuple[npt.NDArray[np.unsignedinteger], npt.NDArray[np.uint64]]:
         shard = self._index.shards[number]
         tokens, documents = (place(self._folder, entry, self._fallback) for entry in shard.files)
         return np.memmap(tokens, self._index.dtype, "r"), np.memmap(documents, np.uint64, "r")
 
 
-def open_corpus(folder: Path, fallback: Path | None, length: int) -> Corpus:
+def open_corpus(folder: Path, fallback: Path | None, length: int, *, within: bool = False) -> Corpus:
     """The corpus in ``folder``; missing files are taken from ``fallback``. Raises DataError."""
-    return Corpus(folder, find_index(folder, fallback), length, fallback)
+    return Corpus(folder, find_index(folder, fallback), length, fallback, within=within)
+
+
+def sequences_within(starts: npt.NDArray[np.int64], tokens: int, length: int) -> npt.NDArray[np.int64]:
+    """Where sequences begin that have a document each, as many as fit into it, from its first token on.
+
+    ``starts`` are the documents' of a shard of ``tokens`` tokens, whose last token is only a target.
+    """
+    fitting = np.diff(starts, append=max(0, tokens - 1)) // length
+    nth = np.arange(fitting.sum()) - np.repeat(np.cumsum(fitting) - fitting, fitting)
+    begins: npt.NDArray[np.int64] = np.repeat(starts, fitting) + nth * length
+    return begins
 
 
 def sequence_counts(index: Index, length: int) -> list[int]:

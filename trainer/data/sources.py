@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opsd.trainer.data.shards import DataError, Index, find_index, place, sequence_counts, verify
-from opsd.trainer.settings import DataSettings
+from opsd.trainer.data.shards import Corpus, DataError, Index, find_index, place, sequence_counts, verify
+from opsd.trainer.data_settings import Cut, DataSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,25 @@ def open_sources(data: DataSettings, vocab: int, *, part: int = 0, parts: int = 
     for source in sources.values():
         if source.index.vocab > vocab:
             raise DataError(f"{source.folder} has {source.index.vocab} token ids, model.vocab is {vocab}")
-        if not sum(sequence_counts(source.index, data.sequence)):
-            raise DataError(f"{source.folder} has fewer tokens than one sequence of {data.sequence}")
         content = data.verify == "checksum"
         verify(source.folder, source.index, content=content, part=part, parts=parts, fallback=source.fallback)
+    for name, size in sizes(sources, data).items():
+        if not size:
+            cut = data.cuts()[name]
+            lack = "no document of" if cut.within else "fewer tokens than one sequence of"
+            raise DataError(f"{sources[cut.source].folder} has {lack} {cut.length}{' tokens' if cut.within else ''}")
     return sources
 
 
-def sizes(sources: Mapping[str, Source], length: int) -> dict[str, int]:
-    """The number of sequences of ``length`` tokens in each source."""
-    return {name: sum(sequence_counts(source.index, length)) for name, source in sources.items()}
+def sizes(sources: Mapping[str, Source], data: DataSettings) -> dict[str, int]:
+    """The number of sequences in each of ``data.cuts()``."""
+    return {name: _size(sources[cut.source], cut) for name, cut in data.cuts().items()}
+
+
+def _size(source: Source, cut: Cut) -> int:
+    if cut.within:
+        return Corpus(source.folder, source.index, cut.length, source.fallback, within=True).sequences
+    return sum(sequence_counts(source.index, cut.length))
 
 
 def check_tokenizers(sources: Sequence[Source], wanted: str) -> None:

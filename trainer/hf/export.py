@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from opsd.checkpoints.manifest import read
 from opsd.trainer.config import Config
 from opsd.trainer.data.shards import DOCUMENT, TOKENIZER
 from opsd.trainer.hf.config import config_of
@@ -18,15 +19,16 @@ from opsd.trainer.hf.weights import parameters_in, write
 def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> int:
     """Write the checkpoint in ``folder`` as a model with its tokenizer to ``target``; returns the number of tensors.
 
-    Raises CheckpointError, ConfigError or OSError.
+    Positions are those with which it was trained last. Raises CheckpointError, ConfigError or OSError.
     """
-    architecture, config = config_of(settings.model, settings.data.sequence)
+    shape = settings.data.shape_at(read(folder).step)
+    architecture, config = config_of(settings.model_with(shape), shape.sequence)
     tokens: dict[str, int] = {}
     corpora = [".", *settings.data.sources]
     paths = [Path(root, name, TOKENIZER) for root in (settings.data.shards, settings.data.fallback) for name in corpora]
     target.mkdir(parents=True, exist_ok=True)
     if tokenizer := next((path for path in paths if path.is_file()), None):
-        tokens = _write_tokenizer(tokenizer, target, settings.data.sequence)
+        tokens = _write_tokenizer(tokenizer, target, shape.sequence)
     config |= tokens
     count = write(target, parameters_in(folder), dtype, architecture, config)
     if tokens:

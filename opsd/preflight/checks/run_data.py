@@ -41,19 +41,23 @@ def _tokens_per_s(config: Config, position: int, seconds: float) -> float:
 
     try:
         sources = open_sources(config.data.model_copy(update={"verify": "size"}), config.model.vocab)
-        length = config.data.sequence
-        mixture = config.data.mix(sizes(sources, length), config.run.seed)
-        corpora = [open_corpus(sources[name].folder, sources[name].fallback, length) for name in mixture.names]
+        mixture, cuts = config.data.mix(sizes(sources, config.data), config.run.seed), config.data.cuts()
+        corpora = [
+            open_corpus(sources[cut.source].folder, sources[cut.source].fallback, cut.length, within=cut.within)
+            for cut in map(cuts.__getitem__, mixture.names)
+        ]
     except DataError as error:
         raise CouldNotRunError(str(error)) from error
-    tokens, documents = np.empty((1, length + 1), np.int64), np.empty((1, length), np.int32)
     offsets = np.arange(BATCH, dtype=np.uint64)
-    read, began = 0, time.perf_counter()
+    read, samples, began = 0, 0, time.perf_counter()
     while (elapsed := time.perf_counter() - began) < seconds or not read:
-        for source, sequence in zip(*mixture.locate(offsets + np.uint64(position + read)), strict=True):
-            corpora[int(source)].read([int(sequence)], tokens, documents)
-        read += BATCH
-    return read * length / elapsed if elapsed else 0.0
+        for source, sequence in zip(*mixture.locate(offsets + np.uint64(position + samples)), strict=True):
+            corpus = corpora[int(source)]
+            tokens, documents = np.empty((1, corpus.length + 1), np.int64), np.empty((1, corpus.length), np.int32)
+            corpus.read([int(sequence)], tokens, documents)
+            read += corpus.length
+        samples += BATCH
+    return read / elapsed if elapsed else 0.0
 
 
 def _growing(start: float, far: float) -> Iterator[Finding]:
