@@ -60,5 +60,5 @@ def _state_letters(proc: Path) -> Iterator[str]:
     with os.scandir(proc) as entries:
         for entry in entries:
             if entry.name.isdigit():
-                with contextlib.suppress(OSError), open(proc / entry.name / "stat", "rb") as file:  # it may have ended
+                with contextlib.suppress(OSError), open(f"{entry.path}/stat", "rb", buffering=0) as file:  # it may end
                     yield chr(file.read(512).rpartition(b") ")[2][0])

@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Final
 
@@ -271,12 +271,12 @@ class RunWatch:
             yield Sample(series.JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
 
 
-def _step_facts(page: RankPage, known: Sequence[StepFact]) -> tuple[StepFact, ...]:
+def _step_facts(page: RankPage, known: tuple[StepFact, ...]) -> tuple[StepFact, ...]:
     """The steps of ``page``; those among ``known``, the facts of an earlier look, are not made again."""
-    before = {fact.end: fact for fact in known}
-    return tuple(
-        before.get(s.end)
-        or StepFact(
+    last = known[-1].end if known else None
+    new = [*takewhile(lambda step: step.end != last, reversed(page.steps))]
+    made = (
+        StepFact(
             s.step,
             s.end,
             s.duration_s,
@@ -286,8 +286,9 @@ def _step_facts(page: RankPage, known: Sequence[StepFact]) -> tuple[StepFact, ..
             dict(zip(PHASES, s.phase_s, strict=True)),
             s.learning_rate,
         )
-        for s in page.steps
+        for s in reversed(new)
     )
+    return (*known, *made)[-len(page.steps) :] if page.steps else ()
 
 
 def _newest(events: Iterable[Event]) -> tuple[Event, ...]:
