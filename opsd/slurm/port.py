@@ -174,6 +174,13 @@ class Slurm(SlurmNodes, Protocol):
     def step_nodes(self, job: int) -> frozenset[str]:
         """The nodes on which the job has steps, the batch script excepted; none for a job that is not running."""
 
+    def reboot(self, name: str, reason: str) -> None:
+        """Have a node rebooted once its jobs have ended; it is down for ``reason`` then, until somebody resumes it.
+
+        Slurm drains it until then, and adds to the reason what becomes of the reboot. Needs RebootProgram in its
+        configuration.
+        """
+
     def requeue(self, job: int) -> None:
         """Stop the job and requeue it. Slurm delays its start by two minutes unless ``set_start_time`` is called."""
 

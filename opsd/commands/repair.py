@@ -1,0 +1,162 @@
+"""``opsd repair``: from drained to healed, or to be replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import click
+
+from opsd import exitcodes
+from opsd.collectors.nvml import NvmlSettings
+from opsd.commands.evidence import check_here, evidence_sources
+from opsd.commands.options import config_options, option
+from opsd.commands.output import fail
+from opsd.commands.return_ import proofs
+from opsd.commands.settings import load
+from opsd.config import Settings
+from opsd.repair import evidence, nvml_state
+from opsd.repair.attend import Means, Repair, RepairError
+from opsd.repair.case_file import CaseError, CaseFile
+from opsd.repair.ladder import Case, Limits, Rung
+from opsd.repair.machine import NvidiaMachine, run_command
+from opsd.repair.retest import Preflight
+from opsd.slurm import node_comment
+from opsd.slurm.connect import choose
+from opsd.slurm.deferred import DeferredUpdates
+from opsd.slurm.ownership import Rules
+from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
+from opsd.spares.eligibility import has_requirements
+
+
+@click.command()
+@click.argument("node", required=False)
+@option("--act", "acting", is_flag=True, help="Do it. Without this, say what would be done.")
+@option(
+    "--ordered", is_flag=True, help="Do what the agent has ordered or a reboot interrupted, if policy.repair is act."
+)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@config_options
+def repair(
+    node: str | None, acting: bool, ordered: bool, as_json: bool, file: Path | None, overrides: tuple[str, ...]
+) -> int:
+    """Repair NODE, this node, which opsd has drained, test it under load, and return it to service.
+
+    The remedies are, from the one that the fault calls for: end leftover processes, reset the GPUs, reload the driver,
+    reboot through Slurm. After each the node is tested. One that is not cured is kept out with the reason opsd:rma and
+    an archive of evidence. Nothing is done while a job is on the node, or to a node that others hold. After a reboot
+    opsd-repair.service goes on. Exits with 0 if the node was returned, there was nothing to do, or without --act if
+    something would be done; 1 if not; 2 if the command line is wrong.
+    """
+    settings = load(file, overrides)
+    check_here(node, settings)
+    if acting and ordered:
+        raise click.UsageError("--act is a person's word, --ordered the policy's: give one of them")
+    cases = CaseFile(settings.agent.state_dir)
+    slurm = choose().slurm
+    given = [*([f"--config={file}"] if file else []), *(f"--set={each}" for each in overrides)]
+    say = partial(click.echo, err=as_json)
+    work = Repair(
+        settings.agent.node, cases, _means(settings, slurm, given, say), Rules.of(settings.policy), limits(settings)
+    )
+    try:
+        if acting or ordered:
+            return _do(work, cases, settings, ordered, as_json)
+        return _show(work, cases, as_json)
+    except (CaseError, RepairError) as error:
+        fail(str(error))
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+
+
+def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_json: bool) -> int:
+    if ordered and settings.policy.repair != "act":
+        cases.drop_order()
+        click.echo(f"nothing is done: policy.repair is {settings.policy.repair}", err=as_json)
+        return exitcodes.OK
+    if os.geteuid() != 0:
+        raise RepairError("a repair needs root")
+    with cases.alone():
+        case = cases.current()
+        if case is None:
+            if ordered and not cases.ordered:
+                click.echo("no repair was ordered", err=as_json)
+                return exitcodes.OK
+            if DeferredUpdates(settings.agent.state_dir).pending():
+                raise SlurmUnavailable("the drain of this node waits until Slurm answers")
+            try:
+                case = work.proposed()
+            except RepairError:
+                cases.drop_order()
+                raise
+            cases.keep(case)
+        cases.drop_order()
+        case = work.attend(case)
+    if as_json:
+        click.echo(json.dumps(asdict(case), indent=1))
+    return exitcodes.OK if case.end == "returned" else exitcodes.FAILED
+
+
+def _show(work: Repair, cases: CaseFile, as_json: bool) -> int:
+    under_way = cases.current()
+    case = under_way or work.proposed()
+    step = work.next(case)
+    if as_json:
+        click.echo(
+            json.dumps({"under_way": under_way is not None, "case": asdict(case), "next": asdict(step)}, indent=1)
+        )
+        return exitcodes.OK
+    for attempt in case.attempts:
+        became = {True: "done", False: "failed", None: "under way"}[attempt.ok]
+        click.echo(
+            f"{time.strftime('%H:%M:%S', time.localtime(attempt.at))}  {attempt.what} {became}: {attempt.detail}"
+        )
+    what = (
+        str(step.rung) if step.rung else {"rma": "have it replaced", "left": "leave it to people"}.get(step.do, step.do)
+    )
+    click.echo(f"{case.node}: {what}; {step.why}" if under_way else f"would begin with {what}, for {step.why}")
+    return exitcodes.OK
+
+
+def limits(settings: Settings) -> Limits:
+    """The limits that the settings ask for."""
+    chosen = settings.repair
+    rungs = tuple(rung for rung in Rung if rung in chosen.rungs)
+    return Limits(rungs, chosen.attempts, chosen.a_week, chosen.reboot_s)
+
+
+def _means(settings: Settings, slurm: Slurm, given: Sequence[str], say: Callable[[str], None]) -> Means:
+    node, nvml = settings.agent.node, settings.section(NvmlSettings)
+    preflight = Preflight(given, settings.policy.return_profile, settings.preflight.skip)
+
+    def asked() -> list[int]:
+        return nvml_state.recovery_actions(nvml.library, run_command) if nvml.enabled else []
+
+    def bundle(case: Case) -> str:
+        try:
+            return str(evidence.make(evidence_sources(settings), time.time()))
+        except OSError as error:
+            say(f"the evidence for {case.id} could not be kept: {error.strerror or error}")
+            return ""
+
+    def returned() -> str:
+        try:
+            was_spare = bool(node_comment.read(slurm.comments([node]).get(node, "")).spare)
+        except SlurmError:
+            was_spare = False
+        return preflight.as_spare() if was_spare or has_requirements(settings.spare) else ""
+
+    return Means(
+        slurm=slurm,
+        machine=NvidiaMachine(asked, services=settings.repair.services),
+        retest=preflight,
+        proof=lambda: proofs(settings, [node], []).get(node),
+        bundle=bundle,
+        returned=returned,
+        say=say,
+    )
