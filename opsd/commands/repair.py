@@ -14,6 +14,7 @@ import click
 
 from opsd import exitcodes
 from opsd.collectors.nvml import NvmlSettings
+from opsd.collectors.ranks import RanksSettings
 from opsd.commands.evidence import check_here, evidence_sources
 from opsd.commands.options import config_options, option
 from opsd.commands.output import fail
@@ -25,6 +26,7 @@ from opsd.repair.attend import Means, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.ladder import Case, Limits, Rung
 from opsd.repair.machine import NvidiaMachine, run_command
+from opsd.repair.release import release
 from opsd.repair.retest import Preflight
 from opsd.slurm import node_comment
 from opsd.slurm.connect import choose
@@ -154,6 +156,7 @@ def _means(settings: Settings, slurm: Slurm, given: Sequence[str], say: Callable
     return Means(
         slurm=slurm,
         machine=NvidiaMachine(asked, services=settings.repair.services),
+        release=lambda jobs: release(slurm, node, jobs, settings.section(RanksSettings).root),
         retest=preflight,
         proof=lambda: proofs(settings, [node], []).get(node),
         bundle=bundle,

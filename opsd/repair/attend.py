@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from opsd.repair import ladder
@@ -14,10 +15,10 @@ from opsd.repair.machine import Machine, RungError
 from opsd.repair.retest import Retested
 from opsd.slurm import drain, node_comment, ownership
 from opsd.slurm.ownership import PreflightResult, Refused, Rules
-from opsd.slurm.port import Node, Slurm, SlurmError, SlurmUnavailable
+from opsd.slurm.port import Job, Node, Slurm, SlurmError, SlurmUnavailable
 
-POLL_S = 5.0
-"""Seconds between two looks at Slurm while a repair waits."""
+POLL_S, JOBS_POLL_S = 5.0, 15.0
+"""Seconds between two looks at Slurm while a repair waits; the same while jobs hold the node, which may take days."""
 RMA = "rma"
 """Takes the place of the incident in the reason of a node that has to be replaced."""
 
@@ -30,12 +31,14 @@ class RepairError(Exception):
 class Means:
     """What a repair works with.
 
-    ``retest`` runs checks under load, ``proof`` is the newest preflight that a return needs, ``bundle`` makes the
-    archive of evidence and returns its path, ``returned`` is called after a return and may say something.
+    ``release`` has jobs give the node back that no longer use it, and says what was done. ``retest`` runs checks under
+    load, ``proof`` is the newest preflight that a return needs, ``bundle`` makes the archive of evidence and returns
+    its path, ``returned`` is called after a return and may say something.
     """
 
     slurm: Slurm
     machine: Machine
+    release: Callable[[Sequence[Job]], str]
     retest: Callable[[Sequence[str]], Retested]
     proof: Callable[[], PreflightResult | None]
     bundle: Callable[[Case], str]
@@ -81,10 +84,7 @@ class Repair:
                 self._taken_up(case)
             step = ladder.next_step(case, facts, self._limits)
             if step.do == "wait":
-                if told != step.why:
-                    told = step.why
-                    self._means.say(f"waiting: {told}")
-                self._means.sleep(POLL_S)
+                told = self._wait(step, facts, told)
                 continue
             told = ""
             try:
@@ -94,6 +94,17 @@ class Repair:
                 self._means.sleep(POLL_S)
                 case = self._file.current() or case
         return case
+
+    def _wait(self, step: Step, facts: Facts, told: str) -> str:
+        """Wait, and say why if that is not what was ``told`` last; returns what is."""
+        if told != step.why:
+            self._means.say(f"waiting: {step.why}")
+        if facts.busy:
+            with suppress(SlurmError):
+                if said := self._means.release(self._jobs()):
+                    self._means.say(said)
+        self._means.sleep(JOBS_POLL_S if facts.busy else POLL_S)
+        return step.why
 
     def _taken_up(self, case: Case) -> None:
         """Record what became of an attempt of an earlier program, and undo what that may have left."""
@@ -190,10 +201,10 @@ class Repair:
         except SlurmError as error:
             self._means.say(f"Slurm: {error}")
 
-    def _jobs(self) -> list[int]:
+    def _jobs(self) -> list[Job]:
         """The jobs that have this node, suspended ones included."""
         waiting = ("pending", "revoked", "special_exit")
-        return [job.id for job in self._means.slurm.jobs(node=self._node) if job.state not in waiting]
+        return [job for job in self._means.slurm.jobs(node=self._node) if job.state not in waiting]
 
     def _found(self) -> Node | None:
         return next(iter(self._means.slurm.nodes([self._node])), None)

@@ -36,11 +36,12 @@ KEPT: Final = 10
 INCIDENTS, PREFLIGHTS = 500, 5
 COMMAND_S, REPORT_S = 60.0, 600.0
 _SECRET: Final = re.compile(
-    r"""(?ix) (?P<name> [\w.-]* (?: passw(?:or)?d | passphrase | secret | token | api[_-]?key | credential s? ) [\w.-]*
-        ["']? \s* [=:] \s* ["']? ) [^\s"',;&]+
-    | (?P<scheme> \b authorization \s* : \s* \w+ \s+ ) \S+
-    | (?P<user> \b \w+ :// [^\s/:@]+ : ) [^\s/@]+ (?= @ )"""
+    r"""(?ix) (?P<name> (?: passw(?:or)?d | passphrase | secret | token | api[_-]?key | credentials? )
+        [\w.-]{0,40} ["']? \s{0,4} [=:] \s{0,4} ["']? ) [^\s"',;&]+
+    | (?P<scheme> authorization \s{0,4} : \s{0,4} \w{1,40} \s{1,4} ) \S+
+    | (?P<user> :// [^\s/:@]{1,100} : ) [^\s/@]{1,1000} (?= @ )"""
 )
+"""Bounded everywhere: a long line costs no more than many short ones."""
 Part = Callable[[], str]
 """Makes the text of a part. Raises Missing."""
 

@@ -97,6 +97,7 @@ class Bench:
         means = Means(
             slurm=self.slurm,
             machine=self,
+            release=lambda jobs: f"asked {len(jobs)} jobs",
             retest=self.retest,
             proof=lambda: PreflightResult(self.now, self.cured),
             bundle=lambda case: f"/evidence/{case.node}.tar.gz",
@@ -172,7 +173,7 @@ def test_nothing_is_done_while_a_job_is_there(tmp_path: Path) -> None:
     bench.sleep = sleep  # type: ignore[method-assign]
     case = bench.run()
     assert (case.end, bench.done) == ("left", [])
-    assert bench.said[0] == "waiting: a job is still on it"
+    assert bench.said[:2] == ["waiting: a job is still on it", "asked 1 jobs"]
 
 
 @pytest.mark.parametrize(
