@@ -21,6 +21,8 @@ from opsd.repair.ladder import Case
 FOLDER = "repair"
 ORDER = "order"
 """An empty file: the agent has drained its node and policy.repair is act. ``opsd-repair.path`` waits for it."""
+CASE = "case.json"
+"""The repair under way."""
 KEPT = 100
 """Ended repairs that are kept."""
 WEEK_S = 7 * 86_400.0
@@ -37,7 +39,7 @@ class CaseFile:
 
     def __init__(self, state_dir: Path) -> None:
         self.folder = state_dir / FOLDER
-        self._current = self.folder / "case.json"
+        self._current = self.folder / CASE
 
     def order(self) -> None:
         """Ask for a repair of this node."""
