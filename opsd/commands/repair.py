@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from opsd.commands.output import fail
 from opsd.commands.return_ import proofs
 from opsd.commands.settings import load
 from opsd.config import Settings
+from opsd.notify.receiver import NotifyError, read_receivers
 from opsd.repair import evidence, nvml_state
 from opsd.repair.attend import Means, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
@@ -28,12 +30,15 @@ from opsd.repair.ladder import Case, Limits, Rung
 from opsd.repair.machine import NvidiaMachine, run_command
 from opsd.repair.release import release
 from opsd.repair.retest import Preflight
+from opsd.settings.silences import active_silence
 from opsd.slurm import node_comment
 from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
 from opsd.spares.eligibility import has_requirements
+
+ENDS = {"returned": "repaired and back in service", "rma": "has to be replaced", "left": "not repaired by opsd"}
 
 
 @click.command()
@@ -63,9 +68,10 @@ def repair(
     slurm = choose().slurm
     given = [*([f"--config={file}"] if file else []), *(f"--set={each}" for each in overrides)]
     say = partial(click.echo, err=as_json)
-    work = Repair(
-        settings.agent.node, cases, _means(settings, slurm, given, say), Rules.of(settings.policy), limits(settings)
-    )
+    means = _means(settings, slurm, given, say)
+    if ordered:
+        means = replace(means, paused=partial(_maintenance, settings))
+    work = Repair(settings.agent.node, cases, means, Rules.of(settings.policy), limits(settings))
     try:
         if acting or ordered:
             return _do(work, cases, settings, ordered, as_json)
@@ -83,6 +89,7 @@ def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_jso
         return exitcodes.OK
     if os.geteuid() != 0:
         raise RepairError("a repair needs root")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # services that were stopped are started all the same
     with cases.alone():
         case = cases.current()
         if case is None:
@@ -99,9 +106,24 @@ def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_jso
             cases.keep(case)
         cases.drop_order()
         case = work.attend(case)
+    tell(settings, case)
     if as_json:
         click.echo(json.dumps(asdict(case), indent=1))
     return exitcodes.OK if case.end == "returned" else exitcodes.FAILED
+
+
+def tell(settings: Settings, case: Case) -> None:
+    """Tell people how the repair has ended, if they are told of incidents."""
+    where, muted = settings.notify.receiver, (*settings.policy.maintenance, *settings.policy.mute)
+    if where is None or active_silence((span.silence() for span in muted), case.kind, time.time()):
+        return
+    text = f"{case.node}: {ENDS[case.end or 'left']}: {case.verdict}"
+    fields = {"id": case.id, "kind": case.kind, "reason": case.reason, "evidence": case.bundle}
+    try:
+        for receiver in read_receivers(str(where)):
+            receiver.send(text, fields)
+    except NotifyError as error:
+        click.echo(f"nobody was told: {error}", err=True)
 
 
 def _show(work: Repair, cases: CaseFile, as_json: bool) -> int:
@@ -123,6 +145,11 @@ def _show(work: Repair, cases: CaseFile, as_json: bool) -> int:
     )
     click.echo(f"{case.node}: {what}; {step.why}" if under_way else f"would begin with {what}, for {step.why}")
     return exitcodes.OK
+
+
+def _maintenance(settings: Settings, kind: str, now: float) -> str:
+    span = active_silence((span.silence() for span in settings.policy.maintenance), kind, now)
+    return f"maintenance{f': {span.reason}' if span.reason else ''}" if span else ""
 
 
 def limits(settings: Settings) -> Limits:

@@ -33,7 +33,8 @@ class Means:
 
     ``release`` has jobs give the node back that no longer use it, and says what was done. ``retest`` runs checks under
     load, ``proof`` is the newest preflight that a return needs, ``bundle`` makes the archive of evidence and returns
-    its path, ``returned`` is called after a return and may say something.
+    its path, ``returned`` is called after a return and may say something. ``paused`` says why nothing may be done about
+    a kind of incident now, "" if it may.
     """
 
     slurm: Slurm
@@ -44,6 +45,7 @@ class Means:
     bundle: Callable[[Case], str]
     returned: Callable[[], str]
     say: Callable[[str], None]
+    paused: Callable[[str, float], str] = lambda _kind, _now: ""
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
 
@@ -71,14 +73,14 @@ class Repair:
 
     def next(self, case: Case) -> Step:
         """What would be done now. Raises SlurmError."""
-        facts = self._facts()
+        facts = self._facts(case.kind)
         return ladder.next_step(ladder.settled(case, facts, self._limits), facts, self._limits)
 
     def attend(self, case: Case) -> Case:
         """Take ``case`` to its end, or until the node reboots. Raises CaseError; what Slurm refuses is waited for."""
         told = ""
         while case.end is None:
-            facts = self._facts()
+            facts = self._facts(case.kind)
             before, case = case, ladder.settled(case, facts, self._limits)
             if case != before:
                 self._taken_up(case)
@@ -141,7 +143,7 @@ class Repair:
                 return case  # it ends with this boot of the node
             remedies = {Rung.PROCESSES: machine.end_processes, Rung.RESET: machine.reset_gpus}
             done = remedies.get(rung, machine.reload_driver)()
-        except (RungError, SlurmError) as error:
+        except (RungError, SlurmError, OSError) as error:
             return self._ended(case, False, str(error))
         return self._ended(case, True, done)
 
@@ -179,7 +181,7 @@ class Repair:
         self._file.keep(case)
         return case
 
-    def _facts(self) -> Facts:
+    def _facts(self, kind: str) -> Facts:
         now, boot = self._means.clock(), self._means.machine.boot()
         try:
             found = self._found()
@@ -192,7 +194,8 @@ class Repair:
             self._drain_again(found)
         relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
         rebooting = found is not None and bool(found.flags & {"reboot_requested", "reboot_issued"})
-        return Facts(now, boot, hold, text, busy, rebooting, self._file.recent(now), relapsed)
+        recent, paused = self._file.recent(now), self._means.paused(kind, now)
+        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused)
 
     def _drain_again(self, found: Node) -> None:
         """A node that has rebooted is only down, from which Slurm may resume it by itself (ReturnToService)."""

@@ -105,13 +105,12 @@ def _fill(archive: tarfile.TarFile, stem: str, sources: Sources, now: float, bug
         _add(archive, f"{stem}/{name}", content[-PART_BYTES:], now)
     name = "nvidia-bug-report.log.gz"
     try:
-        content = _nvidia_report(sources) if bug_report else b""
-        if not bug_report:
-            raise Missing("it was not wanted")
-        index[name] = {"bytes": len(content), "cut": False}
-        _add(archive, f"{stem}/{name}", content, now)
+        content = _nvidia_report(sources, wanted=bug_report)
     except Missing as error:
         index[name] = {"missing": str(error)}
+    else:
+        index[name] = {"bytes": len(content), "cut": False}
+        _add(archive, f"{stem}/{name}", content, now)
     said = {"node": sources.node, "at": now, "opsd": __version__, "parts": index}
     _add(archive, f"{stem}/index.json", json.dumps(said, indent=1).encode(), now)
 
@@ -179,7 +178,9 @@ def _preflights(history: History, node: str) -> str:
     return json.dumps(reports, indent=1)
 
 
-def _nvidia_report(sources: Sources) -> bytes:
+def _nvidia_report(sources: Sources, *, wanted: bool) -> bytes:
+    if not wanted:
+        raise Missing("it was not wanted")
     if shutil.which(sources.nvidia_report) is None:
         raise Missing(f"{sources.nvidia_report} is not installed")
     with tempfile.TemporaryDirectory(prefix="opsd-evidence-") as folder:

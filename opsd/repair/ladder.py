@@ -91,7 +91,8 @@ class Facts:
     """What is known at the epoch second ``now``. ``hold_text`` says who holds the node, if others do.
 
     ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``recent`` are earlier repairs of the
-    last week. ``relapsed`` says why returns of this node do not last, "" if nothing speaks against one.
+    last week. ``relapsed`` says why returns of this node do not last, "" if nothing speaks against one;
+    ``paused`` why opsd may do nothing at this time.
     """
 
     now: float
@@ -102,6 +103,7 @@ class Facts:
     rebooting: bool = False
     recent: int = 0
     relapsed: str = ""
+    paused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,8 @@ def next_step(case: Case, facts: Facts, limits: Limits) -> Step:
         return Step("wait", "somebody has it rebooted")
     if last is not None and last.what == RETURN:
         return Step("left", f"it has passed its retest, and its return was refused: {last.detail}")
+    if facts.paused:
+        return Step("wait", facts.paused)
     if last is not None and last.what == RETEST and last.ok:
         return Step("return", last.detail)
     if not case.rungs and facts.relapsed:

@@ -10,9 +10,11 @@ from click.testing import CliRunner, Result
 
 from opsd import exitcodes
 from opsd.commands.evidence import evidence
-from opsd.commands.repair import repair
+from opsd.commands.repair import repair, tell
+from opsd.config import load
 from opsd.repair.case_file import CaseFile
-from opsd.repair.ladder import Case, Rung
+from opsd.repair.ladder import Case, Rung, closed
+from tests.fakes.webhook import Webhook
 
 CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, Rung.RESET)
 
@@ -85,3 +87,19 @@ def test_evidence_is_written_where_nothing_is_installed(options: list[str], tmp_
     assert json.loads(made.output)["bytes"] == out.stat().st_size
     refused = CliRunner().invoke(evidence, ["--out", str(tmp_path / "none/out.tar.gz"), *options])
     assert (refused.exit_code, "cannot be written: No such file" in refused.stderr) == (exitcodes.FAILED, True)
+
+
+def test_people_are_told_how_it_has_ended(tmp_path: Path) -> None:
+    """Where they are told of incidents, and not in a time for which that is muted."""
+    case = closed(CASE, "rma", "3 attempts without success", 2000.0, "/evidence.tar.gz")
+    webhook = Webhook()
+    try:
+        told = load(None, (f"notify.webhook={webhook.url}", f"agent.state_dir={tmp_path}"))
+        tell(told, case)
+        muted = 'policy.mute=[{weekly = "mon 00:00 - mon 00:00"}]'
+        tell(load(None, (f"notify.webhook={webhook.url}", muted)), case)
+    finally:
+        webhook.shutdown()
+        webhook.server_close()
+    (post,) = webhook.posts
+    assert "n1: has to be replaced: 3 attempts without success" in json.dumps(post)

@@ -107,6 +107,12 @@ def test_the_ladder_is_climbed_rung_by_rung() -> None:
     assert (last.do, last.why) == ("rma", "3 attempts without success; the last: retest ended")
 
 
+def test_nothing_is_done_in_a_time_of_maintenance() -> None:
+    """Not even a return: people work on the node or on the cluster."""
+    for case in (CASE, after((Rung.RESET, True)), after((Rung.RESET, True), (RETEST, True))):
+        assert next_step(case, replace(FREE, paused="maintenance: service"), LIMITS).why == "maintenance: service"
+
+
 def test_two_reboots_are_enough() -> None:
     """Where a reboot is the first that can help, it is done twice."""
     case = replace(CASE, first=Rung.REBOOT)

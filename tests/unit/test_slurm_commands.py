@@ -212,3 +212,15 @@ def test_the_summary_of_a_run_leaves_other_words_in_the_comments(operator: bool)
         assert kept == {"comment": "mine [opsd1 avoids n2@1763711000]", "admincomment": f"site 5 {summary}"}
     else:
         assert kept == {"comment": f"mine [opsd1 avoids n2@1763711000] {summary}", "admincomment": "site 5"}
+
+
+def test_a_node_is_down_after_a_reboot() -> None:
+    """Without that state a drained node would be in service again, untested, and its reason gone."""
+    asked: list[Sequence[str]] = []
+
+    def run(argv: Sequence[str], _deadline_s: float, stdin: str = "") -> Output:
+        asked.append(argv)
+        return Output(0, stdin, "")
+
+    CommandSlurm(run).reboot("n1", "opsd:x gpu_xid: Xid 95")
+    assert asked == [("scontrol", "reboot", "ASAP", "nextstate=down", "reason=opsd:x gpu_xid: Xid 95", "n1")]
