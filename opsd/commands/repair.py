@@ -26,7 +26,7 @@ from opsd.notify.receiver import NotifyError, read_receivers
 from opsd.repair import evidence, nvml_state
 from opsd.repair.attend import Means, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.ladder import Case, Limits, Rung
+from opsd.repair.ladder import Case, Limits, Rung, closed
 from opsd.repair.machine import NvidiaMachine, run_command
 from opsd.repair.release import release
 from opsd.repair.retest import Preflight
@@ -83,9 +83,10 @@ def repair(
 
 
 def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_json: bool) -> int:
-    if ordered and settings.policy.repair != "act":
+    mode = settings.policy.repair
+    if ordered and mode != "act" and cases.current() is None:
         cases.drop_order()
-        click.echo(f"nothing is done: policy.repair is {settings.policy.repair}", err=as_json)
+        click.echo(f"nothing is done: policy.repair is {mode}", err=as_json)
         return exitcodes.OK
     if os.geteuid() != 0:
         raise RepairError("a repair needs root")
@@ -103,8 +104,12 @@ def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_jso
             except RepairError:
                 cases.drop_order()
                 raise
+            case = replace(case, by_hand=not ordered)
             cases.keep(case)
         cases.drop_order()
+        if ordered and mode != "act" and not case.by_hand:
+            case = closed(case, "left", f"policy.repair is {mode} now", time.time())
+            cases.keep(case)
         case = work.attend(case)
     tell(settings, case)
     if as_json:

@@ -14,6 +14,7 @@ from opsd.repair.ladder import Case, Facts, Hold, Limits, Rung, Step
 from opsd.repair.machine import Machine, RungError
 from opsd.repair.retest import Retested
 from opsd.slurm import drain, node_comment, ownership
+from opsd.slurm.output import CONFIGURED_NOT
 from opsd.slurm.ownership import PreflightResult, Refused, Rules
 from opsd.slurm.port import Job, Node, Slurm, SlurmError, SlurmUnavailable
 
@@ -139,13 +140,19 @@ class Repair:
         machine = self._means.machine
         try:
             if rung is Rung.REBOOT:
-                self._means.slurm.reboot(self._node, case.reason)
+                self._reboot(case.reason)
                 return case  # it ends with this boot of the node
             remedies = {Rung.PROCESSES: machine.end_processes, Rung.RESET: machine.reset_gpus}
             done = remedies.get(rung, machine.reload_driver)()
         except (RungError, SlurmError, OSError) as error:
             return self._ended(case, False, str(error))
         return self._ended(case, True, done)
+
+    def _reboot(self, reason: str) -> None:
+        """Raises RungError and SlurmError. Without a program Slurm takes the order, and waits for ResumeTimeout."""
+        if self._means.slurm.configuration().get("RebootProgram", "") in CONFIGURED_NOT:
+            raise RungError("Slurm cannot reboot nodes: set RebootProgram in slurm.conf")
+        self._means.slurm.reboot(self._node, reason)
 
     def _return(self, case: Case, facts: Facts) -> Case:
         if case.last is None or case.last.what != ladder.RETURN:

@@ -59,7 +59,8 @@ class Attempt:
 class Case:
     """One repair of ``node``, which was drained with ``reason`` for a fault of ``kind``; ``first`` is where it begins.
 
-    ``end`` is None while it is under way, ``verdict`` says in one sentence why it ended so.
+    A person has begun it ``by_hand``, or the policy. ``end`` is None while it is under way, ``verdict`` says in one
+    sentence why it ended so.
     """
 
     id: str
@@ -73,6 +74,7 @@ class Case:
     ended_at: float | None = None
     verdict: str = ""
     bundle: str = ""
+    by_hand: bool = False
     format: Literal[1] = 1
 
     @property

@@ -22,6 +22,7 @@ from tests.fakes.slurm import FakeSlurm
 REASON = "opsd:gpu_xid-1 gpu_xid: Xid 95"
 DRAINED = Node("n1", "idle", frozenset({"drain"}), REASON, "root", 100.0)
 JOB = Job(7, "running", "", "ann", "train", ("n1",), "n1", None, None, None, 0, "run")
+REBOOTS = {"RebootProgram": "/sbin/reboot"}
 
 
 class PowerLoss(Exception):
@@ -36,7 +37,7 @@ class Bench:
     cured_by: Rung | None = None
     refused: Sequence[Rung] = ()
     asks: Sequence[int] = ()
-    slurm: FakeSlurm = field(default_factory=lambda: FakeSlurm([DRAINED, Node("n2", "idle")]))
+    slurm: FakeSlurm = field(default_factory=lambda: FakeSlurm([DRAINED, Node("n2", "idle")], config=REBOOTS))
     now: float = 1000.0
     boots: int = 1
     done: list[str] = field(default_factory=list)
@@ -156,6 +157,14 @@ def test_a_node_that_nothing_cures_has_to_be_replaced(tmp_path: Path) -> None:
     assert "drain" in bench.slurm.by_name["n1"].flags
     with pytest.raises(RepairError, match="waits for its replacement"):
         bench.repair().proposed()
+
+
+def test_a_cluster_that_cannot_reboot_nodes_says_so(tmp_path: Path) -> None:
+    """Nothing is asked of Slurm, which would wait for a boot that never comes."""
+    bench = Bench(tmp_path, slurm=FakeSlurm([DRAINED], config={"RebootProgram": "(null)"}))
+    case = bench.run()
+    assert (case.end, bench.slurm.reboots) == ("rma", [])
+    assert "set RebootProgram in slurm.conf" in case.verdict
 
 
 def test_nothing_is_done_while_a_job_is_there(tmp_path: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from pydantic import TypeAdapter
 
 from opsd import exitcodes
 from opsd.commands.evidence import evidence
@@ -54,6 +57,19 @@ def test_an_order_counts_only_where_the_policy_says_so(options: list[str], tmp_p
     assert not cases.ordered
     acting = call("--ordered", "--set=policy.repair=act", *options)
     assert (acting.return_value, "no repair was ordered" in acting.output) == (exitcodes.OK, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="repairs are root's")
+def test_a_policy_that_was_taken_back_ends_its_repairs(options: list[str], tmp_path: Path) -> None:
+    """After the reboot as well; one that a person has begun goes on."""
+    cases = CaseFile(tmp_path / "state")
+    cases.keep(CASE)
+    assert call("--ordered", *options).return_value == exitcodes.FAILED
+    assert cases.current() is None
+    assert [case.verdict for case in cases.past()] == ["policy.repair is observe now"]
+    by_hand = replace(CASE, id="repair-2", by_hand=True, end="returned", ended_at=2000.0)
+    (tmp_path / "state/repair/case.json").write_text(TypeAdapter(Case).dump_json(by_hand).decode())
+    assert call("--ordered", *options).return_value == exitcodes.OK
 
 
 def test_an_order_stays_while_slurm_does_not_answer(options: list[str], tmp_path: Path) -> None:
