@@ -165,11 +165,15 @@ def settled(case: Case, facts: Facts, limits: Limits) -> Case:
 
 def next_step(case: Case, facts: Facts, limits: Limits) -> Step:
     """What to do now in a case that is ``settled`` and under way. What is unknown never leads to an action."""
+    return _interrupted(case, facts) or _given_up(case, facts, limits) or _onward(case, limits)
+
+
+def _interrupted(case: Case, facts: Facts) -> Step | None:
+    """What keeps everybody from touching the node, or ends the case; a return that was cut off is completed."""
+    last = case.last
     if facts.hold == "unknown":
         return Step("wait", "Slurm does not answer")
-    last = case.last
-    cut_off_return = last is not None and last.what == RETURN and last.detail == CUT_OFF
-    if cut_off_return and facts.hold in ("ours", "nobody"):
+    if last is not None and last.what == RETURN and last.detail == CUT_OFF and facts.hold in ("ours", "nobody"):
         return Step("return", CUT_OFF)
     if facts.hold != "ours":
         texts = {"nobody": f"{case.node} is in service", "rma": f"{case.node} waits for its replacement"}
@@ -180,18 +184,30 @@ def next_step(case: Case, facts: Facts, limits: Limits) -> Step:
         return Step("wait", "a job is still on it")
     if facts.rebooting:
         return Step("wait", "somebody has it rebooted")
+    return Step("wait", facts.paused) if facts.paused else None
+
+
+def _given_up(case: Case, facts: Facts, limits: Limits) -> Step | None:
+    """Why the repair ends without the node's return, None if it goes on."""
+    last = case.last
     if last is not None and last.what == RETURN:
         return Step("left", f"it has passed its retest, and its return was refused: {last.detail}")
-    if facts.paused:
-        return Step("wait", facts.paused)
     if last is not None and last.what == RETEST and last.ok:
-        return Step("return", last.detail)
+        return None
     if not case.rungs and facts.relapsed:
         return Step("rma", facts.relapsed)
     if not case.rungs and facts.recent >= limits.a_week:
         return Step("rma", f"{facts.recent} repairs within a week did not last")
     if case.rungs and facts.now - case.rungs[0].at > limits.total_s:
         return Step("rma", f"not over after {limits.total_s / 3600:.0f} h")
+    return None
+
+
+def _onward(case: Case, limits: Limits) -> Step:
+    """The return after a test that was passed, the test after a remedy, or the next remedy."""
+    last = case.last
+    if last is not None and last.what == RETEST and last.ok:
+        return Step("return", last.detail)
     if last is not None and ((last.what in LADDER and last.ok) or _retest_again(case)):
         return Step("retest", last.detail)
     return _next_rung(case, limits)
