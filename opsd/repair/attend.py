@@ -15,7 +15,7 @@ from opsd.repair.machine import Machine, RungError
 from opsd.repair.retest import Retested
 from opsd.slurm import drain, node_comment, ownership
 from opsd.slurm.output import CONFIGURED_NOT
-from opsd.slurm.ownership import PreflightResult, Refused, Rules
+from opsd.slurm.ownership import PreflightResult, Rules
 from opsd.slurm.port import Job, Node, Slurm, SlurmError, SlurmUnavailable
 
 POLL_S, JOBS_POLL_S = 5.0, 15.0
@@ -74,14 +74,16 @@ class Repair:
 
     def next(self, case: Case) -> Step:
         """What would be done now. Raises SlurmError."""
-        facts = self._facts(case.kind)
+        facts, _ = self._look(case.kind)
         return ladder.next_step(ladder.settled(case, facts, self._limits), facts, self._limits)
 
     def attend(self, case: Case) -> Case:
         """Take ``case`` to its end, or until the node reboots. Raises CaseError; what Slurm refuses is waited for."""
         told = ""
         while case.end is None:
-            facts = self._facts(case.kind)
+            facts, found = self._look(case.kind)
+            if facts.hold == "ours" and found is not None and found.state == "down" and "drain" not in found.flags:
+                self._drain_again(found)
             before, case = case, ladder.settled(case, facts, self._limits)
             if case != before:
                 self._taken_up(case)
@@ -127,8 +129,9 @@ class Repair:
             return self._climb(self._recorded(ladder.begun(case, step.rung, facts)), step.rung)
         if step.do == "retest":
             say(f"{ladder.RETEST}: {case.kind}")
+            case = self._recorded(ladder.begun(case, ladder.RETEST, facts))
             found = self._means.retest(FAULTS[case.kind].checks if case.kind in FAULTS else ())
-            return self._ended(ladder.begun(case, ladder.RETEST, facts), found.passed, found.detail)
+            return self._ended(case, found.passed, found.detail)
         if step.do == "return":
             return self._return(case, facts)
         if step.do == "rma":
@@ -161,7 +164,9 @@ class Repair:
         checked = {self._node: proof} if proof else {}
         try:
             ownership.give_back(self._means.slurm, [self._node], checked, self._rules, now=self._means.clock())
-        except (Refused, drain.NotOurs) as error:
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:
             return self._ended(case, False, str(error))
         said = self._means.returned()
         verdict = f"returned after {', '.join(dict.fromkeys(attempt.what for attempt in case.rungs))}"
@@ -174,7 +179,12 @@ class Repair:
         bundle = case.bundle or self._means.bundle(case)
         case = self._recorded(replace(case, bundle=bundle))
         told = ownership.reason(case.kind, why, incident=RMA, evidence=bundle)
-        self._means.slurm.update_nodes([self._node], "drain", told)
+        try:
+            self._means.slurm.update_nodes([self._node], "drain", told)
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:
+            why = f"{why}; Slurm was not told: {error}"
         self._means.say(f"has to be replaced: {why}; evidence: {bundle or 'none could be kept'}")
         return self._recorded(ladder.closed(case, "rma", why, self._means.clock(), bundle))
 
@@ -188,21 +198,20 @@ class Repair:
         self._file.keep(case)
         return case
 
-    def _facts(self, kind: str) -> Facts:
+    def _look(self, kind: str) -> tuple[Facts, Node | None]:
+        """What is known now, and the node as Slurm has it. Changes nothing."""
         now, boot = self._means.clock(), self._means.machine.boot()
         try:
             found = self._found()
             busy = found is not None and (found.busy or bool(self._jobs()))
             comment = self._means.slurm.comments([self._node]).get(self._node, "")
         except SlurmError:
-            return Facts(now, boot, "unknown")
+            return Facts(now, boot, "unknown"), None
         hold, text = held_by(found)
-        if found is not None and hold == "ours" and found.state == "down" and "drain" not in found.flags:
-            self._drain_again(found)
         relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
         rebooting = found is not None and bool(found.flags & {"reboot_requested", "reboot_issued"})
         recent, paused = self._file.recent(now), self._means.paused(kind, now)
-        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused)
+        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused), found
 
     def _drain_again(self, found: Node) -> None:
         """A node that has rebooted is only down, from which Slurm may resume it by itself (ReturnToService)."""

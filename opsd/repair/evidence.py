@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import sqlite3
@@ -82,6 +83,7 @@ def make(sources: Sources, now: float, to: Path | None = None, *, bug_report: bo
             with tarfile.open(fileobj=draft, mode="w:gz") as archive:
                 _fill(archive, stem, sources, now, bug_report)
             draft.flush()
+            os.fsync(draft.fileno())
             Path(draft.name).rename(path)
         except BaseException:
             Path(draft.name).unlink(missing_ok=True)

@@ -75,6 +75,9 @@ class Bench:
 
     def retest(self, checks: Sequence[str]) -> Retested:
         assert "gpu_health" in checks
+        current = self.cases.current()
+        assert current is not None and current.last is not None
+        assert (current.last.what, current.last.ok) == ("retest", None), "it is on the disk before it begins"
         self.done.append("retest")
         return Retested(self.cured, "gpu_health passed" if self.cured else "gpu_health failed")
 
@@ -157,6 +160,33 @@ def test_a_node_that_nothing_cures_has_to_be_replaced(tmp_path: Path) -> None:
     assert "drain" in bench.slurm.by_name["n1"].flags
     with pytest.raises(RepairError, match="waits for its replacement"):
         bench.repair().proposed()
+
+
+def test_a_node_that_dies_under_load_is_not_tested_for_ever(tmp_path: Path) -> None:
+    """Each test that ends in a boot of the node is a failed one, and after three remedies it is over."""
+    bench = Bench(tmp_path)
+    boots = 0
+
+    def retest(checks: Sequence[str]) -> Retested:
+        nonlocal boots
+        boots += 1
+        bench.boots += 1
+        raise PowerLoss
+
+    bench.retest = retest  # type: ignore[method-assign]
+    case = bench.run()
+    assert (case.end, boots) == ("rma", 3)
+    assert case.verdict == "3 attempts without success; the last: the node booted meanwhile"
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    """A node that is only down stays so while a person asks what would be done."""
+    down = Node("n1", "down", frozenset(), REASON, "root", 100.0)
+    bench = Bench(tmp_path, slurm=FakeSlurm([down]))
+    work = bench.repair()
+    assert work.next(work.proposed()).rung is Rung.RESET
+    assert bench.slurm.updates == []
+    assert bench.cases.current() is None
 
 
 def test_a_cluster_that_cannot_reboot_nodes_says_so(tmp_path: Path) -> None:
