@@ -27,6 +27,7 @@ from opsd.settings.cost import CostSettings
 from opsd.settings.notify import NotifySettings
 from opsd.settings.policy import PolicySettings
 from opsd.settings.preflight import PreflightSettings
+from opsd.settings.repair import RepairSettings
 from opsd.settings.section import Section
 from opsd.settings.spare import SpareSettings
 
@@ -56,6 +57,7 @@ class Settings(_Collectors):
 
     spare: SpareSettings = SpareSettings()  # a collector's section as well, which many modules read
     policy: PolicySettings = PolicySettings()
+    repair: RepairSettings = RepairSettings()
     notify: NotifySettings = NotifySettings()
     preflight: PreflightSettings = PreflightSettings()
     cost: CostSettings = CostSettings()

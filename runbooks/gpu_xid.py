@@ -270,8 +270,8 @@ should have been reset fails again soon.
   after a day; a reset does only if the driver says that it needs none.
 - recommend: the same, and notifies with the required action.
 - act: if that action is impossible under a running job, a run on several nodes with a spare swaps this node for it, and
-  the node is drained if policy.drain allows it. Resets and reboots are left to people and to Slurm; the launcher
-  restarts ranks in every mode.
+  the node is drained if policy.drain allows it, and then reset or rebooted, tested and returned if policy.repair is
+  act. The launcher restarts ranks in every mode.
 """),
     detect=_detect,
     remedy=_remedy,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from opsd.agent import collectors
-from opsd.agent.actions import Executor, Notifier
+from opsd.agent.actions import Drainer, Executor, Notifier
 from opsd.agent.annotate import Annotator
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
@@ -45,11 +45,16 @@ def _comment_job(job: int, text: str) -> None:
     choose().slurm.summarize(job, text, "idle")
 
 
-def _drainer(settings: Settings) -> SlurmDrainer:
-    """Drains this node through this machine's Slurm, which is looked up on use."""
+def _drainer(settings: Settings) -> Drainer:
+    """Drains this node through this machine's Slurm, which is looked up on use, and orders its repair if it may."""
     slurm = cache(lambda: choose().slurm)
     updates = DeferredUpdates(settings.agent.state_dir)
-    return SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), updates)
+    drain = SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), updates)
+    if settings.policy.repair == "observe":
+        return drain
+    from opsd.repair.order import Ordering  # most agents order nothing
+
+    return Ordering(drain, settings.agent.state_dir, acting=settings.policy.repair == "act")
 
 
 def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:

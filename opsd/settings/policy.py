@@ -95,6 +95,11 @@ class PolicySettings(Section):
     drain: bool = Field(
         default=False, description="Let opsd drain its own node in Slurm where a runbook asks for it (mode act)."
     )
+    repair: Mode = Field(
+        default="observe",
+        description="What opsd may do on a node that it has drained: observe: nothing; recommend: say that it could be "
+        "repaired; act: repair, test and return it, as [repair] says (needs policy.drain and opsd-repair.path).",
+    )
     max_drained_share: float = Field(
         default=0.05,
         gt=0,

@@ -102,6 +102,10 @@ class CommandSlurm:
         told = [f"reason={reason}"] if reason else []
         self._run("scontrol", "update", f"nodename={compress(names)}", f"state={update}", *told)
 
+    def reboot(self, name: str, reason: str) -> None:
+        # Without nextstate a drained node is idle after the reboot, and its reason is gone (22.05.8).
+        self._run("scontrol", "reboot", "ASAP", "nextstate=down", f"reason={reason}", name)
+
     def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
         separator = self._separator()
         chosen = [f"--nodes={compress(names)}"] if names else []

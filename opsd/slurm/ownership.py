@@ -125,7 +125,24 @@ def return_objection(
     if not node.out_of_service:
         return ""
     return (
-        effects.foreign_hold(node) or _relapsing(node.name, history, rules) or _not_checked(node, checked, rules, now)
+        effects.foreign_hold(node)
+        or relapse_objection(node.name, history, rules)
+        or _not_checked(node, checked, rules, now)
+    )
+
+
+def relapse_objection(name: str, history: NodeHistory, rules: Rules) -> str:
+    """Why the node may not be returned by opsd: returns have not lasted; "" if nothing speaks against it."""
+    relapses = history.relapses(rules.relapse_days * DAY_S)
+    if len(relapses) < rules.max_returns:
+        return ""
+    told = ", ".join(
+        f"{f'back {day(one.back)}' if one.back else f'out {day(one.out)}'}, out again {day(again.out)} ({again.kind})"
+        for one, again in relapses
+    )
+    return (
+        f"{name} came back to service and failed again {len(relapses)} times: {told}; have it repaired, "
+        "then give it back with --force and a reason"
     )
 
 
@@ -209,20 +226,6 @@ def _resting(name: str, history: NodeHistory, rules: Rules, now: float) -> str:
     return (
         f"{name} was last taken out or given back by opsd at {day(last)}; it may be drained again "
         f"{rules.cooldown_s:.0f} s later (policy.drain_cooldown_s)"
-    )
-
-
-def _relapsing(name: str, history: NodeHistory, rules: Rules) -> str:
-    relapses = history.relapses(rules.relapse_days * DAY_S)
-    if len(relapses) < rules.max_returns:
-        return ""
-    told = ", ".join(
-        f"{f'back {day(one.back)}' if one.back else f'out {day(one.out)}'}, out again {day(again.out)} ({again.kind})"
-        for one, again in relapses
-    )
-    return (
-        f"{name} came back to service and failed again {len(relapses)} times: {told}; have it repaired, "
-        "then give it back with --force and a reason"
     )
 
 

@@ -180,6 +180,13 @@ class Slurm(SlurmNodes, Protocol):
         None where Slurm does not number them (a ``gres.conf`` without files) or its answer is ambiguous.
         """
 
+    def reboot(self, name: str, reason: str) -> None:
+        """Have a node rebooted once its jobs have ended; it is down for ``reason`` then, until somebody resumes it.
+
+        Slurm drains it until then, and adds to the reason what becomes of the reboot. Needs RebootProgram in its
+        configuration.
+        """
+
     def requeue(self, job: int) -> None:
         """Stop the job and requeue it. Slurm delays its start by two minutes unless ``set_start_time`` is called."""
 

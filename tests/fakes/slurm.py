@@ -52,6 +52,7 @@ class FakeSlurm:
         self.by_name = {node.name: node for node in nodes}
         self.error: SlurmError | None = None
         self.updates: list[tuple[tuple[str, ...], str, str]] = []
+        self.reboots: list[tuple[str, str]] = []
         self.by_comment: dict[str, str] = {}
         self.summaries: dict[int, str] = {}
         self.by_gpu: dict[tuple[int, str], frozenset[int] | None] = {}
@@ -90,6 +91,10 @@ class FakeSlurm:
         self.updates.append((tuple(names), update, reason))
         for name in names:
             self.by_name[name] = _updated(self.by_name[name], update, reason)
+
+    def reboot(self, name: str, reason: str) -> None:
+        self._answer()
+        self.reboots.append((name, reason))
 
     def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
         return {node.name: self.by_comment.get(node.name, "") for node in self.nodes(names)}

@@ -62,7 +62,7 @@ def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     assert (root / SETTINGS).stat().st_mode & 0o777 == 0o644
     assert str((root / LINK).readlink()) == "/opt/opsd/bin/opsd"
     assert (root / MANUAL).read_bytes() == (INSTALL.parent / "man/opsd-launch.1").read_bytes()
-    for unit in ("opsd-targets.service", "opsd-targets.timer"):
+    for unit in ("opsd-repair.service", "opsd-repair.path", "opsd-targets.service", "opsd-targets.timer"):
         assert (root / UNIT).with_name(unit).exists()
     assert (root / "opt/opsd/bin/pip").read_text().startswith("#!/opt/opsd/bin/python"), "as it is found in the image"
     (root / SETTINGS).write_text("mine")

@@ -16,12 +16,15 @@ pytest.importorskip("yaml")
 import yaml
 
 from opsd import config
+from opsd.repair.case_file import CASE, FOLDER, ORDER
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 SCRIPTS = [DEPLOY / "install", *sorted((DEPLOY / "slurm").glob("*.sh"))]
+PAGE = DEPLOY.parent / "docs" / "security.md"
 ACT = DEPLOY / "systemd" / "opsd-act.conf"
-EXPOSURE, ACTING_EXPOSURE = 2.5, 3.0
+REPAIR = DEPLOY / "systemd" / "opsd-repair.service"
+EXPOSURE, ACTING_EXPOSURE, REPAIR_EXPOSURE = 2.5, 3.0, 5.0
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze (Debian package systemd) is not installed"
@@ -55,8 +58,8 @@ def exposure(unit: Path) -> float:
 @needs_systemd
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_a_service_is_exposed_no_more_than_it_must_be(unit: Path) -> None:
-    """An agent that observes, and the list of targets."""
-    assert exposure(unit) <= EXPOSURE
+    """An agent that observes, the list of targets; and, more, what resets GPUs and loads modules, while it does."""
+    assert exposure(unit) <= (REPAIR_EXPOSURE if unit == REPAIR else EXPOSURE)
 
 
 @needs_systemd
@@ -71,11 +74,27 @@ def test_an_agent_that_acts_is_hardly_more_exposed(tmp_path: Path) -> None:
 
 def test_every_capability_is_argued_for() -> None:
     """In the drop-in's comment and in the page on security; and none can change the user or trace by ptrace(2)."""
-    page = (DEPLOY.parent / "docs" / "security.md").read_text()
+    page = PAGE.read_text()
     held = set(" ".join([*directives(DEPLOY / "systemd/opsd.service", "CapabilityBoundingSet"), *added()]).split())
     assert held == set(re.findall(r"^\| (CAP_\w+) \|", page, re.MULTILINE))
     assert all(re.search(rf"^#   {name} +\w", ACT.read_text(), re.MULTILINE) for name in " ".join(added()).split())
     assert not held & {"CAP_SETUID", "CAP_SETGID", "CAP_SYS_MODULE", "CAP_NET_ADMIN", "CAP_SYS_RAWIO"}
+
+
+def test_every_capability_of_a_repair_is_argued_for() -> None:
+    """In the unit and in the page on security."""
+    held = set(" ".join(directives(REPAIR, "CapabilityBoundingSet")).split())
+    assert held == set(re.findall(r"^#   (CAP_\w+) +\w", REPAIR.read_text(), re.MULTILINE))
+    (row,) = re.findall(r"^`opsd-repair.service` has (.+?)\.$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert held == set(re.findall(r"CAP_\w+", row))
+    assert not held & {"CAP_SETUID", "CAP_SETGID", "CAP_SYS_BOOT", "CAP_NET_ADMIN", "CAP_SYS_RAWIO"}
+
+
+def test_a_repair_is_taken_up_where_the_agent_orders_it() -> None:
+    """The path unit waits for the files that the program writes."""
+    files = {f"/var/lib/opsd/{FOLDER}/{name}" for name in (ORDER, CASE)}
+    assert set(directives(REPAIR.with_suffix(".path"), "PathExists")) == files
+    assert set(directives(REPAIR, "ConditionPathExists")) == {f"|{file}" for file in files}
 
 
 def added() -> list[str]:

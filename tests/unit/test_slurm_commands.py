@@ -238,3 +238,15 @@ def test_a_jobs_name_cannot_claim_the_gpus_of_others() -> None:
     """A second line about the same node makes Slurm's answer worth nothing."""
     forged = "x\n     Nodes=n3 CPU_IDs=0-1 Mem=0 GRES=gpu:8(IDX:0-7)"
     assert parse_gpus(DETAILS.format(name=forged), "n3") is None
+
+
+def test_a_node_is_down_after_a_reboot() -> None:
+    """Without that state a drained node would be in service again, untested, and its reason gone."""
+    asked: list[Sequence[str]] = []
+
+    def run(argv: Sequence[str], _deadline_s: float, stdin: str = "") -> Output:
+        asked.append(argv)
+        return Output(0, stdin, "")
+
+    CommandSlurm(run).reboot("n1", "opsd:x gpu_xid: Xid 95")
+    assert asked == [("scontrol", "reboot", "ASAP", "nextstate=down", "reason=opsd:x gpu_xid: Xid 95", "n1")]

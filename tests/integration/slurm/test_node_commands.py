@@ -53,6 +53,20 @@ def test_a_node_goes_out_and_comes_back_proved(cluster: Cluster) -> None:
     assert slurm.comments(["n1", "n2"]) == {"n1": comment, "n2": ""}
 
 
+def test_a_repair_is_shown_before_it_is_done(cluster: Cluster) -> None:
+    """What a drained node would begin with; one that a person holds, or for which there is no remedy, is left alone."""
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    for reason, said in (
+        ("opsd:gpu_xid-1 gpu_xid: Xid 95", "would begin with reset_gpus, for opsd:gpu_xid-1 gpu_xid: Xid 95"),
+        ("opsd:manual ib_link: cable", "no remedy fits ib_link"),
+        ("replace the fan", "by root: replace the fan; opsd leaves it alone"),
+    ):
+        slurm.update_nodes(["n4"], "drain", reason)
+        shown = opsd(cluster, "n4", "repair", "--set=nvml.enabled=false")
+        assert said in shown.stdout + shown.stderr
+        assert slurm.nodes(["n4"])[0].reason == reason
+
+
 def test_a_controller_that_is_away_is_told_later() -> None:
     """The order waits on the node, is carried out once slurmctld is back, and only once."""
     if reason := missing():

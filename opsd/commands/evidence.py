@@ -1,0 +1,68 @@
+"""``opsd evidence``: one archive with what is known of this node's hardware."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import click
+
+from opsd import exitcodes
+from opsd.collectors.nvml import NvmlSettings
+from opsd.commands.options import config_options, option
+from opsd.commands.output import fail
+from opsd.commands.settings import BadConfig, load
+from opsd.config import Settings
+from opsd.preflight.command import HISTORY
+from opsd.repair import evidence as archive
+
+
+@click.command()
+@click.argument("node", required=False)
+@option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write it there. Default: the state folder.")
+@option("--no-bug-report", is_flag=True, help="Without nvidia-bug-report.sh, which takes minutes.")
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@config_options
+def evidence(
+    node: str | None,
+    out: Path | None,
+    no_bug_report: bool,
+    as_json: bool,
+    file: Path | None,
+    overrides: tuple[str, ...],
+) -> int:
+    """Put what is known of NODE, this node, into one archive, to be sent to its vendor.
+
+    Kernel log, state of the driver, NVIDIA's own report, incidents, repairs, preflights, and the node in Slurm. What is
+    missing stands in its index.json with the reason. Names of users and jobs are in it; settings are not, and
+    passwords and tokens in logs are left out, but for NVIDIA's report, which is taken as it is. Exits with 0 if it was
+    written, 1 if it could not be, 2 if the command line is wrong.
+    """
+    settings = load(file, overrides)
+    check_here(node, settings)
+    now = time.time()
+    try:
+        path = archive.make(evidence_sources(settings), now, out, bug_report=not no_bug_report)
+    except OSError as error:
+        fail(f"{out or settings.agent.state_dir}: the archive cannot be written: {error.strerror or error}")
+    size = path.stat().st_size
+    if as_json:
+        click.echo(json.dumps({"node": settings.agent.node, "at": now, "archive": str(path), "bytes": size}))
+    else:
+        click.echo(f"{path} ({size / 1e6:.1f} MB)")
+    return exitcodes.OK
+
+
+def evidence_sources(settings: Settings) -> archive.Sources:
+    """What these settings name."""
+    state_dir = settings.agent.state_dir
+    nvml = settings.section(NvmlSettings)
+    return archive.Sources(settings.agent.node, state_dir, state_dir / HISTORY, nvml.library)
+
+
+def check_here(node: str | None, settings: Settings) -> None:
+    """Raise BadConfig unless ``node`` is this one, or none is named."""
+    here = settings.agent.node
+    if node is not None and node != here:
+        raise BadConfig(f"this is {here}: run the command on {node}, or name this node {node} with agent.node")

@@ -1,0 +1,197 @@
+"""``opsd repair``: from drained to healed, or to be replaced."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import click
+
+from opsd import exitcodes
+from opsd.collectors.nvml import NvmlSettings
+from opsd.collectors.ranks import RanksSettings
+from opsd.commands.evidence import check_here, evidence_sources
+from opsd.commands.options import config_options, option
+from opsd.commands.output import fail
+from opsd.commands.return_ import proofs
+from opsd.commands.settings import load
+from opsd.config import Settings
+from opsd.notify.receiver import NotifyError, read_receivers
+from opsd.repair import evidence, nvml_state
+from opsd.repair.attend import Means, Repair, RepairError
+from opsd.repair.case_file import CaseError, CaseFile
+from opsd.repair.ladder import Case, Limits, Rung, closed
+from opsd.repair.machine import NvidiaMachine, run_command
+from opsd.repair.release import release
+from opsd.repair.retest import Preflight
+from opsd.settings.silences import active_silence
+from opsd.slurm import node_comment
+from opsd.slurm.connect import choose
+from opsd.slurm.deferred import DeferredUpdates
+from opsd.slurm.ownership import Rules
+from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
+from opsd.spares.eligibility import has_requirements
+
+ENDS = {"returned": "repaired and back in service", "rma": "has to be replaced", "left": "not repaired by opsd"}
+
+
+@click.command()
+@click.argument("node", required=False)
+@option("--act", "acting", is_flag=True, help="Do it. Without this, say what would be done.")
+@option(
+    "--ordered", is_flag=True, help="Do what the agent has ordered or a reboot interrupted, if policy.repair is act."
+)
+@option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@config_options
+def repair(
+    node: str | None, acting: bool, ordered: bool, as_json: bool, file: Path | None, overrides: tuple[str, ...]
+) -> int:
+    """Repair NODE, this node, which opsd has drained, test it under load, and return it to service.
+
+    The remedies are, from the one that the fault calls for: end leftover processes, reset the GPUs, reload the driver,
+    reboot through Slurm. After each the node is tested. One that is not cured is kept out with the reason opsd:rma and
+    an archive of evidence. Nothing is done while a job is on the node, or to a node that others hold. After a reboot
+    opsd-repair.service goes on. Exits with 0 if the node was returned, there was nothing to do, or without --act if
+    something would be done; 1 if not; 2 if the command line is wrong.
+    """
+    settings = load(file, overrides)
+    check_here(node, settings)
+    if acting and ordered:
+        raise click.UsageError("--act is a person's word, --ordered the policy's: give one of them")
+    cases = CaseFile(settings.agent.state_dir)
+    slurm = choose().slurm
+    given = [*([f"--config={file}"] if file else []), *(f"--set={each}" for each in overrides)]
+    say = partial(click.echo, err=as_json)
+    means = _means(settings, slurm, given, say)
+    if ordered:
+        means = replace(means, paused=partial(_maintenance, settings))
+    work = Repair(settings.agent.node, cases, means, Rules.of(settings.policy), limits(settings))
+    try:
+        if acting or ordered:
+            return _do(work, cases, settings, ordered, as_json)
+        return _show(work, cases, as_json)
+    except (CaseError, RepairError) as error:
+        fail(str(error))
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+
+
+def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_json: bool) -> int:
+    mode = settings.policy.repair
+    if ordered and mode != "act" and cases.current() is None:
+        cases.drop_order()
+        click.echo(f"nothing is done: policy.repair is {mode}", err=as_json)
+        return exitcodes.OK
+    if os.geteuid() != 0:
+        raise RepairError("a repair needs root")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # services that were stopped are started all the same
+    with cases.alone():
+        case = cases.current()
+        if case is None:
+            if ordered and not cases.ordered:
+                click.echo("no repair was ordered", err=as_json)
+                return exitcodes.OK
+            if DeferredUpdates(settings.agent.state_dir).pending():
+                raise SlurmUnavailable("the drain of this node waits until Slurm answers")
+            try:
+                case = work.proposed()
+            except RepairError:
+                cases.drop_order()
+                raise
+            case = replace(case, by_hand=not ordered)
+            cases.keep(case)
+        cases.drop_order()
+        if ordered and mode != "act" and not case.by_hand:
+            case = closed(case, "left", f"policy.repair is {mode} now", time.time())
+            cases.keep(case)
+        case = work.attend(case)
+    tell(settings, case)
+    if as_json:
+        click.echo(json.dumps(asdict(case), indent=1))
+    return exitcodes.OK if case.end == "returned" else exitcodes.FAILED
+
+
+def tell(settings: Settings, case: Case) -> None:
+    """Tell people how the repair has ended, if they are told of incidents."""
+    where, muted = settings.notify.receiver, (*settings.policy.maintenance, *settings.policy.mute)
+    if where is None or active_silence((span.silence() for span in muted), case.kind, time.time()):
+        return
+    text = f"{case.node}: {ENDS[case.end or 'left']}: {case.verdict}"
+    fields = {"id": case.id, "kind": case.kind, "reason": case.reason, "evidence": case.bundle}
+    try:
+        for receiver in read_receivers(str(where)):
+            receiver.send(text, fields)
+    except NotifyError as error:
+        click.echo(f"nobody was told: {error}", err=True)
+
+
+def _show(work: Repair, cases: CaseFile, as_json: bool) -> int:
+    under_way = cases.current()
+    case = under_way or work.proposed()
+    step = work.next(case)
+    if as_json:
+        click.echo(
+            json.dumps({"under_way": under_way is not None, "case": asdict(case), "next": asdict(step)}, indent=1)
+        )
+        return exitcodes.OK
+    for attempt in case.attempts:
+        became = {True: "done", False: "failed", None: "under way"}[attempt.ok]
+        click.echo(
+            f"{time.strftime('%H:%M:%S', time.localtime(attempt.at))}  {attempt.what} {became}: {attempt.detail}"
+        )
+    what = (
+        str(step.rung) if step.rung else {"rma": "have it replaced", "left": "leave it to people"}.get(step.do, step.do)
+    )
+    click.echo(f"{case.node}: {what}; {step.why}" if under_way else f"would begin with {what}, for {step.why}")
+    return exitcodes.OK
+
+
+def _maintenance(settings: Settings, kind: str, now: float) -> str:
+    span = active_silence((span.silence() for span in settings.policy.maintenance), kind, now)
+    return f"maintenance{f': {span.reason}' if span.reason else ''}" if span else ""
+
+
+def limits(settings: Settings) -> Limits:
+    """The limits that the settings ask for."""
+    chosen = settings.repair
+    rungs = tuple(rung for rung in Rung if rung in chosen.rungs)
+    return Limits(rungs, chosen.attempts, chosen.a_week, chosen.reboot_s)
+
+
+def _means(settings: Settings, slurm: Slurm, given: Sequence[str], say: Callable[[str], None]) -> Means:
+    node, nvml = settings.agent.node, settings.section(NvmlSettings)
+    preflight = Preflight(given, settings.policy.return_profile, settings.preflight.skip)
+
+    def asked() -> list[int]:
+        return nvml_state.recovery_actions(nvml.library, run_command) if nvml.enabled else []
+
+    def bundle(case: Case) -> str:
+        try:
+            return str(evidence.make(evidence_sources(settings), time.time()))
+        except OSError as error:
+            say(f"the evidence for {case.id} could not be kept: {error.strerror or error}")
+            return ""
+
+    def returned() -> str:
+        try:
+            was_spare = bool(node_comment.read(slurm.comments([node]).get(node, "")).spare)
+        except SlurmError:
+            was_spare = False
+        return preflight.as_spare() if was_spare or has_requirements(settings.spare) else ""
+
+    return Means(
+        slurm=slurm,
+        machine=NvidiaMachine(asked, services=settings.repair.services),
+        release=lambda jobs: release(slurm, node, jobs, settings.section(RanksSettings).root),
+        retest=preflight,
+        proof=lambda: proofs(settings, [node], []).get(node),
+        bundle=bundle,
+        returned=returned,
+        say=say,
+    )

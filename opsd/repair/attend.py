@@ -1,0 +1,242 @@
+"""Carries out a repair, one step after the other: each is recorded before it begins, and survives a reboot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from opsd.repair import ladder
+from opsd.repair.case_file import CaseFile, new_id
+from opsd.repair.faults import FAULTS, begin_at
+from opsd.repair.ladder import Case, Facts, Hold, Limits, Rung, Step
+from opsd.repair.machine import Machine, RungError
+from opsd.repair.retest import Retested
+from opsd.slurm import drain, node_comment, ownership
+from opsd.slurm.output import CONFIGURED_NOT
+from opsd.slurm.ownership import PreflightResult, Rules
+from opsd.slurm.port import Job, Node, Slurm, SlurmError, SlurmUnavailable
+
+POLL_S, JOBS_POLL_S = 5.0, 15.0
+"""Seconds between two looks at Slurm while a repair waits; the same while jobs hold the node, which may take days."""
+RMA = "rma"
+"""Takes the place of the incident in the reason of a node that has to be replaced."""
+
+
+class RepairError(Exception):
+    """There is nothing to repair, or it cannot be done here; the message says why in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What a repair works with.
+
+    ``release`` has jobs give the node back that no longer use it, and says what was done. ``retest`` runs checks under
+    load, ``proof`` is the newest preflight that a return needs, ``bundle`` makes the archive of evidence and returns
+    its path, ``returned`` is called after a return and may say something. ``paused`` says why nothing may be done about
+    a kind of incident now, "" if it may.
+    """
+
+    slurm: Slurm
+    machine: Machine
+    release: Callable[[Sequence[Job]], str]
+    retest: Callable[[Sequence[str]], Retested]
+    proof: Callable[[], PreflightResult | None]
+    bundle: Callable[[Case], str]
+    returned: Callable[[], str]
+    say: Callable[[str], None]
+    paused: Callable[[str, float], str] = lambda _kind, _now: ""
+    clock: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Repair:
+    """The repair of ``node``, this machine."""
+
+    def __init__(self, node: str, file: CaseFile, means: Means, rules: Rules, limits: Limits) -> None:
+        self._node, self._file, self._means, self._rules, self._limits = node, file, means, rules, limits
+
+    def proposed(self) -> Case:
+        """A new case for what the node was drained for, not recorded yet. Raises RepairError and SlurmError."""
+        now = self._means.clock()
+        found = self._found()
+        hold, text = held_by(found)
+        if found is None or hold != "ours":
+            known = {"nobody": f"{self._node} is in service; `opsd drain` takes it out", "rma": f"{text}"}
+            raise RepairError(known.get(hold, text))
+        kind = ownership.kind_of(found.reason)
+        fault = FAULTS.get(kind)
+        if fault is None:
+            raise RepairError(f"no remedy fits {kind}; a person has to look: {found.reason}")
+        first = begin_at(fault, self._means.machine.recovery_actions())
+        return Case(new_id(now), self._node, kind, found.reason, now, first)
+
+    def next(self, case: Case) -> Step:
+        """What would be done now. Raises SlurmError."""
+        facts, _ = self._look(case.kind)
+        return ladder.next_step(ladder.settled(case, facts, self._limits), facts, self._limits)
+
+    def attend(self, case: Case) -> Case:
+        """Take ``case`` to its end, or until the node reboots. Raises CaseError; what Slurm refuses is waited for."""
+        told = ""
+        while case.end is None:
+            facts, found = self._look(case.kind)
+            if facts.hold == "ours" and found is not None and found.state == "down" and "drain" not in found.flags:
+                self._drain_again(found)
+            before, case = case, ladder.settled(case, facts, self._limits)
+            if case != before:
+                self._taken_up(case)
+            step = ladder.next_step(case, facts, self._limits)
+            if step.do == "wait":
+                told = self._wait(step, facts, told)
+                continue
+            told = ""
+            try:
+                case = self._do(case, step, facts)
+            except SlurmUnavailable as error:
+                self._means.say(f"Slurm: {error}")
+                self._means.sleep(POLL_S)
+                case = self._file.current() or case
+        return case
+
+    def _wait(self, step: Step, facts: Facts, told: str) -> str:
+        """Wait, and say why if that is not what was ``told`` last; returns what is."""
+        if told != step.why:
+            self._means.say(f"waiting: {step.why}")
+        if facts.busy:
+            with suppress(SlurmError):
+                if said := self._means.release(self._jobs()):
+                    self._means.say(said)
+        self._means.sleep(JOBS_POLL_S if facts.busy else POLL_S)
+        return step.why
+
+    def _taken_up(self, case: Case) -> None:
+        """Record what became of an attempt of an earlier program, and undo what that may have left."""
+        last = case.last
+        assert last is not None
+        self._file.keep(case)
+        self._means.say(f"{last.what}: {last.detail}")
+        if last.what in (Rung.RESET, Rung.RELOAD):
+            self._means.machine.restore()
+
+    def _do(self, case: Case, step: Step, facts: Facts) -> Case:
+        """Carry out ``step``. Raises SlurmUnavailable, after which it may be repeated."""
+        say = self._means.say
+        if step.do == "rung":
+            assert step.rung is not None
+            say(f"{step.rung}: because of {step.why}")
+            return self._climb(self._recorded(ladder.begun(case, step.rung, facts)), step.rung)
+        if step.do == "retest":
+            say(f"{ladder.RETEST}: {case.kind}")
+            case = self._recorded(ladder.begun(case, ladder.RETEST, facts))
+            found = self._means.retest(FAULTS[case.kind].checks if case.kind in FAULTS else ())
+            return self._ended(case, found.passed, found.detail)
+        if step.do == "return":
+            return self._return(case, facts)
+        if step.do == "rma":
+            return self._give_up(case, step.why)
+        say(f"left to people: {step.why}")
+        return self._recorded(ladder.closed(case, "left", step.why, self._means.clock()))
+
+    def _climb(self, case: Case, rung: Rung) -> Case:
+        machine = self._means.machine
+        try:
+            if rung is Rung.REBOOT:
+                self._reboot(case.reason)
+                return case  # it ends with this boot of the node
+            remedies = {Rung.PROCESSES: machine.end_processes, Rung.RESET: machine.reset_gpus}
+            done = remedies.get(rung, machine.reload_driver)()
+        except (RungError, SlurmError, OSError) as error:
+            return self._ended(case, False, str(error))
+        return self._ended(case, True, done)
+
+    def _reboot(self, reason: str) -> None:
+        """Raises RungError and SlurmError. Without a program Slurm takes the order, and waits for ResumeTimeout."""
+        if self._means.slurm.configuration().get("RebootProgram", "") in CONFIGURED_NOT:
+            raise RungError("Slurm cannot reboot nodes: set RebootProgram in slurm.conf")
+        self._means.slurm.reboot(self._node, reason)
+
+    def _return(self, case: Case, facts: Facts) -> Case:
+        if case.last is None or case.last.what != ladder.RETURN:
+            case = self._recorded(ladder.begun(case, ladder.RETURN, facts))
+        proof = self._means.proof()
+        checked = {self._node: proof} if proof else {}
+        try:
+            ownership.give_back(self._means.slurm, [self._node], checked, self._rules, now=self._means.clock())
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:
+            return self._ended(case, False, str(error))
+        said = self._means.returned()
+        verdict = f"returned after {', '.join(dict.fromkeys(attempt.what for attempt in case.rungs))}"
+        self._means.say(f"{verdict}; {said}" if said else verdict)
+        now = self._means.clock()
+        return self._recorded(ladder.closed(ladder.ended(case, True, said, now), "returned", verdict, now))
+
+    def _give_up(self, case: Case, why: str) -> Case:
+        """Keep the evidence and say in Slurm that the node has to be replaced."""
+        bundle = case.bundle or self._means.bundle(case)
+        case = self._recorded(replace(case, bundle=bundle))
+        told = ownership.reason(case.kind, why, incident=RMA, evidence=bundle)
+        try:
+            self._means.slurm.update_nodes([self._node], "drain", told)
+        except SlurmUnavailable:
+            raise
+        except SlurmError as error:
+            why = f"{why}; Slurm was not told: {error}"
+        self._means.say(f"has to be replaced: {why}; evidence: {bundle or 'none could be kept'}")
+        return self._recorded(ladder.closed(case, "rma", why, self._means.clock(), bundle))
+
+    def _ended(self, case: Case, ok: bool, detail: str) -> Case:
+        after = ladder.ended(case, ok, detail, self._means.clock())
+        assert after.last is not None
+        self._means.say(f"{after.last.what}: {'done' if ok else 'failed'}: {detail}")
+        return self._recorded(after)
+
+    def _recorded(self, case: Case) -> Case:
+        self._file.keep(case)
+        return case
+
+    def _look(self, kind: str) -> tuple[Facts, Node | None]:
+        """What is known now, and the node as Slurm has it. Changes nothing."""
+        now, boot = self._means.clock(), self._means.machine.boot()
+        try:
+            found = self._found()
+            busy = found is not None and (found.busy or bool(self._jobs()))
+            comment = self._means.slurm.comments([self._node]).get(self._node, "")
+        except SlurmError:
+            return Facts(now, boot, "unknown"), None
+        hold, text = held_by(found)
+        relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
+        rebooting = found is not None and bool(found.flags & {"reboot_requested", "reboot_issued"})
+        recent, paused = self._file.recent(now), self._means.paused(kind, now)
+        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused), found
+
+    def _drain_again(self, found: Node) -> None:
+        """A node that has rebooted is only down, from which Slurm may resume it by itself (ReturnToService)."""
+        try:
+            self._means.slurm.update_nodes([self._node], "drain", found.reason)
+        except SlurmError as error:
+            self._means.say(f"Slurm: {error}")
+
+    def _jobs(self) -> list[Job]:
+        """The jobs that have this node, suspended ones included."""
+        waiting = ("pending", "revoked", "special_exit")
+        return [job for job in self._means.slurm.jobs(node=self._node) if job.state not in waiting]
+
+    def _found(self) -> Node | None:
+        return next(iter(self._means.slurm.nodes([self._node])), None)
+
+
+def held_by(node: Node | None) -> tuple[Hold, str]:
+    """Who keeps the node out of service, and a sentence if that is not opsd's repair."""
+    if node is None:
+        return "others", "Slurm has no such node; if this machine has another name there, set agent.node"
+    if not node.out_of_service and not node.flags & {"reboot_requested", "reboot_issued"}:
+        return "nobody", ""
+    if foreign := drain.foreign_hold(node):
+        return "others", foreign
+    if node.reason.startswith(f"{drain.OWN_PREFIX}{RMA} "):
+        return "rma", f"{node.name} waits for its replacement: {node.reason}"
+    return "ours", ""

@@ -1,0 +1,119 @@
+"""Repairs on disk, below ``<state folder>/repair``: the order for one, the one under way, those that have ended.
+
+They are what is left of a repair after a reboot: each attempt is durable before it begins.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from opsd.checkpoints.manifest import sync_folder
+from opsd.files import write_text
+from opsd.repair.ladder import Case
+
+FOLDER = "repair"
+ORDER = "order"
+"""An empty file: the agent has drained its node and policy.repair is act. ``opsd-repair.path`` waits for it."""
+CASE = "case.json"
+"""The repair under way."""
+KEPT = 100
+"""Ended repairs that are kept."""
+WEEK_S = 7 * 86_400.0
+
+_CASE = TypeAdapter(Case)
+
+
+class CaseError(Exception):
+    """The repair cannot be recorded or read; the message says why and what to do. Nothing is done without a record."""
+
+
+class CaseFile:
+    """The repairs of this node. Methods raise CaseError unless they say otherwise."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.folder = state_dir / FOLDER
+        self._current = self.folder / CASE
+
+    def order(self) -> None:
+        """Ask for a repair of this node."""
+        with self._reporting():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.folder / ORDER).touch()
+
+    @property
+    def ordered(self) -> bool:
+        """Whether a repair was asked for."""
+        return (self.folder / ORDER).exists()
+
+    def drop_order(self) -> None:
+        """Forget that a repair was asked for."""
+        with self._reporting():
+            (self.folder / ORDER).unlink(missing_ok=True)
+
+    def current(self) -> Case | None:
+        """The repair under way."""
+        try:
+            return _CASE.validate_json(self._current.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            said = error.strerror if isinstance(error, OSError) else "it is no record of this opsd"
+            raise CaseError(f"{self._current} cannot be read ({said}); move it away to begin a new repair") from error
+
+    def keep(self, case: Case) -> None:
+        """Make ``case`` durable; one that has ended goes to the ended ones."""
+        with self._reporting():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = self._current if case.end is None else self.folder / f"{case.id}.json"
+            write_text(path, _CASE.dump_json(case, indent=1).decode() + "\n")
+            if case.end is not None:
+                self._current.unlink(missing_ok=True)
+                for old in sorted(self.folder.glob("repair-*.json"))[:-KEPT]:
+                    old.unlink(missing_ok=True)
+            sync_folder(self.folder)
+
+    def past(self) -> list[Case]:
+        """The ended repairs, oldest first; those that cannot be read are left out. Raises nothing."""
+        found = []
+        for path in sorted(self.folder.glob("repair-*.json")):
+            with suppress(OSError, ValidationError):
+                found.append(_CASE.validate_json(path.read_bytes()))
+        return found
+
+    def recent(self, now: float) -> int:
+        """How many repairs of the last week returned the node."""
+        return sum(case.end == "returned" and now - case.opened_at < WEEK_S for case in self.past())
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the lock of this node's repair. Raises CaseError if another program does."""
+        with self._reporting():
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CaseError("a repair of this node is under way; `opsd repair` without --act shows it") from error
+            yield
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CaseError(f"{self.folder} cannot be written: {error.strerror}; nothing was done") from error
+
+
+def new_id(now: float) -> str:
+    """A name for a repair that begins at the epoch second ``now``; names sort by time."""
+    return time.strftime("repair-%Y%m%dT%H%M%S", time.gmtime(now))

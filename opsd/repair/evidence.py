@@ -1,0 +1,199 @@
+"""One archive with what is known of a node's hardware, for those who replace it: bounded, and without secrets.
+
+Settings, environments and files of users are not in it. What is taken from logs is searched for passwords and tokens.
+The names of files in the archive are fixed; what a part lacks, or why it is cut, stands in ``index.json``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shutil
+import sqlite3
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from opsd import __version__
+from opsd.checkpoints.manifest import sync_folder
+from opsd.preflight.history import History, HistoryError
+from opsd.repair import nvml_state
+from opsd.repair.case_file import CaseError, CaseFile
+from opsd.repair.machine import Run, RungError, run_command
+
+FOLDER = "evidence"
+PART_BYTES: Final = 4 << 20
+"""A part that is longer keeps its end."""
+REPORT_BYTES: Final = 64 << 20
+"""NVIDIA's own report, which is compressed already, is left out if it is larger."""
+KEPT: Final = 10
+INCIDENTS, PREFLIGHTS = 500, 5
+COMMAND_S, REPORT_S = 60.0, 600.0
+_SECRET: Final = re.compile(
+    r"""(?ix) (?P<name> (?: passw(?:or)?d | passphrase | secret | token | api[_-]?key | credentials? )
+        [\w.-]{0,40} ["']? \s{0,4} [=:] \s{0,4} ["']? ) [^\s"',;&]+
+    | (?P<scheme> authorization \s{0,4} : \s{0,4} \w{1,40} \s{1,4} ) \S+
+    | (?P<user> :// [^\s/:@]{1,100} : ) [^\s/@]{1,1000} (?= @ )"""
+)
+"""Bounded everywhere: a long line costs no more than many short ones."""
+Part = Callable[[], str]
+"""Makes the text of a part. Raises Missing."""
+
+
+class Missing(Exception):
+    """A part that this node does not have; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where evidence is read from. ``library`` is that of NVML, None for the driver's own."""
+
+    node: str
+    state_dir: Path
+    preflights: Path
+    library: str | None = None
+    run: Run = run_command
+    nvidia_report: str = "nvidia-bug-report.sh"
+
+
+def without_secrets(text: str) -> str:
+    """``text`` with "(left out)" for what stands behind words like password, token or Authorization, and in URLs."""
+    return _SECRET.sub(lambda m: f"{m['name'] or m['scheme'] or m['user']}(left out)", text)
+
+
+def make(sources: Sources, now: float, to: Path | None = None, *, bug_report: bool = True) -> Path:
+    """Write the archive to ``to``, by default into the state folder, where the newest are kept. Raises OSError.
+
+    ``bug_report``: with NVIDIA's own report, where its program is installed; that takes minutes.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", sources.node).strip(".")[:64] or "node"
+    stem = f"{FOLDER}-{name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}"
+    path = to or sources.state_dir / FOLDER / f"{stem}.tar.gz"
+    if to is None:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{stem}", delete=False) as draft:
+        try:
+            with tarfile.open(fileobj=draft, mode="w:gz") as archive:
+                _fill(archive, stem, sources, now, bug_report)
+            draft.flush()
+            os.fsync(draft.fileno())
+            Path(draft.name).rename(path)
+        except BaseException:
+            Path(draft.name).unlink(missing_ok=True)
+            raise
+    sync_folder(path.parent)
+    if to is None:
+        for old in sorted(path.parent.glob(f"{FOLDER}-*.tar.gz"), key=lambda one: one.stat().st_mtime)[:-KEPT]:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def _fill(archive: tarfile.TarFile, stem: str, sources: Sources, now: float, bug_report: bool) -> None:
+    index: dict[str, object] = {}
+    for name, part in _parts(sources).items():
+        try:
+            content = without_secrets(part()).encode(errors="replace")
+        except Missing as error:
+            index[name] = {"missing": str(error)}
+            continue
+        index[name] = {"bytes": len(content), "cut": len(content) > PART_BYTES}
+        _add(archive, f"{stem}/{name}", content[-PART_BYTES:], now)
+    name = "nvidia-bug-report.log.gz"
+    try:
+        content = _nvidia_report(sources, wanted=bug_report)
+    except Missing as error:
+        index[name] = {"missing": str(error)}
+    else:
+        index[name] = {"bytes": len(content), "cut": False}
+        _add(archive, f"{stem}/{name}", content, now)
+    said = {"node": sources.node, "at": now, "opsd": __version__, "parts": index}
+    _add(archive, f"{stem}/index.json", json.dumps(said, indent=1).encode(), now)
+
+
+def _add(archive: tarfile.TarFile, name: str, content: bytes, now: float) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mtime, member.mode = len(content), int(now), 0o600
+    archive.addfile(member, io.BytesIO(content))
+
+
+def _parts(sources: Sources) -> Mapping[str, Part]:
+    def reading(read: Part) -> Part:
+        def part() -> str:
+            try:
+                return read()
+            except RungError as error:
+                raise Missing(str(error)) from error
+
+        return part
+
+    def said(*argv: str) -> Part:
+        return reading(lambda: sources.run(argv, COMMAND_S))
+
+    return {
+        "slurm-node.txt": said("scontrol", "show", "node", sources.node),
+        "kernel.txt": said("journalctl", "--dmesg", "--boot=all", "--lines=20000", "--no-pager", "--output=short-iso"),
+        "kernel-ring.txt": said("dmesg", "--time-format=iso"),
+        "nvidia-smi.txt": said("nvidia-smi", "-q"),
+        "pci.txt": said("lspci", "-vvv", "-d", "10de:"),
+        "nvml.json": reading(lambda: json.dumps(nvml_state.read(sources.library, sources.run), indent=1)),
+        "incidents.json": lambda: _incidents(sources.state_dir / "journal.db"),
+        "repairs.json": lambda: _repairs(CaseFile(sources.state_dir)),
+        "preflights.json": lambda: _preflights(History(sources.preflights), sources.node),
+    }
+
+
+def _incidents(journal: Path) -> str:
+    query = "SELECT document FROM incidents ORDER BY opened_at DESC LIMIT ?"
+    try:
+        with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=10)) as database:
+            documents = [json.loads(row[0]) for row in database.execute(query, (INCIDENTS,))]
+    except (sqlite3.Error, ValueError, TypeError) as error:
+        raise Missing(f"{journal}: {error}") from error
+    return json.dumps(documents, indent=1)
+
+
+def _repairs(file: CaseFile) -> str:
+    def cases() -> Iterator[object]:
+        yield from map(asdict, file.past())
+        current = file.current()
+        if current is not None:
+            yield asdict(current)
+
+    try:
+        return json.dumps([*cases()], indent=1)
+    except CaseError as error:
+        raise Missing(str(error)) from error
+
+
+def _preflights(history: History, node: str) -> str:
+    try:
+        reports = [json.loads(history.report(run.id).to_json()) for run in history.runs(node, PREFLIGHTS)]
+    except HistoryError as error:
+        raise Missing(str(error)) from error
+    return json.dumps(reports, indent=1)
+
+
+def _nvidia_report(sources: Sources, *, wanted: bool) -> bytes:
+    if not wanted:
+        raise Missing("it was not wanted")
+    if shutil.which(sources.nvidia_report) is None:
+        raise Missing(f"{sources.nvidia_report} is not installed")
+    with tempfile.TemporaryDirectory(prefix="opsd-evidence-") as folder:
+        file = Path(folder) / "report.log"
+        try:
+            sources.run([sources.nvidia_report, "--safe-mode", "--output-file", str(file)], REPORT_S)
+            made = next(path for path in (file.with_name("report.log.gz"), file) if path.exists())
+            if made.stat().st_size > REPORT_BYTES:
+                raise Missing(f"it is larger than {REPORT_BYTES >> 20} MiB")
+            return made.read_bytes()
+        except RungError as error:
+            raise Missing(str(error)) from error
+        except (StopIteration, OSError) as error:
+            raise Missing(f"{sources.nvidia_report} has made no file") from error

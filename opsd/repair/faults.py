@@ -1,0 +1,51 @@
+"""Which remedy a fault calls for first, and which preflight checks prove that it is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from opsd.repair.ladder import LADDER, Rung
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``first`` is the lowest rung that can help. ``checks`` load or read what failed; one of them has to pass."""
+
+    first: Rung
+    checks: tuple[str, ...]
+
+
+_GPU: Final = ("gpu_inventory", "gpu_health", "gpu_burn", "gpu_memory")
+_LINKS: Final = ("gpu_inventory", "gpu_health", "gpu_peer", "collectives")
+
+FAULTS: Final[Mapping[str, Fault]] = {
+    "zombie_gpu_process": Fault(Rung.PROCESSES, ("leftovers", "gpu_inventory", "gpu_health")),
+    "gpu_xid": Fault(Rung.RESET, _GPU),
+    "gpu_ecc": Fault(Rung.RESET, _GPU),
+    "gpu_row_remap": Fault(Rung.RESET, _GPU),
+    "silent_corruption": Fault(Rung.RESET, _GPU),
+    "nvlink_errors": Fault(Rung.RESET, _LINKS),
+    "fabric_manager": Fault(Rung.RELOAD, _LINKS),
+    "gpu_driver_failed": Fault(Rung.RELOAD, _GPU),
+    "driver_hang": Fault(Rung.RELOAD, _GPU),
+    "gpu_lost": Fault(Rung.REBOOT, _GPU),
+    "pcie_error": Fault(Rung.REBOOT, ("gpu_inventory", "gpu_health", "gpu_host_copy")),
+    "pcie_degraded": Fault(Rung.REBOOT, ("gpu_inventory", "gpu_health", "gpu_host_copy")),
+    "kernel_lockup": Fault(Rung.REBOOT, ("kernel_log", "cpu", "memory")),
+    "machine_check": Fault(Rung.REBOOT, ("kernel_log", "cpu", "memory")),
+    "nic_failed": Fault(Rung.REBOOT, ("infiniband",)),
+    "preflight": Fault(Rung.RESET, ()),
+}
+"""By the kind of incident in the reason of the drain. What is not here is no matter for the ladder: fans, cables,
+disks, power, and whatever a person has drained a node for."""
+
+_ASKS: Final = {1: Rung.RESET, 4: Rung.RESET, 6: Rung.RESET, 2: Rung.REBOOT, 7: Rung.REBOOT}
+"""What the driver's recovery action (nvmlDeviceGpuRecoveryAction_t) asks for."""
+
+
+def begin_at(fault: Fault, recovery_actions: Iterable[int]) -> Rung:
+    """Where to begin: the fault's own rung, or a higher one that the driver asks for."""
+    asked = (_ASKS[action] for action in recovery_actions if action in _ASKS)
+    return max((fault.first, *asked), key=LADDER.index)

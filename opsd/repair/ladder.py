@@ -1,0 +1,238 @@
+"""The repair of a node as a state machine: what has been tried and what is known now decide what is done next. Pure.
+
+::
+
+    drained by opsd, no job on it
+      -> rung -> retest -> passed: returned
+          ^         |
+          |         +----> failed: the next rung, or rma once attempts or rungs are used up
+
+The rungs interfere more and more: end leftover processes, reset the GPUs, reload the driver, reboot. The fault decides
+where to begin. A node that somebody else holds, or gives back, is left alone at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final, Literal
+
+
+class Rung(StrEnum):
+    """A remedy, in the order of the ladder."""
+
+    PROCESSES = "end_processes"
+    RESET = "reset_gpus"
+    RELOAD = "reload_driver"
+    REBOOT = "reboot"
+
+
+LADDER: Final = tuple(Rung)
+TRIES: Final = {Rung.PROCESSES: 1, Rung.RESET: 1, Rung.RELOAD: 1, Rung.REBOOT: 2}
+"""How often each rung is tried: two reboots without success mean hardware (NVIDIA's guide to Xid errors)."""
+RETEST, RETURN = "retest", "return"
+CUT_OFF = "cut off by the end of the program"
+CUT_OFF_RETESTS: Final = 2
+"""A test that was cut off so often while the node kept running is a failed one."""
+
+Hold = Literal["ours", "rma", "others", "nobody", "unknown"]
+"""Who keeps the node out of service: opsd, opsd until it is replaced, somebody else, nobody; or Slurm does not say."""
+End = Literal["returned", "rma", "left"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Something that was done: a rung, a retest, or the return. Epoch seconds; ``ok`` is None until it has ended.
+
+    ``boot`` identifies the boot of the node in which it began.
+    """
+
+    what: str
+    at: float
+    boot: str
+    ended_at: float | None = None
+    ok: bool | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One repair of ``node``, which was drained with ``reason`` for a fault of ``kind``; ``first`` is where it begins.
+
+    A person has begun it ``by_hand``, or the policy. ``end`` is None while it is under way, ``verdict`` says in one
+    sentence why it ended so.
+    """
+
+    id: str
+    node: str
+    kind: str
+    reason: str
+    opened_at: float
+    first: Rung
+    attempts: tuple[Attempt, ...] = ()
+    end: End | None = None
+    ended_at: float | None = None
+    verdict: str = ""
+    bundle: str = ""
+    by_hand: bool = False
+    format: Literal[1] = 1
+
+    @property
+    def rungs(self) -> tuple[Attempt, ...]:
+        """The remedies so far."""
+        return tuple(attempt for attempt in self.attempts if attempt.what in LADDER)
+
+    @property
+    def last(self) -> Attempt | None:
+        """What was done last."""
+        return self.attempts[-1] if self.attempts else None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known at the epoch second ``now``. ``hold_text`` says who holds the node, if others do.
+
+    ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``recent`` are earlier repairs of the
+    last week. ``relapsed`` says why returns of this node do not last, "" if nothing speaks against one;
+    ``paused`` why opsd may do nothing at this time.
+    """
+
+    now: float
+    boot: str
+    hold: Hold
+    hold_text: str = ""
+    busy: bool = False
+    rebooting: bool = False
+    recent: int = 0
+    relapsed: str = ""
+    paused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """``rungs`` are those allowed, ``attempts`` how many remedies a repair may try, ``a_week`` how many repairs a node.
+
+    Seconds: a reboot has ``reboot_s``; ``total_s`` after its first remedy a repair is given up.
+    """
+
+    rungs: tuple[Rung, ...] = LADDER
+    attempts: int = 3
+    a_week: int = 4
+    reboot_s: float = 1800.0
+    total_s: float = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do next, and why: wait, begin a rung (``rung``), retest, return the node, or end the case."""
+
+    do: Literal["wait", "rung", "retest", "return", "rma", "left"]
+    why: str = ""
+    rung: Rung | None = None
+
+
+def begun(case: Case, what: str, facts: Facts) -> Case:
+    """The case when ``what`` begins, to be recorded before it does."""
+    return replace(case, attempts=(*case.attempts, Attempt(what, facts.now, facts.boot)))
+
+
+def ended(case: Case, ok: bool, detail: str, now: float) -> Case:
+    """The case after the end of what was begun last."""
+    *before, last = case.attempts
+    return replace(case, attempts=(*before, replace(last, ended_at=now, ok=ok, detail=detail)))
+
+
+def closed(case: Case, end: End, verdict: str, now: float, bundle: str = "") -> Case:
+    """The case at its end."""
+    return replace(case, end=end, verdict=verdict, ended_at=now, bundle=bundle)
+
+
+def settled(case: Case, facts: Facts, limits: Limits) -> Case:
+    """The case once it is known what became of an attempt that an earlier program began; unchanged while it is not."""
+    last = case.last
+    if last is None or last.ok is not None:
+        return case
+    booted = facts.boot != last.boot
+    if last.what != Rung.REBOOT:
+        why = "the node booted meanwhile" if booted and last.what != RETURN else CUT_OFF
+        return ended(case, False, why, facts.now)
+    if booted and not facts.rebooting:
+        return ended(case, True, f"booted again after {facts.now - last.at:.0f} s", facts.now)
+    if not booted and facts.now - last.at > limits.reboot_s:
+        return ended(case, False, f"has not rebooted within {limits.reboot_s:.0f} s", facts.now)
+    return case
+
+
+def next_step(case: Case, facts: Facts, limits: Limits) -> Step:
+    """What to do now in a case that is ``settled`` and under way. What is unknown never leads to an action."""
+    return _interrupted(case, facts) or _given_up(case, facts, limits) or _onward(case, limits)
+
+
+def _interrupted(case: Case, facts: Facts) -> Step | None:
+    """What keeps everybody from touching the node, or ends the case; a return that was cut off is completed."""
+    last = case.last
+    if facts.hold == "unknown":
+        return Step("wait", "Slurm does not answer")
+    if last is not None and last.what == RETURN and last.detail == CUT_OFF and facts.hold in ("ours", "nobody"):
+        return Step("return", CUT_OFF)
+    if facts.hold != "ours":
+        texts = {"nobody": f"{case.node} is in service", "rma": f"{case.node} waits for its replacement"}
+        return Step("left", texts.get(facts.hold) or facts.hold_text or f"somebody else holds {case.node}")
+    if last is not None and last.ok is None:
+        return Step("wait", "it reboots" if last.what == Rung.REBOOT else f"{last.what} is under way")
+    if facts.busy:
+        return Step("wait", "a job is still on it")
+    if facts.rebooting:
+        return Step("wait", "somebody has it rebooted")
+    return Step("wait", facts.paused) if facts.paused else None
+
+
+def _given_up(case: Case, facts: Facts, limits: Limits) -> Step | None:
+    """Why the repair ends without the node's return, None if it goes on."""
+    last = case.last
+    if last is not None and last.what == RETURN:
+        return Step("left", f"it has passed its retest, and its return was refused: {last.detail}")
+    if last is not None and last.what == RETEST and last.ok:
+        return None
+    if not case.rungs and facts.relapsed:
+        return Step("rma", facts.relapsed)
+    if not case.rungs and facts.recent >= limits.a_week:
+        return Step("rma", f"{facts.recent} repairs within a week did not last")
+    if case.rungs and facts.now - case.rungs[0].at > limits.total_s:
+        return Step("rma", f"not over after {limits.total_s / 3600:.0f} h")
+    return None
+
+
+def _onward(case: Case, limits: Limits) -> Step:
+    """The return after a test that was passed, the test after a remedy, or the next remedy."""
+    last = case.last
+    if last is not None and last.what == RETEST and last.ok:
+        return Step("return", last.detail)
+    if last is not None and ((last.what in LADDER and last.ok) or _retest_again(case)):
+        return Step("retest", last.detail)
+    return _next_rung(case, limits)
+
+
+def _retest_again(case: Case) -> bool:
+    """Whether the last retest was cut off though the node kept running, and not too often."""
+    cut_off = 0
+    for attempt in reversed(case.attempts):
+        if attempt.what != RETEST or attempt.detail != CUT_OFF:
+            break
+        cut_off += 1
+    return 0 < cut_off < CUT_OFF_RETESTS
+
+
+def _next_rung(case: Case, limits: Limits) -> Step:
+    tried = [Rung(attempt.what) for attempt in case.rungs]
+    last = case.last
+    why = last.detail if last is not None else case.reason
+    if len(tried) >= limits.attempts:
+        return Step("rma", f"{len(tried)} attempts without success; the last: {why}")
+    lowest = LADDER.index(tried[-1] if tried else case.first)
+    for rung in LADDER[lowest:]:
+        if rung in limits.rungs and tried.count(rung) < TRIES[rung]:
+            return Step("rung", why, rung)
+    if not tried:
+        return Step("left", "no remedy that is allowed fits (repair.rungs)")
+    return Step("rma", f"no remedy is left after {len(tried)} attempt{'s' * (len(tried) != 1)}; the last: {why}")

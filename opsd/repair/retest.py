@@ -1,0 +1,94 @@
+"""The test after a remedy: `opsd preflight`, first the checks that fit the fault, then what a return needs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from opsd.preflight.base import Verdict
+from opsd.preflight.report import Report, ReportError
+
+RETEST_S = 4 * 3600.0
+"""Longer than any profile that ends by itself; then the test has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retested:
+    """Whether the node is proved good, and in one sentence what was found."""
+
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """Runs preflights of this node in processes of their own, with the options ``given`` (--config, --set).
+
+    Checks in ``skip`` are never run on this node (preflight.skip).
+    """
+
+    given: Sequence[str]
+    profile: str
+    skip: Sequence[str] = ()
+    deadline_s: float = RETEST_S
+
+    def __call__(self, checks: Sequence[str]) -> Retested:
+        """Run ``checks``, and if they pass, the whole profile.
+
+        One of ``checks`` has to have passed, not only not failed: a node without a working driver has none that apply.
+        """
+        possible = [name for name in checks if name not in self.skip]
+        if possible:
+            report, problem = self._run(self.profile, "--only", ",".join(possible))
+            if report is None or not report.passed:
+                return Retested(False, problem if report is None else _failures(report))
+        whole, problem = self._run(self.profile)
+        if whole is None or not whole.passed:
+            return Retested(False, problem if whole is None else _failures(whole))
+        proved = [r.check for r in whole.results if r.verdict in (Verdict.PASS, Verdict.WARN)]
+        fitting = [name for name in proved if not checks or name in checks]
+        if not fitting:
+            return Retested(False, f"none of {', '.join(checks)} could be run, which would prove that it is over")
+        return Retested(True, f"passed {', '.join(fitting)} and preflight {self.profile}")
+
+    def as_spare(self) -> str:
+        """Test whether the node is a ready spare, which marks it in Slurm, and say how that ended."""
+        report, problem = self._run("spare", "--act")
+        if report is None:
+            return problem
+        return "ready as a spare" if report.passed else f"no ready spare: {_failures(report)}"
+
+    def _run(self, profile: str, *options: str) -> tuple[Report | None, str]:
+        with tempfile.TemporaryDirectory(prefix="opsd-repair-") as folder:
+            file = Path(folder) / "report.json"
+            command = [sys.executable, "-m", "opsd", "preflight", "--quiet", f"--profile={profile}", f"--json={file}"]
+            process = subprocess.Popen(
+                [*command, *options, *self.given],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            try:
+                _, said = process.communicate(timeout=self.deadline_s)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                return None, f"preflight {profile} has not ended within {self.deadline_s:g} s"
+            try:
+                return Report.from_json(file.read_bytes()), ""
+            except (OSError, ReportError):
+                last = said.decode(errors="replace").strip().splitlines()[-1:]
+                return None, f"preflight {profile} made no report: {''.join(last)[:300] or 'it said nothing'}"
+
+
+def _failures(report: Report) -> str:
+    failed = [result for result in report.results if result.failed]
+    if not failed:
+        return f"preflight {report.profile} was interrupted or had nothing to check"
+    first = next(iter(failed[0].sentences), failed[0].title).rstrip(".")
+    return f"{', '.join(result.check for result in failed)} failed: {first}"

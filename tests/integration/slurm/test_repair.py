@@ -1,0 +1,94 @@
+"""From a GPU's fault to a healed node on a real Slurm cluster, without anybody touching a key."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from opsd.repair.case_file import CaseFile
+from opsd.slurm import node_comment
+from opsd.slurm.commands import CommandSlurm
+from tests.integration.slurm.cluster import FAST, Cluster, missing, runner_on, wait_until
+from tests.integration.slurm.machine_room import MachineRoom
+from tests.integration.slurm.training import Training, make_data
+
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.long, pytest.mark.timeout(500)]
+
+NODES = ("n1", "n2", "n3")
+
+
+@pytest.fixture
+def room(tmp_path: Path, library: str) -> Iterator[tuple[Cluster, MachineRoom]]:
+    """A cluster of its own whose nodes can be reset and rebooted."""
+    if reason := missing():
+        pytest.skip(reason)
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    settings = {**FAST, "RebootProgram": str(MachineRoom.reboot_program(tmp_path)), "ResumeTimeout": "60"}
+    with Cluster(NODES, settings) as cluster, MachineRoom(cluster, tmp_path, Path(library), NODES) as machines:
+        yield cluster, machines
+
+
+def ended(machines: MachineRoom, name: str, timeout: float = 240.0) -> str:
+    """How the repair of a node has ended, once it has."""
+    cases = CaseFile(machines.state(name))
+    try:
+        wait_until(cases.past, "the repair has ended", timeout)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}\n{machines.log(name)}") from error
+    return str(cases.past()[-1].end)
+
+
+def test_a_faulty_node_comes_back_as_a_spare(room: tuple[Cluster, MachineRoom]) -> None:
+    """A GPU fails under a run: the spare takes its node's place, the job gives the node back, a reset does not help, a
+    reboot does; it is tested, returned, and ready as a spare, while the run goes on.
+    """
+    cluster, machines = room
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    training = Training(cluster, make_data(cluster.shared, 400_000), "healed", 2, 1, 100_000)
+    job = training.submit()
+    training.until_steady()
+    batch_host = slurm.jobs([job])[0].batch_host
+    victim = next(name for name in training.places if name != batch_host)
+    machines.fail(victim, cured_by="reboot")
+    try:
+        training.until(lambda: victim not in training.places, "the spare in its place")
+        assert ended(machines, victim) == "returned", machines.log(victim)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}\n{machines.log(victim)}") from error
+    (case,) = CaseFile(machines.state(victim)).past()
+    assert [(a.what, a.ok) for a in case.attempts] == [
+        ("reset_gpus", True), ("retest", False), ("reboot", True), ("retest", True), ("return", True),
+    ]  # fmt: skip
+    assert machines.reboots == [victim]
+    assert machines.commands(victim) == ["nvidia-smi --gpu-reset"]
+    assert slurm.nodes([victim])[0].usable
+    told = node_comment.read(slurm.comments()[victim])
+    assert (told.spare, [stay.back is not None for stay in told.stays]) == ("ready", [True])
+    (still,) = slurm.jobs([job])
+    assert (still.state, victim in still.nodes) == ("running", False)
+    step = training.step
+    training.until(lambda: training.step > step + 5, "the run goes on")
+
+
+def test_a_node_that_nothing_cures_is_kept_out_with_its_evidence(room: tuple[Cluster, MachineRoom]) -> None:
+    """Three attempts fail; the reason in Slurm names an archive with incidents, attempts and the driver's state."""
+    cluster, machines = room
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    slurm.update_nodes(["n2"], "drain", "opsd:gpu_xid-1 gpu_xid: GPU 0: Xid 95")
+    machines.fail("n2", cured_by="nothing")
+    CaseFile(machines.state("n2")).order()
+    assert ended(machines, "n2") == "rma", machines.log("n2")
+    (case,) = CaseFile(machines.state("n2")).past()
+    assert [attempt.what for attempt in case.rungs] == ["reset_gpus", "reboot", "reboot"]
+    (node,) = slurm.nodes(["n2"])
+    assert node.out_of_service
+    assert node.reason.startswith("opsd:rma gpu_xid: 3 attempts without success")
+    assert node.reason.endswith(f"see {case.bundle}")
+    with tarfile.open(case.bundle) as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {"index.json", "repairs.json", "incidents.json", "nvml.json", "preflights.json", "slurm-node.txt"} <= names
+    assert [node.name for node in slurm.nodes() if node.usable] == ["n1", "n3"]

@@ -1,0 +1,180 @@
+"""The decisions of a repair: when nothing may be done, which remedy is next, and that every repair ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd.repair.faults import FAULTS, begin_at
+from opsd.repair.ladder import (
+    CUT_OFF,
+    LADDER,
+    RETEST,
+    RETURN,
+    TRIES,
+    Attempt,
+    Case,
+    Facts,
+    Limits,
+    Rung,
+    begun,
+    ended,
+    next_step,
+    settled,
+)
+
+CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 0.0, Rung.RESET)
+FREE = Facts(1000.0, "boot-1", "ours")
+LIMITS = Limits()
+
+
+def after(*what: tuple[str, bool], case: Case = CASE) -> Case:
+    """The case once these have ended so."""
+    attempts = (Attempt(name, 900.0, "boot-1", 950.0, ok, f"{name} ended") for name, ok in what)
+    return replace(case, attempts=tuple(attempts))
+
+
+holds = st.sampled_from(["ours", "rma", "others", "nobody", "unknown"])
+all_facts = st.builds(
+    Facts, st.floats(0, 1e6), st.sampled_from(["boot-1", "boot-2"]), holds, st.just(""), st.booleans(), st.booleans(),
+    st.integers(0, 9), st.sampled_from(["", "it came back and failed again"]),
+)  # fmt: skip
+attempts = st.builds(
+    Attempt, st.sampled_from([*LADDER, RETEST, RETURN]), st.floats(0, 1e6), st.sampled_from(["boot-1", "boot-2"]),
+    st.just(None), st.sampled_from([None, True, False]), st.sampled_from(["", CUT_OFF]),
+)  # fmt: skip
+cases = st.builds(
+    replace, st.just(CASE), first=st.sampled_from(LADDER), attempts=st.lists(attempts, max_size=8).map(tuple)
+)
+
+
+@given(cases, all_facts)
+def test_nothing_is_done_to_a_node_that_is_not_opsds_or_not_free(case: Case, facts: Facts) -> None:
+    """Whatever came before: jobs, other people's drains, a silent controller and reboots under way forbid it."""
+    step = next_step(settled(case, facts, LIMITS), facts, LIMITS)
+    if facts.hold != "ours" or facts.busy or facts.rebooting:
+        again = facts.hold == "nobody" and step.do == "return"
+        assert step.do in ("wait", "left", "rma") or again or (case.last is not None and case.last.what == RETURN)
+        assert step.rung is None
+        assert step.do != "retest"
+    if facts.hold in ("others", "rma", "unknown"):
+        assert step.do == ("wait" if facts.hold == "unknown" else "left")
+
+
+@given(cases, all_facts)
+def test_a_node_is_returned_only_after_a_test_it_has_passed(case: Case, facts: Facts) -> None:
+    """Or to complete a return that was cut off."""
+    case = settled(case, facts, LIMITS)
+    if next_step(case, facts, LIMITS).do == "return":
+        assert case.last is not None
+        assert (case.last.what, case.last.ok) == (RETEST, True) or case.last.what == RETURN
+
+
+@given(
+    st.sampled_from(LADDER), st.lists(st.booleans(), max_size=40), st.sets(st.sampled_from(LADDER)), st.integers(1, 5)
+)
+def test_every_repair_ends_within_its_limits(first: Rung, luck: list[bool], rungs: set[Rung], most: int) -> None:
+    """However remedies and tests end: no rung below an earlier one, none too often, none that is not allowed."""
+    limits = Limits(tuple(rung for rung in LADDER if rung in rungs), most)
+    case, facts, outcomes = replace(CASE, first=first), FREE, iter(luck)
+    for _ in range(60):
+        step = next_step(case, facts, limits)
+        if step.do in ("left", "rma", "return"):
+            break
+        what = step.rung or RETEST
+        case = ended(begun(case, what, facts), next(outcomes, False), "", facts.now)
+    else:
+        pytest.fail("it does not end")
+    tried = [Rung(attempt.what) for attempt in case.rungs]
+    assert tried == sorted(tried, key=LADDER.index)
+    assert len(tried) <= most
+    assert set(tried) <= rungs
+    assert all(tried.count(rung) <= TRIES[rung] for rung in LADDER)
+
+
+def test_the_ladder_is_climbed_rung_by_rung() -> None:
+    """A remedy is tested; one that fails, or does not help, is followed by the next; three attempts are enough."""
+    assert next_step(CASE, FREE, LIMITS).rung is Rung.RESET
+    assert next_step(after((Rung.RESET, True)), FREE, LIMITS).do == "retest"
+    assert next_step(after((Rung.RESET, True), (RETEST, False)), FREE, LIMITS).rung is Rung.RELOAD
+    assert next_step(after((Rung.RESET, False)), FREE, LIMITS).rung is Rung.RELOAD
+    tried = ((Rung.RESET, False), (Rung.RELOAD, False), (Rung.REBOOT, True))
+    assert next_step(after(*tried, (RETEST, True)), FREE, LIMITS).do == "return"
+    last = next_step(after(*tried, (RETEST, False)), FREE, LIMITS)
+    assert (last.do, last.why) == ("rma", "3 attempts without success; the last: retest ended")
+
+
+def test_nothing_is_done_in_a_time_of_maintenance() -> None:
+    """Not even a return: people work on the node or on the cluster."""
+    for case in (CASE, after((Rung.RESET, True)), after((Rung.RESET, True), (RETEST, True))):
+        assert next_step(case, replace(FREE, paused="maintenance: service"), LIMITS).why == "maintenance: service"
+
+
+def test_two_reboots_are_enough() -> None:
+    """Where a reboot is the first that can help, it is done twice."""
+    case = replace(CASE, first=Rung.REBOOT)
+    once = after((Rung.REBOOT, True), (RETEST, False), case=case)
+    assert next_step(once, FREE, LIMITS).rung is Rung.REBOOT
+    twice = after(*[(Rung.REBOOT, True), (RETEST, False)] * 2, case=case)
+    assert next_step(twice, FREE, LIMITS).do == "rma"
+
+
+def test_what_does_not_last_is_not_repaired_again() -> None:
+    """Many repairs in a week, and returns that others have seen fail, mean hardware."""
+    assert next_step(CASE, replace(FREE, recent=LIMITS.a_week), LIMITS).do == "rma"
+    assert next_step(CASE, replace(FREE, relapsed="it failed again twice"), LIMITS).why == "it failed again twice"
+
+
+def test_a_reboot_is_over_once_the_node_has_another_boot() -> None:
+    """Slurm must have seen it, too; without one in time the attempt has failed."""
+    waiting = begun(CASE, Rung.REBOOT, FREE)
+    assert settled(waiting, replace(FREE, now=1100.0), LIMITS) == waiting
+    assert next_step(waiting, FREE, LIMITS).do == "wait"
+    booted = replace(FREE, now=1100.0, boot="boot-2")
+    assert settled(waiting, replace(booted, rebooting=True), LIMITS) == waiting
+    (attempt,) = settled(waiting, booted, LIMITS).attempts
+    assert (attempt.ok, attempt.detail) == (True, "booted again after 100 s")
+    (late,) = settled(waiting, replace(FREE, now=1001.0 + LIMITS.reboot_s), LIMITS).attempts
+    assert late.ok is False
+
+
+def test_a_test_that_was_cut_off_is_repeated_once() -> None:
+    """A program that was stopped says nothing of the node; a node that booted under load failed its test."""
+    retesting = begun(after((Rung.RESET, True)), RETEST, FREE)
+    cut = settled(retesting, FREE, LIMITS)
+    assert next_step(cut, FREE, LIMITS).do == "retest"
+    again = settled(begun(cut, RETEST, FREE), FREE, LIMITS)
+    assert next_step(again, FREE, LIMITS).rung is Rung.RELOAD
+    crashed = settled(retesting, replace(FREE, boot="boot-2"), LIMITS)
+    assert next_step(crashed, FREE, LIMITS).rung is Rung.RELOAD
+
+
+def test_a_return_that_was_cut_off_is_completed() -> None:
+    """It may have been done; done twice it changes nothing. But not if somebody else has taken the node meanwhile."""
+    returning = begun(after((Rung.RESET, True), (RETEST, True)), RETURN, FREE)
+    for hold in ("ours", "nobody"):
+        facts = replace(FREE, hold=hold)
+        assert next_step(settled(returning, facts, LIMITS), facts, LIMITS).do == "return"
+    facts = replace(FREE, hold="others", hold_text="n1 was taken out of service by ann: fan")
+    assert next_step(settled(returning, facts, LIMITS), facts, LIMITS).do == "left"
+
+
+def test_the_driver_is_asked_where_to_begin() -> None:
+    """It knows better than the kind of the incident, but never less than that asks for."""
+    assert begin_at(FAULTS["gpu_xid"], [0, 0, 1]) is Rung.RESET
+    assert begin_at(FAULTS["gpu_xid"], [0, 2]) is Rung.REBOOT
+    assert begin_at(FAULTS["gpu_lost"], [1]) is Rung.REBOOT
+    assert begin_at(FAULTS["gpu_xid"], [99]) is Rung.RESET
+
+
+def test_faults_name_kinds_and_checks_that_exist() -> None:
+    """A kind of a runbook, or a drain by preflight."""
+    from opsd.preflight.checks import CHECKS
+    from opsd.runbooks import RUNBOOKS
+
+    kinds, checks = {runbook.kind for runbook in RUNBOOKS} | {"preflight"}, {check.name for check in CHECKS}
+    assert set(FAULTS) <= kinds
+    assert {name for fault in FAULTS.values() for name in fault.checks} <= checks

@@ -1,0 +1,185 @@
+"""What a repair does on the node: which processes end, what is stopped meanwhile, and what is left out of evidence."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tarfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from opsd.repair import evidence
+from opsd.repair.case_file import CaseFile
+from opsd.repair.machine import NvidiaMachine, RungError, run_command
+from opsd.repair.retest import Preflight
+
+
+@dataclass
+class Node:
+    """A node's /proc and its commands. ``active`` services run, ``broken`` commands fail."""
+
+    proc: Path
+    active: set[str] = field(default_factory=set)
+    broken: tuple[str, ...] = ()
+    ran: list[str] = field(default_factory=list)
+    killed: list[tuple[int, int]] = field(default_factory=list)
+    stubborn: bool = False
+    now: float = 0.0
+
+    def run(self, argv: Sequence[str], _deadline_s: float) -> str:
+        command = " ".join(argv)
+        if argv[0] == "systemctl" and argv[1].startswith("is-"):
+            if argv[-1] not in self.active:
+                raise RungError("inactive")
+            return ""
+        self.ran.append(command)
+        if command.startswith(self.broken or ("never",)):
+            raise RungError(f"{command} failed: in use")
+        return ""
+
+    def kill(self, pid: int, number: int) -> None:
+        self.killed.append((pid, number))
+        if not self.stubborn or number == signal.SIGKILL:
+            (self.proc / str(pid) / "fd/3").unlink()
+
+    def holds(self, pid: int, cgroup: str) -> None:
+        """A process of the cgroup that has a GPU open."""
+        (self.proc / str(pid) / "fd").mkdir(parents=True)
+        (self.proc / str(pid) / "fd/3").symlink_to("/dev/nvidia0")
+        (self.proc / str(pid) / "comm").write_text("python\n")
+        (self.proc / str(pid) / "cgroup").write_text(f"0::{cgroup}\n")
+
+    def machine(self, *services: str) -> NvidiaMachine:
+        def sleep(seconds: float) -> None:
+            self.now += seconds
+
+        return NvidiaMachine(
+            list, services=services, run=self.run, proc=self.proc, kill=self.kill, clock=lambda: self.now,
+            sleep=sleep,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    (tmp_path / "proc").mkdir()
+    return Node(tmp_path / "proc")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id, root's here")
+def test_what_jobs_have_left_is_ended_and_services_are_not(node: Node) -> None:
+    """A step of Slurm's that root has run counts as a job's; one that ignores SIGTERM is killed."""
+    node.stubborn = True
+    node.holds(101, "/system.slice/nvidia-persistenced.service")
+    node.holds(102, "/system.slice/slurmstepd.scope/job_7/step_0/user/task_0")
+    node.holds(103, "/user.slice/user-1000.slice/session-1.scope")
+    assert node.machine().end_processes() == "ended 2 processes"
+    assert {pid for pid, _ in node.killed} == {102, 103}
+    assert (102, signal.SIGTERM) in node.killed
+    assert (102, signal.SIGKILL) in node.killed
+
+
+def test_services_that_hold_gpus_are_stopped_for_a_reset(node: Node) -> None:
+    """Those that ran, which are started again, also when the reset fails."""
+    node.active, node.broken = {"nvidia-dcgm"}, ("nvidia-smi",)
+    with pytest.raises(RungError, match="in use"):
+        node.machine("nvidia-dcgm", "dcgm-exporter").reset_gpus()
+    assert node.ran == ["systemctl stop nvidia-dcgm", "nvidia-smi --gpu-reset", "systemctl start nvidia-dcgm"]
+
+
+def test_the_driver_s_modules_are_unloaded_in_order_and_loaded_again(node: Node) -> None:
+    """Also where one of them is in use; those that were not loaded stay so."""
+    (node.proc / "modules").write_text("nvidia_uvm 1 0 - Live\nnvidia 1 1 nvidia_uvm, Live\next4 1 1 - Live\n")
+    assert node.machine().reload_driver() == "loaded nvidia, nvidia_uvm again"
+    load = ["modprobe nvidia", "modprobe nvidia_uvm"]
+    assert node.ran == ["modprobe --remove nvidia_uvm", "modprobe --remove nvidia", *load]
+    node.ran, node.broken = [], ("modprobe --remove nvidia_uvm",)
+    with pytest.raises(RungError, match="in use"):
+        node.machine().reload_driver()
+    assert node.ran == ["modprobe --remove nvidia_uvm", *load]
+
+
+def test_a_command_that_hangs_or_fails_is_one_sentence() -> None:
+    """With the last line that it printed."""
+    with pytest.raises(RungError, match=r"failed: GPU 0 is in use$"):
+        run_command(["sh", "-c", "echo first; echo GPU 0 is in use >&2; exit 3"], 20.0)
+    with pytest.raises(RungError, match=r"has not ended within 0\.2 s"):
+        run_command(["sleep", "60"], 0.2)
+    with pytest.raises(RungError, match="cannot be run: No such file"):
+        run_command(["opsd-no-such-program"], 1.0)
+
+
+def test_an_archive_of_evidence_is_bounded_and_has_no_secrets(tmp_path: Path) -> None:
+    """Long parts keep their end; what is missing stands in the index; names come from opsd alone."""
+
+    def run(argv: Sequence[str], _deadline_s: float) -> str:
+        if argv[0] == "dmesg":
+            return "x" * (evidence.PART_BYTES + 10) + "\nWANDB_API_KEY=abc123 and the end"
+        if argv[0] == "scontrol":
+            return "Reason=login with https://ann:hunter2@host Authorization: Bearer xyz"
+        raise RungError(f"{argv[0]} cannot be run: No such file or directory")
+
+    sources = evidence.Sources("../n 1", tmp_path, tmp_path / "preflight.sqlite", run=run, nvidia_report="none")
+    path = evidence.make(sources, 1_763_700_000.0)
+    assert path == tmp_path / "evidence" / "evidence-_n_1-20251121T044000Z.tar.gz"
+    assert path.stat().st_mode & 0o077 == 0
+    with tarfile.open(path) as archive:
+        parts = {Path(member.name).name: archive.extractfile(member) for member in archive}
+        texts = {name: file.read().decode() for name, file in parts.items() if file is not None}
+        assert all(member.isreg() and not member.name.startswith(("/", ".")) for member in archive)
+    assert len(texts["kernel-ring.txt"]) == evidence.PART_BYTES
+    assert texts["kernel-ring.txt"].endswith("WANDB_API_KEY=(left out) and the end")
+    assert "hunter2" not in texts["slurm-node.txt"]
+    assert "xyz" not in texts["slurm-node.txt"]
+    index = json.loads(texts["index.json"])["parts"]
+    assert index["kernel-ring.txt"]["cut"] is True
+    assert index["nvidia-smi.txt"] == {"missing": "nvidia-smi cannot be run: No such file or directory"}
+    assert index["nvidia-bug-report.log.gz"] == {"missing": "none is not installed"}
+
+
+def test_a_program_s_own_report_is_taken_along(tmp_path: Path) -> None:
+    """As it is, compressed by its own program."""
+    program = tmp_path / "report"
+    program.write_text('#!/bin/sh\n[ "$1 $2" = "--safe-mode --output-file" ] && echo all >"$3.gz"\n')
+    program.chmod(0o755)
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "preflight.sqlite", nvidia_report=str(program))
+
+    def run(argv: Sequence[str], deadline_s: float) -> str:
+        return run_command(argv, deadline_s) if argv[0] == str(program) else ""
+
+    path = evidence.make(evidence.Sources(**{**_fields(sources), "run": run}), 0.0, tmp_path / "out.tar.gz")
+    with tarfile.open(path) as archive:
+        (name,) = [name for name in archive.getnames() if "bug-report" in name]
+        file = archive.extractfile(name)
+        assert file is not None
+        assert file.read() == b"all\n"
+
+
+def _fields(sources: evidence.Sources) -> dict[str, object]:
+    return {name: getattr(sources, name) for name in ("node", "state_dir", "preflights", "library", "nvidia_report")}
+
+
+def test_only_the_newest_archives_and_cases_are_kept(tmp_path: Path) -> None:
+    """Nodes that fail for months fill no disk."""
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "none", run=lambda _argv, _s: "", nvidia_report="none")
+    for number in range(evidence.KEPT + 3):
+        path = evidence.make(sources, 1e9 + number)
+        os.utime(path, (number, number))
+    assert len([*(tmp_path / "evidence").glob("*.tar.gz")]) == evidence.KEPT
+    assert CaseFile(tmp_path).past() == []
+
+
+def test_a_retest_that_could_check_nothing_has_failed(tmp_path: Path) -> None:
+    """Unknown is not healthy: none of the checks for the fault applies to this machine, or all are skipped."""
+    skip = ("gpu_health",)
+    whole = ["--set=agent.node=n1", f"--set=agent.state_dir={tmp_path}"]
+    from opsd.preflight.checks import CHECKS
+
+    others = [check.name for check in CHECKS if check.name != "numa"]
+    found = Preflight([*whole, f"--set=preflight.skip={others}"], "quick", skip)(["gpu_health"])
+    assert (found.passed, "none of gpu_health could be run" in found.detail) == (False, True), found
+    broken = Preflight(["--set=agent.nonsense=1"], "quick")([])
+    assert (broken.passed, "unknown key agent.nonsense" in broken.detail) == (False, True), broken

@@ -1,0 +1,100 @@
+"""Which job gives a node back that is to be repaired: one whose own launcher says that it has no ranks there."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from opsd.repair.release import release
+from opsd.slurm.port import Job, Node
+from tests.fakes.slurm import FakeSlurm
+
+JOB = Job(7, "running", "", getpass.getuser(), "train", ("n1", "n2", "n3"), "n1", None, None, None, 0, "run")
+OTHER_USER = 65_533
+
+
+@dataclass
+class Shrinking(FakeSlurm):
+    """Remembers to which nodes a job was reduced."""
+
+    shrunk: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        FakeSlurm.__init__(self, [Node("n2", "allocated", frozenset({"drain"}))])
+
+    def shrink(self, job: int, names: Sequence[str]) -> None:
+        self.shrunk.append((job, tuple(names)))
+
+
+@contextmanager
+def launcher(root: Path, run: str, job: int, nodes: Sequence[str]) -> Iterator[None]:
+    """The folder of a run whose launcher answers that it has ranks on ``nodes``."""
+    folder = root / run
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"run": run, "job": str(job)}))
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "control.sock"))
+        server.listen()
+
+        def serve() -> None:
+            with suppress(OSError), server.accept()[0] as connection:  # nobody may ask
+                connection.recv(4096)
+                connection.sendall(json.dumps({"nodes": list(nodes)}).encode() + b"\n")
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield
+
+
+def test_a_run_that_has_moved_on_gives_its_node_back(tmp_path: Path) -> None:
+    """The job is reduced to its other nodes, and goes on."""
+    slurm = Shrinking()
+    with launcher(tmp_path, "run", 7, ["n1", "n3"]):
+        assert release(slurm, "n2", [JOB], tmp_path) == "job 7 goes on without n2, which its run has left"
+    assert slurm.shrunk == [(7, ("n1", "n3"))]
+
+
+@pytest.mark.parametrize(
+    ("job", "told", "places"),
+    [
+        (JOB, 7, ["n1", "n2"]),
+        (JOB, 8, ["n1", "n3"]),
+        (JOB, 7, []),
+        (replace(JOB, batch_host="n2"), 7, ["n1", "n3"]),
+        (replace(JOB, state="suspended"), 7, ["n1", "n3"]),
+        (replace(JOB, nodes=("n2",)), 7, ["n1", "n3"]),
+        (replace(JOB, user="no-such-user"), 7, ["n1", "n3"]),
+    ],
+    ids=["has ranks", "is another job", "does not say", "batch host", "suspended", "only node", "unknown user"],
+)
+def test_all_other_jobs_keep_it(tmp_path: Path, job: Job, told: int, places: Sequence[str]) -> None:
+    """Also one whose launcher does not say where it has ranks."""
+    slurm = Shrinking()
+    with launcher(tmp_path, "run", told, places):
+        assert release(slurm, "n2", [job], tmp_path) == ""
+    assert slurm.shrunk == []
+
+
+def test_of_two_runs_in_a_job_both_must_have_left(tmp_path: Path) -> None:
+    """A job may have several."""
+    slurm = Shrinking()
+    with launcher(tmp_path, "a", 7, ["n1"]), launcher(tmp_path, "b", 7, ["n2"]):
+        assert release(slurm, "n2", [JOB], tmp_path) == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes a folder of another user, which needs root")
+def test_nobody_speaks_for_another_user_s_job(tmp_path: Path) -> None:
+    """A folder in shared memory claims the job, and is somebody else's."""
+    slurm = Shrinking()
+    with launcher(tmp_path, "run", 7, ["n1", "n3"]):
+        os.chown(tmp_path / "run", OTHER_USER, OTHER_USER)
+        assert release(slurm, "n2", [JOB], tmp_path) == ""
+    assert slurm.shrunk == []
