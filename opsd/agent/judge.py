@@ -28,8 +28,6 @@ TICK_S = 0.1
 
 SHORT_S = 0.002
 
-NOTHING: Sequence[Finding] = ()
-
 
 class ProcessorTime:
     """Processor time of the thread that calls, in seconds.
@@ -54,7 +52,7 @@ class _Look(NamedTuple):
     """The last look for a kind of fault: what it found and took, and when the next one is due, monotonic seconds."""
 
     due: float = -math.inf
-    findings: Sequence[Finding] = NOTHING
+    findings: Sequence[Finding] = ()
     took_s: float = 0.0
 
 
@@ -92,11 +90,15 @@ class Judge:
         self._looks: dict[str, _Look] = {}
 
     def findings(self, view: View) -> list[Finding]:
-        """The diagnosed findings of all runbooks that are not blind in this tick."""
+        """The diagnosed findings of all runbooks that are not blind in this tick.
 
-        def ask(runbook: Runbook) -> Sequence[Finding]:
-            found = (runbook.diagnose(finding, view) for finding in runbook.detect(view))
-            return tuple(with_job(_with_run(finding, view), view) for finding in found)
+        Of a runbook that fails there are those that it had found before: what is wrong with one user's data, or one
+        GPU's, must not hide all others.
+        """
+
+        def ask(runbook: Runbook, found: list[Finding]) -> None:
+            for finding in runbook.detect(view):
+                found.append(with_job(_with_run(runbook.diagnose(finding, view), view), view))
 
         seeing = [runbook for runbook in self.runbooks.values() if sees(runbook, view)]
         looks = {runbook.kind: self._looks.get(runbook.kind, _Look()) for runbook in seeing}
@@ -105,7 +107,8 @@ class Judge:
             look = looks[runbook.kind]
             if view.now < look.due or start - began > TICK_S:
                 continue
-            findings, before = self._try(runbook, partial(ask, runbook), NOTHING), start
+            findings, before = list[Finding](), start
+            self._try(runbook, partial(ask, runbook, findings), None)
             start = self._used_s()
             took_s = start - before
             wait_s = min(min(took_s, look.took_s) / SHARE, LONGEST_WAIT_S)

@@ -110,11 +110,18 @@ def keep_applying(
     *,
     retry_s: float = RETRY_S,
 ) -> None:
-    """Apply pending updates every ``retry_s`` seconds until ``stop`` is set."""
+    """Apply pending updates every ``retry_s`` seconds until ``stop`` is set; a folder that fails is tried again."""
+    trouble = ""
     while not stop.wait(retry_s):
-        if updates.pending():
-            for sentence in updates.apply(slurm(), rules, time.time()):
-                say(sentence)
+        before, trouble = trouble, ""
+        try:
+            if updates.pending():
+                for sentence in updates.apply(slurm(), rules, time.time()):
+                    say(sentence)
+        except OSError as error:
+            trouble = f"orders that Slurm has not taken cannot be read: {error}"
+            if trouble != before:
+                say(trouble)
 
 
 def _outcome(update: DeferredUpdate, slurm: Slurm, rules: Rules, now: float) -> str:

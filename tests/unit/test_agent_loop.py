@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from opsd.agent.policy import Limits
 from opsd.collectors.base import NoData, Reading
-from opsd.runbooks.base import Action, Cost, Evidence, Incident, Runbook, State, View
+from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Runbook, State, View
 from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import eventually
 from tests.fakes.collectors import FakeCollector
@@ -180,6 +181,19 @@ def test_a_runbook_that_raises_is_counted_and_the_others_go_on(tmp_path: Path, t
     assert agent.metrics()["opsd_runbook_errors_total{broken}"] > 0
     assert agent.metrics()["opsd_runbook_errors_total{trouble}"] == 0
     assert "trouble" in {i.kind for i in agent.responder.current}
+
+
+def test_what_a_runbook_found_before_it_failed_counts(tmp_path: Path, trouble: Trouble) -> None:
+    """The data of one user that it cannot stand do not hide the fault of another."""
+
+    def fails(_view: View) -> Iterator[Finding]:
+        yield finding("broken", "x")
+        raise ZeroDivisionError
+
+    agent = trouble.agent(tmp_path, runbooks=[replace(trouble.runbook(), kind="broken", detect=fails)])
+    agent.tick(3)
+    assert agent.metrics()["opsd_runbook_errors_total{broken}"] > 0
+    assert [i.kind for i in agent.responder.current] == ["broken"]
 
 
 def test_what_a_failed_collector_delivered_is_not_shown(tmp_path: Path) -> None:

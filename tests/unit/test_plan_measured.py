@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,7 @@ def test_slurms_events_replace_outages(tmp_path: Path) -> None:
         ("e.txt", EVENTS[: EVENTS.index("|n4")], "too few for a rate"),
         ("e.txt", "hello", "is no JSON"),
     ],
+    ids=count(),
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, name: str, content: object, said: str) -> None:
     """In one sentence; what was only found is left out with it."""

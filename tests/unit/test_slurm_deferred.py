@@ -128,6 +128,29 @@ def test_the_agent_goes_on_trying(tmp_path: Path) -> None:
     assert slurm.updates == [(("n01",), "drain", "opsd:manual x")]
 
 
+def test_the_agent_survives_a_folder_that_fails(tmp_path: Path) -> None:
+    """A disk that goes and comes back: it is said once, and what waits there is carried out then."""
+    slurm, stop, said = cluster(), threading.Event(), SimpleQueue[str]()
+    updates = DeferredUpdates(tmp_path)
+    updates.put(DeferredUpdate("drain", ("n01",), time.time(), "opsd:manual x"))
+    failing = [OSError(5, "Input/output error")] * 2
+
+    def found() -> FakeSlurm:
+        if failing:
+            raise failing.pop()
+        return slurm
+
+    parts = (updates, found, RULES, said.put, stop)
+    agent = threading.Thread(target=keep_applying, args=parts, kwargs={"retry_s": 0.01})
+    agent.start()
+    try:
+        assert "cannot be read: [Errno 5] Input/output error" in said.get(timeout=20)
+        assert said.get(timeout=20) == "drained n01"
+    finally:
+        stop.set()
+        agent.join(20)
+
+
 def test_an_order_that_was_overtaken_is_dropped(tmp_path: Path) -> None:
     """Someone drained the node by hand, repaired it and gave it back: the old order does not take it out again."""
     slurm, updates = cluster(), DeferredUpdates(tmp_path)
