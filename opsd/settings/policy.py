@@ -106,7 +106,11 @@ class PolicySettings(Section):
         le=1,
         description="Share of the cluster's nodes that opsd may hold drained or down at once; one node always.",
     )
-
+    min_drained: int = Field(
+        default=3,
+        ge=1,
+        description="So many it may hold in a small cluster where that share is less, but only one in four nodes.",
+    )
     drain_cooldown_s: float = Field(
         default=3600.0, ge=0, description="A node that was given back is not drained again within this many seconds."
     )

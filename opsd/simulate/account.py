@@ -34,6 +34,8 @@ class Account:
         """By the kind of fault that cost them."""
         self.longest_s = 0.0
         """The longest time without a step."""
+        self.interruptions = 0
+        """How often ranks have stopped, for whatever reason."""
         self.work_s = 0.0
         """The work that the run has kept, in seconds of all nodes; steps are counted from it."""
         self._interval_s, self._stall_s = interval_s, stall_s
@@ -66,6 +68,7 @@ class Account:
         """No steps from now on, for ``cause`` if it is new. Work since the last checkpoint is lost unless ``kept``."""
         if self.working:
             self._still_since, self._cause = now, cause or ""
+            self.interruptions += 1
         self._close(now, kept=kept)
         self._bucket, self._since = bucket, now
         self._cause = self._cause if cause is None else cause

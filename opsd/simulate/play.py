@@ -43,6 +43,7 @@ class Played:
     outages: int
     spares_in_use: tuple[int, int]
     """Half and 99 % of the time at most so many places of spares were taken by nodes that are out of service."""
+    interruptions: int
     swaps: int
     requeues: int
     resubmissions: int
@@ -86,6 +87,7 @@ class Play:
             account.seconds,
             self._outages,
             (min(setup.spares, level_at(out, 0.5)), min(setup.spares, level_at(out, 0.99))),
+            account.interruptions,
             self._job.swaps,
             self._job.requeues,
             self._job.resubmissions,

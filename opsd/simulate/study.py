@@ -79,6 +79,7 @@ class Study:
             "outages_per_1000_node_days": self.mean("outages") / node_days * 1000,
             "spares_in_use_p50": fmean(run.spares_in_use[0] for run in self.runs),
             "spares_in_use_p99": fmean(run.spares_in_use[1] for run in self.runs),
+            "interruptions": self.mean("interruptions"),
             "swaps": self.mean("swaps"),
             "requeues": self.mean("requeues"),
             "resubmissions": self.mean("resubmissions"),

@@ -23,13 +23,19 @@ MANUAL = "manual"
 """Replaces the incident in the reason of a drain that a person asked for."""
 
 
+SMALL = 4
+"""One of so many nodes may be held for the sake of ``Rules.least``."""
+
+
 class Refused(SlurmRejected):
     """The rules forbid it; the message has one sentence for each node concerned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """``share`` of the cluster's nodes may be held at once; ``cooldown_s`` passes between two drains of a node.
+    """``share`` of the cluster's nodes may be held at once, and in a small cluster ``least`` of them, up to a quarter.
+
+    ``cooldown_s`` passes between two drains of a node.
 
     A node is returned if it passed the preflight ``profile`` less than ``check_age_s`` seconds ago, unless it was
     drained again within ``relapse_days`` after each of ``max_returns`` earlier returns.
@@ -41,6 +47,7 @@ class Rules:
     relapse_days: float = 14.0
     profile: str = "standard"
     check_age_s: float = DAY_S
+    least: int = 3
 
     @classmethod
     def of(cls, policy: PolicySettings) -> Rules:
@@ -51,6 +58,7 @@ class Rules:
             policy.max_returns,
             policy.relapse_days,
             policy.return_profile,
+            least=policy.min_drained,
         )
 
 
@@ -78,9 +86,9 @@ def kind_of(told: str) -> str:
     return (incident if about.startswith(" ") or not words else words[0]).rstrip(":;")
 
 
-def allowance(nodes: Sequence[Node], share: float) -> int:
-    """How many of ``nodes`` opsd may hold: their ``share`` (0 to 1) rounded down, at least one."""
-    return max(1, math.floor(share * len(nodes) + 1e-9))
+def allowance(nodes: Sequence[Node], rules: Rules) -> int:
+    """How many of ``nodes`` opsd may hold: their share rounded down, and in a small cluster somewhat more."""
+    return max(1, math.floor(rules.share * len(nodes) + 1e-9), min(rules.least, len(nodes) // SMALL))
 
 
 def held(nodes: Sequence[Node]) -> list[Node]:
@@ -92,9 +100,9 @@ def held(nodes: Sequence[Node]) -> list[Node]:
     return sorted(ours, key=lambda node: (node.reason_at if node.reason_at is not None else math.inf, node.name))
 
 
-def surplus(nodes: Sequence[Node], name: str, share: float) -> bool:
+def surplus(nodes: Sequence[Node], name: str, rules: Rules) -> bool:
     """Whether ``name`` is held beyond the allowance: several agents may have drained at the same time."""
-    return name in {node.name for node in held(nodes)[allowance(nodes, share) :]}
+    return name in {node.name for node in held(nodes)[allowance(nodes, rules) :]}
 
 
 def drain_objections(
@@ -108,12 +116,12 @@ def drain_objections(
     against += [
         sentence for name in fresh if (sentence := _resting(name, records.get(name, NodeHistory()), rules, now))
     ]
-    ours, limit = held(nodes), allowance(nodes, rules.share)
+    ours, limit = held(nodes), allowance(nodes, rules)
     if fresh and len(ours) + len(fresh) > limit:
         listed = f" ({', '.join(node.name for node in ours[:5])}{' …' if len(ours) > 5 else ''})" if ours else ""
         against.append(
             f"opsd holds {len(ours)} of {len(nodes)} nodes already{listed}; {limit} may be held at once "
-            "(policy.max_drained_share)"
+            "(policy.max_drained_share, policy.min_drained)"
         )
     return against
 
@@ -162,7 +170,7 @@ def drain(
     if against and not force:
         raise Refused("; ".join(against))
     fresh = effects.drain(slurm, names, told)
-    late = [name for name in fresh if not force and surplus(slurm.nodes(), name, rules.share)]
+    late = [name for name in fresh if not force and surplus(slurm.nodes(), name, rules)]
     if late:
         effects.give_back(slurm, late)
         raise Refused(f"other nodes were drained at the same time; {', '.join(late)} went back into service")

@@ -234,13 +234,32 @@ def test_too_few_nodes_give_the_run_back(tmp_path: Path) -> None:
     assert "too few nodes" in nodes.events("finished")[-1]["reason"]
 
 
+SAVING = """
+import os, time
+from opsd.client import Reporter
+
+reporter = Reporter.from_env()
+for step in range(100_000):
+    time.sleep(0.02)
+    reporter.step(step=step)
+    if step % 10 == 0:
+        reporter.checkpoint_committed(step)
+    if reporter.stop_requested:
+        break
+reporter.close()
+"""
+
+
 def test_fewer_nodes_go_on_where_that_is_allowed(tmp_path: Path) -> None:
-    """MIN:MAX: the world gets smaller."""
-    with Nodes(tmp_path, ENDLESS, "--nnodes=2:3", count=3) as nodes:
+    """MIN:MAX: the world gets smaller, and larger again when the node is back."""
+    with Nodes(tmp_path, SAVING, "--nnodes=2:3", "--grow-after=0.2", count=3) as nodes:
         nodes.until(lambda: nodes.state("n3")["state"] == "running" and nodes.state("n1")["state"] == "running")
         nodes.kill("n1")
         nodes.until(lambda: resumed(nodes))
-    assert [event["world_size"] for event in nodes.events("generation_started")] == [3, 2]
+        nodes.start("n1")
+        nodes.until(lambda: len(nodes.events("generation_started")) == 3)
+    assert [event["world_size"] for event in nodes.events("generation_started")] == [3, 2, 3]
+    assert nodes.events("restart_requested")[-1]["reason"].startswith("the arrival of n1: ")
 
 
 def test_the_last_of_two_goes_on(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def cluster(*nodes: Node, idle: int = 40) -> FakeSlurm:
 
 
 def drainer(slurm: FakeSlurm, node: str = "n07", share: float = 0.05) -> SlurmDrainer:
-    return SlurmDrainer(lambda: slurm, node, Rules(share))
+    return SlurmDrainer(lambda: slurm, node, Rules(share, least=1))
 
 
 def test_a_node_is_drained_with_opsds_reason() -> None:
@@ -116,8 +116,8 @@ nodes = st.lists(
 @given(nodes, names, st.floats(0.001, 1))
 def test_the_budget_is_never_exceeded(cluster_nodes: list[Node], name: str, share: float) -> None:
     """What may be drained fits in; what is surplus is exactly what does not."""
-    ours, limit = held(cluster_nodes), allowance(cluster_nodes, share)
+    ours, limit = held(cluster_nodes), allowance(cluster_nodes, Rules(share))
     if not drain_objections(cluster_nodes, {}, [name], Rules(share), 0.0) and name not in {node.name for node in ours}:
         assert len(ours) + 1 <= limit
-    beyond = [node for node in ours if surplus(cluster_nodes, node.name, share)]
+    beyond = [node for node in ours if surplus(cluster_nodes, node.name, Rules(share))]
     assert len(beyond) == max(0, len(ours) - limit)

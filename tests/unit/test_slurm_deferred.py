@@ -24,7 +24,7 @@ from opsd.slurm.port import Node, SlurmDenied, SlurmError, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm, cluster, held
 
 NOW = 1_763_700_000.0
-RULES = Rules(share=0.1)
+RULES = Rules(share=0.1, least=1)
 DOWN = SlurmUnavailable("scontrol has not answered within 12 s")
 
 

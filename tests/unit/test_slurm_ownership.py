@@ -16,7 +16,7 @@ from opsd.slurm.port import Node, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm, cluster, held
 
 NOW = 1_763_700_000.0
-RULES = Rules(share=0.1)
+RULES = Rules(share=0.1, least=1)
 DOWN = SlurmUnavailable("scontrol has not answered within 12 s")
 
 
@@ -61,6 +61,14 @@ def test_a_drain_that_was_cut_off_is_recorded_by_its_repetition() -> None:
     assert slurm.by_comment == {"n01": f"[opsd1 ib_link={NOW:.0f}-]", "n02": f"[opsd1 ib_link={NOW + 1:.0f}-]"}
     assert ownership.drain(slurm, ["n01"], "opsd:manual gpu_xid", RULES, now=NOW + 180) == ()
     assert slurm.by_comment["n01"] == f"[opsd1 ib_link={NOW:.0f}-]"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "may"), [(1, 1), (3, 1), (4, 1), (8, 2), (12, 3), (56, 3), (60, 3), (80, 4), (1250, 62)]
+)
+def test_how_many_nodes_may_be_held(nodes: int, may: int) -> None:
+    """One in twenty; in small clusters three, but one in four at most, and one always."""
+    assert ownership.allowance([Node(f"n{number}", "idle") for number in range(nodes)], Rules()) == may
 
 
 def test_the_cap_counts_all_that_are_asked_for() -> None:
