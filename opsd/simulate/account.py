@@ -8,12 +8,22 @@ from collections.abc import Mapping
 from typing import Final, Literal, get_args
 
 Bucket = Literal[
-    "productive", "fewer_nodes", "checkpoint", "lost_work", "detection", "restart", "queue", "waiting", "person"
-]
+    "productive",
+    "fewer_nodes",
+    "slow_nodes",
+    "checkpoint",
+    "lost_work",
+    "detection",
+    "restart",
+    "queue",
+    "waiting",
+    "person",
+]  # fmt: skip
 BUCKETS: Final[tuple[Bucket, ...]] = get_args(Bucket)
 TOLD: Final[Mapping[Bucket, str]] = {
     "productive": "steps that count, at full speed",
     "fewer_nodes": "speed that missing nodes took",
+    "slow_nodes": "speed that slow nodes took",
     "checkpoint": "stalls for checkpoints",
     "lost_work": "steps that were done again",
     "detection": "until a fault is noticed",
@@ -39,7 +49,8 @@ class Account:
         self._interval_s, self._stall_s = interval_s, stall_s
         self._bucket: Bucket = "queue"
         self._since = self._still_since = 0.0
-        self._rate = 1.0
+        self._paces: list[tuple[float, float, float]] = []
+        """Since when ranks work with which share of the nodes, and how fast."""
         self._furthest_s = 0.0
         self._cause = ""
 
@@ -52,11 +63,17 @@ class Account:
         """Whether ranks compute."""
         return self._bucket == "productive"
 
-    def work(self, now: float, rate: float) -> None:
-        """Steps are made from now on, at ``rate`` (0 to 1) of the full speed."""
+    def work(self, now: float, rate: float, speed: float = 1.0) -> None:
+        """Steps are made from now on, by the share ``rate`` of the nodes, at ``speed`` (0 to 1) of the usual."""
         self._close(now, kept=True)
         self.longest_s = max(self.longest_s, now - self._still_since)
-        self._bucket, self._since, self._rate, self._cause = "productive", now, rate, ""
+        self._bucket, self._since, self._cause = "productive", now, ""
+        self._paces = [(now, rate, speed)]
+
+    def pace(self, now: float, speed: float) -> None:
+        """The nodes that work are faster or slower from now on."""
+        if self.working and speed != self._paces[-1][2]:
+            self._paces.append((now, self._paces[-1][1], speed))
 
     def idle(self, now: float, bucket: Bucket, cause: str | None = None, *, kept: bool = False) -> None:
         """No steps from now on, for ``cause`` if it is new. Work since the last checkpoint is lost unless ``kept``."""
@@ -80,15 +97,26 @@ class Account:
             if self._cause and self._bucket in _IDLE:
                 self.lost_s[self._cause] += passed
             return
-        cycles, rest = divmod(passed, self._interval_s + self._stall_s)
-        stalled = cycles * self._stall_s + max(0.0, rest - self._interval_s)
-        done = passed - stalled
-        good = done if kept else math.floor(cycles) * self._interval_s
-        self.seconds["checkpoint"] += stalled
-        self.seconds["lost_work"] += done - good
-        self.seconds["productive"] += good * self._rate
-        self.seconds["fewer_nodes"] += good * (1 - self._rate)
-        self._furthest_s = max(self._furthest_s, self.work_s + done * self._rate)
-        self.work_s += good * self._rate
+        worked = self._worked(passed)
+        kept_s = worked if kept else math.floor(passed / (self._interval_s + self._stall_s)) * self._interval_s
+        self.seconds["checkpoint"] += passed - worked
+        self.seconds["lost_work"] += worked - kept_s
+        made_s = saved_s = 0.0
+        ends = [begin for begin, _, _ in self._paces[1:]]
+        for (begin, rate, speed), end in zip(self._paces, [*ends, now], strict=True):
+            start_s, end_s = self._worked(begin - self._since), self._worked(end - self._since)
+            good = max(0.0, min(end_s, kept_s) - start_s)
+            self.seconds["productive"] += good * rate * speed
+            self.seconds["fewer_nodes"] += good * (1 - rate)
+            self.seconds["slow_nodes"] += good * rate * (1 - speed)
+            made_s += (end_s - start_s) * rate * speed
+            saved_s += good * rate * speed
+        self._furthest_s = max(self._furthest_s, self.work_s + made_s)
+        self.work_s += saved_s
         if self._cause:
-            self.lost_s[self._cause] += done - good
+            self.lost_s[self._cause] += worked - kept_s
+
+    def _worked(self, passed: float) -> float:
+        """Seconds of ``passed`` since the first step in which ranks computed: a checkpoint ends each interval."""
+        cycles, rest = divmod(passed, self._interval_s + self._stall_s)
+        return cycles * self._interval_s + min(rest, self._interval_s)
