@@ -10,6 +10,7 @@ from opsd.plan.figures import Figure
 from opsd.plan.memory import GIB
 from opsd.plan.plan import ABLATIONS, Plan, checkpoint_bytes
 from opsd.plan.reliability import DAY_S
+from opsd.plan.scaling import SOURCES
 from opsd.trainer import counts
 from opsd.words import count, duration, plural
 
@@ -101,7 +102,12 @@ def _layouts(plan: Plan) -> list[tuple[str, str]]:
 def _memory(plan: Plan) -> list[tuple[str, str]]:
     memory, most = plan.best.memory, plan.hardware.memory.value
     parts = [(name, f"{value / GIB:8.2f} GiB") for name, value in memory.parts.items()]
-    return [*parts, ("total", f"{memory.total / GIB:8.2f} of {most / GIB:.1f} GiB")]
+    kinds = ", ".join(f"{kind} {value / GIB:.2f}" for kind, value in plan.activations.items())
+    return [
+        *parts,
+        ("total", f"{memory.total / GIB:8.2f} of {most / GIB:.1f} GiB"),
+        ("recompute", f"activations would take {kinds} GiB"),
+    ]
 
 
 def _step(plan: Plan) -> list[tuple[str, str]]:
@@ -160,6 +166,7 @@ def _suggested(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("batch", f"{count(few)} to {count(many)} tokens; the run has {count(data.batch * data.sequence)}"),
         ("learning rate", f"{low:.2g} to {high:.2g}; the run has {plan.config.optimizer.lr:.2g}"),
+        ("from", "; ".join(SOURCES)),
     ]
 
 

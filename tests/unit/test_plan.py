@@ -54,6 +54,8 @@ def test_smollm3_is_planned_as_it_went() -> None:
     assert plan["days"] == pytest.approx(24, rel=0.20)
     assert plan["gpu_hours"] == pytest.approx(384 * 24 * plan["days"])
     assert sum(plan["memory_gib"].values()) == pytest.approx(plan["memory_total_gib"])
+    assert all(sum(each["memory_parts_gib"].values()) == pytest.approx(each["memory_gib"]) for each in plan["layouts"])
+    assert plan["activations_gib"][plan["layout"]["recompute"]] == plan["memory_gib"]["activations"]
     assert sum(plan["step"].values()) == pytest.approx(plan["step_s"])
     assert plan["training_days"] == pytest.approx(plan["days"] * (1 - sum(plan["overheads"].values())))
     assert all(figure["source"] for figure in plan["figures"].values())
