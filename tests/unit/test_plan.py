@@ -180,6 +180,8 @@ def test_what_does_not_run_has_a_reason() -> None:
         (["smollm3-3b", "--days", "0.1"], exitcodes.FAILED, "allow more days"),
         (["smollm3-3b", "--gpus", "384", "--write"], exitcodes.USAGE, "copy the run into one"),
         (["smollm3-3b", "--assume", "speed=1"], exitcodes.USAGE, "expected NAME=VALUE"),
+        (["smollm3-3b", "--assume", "outages=0"], exitcodes.USAGE, "can be 0"),
+        (["smollm3-3b", "--measured", "/nowhere"], exitcodes.USAGE, "/nowhere cannot be read"),
         (["config.json", "--gpus", "8"], exitcodes.USAGE, "add --tokens"),
         (["config.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.FAILED, "take more GPUs, or larger ones"),
         (["other.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "these can be used: llama"),
