@@ -15,11 +15,12 @@ from opsd import exitcodes
 from opsd.commands.options import Finite, option, options
 from opsd.commands.output import written
 from opsd.simulate import history, rates
+from opsd.simulate.chart import compare_chart, sweep_chart
 from opsd.simulate.faults import DAY_S, FaultsError, FaultSource, spares_needed
 from opsd.simulate.play import Setup
 from opsd.simulate.policies import NAMES, Policy, policy
 from opsd.simulate.study import Draws, Study, best_interval_s, knee, sweep
-from opsd.simulate.text import compare_lines, needed_line, study_lines, sweep_chart, sweep_lines
+from opsd.simulate.text import compare_lines, needed_line, study_lines, sweep_lines
 from opsd.simulate.times import Times
 
 MOST_NODES = 20_000
@@ -77,7 +78,7 @@ _run_options = options(
 @option("--compare", is_flag=True, help="Play all policies on the same faults.")
 @option("--sweep", "range_", callback=_Range.parse, metavar="spares=A..B", help="Play each number of spares.")
 @option("--advise", is_flag=True, help="Also say how many spares keep all nodes up 99 % of the time.")
-@option("--chart", type=_FILE, help="With --sweep: write the ETTR over the spares as SVG to FILE.")
+@option("--chart", type=_FILE, help="With --sweep or --compare: write a chart as SVG to FILE.")
 @option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
         help="Write the result as JSON to FILE, - for stdout.")  # fmt: skip
 def simulate(compare: bool, range_: _Range | None, json_file: Path | None, chart: Path | None, **told: Any) -> int:
@@ -88,8 +89,8 @@ def simulate(compare: bool, range_: _Range | None, json_file: Path | None, chart
     """
     if compare and range_ is not None:
         raise click.UsageError("--compare and --sweep exclude each other; give one of them")
-    if chart is not None and range_ is None:
-        raise click.UsageError("--chart needs --sweep")
+    if chart is not None and range_ is None and not compare:
+        raise click.UsageError("--chart needs --sweep or --compare")
     began = time.monotonic()
     source = _source(told)
     setup = _setup(told, source)
@@ -104,12 +105,19 @@ def simulate(compare: bool, range_: _Range | None, json_file: Path | None, chart
         names = NAMES if compare else [told["name"]]
         studies = [draws.play(_policy(name, told, setup.spares), setup) for name in names]
         lines = compare_lines(studies, source.name) if compare else study_lines(studies[0], source.name)
-        result = {"policies": [study.as_dict() for study in studies]} if compare else studies[0].as_dict()
+        result = {"policies": _compared(studies)} if compare else studies[0].as_dict()
     if told["advise"]:
         needed = spares_needed(source, setup.nodes, seconds=setup.seconds, draws=told["draws"])
         result["spares_needed"] = {"mean": needed.mean, "p95": needed.p95}
         lines.append(needed_line(needed, setup.nodes))
     return _write({**result, "elapsed_s": time.monotonic() - began}, lines, json_file, chart, studies)
+
+
+def _compared(studies: list[Study]) -> list[dict[str, Any]]:
+    """With what each policy gains over the first."""
+    gains = [study.gain_over(studies[0]) for study in studies]
+    names = ("gain", "gain_low", "gain_high")
+    return [study.as_dict() | dict(zip(names, gain, strict=True)) for study, gain in zip(studies, gains, strict=True)]
 
 
 def _write(
@@ -119,7 +127,8 @@ def _write(
     click.echo(text if json_file == Path("-") else "\n".join(lines))
     fine = json_file in (None, Path("-")) or written(json_file, text + "\n", "the result")
     if chart is not None:
-        fine = written(chart, sweep_chart(studies), "the chart") and fine
+        drawn = compare_chart(studies) if "policies" in result else sweep_chart(studies)
+        fine = written(chart, drawn, "the chart") and fine
     return exitcodes.OK if fine else exitcodes.FAILED
 
 

@@ -46,11 +46,11 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
 
 
 def _plan(folder: Path, opener: Opener) -> str | None:
-    """The text of the run's plan, as long as it can be, None without one."""
+    """The text of the run's plan, as long as it can be, None without one that can be read."""
     try:
         with open(folder / "plan.json", encoding="utf-8", errors="replace", opener=opener) as file:
             return file.read(_LONGEST_PLAN)
-    except FileNotFoundError:
+    except OSError:
         return None
 
 

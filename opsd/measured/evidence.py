@@ -61,7 +61,11 @@ def day(at: float) -> str:
 
 
 def _possible(name: str, known: Mapping[str, Figure]) -> tuple[float, float]:
-    """What a figure can be. Links carry at most twice what is usual for such a GPU, memory what its data sheet has."""
+    """What a figure can be.
+
+    Links carry at most twice what is usual for such a GPU, and at least a fiftieth: less is no network of GPUs. Memory
+    has what its data sheet says.
+    """
     usual = known[name].value
     match name:
         case "gemm" | "attention":
@@ -71,7 +75,7 @@ def _possible(name: str, known: Mapping[str, Figure]) -> tuple[float, float]:
         case "loop":
             return 0.05, 1.5
         case "nvlink" | "network":
-            return 0.001 * usual, 2 * usual
+            return 0.02 * usual, 2 * usual
         case "node_latency" | "network_latency":
             return 1e-7, 0.1
         case "spread" | "data" | "evaluation" | "slow":

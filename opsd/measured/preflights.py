@@ -18,6 +18,8 @@ from opsd.preflight.report import Report, ReportError
 
 _NODES: Final = re.compile(r" on (\d+) nodes")
 _SEARCHED: Final = 20
+_PROCESSOR: Final = "processor"
+"""What checks of GPUs call the device of a machine that has none."""
 
 Values = list[tuple[str, float]]
 """Subjects with their values."""
@@ -94,6 +96,8 @@ def _sharding(check: str) -> list[tuple[str, str]]:
 def _refuse_other(report: Report, path: Path, gpu: str) -> None:
     facts = (result.facts.get("GPUs", "") for result in report.results if result.check == "gpu_inventory")
     model = next(filter(None, facts), "")
+    if any(value.subject == _PROCESSOR for result in report.results for value in result.values):
+        raise NotUsable(f"{path} was measured on {report.node} without GPUs: measure on a node that has some")
     if model and not is_kind(gpu, model):
         raise NotUsable(
             f"{path} was measured on {report.node} with {model}, and the plan is for {gpu}: give that --gpu"

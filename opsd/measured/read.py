@@ -6,6 +6,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +16,12 @@ from opsd.measured.evidence import Evidence, NotUsable, checked, figures
 from opsd.plan.hardware import Hardware
 from opsd.plan.reliability import Habits
 from opsd.preflight.command import HISTORY
-from opsd.report.run import RunReport
+from opsd.report.run import METRICS, RunReport
 
 _EVENTS: Final = "events.jsonl"
 _JOURNAL: Final = "journal.db"
+_LARGEST: Final = 256 << 20
+"""Bytes of the metrics of a run that is read among others; one that is named is read whatever its size."""
 _SQLITE: Final = b"SQLite format 3\x00"
 
 
@@ -98,12 +101,13 @@ def _of_database(path: Path, gpu: str, hardware: Hardware) -> Iterable[Evidence]
 
 
 def _long(folders: Iterable[Path]) -> Iterator[RunReport]:
-    """Those runs that say anything; the others of a user are trials."""
+    """Those runs that say anything; the others of a user are trials. Reading the largest would take minutes."""
     for folder in folders:
-        try:
-            yield runs.read(folder)
-        except NotUsable:
+        metrics = folder / METRICS
+        if metrics.exists() and metrics.stat().st_size > _LARGEST:
             continue
+        with suppress(NotUsable):
+            yield runs.read(folder)
 
 
 def _tables(path: Path) -> set[str]:

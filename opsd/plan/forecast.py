@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import lru_cache
+from typing import Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from opsd.plan.reliability import DAY_S, HABITS, spares_for
 
@@ -26,6 +27,8 @@ _PLANNED: Final[Mapping[str, tuple[str, ...]]] = {
 """The buckets of the ledger that a plan has expected, by the names of its overheads."""
 _ONCE: Final = ("setup", "queued", "stop")
 """Buckets whose past says nothing of the future."""
+_MOST_OVERHEAD, _MOST_AWAY = 0.95, 0.5
+"""A plan in which more of the time is lost, or of the nodes are away, is none."""
 PRODUCTIVE: Final = "productive"
 LOST_NODES: Final = ("node_lost", "node_retired")
 """The events of a run after which it goes on without a node."""
@@ -46,12 +49,20 @@ class Planned(BaseModel):
     tokens: float = Field(gt=0, le=1e18)
     days: float = Field(gt=0, le=36_500)
     training_days: float = Field(gt=0, le=36_500)
-    mttf_s: float = Field(gt=0)
-    overheads: dict[str, float] = Field(max_length=32)
+    mttf_s: float = Field(gt=0, le=1e12)
+    overheads: dict[str, Annotated[float, Field(ge=0)]] = Field(max_length=32)
     spares: int = Field(ge=0, le=20_000)
     outages: float = Field(gt=0, le=1)
     repair_s: float = Field(gt=0, le=365 * DAY_S)
     clumps: float = Field(gt=0, le=100)
+
+    @model_validator(mode="after")
+    def _leaves_time(self) -> Self:
+        if sum(self.overheads.values()) > _MOST_OVERHEAD:
+            raise ValueError("overheads leave no time for training")
+        if self.outages * self.repair_s > _MOST_AWAY * DAY_S:
+            raise ValueError("outages and repair_s leave too few nodes")
+        return self
 
     @classmethod
     def parse(cls, text: str) -> Planned:
@@ -111,11 +122,17 @@ class Forecast:
     def spares(self) -> int:
         """Advised for 99 % of the time: with the plan's rate of outages, corrected by the nodes that were lost."""
         planned, done_days = self.planned, self.progress.wall_s / DAY_S
-        rate = (self.progress.lost_nodes + 1) / (planned.nodes * done_days + 1 / planned.outages)
-        figures = HABITS.figures()
-        values = {"outages": rate, "repair": planned.repair_s, "clumps": planned.clumps}
-        habits = HABITS.given({name: figures[name]._replace(value=value) for name, value in values.items()})
-        return spares_for(planned.nodes, 0.99, habits)
+        outages = (self.progress.lost_nodes + 1) / (planned.nodes * done_days + 1 / planned.outages)
+        most = _MOST_AWAY * DAY_S / planned.repair_s
+        return _spares(planned.nodes, min(outages, most), planned.repair_s, planned.clumps)
+
+
+@lru_cache(maxsize=64)
+def _spares(nodes: int, outages: float, repair_s: float, clumps: float) -> int:
+    figures = HABITS.figures()
+    values = {"outages": outages, "repair": repair_s, "clumps": clumps}
+    given = {name: figures[name]._replace(value=value) for name, value in values.items()}
+    return spares_for(nodes, 0.99, HABITS.given(given))
 
 
 def forecast(planned: Planned, progress: Progress) -> Forecast | None:

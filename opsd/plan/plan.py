@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from opsd.plan.curve import Point, curve, peak
 from opsd.plan.figures import Figure
 from opsd.plan.forecast import Planned
 from opsd.plan.hardware import Hardware
-from opsd.plan.layout import Layout
-from opsd.plan.memory import GIB, state_values
+from opsd.plan.layout import RECOMPUTE, Layout, Recompute
+from opsd.plan.memory import GIB, memory_of, state_values
 from opsd.plan.reliability import DAY_S, Habits, Reliability, reliability
 from opsd.plan.scaling import SOURCES, Suggestion, suggest
 from opsd.plan.search import Candidate, CannotPlan, Search, fastest, search
@@ -96,6 +96,13 @@ class Plan:
     def suggestion(self) -> Suggestion:
         """Batch and learning rate of published laws."""
         return suggest(self.config.model, self.tokens)
+
+    @property
+    def activations(self) -> dict[Recompute, float]:
+        """Bytes of the fastest layout's activations by what is computed again, whether it fits or not."""
+        layout = self.best.layout
+        variants = {kind: replace(layout, recompute=kind) for kind in RECOMPUTE}
+        return {kind: memory_of(self.config, each, self.gpus).activations for kind, each in variants.items()}
 
     @property
     def days_by_name(self) -> dict[str, float]:
@@ -205,6 +212,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "step_s": best.step.total,
         "step": best.step.parts,
         "memory_gib": {name: value / GIB for name, value in best.memory.parts.items()},
+        "activations_gib": {name: value / GIB for name, value in plan.activations.items()},
         "memory_total_gib": best.memory.total / GIB,
         "memory_available_gib": plan.hardware.memory.value / GIB,
         "layout": layout_dict(best.layout, plan.gpus),
@@ -246,4 +254,5 @@ def _candidate_dict(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "layout": layout_dict(candidate.layout, plan.gpus), "step_s": candidate.step.total,
         "tokens_per_s": tokens_per_s(plan.config, candidate), "mfu": plan.mfu(candidate),
         "memory_gib": candidate.memory.total / GIB,
+        "memory_parts_gib": {name: value / GIB for name, value in candidate.memory.parts.items()},
     }  # fmt: skip

@@ -97,9 +97,10 @@ def reliability(training_s: float, checkpoint: float, gpus: int, node_gpus: int,
 
 def spares_for(nodes: int, share: float, habits: Habits) -> int:
     """Spares with which a job on ``nodes`` nodes has all of them for ``share`` of the time."""
-    return bisect_left(
-        range(_MOST_SPARES * nodes + 8), True, key=lambda spares: up_share(nodes, spares, habits) >= share
-    )
+    most = 8
+    while most < _MOST_SPARES * nodes and up_share(nodes, most, habits) < share:
+        most *= 2
+    return bisect_left(range(most), True, key=lambda spares: up_share(nodes, spares, habits) >= share)
 
 
 def up_share(nodes: int, spares: int, habits: Habits) -> float:

@@ -10,6 +10,7 @@ from opsd.plan.figures import Figure
 from opsd.plan.memory import GIB
 from opsd.plan.plan import ABLATIONS, Plan, checkpoint_bytes
 from opsd.plan.reliability import DAY_S
+from opsd.plan.scaling import SOURCES
 from opsd.trainer import counts
 from opsd.words import count, duration, plural
 
@@ -101,7 +102,12 @@ def _layouts(plan: Plan) -> list[tuple[str, str]]:
 def _memory(plan: Plan) -> list[tuple[str, str]]:
     memory, most = plan.best.memory, plan.hardware.memory.value
     parts = [(name, f"{value / GIB:8.2f} GiB") for name, value in memory.parts.items()]
-    return [*parts, ("total", f"{memory.total / GIB:8.2f} of {most / GIB:.1f} GiB")]
+    kinds = ", ".join(f"{kind} {value / GIB:.2f}" for kind, value in plan.activations.items())
+    return [
+        *parts,
+        ("total", f"{memory.total / GIB:8.2f} of {most / GIB:.1f} GiB"),
+        ("recompute", f"activations would take {kinds} GiB"),
+    ]
 
 
 def _step(plan: Plan) -> list[tuple[str, str]]:
@@ -124,11 +130,11 @@ def _overheads(plan: Plan) -> list[tuple[str, str]]:
     rows = [(name, _share(share, days[name]) + reasons[name]) for name, share in kept.overheads.items()]
     training = plan.training_s / DAY_S
     rest = [budget / training - plan.days / training for budget in plan.budget]
-    unnamed = f"what no formula has: runs are budgeted with 20 to 30 % above training, {_range(plan.budget)} days"
+    unnamed = f"what no formula has: such runs are budgeted with {_range(plan.budget)} days"
     return [
         *((name.replace("_", " "), text) for name, text in rows),
         ("sum", _share(sum(kept.overheads.values()), sum(days.values())).rstrip()),
-        ("allowance", f"{max(0.0, rest[0]):.0%} to {max(0.0, rest[1]):.0%} more of training, {unnamed}"),
+        ("allowance", f"{max(0.0, rest[0]):.0%} to {max(0.0, rest[1]):.0%} more, {unnamed}"),
     ]
 
 
@@ -160,6 +166,7 @@ def _suggested(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("batch", f"{count(few)} to {count(many)} tokens; the run has {count(data.batch * data.sequence)}"),
         ("learning rate", f"{low:.2g} to {high:.2g}; the run has {plan.config.optimizer.lr:.2g}"),
+        *(("from", source) for source in SOURCES),
     ]
 
 

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final, Literal, get_args
 
 Bucket = Literal[
-    "productive", "fewer_nodes", "checkpoint", "lost_work", "detection", "restart", "queue", "waiting", "person"
-]
+    "productive",
+    "fewer_nodes",
+    "slow_nodes",
+    "checkpoint",
+    "lost_work",
+    "detection",
+    "restart",
+    "queue",
+    "waiting",
+    "person",
+]  # fmt: skip
 BUCKETS: Final[tuple[Bucket, ...]] = get_args(Bucket)
 TOLD: Final[Mapping[Bucket, str]] = {
     "productive": "steps that count, at full speed",
     "fewer_nodes": "speed that missing nodes took",
+    "slow_nodes": "speed that slow nodes took",
     "checkpoint": "stalls for checkpoints",
     "lost_work": "steps that were done again",
     "detection": "until a fault is noticed",
@@ -41,28 +51,35 @@ class Account:
         self._interval_s, self._stall_s = interval_s, stall_s
         self._bucket: Bucket = "queue"
         self._since = self._still_since = 0.0
-        self._rate = 1.0
+        self._paces: list[tuple[float, float, float]] = []
+        """Since when ranks work with which share of the nodes, and how fast."""
         self._furthest_s = 0.0
         self._cause = ""
 
     def steps(self, step_s: float, now: float) -> tuple[int, int]:
         """The furthest step that was made, and the last one that was saved."""
-        done_s = good_s = self.work_s
+        made_s = saved_s = self.work_s
         if self.working:
-            done, good, _ = self._done(now, kept=False)
-            done_s, good_s = done_s + done * self._rate, good_s + good * self._rate
-        return int(max(self._furthest_s, done_s) / step_s), int(good_s / step_s)
+            for made, good, rate, speed in self._spells(now, self._saved(now - self._since)):
+                made_s, saved_s = made_s + made * rate * speed, saved_s + good * rate * speed
+        return int(max(self._furthest_s, made_s) / step_s), int(saved_s / step_s)
 
     @property
     def working(self) -> bool:
         """Whether ranks compute."""
         return self._bucket == "productive"
 
-    def work(self, now: float, rate: float) -> None:
-        """Steps are made from now on, at ``rate`` (0 to 1) of the full speed."""
+    def work(self, now: float, rate: float, speed: float = 1.0) -> None:
+        """Steps are made from now on, by the share ``rate`` of the nodes, at ``speed`` (0 to 1) of the usual."""
         self._close(now, kept=True)
         self.longest_s = max(self.longest_s, now - self._still_since)
-        self._bucket, self._since, self._rate, self._cause = "productive", now, rate, ""
+        self._bucket, self._since, self._cause = "productive", now, ""
+        self._paces = [(now, rate, speed)]
+
+    def pace(self, now: float, speed: float) -> None:
+        """The nodes that work are faster or slower from now on."""
+        if self.working and speed != self._paces[-1][2]:
+            self._paces.append((now, self._paces[-1][1], speed))
 
     def idle(self, now: float, bucket: Bucket, cause: str | None = None, *, kept: bool = False) -> None:
         """No steps from now on, for ``cause`` if it is new. Work since the last checkpoint is lost unless ``kept``."""
@@ -87,19 +104,34 @@ class Account:
             if self._cause and self._bucket in _IDLE:
                 self.lost_s[self._cause] += passed
             return
-        done, good, stalled = self._done(now, kept=kept)
-        self.seconds["checkpoint"] += stalled
-        self.seconds["lost_work"] += done - good
-        self.seconds["productive"] += good * self._rate
-        self.seconds["fewer_nodes"] += good * (1 - self._rate)
-        self._furthest_s = max(self._furthest_s, self.work_s + done * self._rate)
-        self.work_s += good * self._rate
+        worked = self._worked(passed)
+        kept_s = worked if kept else self._saved(passed)
+        self.seconds["checkpoint"] += passed - worked
+        self.seconds["lost_work"] += worked - kept_s
+        made_s = saved_s = 0.0
+        for made, good, rate, speed in self._spells(now, kept_s):
+            self.seconds["productive"] += good * rate * speed
+            self.seconds["fewer_nodes"] += good * (1 - rate)
+            self.seconds["slow_nodes"] += good * rate * (1 - speed)
+            made_s += made * rate * speed
+            saved_s += good * rate * speed
+        self._furthest_s = max(self._furthest_s, self.work_s + made_s)
+        self.work_s += saved_s
         if self._cause:
-            self.lost_s[self._cause] += done - good
+            self.lost_s[self._cause] += worked - kept_s
 
-    def _done(self, now: float, *, kept: bool) -> tuple[float, float, float]:
-        """Seconds of computing since its begin, those of them that are saved or ``kept``, and those of stalls."""
-        cycles, rest = divmod(now - self._since, self._interval_s + self._stall_s)
-        stalled = cycles * self._stall_s + max(0.0, rest - self._interval_s)
-        done = now - self._since - stalled
-        return done, done if kept else math.floor(cycles) * self._interval_s, stalled
+    def _spells(self, now: float, kept_s: float) -> Iterator[tuple[float, float, float, float]]:
+        """Of each pace: seconds of computing, those of them among the first ``kept_s``, share of nodes and speed."""
+        ends = [begin for begin, _, _ in self._paces[1:]]
+        for (begin, rate, speed), end in zip(self._paces, [*ends, now], strict=True):
+            start_s, end_s = self._worked(begin - self._since), self._worked(end - self._since)
+            yield end_s - start_s, max(0.0, min(end_s, kept_s) - start_s), rate, speed
+
+    def _saved(self, passed: float) -> float:
+        """Seconds of computing, of ``passed`` since the first step, that a checkpoint has."""
+        return math.floor(passed / (self._interval_s + self._stall_s)) * self._interval_s
+
+    def _worked(self, passed: float) -> float:
+        """Seconds of ``passed`` since the first step in which ranks computed: a checkpoint ends each interval."""
+        cycles, rest = divmod(passed, self._interval_s + self._stall_s)
+        return cycles * self._interval_s + min(rest, self._interval_s)

@@ -30,6 +30,8 @@ class Fault:
     end_s: float
     kind: str
     effect: Effect
+    speed: float = 1.0
+    """Of a degraded node while the fault lasts; its job is no faster."""
 
 
 class FaultSource(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from opsd.launch.claims.claim_store import Plan
@@ -39,10 +39,14 @@ class SimulatedGroup:
         self.alive[name] = _member(name)
         return self.alive[name]
 
-    def succeed(self, leaderless_s: float) -> None:
-        """The leader is gone: the next node leads, and knows what the newest claim says."""
+    def succeed(self, leaderless_s: float, dead: Collection[str]) -> None:
+        """The leader is gone: the next node leads, and knows what the newest claim says.
+
+        Those of ``dead`` are lost with it, which nobody has been told of yet: they elect nobody.
+        """
         assert self.plan is not None
-        self.own = next((name for name in self.plan.slots if name in self.alive), next(iter(self.alive)))
+        heirs = [name for name in (*self.plan.slots, *self.alive) if name in self.alive]
+        self.own = next((name for name in heirs if name not in dead), heirs[0])
         self.leaderless_s = leaderless_s
         self.plan = Plan.from_json(self.plan.number, json.loads(json.dumps(self.plan.to_json())))
 

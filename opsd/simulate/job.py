@@ -52,6 +52,21 @@ class Job(ABC):
     def launch(self, names: list[str]) -> None:
         """The job starts on these nodes."""
 
+    @property
+    @abstractmethod
+    def ranked(self) -> Collection[str]:
+        """The nodes that have ranks."""
+
+    @property
+    def speed(self) -> float:
+        """That of the slowest node, for which all others wait."""
+        broken = self.world.cluster.broken
+        return min((broken[name].speed for name in self.ranked if name in broken), default=1.0)
+
+    def pace(self) -> None:
+        """A node has become slow, or is not any longer."""
+        self.world.account.pace(self.world.loop.time(), self.speed)
+
     @abstractmethod
     def fault(self, name: str, fault: Fault) -> None:
         """``fault`` has begun on a node of the cluster."""

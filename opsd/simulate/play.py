@@ -103,8 +103,13 @@ class Play:
         if fault.effect != "process":
             self._outages += fault.start_s >= 0
             self._cluster.breaks(name, fault)
-            self._loop.later(fault.end_s - self._loop.time(), lambda: self._cluster.repaired(name))
+            self._loop.later(fault.end_s - self._loop.time(), lambda: self._ends(name))
         self._job.fault(name, fault)
+        self._job.pace()
+
+    def _ends(self, name: str) -> None:
+        self._cluster.repaired(name)
+        self._job.pace()
 
     def _returned(self, name: str) -> None:
         self._job.returned(name)

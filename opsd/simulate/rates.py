@@ -1,4 +1,4 @@
-"""Faults from rates: exponential or Weibull times between them, repairs with heavy tails, lemon nodes.
+"""Faults from rates: exponential or Weibull times between them, repairs with heavy tails, lemon nodes, shared switches.
 
 The repair times of the built-in rates are those of StepFun's trace (Kaplan-Meier over its days 0 to 200: half of them
 within 35 h, nine tenths within 496 h). The split by effect is that of Llama 3's 419 interruptions (table 5 of its
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from opsd.settings.section import Section
 from opsd.simulate.faults import DAY_S, HOUR_S, Effect, Fault, FaultsError
@@ -36,16 +38,42 @@ class Kind(Section):
     shape: float = Field(default=1.0, ge=0.2, le=10, description="Of the Weibull time between faults; 1: exponential.")
     repair_p50_h: float = Field(default=35.0, ge=0, le=1e5)
     repair_p90_h: float = Field(default=496.0, ge=0, le=1e6)
+    speed: float = Field(default=1.0, gt=0, le=1, description="Of a degraded node; its job is no faster.")
+
+
+class Domain(Section):
+    """Nodes that fail together, those of a switch, a rack, a feed: the first ``nodes`` of the cluster, and so on.
+
+    ``share`` of them are hit, and all are back at once.
+    """
+
+    kind: str
+    nodes: int = Field(ge=2, le=10_000)
+    per_1000_domain_days: float = Field(gt=0, le=1e5)
+    effect: Literal["lost", "hardware", "degraded"] = "lost"
+    share: float = Field(default=1.0, gt=0, le=1, description="Of the nodes, that a fault of the domain hits.")
+    repair_p50_h: float = Field(gt=0, le=1e5)
+    repair_p90_h: float = Field(gt=0, le=1e6)
+    speed: float = Field(default=1.0, gt=0, le=1, description="Of degraded nodes; their job is no faster.")
 
 
 class RatesFile(Section):
-    """``[[fault]]`` tables; ``lemon_share`` of the nodes have ``lemon_faults`` of the faults."""
+    """``[[fault]]`` tables for nodes, ``[[domain]]`` for many; ``lemon_share`` of the nodes have ``lemon_faults``."""
 
     fault: tuple[Kind, ...] = Field(min_length=1, strict=False)
+    domain: tuple[Domain, ...] = Field(default=(), strict=False)
     lemon_share: float = Field(
         default=0.05, gt=0, lt=1, description="StepFun's trace: 20 of 400 nodes, 24 % of faults."
     )
     lemon_faults: float = Field(default=0.24, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _slow_ones_work(self) -> Self:
+        faults: list[Kind | Domain] = [*self.fault, *self.domain]
+        for fault in faults:
+            if fault.speed < 1 and fault.effect != "degraded":
+                raise ValueError(f"{fault.kind} has a speed and is {fault.effect}: only degraded nodes work on")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +86,36 @@ class Rates:
     @property
     def per_node_day(self) -> float:
         """See ``FaultSource.per_node_day``."""
-        return sum(kind.per_1000_node_days for kind in self.file.fault) / 1000
+        together = sum(domain.per_1000_domain_days / domain.nodes for domain in self.file.domain)
+        return (sum(kind.per_1000_node_days for kind in self.file.fault) + together) / 1000
 
     def draw(self, nodes: int, seconds: float, seed: int) -> list[Fault]:
         """See ``FaultSource.draw``. All nodes are up at the start."""
         faults: list[Fault] = []
+        shared = self._shared(nodes, seconds, seed)
         for node in range(nodes):
             random = Random(f"{seed}:{node}")
             share, of_faults = self.file.lemon_share, self.file.lemon_faults
             lemon = random.random() < share
             weight = of_faults / share if lemon else (1 - of_faults) / (1 - share)
             found = [fault for kind in self.file.fault for fault in _process(kind, node, weight, seconds, random)]
-            faults += _apart(sorted(found, key=lambda fault: fault.start_s))
+            faults += _apart(sorted([*found, *shared.get(node, ())], key=lambda fault: fault.start_s))
         return sorted(faults, key=lambda fault: (fault.start_s, fault.node))
+
+    def _shared(self, nodes: int, seconds: float, seed: int) -> Mapping[int, list[Fault]]:
+        """The faults of domains, by node."""
+        hit: dict[int, list[Fault]] = defaultdict(list)
+        for domain in self.file.domain:
+            for first in range(0, nodes, domain.nodes):
+                random = Random(f"{seed}:{domain.kind}:{first}")
+                at = random.expovariate(domain.per_1000_domain_days / 1000 / DAY_S)
+                while at < seconds:
+                    end = at + _repair_s(domain, random)
+                    for node in range(first, first + domain.nodes):
+                        if random.random() < domain.share:
+                            hit[node].append(Fault(node, at, end, domain.kind, domain.effect, domain.speed))
+                    at = end + random.expovariate(domain.per_1000_domain_days / 1000 / DAY_S)
+        return hit
 
 
 def _process(kind: Kind, node: int, weight: float, seconds: float, random: Random) -> list[Fault]:
@@ -79,12 +124,12 @@ def _process(kind: Kind, node: int, weight: float, seconds: float, random: Rando
     faults, at = [], random.weibullvariate(scale_s, kind.shape)
     while at < seconds:
         end = at + (0.0 if kind.effect == "process" else _repair_s(kind, random))
-        faults.append(Fault(node, at, end, kind.kind, kind.effect))
+        faults.append(Fault(node, at, end, kind.kind, kind.effect, kind.speed))
         at = end + random.weibullvariate(scale_s, kind.shape)
     return faults
 
 
-def _repair_s(kind: Kind, random: Random) -> float:
+def _repair_s(kind: Kind | Domain, random: Random) -> float:
     """Weibull, through the two quantiles: of StepFun's repairs that has a mean of 193 h, a log-normal one 298 h."""
     if kind.repair_p90_h <= kind.repair_p50_h:
         return kind.repair_p50_h * HOUR_S

@@ -35,13 +35,15 @@ class Study:
     @property
     def ettr_range(self) -> tuple[float, float]:
         """The 95 % confidence interval of the mean, by bootstrap over the draws."""
-        values = [run.ettr for run in self.runs]
-        if len(values) < 2:
-            return values[0], values[0]
-        random = Random(0)
-        means = [fmean(random.choices(values, k=len(values))) for _ in range(RESAMPLES)]
-        cuts = quantiles(means, n=40, method="inclusive")
-        return cuts[0], cuts[-1]
+        return _interval([run.ettr for run in self.runs])
+
+    def gain_over(self, other: Study) -> tuple[float, float, float]:
+        """The mean difference in ETTR to ``other`` on the same draws, and its 95 % confidence interval.
+
+        It is narrower than those of both: a draw that is bad for one policy is bad for the others.
+        """
+        gains = [mine.ettr - theirs.ettr for mine, theirs in zip(self.runs, other.runs, strict=True)]
+        return fmean(gains), *_interval(gains)
 
     def mean(self, name: str) -> float:
         """The mean of a field of ``Played`` over the draws."""
@@ -87,6 +89,16 @@ class Study:
             "longest_standstill_s": max(run.longest_standstill_s for run in self.runs),
             "gpu_hours_lost": dict(self.gpu_hours_lost),
         }
+
+
+def _interval(values: Sequence[float]) -> tuple[float, float]:
+    """Of the mean, 95 %, by bootstrap."""
+    if len(values) < 2:
+        return values[0], values[0]
+    random = Random(0)
+    means = [fmean(random.choices(values, k=len(values))) for _ in range(RESAMPLES)]
+    cuts = quantiles(means, n=40, method="inclusive")
+    return cuts[0], cuts[-1]
 
 
 class Draws:

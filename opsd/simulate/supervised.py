@@ -24,6 +24,7 @@ from opsd.launch.run.messages import (
     ToLeader,
 )
 from opsd.launch.run.nodes import RunShape
+from opsd.runbooks.straggler import LEAST_STEPS
 from opsd.simulate.faults import Fault
 from opsd.simulate.group import SimulatedGroup, SimulatedLog
 from opsd.simulate.job import STEP_S, Job, World
@@ -99,7 +100,7 @@ class SupervisedJob(Job):
 
     def _first_step(self, plan: Plan) -> None:
         if self._at_work and self._plan is plan:
-            self.world.account.work(self.world.loop.time(), len(plan.slots) / self.world.nodes)
+            self.world.account.work(self.world.loop.time(), len(plan.slots) / self.world.nodes, self.speed)
             self._saves(plan)
 
     def _steps(self) -> tuple[int, int]:
@@ -124,7 +125,7 @@ class SupervisedJob(Job):
             if name not in plan.slots:
                 self._soon(0.0, lambda name=name: self._sent_away(name))  # type: ignore[misc]
             elif broken[name].effect == "degraded":
-                self._soon(self.world.times.agent_s, lambda name=name: self._swap(name))  # type: ignore[misc]
+                self._soon(self._found_s(broken[name]), lambda name=name: self._swap(name))  # type: ignore[misc]
             elif self._at_work:
                 self._rank_dies(name, broken[name], at_once=True)
 
@@ -148,6 +149,11 @@ class SupervisedJob(Job):
     # -- faults --------------------------------------------------------------------------------------------------
 
     @property
+    def ranked(self) -> tuple[str, ...]:
+        """See ``Job.ranked``."""
+        return self._slots
+
+    @property
     def _slots(self) -> tuple[str, ...]:
         return self._plan.slots if self._plan is not None else ()
 
@@ -163,9 +169,13 @@ class SupervisedJob(Job):
         elif at_work and fault.effect != "degraded":
             self._rank_dies(name, fault)
         elif name in self._slots and fault.effect == "degraded":
-            self._soon(times.agent_s, lambda: self._swap(name))
+            self._soon(self._found_s(fault), lambda: self._swap(name))
         elif fault.effect != "process" and name not in self._slots:
             self._soon(times.agent_s, lambda: self._sent_away(name))
+
+    def _found_s(self, fault: Fault) -> float:
+        """Until a node that works on is found; a slow one is only after some steps."""
+        return self.world.times.agent_s + (LEAST_STEPS * STEP_S if fault.speed < 1 else 0.0)
 
     def _stand_still(self, fault: Fault) -> None:
         self._at_work = False
@@ -183,7 +193,8 @@ class SupervisedJob(Job):
         elif name == self._group.own:
             self._leader.step_down()
             self._succeeded = True
-            self._group.succeed(silent_s)
+            broken = self.world.cluster.broken
+            self._group.succeed(silent_s, [one for one, fault in broken.items() if fault.effect == "lost"])
             self._lead()
         else:
             self._leader.lost(name, silent_s)

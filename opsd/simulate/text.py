@@ -1,10 +1,9 @@
-"""Studies as people read them: lines for the terminal, a chart of a sweep. Pure."""
+"""Studies as people read them: lines for the terminal. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opsd.charts import Axis, Series, line_chart, standalone
 from opsd.simulate.account import BUCKETS, TOLD
 from opsd.simulate.faults import DAY_S, SparesNeeded
 from opsd.simulate.study import Study, knee
@@ -52,7 +51,12 @@ def needed_line(needed: SparesNeeded, nodes: int) -> str:
 def compare_lines(studies: Sequence[Study], source: str) -> list[str]:
     """Policies beside each other, on the same faults."""
     setup = studies[0].setup
-    head = f"{'policy':<10}{'ETTR':>8}{'95 % interval':>18}{'lost work':>11}{'restarts':>10}{'waiting':>9}{'person':>8}"
+    first = studies[0]
+    gain = f"over {first.policy.name}"
+    head = (
+        f"{'policy':<10}{'ETTR':>8}{'95 % interval':>18}{gain:>15}{'95 % interval':>20}{'lost work':>11}"
+        f"{'restarts':>10}{'waiting':>9}{'person':>8}"
+    )
     lines = [
         f"{setup.nodes} nodes and {setup.spares} spares for {setup.seconds / DAY_S:g} days; faults: {source}, "
         f"the same {plural(len(studies[0].runs), 'draw')} for all",
@@ -61,11 +65,13 @@ def compare_lines(studies: Sequence[Study], source: str) -> list[str]:
     ]
     for study in studies:
         low, high = study.ettr_range
+        more, least, most = study.gain_over(first)
+        gained = f"{more:>+15.2%}{f'{least:+.2%} to {most:+.2%}':>20}" if study is not first else " " * 35
         shares = {name: spent / setup.seconds for name, spent in study.buckets.items()}
         restarts = shares["detection"] + shares["restart"] + shares["queue"]
         lines.append(
-            f"{study.policy.name:<10}{study.ettr:>8.2%}{f'{low:.2%} to {high:.2%}':>18}{shares['lost_work']:>11.2%}"
-            f"{restarts:>10.2%}{shares['waiting']:>9.2%}{shares['person']:>8.2%}"
+            f"{study.policy.name:<10}{study.ettr:>8.2%}{f'{low:.2%} to {high:.2%}':>18}{gained}"
+            f"{shares['lost_work']:>11.2%}{restarts:>10.2%}{shares['waiting']:>9.2%}{shares['person']:>8.2%}"
         )
     return [*lines, "", *(f"{study.policy.name}: {study.policy.told}" for study in studies), SOURCES]
 
@@ -83,13 +89,3 @@ def sweep_lines(studies: Sequence[Study], source: str) -> list[str]:
         waiting = study.buckets["waiting"] / setup.seconds
         lines.append(f"{study.setup.spares:>6}{study.ettr:>9.2%}{waiting:>10.2%}")
     return [*lines, "", f"from {plural(knee(studies), 'spare')} on more of them hardly help", SOURCES]
-
-
-def sweep_chart(studies: Sequence[Study]) -> str:
-    """The ETTR over the number of spares, as SVG."""
-    values = ([study.ettr for study in studies], *zip(*(study.ettr_range for study in studies), strict=True))
-    spares = [float(study.setup.spares) for study in studies]
-    points = [[(x, 100 * y) for x, y in zip(spares, each, strict=True)] for each in values]
-    series = [Series(name, each) for name, each in zip(("mean", "low", "high"), points, strict=True)]
-    svg = line_chart("ETTR over spares", series, x=Axis("spares"), y=Axis("ETTR in percent"))
-    return standalone(svg)

@@ -6,6 +6,7 @@ Modelled, and kindly: somebody drains each faulty node before the job is back, a
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from opsd.simulate.faults import Fault
 from opsd.simulate.job import Job
@@ -18,11 +19,16 @@ class UnsupervisedJob(Job):
         """See ``Job.launch``."""
         self._begin_after(self.world.times.torchrun_restart_s + self.world.times.program_s)
 
+    @property
+    def ranked(self) -> Collection[str]:
+        """See ``Job.ranked``."""
+        return self.held
+
     def _begin_after(self, delay_s: float) -> None:
         self.start += 1
         account, loop, start = self.world.account, self.world.loop, self.start
         account.idle(loop.time(), "restart")
-        loop.later(delay_s, lambda: account.work(loop.time(), 1.0) if start == self.start else None)
+        loop.later(delay_s, lambda: account.work(loop.time(), 1.0, self.speed) if start == self.start else None)
 
     def fault(self, name: str, fault: Fault) -> None:
         """See ``Job.fault``."""

@@ -54,6 +54,8 @@ def test_smollm3_is_planned_as_it_went() -> None:
     assert plan["days"] == pytest.approx(24, rel=0.20)
     assert plan["gpu_hours"] == pytest.approx(384 * 24 * plan["days"])
     assert sum(plan["memory_gib"].values()) == pytest.approx(plan["memory_total_gib"])
+    assert all(sum(each["memory_parts_gib"].values()) == pytest.approx(each["memory_gib"]) for each in plan["layouts"])
+    assert plan["activations_gib"][plan["layout"]["recompute"]] == plan["memory_gib"]["activations"]
     assert sum(plan["step"].values()) == pytest.approx(plan["step_s"])
     assert plan["training_days"] == pytest.approx(plan["days"] * (1 - sum(plan["overheads"].values())))
     assert all(figure["source"] for figure in plan["figures"].values())
@@ -178,6 +180,8 @@ def test_what_does_not_run_has_a_reason() -> None:
         (["smollm3-3b", "--days", "0.1"], exitcodes.FAILED, "allow more days"),
         (["smollm3-3b", "--gpus", "384", "--write"], exitcodes.USAGE, "copy the run into one"),
         (["smollm3-3b", "--assume", "speed=1"], exitcodes.USAGE, "expected NAME=VALUE"),
+        (["smollm3-3b", "--assume", "outages=0"], exitcodes.USAGE, "can be 0"),
+        (["smollm3-3b", "--measured", "/nowhere"], exitcodes.USAGE, "/nowhere cannot be read"),
         (["config.json", "--gpus", "8"], exitcodes.USAGE, "add --tokens"),
         (["config.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.FAILED, "take more GPUs, or larger ones"),
         (["other.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "these can be used: llama"),

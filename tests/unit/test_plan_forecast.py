@@ -91,7 +91,11 @@ def test_no_forecast_without_steps_or_with_all_of_them() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "all of it"), ("{}", "made: Field required"), (PLAN.model_dump_json()[:-1] + ', "days": -1}', "days")],
+    [
+        ("", "all of it"), ("{}", "made: Field required"), (PLAN.model_dump_json()[:-1] + ', "days": -1}', "days"),
+        (PLAN.model_copy(update={"overheads": {"failures": 1.0}}).model_dump_json(), "no time for training"),
+        (PLAN.model_copy(update={"repair_s": 360 * DAY}).model_dump_json(), "too few nodes"),
+    ],
 )  # fmt: skip
 def test_what_is_no_plan_is_refused(text: str, said: str) -> None:
     """With where it is wrong and how to write it again."""

@@ -142,6 +142,7 @@ def test_slurms_events_replace_outages(tmp_path: Path) -> None:
         ("r.json", report("n1", NOW + 9e6).to_json(), "in the future"),
         ("r.json", report("n1", scale=2.0).to_json(), "gemm of 1.4"),
         ("r.json", report("n1", gpu="NVIDIA A100-SXM4-80GB").to_json(), "the plan is for h100"),
+        ("r.json", report("n1", gpu="").to_json().replace('"GPU 0"', '"processor"'), "without GPUs"),
         ("r.json", '{"a": 1}', "not a preflight report"),
         ("b.json", BENCH | {"ours_causal_tokens_per_s": 1e6}, "of the GPU's peak"),
         ("b.json", BENCH | {"gpu": "NVIDIA B200"}, "the plan is for h100"),

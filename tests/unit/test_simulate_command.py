@@ -40,6 +40,11 @@ def test_policies_and_spares_beside_each_other(tmp_path: Path) -> None:
     policies = simulated("--compare")["policies"]
     assert [each["policy"] for each in policies] == ["torchrun", "requeue", "hot", "pool", "shrink"]
     assert len({each["outages_per_1000_node_days"] for each in policies}) == 1
+    assert (policies[0]["gain"], policies[3]["gain_low"] <= policies[3]["gain"]) == (0, True)
+    assert policies[3]["gain"] == pytest.approx(policies[3]["ettr"] - policies[0]["ettr"])
+    bars = tmp_path / "policies.svg"
+    simulated("--compare", "--chart", str(bars))
+    assert bars.read_text().count("<rect") == 6 * (5 + 1)
     chart = tmp_path / "spares.svg"
     answer = simulated("--sweep", "spares=0..3", "--chart", str(chart))
     assert [each["spares"] for each in answer["sweep"]] == [0, 1, 2, 3]
@@ -60,7 +65,7 @@ def test_the_result_for_people(more: tuple[str, ...]) -> None:
     [
         (("--compare", "--sweep", "spares=0..1"), "exclude each other"),
         (("--sweep", "spares=4..1"), "should be spares=FIRST..LAST"),
-        (("--chart", "x.svg"), "--chart needs --sweep"),
+        (("--chart", "x.svg"), "--chart needs --sweep or --compare"),
         (("--rates", "/nowhere.toml"), "the built-in rates are stepfun"),
         (("--trace", "/nowhere.json"), "cannot be read"),
         (("--trace-nodes", "4"), "--trace-nodes needs --trace"),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from opsd.simulate.account import Account
 from opsd.simulate.faults import DAY_S, HOUR_S, Effect, Fault
+from opsd.simulate.job import STEP_S
 from opsd.simulate.play import Play, Played, Setup
 from opsd.simulate.policies import NAMES, policy
 from opsd.simulate.rates import published
@@ -75,6 +77,42 @@ def test_a_planned_swap_loses_no_work() -> None:
     """The ranks save at a step boundary first."""
     played = play("hot", fault(2, 5, "degraded"))
     assert (played.swaps, played.buckets["lost_work"]) == (1, 0)
+
+
+def test_a_slow_node_slows_all_until_it_is_found() -> None:
+    """Opsd swaps it after some steps; torchrun runs at its speed until it is repaired, and where there is no spare."""
+    slow = Fault(2, 5 * HOUR_S, 7 * HOUR_S, "thermal", "degraded", speed=0.5)
+    assert play("hot", slow).buckets["slow_nodes"] == pytest.approx((TIMES.agent_s + 50) / 2, abs=STEP_S)
+    torchrun, alone = play("torchrun", slow), play("requeue", slow, setup=replace(SETUP, spares=0))
+    for played in (torchrun, alone):
+        assert played.buckets["slow_nodes"] == pytest.approx(HOUR_S, rel=0.01)
+        assert sum(played.buckets.values()) == pytest.approx(DAY_S)
+    assert torchrun.swaps == 0
+
+
+def test_work_at_half_the_speed_is_lost_like_other_work() -> None:
+    """Since the last checkpoint; what was saved before counts by the speed of its time."""
+    account = Account(100.0, 0.0)
+    account.work(0.0, 1.0)
+    account.pace(150.0, 0.5)
+    account.idle(250.0, "detection", "gpu")
+    account.close(250.0)
+    seconds = account.seconds
+    assert (seconds["productive"], seconds["slow_nodes"], seconds["lost_work"]) == (175.0, 25.0, 50.0)
+    assert account.steps(1.0, 250.0) == (200, 175)
+
+
+def test_a_switch_takes_its_nodes_at_once() -> None:
+    """And the run goes on with as many spares, in one restart, or waits for the switch."""
+    hit = [Fault(node, 5 * HOUR_S, 8 * HOUR_S, "switch", "lost") for node in (1, 2)]
+    played = play("hot", *hit)
+    assert (played.swaps, played.requeues) == (2, 0)
+    assert played.longest_standstill_s < 60 + TIMES.program_s
+    pool = Setup(nodes=20, spares=8, seconds=DAY_S, interval_s=600.0, stall_s=1.0, times=TIMES)
+    leaders = play("pool", *(Fault(node, 5 * HOUR_S, 8 * HOUR_S, "switch", "lost") for node in range(4)), setup=pool)
+    assert (leaders.swaps, leaders.requeues) == (4, 0), "the leader among them"
+    three = play("hot", *hit, Fault(3, 5 * HOUR_S, 8 * HOUR_S, "switch", "lost"))
+    assert three.longest_standstill_s == pytest.approx(3 * HOUR_S, rel=0.05)
 
 
 def test_without_spares_inside_the_job_goes_through_the_queue() -> None:

@@ -118,9 +118,31 @@ def test_the_rates_are_met() -> None:
     assert repairs[len(repairs) * 9 // 10] / HOUR_S == pytest.approx(496, rel=0.15)
 
 
+def test_the_nodes_of_a_switch_fail_together(tmp_path: Path) -> None:
+    """At the same second, and all are back at the same; a cluster of another size has the same ones."""
+    path = tmp_path / "rates.toml"
+    path.write_text(
+        '[[fault]]\nkind = "gpu"\neffect = "hardware"\nper_1000_node_days = 0.001\n'
+        '[[domain]]\nkind = "switch"\nnodes = 16\nper_1000_domain_days = 20.0\nrepair_p50_h = 2.0\nrepair_p90_h = 8.0\n'
+    )
+    source = rates.load(path)
+    faults = [fault for fault in source.draw(64, 400 * DAY_S, 1) if fault.kind == "switch"]
+    groups: dict[tuple[float, float], list[int]] = {}
+    for fault in faults:
+        groups.setdefault((fault.start_s, fault.end_s), []).append(fault.node)
+    assert all(nodes == list(range(nodes[0] // 16 * 16, nodes[0] // 16 * 16 + 16)) for nodes in groups.values())
+    assert len(groups) == pytest.approx(4 * 400 * 0.02, rel=0.5)
+    assert source.per_node_day == pytest.approx((0.001 + 20 / 16) / 1000), "a job counts a switch once"
+    assert [f for f in source.draw(32, 400 * DAY_S, 1) if f.kind == "switch"] == [f for f in faults if f.node < 32]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        (
+            '[[fault]]\nkind = "x"\neffect = "lost"\nper_1000_node_days = 1.0\nspeed = 0.5',
+            "only degraded nodes work on",
+        ),
         ("fault = 3", "fault: Input should be"),
         ('[[fault]]\nkind = "x"\neffect = "boom"\nper_1000_node_days = 1.0', r"fault.0.effect: Input should be 'lost'"),
         ("=", "is no TOML"),
