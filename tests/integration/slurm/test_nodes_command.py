@@ -56,6 +56,10 @@ def test_faults_are_read_from_the_comments(cluster: Cluster) -> None:
     said = opsd_nodes(cluster, "lemons").stdout
     assert "no node is shown to be worse for longer" in said
     assert "n2" in said
+    without = opsd_nodes(cluster, "lemons", "--jobs")
+    assert (without.returncode, without.stderr) == (
+        exitcodes.FAILED, "opsd: Slurm: sacct: this cluster keeps no accounting (AccountingStorageType)\n",
+    )  # fmt: skip
 
 
 def test_bad_input_is_told_in_one_sentence(cluster: Cluster) -> None:
