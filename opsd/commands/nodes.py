@@ -54,8 +54,9 @@ def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
     if as_json:
         click.echo(json.dumps(_document(judged), indent=1))
         return exitcodes.OK
-    for line in (_soon(judged.soon), _lasting(judged.lasting)):
-        click.echo(line)
+    click.echo("The tenth of the nodes that failed most in a month had, in this cluster's history,")
+    click.echo(_told("  in the next month", judged.soon, "so prefer others", "which is no reason to prefer others"))
+    click.echo(_told("  in the one after", judged.lasting, "so there are lemons", "which shows no lemons"))
     called = {score.node for score in judged.lemons}
     table = plain_table("node", "faults", "soon after a repair", "not by chance", "")
     for score in judged.scores:
@@ -148,22 +149,11 @@ def _read(history: Path) -> list[Fault]:
     return found
 
 
-def _soon(lift: Lift) -> str:
-    return f"soon: nodes that failed in a month failed {_value(lift)} in the next: " + (
-        "prefer others" if lift.proven else "no reason to prefer others"
-    )
-
-
-def _lasting(lift: Lift) -> str:
-    return f"lasting: and {_value(lift)} in the month after that: " + (
-        "some nodes are worse than others" if lift.proven else "no node is shown to be worse for longer"
-    )
-
-
-def _value(lift: Lift) -> str:
+def _told(when: str, lift: Lift, proven: str, otherwise: str) -> str:
     if not math.isfinite(lift.high):
-        return f"as far as {lift.later} faults tell {lift.value:.1f} times as often as all, too few to be sure,"
-    return f"{lift.value:.1f} times as often as all (95 %: {lift.low:.1f} to {lift.high:.1f})"
+        return f"{when}: {lift.later} later faults in the history are too few to tell"
+    value = f"{lift.value:.1f} times the failures of all nodes (95 %: {lift.low:.1f} to {lift.high:.1f})"
+    return f"{when}: {value}, {proven if lift.proven else otherwise}"
 
 
 def _document(judged: Judgement) -> dict[str, Any]:
