@@ -27,6 +27,7 @@ from opsd.collectors.lib.kernel.log import (
 from opsd.collectors.lib.kernel.messages import KINDS, Trouble, parse_oom_victim, parse_trouble
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
+from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.lib.pci import ADDRESS, bus_id
 from opsd.collectors.lib.processes import job_of_group
 from opsd.settings.section import CollectorSettings
@@ -111,7 +112,7 @@ class KmsgCollector:
     ``state`` is the file that keeps the position; with None, what is in the log at the start is passed over. ``ledger``
     is shared with other sources of Xids. ``injected`` also takes what processes write into the log, to try things out.
     At most ``max_records`` are read and ``max_events`` returned at a time. ``clock`` is in seconds since boot, as
-    time.monotonic on Linux, ``wall`` since the epoch.
+    time.monotonic on Linux, ``wall`` since the epoch. ``occupancy`` tells whose process an Xid names.
     """
 
     name = "kmsg"
@@ -130,8 +131,9 @@ class KmsgCollector:
         wall: Callable[[], float] = time.time,
         max_records: int = 10_000,
         max_events: int = 200,
+        occupancy: Occupancy | None = None,
     ) -> None:
-        self._state = state
+        self._state, self._occupancy = state, occupancy or Occupancy()
         self._path = path
         self._proc = proc
         self._ledger = ledger or XidLedger()
@@ -254,7 +256,8 @@ class KmsgCollector:
     def _event(self, entry: _Found, at: float) -> Event:
         what, message = entry.what, " ".join(entry.text.split())[:_MAX_MESSAGE]
         if isinstance(what, Xid):
-            return xid_event(what, at=at, source="kmsg", count=entry.count)
+            job = self._occupancy.jobs_of.get(what.pid or 0, "")
+            return xid_event(what, at=at, source="kmsg", count=entry.count, where={"job": job} if job else {})
         if isinstance(what, Sxid):
             return Event("sxid", at, message, {**what._asdict(), "count": entry.count, "source": "kmsg"})
         data: dict[str, object] = {**what.data, "count": entry.count, "source": "kmsg"}
@@ -293,7 +296,9 @@ COLLECTOR = Plugin(
     "kmsg",
     KmsgSettings,
     lambda _settings, context: KmsgCollector(
-        context.state and context.state / "kmsg.json", ledger=context.shared(XidLedger)
+        context.state and context.state / "kmsg.json",
+        ledger=context.shared(XidLedger),
+        occupancy=context.shared(Occupancy),
     ),
     {**XID_LABELS, **LABELS},
     witness=True,

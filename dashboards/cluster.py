@@ -21,9 +21,9 @@ from opsd.dashboards.kit import (
 
 ALL = 'cluster=~"$cluster"'
 THROTTLE = f"instance_gpu:opsd_gpu_throttle:ratio_rate1m{{{ALL}}}"
-WORKING = f"max by (cluster, instance, gpu) (opsd_gpu_job_info{{{ALL}}})"
+OF_JOBS = f"max by (cluster, instance, gpu) (opsd_gpu_job_info{{{ALL}}})"
 
-TENSOR = f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{ALL}}} and on (cluster, instance, gpu) {WORKING}"
+TENSOR = f"DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{ALL}}} and on (cluster, instance, gpu) {OF_JOBS}"
 ROOM = (
     f"(opsd_host_filesystem_available_bytes{{{ALL}}} / opsd_host_filesystem_size_bytes{{{ALL}}} "
     f"or opsd_storage_available_bytes{{{ALL}}} / opsd_storage_size_bytes{{{ALL}}}) "
@@ -56,10 +56,10 @@ NOW = row(
         width=3,
     ),
     number(
-        "GPUs with a rank",
-        "Share of the GPUs that a rank of a run is using.",
+        "GPUs of jobs",
+        "Share of the GPUs that a job has, whether it uses them or not.",
         "percentunit",
-        Query(f"count({WORKING}) / sum(cluster:opsd_gpu_up:sum{{{ALL}}}) or vector(0)"),
+        Query(f"count({OF_JOBS}) / sum(cluster:opsd_gpu_up:sum{{{ALL}}}) or vector(0)"),
         width=3,
     ),
     number(
@@ -114,7 +114,7 @@ LISTS = row(
         Column("agent", f'max {BY_NODE} (up{{job="opsd", {ALL}}})', words=ANSWERS),
         Column("GPUs", f"sum {BY_NODE} (opsd_gpu_up{{{ALL}}})"),
         Column("lost", f"count {BY_NODE} (opsd_gpu_up{{{ALL}}} == 0)"),
-        Column("with a rank", f"count {BY_NODE} ({WORKING})"),
+        Column("of jobs", f"count {BY_NODE} ({OF_JOBS})"),
         Column("incidents", f"sum {BY_NODE} (opsd_incidents{{{ALL}}})"),
         links={"instance": NODE_LINKS},
     ),
@@ -127,7 +127,7 @@ LISTS = row(
     ),
     listing(
         "Jobs",
-        "Jobs with ranks on GPUs.",
+        "Jobs that have GPUs, with the run where ranks have pages.",
         Column("GPUs", f"count {BY_JOB} ({JOBS})"),
         Column("nodes", f"count {BY_JOB} (max by (cluster, job_id, run, instance) ({JOBS}))"),
         links={"job_id": {"board of the job": TO_JOB}, "run": {"board of the job": TO_JOB}},
@@ -169,11 +169,11 @@ GPUS = row(
     graph(
         "Tensor cores active",
         "Lowest, median and highest share of time in which tensor cores were active, over GPUs "
-        "with a rank. GPU utilization says little: it can be 100 % at a fifth of a GPU's throughput.",
+        "of jobs. GPU utilization says little: it can be 100 % at a fifth of a GPU's throughput.",
         "percentunit",
         *(Query(f"quantile({q}, {TENSOR})", n) for q, n in ((0, "lowest"), (0.5, "median"), (1, "highest"))),
         top=1,
-        empty="no GPU with a rank",
+        empty="no GPU of a job",
     ),
     heat_map(
         "Temperatures",

@@ -195,7 +195,7 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, x
             job_evidence(view, live),
         ),
         cost=Cost(text="the driver ends the program that used it" if rank else ""),
-        job=rank.job if rank else "",
+        job=rank.job if rank else _job(xids),
         data={
             "uuid": gpu.uuid,
             "pci": gpu.pci,
@@ -204,6 +204,12 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, x
             "at": xids[-1].at if xids else view.wall,
         },
     )
+
+
+def _job(xids: Sequence[Event]) -> str:
+    """The job of the processes that the Xids name, "" if they name none, or several."""
+    jobs = {text(xid.data, "job") for xid in xids} - {""}
+    return jobs.pop() if len(jobs) == 1 else ""
 
 
 def _worst(xids: Sequence[Event]) -> Sequence[Event]:

@@ -64,11 +64,11 @@ class GpuJobs:
             for pid in {pid for pids in holders.values() for pid in pids}
             if (known := self._look_up(pid, now)) is not None
         }
+        jobs = self._occupancy.jobs_of = {pid: job for pid, known in self._known.items() if (job := self._job(known))}
         found: dict[str, frozenset[int]] = {}
         for gpu, pids in holders.items():
-            for pid in pids:
-                if pid in self._known and (job := self._job(self._known[pid])):
-                    found[job] = found.get(job, frozenset()) | {gpu}
+            for job in {jobs[pid] for pid in pids if pid in jobs}:
+                found[job] = found.get(job, frozenset()) | {gpu}
         return found
 
     def _look_up(self, pid: int, now: float) -> _Known | None:

@@ -17,7 +17,8 @@ class Occupancy:
     ``holders`` are the processes that hold each GPU by index, as the driver lists them; a GPU that is left out is
     unknown. ``worked`` is the monotonic second at which each GPU was last seen with a kernel, the first look at it
     counted as one. ``jobs`` has the user of each job that Slurm runs here, ``allocated`` the GRES indexes of the GPUs
-    that Slurm gave it. ``ranked`` are the GPUs with a rank page, each with the page's job.
+    that Slurm gave it, ``jobs_of`` the job of each process that held a GPU when last looked at. ``ranked`` are the GPUs
+    with a rank page, each with the page's job.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,7 @@ class Occupancy:
         self.worked: Mapping[int, float] = {}
         self.jobs: Mapping[str, int] = {}
         self.allocated: Mapping[str, frozenset[int]] = {}
+        self.jobs_of: Mapping[int, str] = {}
         self.ranked: frozenset[tuple[int, str]] = frozenset()
 
     def users_of_gpus(self) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from opsd.commands.options import Group, option
 from opsd.commands.output import fail, output_console, plain_table
 from opsd.commands.settings import BadConfig
 from opsd.lemons import Fault, Judgement, Lift
+from opsd.slurm import job_faults
 from opsd.slurm.candidates import Candidate, candidates, faults, free
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
@@ -25,6 +26,7 @@ from opsd.slurm.topology import Choice, TopologyError, pick, read
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _history = option("--history", type=_FILE, help="More faults, one JSON object a line: node, kind, at, back (epoch s).")
+_jobs = option("--jobs", is_flag=True, help="Also jobs that failed on a node and ran without it, as sacct has them.")
 _json = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -39,20 +41,22 @@ def nodes() -> None:
 
 @nodes.command("lemons")
 @_history
+@_jobs
 @_json
-def show_lemons(history: Path | None, as_json: bool) -> int:
+def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
     """Show the nodes that failed in the last 30 days, and whether that says anything about them here.
 
     A stay out of service that opsd has recorded is a fault, maintenance is none. --history adds what Slurm does not
-    know: tickets, or jobs that failed on a node and ran elsewhere (kind job).
+    know, from tickets for instance.
     """
     found, comments = _from_slurm()
-    judged = _judge(found, faults(comments), history)
+    judged = _judge(found, comments, history, jobs)
     if as_json:
         click.echo(json.dumps(_document(judged), indent=1))
         return exitcodes.OK
-    for line in (_soon(judged.soon), _lasting(judged.lasting)):
-        click.echo(line)
+    click.echo("The tenth of the nodes that failed most in a month had, in this cluster's history,")
+    click.echo(_told("  in the next month", judged.soon, "so prefer others", "which is no reason to prefer others"))
+    click.echo(_told("  in the one after", judged.lasting, "so there are lemons", "which shows no lemons"))
     called = {score.node for score in judged.lemons}
     table = plain_table("node", "faults", "soon after a repair", "not by chance", "")
     for score in judged.scores:
@@ -68,8 +72,11 @@ def show_lemons(history: Path | None, as_json: bool) -> int:
 @option("--partition", help="Only nodes of this partition.")
 @option("--topology", type=_FILE, help="A topology.conf; by default Slurm's.")
 @_history
+@_jobs
 @_json
-def pick_nodes(count: int, partition: str | None, topology: Path | None, history: Path | None, as_json: bool) -> int:
+def pick_nodes(
+    count: int, partition: str | None, topology: Path | None, history: Path | None, jobs: bool, as_json: bool
+) -> int:
     """Pick COUNT idle nodes for a run: healthy ones, tested ones, near each other.
 
     Prints a hostlist for sbatch's --nodelist. Nodes that failed lately are avoided where failures of the past foretold
@@ -80,7 +87,7 @@ def pick_nodes(count: int, partition: str | None, topology: Path | None, history
     except TopologyError as error:
         raise BadConfig(str(error)) from error
     found, comments = _from_slurm(partition)
-    judged = _judge(found, faults(comments), history)
+    judged = _judge(found, comments, history, jobs)
     known = candidates(found, comments, judged, time.time())
     choice = pick(free(known), count, tree)
     if choice is None:
@@ -116,8 +123,13 @@ def _from_slurm(partition: str | None = None) -> tuple[Sequence[Node], dict[str,
         fail(f"Slurm: {error}")
 
 
-def _judge(found: Sequence[Node], known: list[Fault], history: Path | None) -> Judgement:
-    return lemons.judge([node.name for node in found], [*known, *(_read(history) if history else ())], time.time())
+def _judge(found: Sequence[Node], comments: Mapping[str, str], history: Path | None, jobs: bool) -> Judgement:
+    known = faults(comments) + (_read(history) if history else [])
+    try:
+        known += job_faults.read() if jobs else []
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+    return lemons.judge([node.name for node in found], known, time.time())
 
 
 def _read(history: Path) -> list[Fault]:
@@ -137,22 +149,11 @@ def _read(history: Path) -> list[Fault]:
     return found
 
 
-def _soon(lift: Lift) -> str:
-    return f"soon: nodes that failed in a month failed {_value(lift)} in the next: " + (
-        "prefer others" if lift.proven else "no reason to prefer others"
-    )
-
-
-def _lasting(lift: Lift) -> str:
-    return f"lasting: and {_value(lift)} in the month after that: " + (
-        "some nodes are worse than others" if lift.proven else "no node is shown to be worse for longer"
-    )
-
-
-def _value(lift: Lift) -> str:
+def _told(when: str, lift: Lift, proven: str, otherwise: str) -> str:
     if not math.isfinite(lift.high):
-        return f"as far as {lift.later} faults tell {lift.value:.1f} times as often as all, too few to be sure,"
-    return f"{lift.value:.1f} times as often as all (95 %: {lift.low:.1f} to {lift.high:.1f})"
+        return f"{when}: {lift.later} later faults in the history are too few to tell"
+    value = f"{lift.value:.1f} times the failures of all nodes (95 %: {lift.low:.1f} to {lift.high:.1f})"
+    return f"{when}: {value}, {proven if lift.proven else otherwise}"
 
 
 def _document(judged: Judgement) -> dict[str, Any]:

@@ -12,20 +12,21 @@ JOB = "opsd_slurm_job_info"
 
 
 def with_job(finding: Finding, view: View) -> Finding:
-    """``finding`` about a GPU with the job that has it, if the runbook names none.
+    """``finding`` about a GPU with the job that has it, if the runbook names none, and with whose that job is.
 
     Of several jobs on one GPU, as with MIG, none is named; they are in the evidence.
     """
     gpu = finding.culprit.gpu
-    if finding.job or gpu is None or finding.culprit.node not in (None, view.node):
+    if gpu is None or finding.culprit.node not in (None, view.node):
         return finding
     jobs = sorted(
         {series.labels["job_id"] for series in view.select(ON_GPU, gpu=str(gpu)) if series.last is not None} - {""}
     )
-    if not jobs:
+    if not jobs or jobs == [finding.job]:
         return finding
     told = Evidence(f"GPU {gpu} belongs to {_named(jobs, view)}", "Slurm and the driver", view.wall)
-    return replace(finding, job=jobs[0] if len(jobs) == 1 else "", evidence=(*finding.evidence, told))
+    job = finding.job or (jobs[0] if len(jobs) == 1 else "")
+    return replace(finding, job=job, evidence=(*finding.evidence, told))
 
 
 def owner(job: str, view: View) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from opsd.agent.actions import Drainer, Executor, Notifier, PowerLimiter
+from opsd.agent.actions import Commenter, Drainer, Executor, Notifier, PowerLimiter
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
@@ -45,6 +45,7 @@ class Agent:
         notify: Notifier | None = None,
         set_power_limit: PowerLimiter | None = None,
         drain_node: Drainer | None = None,
+        comment_job: Commenter | None = None,
         listeners: Sequence[Listener] = (),
         clock: FakeClock | None = None,
         interval_s: float = 40.0,
@@ -59,6 +60,7 @@ class Agent:
             notify=notify or (lambda text, fields: self.told.append(text)),
             set_power_limit=set_power_limit,
             drain_node=drain_node,
+            comment_job=comment_job,
         )
         judge = Judge(runbooks, SILENT, used_s=lambda: 0.0)
         self.responder = Responder(

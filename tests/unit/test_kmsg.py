@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from opsd.collectors.lib.kernel.xid import COUNTED
+from opsd.collectors.lib.occupancy import Occupancy
 from tests.fakes.kmsg import FALLEN, GPU, XID_31, XID_79, Node, codes, read, values
 
 
@@ -161,3 +162,14 @@ def test_sxids_count_by_severity(node: Node) -> None:
     (event,) = reading.events
     assert {"code": 24007, "link": 60, "severity": "fatal", "count": 1}.items() <= event.data.items()
     assert values(reading, "opsd_sxid_total")["00000000:C1:00.0", "fatal"] == 1
+
+
+def test_an_xid_names_the_job_of_its_process(node: Node) -> None:
+    """As it was when the process last held a GPU: by now it may be gone."""
+    occupancy = Occupancy()
+    occupancy.jobs_of = {89: "72"}
+    agent = node.agent(occupancy=occupancy)
+    read(agent)
+    node.say(XID_31)
+    node.say(XID_79)
+    assert [event.data.get("job") for event in read(agent).events] == ["72", None]

@@ -142,7 +142,7 @@ def xid_event(
     """The event of an Xid; the same from every source.
 
     ``at`` is in wall seconds, ``count`` how often it was seen, ``where`` what else the source knows of the GPU: its
-    index as "gpu", its "uuid".
+    index as "gpu", its "uuid", the "job" of the process.
     """
     description = decode(xid.code, xid.detail).description
     who = f" by {xid.process or 'pid'} {xid.pid}" if xid.pid is not None else ""

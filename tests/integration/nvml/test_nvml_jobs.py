@@ -41,16 +41,17 @@ def pids() -> Iterator[dict[int, int]]:
 def test_an_incident_names_the_job_of_its_gpu(
     gpus: SimulatedGpus, process: DriverProcess, library: str, pids: dict[int, int]
 ) -> None:
-    """Not that of the other user on the same node, and none for a GPU that nobody has."""
+    """Not that of the other user on the same node, and none for a GPU that nobody has, or both."""
     gpus[1].set_processes([(pids[ADA], 1 << 30)])
     gpus[2].set_processes([(pids[BOB], 1 << 30)])
+    gpus[4].set_processes([(pids[ADA], 1 << 30), (pids[BOB], 1 << 30)])
     occupancy = Occupancy()
     occupancy.jobs, occupancy.holders = {"71": ADA, "72": BOB}, process.Holders(library).read()
     jobs = JobsCollector(occupancy).collect()
     assert isinstance(jobs, Reading)
     collector = process.NvmlCollector(library)
     collector.collect()
-    for index in (1, 2, 3):
+    for index in (1, 2, 3, 4):
         gpus[index].raise_xid(79)
 
     window = Window("n1", witnesses={"nvml", "jobs"})
@@ -59,7 +60,8 @@ def test_an_incident_names_the_job_of_its_gpu(
     window.add("jobs", jobs)
     window.add("nvml", collector.collect())
     found = [one for one in Judge(RUNBOOKS, SILENT).findings(window) if one.kind == "gpu_xid"]
-    assert {one.culprit.gpu: one.job for one in found} == {1: "71", 2: "72", 3: ""}
+    assert {one.culprit.gpu: one.job for one in found} == {1: "71", 2: "72", 3: "", 4: ""}
     said = {one.culprit.gpu: [fact.text for fact in one.evidence] for one in found}
     assert "GPU 1 belongs to job 71 of ada" in said[1]
     assert "GPU 2 belongs to job 72" in said[2]
+    assert "GPU 4 belongs to jobs 71 of ada, 72" in said[4]

@@ -54,8 +54,12 @@ def test_faults_are_read_from_the_comments(cluster: Cluster) -> None:
     assert [(one["node"], one["faults"], one["relapses"]) for one in told["nodes"]] == [("n2", 3, 2), ("n1", 1, 0)]
     assert (told["lemons"], told["lasting"]["proven"], told["lasting"]["high"]) == ([], False, None)
     said = opsd_nodes(cluster, "lemons").stdout
-    assert "no node is shown to be worse for longer" in said
+    assert "are too few to tell" in said
     assert "n2" in said
+    without = opsd_nodes(cluster, "lemons", "--jobs")
+    assert (without.returncode, without.stderr) == (
+        exitcodes.FAILED, "opsd: Slurm: sacct: this cluster keeps no accounting (AccountingStorageType)\n",
+    )  # fmt: skip
 
 
 def test_bad_input_is_told_in_one_sentence(cluster: Cluster) -> None:

@@ -1,0 +1,81 @@
+"""Jobs that failed on a node and ran elsewhere, from Slurm's accounting: faults that no hardware event tells of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+from opsd.lemons import Fault
+from opsd.slurm.hostlist import HostlistError, expand
+from opsd.slurm.output import epoch, failure
+from opsd.slurm.port import SlurmRejected
+from opsd.slurm.runner import Runner, run_command
+
+DAYS: Final = 90
+DEADLINE_S: Final = 60.0
+KIND: Final = "job"
+FIELDS: Final = ("JobIDRaw", "State", "End", "NodeList")
+_REQUEUED: Final = "REQUEUED"
+_BAD: Final = frozenset({"NODE_FAIL", "FAILED", "BOOT_FAIL", _REQUEUED})
+
+
+class _Run(NamedTuple):
+    """One start of a job. ``end`` in epoch seconds, None while it runs."""
+
+    state: str
+    end: float | None
+    nodes: frozenset[str]
+
+
+def read(run: Runner = run_command, now: float | None = None) -> list[Fault]:
+    """The faults of the last 90 days. Raises SlurmError, for instance where there is no accounting."""
+    since = time.strftime("%Y-%m-%d", time.localtime((time.time() if now is None else now) - DAYS * 86_400))
+    argv = (
+        "sacct", "--allusers", "--duplicates", "--allocations", "--noheader", "--parsable2",
+        f"--starttime={since}", f"--format={','.join(FIELDS)}",
+    )  # fmt: skip
+    output = run(argv, DEADLINE_S)
+    if "accounting storage is disabled" in (output.stdout + output.stderr).lower():
+        raise SlurmRejected("sacct: this cluster keeps no accounting (AccountingStorageType)")
+    if output.code:
+        raise failure(argv, output)
+    return parse(output.stdout)
+
+
+def parse(text: str) -> list[Fault]:
+    """The faults in sacct's output with ``FIELDS``, a start of a job in each line. Raises SlurmRejected.
+
+    A start that failed is a node's fault if the job's next start went well without that node, and without that one
+    only. A requeue, which may be anybody's, counts for jobs of several nodes alone.
+    """
+    jobs: dict[str, list[_Run]] = {}
+    for line in text.splitlines():
+        job, state, end, nodes = _fields(line)
+        if nodes:
+            jobs.setdefault(job, []).append(_Run(state, end, nodes))
+    return sorted((fault for runs in jobs.values() for fault in _faults(runs)), key=lambda fault: fault.at)
+
+
+def _fields(line: str) -> tuple[str, str, float | None, frozenset[str]]:
+    fields = line.split("|")
+    if len(fields) != len(FIELDS):
+        raise SlurmRejected(f"sacct's answer has a line of another form: {line[:80]!r}")
+    job, state, end, nodes = fields
+    try:
+        names = frozenset() if nodes.strip() in ("", "None assigned", "(null)") else frozenset(expand(nodes))
+    except HostlistError as error:
+        raise SlurmRejected(f"sacct's answer has a {error}") from error
+    return job, state.split(maxsplit=1)[0].rstrip("+") if state.strip() else "", epoch(end), names
+
+
+def _faults(runs: list[_Run]) -> Iterator[Fault]:
+    ordered = sorted(runs, key=lambda one: (one.end is None, one.end or 0.0))
+    for failed, after in pairwise(ordered):
+        if failed.end is None or failed.state not in _BAD or after.state in _BAD:
+            continue
+        suspects = failed.nodes - after.nodes
+        by_chance = failed.state == _REQUEUED and not failed.nodes & after.nodes
+        if len(suspects) == 1 and not by_chance:
+            yield Fault(next(iter(suspects)), KIND, failed.end, failed.end)

@@ -1,0 +1,57 @@
+"""Which node a job's failure is blamed on: the one that its next, good start was without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from opsd.lemons import Fault
+from opsd.slurm import job_faults
+from opsd.slurm.port import SlurmMissing, SlurmRejected
+from opsd.slurm.runner import Output
+
+
+@pytest.mark.parametrize(
+    ("starts", "blamed"),
+    [
+        (["7|NODE_FAIL|100|n[1-3]", "7|COMPLETED|900|n[1-2,4]"], [("n3", 100.0)]),
+        (["7|RUNNING|Unknown|n[1-2,4]", "7|FAILED|100|n[1-3]"], [("n3", 100.0)]),
+        (["7|FAILED|100|n1", "7|COMPLETED|900|n2"], [("n1", 100.0)]),
+        (["7|FAILED|100|n1", "7|FAILED|900|n2"], []),
+        (["7|FAILED|100|n[1-4]", "7|COMPLETED|900|n[5-8]"], []),
+        (["7|FAILED|100|n[1-4]", "7|COMPLETED|900|n[1-4]"], []),
+        (["7|CANCELLED by 1000|100|n1", "7|COMPLETED|900|n2"], []),
+        (["7|REQUEUED|100|n[1-3]", "7|RUNNING|Unknown|n[1-2,4]"], [("n3", 100.0)]),
+        (["7|REQUEUED|100|n1", "7|RUNNING|Unknown|n2"], []),
+        (["7|FAILED|100|n1", "8|COMPLETED|900|n2", "9|FAILED|5|None assigned"], []),
+    ],
+)
+def test_the_node_that_the_next_start_was_without_is_blamed(starts: list[str], blamed: list[tuple[str, float]]) -> None:
+    """Only if it is one, if that start went well, and if the failure was one."""
+    faults = job_faults.parse("\n".join(starts))
+    assert faults == [Fault(node, "job", at, at) for node, at in blamed]
+
+
+def test_an_answer_of_another_form_is_refused() -> None:
+    """Rather than read as no failure."""
+    for text in ("7|FAILED|100", "7|FAILED|100|n[3-1]"):
+        with pytest.raises(SlurmRejected, match="sacct's answer has a"):
+            job_faults.parse(text)
+
+
+def test_a_cluster_without_accounting_says_so() -> None:
+    """Whatever sacct ends with."""
+
+    def answer(output: Output) -> None:
+        def run(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+            assert argv[0] == "sacct"
+            return output
+
+        job_faults.read(run, 1e9)
+
+    for code in (0, 1):
+        with pytest.raises(SlurmRejected, match="keeps no accounting"):
+            answer(Output(code, "", "Slurm accounting storage is disabled\n"))
+    with pytest.raises(SlurmMissing):
+        answer(Output(1, "", "sacct: fatal: Could not establish a configuration source"))
