@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
@@ -37,8 +37,8 @@ LEAST_PEERS = 2
 RISE_CELSIUS = 4.0
 WANDER, STEADY = 4.0, 0.75
 """A failing fan stands out from what sensors and loads do anyway: the rise is this many times the range that the
-offsets of the other GPUs wander through meanwhile, and this share of the way that the own offset has gone, back and
-forth included."""
+offsets of the other GPUs wander through in the same blocks, and this share of the way that the own offset has gone,
+back and forth included."""
 
 OPEN_AFTER_S = 120.0
 HORIZON_S = 3600.0
@@ -112,7 +112,11 @@ def _settled(blocks: Mapping[int, _Block]) -> Iterator[tuple[int, _Block]]:
 
 
 def _block(
-    uuid: str, number: int, celsius: Mapping[str, Mapping[int, float]], watts: Mapping[str, Mapping[int, float]]
+    uuid: str,
+    number: int,
+    celsius: Mapping[str, Mapping[int, float]],
+    watts: Mapping[str, Mapping[int, float]],
+    least_peers: int = LEAST_PEERS,
 ) -> _Block | None:
     """One GPU beside its peers under load, None if it or too few of them are."""
     own = watts[uuid][number]
@@ -121,7 +125,7 @@ def _block(
         for peer, power in watts.items()
         if peer != uuid and power.get(number, 0.0) >= PEER_SHARE * own and number in celsius.get(peer, {})
     ]
-    if own < LOADED_W or len(peers) < LEAST_PEERS:
+    if own < LOADED_W or len(peers) < least_peers:
         return None
     return _Block(
         frozenset(peers),
@@ -135,23 +139,46 @@ def _block(
 def _rising(view: View) -> list[_Rising]:
     """The GPUs whose offset grows so that they throttle within the hour."""
     margins, indexes = newest(view, MARGIN), {gpu.uuid: gpu.index for gpu in view.gpus if gpu.lost is None}
-    found, offsets_of = [], _offsets(view)
-    wander = {uuid: _range(_smooth(list(offsets.values()))) for uuid, offsets in offsets_of.items() if offsets}
-    for uuid, offsets in offsets_of.items():
-        if uuid not in indexes or len(offsets) < LEAST_BLOCKS:
-            continue
-        course = [offsets[number] for number in sorted(offsets)]
-        line, (before, _, late) = trend(offsets), thirds(course)
-        if line.rise < RISE_CELSIUS or min(late, course[-1]) - before < RISE_CELSIUS / 2 or not line.sure:
-            continue
-        others = [other for peer, other in wander.items() if peer != uuid]
-        if line.rise < WANDER * median(others or [0.0]) or not _steady(course):
+    courses = {uuid: course for uuid, course in _offsets(view).items() if uuid in indexes and _climbs(course)}
+    found = []
+    for uuid, course in courses.items():
+        line, (before, _, _) = trend(course), thirds(list(course.values()))
+        others = _wander(view, course, courses.keys())
+        if others is None or line.rise < WANDER * others:
             continue
         left = margins.get(uuid)
         limit_s = None if left is None else max(left, 0.0) / line.slope * BLOCK_S
         if limit_s is None or limit_s <= HORIZON_S:
-            found.append(_Rising(uuid, indexes[uuid], before, course[-1], line, limit_s))
+            found.append(_Rising(uuid, indexes[uuid], before, course[max(course)], line, limit_s))
     return found
+
+
+def _climbs(offsets: Mapping[int, float]) -> bool:
+    """True if the offset has clearly grown, by its own course."""
+    course = list(offsets.values())
+    if len(course) < LEAST_BLOCKS or not _steady(course):
+        return False
+    line, (before, _, late) = trend(offsets), thirds(course)
+    return line.sure and line.rise >= RISE_CELSIUS and min(late, course[-1]) - before >= RISE_CELSIUS / 2
+
+
+def _wander(view: View, numbers: Collection[int], climbing: Collection[str]) -> float | None:
+    """The range through which the offsets of the other GPUs wander in blocks of these numbers; None if unknown.
+
+    They are compared with each other: beside one that becomes hotter all of them seem to become cooler.
+    """
+    celsius, watts = (
+        {uuid: of for uuid, of in _medians(view, metric).items() if uuid not in climbing}
+        for metric in (TEMPERATURE, POWER)
+    )
+    ranges = []
+    for uuid in celsius.keys() & watts.keys():
+        seen = (number for number in numbers if number in celsius[uuid] and number in watts[uuid])
+        found = (_block(uuid, number, celsius, watts, least_peers=1) for number in seen)
+        course = [block.offset for block in found if block is not None]
+        if len(course) >= LEAST_BLOCKS:
+            ranges.append(_range(_smooth(course)))
+    return median(ranges) if ranges else None
 
 
 def _smooth(course: Sequence[float]) -> list[float]:

@@ -13,7 +13,7 @@ import pytest
 
 import opsd.client
 from opsd.client import Reporter
-from opsd.launch.observe.observer import Observer
+from opsd.launch.observe.observer import LOOK_EVERY, Observer
 from opsd.rank_page import RankPage, read_page
 from tests.fakes.graph import Loss, Parameter
 
@@ -222,11 +222,14 @@ def test_a_reporter_of_the_program_keeps_the_word(program: Program) -> None:
 
 
 def test_a_reporter_that_comes_later_takes_the_word(program: Program) -> None:
-    """Steps are not counted twice from then on."""
+    """Steps are not counted twice from then on, and soon nothing is observed."""
     program.step()
     own = Reporter(program.path, source="adapter")
     program.step()
     own.step(step=1)
+    assert (program.page.source, program.page.steps_reported) == ("adapter", 1)
+    for _ in range(LOOK_EVERY):
+        program.step()
     assert (program.page.source, program.page.steps_reported) == ("adapter", 1)
     assert not program.observer.watches()
 

@@ -33,6 +33,12 @@ def test_a_noisy_node_has_no_failing_fan(number: int) -> None:
     assert opened(gpu_node(MODELS[number], number), 900) is None
 
 
+def test_what_others_wander_is_seen_where_they_are_seldom_settled() -> None:
+    """Loads and temperatures that wander for minutes: one GPU climbs 6 K, while its peers have few blocks alike."""
+    noise = Noise(ar_sd=2.2, ar_s=200.0, load_sd=33.0, load_s=200.0)
+    assert opened(gpu_node(noise, 509), 700) is None
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(len(MODELS)))
 def test_fifty_noisy_nodes_have_no_failing_fan_in_72_hours(number: int) -> None:
@@ -55,7 +61,9 @@ def stop(celsius: float, seconds: float) -> Fault:
     [(ramp(2.0), 480), (ramp(1.0), 660), (stop(18.0, 150.0), 420)],
     ids=["two degrees a minute", "one degree a minute", "stopped"],
 )
-@pytest.mark.parametrize("noise", [Noise(), Noise(step=1.0)], ids=["quiet", "whole degrees"])
+@pytest.mark.parametrize(
+    "noise", [Noise(), Noise(step=1.0), Noise(peers=4)], ids=["quiet", "whole degrees", "four GPUs"]
+)
 def test_a_fan_that_fails_is_found(noise: Noise, fault: Fault, within_s: float) -> None:
     """Within minutes, on a node with the usual noise."""
     at = opened(gpu_node(noise, 1, fault), 300 + int(within_s))

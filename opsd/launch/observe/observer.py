@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 LEAST_SHARE = 4
 """A file smaller than the optimizer's parameters by more than this factor is no checkpoint of them."""
+LOOK_EVERY = 16
+"""Steps between looks for a page of the program's own, which replaces this one's file: until then nobody reads it."""
 
 
 class Observer:
@@ -203,7 +205,7 @@ class Observer:
     def _count(self, optimizer: Any) -> None:
         page = self._page
         assert page is not None
-        if self._replaced():
+        if (not self._stepped or self._step % LOOK_EVERY == 0) and self._replaced():
             self.end()
             return
         if not self._stepped:
