@@ -57,7 +57,7 @@ def read_run(folder: Path) -> Ablation:
         config = Config.model_validate_json((folder / CONFIG).read_text(encoding="utf-8"))
         lines = (folder / RESULTS).read_text(encoding="utf-8").splitlines()
         results = [json.loads(line)["results"] for line in lines]
-        found = next((result for result in reversed(results) if result), {})
+        found: dict[str, float] = next((result for result in reversed(results) if result), {})
         losses = {name.removesuffix(_LOSS): float(value) for name, value in found.items() if name.endswith(_LOSS)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -98,7 +98,7 @@ def propose(runs: Sequence[Ablation], targets: Mapping[str, float], seed: int = 
 def _fit(weights: F64, losses: F64) -> F64:
     """Weights sum to 1, so that a constant would be one parameter too many."""
     ridge = _RIDGE * np.eye(weights.shape[1])
-    slopes: F64 = np.linalg.solve(weights.T @ weights + ridge, weights.T @ losses)
+    slopes: F64 = np.linalg.solve(weights.T @ weights + ridge, weights.T @ losses).astype(np.float64)
     return slopes
 
 
@@ -109,7 +109,7 @@ def _without(weights: F64, losses: F64, row: int) -> tuple[F64, F64]:
 def _near(weights: F64, seed: int) -> F64:
     """Mixtures between those that were tried: a linear model knows nothing of what is far from them."""
     shares = np.random.default_rng(seed).dirichlet(np.full(len(weights), 0.5), DRAWN)
-    drawn: F64 = shares @ weights
+    drawn: F64 = (shares @ weights).astype(np.float64)
     return drawn
 
 
