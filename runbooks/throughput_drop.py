@@ -67,7 +67,13 @@ def _rate(step: StepFact) -> float:
 
 
 def _past_rate(view: View, rank: RankFact) -> float | None:
-    """Tokens per second that are usual for this rank, None without a past to compare with."""
+    """Tokens per second that are usual for this rank, None without a past to compare with.
+
+    Tokens that cost more than before, as those of longer sequences do, are no past.
+    """
+    costs = view.select("opsd_rank_flops_per_token", run=rank.run, rank=str(rank.rank))
+    if costs and len({cost for _, cost in costs[0].values(PAST_S)}) > 1:
+        return None
     series = view.select("opsd_rank_tokens_per_second", run=rank.run, rank=str(rank.rank))
     past = level(series[0], PAST_S, BUT_LAST_S) if series else None
     if past is None or past[2] < LEAST_SAMPLES or rank.steps_reported < SETTLED_STEPS:

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.rotary import rotary_angles, rotation_factors
+from opsd.trainer.model_settings import LayerKind, ModelSettings
+from opsd.trainer.rotary import rotary_angles, rotate, rotation_factors
 
 Context = DeviceMesh | None
 """The mesh over which sequences are split; None if each rank has whole ones."""
@@ -49,8 +49,8 @@ class AttentionInputs:
     """What the layers share in a forward pass.
 
     ``documents`` [batch, sequence] are those that tokens do not see beyond. ``rotation`` rotates this rank's tokens,
-    ``mask`` is that of layers that see their whole document; ``window_rotation`` and ``window_mask`` are for layers
-    with a window. Scores are multiplied by ``scale``.
+    ``mask`` is that of layers that see their whole document; ``window_rotation``, ``window_mask`` and ``chunk_mask``
+    are for layers with a window or chunks. Scores are multiplied by ``scale``.
     """
 
     documents: torch.Tensor
@@ -58,8 +58,21 @@ class AttentionInputs:
     window_rotation: torch.Tensor
     mask: Mask
     window_mask: Mask
+    chunk_mask: Mask
     context: Context
     scale: float
+
+    def mask_of(self, kind: LayerKind) -> Mask:
+        """What tokens see in layers of this kind."""
+        if kind == "chunk":
+            return self.chunk_mask
+        return self.window_mask if kind.endswith("window") else self.mask
+
+    def rotate(self, x: torch.Tensor, kind: LayerKind) -> torch.Tensor:
+        """``x`` [batch, sequence, heads, head_dim] with the positions of layers of this kind."""
+        if kind.startswith("nope"):
+            return x
+        return rotate(x, self.window_rotation if kind.endswith("window") else self.rotation)
 
 
 def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: Context = None) -> AttentionInputs:
@@ -69,21 +82,22 @@ def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: 
     kernel = kernel_for(settings, device, context)
     seen = documents if settings.document_mask else torch.zeros_like(documents)
 
-    def mask(window: int) -> Mask:
-        if context is None and not settings.document_mask and not window:
-            return None
+    def mask(within: torch.Tensor, window: int = 0) -> Mask:
         if kernel == "varlen":
-            return pack(seen, window)
+            return pack(within, window)
         if kernel == "flex":
-            return _block_mask(seen, queries, keys, window)
-        return visible(seen, queries, keys, window)
+            return _block_mask(within, queries, keys, window)
+        return visible(within, queries, keys, window)
 
-    full_mask = mask(0)
-    window_mask = mask(settings.window) if settings.window else full_mask
+    full_mask = mask(seen) if context is not None or settings.document_mask else None
+    window_mask = mask(seen, settings.window) if settings.window else full_mask
+    chunk_mask = mask(chunks(seen, settings.chunk)) if settings.chunk else full_mask
     rotation = window_rotation = rotation_factors(rotary_angles(queries, settings))
     if settings.window_theta:
         window_rotation = rotation_factors(rotary_angles(queries, settings, window=True))
-    return AttentionInputs(seen, rotation, window_rotation, full_mask, window_mask, context, settings.score_scale)
+    return AttentionInputs(
+        seen, rotation, window_rotation, full_mask, window_mask, chunk_mask, context, settings.score_scale
+    )
 
 
 def kernel_for(settings: ModelSettings, device: torch.device, context: Context) -> str:
@@ -231,6 +245,18 @@ def visible(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, 
     distance = queries[:, None] - keys[None, :]
     window_mask = (distance >= 0) & (distance < window) if window else distance >= 0
     return (documents[:, None, queries, None] == documents[:, None, None, keys]) & window_mask
+
+
+def chunks(documents: torch.Tensor, length: int) -> torch.Tensor:
+    """Number the parts of ``length`` tokens of each of the ``documents`` [batch, sequence], as if they were documents.
+
+    They count from the start of a document, as they do when it is read by itself.
+    """
+    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    begins = torch.where(first, at, 0).cummax(dim=1).values
+    return (first | ((at - begins) % length == 0)).cumsum(dim=1)
 
 
 def _block_mask(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int) -> BlockMask:

@@ -89,7 +89,8 @@ def flops_per_token(model: ModelSettings, sequence: int) -> float:
 
     6 N + 12 layers width sequence (PaLM, arXiv 2204.02311, appendix B), where N are the active parameters and the width
     is that of all heads of attention, the mean of queries and values. As there, attention counts the whole sequence
-    although half of it is masked; a layer with a window counts its window, one with a state its products.
+    although half of it is masked; a layer with a window counts its window, one with chunks a chunk, one with a state
+    its products.
     """
     return 6.0 * active_parameters(model) + attention_flops(model, sequence) + state_flops(model)
 
@@ -101,8 +102,8 @@ def layer_flops(model: ModelSettings, layer: int, sequence: int) -> float:
         ffn = 3 * model.width * model.ffn
     else:
         ffn = experts_parameters(model) // model.expert_layers - model.idle_parameters // model.expert_layers
-    seen = min(sequence, model.window) if "window" in kind else sequence
-    scores = 0.0 if kind in STATE_PRODUCTS else 6.0 * (model.attention_width + model.value_width) * seen
+    seen = 0 if kind in STATE_PRODUCTS else _seen(model, kind, sequence)
+    scores = 6.0 * (model.attention_width + model.value_width) * seen
     states = 6.0 * STATE_PRODUCTS.get(kind, 0) * model.state_value_width * model.state_key_dim
     return 6.0 * (layer_parameters(model, kind) + ffn) + scores + states
 
@@ -110,8 +111,15 @@ def layer_flops(model: ModelSettings, layer: int, sequence: int) -> float:
 def attention_flops(model: ModelSettings, sequence: int) -> float:
     """Scores and weighted values of all layers with attention, not halved by the causal mask."""
     attending = [kind for kind in model.kinds if kind not in STATE_PRODUCTS]
-    seen = sum(min(sequence, model.window) if "window" in kind else sequence for kind in attending)
+    seen = sum(_seen(model, kind, sequence) for kind in attending)
     return 6.0 * (model.attention_width + model.value_width) * seen
+
+
+def _seen(model: ModelSettings, kind: LayerKind, sequence: int) -> int:
+    """Tokens that a token sees in a layer of attention, not halved by the causal mask."""
+    if kind == "chunk":
+        return min(sequence, model.chunk)
+    return min(sequence, model.window) if "window" in kind else sequence
 
 
 def state_flops(model: ModelSettings) -> float:

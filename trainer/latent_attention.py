@@ -13,7 +13,6 @@ from torch import nn
 
 from opsd.trainer.attention import AttentionInputs, attend
 from opsd.trainer.model_settings import LayerKind, ModelSettings
-from opsd.trainer.rotary import rotate
 
 LATENT_EPS: Final = 1e-6
 """Epsilon of the latents' RMSNorm, which DeepSeek's models do not let their configuration change."""
@@ -24,7 +23,7 @@ class LatentAttention(nn.Module):
 
     def __init__(self, settings: ModelSettings, kind: LayerKind) -> None:
         super().__init__()
-        self.rotary, self.windowed = not kind.startswith("nope"), kind.endswith("window")
+        self.kind = kind
         self.softcap = settings.attention_softcap
         self.kv_rank, self.rope_dim, self.value_dim = settings.kv_rank, settings.rope_dim, settings.value_channels
         self.nope_dim = settings.head_channels - settings.rope_dim
@@ -49,14 +48,12 @@ class LatentAttention(nn.Module):
         k, v = kv.split((self.nope_dim, self.value_dim), dim=-1)
         q, q_rotary = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim)).split((self.nope_dim, self.rope_dim), dim=-1)
         k_rotary = self.shared_key(shared)[:, :, None]
-        if self.rotary:
-            rotation = inputs.window_rotation if self.windowed else inputs.rotation
-            q_rotary, k_rotary = (rotate(halves(part), rotation) for part in (q_rotary, k_rotary))
+        if not self.kind.startswith("nope"):
+            q_rotary, k_rotary = (inputs.rotate(halves(part), self.kind) for part in (q_rotary, k_rotary))
         q = torch.cat((q, q_rotary), dim=-1)
         k = torch.cat((k, k_rotary.expand(-1, -1, k.shape[2], -1)), dim=-1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask = inputs.window_mask if self.windowed else inputs.mask
-        y = attend(q, k, v, mask, inputs.context, inputs.scale, self.softcap)
+        y = attend(q, k, v, inputs.mask_of(self.kind), inputs.context, inputs.scale, self.softcap)
         output: torch.Tensor = self.output(y.transpose(1, 2).flatten(2))
         return output
 

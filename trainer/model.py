@@ -24,17 +24,16 @@ from opsd.trainer.loss import LossTerms, linear_loss
 from opsd.trainer.mamba import Mamba
 from opsd.trainer.model_settings import LayerKind, ModelSettings
 from opsd.trainer.recurrent import DRAWS
-from opsd.trainer.rotary import rotate
 
 
 class Attention(nn.Module):
-    """Causal self-attention within documents; its kind says whether it has positions (RoPE) and a window."""
+    """Causal self-attention within documents; its kind says whether it has positions (RoPE), and what it sees."""
 
     def __init__(self, settings: ModelSettings, kind: LayerKind) -> None:
         super().__init__()
         width, kv_width = settings.attention_width, settings.kv_heads * settings.head_channels
         self.head_dim = settings.head_channels
-        self.rotary, self.windowed = not kind.startswith("nope"), kind.endswith("window")
+        self.kind = kind
         self.softcap = settings.attention_softcap
         self.query = nn.Linear(settings.width, width, bias=settings.qkv_bias)
         self.key = nn.Linear(settings.width, kv_width, bias=settings.qkv_bias)
@@ -54,12 +53,10 @@ class Attention(nn.Module):
         q, k, v = (projected.unflatten(-1, (-1, self.head_dim)) for projected in (q, k, v))
         if self.norm_over == "head":
             q, k = self.query_norm(q), self.key_norm(k)
-        if self.rotary:
-            rotation = inputs.window_rotation if self.windowed else inputs.rotation
-            q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k = inputs.rotate(q, self.kind), inputs.rotate(k, self.kind)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        mask = inputs.window_mask if self.windowed else inputs.mask
-        y = attend(q, k, v, mask, inputs.context, inputs.scale, self.softcap).transpose(1, 2).flatten(2)
+        y = attend(q, k, v, inputs.mask_of(self.kind), inputs.context, inputs.scale, self.softcap)
+        y = y.transpose(1, 2).flatten(2)
         output: torch.Tensor = self.output(y * self.gate(x).sigmoid() if self.gate else y)
         return output
 

@@ -20,6 +20,8 @@ def model_problem(model: ModelSettings) -> str | None:
         return "model.attention varlen has no model.attention_softcap; set it to auto"
     if not model.window and (kind := next((kind for kind in model.pattern if "window" in kind), None)):
         return f"model.pattern has {kind!r}, which needs model.window"
+    if ("chunk" in model.pattern) != bool(model.chunk):
+        return "model.chunk and layers of the kind 'chunk' in model.pattern need each other"
     return _latent_problem(model) or _state_problem(model) or _expert_problem(model) or _rope_problem(model)
 
 

@@ -22,8 +22,8 @@ OF_EXPERTS: Final = frozenset({
 OF_STATES: Final = frozenset({
     "state_heads", "state_key_heads", "state_key_dim", "state_value_dim", "state_conv", "state_conv_bias",
 })  # fmt: skip
-LayerKind = Literal["global", "window", "nope", "nope_window", "delta", "mamba"]
-"""Whether a layer of attention has rotary positions (not ``nope``), and sees its window or its whole document.
+LayerKind = Literal["global", "window", "chunk", "nope", "nope_window", "delta", "mamba"]
+"""Whether a layer of attention has rotary positions (not ``nope``), and sees its window, its chunk or its document.
 
 ``delta`` and ``mamba`` have a state instead of attention.
 """
@@ -120,13 +120,15 @@ class ModelSettings(Section):
 
     0 is no limit.
     """
+    chunk: NonNegativeInt = 0
+    """Tokens of the chunks that documents are divided into in layers of the kind ``chunk``; a token sees its own."""
     nope_every: NonNegativeInt = 4
     """4 leaves every 4th layer without rotary positions, 0 none."""
     pattern: Annotated[tuple[LayerKind, ...], Strict(False)] = ()
     """Kinds of the first layers, repeated for the others, instead of ``nope_every``.
 
-    ``global`` and ``window`` have rotary positions, ``nope`` and ``nope_window`` none. ``delta`` (gated DeltaNet) and
-    ``mamba`` (Mamba-2) have a state instead of attention.
+    ``global``, ``window`` and ``chunk`` (Llama 4) have rotary positions, ``nope`` and ``nope_window`` none. ``delta``
+    (gated DeltaNet) and ``mamba`` (Mamba-2) have a state instead of attention.
     """
     state_heads: NonNegativeInt = 0
     """Heads of layers with a state, ``delta`` or ``mamba``."""
@@ -250,6 +252,7 @@ class ModelSettings(Section):
         free = {"init_std", "document_mask", "attention", "dtype", "nope_every", "pattern", "head_dim"}
         form = self.model_dump(exclude=free) | {"kinds": self.kinds, "head_channels": self.head_channels}
         unused = {"window"} if not any("window" in kind for kind in self.kinds) else set()
+        unused |= {"chunk"} if "chunk" not in self.kinds else set()
         unused |= set() if self.qk_norm else {"qk_norm_over"}
         unused |= set() if self.expert_layers else OF_EXPERTS
         unused |= {"ffn"} if self.expert_layers == self.layers else set()

@@ -105,6 +105,8 @@ class ParallelSettings(Section):
             return "parallel.stages_per_rank needs parallel.schedule interleaved or zero-bubble"
         if self.schedule == "zero-bubble" and self.compile:
             return "parallel.schedule zero-bubble does not work with parallel.compile"
+        if self.schedule == "zero-bubble" and self.recompute == "selective":
+            return "parallel.schedule zero-bubble does not work with parallel.recompute selective; take none or full"
         return None
 
 

@@ -1,10 +1,10 @@
-"""``opsd bench trainer``: tokens/s of the trainer beside torchtitan and transformers' Llama under plain FSDP2.
+"""``opsd bench trainer``: tokens/s of the trainer beside torchtitan and transformers' models under plain FSDP2.
 
 All have the same shape and train on the same micro-batches in turn, so that other load on the machine affects all.
-transformers' Llama begins with the same weights. torchtitan needs a newer torch and runs in its own process
-(``torchtitan_cpu``) if ``make torchtitan`` has installed it. Also measured: the time from the command to the fifth step
-of eight ranks in three dimensions of parallelism, and what replays cost: the time of one, over that of the steps
-between two of them if a step has one micro-batch only, which is the worst case.
+transformers' Llama begins with the same weights, and so does its mixture of experts of the same shape. torchtitan needs
+a newer torch and runs in its own process (``torchtitan_cpu``) if ``make torchtitan`` has installed it. Also measured:
+the time from the command to the fifth step of eight ranks in three dimensions of parallelism, and what replays cost:
+the time of one, over that of the steps between two of them if a step has one micro-batch only, which is the worst case.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ from opsd.trainer.accumulate import accumulator
 from opsd.trainer.config import Config, load
 from opsd.trainer.data.loader import Batch
 from opsd.trainer.hf.config import config_of
-from opsd.trainer.model import Decoder
+from opsd.trainer.hf.weights import fill
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build
-from opsd.trainer.regions import initialise
 from opsd.trainer.replay import Repeatable, Replay
 from opsd.trainer.settings import ReplaySettings
 from opsd.trainer.world import World, join
@@ -52,6 +51,11 @@ SETTINGS = (
     "optimizer.lr=1e-3", "run.deterministic=false", "run.threads=0",
 )  # fmt: skip
 
+EXPERTS = (
+    "model.experts=8", "model.experts_per_token=2", "model.expert_ffn=352", "model.ffn=352",
+    "model.router_normalised=true",
+)  # fmt: skip
+
 Step = Callable[[int], float]
 """Trains step n and returns its loss, nan if it is not known."""
 
@@ -61,16 +65,16 @@ TORCHTITAN = Path(__file__).parents[2] / ".venv-torchtitan" / "bin" / "python"
 def run() -> dict[str, float | int]:
     """Tokens per second, medians of 31 steps each; ``difference_loss`` is the largest relative difference of a step.
 
+    Those of the mixture of experts begin with ``moe_``.
+
     Raises BenchError if the ranks of ``ours_dp2_tp2_pp2_five_steps_s`` fail.
     """
-    config = load("tiny", SETTINGS, {})
+    config, sparse = load("tiny", SETTINGS, {}), load("tiny", [*SETTINGS, *EXPERTS], {})
     world = join(config.run, config.parallel, {})
     try:
-        contenders = {"ours": _ours(config, world)}
-        if find_spec("transformers") is not None:
-            contenders["transformers_fsdp2"] = _peer(config)
         with _torchtitan(config) as titan:
-            results = _compare(contenders | ({"torchtitan": titan} if titan else {}))
+            results = _compare(_alike(config, world) | ({"torchtitan": titan} if titan else {}))
+        results |= {f"moe_{name}": value for name, value in _compare(_alike(sparse, world)).items()}
         results["ours_replay_ratio"] = _replay_ratio(config, world)
     finally:
         dist.destroy_process_group()
@@ -153,8 +157,19 @@ def _replay_ratio(config: Config, world: World) -> float:
     return replay_s / (ReplaySettings().every * step_s)
 
 
-def _ours(config: Config, world: World) -> Step:
+def _alike(config: Config, world: World) -> dict[str, Step]:
+    """The trainer, and transformers where it is installed, with the same weights."""
+    if find_spec("transformers") is None:
+        return {"ours": _ours(config, world)}
+    with tempfile.TemporaryDirectory(prefix="opsd-bench-") as name:
+        peer = _peer(config, Path(name))
+        return {"ours": _ours(config, world, Path(name)), "transformers_fsdp2": peer}
+
+
+def _ours(config: Config, world: World, weights: Path | None = None) -> Step:
     model = build(config, world)
+    if weights is not None:
+        fill(model, weights)
     gradients = accumulator(model, _Stream(), config, world, Reporter(None))
     optimizer = Optimizer(model, config.optimizer)
 
@@ -166,16 +181,15 @@ def _ours(config: Config, world: World) -> Step:
     return step
 
 
-def _peer(config: Config) -> Step:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _peer(config: Config, folder: Path) -> Step:
+    """The same model in transformers, whose weights it writes to ``folder``."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     stream = _Stream()
-    architecture, fields = config_of(config.model, LENGTH)
-    model = LlamaForCausalLM(LlamaConfig(**fields))
-    ours = Decoder(config.model)
-    initialise(ours, config.run.seed)
-    weights = {architecture.place(name, config.model).name: value.detach() for name, value in ours.named_parameters()}
-    model.load_state_dict(weights, strict=False)
+    _, fields = config_of(config.model, LENGTH)
+    build_peer: Callable[..., Any] = AutoModelForCausalLM.from_config
+    model = build_peer(AutoConfig.for_model(**fields))
+    model.save_pretrained(folder)
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh)

@@ -150,6 +150,15 @@ def test_gemma_with_biases(tmp_path: Path, shards: Path) -> None:
         assert_same_curve(start(tmp_path / name, shards, LAYOUTS[name], **switches), whole)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["tp2", "pp2 tp2", "cp2"])
+def test_chunked_attention(tmp_path: Path, shards: Path, name: str) -> None:
+    """Layers that see chunks, beside one without positions that sees the document, as in Llama 4."""
+    switches = {"model__pattern": ["chunk", "nope"], "model__chunk": 9, "run__steps": 3}
+    whole = start(tmp_path / "alone", shards, {}, **switches)
+    assert_same_curve(start(tmp_path / "split", shards, LAYOUTS[name], **switches), whole)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputing_changes_nothing(tmp_path: Path, shards: Path, alone: Run, recompute: str) -> None:
     """Activations that are computed again are the same bits."""

@@ -39,6 +39,8 @@ def test_a_schedule_changes_nothing(
     tmp_path: Path, shards: Path, alone: Run, name: str, layout: dict[str, int], recompute: str
 ) -> None:
     """Beside every other way to spread a model, recomputed or not."""
+    if "zero" in name and recompute == "selective":
+        pytest.skip("refused")
     settings = LAYERS | SCHEDULES[name] | {"run__steps": 5, "parallel__recompute": recompute}
     assert_same_run(start(tmp_path, shards, layout, **settings), alone, LAYERS)
 

@@ -12,6 +12,7 @@ from opsd.trainer.attention import (
     Packed,
     attend,
     attention_inputs,
+    chunks,
     gathered_positions,
     kernel_for,
     pack,
@@ -60,6 +61,38 @@ def test_a_token_sees_the_near_past_of_its_document(documents: torch.Tensor, win
         for key in range(length):
             window_mask = 0 <= query - key < (window or length)
             assert mask[query, key] == (window_mask and documents[0, query] == documents[0, key])
+
+
+@settings(max_examples=30, deadline=None)
+@given(documents=DOCUMENTS, length=st.integers(1, 6))
+def test_chunks_count_from_the_start_of_a_document(documents: torch.Tensor, length: int) -> None:
+    """A document is divided alike wherever in a sequence it is: as transformers divides it by itself."""
+    masking_utils = pytest.importorskip("transformers.masking_utils")
+    rule = masking_utils.chunked_causal_mask_function(length, torch.zeros(1, dtype=torch.int64))
+    size = documents.shape[1]
+    at = torch.arange(size)
+    alone = rule(0, 0, at[:, None], at[None, :])
+    mask = visible(chunks(documents, length), torch.arange(size), torch.arange(size))[0, 0]
+    ids = documents[0].tolist()
+    for query in range(size):
+        for key in range(size):
+            begin = ids.index(ids[query])
+            inside = ids[key] == ids[query] and alone[query - begin, key - begin]
+            assert mask[query, key] == inside
+
+
+def test_kernels_agree_on_chunks() -> None:
+    """FlexAttention's blocks and packed starts are of the same chunks as the mask."""
+    documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16]).int()
+    chunked = SETTINGS.model_copy(update={"pattern": ("chunk",), "chunk": 4, "attention": "flex"})
+    flex = attention_inputs(documents, chunked).mask_of("chunk")
+    sdpa = attention_inputs(documents, chunked.model_copy(update={"attention": "sdpa"})).mask_of("chunk")
+    q, k, v = drawn(2, 4, 16, 16), drawn(2, 2, 16, 16), drawn(2, 2, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(attend(q, k, v, flex, None, 0.3), attend(q, k, v, sdpa, None, 0.3))
+    packed = attention_inputs(documents, chunked.model_copy(update={"attention": "varlen"})).mask_of("chunk")
+    assert isinstance(packed, Packed)
+    assert packed.starts.unique().tolist() == [0, 4, 5, 9, 13, 16, 20, 24, 28, 32]
 
 
 @pytest.mark.parametrize(("softcap", "values"), [(0.0, 16), (1.5, 16), (0.0, 12)])

@@ -97,7 +97,7 @@ def test_every_fourth_layer_has_no_positions() -> None:
     assert set(settings.model_copy(update={"nope_every": 0}).kinds) == {"global"}
     with torch.device("meta"):
         blocks = Decoder(settings).blocks.values()
-    assert [number + 1 for number, block in enumerate(blocks) if not block.attention.rotary] == without
+    assert [number + 1 for number, block in enumerate(blocks) if block.attention.kind == "nope"] == without
 
 
 def test_attention_without_positions_ignores_order() -> None:

@@ -60,6 +60,10 @@ def test_layers_cost_what_the_model_costs(preset: str) -> None:
         ["parallel.pp=2", "parallel.schedule=zero-bubble", "parallel.compile=true"],
         "parallel.schedule zero-bubble does not work with parallel.compile",
     ),
+    (
+        ["parallel.pp=2", "parallel.schedule=zero-bubble", "parallel.recompute=selective"],
+        "zero-bubble does not work with parallel.recompute selective; take none or full",
+    ),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused(overrides: list[str], expected: str) -> None:
     """In one sentence."""

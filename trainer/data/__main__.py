@@ -1,7 +1,9 @@
-"""``python -m opsd.trainer.data``: make token shards from text."""
+"""``python -m opsd.trainer.data``: make token shards from text, or ``propose`` weights for a mixture of them."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from tokenizers import Tokenizer
 
 from opsd.progress import shown
 from opsd.trainer.data.build import BuildTask, begun, build, forget, limited
+from opsd.trainer.data.propose import propose, read_run
 from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError
 from opsd.trainer.data.texts import FIELD, SUFFIXES, find_files, read_texts
 from opsd.trainer.data.tokenize import TRAINING_BYTES, load_tokenizer, train_tokenizer
@@ -46,7 +49,7 @@ def main(
 
     Reads text, JSON lines and Parquet, also compressed with gzip or zstd. Interrupted, it goes on where it was when it
     is run again. Exit codes: 0 done; 1 the folder cannot be written; 2 the sources, the tokenizer or the folder cannot
-    be used; 3 interrupted.
+    be used; 3 interrupted. With ``propose`` in place of SOURCES it proposes weights; see ``propose --help``.
     """
     if overwrite:
         (out / INDEX).unlink(missing_ok=True)
@@ -84,9 +87,43 @@ def _tokenizer(file: Path | None, files: list[Path], field: str, vocab: int, out
     return train_tokenizer(read_texts(files, TRAINING_BYTES, field), vocab)
 
 
+@click.command("propose", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--target", "targets", multiple=True, metavar="SET=SHARE", help="Of the loss; by default all sets.")
+@click.option("--seed", default=0, show_default=True, help="Of the mixtures that are drawn.")
+def propose_weights(runs: tuple[Path, ...], targets: tuple[str, ...], seed: int) -> None:
+    """Propose weights of sources from RUNS, the folders of small runs with different mixtures.
+
+    Their last losses on the sets of evaluation.perplexity are fitted by a linear model. Prints weights for a stage, the
+    predicted loss and how far such predictions were off; no run is changed. Exit code 2: the runs do not tell as much.
+    """
+    shares = {}
+    for target in targets:
+        name, equals, share = target.partition("=")
+        try:
+            shares[name] = float(share)
+        except ValueError:
+            equals = ""
+        if not equals or not 0 < shares[name] < math.inf:
+            raise DataError(f"--target {target}: expected SET=SHARE with a number above 0, for instance code=0.5")
+    found = propose([read_run(folder) for folder in runs], shares, seed)
+    weights = ", ".join(f"{json.dumps(name)} = {weight}" for name, weight in found.weights.items() if weight)
+    click.echo(f"weights = {{ {weights} }}")
+    click.echo(
+        f"# predicted loss {found.predicted:.4f}, best run {found.best:.4f}; predictions of runs from the others were "
+        f"{found.error:.4f} off"
+    )
+    if found.best - found.predicted <= found.error:
+        click.echo("opsd: the gain is within the error of the predictions; more runs would tell", err=True)
+
+
 if __name__ == "__main__":
+    proposing = sys.argv[1:2] == ["propose"]
     try:
-        main(standalone_mode=False)
+        if proposing:
+            propose_weights(sys.argv[2:], standalone_mode=False)
+        else:
+            main(standalone_mode=False)
     except click.ClickException as error:
         click.echo(f"opsd: {error.format_message()}", err=True)
         sys.exit(USAGE)
