@@ -35,7 +35,13 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 config_options = options(
-    option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml."),
+    option(
+        "--config",
+        "file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Use FILE instead of /etc/opsd/opsd.toml.",
+    ),
     option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting."),
 )
 """``file`` and ``overrides``, for ``load``."""
@@ -79,7 +85,9 @@ class Group(click.Group):
         """See click."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, found.get_short_help_str(1000)) for name, found in commands if found])
+            formatter.write_dl(
+                [(name, found.get_short_help_str(1000)) for name, found in commands if found and not found.hidden]
+            )
 
 
 class SectionedGroup(SectionedCommand, Group):

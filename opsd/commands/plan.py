@@ -37,7 +37,7 @@ _DAYS = 30.0
 @option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with charts.")
 @option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON; - for stdout.")
 @option("--write", is_flag=True, help="Put the fastest layout into CONFIG, a TOML file.")
-@option("--config", "file", type=click.Path(path_type=Path), help="Take cost.gpu_hour from FILE.")
+@option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Take cost.gpu_hour from FILE.")
 def plan(
     config: str,
     gpus: int | None,

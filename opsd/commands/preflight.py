@@ -180,7 +180,7 @@ def list_checks(as_json: bool) -> None:
 
 @preflight.command()
 @click.argument("node", required=False)
-@option("--runs", default=20, help="Look at this many runs.")
+@option("--runs", type=click.IntRange(1), default=20, help="Look at this many runs.")
 @option("--check", "check_name", help="Only the measures of this check.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
