@@ -12,6 +12,7 @@ from opsd.commands.options import option
 from opsd.commands.output import fail, output_console
 from opsd.commands.report import find_folder
 from opsd.ledger.ledger import Ledger, LedgerError, read_ledger
+from opsd.report.text import LEAST_S
 from opsd.words import plural
 
 
@@ -37,7 +38,7 @@ def ledger(run: str | None, as_json: bool) -> int:
 
 
 def ledger_table(ledger: Ledger) -> Table:
-    """The ledger for people: one row per bucket that has any time, and the sum."""
+    """The ledger for people: one row for each bucket that time was spent in, and the sum."""
     table = Table(
         title=f"ledger of {plural(ledger.generations, 'generation')}, {plural(ledger.steps, 'step')}",
         title_justify="left",
@@ -46,7 +47,7 @@ def ledger_table(ledger: Ledger) -> Table:
     table.add_column("seconds", justify="right")
     table.add_column("share", justify="right")
     for name, seconds in ledger.buckets.items():
-        if seconds:
+        if seconds >= LEAST_S:
             table.add_row(name.replace("_", " "), f"{seconds:.2f}", f"{seconds / ledger.wall_s:.1%}")
     table.add_section()
     table.add_row("wall clock", f"{ledger.wall_s:.2f}", f"ETTR {ledger.ettr:.1%}")

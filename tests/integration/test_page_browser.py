@@ -187,7 +187,7 @@ def measured(app: App, scheme: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scheme", [pytest.param(LIGHT, marks=LATER, id="light"), pytest.param(DARK, id="dark")])
 def test_they_fit_and_everybody_can_read_them(app: App, scheme: str, tmp_path: Path) -> None:
-    """Only tables scroll sideways, by themselves, none of sentences; axe-core, where it is installed, finds no fault."""
+    """Only tables scroll sideways, by themselves, none of sentences; axe-core, where it is installed, finds nothing."""
     found = measured(app, scheme, tmp_path)
     assert {page: said["wide"] for page, said in found.items() if said["wide"][0] > said["wide"][1]} == {}
     assert {page: said["cut"] for page, said in found.items() if said["cut"]} == {}
