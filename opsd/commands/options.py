@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from opsd.rundir import default_root
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -60,6 +62,15 @@ report_options = options(
 def report_targets(files: Mapping[str, Path | None]) -> dict[str, Path]:
     """The files that ``report_options`` name, by their form."""
     return {name.removesuffix("_file"): path for name, path in files.items() if path is not None}
+
+
+class RunPath(click.Path):
+    """A path, or the name of one of this user's runs where there is no file of that name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        folder = default_root() / value
+        return super().convert(folder if folder.is_dir() and not Path(value).exists() else value, param, ctx)
 
 
 class SectionedCommand(click.Command):
