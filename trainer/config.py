@@ -105,7 +105,7 @@ class Config(Section):
 
 def load(source: str, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """Read ``source``, a TOML file or the name of a preset, and apply overrides. Raises ConfigError."""
-    path = _find(source, PRESETS)
+    path = locate(source)
     return complete(_read(path), path, overrides, environ)
 
 
@@ -130,6 +130,14 @@ def complete(
         given = (f"--set {one}" for one in reversed(overrides) if words & {_key(one), _key(one).rpartition(".")[2]})
         raise ConfigError(f"{next(given, path)}: {problem}")
     return config
+
+
+def locate(source: str) -> Path:
+    """The file of the settings that ``source`` names. Raises ConfigError."""
+    path = _find(source, PRESETS)
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    return path
 
 
 def _find(source: str, presets: Path) -> Path:

@@ -135,7 +135,7 @@ def test_bad_values_are_refused(override: str, expected: str) -> None:
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     """A missing file, a file that is not TOML, an unknown preset and a missing section are each one sentence."""
-    assert "No such file" in refusal(str(tmp_path / "none.toml"))
+    assert "there is no file" in refusal(str(tmp_path / "none.toml"))
     (tmp_path / "bad.toml").write_text("run = [")
     assert "cannot be read" in refusal(str(tmp_path / "bad.toml"))
     assert "tiny" in refusal("tny")
