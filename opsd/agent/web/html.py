@@ -44,9 +44,10 @@ dl{display:grid;grid-template-columns:6rem 1fr;gap:.2rem .8rem;margin:.5rem 0 0 
 dd{margin:0;overflow-wrap:anywhere}dd ul{margin:0;padding-left:1.1rem}.none{color:var(--soft);margin:0}
 code{overflow-wrap:anywhere}
 @media(min-width:40rem){td:last-child,th:last-child{white-space:normal}}
-.sentences th,.sentences td{white-space:normal}.sentences td:last-child{overflow-wrap:anywhere;min-width:8rem}
+.sentences td:last-child{overflow-wrap:anywhere}
 article{max-width:46rem}article pre{overflow-x:auto}
 @media(max-width:40rem){body{font-size:14px}td svg{display:none}th,td{padding-right:.6rem}
+.sentences th,.sentences td{white-space:normal}.sentences td:last-child{min-width:8rem}
 header,main,footer{padding:.5rem}dl{grid-template-columns:1fr;gap:0;margin-left:.5rem}dd{margin-bottom:.3rem}}
 .beside{display:grid;grid-template-columns:minmax(0,1fr);gap:0 1rem;align-items:start}
 @media(min-width:64rem){.beside{grid-template-columns:minmax(0,3fr) minmax(0,2fr)}}
