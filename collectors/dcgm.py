@@ -23,6 +23,7 @@ from opsd.collectors.lib.listener import UntrustedError, connect, trusted_uids
 from opsd.collectors.lib.nvml import gpm
 from opsd.collectors.lib.nvml import series as nvml_series
 from opsd.settings.section import CollectorSettings, LocalUrl
+from opsd.words import reason
 
 URL: Final = "http://localhost:9400/metrics"
 MAX_ANSWER: Final = 8 << 20
@@ -89,7 +90,7 @@ def fetch(url: str, timeout_s: float, uids: frozenset[int]) -> str:
     except ConnectionRefusedError:
         raise
     except OSError as error:
-        raise DcgmError(f"{url} does not answer: {type(error).__name__} {error}") from error
+        raise DcgmError(f"{url} does not answer: {reason(error)}") from error
     import http.client  # megabytes that only a node with an exporter needs
 
     http_connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
@@ -107,7 +108,7 @@ def fetch(url: str, timeout_s: float, uids: frozenset[int]) -> str:
                 raise DcgmError(f"{url} has sent too much or too slowly ({len(body)} bytes)")
         return body.decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as error:
-        raise DcgmError(f"{url} does not answer: {type(error).__name__} {error}") from error
+        raise DcgmError(f"{url} does not answer: {reason(error)}") from error
     finally:
         http_connection.close()
 

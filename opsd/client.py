@@ -164,7 +164,7 @@ class Reporter:
         self._since = self._step_began = monotonic_ns()
         self._sequence = 0
         self._count = 0
-        self._step = -1
+        self._step = 0
         self._tokens = 0
         self._committed = -1
         self._state = 0
@@ -227,7 +227,7 @@ class Reporter:
         step: int | None = None,
         gpu_s: float = 0.0,
     ) -> None:
-        """Report one completed step. ``step`` defaults to the previous one plus 1, starting at 0.
+        """Report one completed step. ``step`` defaults to the previous one plus 1, starting at 1.
 
         ``gpu_s``: seconds that the GPU computed in this step or one shortly before, by CUDA events that are read when
         they are complete; 0.0 if unknown.

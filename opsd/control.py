@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from opsd.words import reason
+
 TIMEOUT_S = 5.0
 MAX_ANSWER = 65_536
 
@@ -39,7 +41,7 @@ def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float 
             connection.sendall(json.dumps(request).encode() + b"\n")
             answer = json.loads(_read_line(connection, deadline))
     except OSError as error:
-        raise ControlError(f"the launcher at {control} does not answer: {error}") from error
+        raise ControlError(f"the launcher at {control} does not answer: {reason(error)}") from error
     except (ValueError, RecursionError) as error:
         raise ControlError(f"the launcher at {control} answered something else than JSON") from error
     if not isinstance(answer, dict):

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 _MENTION = re.compile(r"@(?=channel|here|all|everyone)|(?<!\w)@(?=\w)", re.IGNORECASE)
 """Of everybody anywhere, of one person at the beginning of a word: an address of mail stays whole."""
+_ERRNO = re.compile(r"\[Errno -?\d+\] ")
 _MARKUP = {0x3C: "‹", 0x3E: "›"}
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -46,6 +47,12 @@ def plural(number: int, noun: str) -> str:
 def clock(at: float) -> str:
     """The epoch second ``at`` in local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
+def reason(error: BaseException) -> str:
+    """What ``error`` says, without the number and the file of one of the operating system."""
+    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return _ERRNO.sub("", said) or type(error).__name__  # libraries keep the number in texts of their own
 
 
 def first_line(text: str, most: int = 300) -> str:

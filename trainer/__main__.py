@@ -26,7 +26,9 @@ FAILED, USAGE = 1, 2
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
 @click.option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run is available.")
 def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
-    """Train the model that CONFIG describes, a TOML file or the name of a preset (tiny, smollm3-3b).
+    """Train the model that CONFIG describes: a TOML file, or the name of a preset.
+
+    Presets: smollm3-3b, tiny, tiny-hybrid, tiny-mla, tiny-moe.
 
     Goes on from the newest checkpoint of the run folder that verifies. Exit codes: 0 done, or stopped on request
     with the state saved; 1 failed; 2 settings or data that cannot be used; 76 a later generation of the run has begun.

@@ -10,8 +10,9 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
@@ -116,14 +117,14 @@ class Config(Section):
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def load(source: str, overrides: Iterable[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
+def load(source: str, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """Read ``source``, a TOML file or the name of a preset, and apply overrides. Raises ConfigError."""
-    path = _find(source, PRESETS)
+    path = locate(source)
     return complete(_read(path), path, overrides, environ)
 
 
 def complete(
-    raw: dict[str, Any], path: Path, overrides: Iterable[str] = (), environ: Mapping[str, str] = os.environ
+    raw: dict[str, Any], path: Path, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> Config:
     """``raw``, the settings that ``path`` has, with overrides applied and checked. Raises ConfigError."""
     for override in overrides:
@@ -134,10 +135,23 @@ def complete(
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(f"{path}: " + "; ".join(_sentence(detail) for detail in error.errors())) from None
+        said: dict[str, list[str]] = {}
+        for detail in error.errors():
+            said.setdefault(_origin(detail, path, overrides), []).append(_sentence(detail))
+        raise ConfigError("; ".join(f"{where}: {'; '.join(what)}" for where, what in said.items())) from None
     if problem := config.problem():
-        raise ConfigError(f"{path}: {problem}")
+        words = {*re.findall(r"[\w.]+", problem)}
+        given = (f"--set {one}" for one in reversed(overrides) if words & {_key(one), _key(one).rpartition(".")[2]})
+        raise ConfigError(f"{next(given, path)}: {problem}")
     return config
+
+
+def locate(source: str) -> Path:
+    """The file of the settings that ``source`` names. Raises ConfigError."""
+    path = _find(source, PRESETS)
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}")
+    return path
 
 
 def _find(source: str, presets: Path) -> Path:
@@ -184,6 +198,19 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not isinstance(settings := raw.setdefault(section, {}), dict):
         raise ConfigError(f"--set {override}: {section} has to be a section, the file says {section} = {settings!r}")
     settings[name] = value
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()
+
+
+def _origin(error: ErrorDetails, path: Path, overrides: Sequence[str]) -> str:
+    """The last override that has, or is part of, what ``error`` is about; else the file."""
+    where = [str(part) for part in error["loc"]]
+    for override in reversed(overrides):
+        if all(one == other for one, other in zip(_key(override).split("."), where, strict=False)):
+            return f"--set {override}"
+    return str(path)
 
 
 def _sentence(error: ErrorDetails) -> str:

@@ -80,6 +80,8 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     saving = Saving(config, training.state, training.model, world, reporter, training.step)
     telemetry = Telemetry(config, training.mixture, world, reporter)
     telemetry.report_mixture(training.step, training.sample)
+    if training.step >= config.run.steps and world.rank == 0:
+        print(f"all {config.run.steps:,} steps are done; a larger run.steps goes on", flush=True)
     stop = False
     while training.step < config.run.steps and not stop:
         stop = training.advance(saving, telemetry)

@@ -23,6 +23,7 @@ from opsd.chaos.undo import (
     family,
     root_qdisc,
 )
+from opsd.words import reason
 
 RATE: Final = re.compile(r"(\d+)([kmg])bit")
 DELAY: Final = re.compile(r"\d+(us|ms|s)")
@@ -104,7 +105,7 @@ def _addresses(peer: str) -> set[str]:
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(peer, None, proto=socket.IPPROTO_TCP)}
     except OSError as error:
-        raise ChaosError(f"{peer} is neither an address nor a known name: {error}") from None
+        raise ChaosError(f"{peer} is neither an address nor a known name: {reason(error)}") from None
     if not found or any(ipaddress.ip_address(address).is_multicast for address in found):
         raise ChaosError(f"{peer} is not the address of a node")
     return found

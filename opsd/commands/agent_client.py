@@ -24,12 +24,13 @@ from opsd.commands.options import option, options
 from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
 from opsd.settings.agent import AgentSettings
+from opsd.words import reason
 
 TIMEOUT_S = 5.0
 
 _agent_options = options(
     option("--url", help="Where the agent listens, for instance http://node-17:9477."),
-    option("--config", "file", type=click.Path(path_type=Path), help="Take the address from FILE."),
+    option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Take the address from FILE."),
     option(
         "--ca-file",
         envvar="OPSD_AGENT_CA_FILE",
@@ -133,7 +134,7 @@ class Agent:
                 trust_env=False,
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            said = f"it {problem_of(tls)}" if (tls := _tls_error(error)) else str(error)
+            said = f"it {problem_of(tls)}" if (tls := _tls_error(error)) else reason(error)
             raise NoAgent(f"no agent answers at {self.base} ({said}); {_advice(self.base, error)}") from error
         return answer.status_code, answer.content
 
@@ -158,7 +159,7 @@ class Agent:
         except UntrustedError as error:
             raise NoAgent(f"the password was not sent: {error}; use https") from error
         except (OSError, http.client.HTTPException) as error:
-            raise NoAgent(f"no agent answers at {self.base} ({error}); {_advice(self.base, error)}") from error
+            raise NoAgent(f"no agent answers at {self.base} ({reason(error)}); {_advice(self.base, error)}") from error
         finally:
             connection.close()
 
@@ -219,7 +220,7 @@ def _credentials(file: Path | None) -> tuple[str, str] | None:
             text = file.read_text(encoding="utf-8").strip()
             mode = file.stat().st_mode
         except (OSError, UnicodeDecodeError) as error:
-            raise click.UsageError(f"{file} cannot be read: {error}") from error
+            raise click.UsageError(f"{file} cannot be read: {reason(error)}") from error
         if mode & 0o077:
             raise click.UsageError(f"others may read the password in {file}: chmod 600 {file}")
     if not text:
@@ -257,7 +258,7 @@ def _context(trusted: Path | None, own: tuple[Path, Path] | None) -> ssl.SSLCont
     try:
         context = ssl.create_default_context(cafile=trusted)
     except OSError as error:
-        raise click.UsageError(f"{trusted} holds no certificates that can be used: {error}") from error
+        raise click.UsageError(f"{trusted} holds no certificates that can be used: {reason(error)}") from error
     if own is not None:
         with suppress(OSError):
             context.load_cert_chain(*own, password=lambda: "")

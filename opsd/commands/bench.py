@@ -61,7 +61,7 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 @click.command(epilog="Benchmarks: " + "; ".join(f"{name} ({text})" for name, text in BENCHES.items()))
-@click.argument("name", type=click.Choice(list(BENCHES)))
+@click.argument("name", type=click.Choice(list(BENCHES)), metavar="NAME")
 @option(
     "--json",
     "target",
@@ -82,7 +82,7 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     help="Of detect: judge only the larger sets that were cloned into FOLDER; docs/benchmarks.md says which.",
 )
 @option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
-@option("--hours", type=Finite(min=1 / 60), help="Of soak: how long it lasts; 1 unless given.")
+@option("--hours", type=Finite(min=0.02), help="Of soak: how long it lasts; 1 unless given.")
 @option(
     "--names",
     is_flag=True,

@@ -18,7 +18,7 @@ from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manif
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
 from opsd.commands.checkpoint_audit import audit
-from opsd.commands.options import Group, option
+from opsd.commands.options import Group, RunPath, option
 from opsd.commands.output import output_console
 
 SUBFOLDER = "checkpoints"
@@ -46,12 +46,12 @@ class Entry:
 def checkpoint() -> None:
     """List, verify, audit, prune and upload checkpoints from their manifests.
 
-    PATH is a run folder, its checkpoints folder, or the folder of one checkpoint.
+    PATH is a run folder or the name of one of this user's runs, a checkpoints folder, or the folder of one checkpoint.
     """
 
 
 @checkpoint.command("list")
-@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("path", type=RunPath(exists=True, file_okay=False, path_type=Path))
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_command(path: Path, as_json: bool) -> int:
     """List the checkpoints under PATH, oldest first."""
@@ -79,7 +79,7 @@ def list_command(path: Path, as_json: bool) -> int:
 
 
 @checkpoint.command("verify")
-@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("path", type=RunPath(exists=True, file_okay=False, path_type=Path))
 @option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 def verify_command(path: Path, as_json: bool) -> int:
     """Check every file of the checkpoints under PATH; exit code 1 if one is damaged or there is none.
@@ -121,7 +121,7 @@ def audit_command(path: Path, as_json: bool) -> int:
 
 
 @checkpoint.command("prune")
-@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("path", type=RunPath(exists=True, file_okay=False, path_type=Path))
 @option("--keep", type=click.IntRange(1), default=3, help="How many of the newest stay.")
 @option("--keep-every", type=click.IntRange(0), default=0, metavar="N", help="Those of every N-th step stay too.")
 @option("--dry-run", is_flag=True, help="Say what would go and change nothing.")
@@ -148,7 +148,7 @@ def prune_command(path: Path, keep: int, keep_every: int, dry_run: bool) -> int:
 
 
 @checkpoint.command("upload")
-@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("path", type=RunPath(exists=True, file_okay=False, path_type=Path))
 @click.argument("url")
 @option("--dry-run", is_flag=True, help="Say what would be uploaded and send nothing.")
 def upload_command(path: Path, url: str, dry_run: bool) -> int:

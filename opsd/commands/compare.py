@@ -19,7 +19,7 @@ from opsd.report.compare import compare_page, compare_text, losses_part
 @click.argument("second")
 @option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with both in the same charts.")
 @option("--json", "as_json", is_flag=True, help="Print the numbers of both as JSON.")
-@option("--config", "file", type=click.Path(path_type=Path), help="Take cost.gpu_hour from FILE.")
+@option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Take cost.gpu_hour from FILE.")
 def compare(first: str, second: str, out: Path | None, as_json: bool, file: Path | None) -> int:
     """Compare the runs FIRST and SECOND: state, speed, ETTR, restarts, cost, and the step from which losses differ.
 

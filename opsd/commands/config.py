@@ -21,6 +21,7 @@ from opsd.commands.options import Group, config_options
 from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
 from opsd.files import SYSTEM_FILE
+from opsd.words import reason
 
 RELOAD_S = 15.0
 
@@ -79,7 +80,7 @@ def reload(agent: Agent) -> int:
     try:
         os.kill(pid_of_agent(load(agent.file).agent.state_dir), signal.SIGHUP)
     except (LookupError, OSError) as error:
-        fail(f"the agent cannot be told: {error}; `systemctl reload opsd` as root does it")
+        fail(f"the agent cannot be told: {reason(error)}; `systemctl reload opsd` as root does it")
     deadline = time.monotonic() + RELOAD_S
     while (after := agent.ask("/api/v1/status").get("config", {})).get("reloads") == before.get("reloads"):
         if time.monotonic() > deadline:

@@ -28,6 +28,7 @@ from opsd.commands.settings import load
 from opsd.stragglers.judge import LEAST_STEPS
 from opsd.stragglers.judge import judge as judge_steps
 from opsd.stragglers.table import ENOUGH, TableError, read_table
+from opsd.words import reason
 
 _EVEN: dict[str, Any] = {
     "culprits": [],
@@ -104,7 +105,7 @@ def _judge_dumps(folder: Path, output: IO[str] | None) -> int:
     try:
         dumps, unusable = read_dumps(folder)
     except (OSError, DumpError) as error:
-        fail(f"{folder} cannot be judged: {error}")
+        fail(f"{folder} cannot be judged: {reason(error)}")
     if not dumps:
         why = next((f"; {name} is {reason}" for name, reason in unusable.items()), "")
         fail(f"{folder} has no dump of PyTorch's flight recorder with a rank in its name{why}")
@@ -128,7 +129,7 @@ def _judge_steps(table: Path, output: IO[str] | None) -> int:
     try:
         trace = read_table(table)
     except (OSError, UnicodeDecodeError, csv.Error, TableError) as error:
-        fail(f"{table} cannot be judged: {error}")
+        fail(f"{table} cannot be judged: {reason(error)}")
     if len(trace.steps) < LEAST_STEPS:
         fail(f"{table} has {len(trace.steps)} steps that all ranks have done; at least {LEAST_STEPS} are needed")
     verdicts = judge_steps(trace)

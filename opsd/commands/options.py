@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from opsd.rundir import default_root
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -35,7 +37,13 @@ def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 config_options = options(
-    option("--config", "file", type=click.Path(path_type=Path), help="Use FILE instead of /etc/opsd/opsd.toml."),
+    option(
+        "--config",
+        "file",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Use FILE instead of /etc/opsd/opsd.toml.",
+    ),
     option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Change one setting."),
 )
 """``file`` and ``overrides``, for ``load``."""
@@ -54,6 +62,15 @@ report_options = options(
 def report_targets(files: Mapping[str, Path | None]) -> dict[str, Path]:
     """The files that ``report_options`` name, by their form."""
     return {name.removesuffix("_file"): path for name, path in files.items() if path is not None}
+
+
+class RunPath(click.Path):
+    """A path, or the name of one of this user's runs where there is no file of that name."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See click."""
+        folder = default_root() / value
+        return super().convert(folder if folder.is_dir() and not Path(value).exists() else value, param, ctx)
 
 
 class SectionedCommand(click.Command):
@@ -79,7 +96,9 @@ class Group(click.Group):
         """See click."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
-            formatter.write_dl([(name, found.get_short_help_str(1000)) for name, found in commands if found])
+            formatter.write_dl(
+                [(name, found.get_short_help_str(1000)) for name, found in commands if found and not found.hidden]
+            )
 
 
 class SectionedGroup(SectionedCommand, Group):

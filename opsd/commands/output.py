@@ -33,10 +33,10 @@ def output_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
 
 
-def fail(sentence: str) -> NoReturn:
+def fail(sentence: str, code: int = exitcodes.FAILED) -> NoReturn:
     """End the command with ``sentence``."""
     click.echo(f"opsd: {sentence}", err=True)
-    raise click.exceptions.Exit(exitcodes.FAILED)
+    raise click.exceptions.Exit(code)
 
 
 def printable(value: Any) -> Any:

@@ -72,7 +72,7 @@ class _Known:
     metavar="FOLDER",
     help="Keep the plan in the folder of a run, for `opsd report` and the pages; --write does so for run.folder.",
 )
-@option("--config", "file", type=click.Path(path_type=Path), help="Take cost.gpu_hour from FILE.")
+@option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Take cost.gpu_hour from FILE.")
 def plan(
     config: str,
     gpus: int | None,

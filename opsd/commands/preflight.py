@@ -43,6 +43,16 @@ from opsd.words import clock
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
+def _demand_settings(train: str) -> None:
+    """Raises BadConfig if ``train`` names no settings; whether they are good is for the checks."""
+    from opsd.trainer.config import ConfigError, locate
+
+    try:
+        locate(train)
+    except ConfigError as error:
+        raise BadConfig(f"--train: {error}") from error
+
+
 def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> list[str]:
     return [name for value in values for name in value.split(",") if name]
 
@@ -114,6 +124,8 @@ def preflight(
         raise BadConfig(f"--hours belongs to --profile {burnin.PROFILE}; the others end by themselves")
     if fire_alerts and profile not in run_alerts.CHECK.seconds:
         raise BadConfig(f"--alerts belongs to --profile {' and '.join(run_alerts.CHECK.seconds)}")
+    if train:
+        _demand_settings(train)
     targets = report_targets(files)
     context = replace(
         configured(settings.preflight, settings.agent.node, profile),
@@ -180,7 +192,7 @@ def list_checks(as_json: bool) -> None:
 
 @preflight.command()
 @click.argument("node", required=False)
-@option("--runs", default=20, help="Look at this many runs.")
+@option("--runs", type=click.IntRange(1), default=20, help="Look at this many runs.")
 @option("--check", "check_name", help="Only the measures of this check.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj

@@ -21,9 +21,16 @@ from opsd.preflight.simulated_cluster import PLANTS, Score, cluster, score, tria
 @click.command()
 @option("--nodes", type=click.IntRange(4, 100_000), multiple=True, default=(232, 1024))
 @option("--per-switch", type=click.IntRange(1), default=16, help="Nodes below a leaf switch.")
-@option("--plant", "plants", type=click.Choice(list(PLANTS)), multiple=True, help="Only these faults.")
+@option(
+    "--plant",
+    "plants",
+    type=click.Choice(list(PLANTS)),
+    metavar="FAULT",
+    multiple=True,
+    help=f"Only this fault: {', '.join(PLANTS)}.",
+)
 @option("--trials", type=click.IntRange(1), default=100, help="Trials of each kind.")
-@option("--seed", default=0, help="Another seed plants other faults.")
+@option("--seed", type=int, metavar="N", default=0, help="Another seed plants other faults.")
 @option("--show", is_flag=True, help="Print every trial: what was planted, what was found, tests used.")
 @option("--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write the scores to FILE.")
 def simulate(

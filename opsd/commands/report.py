@@ -24,7 +24,7 @@ from opsd.rundir import default_root
 @option("--text", "as_text", is_flag=True, help="Print the report instead of making the page.")
 @option("--json", "as_json", is_flag=True, help="Print its numbers as JSON.")
 @option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File of the page; - for stdout.")
-@option("--config", "file", type=click.Path(path_type=Path), help="Take cost.gpu_hour from FILE.")
+@option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Take cost.gpu_hour from FILE.")
 def report(run: str | None, as_text: bool, as_json: bool, out: Path | None, file: Path | None) -> int:
     """Steps, loss, restarts, checkpoints, evaluations, time and cost of RUN, as one HTML file.
 
@@ -45,24 +45,28 @@ def report(run: str | None, as_text: bool, as_json: bool, out: Path | None, file
     return exitcodes.OK
 
 
-def find_run(name: str | None) -> RunReport:
-    """The report of the run that a user means; ends the command with a sentence if there is none."""
+def find_folder(name: str | None) -> Path:
+    """The folder of the run that a user means; ends the command with a sentence if there is none."""
     root = default_root()
     if name is None:
         folders = sorted(root.glob(f"*/{EVENTS}"), key=lambda path: path.stat().st_mtime)
         if not folders:
-            fail(f"there is no run in {root}: name the folder of one")
-        folder = folders[-1].parent
-    else:
-        folder = Path(name) if Path(name).is_dir() else root / name
-        if not folder.is_dir():
-            near = difflib.get_close_matches(name, [path.name for path in root.glob("*")], n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            fail(f"there is no run {name}: neither a folder of that name nor one in {root}{hint}")
+            fail(f"there is no run in {root}: name the folder of one", exitcodes.USAGE)
+        return folders[-1].parent
+    folder = Path(name) if Path(name).is_dir() else root / name
+    if not folder.is_dir():
+        near = difflib.get_close_matches(name, [path.name for path in root.glob("*")], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        fail(f"there is no run {name}: neither a folder of that name nor one in {root}{hint}", exitcodes.USAGE)
+    return folder
+
+
+def find_run(name: str | None) -> RunReport:
+    """The report of the run that a user means; ends the command with a sentence if there is none."""
     try:
-        return read_run(folder)
+        return read_run(find_folder(name))
     except NoReport as error:
-        fail(str(error))
+        fail(str(error), exitcodes.USAGE)
 
 
 def price_of(file: Path | None) -> Price:

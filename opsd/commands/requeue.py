@@ -40,7 +40,7 @@ def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
 
 
 @click.command()
-@click.argument("job", callback=_job, envvar="SLURM_JOB_ID")
+@click.argument("job", callback=_job, envvar="SLURM_JOB_ID", metavar="[JOB]")
 @option("--lost", multiple=True, metavar="NODE", help="A node that is dead: taken down as well, if that is allowed.")
 @option("--without", "unfit", multiple=True, metavar="NODE", help="A node that the job is not to come back on.")
 @option("--reason", default=REASON, callback=_reason, help="Why nodes are taken down.")

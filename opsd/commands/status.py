@@ -14,6 +14,7 @@ from opsd.agent.web.parts import span
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.gpu_state import gpu_state, heat_style
 from opsd.commands.output import output_console, plain_table, printable, rank_table
+from opsd.words import plural
 
 _STATES = {"ok": "green", "limited": "yellow", "no_data": "dim", "error": "red", "hung": "red", "starting": "dim"}
 
@@ -37,7 +38,7 @@ def status(agent: Agent, as_json: bool) -> None:
         if table.row_count:
             console.print(table)
     count = sum(answer["incidents"].values())
-    console.print(f"{count} incident{'s' * (count != 1)} not over{', see `opsd incidents`' if count else ''}")
+    console.print(f"{plural(count, 'open incident')}, see `opsd incidents`" if count else "no open incidents")
 
 
 def _collectors(answer: Mapping[str, Any]) -> Table:

@@ -27,7 +27,9 @@ TRAINER = "opsd.trainer"
 @option("--run-id", "run", default="", help="Name of the run; the same name goes on with it. By default a new one.")
 @option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run is available.")
 def train(config: str, ranks: str | None, overrides: tuple[str, ...], run: str, fresh: bool) -> int:
-    """Train the model that CONFIG describes, a TOML file or the name of a preset (tiny, smollm3-3b), on this node.
+    """Train the model that CONFIG describes on this node: a TOML file, or the name of a preset.
+
+    Presets: smollm3-3b, tiny, tiny-hybrid, tiny-mla, tiny-moe.
 
     Short for opsd launch --nproc-per-node N -m opsd.trainer CONFIG, which has more options and also runs on several
     nodes. Started by a launcher or torchrun, with RANK set, this is one of its ranks.

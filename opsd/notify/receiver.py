@@ -43,7 +43,7 @@ class Receiver:
         """What may be said of it: the scheme, and of a webhook the host."""
         try:
             parts = urlsplit(self.url)
-            return (parts.hostname or "the webhook") if self.is_webhook else f"{parts.scheme}:"
+            return (parts.hostname or "the webhook") if self.is_webhook else f"{parts.scheme}://"
         except ValueError:
             return "the webhook"
 
@@ -126,11 +126,18 @@ def _post(url: str, text: str, fields: Mapping[str, object]) -> None:
         body = body_for(urlsplit(url).hostname or "")(text, fields)
         status, answer = send_json("POST", url, body, TIMEOUT_S)
     except Exception as error:  # also of proxies and certificates, which the environment names
-        raise NotifyError(f"the webhook could not be reached: {type(error).__name__}") from error
+        raise NotifyError(f"the webhook could not be reached: {_without_url(error)}") from error
     if not 200 <= status < 300:  # redirects are failures, too
         raise NotifyError(f"the webhook answered with status {status}")
     if answer.startswith(_NOT_DELIVERED):
         raise NotifyError("the webhook took the message, and Teams refused it")
+
+
+def _without_url(error: Exception) -> str:
+    """What the operating system or TLS says; of any other ``error``, whose text may have the URL, its name."""
+    inner = getattr(error, "reason", None)
+    cause = inner if isinstance(inner, OSError) else error
+    return (cause.strerror if isinstance(cause, OSError) else None) or type(cause).__name__
 
 
 def _hand_to_apprise(url: str, text: str, children: set[int]) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 from opsd.preflight.base import Verdict
 from opsd.preflight.judge import Past, SeriesKey
 from opsd.preflight.report import Report, ReportError
+from opsd.words import reason
 
 RECENT_RUNS: Final = 5
 _SEARCHED: Final = 50
@@ -168,7 +169,7 @@ class History:
             finally:
                 db.close()
         except (sqlite3.Error, OSError) as error:
-            raise HistoryError(f"the history {self.path} cannot be used: {error}") from error
+            raise HistoryError(f"the history {self.path} cannot be used: {reason(error)}") from error
 
 
 def _empty() -> sqlite3.Connection:

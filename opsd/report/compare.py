@@ -10,7 +10,7 @@ from opsd.charts import Axis, line_chart
 from opsd.report.cost import Price, cost_line
 from opsd.report.page import chart_card, page, series_of
 from opsd.report.run import RunReport
-from opsd.words import count, duration
+from opsd.words import count, duration, plural
 
 _COLUMN = 28
 
@@ -79,7 +79,7 @@ def _facts(run: RunReport, price: Price) -> Iterator[tuple[str, str]]:
     losses = _losses(run)
     speeds = sorted(step.tokens_per_s for step in run.steps if math.isfinite(step.tokens_per_s))
     yield "state", run.state
-    yield "ranks", f"{run.world_size} on {len(run.nodes)} nodes"
+    yield "ranks", f"{run.world_size} on {plural(len(run.nodes), 'node')}"
     yield "steps", f"{run.ledger.steps:,}"
     yield "tokens", "" if run.tokens is None else count(run.tokens)
     yield "last loss", f"{losses[max(losses)]:.6g}" if losses else ""

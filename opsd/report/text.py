@@ -14,6 +14,8 @@ from opsd.words import clock, count, duration, first_line, plural
 
 MAX_RESTARTS = 8
 """Restarts that are listed in the closing block, the newest ones."""
+LEAST_S = 0.005
+"""Less time is not shown: it would be 0.00."""
 _WIDTH = 10
 _SHOWN_BUCKETS = 4
 
@@ -58,7 +60,7 @@ def text_report(run: RunReport, price: Price) -> list[str]:
     lines += _labelled("slow", list(run.slow[-MAX_RESTARTS:]))
     lines += _labelled("where the time went", [])
     for name, seconds in sorted(run.ledger.buckets.items(), key=lambda pair: -pair[1]):
-        if seconds:
+        if seconds >= LEAST_S:
             lines.append(f"    {name.replace('_', ' '):<18}{duration(seconds):>14}{seconds / run.ledger.wall_s:>8.1%}")
     return lines + [f"  note: {note}" for note in run.ledger.notes]
 

@@ -18,6 +18,7 @@ TWO = "--nproc-per-node=2"
     [
         ((), ("no-such.py",), exitcodes.NOT_FOUND, "there is no file"),
         (("-m",), ("no_such_module",), exitcodes.NOT_FOUND, "there is no module no_such_module"),
+        (("-m",), ("xml.no_such",), exitcodes.NOT_FOUND, "there is no module xml.no_such that can be run"),
         (("-m",), ("xml",), exitcodes.NOT_FOUND, "there is no module xml that can be run"),
         (("--no-python",), ("no-such-program",), exitcodes.NOT_FOUND, "there is no program no-such-program"),
         (("--no-python",), ("./prog.py",), exitcodes.NOT_FOUND, "there is no program ./prog.py that can be executed"),
@@ -42,6 +43,7 @@ def test_bad_input(tmp_path: Path, flags: tuple[str, ...], program: tuple[str, .
         assert launched.wait() == code
         assert launched.err.count(says) == 1
         assert "Traceback" not in launched.err
+        assert launched.err.count("  resume  ") == len(launched.events("generation_started"))
         assert len(launched.events("generation_started")) <= 1
 
 

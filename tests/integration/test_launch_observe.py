@@ -234,12 +234,12 @@ def test_a_program_that_was_killed_has_steps_and_a_ledger(tmp_path: Path) -> Non
         assert launched.wait(120) == 0, launched.err
         page = read_page(launched.memory / "rank-0000.page")
         ledger = read_ledger(launched.run)
-    assert (page.source, page.steps[0].step, page.steps[-1].step, page.committed_step) == ("observed", 20, 39, 39)
-    assert {event["step"] for event in launched.events("checkpoint_committed")} >= {9, 19, 29, 39}
+    assert (page.source, page.steps[0].step, page.steps[-1].step, page.committed_step) == ("observed", 21, 40, 40)
+    assert {event["step"] for event in launched.events("checkpoint_committed")} >= {10, 20, 30, 40}
     (exited,) = launched.events("rank_exited")
     (resumed,) = launched.events("resumed")
-    assert exited["step"] in (24, 25)
-    assert (resumed["step"], resumed["lost_steps"]) == (20, exited["step"] - 19)
+    assert exited["step"] in (25, 26)
+    assert (resumed["step"], resumed["lost_steps"]) == (21, exited["step"] - 20)
     assert (ledger.steps, ledger.generations, ledger.finished) == (46, 2, True)
     assert ledger.notes == ()
     seconds = ledger.buckets

@@ -73,9 +73,10 @@ def test_it_says_what_it_has_drawn_from_each_source(undisturbed: Run) -> None:
 
 
 def test_a_finished_run_has_nothing_to_do(stopped_at_20: Run) -> None:
-    """Started again, a run that has all its steps ends well at once and adds no line."""
+    """Started again, a run that has all its steps says so, ends well at once and adds no line."""
     stopped_at_20.finish(run__steps=20)
     assert len(stopped_at_20.metrics()) == 20
+    assert "all 20 steps are done" in stopped_at_20.log().read_text()
 
 
 def test_resume_is_exact(stopped_at_20: Run, undisturbed: Run) -> None:

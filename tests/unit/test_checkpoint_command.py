@@ -42,6 +42,17 @@ def test_list_shows_every_state(tmp_path: Path) -> None:
     assert "dp2" in table[-1]
 
 
+def test_a_run_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by opsd report; what lies in the working directory comes first."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / "opsd/runs/first/checkpoints", 10)
+    assert " 10 " in run("list", "first").output
+    make(tmp_path / "first/checkpoints", 20)
+    assert " 20 " in run("list", "first").output
+    assert "does not exist" in str(run("list", "second").exception)
+
+
 def test_prune_by_hand_follows_the_rules_of_the_trainer(tmp_path: Path) -> None:
     """A dry run says what would go and why the others stay, and the real one does just that."""
     root = tmp_path / "checkpoints"

@@ -133,7 +133,7 @@ def test_ring_keeps_the_newest_steps(count: int, tokens: int) -> None:
         page = read_page(path)
     finally:
         path.unlink(missing_ok=True)
-    assert [step.step for step in page.steps] == list(range(max(0, count - RING_STEPS + 1), count))
+    assert [step.step for step in page.steps] == list(range(max(1, count - RING_STEPS + 2), count + 1))
     assert page.tokens == count * tokens
     assert page.steps_reported == count
 

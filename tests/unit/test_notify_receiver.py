@@ -78,7 +78,7 @@ def test_urls_in_a_file(tmp_path: Path) -> None:
     """One a line, with comments; a file of something else is refused without repeating it."""
     file = tmp_path / "notify"
     file.write_text("# ours\nhttps://hooks.slack.com/s3cret\n\n  mailto://u:p@h\n")
-    assert [receiver.name for receiver in read_receivers(str(file))] == ["hooks.slack.com", "mailto:"]
+    assert [receiver.name for receiver in read_receivers(str(file))] == ["hooks.slack.com", "mailto://"]
     file.write_text("hooks.slack.com/s3cret\n")
     for where in (str(file), str(tmp_path / "none"), "hooks.slack.com"):
         with pytest.raises(NotifyError) as refused:

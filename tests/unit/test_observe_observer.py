@@ -86,7 +86,7 @@ def test_steps_of_a_loop(program: Program) -> None:
         program.step()
     page = program.page
     assert (page.source, page.observed, page.steps_reported, page.tokens) == ("observed", True, 3, 0)
-    assert [record.step for record in page.steps] == [0, 1, 2]
+    assert [record.step for record in page.steps] == [1, 2, 3]
     last = page.steps[-1]
     assert last.learning_rate == 0.1
     assert math.isnan(last.loss)
@@ -271,7 +271,7 @@ def test_a_program_that_has_ended_says_so(program: Program) -> None:
     program.observer.saved(4_000, None)
     program.observer.finish()
     program.step()
-    assert (program.page.state, program.page.steps_reported, program.page.committed_step) == ("finished", 1, 0)
+    assert (program.page.state, program.page.steps_reported, program.page.committed_step) == ("finished", 1, 1)
 
 
 def test_a_save_of_the_models_size_is_a_checkpoint(program: Program, tmp_path: Path) -> None:
@@ -282,12 +282,12 @@ def test_a_save_of_the_models_size_is_a_checkpoint(program: Program, tmp_path: P
     observer.saved(100, str(tmp_path / "losses.pt"))
     assert program.page.committed_step is None
     observer.saved(4_000, str(tmp_path / "a.pt"))
-    assert program.page.committed_step == 0
+    assert program.page.committed_step == 1
     program.step()
     observer.saved(4_000, None)
-    assert program.page.committed_step == 0
-    program.step()
     assert program.page.committed_step == 1
+    program.step()
+    assert program.page.committed_step == 2
 
 
 def test_a_save_in_the_background_counts_when_it_is_done(program: Program, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_save_in_the_background_counts_when_it_is_done(program: Program, tmp_p
     first.set_result(None)
     second.set_exception(OSError("full"))
     program.step()
-    assert program.page.committed_step == 0
+    assert program.page.committed_step == 1
 
 
 def test_steps_go_on_from_the_checkpoint_that_was_loaded(program: Program, tmp_path: Path) -> None:
@@ -317,12 +317,12 @@ def test_steps_go_on_from_the_checkpoint_that_was_loaded(program: Program, tmp_p
     again.step()
     again.observer.loaded_optimizer({"state": {0: {"step": 900}}})
     again.step()
-    assert [record.step for record in again.page.steps] == [5, 6]
+    assert [record.step for record in again.page.steps] == [6, 7]
 
 
-@pytest.mark.parametrize(("state", "step"), [({0: {"step": 12.0}}, 12), ({0: {"momentum": 1}}, 0), ({}, 0)])
+@pytest.mark.parametrize(("state", "step"), [({0: {"step": 12.0}}, 13), ({0: {"momentum": 1}}, 1), ({}, 1)])
 def test_an_optimizer_may_know_its_steps(program: Program, state: dict[int, Any], step: int) -> None:
-    """Adam counts its steps; others do not, and the steps begin at 0."""
+    """Adam counts its steps; others do not, and the steps begin at 1."""
     program.observer.loaded_optimizer({"state": state})
     program.step()
     assert program.page.steps[0].step == step
@@ -343,7 +343,7 @@ def test_steps_of_an_optimizer_that_torch_does_not_know(program: Program) -> Non
             program.backward(Loss(parameter))
         parameter.write()
     page = program.page
-    assert [record.step for record in page.steps] == [0, 1, 2, 3]
+    assert [record.step for record in page.steps] == [1, 2, 3, 4]
     assert page.steps[-1].phase("backward") > 0
 
 

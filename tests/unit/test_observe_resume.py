@@ -52,9 +52,9 @@ def test_a_file_that_was_made_in_memory_is_known_by_its_size(tmp_path: Path) -> 
     (tmp_path / "b.ckpt").write_bytes(b"weights")
     assert resumed(tmp_path, "b.ckpt") == 20
     (tmp_path / "c.ckpt").write_bytes(b"other weights")
-    assert resumed(tmp_path, "c.ckpt") == 0
+    assert resumed(tmp_path, "c.ckpt") == 1
     os.utime(tmp_path / "b.ckpt", (now - 60, now - 60))
-    assert resumed(tmp_path, "b.ckpt") == 0, "older than all that was saved"
+    assert resumed(tmp_path, "b.ckpt") == 1, "older than all that was saved"
 
 
 def resumed(folder: Path, name: str) -> int:
@@ -75,13 +75,13 @@ def test_a_path_that_was_written_again_has_its_newest_step(tmp_path: Path) -> No
 
 
 def test_a_file_of_nobody_is_no_checkpoint(tmp_path: Path) -> None:
-    """Pretrained weights, or data: the steps begin at 0."""
+    """Pretrained weights, or data: the steps begin at 1."""
     save(SavedSteps(str(tmp_path), 0), tmp_path / "a.pt", 9)
     (tmp_path / "base.pt").write_bytes(b"pretrained")
     later = SavedSteps(str(tmp_path), 0)
     later.loaded(str(tmp_path / "base.pt"))
     later.loaded(str(tmp_path / "missing.pt"))
-    assert later.next_step == 0
+    assert later.next_step == 1
 
 
 def test_the_optimizers_own_count_where_no_file_is_known(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_the_optimizers_own_count_where_no_file_is_known(tmp_path: Path) -> None
     save(SavedSteps(str(tmp_path), 0), tmp_path / "a.pt", 9)
     later = SavedSteps(str(tmp_path), 0)
     later.counted(7)
-    assert later.next_step == 7
+    assert later.next_step == 8
     later.loaded(str(tmp_path / "a.pt"))
     assert later.next_step == 10
 
@@ -104,12 +104,12 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     file.write_text("[[1], 2, {")
     later = SavedSteps(str(tmp_path), 0)
     later.loaded(str(tmp_path / "47.pt"))
-    assert later.next_step == 0
+    assert later.next_step == 1
 
 
-def test_a_run_without_a_folder_counts_from_0(tmp_path: Path) -> None:
+def test_a_run_without_a_folder_counts_from_1(tmp_path: Path) -> None:
     """Nothing is written then."""
     saved = SavedSteps(None, 0)
     save(saved, tmp_path / "a.pt", 9)
     saved.loaded(str(tmp_path / "a.pt"))
-    assert saved.next_step == 0
+    assert saved.next_step == 1

@@ -34,7 +34,7 @@ def page(*others: Answer[NodeSummary], slurm: tuple[Node, ...] = (), note: str =
 
 def order(found: Structure) -> list[str]:
     """The nodes in the order of the rows."""
-    return re.findall(r"node-\d+", found.text.partition("SpareRunsIncidents")[2].partition("runbooks")[0])[:-1]
+    return re.findall(r"node-\d", found.text.partition("SlurmSpareRuns")[2].partition("runbooks")[0])[:-1]
 
 
 def test_what_needs_a_look_comes_first() -> None:

@@ -67,7 +67,7 @@ def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCol
         with rank.phase("data"):
             pass
         rank.step(tokens=1000, loss=loss, grad_norm=0.5, learning_rate=1e-3)
-    rank.checkpoint_committed(1)
+    rank.checkpoint_committed(2)
     with rank.phase("backward"):
         reading = read(collector)
     (fact,) = ranks(reading)
@@ -77,11 +77,11 @@ def test_a_rank_is_seen_with_its_steps_and_phases(run: Path, collector: RanksCol
     assert fact.steps[-1].phase_s["data"] > 0
     samples = values(reading)
     assert samples["opsd_rank_up", "r1", "3"] == 1
-    assert samples["opsd_rank_step", "r1", "3"] == 1
+    assert samples["opsd_rank_step", "r1", "3"] == 2
     assert samples["opsd_rank_tokens_total", "r1", "3"] == 2000
     assert samples["opsd_rank_loss", "r1", "3"] == 2.25
     assert samples["opsd_rank_learning_rate", "r1", "3"] == 1e-3
-    assert samples["opsd_rank_committed_step", "r1", "3"] == 1
+    assert samples["opsd_rank_committed_step", "r1", "3"] == 2
     assert samples["opsd_rank_phase", "r1", "3", "backward"] == 1
     assert samples["opsd_rank_phase", "r1", "3", "data"] == 0
     assert samples["opsd_gpu_job_info", "5", "4242", "r1", "3"] == 1
@@ -104,7 +104,7 @@ def test_a_loss_that_was_not_reported_is_no_sample(run: Path, collector: RanksCo
     rank.step(tokens=1)
     samples = values(read(collector))
     assert ("opsd_rank_loss", "r1", "0") not in samples
-    assert samples["opsd_rank_step", "r1", "0"] == 0
+    assert samples["opsd_rank_step", "r1", "0"] == 1
 
 
 def test_the_age_of_a_stuck_rank_grows(run: Path, collector: RanksCollector, clock: Clock) -> None:

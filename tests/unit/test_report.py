@@ -8,17 +8,20 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
+from opsd import exitcodes
 from opsd.commands.compare import compare
+from opsd.commands.ledger import ledger
 from opsd.commands.report import report
 from opsd.report.compare import compare_page, compare_text, losses_part
 from opsd.report.cost import Price, cost_line
 from opsd.report.page import report_page
 from opsd.report.run import NoReport, read_run
 from opsd.report.text import closing_block, text_report
-from opsd.words import count, duration
+from opsd.words import count, duration, reason
 
 T = 1_795_000_000.0
 
@@ -118,6 +121,22 @@ def test_no_report_of_what_is_no_run(tmp_path: Path) -> None:
     write(tmp_path, [event(0, "finished", exit_code=1)], [])
     with pytest.raises(NoReport, match="never began"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize("command", [(report, "no-such"), (compare, "no-such", "no-such"), (ledger, "no-such")])
+def test_a_run_that_does_not_exist_is_a_wrong_command_line(command: tuple[click.Command, str], tmp_path: Path) -> None:
+    """All commands that take a run say it in the same words, with the same code."""
+    told = CliRunner(env={"XDG_STATE_HOME": str(tmp_path)}).invoke(command[0], command[1:])
+    assert (told.exit_code, told.stderr.partition(":")[0]) == (exitcodes.USAGE, "opsd")
+    assert "there is no run no-such: neither a folder of that name nor one in" in told.stderr
+
+
+def test_reasons_have_no_numbers() -> None:
+    """Those of the operating system are for programs; libraries put them into texts."""
+    assert reason(ConnectionRefusedError(111, "Connection refused")) == "Connection refused"
+    assert reason(RuntimeError("[Errno -2] Name or service not known")) == "Name or service not known"
+    assert reason(FileNotFoundError(2, "No such file or directory", "/x")) == "No such file or directory"
+    assert reason(TimeoutError()) == "TimeoutError"
 
 
 def test_words() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from opsd.commands.train import train
+from opsd.trainer.__main__ import main
 from opsd.trainer.accumulate import fitting_ranks
-from opsd.trainer.config import Config, ConfigError, load
+from opsd.trainer.config import PRESETS, Config, ConfigError, load
 
 SHARDS = "data.shards=/data"
 
@@ -25,10 +28,11 @@ def refusal(source: str, *overrides: str) -> str:
     return message
 
 
-@pytest.mark.parametrize("preset", ["tiny", "smollm3-3b"])
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
 def test_presets_are_valid(preset: str) -> None:
-    """Every preset loads by its name."""
+    """Every preset loads by its name, which the help of both commands tells."""
     assert load(preset, [SHARDS], {}).model.layers > 0
+    assert all(re.search(rf"Presets: .*\b{preset}\b[,.]", command.help or "") for command in (train, main))
 
 
 def test_smollm3_is_as_published() -> None:
@@ -73,6 +77,16 @@ def test_run_folder_comes_from_the_launcher() -> None:
     assert load("tiny", [SHARDS], {"OPSD_RUN_DIR": "/r"}).run.folder == "/r"
     assert load("tiny", [SHARDS, "run.folder=/mine"], {"OPSD_RUN_DIR": "/r"}).run.folder == "/mine"
     assert load("tiny", [SHARDS], {}).run.folder == "runs/tiny"
+
+
+def test_what_is_wrong_with_an_override_is_not_said_of_the_file() -> None:
+    """The file is the trainer's own, and right."""
+    assert refusal("tiny", "run.seed=1", "run.stpes=3") == (
+        "--set run.stpes=3: unknown key run.stpes; did you mean run.steps?"
+    )
+    assert refusal("tiny", "modle.width=3").startswith("--set modle.width=3: unknown key modle;")
+    assert refusal("tiny", "run.steps=many").startswith("--set run.steps=many: run.steps: input should be")
+    assert refusal("tiny", "schedule.decay_end=1").startswith("--set schedule.decay_end=1: ")
 
 
 def test_unknown_key_names_the_nearest() -> None:
@@ -122,7 +136,7 @@ def test_bad_values_are_refused(override: str, expected: str) -> None:
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     """A missing file, a file that is not TOML, an unknown preset and a missing section are each one sentence."""
-    assert "No such file" in refusal(str(tmp_path / "none.toml"))
+    assert "there is no file" in refusal(str(tmp_path / "none.toml"))
     (tmp_path / "bad.toml").write_text("run = [")
     assert "cannot be read" in refusal(str(tmp_path / "bad.toml"))
     assert "tiny" in refusal("tny")

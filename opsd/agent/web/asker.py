@@ -18,6 +18,7 @@ from opsd.agent.web.other_agents import MAX_ANSWER, TIMEOUT_S, Answer, PeerError
 from opsd.agent.web.tls import problem_of
 from opsd.files import read_settings
 from opsd.settings.agent import AgentSettings
+from opsd.words import reason
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -57,7 +58,7 @@ class Asker:
         except ssl.SSLError as error:
             return Answer(node, url, problem=problem_of(error))
         except (OSError, ValueError, http.client.HTTPException) as error:
-            return Answer(node, url, problem=f"does not answer: {error}")
+            return Answer(node, url, problem=f"does not answer: {reason(error)}")
         if status == http.client.NOT_FOUND:
             return Answer(node, url, problem=unknown)
         try:
@@ -87,12 +88,12 @@ def _trusting(file: Path | None, web_config: Path) -> ssl.SSLContext:
             read_settings(file)  # the library would wait for ever at a pipe
         context = ssl.create_default_context(cafile=file)
     except OSError as error:
-        raise PeerError(f"agent.peer_ca_file {file} holds no certificates that can be used: {error}") from error
+        raise PeerError(f"agent.peer_ca_file {file} holds no certificates that can be used: {reason(error)}") from error
     if own := client_certificate(web_config):
         try:
             context.load_cert_chain(*own, password=lambda: "")
         except OSError as error:
-            raise PeerError(f"{own[0]} and {own[1]} cannot be used to ask other agents: {error}") from error
+            raise PeerError(f"{own[0]} and {own[1]} cannot be used to ask other agents: {reason(error)}") from error
     return context
 
 
@@ -102,7 +103,7 @@ def _authorization(file: Path | None) -> dict[str, str]:
     try:
         user, colon, password = read_settings(file).decode().strip().partition(":")
     except (OSError, UnicodeDecodeError) as error:
-        raise PeerError(f"agent.peer_credentials_file {file} cannot be read: {error}") from error
+        raise PeerError(f"agent.peer_credentials_file {file} cannot be read: {reason(error)}") from error
     if not (user and colon):
         raise PeerError(f"agent.peer_credentials_file {file} does not hold USER:PASSWORD")
     return {"Authorization": f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}

@@ -7,7 +7,7 @@ from typing import Final
 from urllib.parse import quote
 
 from opsd.agent.web.fleet import FleetView, NodeSummary
-from opsd.agent.web.html import Html, brief, card, document, facts, h, join, link, nothing, pill, table
+from opsd.agent.web.html import Html, brief, card, document, facts, h, join, link, nothing, pill, table, whole
 from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.agent.web.parts import STATE_TONES, TONES, span
 from opsd.slurm.port import Node
@@ -29,7 +29,7 @@ def fleet_page(here: NodeSummary, view: FleetView, *, refresh_s: int) -> bytes:
     silent: list[Answer[NodeSummary]] = [Answer(name, "") for name in view.slurm if name not in asked]
     nodes = sorted((*answers, *silent), key=lambda answer: _trouble(answer, view.slurm.get(answer.node)))
     rows = [_row(answer, view.slurm.get(answer.node)) for answer in nodes[:MAX_ROWS]]
-    columns = ("Node", "Agent", "Slurm", "GPUs", "Spare", "Runs", "Incidents")
+    columns = ("Node", "Incidents", "Agent", "GPUs", "Slurm", "Spare", "Runs")
     rest = len(nodes) - len(rows)
     more = nothing(f"and {rest} more without trouble, or with less") if rest > 0 else Html("")
     note = nothing(view.others.note) if view.others.note else Html("")
@@ -79,13 +79,13 @@ def _row(answer: Answer[NodeSummary], node: Node | None) -> Sequence[object]:
     known, name = answer.summary, link(f"{answer.url}/", answer.node)
     if known is None:
         silent = pill("no answer" if answer.problem else "not asked", "bad" if answer.problem else "")
-        return h(answer.node), silent, _slurm(node), "–", "–", "–", brief(answer.problem) or "–"
+        return h(answer.node), brief(answer.problem) or "–", silent, "–", _slurm(node), "–", "–"
     fresh = known.age_s <= STALE_S
     agent = pill("answers", "good") if fresh else pill(f"stands still for {span(known.age_s)}", "bad")
     lost = join((f"{known.gpus} ", pill(f"{known.gpus_lost} lost", "bad"))) if known.gpus_lost else h(known.gpus)
     runs = join(_runs(known, answer.url), ", ") if known.runs else h("–")
     spare = {True: pill("ready", "good"), False: pill("not ready", "warn"), None: h("–")}[known.spare]
-    return name, agent, _slurm(node), lost, spare, runs, _incidents(known)
+    return name, _incidents(known), agent, lost, _slurm(node), spare, runs
 
 
 def _runs(known: NodeSummary, url: str) -> Iterator[Html]:
@@ -94,7 +94,8 @@ def _runs(known: NodeSummary, url: str) -> Iterator[Html]:
         said = f"{run.run} ({run.job})" if run.job and run.job not in run.run else run.run
         outlook = [pill("late", "warn")] if run.late else []
         outlook += [brief(run.outlook)] if run.outlook else []
-        yield join((link(where, said), pill(run.state, STATE_TONES.get(run.state, "bad")), *outlook), " ")
+        tone = STATE_TONES.get(run.state, "bad")
+        yield join((whole(join((link(where, said), pill(run.state, tone)), " ")), *outlook), " ")
 
 
 def _incidents(known: NodeSummary) -> Html:

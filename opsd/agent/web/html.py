@@ -32,7 +32,8 @@ table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:.3rem .8rem .3rem 0;border-bottom:1px solid var(--line);white-space:nowrap}
 tr:last-child>td,tr:last-child>th{border-bottom:0}
 thead th{color:var(--soft);font-weight:600}
-.brief{display:inline-block;max-width:20rem;overflow:hidden;text-overflow:ellipsis;white-space:nowrap;vertical-align:bottom}
+.whole{white-space:nowrap}
+.brief{display:inline-block;max-width:16rem;overflow:hidden;text-overflow:ellipsis;white-space:nowrap;vertical-align:bottom}
 .pill{display:inline-block;border-radius:99px;padding:0 .6rem;background:var(--none-bg);font-size:.85rem}
 .good{color:var(--good);background:var(--good-bg)}.warn{color:var(--warn);background:var(--warn-bg)}
 .bad{color:var(--bad);background:var(--bad-bg)}
@@ -43,8 +44,10 @@ dl{display:grid;grid-template-columns:6rem 1fr;gap:.2rem .8rem;margin:.5rem 0 0 
 dd{margin:0;overflow-wrap:anywhere}dd ul{margin:0;padding-left:1.1rem}.none{color:var(--soft);margin:0}
 code{overflow-wrap:anywhere}
 @media(min-width:40rem){td:last-child,th:last-child{white-space:normal}}
+.sentences td:last-child{overflow-wrap:anywhere}
 article{max-width:46rem}article pre{overflow-x:auto}
 @media(max-width:40rem){body{font-size:14px}td svg{display:none}th,td{padding-right:.6rem}
+.sentences th,.sentences td{white-space:normal}.sentences td:last-child{min-width:8rem}
 header,main,footer{padding:.5rem}dl{grid-template-columns:1fr;gap:0;margin-left:.5rem}dd{margin-bottom:.3rem}}
 .beside{display:grid;grid-template-columns:minmax(0,1fr);gap:0 1rem;align-items:start}
 @media(min-width:64rem){.beside{grid-template-columns:minmax(0,3fr) minmax(0,2fr)}}
@@ -98,6 +101,11 @@ def brief(text: str) -> Html:
     return Html(f'<span class="brief" title="{h(text)}">{h(text)}</span>') if text else Html("")
 
 
+def whole(body: Html) -> Html:
+    """What is not broken over lines."""
+    return Html(f'<span class="whole">{body}</span>')
+
+
 def link(href: str, text: object) -> Html:
     """A link."""
     return Html(f'<a href="{h(href)}">{h(text)}</a>')
@@ -113,14 +121,17 @@ def nothing(text: str) -> Html:
     return Html(f'<p class="none">{h(text)}</p>')
 
 
-def table(label: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """A table that scrolls on narrow screens; the first cell of a row is its heading."""
+def table(label: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, sentences: bool = False) -> Html:
+    """A table that scrolls on narrow screens; the first cell of a row is its heading.
+
+    One of ``sentences`` breaks its lines instead.
+    """
     head = "".join(f'<th scope="col">{h(column)}</th>' for column in columns)
     body = "".join(
         f'<tr><th scope="row">{h(row[0])}</th>{"".join(f"<td>{h(cell)}</td>" for cell in row[1:])}</tr>' for row in rows
     )
     return Html(
-        f'<div class="scroll" role="group" tabindex="0" aria-label="{h(label)}"><table>'
+        f'<div class="scroll{" sentences" * sentences}" role="group" tabindex="0" aria-label="{h(label)}"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 

@@ -110,7 +110,8 @@ def _facts(incident: Incident, symptoms: Sequence[Incident], cause: Incident | N
 
 def _timeline(moments: Sequence[Moment]) -> Html:
     rows = [(_clock(moment.at), moment.what, moment.said) for moment in moments[:MAX_EVENTS]]
-    return card("timeline", "Timeline and evidence", table("Timeline", ("Time", "What", "Said"), rows))
+    listed = table("Timeline", ("Time", "What", "Said"), rows, sentences=True)
+    return card("timeline", "Timeline and evidence", listed)
 
 
 def _symptoms(symptoms: Sequence[Incident]) -> Html:

@@ -30,11 +30,11 @@ class SavedSteps:
 
     @property
     def next_step(self) -> int:
-        """The number of the first step of this process, from 0: after the newest checkpoint that it has loaded.
+        """The number of the first step of this process, from 1: after the newest checkpoint that it has loaded.
 
-        Else as many as the loaded state of an optimizer has counted.
+        Else after as many as the loaded state of an optimizer has counted.
         """
-        return self._found + 1 if self._found is not None else self._counted
+        return (self._found if self._found is not None else self._counted) + 1
 
     def note(self, path: str | None, size: int, step: int) -> None:
         """A checkpoint of ``size`` bytes was saved at ``path``, None: into memory, after ``step``."""

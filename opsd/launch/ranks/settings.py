@@ -9,6 +9,8 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Literal
@@ -71,7 +73,8 @@ class Program:
     def find(cls, kind: Literal["script", "module", "executable"], name: str, args: tuple[str, ...]) -> Program:
         """The program ``name`` as seen from the working directory. Raises ProgramNotFound.
 
-        A module is looked up by the rank itself: only its interpreter knows all places.
+        Of a module the first name is looked up, which imports nothing; the rank itself looks for the rest, and for all
+        of it if its interpreter is another one or sees other places.
         """
         try:
             cwd, given = Path.cwd(), name
@@ -92,7 +95,19 @@ class Program:
         if shutil.which(python) is None:
             named = ", named by PYTHON_EXEC," if os.environ.get("PYTHON_EXEC") else ""
             raise ProgramNotFound(f"the interpreter {python}{named} cannot be executed")
+        if kind == "module" and python == sys.executable and not _is_importable(name.partition(".")[0], cwd):
+            raise ProgramNotFound(f"there is no module {name}")
         return cls(kind, name, args, python, cwd, given)
+
+
+def _is_importable(name: str, cwd: Path) -> bool:
+    """Whether ``python -m`` in ``cwd`` may find the package or module ``name``."""
+    if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_user_site:
+        return True  # a rank sees more places than this interpreter
+    try:
+        return bool(PathFinder.find_spec(name, [str(cwd)]) or find_spec(name))
+    except (ImportError, ValueError):
+        return True
 
 
 @dataclass(frozen=True, slots=True)

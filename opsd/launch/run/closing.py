@@ -38,7 +38,7 @@ def print_closing_block(folder: Path, code: int, reason: str, resume: str) -> Cl
 
     A report that cannot be made in time is left out; `opsd report` makes it later.
     """
-    told = [] if code == exitcodes.OK else [resume]
+    told = [] if code in (exitcodes.OK, exitcodes.NOT_FOUND) else [resume]
     closing = Closing(f"ended with {code}: {reason}")
     try:
         made = subprocess.run(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ MAX_WAITING = 100
 
 
 class Sender:
-    """Sends to all receivers that ``where`` names, one after the other; a failure is said once for each receiver.
+    """Sends to all receivers that ``where`` names; one that is slow delays no other. Each one's failure is said once.
 
     Files with URLs are read for each message, so that a renewed URL is used.
     """
@@ -37,18 +38,23 @@ class Sender:
         self._where = where
         self._say = say
         self._failed: set[str] = set()
-        self._work = WorkQueue("notifications", limit=MAX_WAITING, awaited=False)
+        self._read = _queue()
+        self._queues: dict[str, WorkQueue] = {}
         self.children: set[int] = set()
         """Processes that deliver a message."""
 
     def __call__(self, text: str, fields: Mapping[str, object]) -> None:
         """Send a message, after the earlier ones; never blocks."""
         if self._where:
-            self._work.put(lambda: self._send(text, fields))
+            self._read.put(lambda: self._send(text, fields))
 
     def flush(self, timeout_s: float) -> None:
         """Wait for at most ``timeout_s`` seconds until all is sent."""
-        if self._where and not self._work.flush(timeout_s):
+        deadline = time.monotonic() + timeout_s
+        done = self._read.flush(timeout_s) and all(
+            queue.flush(max(0.0, deadline - time.monotonic())) for queue in self._queues.values()
+        )
+        if not done:
             self._say(f"the last notification was not sent within {timeout_s:g} s")
 
     def _send(self, text: str, fields: Mapping[str, object]) -> None:
@@ -59,7 +65,8 @@ class Sender:
                 self._note_failure(where, str(error))
                 continue
             for receiver in receivers:
-                self._deliver(receiver, text, fields)
+                queue = self._queues.setdefault(receiver.url, _queue())
+                queue.put(partial(self._deliver, receiver, text, fields))
 
     def _deliver(self, receiver: Receiver, text: str, fields: Mapping[str, object]) -> None:
         try:
@@ -71,6 +78,10 @@ class Sender:
         if key not in self._failed:
             self._failed.add(key)
             self._say(f"not notified: {why}; its later failures are not mentioned")
+
+
+def _queue() -> WorkQueue:
+    return WorkQueue("notifications", limit=MAX_WAITING, awaited=False)
 
 
 class Notices:
