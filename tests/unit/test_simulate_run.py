@@ -124,6 +124,20 @@ def test_without_spares_inside_the_job_goes_through_the_queue() -> None:
     assert slurm.ettr < ours.ettr
 
 
+def test_a_requeue_does_not_wait_for_spares() -> None:
+    """The second loss finds no spare inside the job; four nodes are left in the cluster, and the run needs four."""
+    played = play("hot", fault(0, 1, "lost"), fault(1, 2, "lost"), inside=1)
+    assert (played.swaps, played.requeues) == (1, 1)
+    assert played.buckets["waiting"] < 10
+
+
+def test_hardware_that_nobody_can_replace_costs_no_persons_time() -> None:
+    """The job waits in the queue for the repair, instead of giving up on the broken node."""
+    played = play("requeue", fault(1, 5, "hardware", hours=2), setup=replace(SETUP, spares=0))
+    assert (played.requeues, played.resubmissions) == (1, 0)
+    assert played.buckets["waiting"] == pytest.approx(2 * HOUR_S, rel=0.02)
+
+
 def test_a_pool_serves_until_it_is_empty() -> None:
     """The third loss has no node: the run waits, goes into the queue, and starts when a node is repaired."""
     losses = [fault(node, 1 + node, "lost") for node in range(3)]
