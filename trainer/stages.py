@@ -28,15 +28,18 @@ def divide(costs: Sequence[float], parts: int) -> list[int]:
     The largest sum is as small as possible, and of such divisions the sums are as equal as possible.
     """
     sums = [0.0, *accumulate(costs)]
+    enough = (sums[-1] / parts + max(costs)) * (1 + 1e-9)  # no part of the best division is larger
     best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
     for part in range(parts):
         left = parts - part - 1
         longer = {}
         for end in range(part + 1, len(costs) - left + 1):
-            longer[end] = min(
+            divisions = [
                 (max(largest, cost), squares + cost * cost, [*counts, end - begin])
                 for begin, (largest, squares, counts) in best.items()
-                if begin < end and (cost := sums[end] - sums[begin]) is not None
-            )
+                if begin < end and (cost := sums[end] - sums[begin]) <= enough
+            ]
+            if divisions:
+                longer[end] = min(divisions)
         best = longer
     return best[len(costs)][2]

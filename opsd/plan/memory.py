@@ -7,6 +7,7 @@ each layer with the kernels of a GPU; the tests compare them with what torch all
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 from opsd.plan.layout import Layout
@@ -14,6 +15,8 @@ from opsd.plan.parts import Parts
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.settings import ParallelSettings
+from opsd.trainer.stages import stage_ranges
 
 GIB: Final = 1 << 30
 FLOAT_BYTES: Final = 4
@@ -47,12 +50,12 @@ class Memory(Parts):
 def memory_of(config: Config, layout: Layout, gpus: int) -> Memory:
     """The memory that ``config`` needs in ``layout`` on ``gpus`` GPUs."""
     model, shards = config.model, layout.shards(gpus)
-    local = stage_parameters(model, layout) / shards
+    local = stage_parameters(config, layout) / shards
     half = half_bytes(model)
     count = layout.micro_batches(gpus, config.data.batch)
     activations = kept_bytes(config, layout, count) + _working_bytes(config, layout)
     logits = logits_bytes(config, layout)
-    gathered = _gathered_bytes(model, layout, shards, half, count)
+    gathered = _gathered_bytes(config, layout, shards, half, count)
     state = state_values(config) / counts.parameters(model) - 1
     return Memory(
         weights=local * FLOAT_BYTES,
@@ -73,21 +76,32 @@ def state_values(config: Config) -> int:
     return 3 * count - matrices
 
 
-def stage_parameters(model: ModelSettings, layout: Layout) -> float:
-    """A rank's, before FSDP, of the pipeline stage with most: the last, with final norm and output projection."""
+def stage_parameters(config: Config, layout: Layout) -> float:
+    """A rank's, before FSDP, of the pipeline stage with most: an end, or one between that has more layers."""
+    model = config.model
     ends = counts.embedding_parameters(model)
     layers, whole = counts.parameters(model) - ends - model.width, counts.unsplit_parameters(model)
-    split = (layers - whole) / layout.pp + (ends if layout.pp == 1 else model.vocab * model.width)
-    return split / layout.tp + whole / layout.pp + model.width
+    if layout.pp == 1:
+        return (layers - whole + ends) / layout.tp + whole + model.width
+    matrix, sizes = model.vocab * model.width / layout.tp, _stage_layers(model, layout.pp, config.data.sequence)
+    layer = ((layers - whole) / layout.tp + whole) / model.layers
+    first, last = sizes[0] * layer + matrix, sizes[-1] * layer + matrix + model.width
+    return max(first, last, *(size * layer for size in sizes[1:-1]))
 
 
-def _gathered_bytes(model: ModelSettings, layout: Layout, shards: int, half: int, count: int) -> float:
+@cache
+def _stage_layers(model: ModelSettings, pp: int, sequence: int) -> list[int]:
+    """As the trainer divides them."""
+    return [len(layers) for layers in stage_ranges(model, ParallelSettings(pp=pp), sequence)]
+
+
+def _gathered_bytes(config: Config, layout: Layout, shards: int, half: int, count: int) -> float:
     """What FSDP holds whole: embedding and output projection for the step, and two layers at a time.
 
     In a pipeline all layers of a stage stay gathered; so do those that are not sharded, which need a copy only in
     another type. With several micro-batches their gradients add up unsharded in float32 until the last.
     """
-    stage = stage_parameters(model, layout)
+    model, stage = config.model, stage_parameters(config, layout)
     ends = model.vocab * model.width * (1 if model.tied or layout.pp > 1 else 2) / layout.tp
     layer = (stage - ends) / (model.layers / layout.pp)
     if model.expert_layers:  # the largest, with its share of the experts

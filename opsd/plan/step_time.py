@@ -67,7 +67,7 @@ def step_time(config: Config, layout: Layout, gpus: int, hardware: Hardware) -> 
     kernels = products + attention + elementwise + again
     loop = kernels * (1 / hardware.loop.value - 1)
     busy = kernels + loop
-    optimizer = stage_parameters(model, layout) / layout.shards(gpus) * _OPTIMIZER_BYTES / hardware.bandwidth.value
+    optimizer = stage_parameters(config, layout) / layout.shards(gpus) * _OPTIMIZER_BYTES / hardware.bandwidth.value
     network = _Network(hardware)
     tensor = _tensor(config, layout, count, network)
     context = _context(config, layout, count, network)
@@ -192,7 +192,7 @@ def _sharding(config: Config, layout: Layout, gpus: int, count: int, busy: float
     Gathers of one layer run beside the computation of another; the first and the last of a step have nothing beside.
     """
     model, shards = config.model, layout.shards(gpus)
-    stage = stage_parameters(model, layout)
+    stage = stage_parameters(config, layout)
     routed = counts.routed_parameters(model) / layout.tp / layout.pp
     dense = stage - routed
     layers = model.layers / layout.pp
