@@ -333,6 +333,6 @@ def _after_attempt(incident: Incident, rule: IncidentRules, watching_since: floa
 
 def _end(incident: Incident, now: float) -> Incident:
     if incident.state is State.ESCALATED:
-        return replace(incident, resolved_at=now, verdict=f"{incident.verdict}; over since")
+        return replace(incident, resolved_at=now, verdict=f"{incident.verdict}; over later")
     verdict = "over by itself" if incident.attempts == 0 else f"over after attempt {incident.attempts}"
     return replace(incident, state=State.RESOLVED, resolved_at=now, verdict=verdict)

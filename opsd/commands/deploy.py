@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,10 +21,11 @@ def deploy() -> None:
 
 
 @deploy.command("list")
-def list_files() -> None:
+@option("--json", "as_json", is_flag=True, help="Print one JSON list.")
+def list_files(as_json: bool) -> None:
     """One line for each file."""
-    for path in _files(FOLDER):
-        click.echo(path.relative_to(FOLDER))
+    names = [str(path.relative_to(FOLDER)) for path in _files(FOLDER)]
+    click.echo(json.dumps(names, indent=1) if as_json else "\n".join(names))
 
 
 @deploy.command()

@@ -59,22 +59,23 @@ class Outcome:
 
 
 class Sentences:
-    """Prints each sentence, or keeps them for the JSON of the outcome."""
+    """Keeps each sentence until it is known what came of the order."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json, self._kept = as_json, list[str]()
 
     def __call__(self, sentence: str) -> None:
-        if self._as_json:
-            self._kept.append(sentence)
-        else:
-            click.echo(sentence)
+        self._kept.append(sentence)
 
     def conclude(self, update: DeferredUpdate, outcome: Outcome) -> int:
-        """Print the JSON if it is asked for; the exit code."""
+        """Print the sentences, to stderr if the order was not carried out, or JSON if asked for; the exit code."""
         if self._as_json:
             order = {"verb": update.verb, "nodes": update.names, "reason": update.told}
             click.echo(json.dumps({**order, **asdict(outcome), "sentences": self._kept}, indent=1))
+            return outcome.exit_code
+        failed = outcome.exit_code != exitcodes.OK
+        for sentence in self._kept:
+            click.echo(f"opsd: {sentence}" if failed else sentence, err=failed)
         return outcome.exit_code
 
 

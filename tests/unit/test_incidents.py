@@ -79,7 +79,7 @@ def test_an_escalated_incident_is_over_once_healed_but_stays_escalated() -> None
         timeline.tick(healed=True)
     assert [(i.state, i.resolved_at is None) for i in timeline.ended] == [(State.ESCALATED, False)]
     assert [t.after for t in timeline.transitions] == [State.OPEN, State.ESCALATED, State.ESCALATED]
-    assert timeline.transitions[-1].text == "not over after 2 s; over since"
+    assert timeline.transitions[-1].text == "not over after 2 s; over later"
     timeline.tick(finding())
     assert timeline.incident.id != first
 
