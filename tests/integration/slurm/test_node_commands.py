@@ -37,7 +37,7 @@ def test_a_node_goes_out_and_comes_back_proved(cluster: Cluster) -> None:
     assert node.reason.startswith("opsd:manual ib_link: clean the cable; see ")
     assert Path(node.reason.rpartition(" ")[2]).exists()
     refused = opsd(cluster, "n1", "return", "n1", "--set=policy.return_profile=quick")
-    assert (refused.returncode, "has no result of preflight quick" in refused.stdout) == (exitcodes.FAILED, True)
+    assert (refused.returncode, "has no result of preflight quick" in refused.stderr) == (exitcodes.FAILED, True)
     others = [check.name for check in CHECKS if check.name != "numa"]
     whole = f"--set=preflight.skip={others}"
     assert opsd(cluster, "n1", "preflight", whole).returncode == exitcodes.OK
@@ -49,7 +49,7 @@ def test_a_node_goes_out_and_comes_back_proved(cluster: Cluster) -> None:
     (stay,) = node_comment.read(comment).stays
     assert (comment.startswith("rack 12 [opsd1 ib_link="), stay.back is not None) == (True, True)
     again = opsd(cluster, "n1", "drain", "n1", "--reason=again")
-    assert (again.returncode, "policy.drain_cooldown_s" in again.stdout) == (exitcodes.FAILED, True)
+    assert (again.returncode, "policy.drain_cooldown_s" in again.stderr) == (exitcodes.FAILED, True)
     assert slurm.comments(["n1", "n2"]) == {"n1": comment, "n2": ""}
 
 
@@ -84,7 +84,7 @@ def _tell_later(cluster: Cluster) -> None:
         said = opsd(cluster, "n2", "drain", "n2", "--reason=loose fan")
     finally:
         cluster.start_controller()
-    assert (said.returncode, "when Slurm answers again" in said.stdout) == (exitcodes.FAILED, True)
+    assert (said.returncode, "when Slurm answers again" in said.stderr) == (exitcodes.FAILED, True)
     wait_until(slurm.responds, "the controller is back")
     wait_until(lambda: done.extend(updates.apply(slurm, Rules(share=1.0), time.time())) or done, "told")
     assert done == ["drained n2"]
