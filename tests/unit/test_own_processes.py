@@ -1,4 +1,4 @@
-"""Processes that opsd starts of itself, as root too, run this opsd and not what lies in the folder it is called from."""
+"""Processes that opsd starts of itself, as root too, run this opsd, and nothing of the folder it is called from."""
 
 from __future__ import annotations
 
