@@ -74,7 +74,16 @@ def test_a_run_that_has_moved_on_gives_its_node_back(tmp_path: Path) -> None:
         (replace(JOB, nodes=("n2",)), 7, ["n1", "n3"]),
         (replace(JOB, user="no-such-user"), 7, ["n1", "n3"]),
     ],
-    ids=["has ranks", "is another job", "does not say", "other names", "batch host", "suspended", "only node", "unknown user"],
+    ids=[
+        "has ranks",
+        "is another job",
+        "does not say",
+        "other names",
+        "batch host",
+        "suspended",
+        "only node",
+        "unknown user",
+    ],
 )
 def test_all_other_jobs_keep_it(tmp_path: Path, job: Job, told: int, places: Sequence[str]) -> None:
     """Also one whose launcher does not say where it has ranks."""
