@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 import tarfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -228,3 +229,25 @@ def test_an_archive_takes_the_place_of_files_only(tmp_path: Path, kind: str) -> 
         evidence.make(sources, 1_763_700_000.0, out)
     assert not out.is_file()
     assert [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_command_ends_with_the_program_that_is_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C left nvidia-bug-report.sh running for minutes."""
+    pid = tmp_path / "pid"
+
+    def interrupt(_number: int, _frame: object) -> None:
+        if pid.exists() and pid.read_text():
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_command(["sh", "-c", f"echo $$ > {pid}; exec sleep 60"], 60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    stat, deadline = Path(f"/proc/{pid.read_text().strip()}/stat"), time.monotonic() + 30
+    while stat.exists() and stat.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"
