@@ -19,13 +19,16 @@ PIPE_S = 3.0
 """Seconds that a pipe with settings may be silent."""
 
 
-def read_settings(path: Path) -> bytes:
+def read_settings(path: Path, *, follow: bool = True) -> bytes:
     """The content of a file that a person has written; it may also be ``/dev/null``, or a pipe (``<(…)`` of a shell).
+
+    Without ``follow``, ``path`` must be no symbolic link: one of a user may name a device that acts on being opened.
 
     Raises OSError, also for other devices, for more than a mebibyte, and for a pipe into which nobody writes for
     PIPE_S: they would fill the memory of an agent that reloads, or stop it.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb", buffering=0) as file:
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    with open(os.open(path, flags), "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -44,7 +44,7 @@ def audit(path: Path, *, as_json: bool) -> int:
 
 
 def _examine(path: Path) -> Iterator[dict[str, Any]]:
-    command = [sys.executable, "-m", "opsd.trainer.duplicate_shards", str(path)]
+    command = [sys.executable, "-P", "-m", "opsd.trainer.duplicate_shards", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -49,8 +49,9 @@ def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
     A stay out of service that opsd has recorded is a fault, maintenance is none. --history adds what Slurm does not
     know, from tickets for instance.
     """
+    more = _read(history) if history else []
     found, comments = _from_slurm()
-    judged = _judge(found, comments, history, jobs)
+    judged = _judge(found, comments, more, jobs)
     if as_json:
         click.echo(json.dumps(_document(judged), indent=1))
         return exitcodes.OK
@@ -86,8 +87,9 @@ def pick_nodes(
         tree = read(topology)
     except TopologyError as error:
         raise BadConfig(str(error)) from error
+    more_faults = _read(history) if history else []
     found, comments = _from_slurm(partition)
-    judged = _judge(found, comments, history, jobs)
+    judged = _judge(found, comments, more_faults, jobs)
     known = candidates(found, comments, judged, time.time())
     choice = pick(free(known), count, tree)
     if choice is None:
@@ -123,8 +125,8 @@ def _from_slurm(partition: str | None = None) -> tuple[Sequence[Node], dict[str,
         fail(f"Slurm: {error}")
 
 
-def _judge(found: Sequence[Node], comments: Mapping[str, str], history: Path | None, jobs: bool) -> Judgement:
-    known = faults(comments) + (_read(history) if history else [])
+def _judge(found: Sequence[Node], comments: Mapping[str, str], more: list[Fault], jobs: bool) -> Judgement:
+    known = faults(comments) + more
     try:
         known += job_faults.read() if jobs else []
     except SlurmError as error:
@@ -140,9 +142,12 @@ def _read(history: Path) -> list[Fault]:
             continue
         try:
             told = json.loads(line)
-            back = told.get("back")
-            found.append(Fault(str(told["node"]), str(told["kind"]), float(told["at"]), back and float(back)))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            at, back = float(told["at"]), told.get("back")
+            back = None if back is None else float(back)
+            if not 0 < at < math.inf or not (back is None or at <= back < math.inf):
+                raise ValueError("no times")
+            found.append(Fault(str(told["node"]), str(told["kind"]), at, back))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadConfig(
                 f'line {number} of {history} is no fault: give {{"node": "n1", "kind": "gpu_xid", "at": 1763705000}}'
             ) from error

@@ -6,6 +6,7 @@ The names of files in the archive are fixed; what a part lacks, or why it is cut
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -30,17 +31,22 @@ from opsd.repair.machine import Run, RungError, run_command
 
 FOLDER = "evidence"
 PART_BYTES: Final = 4 << 20
-"""A part that is longer keeps its end."""
+"""A part that is longer keeps its end, where the newest is."""
 REPORT_BYTES: Final = 64 << 20
 """NVIDIA's own report, which is compressed already, is left out if it is larger."""
 KEPT: Final = 10
 INCIDENTS, PREFLIGHTS = 500, 5
 COMMAND_S, REPORT_S = 60.0, 600.0
+_WORDS: Final = r"(?: passw(?:or)?d | passphrase | secret | token | (?:api|access|private)[_-]?key | credentials? )"
+_QUOTE: Final = r"""\\{0,7}["']"""
+"""Also as it stands in JSON within JSON, with backslashes before it."""
 _SECRET: Final = re.compile(
-    r"""(?ix) (?P<name> (?: passw(?:or)?d | passphrase | secret | token | api[_-]?key | credentials? )
-        [\w.-]{0,40} ["']? \s{0,4} [=:] \s{0,4} ["']? ) [^\s"',;&]+
-    | (?P<scheme> authorization \s{0,4} : \s{0,4} \w{1,40} \s{1,4} ) \S+
-    | (?P<user> :// [^\s/:@]{1,100} : ) [^\s/@]{1,1000} (?= @ )"""
+    rf"""(?ix) (?P<name> {_WORDS} [\w.-]{{0,40}} (?:{_QUOTE})? \s{{0,4}} [=:] \s{{0,4}} )
+        (?: (?P<quote> {_QUOTE}) (?: (?!(?P=quote)) . ){{0,4096}} | [^\s"',&\\]+ )
+    | (?P<option> -- (?:\w{{1,20}}-){{0,4}} {_WORDS} [\w-]{{0,40}} [ ]{{1,4}} ) [^\s"\\]+
+    | (?P<scheme> authorization (?:{_QUOTE})? \s{{0,4}} : \s{{0,4}} (?:{_QUOTE})?
+        (?: (?:bearer|basic|digest|negotiate|token) \s{{1,4}} )? ) [^"\n\\]{{1,4096}}
+    | (?P<user> :// (?:[^\s/:@]{{1,100}} :)? ) [^\s/@]{{1,1000}} (?= @ )"""
 )
 """Bounded everywhere: a long line costs no more than many short ones."""
 Part = Callable[[], str]
@@ -65,7 +71,12 @@ class Sources:
 
 def without_secrets(text: str) -> str:
     """``text`` with "(left out)" for what stands behind words like password, token or Authorization, and in URLs."""
-    return _SECRET.sub(lambda m: f"{m['name'] or m['scheme'] or m['user']}(left out)", text)
+
+    def left_out(found: re.Match[str]) -> str:
+        kept = found["name"] or found["option"] or found["scheme"] or found["user"]
+        return f"{kept}{found['quote'] or ''}(left out)"
+
+    return _SECRET.sub(left_out, text)
 
 
 def make(sources: Sources, now: float, to: Path | None = None, *, bug_report: bool = True) -> Path:
@@ -76,6 +87,8 @@ def make(sources: Sources, now: float, to: Path | None = None, *, bug_report: bo
     name = re.sub(r"[^A-Za-z0-9._-]", "_", sources.node).strip(".")[:64] or "node"
     stem = f"{FOLDER}-{name}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}"
     path = to or sources.state_dir / FOLDER / f"{stem}.tar.gz"
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     if to is None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{stem}", delete=False) as draft:
@@ -156,7 +169,7 @@ def _incidents(journal: Path) -> str:
             documents = [json.loads(row[0]) for row in database.execute(query, (INCIDENTS,))]
     except (sqlite3.Error, ValueError, TypeError) as error:
         raise Missing(f"{journal}: {error}") from error
-    return json.dumps(documents, indent=1)
+    return json.dumps(documents[::-1], indent=1)
 
 
 def _repairs(file: CaseFile) -> str:
@@ -174,7 +187,7 @@ def _repairs(file: CaseFile) -> str:
 
 def _preflights(history: History, node: str) -> str:
     try:
-        reports = [json.loads(history.report(run.id).to_json()) for run in history.runs(node, PREFLIGHTS)]
+        reports = [json.loads(history.report(run.id).to_json()) for run in history.runs(node, PREFLIGHTS)][::-1]
     except HistoryError as error:
         raise Missing(str(error)) from error
     return json.dumps(reports, indent=1)

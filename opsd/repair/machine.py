@@ -69,6 +69,10 @@ def run_command(argv: Sequence[str], deadline_s: float) -> str:
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1.0)
         raise RungError(f"{' '.join(argv)} has not ended within {deadline_s:g} s") from None
+    except BaseException:  # Ctrl-C does not reach a session of its own
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise
     text = said.decode(errors="replace")
     if process.returncode:
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")

@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 
 def read(library: str | None, run: Run) -> Mapping[str, Any]:
     """``{"facts": [...], "samples": [[name, labels, value], ...]}``. Raises RungError."""
-    said = run([sys.executable, "-m", __name__, library or ""], DEADLINE_S).splitlines()
+    said = run([sys.executable, "-P", "-m", __name__, library or ""], DEADLINE_S).splitlines()
     try:
         state: Mapping[str, Any] = json.loads(said[-1])
     except (IndexError, ValueError) as error:

@@ -39,13 +39,17 @@ def release(slurm: Slurm, node: str, jobs: Sequence[Job], root: Path) -> str:
 
 
 def has_left(job: Job, node: str, root: Path) -> bool:
-    """Whether the launchers of ``job`` on this node all say that their runs have no ranks on ``node``."""
+    """Whether the launchers of ``job`` on this node all say that their runs have ranks on other nodes of it only.
+
+    A run whose nodes have names of its own (``--node-name``) says nothing about Slurm's.
+    """
     try:
         owner = pwd.getpwnam(job.user).pw_uid
     except KeyError:
         return False
     answers = [_places(folder) for folder in root.glob("*") if _is_of(folder, job, owner)]
-    return bool(answers) and all(places and node not in places for places in answers)
+    others = frozenset(job.nodes) - {node}
+    return bool(answers) and all(places and others.issuperset(places) for places in answers)
 
 
 def _is_of(folder: Path, job: Job, owner: int) -> bool:
@@ -53,7 +57,7 @@ def _is_of(folder: Path, job: Job, owner: int) -> bool:
     try:
         if folder.lstat().st_uid != owner:
             return False
-        told = json.loads(read_settings(folder / "run.json"))
+        told = json.loads(read_settings(folder / "run.json", follow=False))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(told, dict) and str(told.get("job")) == str(job.id)

@@ -68,9 +68,9 @@ class Preflight:
     def _run(self, profile: str, *options: str) -> tuple[Report | None, str]:
         with tempfile.TemporaryDirectory(prefix="opsd-repair-") as folder:
             file = Path(folder) / "report.json"
-            command = [sys.executable, "-m", "opsd", "preflight", "--quiet", f"--profile={profile}", f"--json={file}"]
+            command = [sys.executable, "-P", "-m", "opsd", "preflight", "--quiet", f"--json={file}"]
             process = subprocess.Popen(
-                [*command, *options, *self.given],
+                [*command, f"--profile={profile}", *options, *self.given],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             try:

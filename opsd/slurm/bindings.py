@@ -17,7 +17,7 @@ from opsd.slurm.output import failure
 from opsd.slurm.port import Job, Node, NodeUpdate, Slurm, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.runner import Output, Runner, clean_environment, run_command
 
-WORKER = (sys.executable, "-m", "opsd.slurm.pyslurm_worker")
+WORKER = (sys.executable, "-P", "-m", "opsd.slurm.pyslurm_worker")
 
 
 Asker = Callable[..., Any]

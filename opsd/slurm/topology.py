@@ -96,7 +96,7 @@ def read(path: Path | None = None) -> Topology:
     """
     default = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("topology.conf")
     try:
-        return parse((path or default).read_text(encoding="utf-8"))
+        return parse((path or default).read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
         if path is None:
             return Topology()

@@ -10,7 +10,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from click.testing import CliRunner
 
+from opsd.commands.nodes import nodes
 from opsd.lemons import DAY_S, WINDOW_S, Fault, judge, lift_of
 from opsd.simulate import trace
 
@@ -123,3 +125,14 @@ def test_titan_had_places_that_failed_again() -> None:
     assert len(faults) == 4826 + 1541
     assert judged.lasting.proven
     assert judged.soon.value > judged.lasting.value > 2
+
+
+@pytest.mark.parametrize(
+    "times", ['"at": NaN', '"at": -1e999', '"at": -5', '"at": 1e3, "back": 1', '"at": 1, "back": NaN']
+)
+def test_a_history_with_impossible_times_is_one_sentence(tmp_path: Path, times: str) -> None:
+    """Before Slurm is asked; a fault since ever would have windows without end."""
+    history = tmp_path / "history.jsonl"
+    history.write_text(f'{{"node": "n1", "kind": "gpu_xid", {times}}}\n')
+    done = CliRunner().invoke(nodes, ["lemons", f"--history={history}"])
+    assert "line 1 of" in done.stderr

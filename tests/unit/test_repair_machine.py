@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import tarfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,3 +185,69 @@ def test_a_retest_that_could_check_nothing_has_failed(tmp_path: Path) -> None:
     assert (found.passed, "none of gpu_health could be run" in found.detail) == (False, True), found
     broken = Preflight(["--set=agent.nonsense=1"], "quick")([])
     assert (broken.passed, "unknown key agent.nonsense" in broken.detail) == (False, True), broken
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"log": "{\\"password\\": \\"hunter2\\"}"}',
+        'token: "three words hunter2"',
+        "PASSWORD=a;hunter2",
+        "mount.cifs --password hunter2 //server",
+        '{"Authorization": "Bearer hunter2"}',
+        "Authorization: hunter2",
+        "https://hunter2@host/",
+        "private_key=hunter2",
+    ],
+)
+def test_secrets_are_left_out_however_they_are_quoted(text: str) -> None:
+    """Incidents are JSON that quotes logs, which may quote JSON themselves."""
+    assert "hunter2" not in evidence.without_secrets(text)
+
+
+def test_of_too_many_incidents_the_newest_are_kept(tmp_path: Path) -> None:
+    """A part that is too long loses its beginning."""
+    with sqlite3.connect(tmp_path / "journal.db") as database:
+        database.execute("CREATE TABLE incidents (document TEXT, opened_at REAL)")
+        rows = [(json.dumps({"id": at, "text": "x" * 20_000}), at) for at in range(220)]
+        database.executemany("INSERT INTO incidents VALUES (?, ?)", rows)
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "none", run=lambda *_: "", nvidia_report="none")
+    with tarfile.open(evidence.make(sources, 1_763_700_000.0)) as archive:
+        member = next(one for one in archive if one.name.endswith("/incidents.json"))
+        file = archive.extractfile(member)
+        assert file is not None
+        assert '"id": 219' in file.read().decode()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_an_archive_takes_the_place_of_files_only(tmp_path: Path, kind: str) -> None:
+    """Root could otherwise rename one over /dev/null."""
+    out = tmp_path / "out"
+    os.mkfifo(out) if kind == "pipe" else out.mkdir()
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "none", run=lambda *_: "", nvidia_report="none")
+    with pytest.raises(OSError, match="not a regular file"):
+        evidence.make(sources, 1_763_700_000.0, out)
+    assert not out.is_file()
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_command_ends_with_the_program_that_is_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C left nvidia-bug-report.sh running for minutes."""
+    pid = tmp_path / "pid"
+
+    def interrupt(_number: int, _frame: object) -> None:
+        if pid.exists() and pid.read_text():
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_command(["sh", "-c", f"echo $$ > {pid}; exec sleep 60"], 60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    stat, deadline = Path(f"/proc/{pid.read_text().strip()}/stat"), time.monotonic() + 30
+    while stat.exists() and stat.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"

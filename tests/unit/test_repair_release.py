@@ -68,12 +68,22 @@ def test_a_run_that_has_moved_on_gives_its_node_back(tmp_path: Path) -> None:
         (JOB, 7, ["n1", "n2"]),
         (JOB, 8, ["n1", "n3"]),
         (JOB, 7, []),
+        (JOB, 7, ["n1", "n2.cluster"]),
         (replace(JOB, batch_host="n2"), 7, ["n1", "n3"]),
         (replace(JOB, state="suspended"), 7, ["n1", "n3"]),
         (replace(JOB, nodes=("n2",)), 7, ["n1", "n3"]),
         (replace(JOB, user="no-such-user"), 7, ["n1", "n3"]),
     ],
-    ids=["has ranks", "is another job", "does not say", "batch host", "suspended", "only node", "unknown user"],
+    ids=[
+        "has ranks",
+        "is another job",
+        "does not say",
+        "other names",
+        "batch host",
+        "suspended",
+        "only node",
+        "unknown user",
+    ],
 )
 def test_all_other_jobs_keep_it(tmp_path: Path, job: Job, told: int, places: Sequence[str]) -> None:
     """Also one whose launcher does not say where it has ranks."""
@@ -97,4 +107,16 @@ def test_nobody_speaks_for_another_user_s_job(tmp_path: Path) -> None:
     with launcher(tmp_path, "run", 7, ["n1", "n3"]):
         os.chown(tmp_path / "run", OTHER_USER, OTHER_USER)
         assert release(slurm, "n2", [JOB], tmp_path) == ""
+    assert slurm.shrunk == []
+
+
+def test_a_link_in_place_of_the_run_s_file_is_not_followed(tmp_path: Path) -> None:
+    """It could name a device that acts on being opened by root, such as a watchdog."""
+    slurm = Shrinking()
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with launcher(runs, "run", 7, ["n1", "n3"]):
+        (runs / "run/run.json").rename(tmp_path / "elsewhere.json")
+        (runs / "run/run.json").symlink_to(tmp_path / "elsewhere.json")
+        assert release(slurm, "n2", [JOB], runs) == ""
     assert slurm.shrunk == []

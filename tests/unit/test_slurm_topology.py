@@ -74,3 +74,9 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         read(tmp_path / "topology.conf")
     with pytest.raises(TopologyError, match="cannot be read: hostlist"):
         parse("SwitchName=a Nodes=n[3-1]")
+
+
+def test_a_file_with_other_bytes_than_text_is_read(tmp_path: Path) -> None:
+    """A comment in Latin-1."""
+    (tmp_path / "topology.conf").write_bytes(b"SwitchName=a Nodes=n[1-2] # B\xfcro\n")
+    assert read(tmp_path / "topology.conf").leaf == {"n1": "a", "n2": "a"}
