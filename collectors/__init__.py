@@ -28,6 +28,7 @@ NAMES = (
     "ranks",
     "nccl",
     "spare",
+    "repairs",
     "prolog",
 )
 """Every collector, in the order of the configuration file."""

@@ -60,6 +60,64 @@ None now. The next node that fails costs its job a requeue, or the time until th
 """),
         ),
         Alert(
+            "NodeToReplace",
+            'max by (cluster, instance) (opsd_repair_state{state="rma"}) == 1\n  '
+            'unless on (cluster, instance) max by (cluster, instance) (opsd_slurm_node_flag{flag="drain"}) == 0',
+            severity="warning",
+            hold="5m",
+            summary="{{ $labels.instance }} could not be repaired and has to be replaced",
+            description="The node stays drained. The reason in Slurm names the archive for its vendor.",
+            guide=manual("""
+# A node has to be replaced
+
+## Meaning
+Repairs of the node have not helped or not lasted, and opsd keeps it out of service with the reason `opsd:rma`.
+
+## Impact
+The cluster has one node less. No job runs on it.
+
+## Diagnosis
+1. `sinfo -R`: the reason says what failed last, and where on the node the archive of evidence is.
+2. On the node `opsd evidence` makes a newer archive.
+
+## Mitigation
+- Send the archive to the vendor; names of users and jobs are in it.
+- Once the hardware was replaced: `opsd preflight --profile standard` on the node, then `opsd return NODE`.
+  The alert ends when Slurm has the node back.
+"""),
+        ),
+        Alert(
+            "RepairStuck",
+            "max by (cluster, instance) (opsd_repair_age_seconds) > 21600\n  "
+            "unless on (cluster, instance) max by (cluster, instance) (opsd_slurm_jobs) > 0",
+            severity="warning",
+            hold="30m",
+            summary="The repair of {{ $labels.instance }} has taken {{ $value | humanizeDuration }}",
+            description="No job is on the node any more, and it is neither returned nor given up.",
+            guide=manual("""
+# A repair takes too long
+
+## Meaning
+A repair of the node was ordered, or its first remedy began, more than six hours ago. It has not ended, though no job
+has been on the node for half an hour.
+
+## Impact
+The cluster has one node less, which counts against `policy.max_drained_share`.
+
+## Diagnosis
+1. On the node `opsd repair`: what was tried, and what it waits for.
+2. `systemctl status opsd-repair.path opsd-repair.service`: an order that nobody takes up means that the path unit is
+   not enabled.
+3. `journalctl -u opsd-repair -n 50`: what failed, and whether Slurm answers.
+
+## Mitigation
+- It was ordered and nobody has begun: `systemctl enable --now opsd-repair.path`.
+- It waits for the end of a maintenance (`policy.maintenance`): nothing is wrong.
+- A retest takes so long by itself (`policy.return_profile`): raise the limit in a rule of your own.
+- It will not end: `scontrol update nodename=NODE state=drain reason="mine"` takes the node over; opsd then leaves it.
+"""),
+        ),
+        Alert(
             "GpuLost",
             "max by (cluster, instance, gpu) (opsd_gpu_up) == 0",
             scope="gpu",

@@ -13,12 +13,12 @@ from typing import Any
 import click
 
 from opsd import exitcodes, lemons
-from opsd.commands.options import Group, option
+from opsd.commands.options import Finite, Group, option
 from opsd.commands.output import fail, output_console, plain_table
 from opsd.commands.settings import BadConfig
 from opsd.lemons import Fault, Judgement, Lift
 from opsd.slurm import job_faults
-from opsd.slurm.candidates import Candidate, candidates, faults, free
+from opsd.slurm.candidates import Candidate, candidates, due, faults, free
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import Node, SlurmError
@@ -97,6 +97,24 @@ def pick_nodes(
         more = f" ({'; '.join(taken[:3])}{'; …' if len(taken) > 3 else ''})" if taken else ""
         fail(f"{len(known) - len(taken)} of {len(known)} nodes can be had now, {count} are wanted{more}")
     _show(choice, {one.node: one for one in known}, as_json)
+    return exitcodes.OK
+
+
+@nodes.command("due")
+@option("--count", type=click.IntRange(min=1), help="At most so many; by default all.")
+@option("--days", type=Finite(0), default=7.0, help="Those not tested for so long.")
+@option("--partition", help="Only nodes of this partition.")
+@_json
+def show_due(count: int | None, days: float, partition: str | None, as_json: bool) -> int:
+    """Name the idle nodes that are due for a test, one a line, the longest untested first.
+
+    A node is tested by `opsd preflight --act` with the profile policy.return_profile; deploy/slurm/idle-checks.sh
+    has that done by jobs that give way. Spares and reserved nodes are left out.
+    """
+    found, comments = _from_slurm(partition)
+    names = due(found, comments, time.time(), days * 86_400)[:count]
+    for line in [json.dumps({"nodes": names})] if as_json else names:
+        click.echo(line)
     return exitcodes.OK
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from opsd.agent.web.jobs import cost_text
 from opsd.agent.web.parts import span
+from opsd.agent.web.repairs import RepairNow
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.gpu_state import gpu_state, heat_style
 from opsd.commands.output import output_console, plain_table, printable, rank_table
@@ -34,6 +35,8 @@ def status(agent: Agent, as_json: bool) -> None:
     console.print(f"[bold]{answer['node']}[/bold]  {said}")
     if not answer["journal"]["up"]:
         console.print(f"[red]journal: {answer['journal']['problem']}[/red]")
+    if repair := answer.get("repair"):
+        console.print(f"[yellow]repair: {RepairNow(**repair).text}[/yellow]")
     for table in (_collectors(answer), _gpus(answer, printable(found)), _jobs(answer), rank_table(answer["ranks"])):
         if table.row_count:
             console.print(table)

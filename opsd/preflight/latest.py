@@ -27,14 +27,16 @@ def newest(
     One that was restricted by --only or --skip, or interrupted, is left out unless it failed. Raises SelectionError for
     settings that leave no check, and HistoryError.
     """
-    required = {check.name for check in select(tuple(checks), profile, skip=settings.skip)}
+    known = tuple(checks)
     runs = [run for run in history.runs(node, _SEARCHED) if run.profile == profile]
     kept = (history.report(run.id) for run in runs)
     given = (report for report in reports if report.node == node and report.profile == profile)
-    whole = [r for r in (*given, *kept) if not r.interrupted and (not r.passed or required <= _checks(r))]
+    whole = [r for r in (*given, *kept) if not r.interrupted and (not r.passed or is_whole(r, known, settings))]
     last = max(whole, key=lambda report: report.started, default=None)
     return PreflightResult(last.started, last.passed) if last else None
 
 
-def _checks(report: Report) -> set[str]:
-    return {result.check for result in report.results}
+def is_whole(report: Report, checks: Iterable[Check], settings: PreflightSettings) -> bool:
+    """Whether it has all of its profile, but what preflight.skip leaves out. Raises SelectionError."""
+    required = {check.name for check in select(tuple(checks), report.profile, skip=settings.skip)}
+    return required <= {result.check for result in report.results}

@@ -11,12 +11,15 @@ from typing import Final
 from rich.console import Console
 
 from opsd.config import Settings
+from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import keep, say
+from opsd.preflight.engine import SelectionError
+from opsd.preflight.latest import is_whole
 from opsd.preflight.report import Report
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
 from opsd.slurm.drainer import SlurmDrainer
-from opsd.slurm.ownership import PreflightResult, Rules, give_back
+from opsd.slurm.ownership import PreflightResult, Rules, give_back, note_test
 from opsd.slurm.port import Slurm, SlurmError
 
 DEFAULT: Final = Rules()
@@ -37,11 +40,14 @@ def act(
     drain: Callable[[str, str], str],
     slurm: Callable[[], Slurm],
     rules: Rules = DEFAULT,
+    *,
+    whole: bool = False,
 ) -> str:
     """Drain or return the node of ``report``; returns what was done, "" for nothing. Raises SlurmError.
 
     An interrupted preflight does nothing. A node is returned only if an earlier preflight of the same profile drained
-    it, so never if someone else or an incident did, and not if it relapses too often.
+    it, so never if someone else or an incident did, and not if it relapses too often. One that is in service and has
+    passed the ``whole`` of ``rules.profile`` counts as tested in its history.
     """
     if report.interrupted:
         return ""
@@ -50,7 +56,9 @@ def act(
     try:
         found = slurm().nodes([report.node])
         if not found or not found[0].reason.startswith(f"{OWN_PREFIX} {MARK} {report.profile} "):
-            return ""
+            proved = bool(found) and found[0].usable and whole and report.profile == rules.profile
+            noted = proved and note_test(slurm(), report.node, report.started)
+            return f"{report.node} counts as tested" if noted else ""
         rules = replace(rules, profile=report.profile)
         passed = {report.node: PreflightResult(report.ended, passed=True)}
         back = give_back(slurm(), [report.node], passed, rules, now=report.ended)
@@ -72,8 +80,9 @@ def quarantine(report: Report, settings: Settings, written: Path | None, console
     rules = Rules.of(settings.policy)
     drainer = SlurmDrainer(slurm, report.node, rules)
     try:
-        done = act(report, evidence.absolute(), drainer, slurm, rules)
-    except SlurmError as error:
+        whole = is_whole(report, CHECKS, settings.preflight)
+        done = act(report, evidence.absolute(), drainer, slurm, rules, whole=whole)
+    except (SlurmError, SelectionError) as error:
         say(console, f"{report.node} was left as it is: {error}")
     else:
         if done:

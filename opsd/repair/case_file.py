@@ -15,14 +15,10 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from opsd.checkpoints.manifest import sync_folder
+from opsd.collectors.repairs import CASE, FOLDER, ORDER, PAST
 from opsd.files import write_text
 from opsd.repair.ladder import Case
 
-FOLDER = "repair"
-ORDER = "order"
-"""An empty file: the agent has drained its node and policy.repair is act. ``opsd-repair.path`` waits for it."""
-CASE = "case.json"
-"""The repair under way."""
 KEPT = 100
 """Ended repairs that are kept."""
 WEEK_S = 7 * 86_400.0
@@ -75,14 +71,14 @@ class CaseFile:
             write_text(path, _CASE.dump_json(case, indent=1).decode() + "\n")
             if case.end is not None:
                 self._current.unlink(missing_ok=True)
-                for old in sorted(self.folder.glob("repair-*.json"))[:-KEPT]:
+                for old in sorted(self.folder.glob(PAST))[:-KEPT]:
                     old.unlink(missing_ok=True)
             sync_folder(self.folder)
 
     def past(self) -> list[Case]:
         """The ended repairs, oldest first; those that cannot be read are left out. Raises nothing."""
         found = []
-        for path in sorted(self.folder.glob("repair-*.json")):
+        for path in sorted(self.folder.glob(PAST)):
             with suppress(OSError, ValidationError):
                 found.append(_CASE.validate_json(path.read_bytes()))
         return found

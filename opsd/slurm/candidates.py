@@ -70,6 +70,13 @@ def candidates(
     return found
 
 
+def due(nodes: Sequence[Node], comments: Mapping[str, str], now: float, age_s: float) -> list[str]:
+    """The idle nodes whose last test is older than ``age_s`` at ``now``, the longest ago first; spares are left out."""
+    known = {node.name: node_comment.read(comments.get(node.name, "")) for node in nodes if not _why_not(node)}
+    old = [name for name, record in known.items() if not record.spare and now - record.tested_at >= age_s]
+    return sorted(old, key=lambda name: (known[name].tested_at, name))
+
+
 def _why_not(node: Node) -> str:
     if node.state == "idle" and node.usable and "reserved" not in node.flags:
         return ""

@@ -34,7 +34,8 @@ class Stay:
 class NodeHistory:
     """``stays`` are oldest first. ``spare`` is "" for no spare, "ready", or what it lacks, as of ``spare_at``.
 
-    ``tested_at`` is when the newest preflight began with which the node was given back, 0 if none is known.
+    ``tested_at`` is when the newest preflight began that the node has passed, with ``--act`` or for its return, 0 if
+    none is known.
     """
 
     stays: tuple[Stay, ...] = ()

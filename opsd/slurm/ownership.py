@@ -209,6 +209,16 @@ def give_back(
     return back
 
 
+def note_test(slurm: SlurmNodes, name: str, at: float) -> bool:
+    """Keep in the node's history that it passed a preflight begun at ``at``; False if known. Raises SlurmError."""
+    comment = slurm.comments([name]).get(name, "")
+    record = node_comment.read(comment)
+    if at <= record.tested_at:
+        return False
+    slurm.set_comment(name, node_comment.write(comment, replace(record, tested_at=at)))
+    return True
+
+
 def day(at: float) -> str:
     """The epoch second ``at`` as local time, to the minute."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))

@@ -202,6 +202,33 @@ CASES: Mapping[str, Case] = {
         [{f'opsd_prolog_verdict{{{NODE},verdict="unknown"}}': "1x50"}],
         [{f'opsd_prolog_verdict{{{NODE},verdict="unknown"}}': "0x50"}],
     ),
+    "NodeToReplace": Case(
+        [
+            {f'opsd_repair_state{{{NODE},state="rma"}}': "1x50"},
+            {
+                f'opsd_repair_state{{{NODE},state="rma"}}': "1x50",
+                f'opsd_slurm_node_flag{{{NODE},flag="drain"}}': "1x50",
+            },
+        ],
+        [
+            {f'opsd_repair_state{{{NODE},state="left"}}': "1x50"},
+            {
+                f'opsd_repair_state{{{NODE},state="rma"}}': "1x50",
+                f'opsd_slurm_node_flag{{{NODE},flag="drain"}}': "0x50",
+            },
+        ],
+    ),
+    "RepairStuck": Case(
+        [
+            {f"opsd_repair_age_seconds{{{NODE}}}": "22000+15x250"},
+            {f"opsd_repair_age_seconds{{{NODE}}}": "22000+15x250", f"opsd_slurm_jobs{{{NODE}}}": "0x250"},
+        ],
+        [
+            {f"opsd_repair_age_seconds{{{NODE}}}": "600+15x250"},
+            {f"opsd_repair_age_seconds{{{NODE}}}": "22000+15x250", f"opsd_slurm_jobs{{{NODE}}}": "1x250"},
+        ],
+        at="40m",
+    ),
     "ConfigRefused": Case(
         [{f"opsd_config_last_reload_successful{{{NODE}}}": "0x50"}],
         [{f"opsd_config_last_reload_successful{{{NODE}}}": "1x50"}],

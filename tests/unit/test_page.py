@@ -20,8 +20,9 @@ from opsd.agent.web.guides import runbook_list, runbook_page
 from opsd.agent.web.history import History
 from opsd.agent.web.html import STYLE, h
 from opsd.agent.web.node_page import node_page
-from opsd.collectors import spare
+from opsd.collectors import repairs, spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
+from opsd.collectors.slurm import FLAG
 from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Evidence, Incident, Severity, State
@@ -130,6 +131,19 @@ def test_a_spare_says_whether_it_is_ready() -> None:
         shown = snapshot(samples=(spare.parse(verdict.encode(), now),))
         assert f"spare {said}" in re.sub(r"\s+", " ", Structure(page(shown)).text)
     assert "spare" not in Structure(page(snapshot())).text
+
+
+def test_a_repair_is_shown_until_the_node_is_back() -> None:
+    """What is done and for how long, and a node that has to be replaced while it is drained."""
+
+    def shown(known: repairs.Known, drained: bool) -> str:
+        samples = (*repairs.samples(known, now=800.0), Sample(FLAG, float(drained), ("drain",)))
+        return re.sub(r"\s+", " ", Structure(page(snapshot(samples=(samples,)))).text)
+
+    assert "repair retest, remedy 2, for 12 min" in shown(repairs.Known("retest", 2, 80.0, {}), drained=True)
+    assert "repair rma, remedy 3" in shown(repairs.Known("rma", 3, None, {"rma": 1}), drained=True)
+    assert "repair" not in shown(repairs.Known("rma", 3, None, {"rma": 1}), drained=False)
+    assert "repair" not in shown(repairs.Known("returned", 1, None, {"returned": 1}), drained=True)
 
 
 def test_symptoms_are_shown_with_their_cause_only() -> None:

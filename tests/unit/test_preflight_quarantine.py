@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,26 @@ def test_a_node_that_passed_is_left_as_it_is_otherwise(reason: str) -> None:
     slurm = cluster(reason, DRAIN if reason else frozenset())
     assert acted(slurm, verdict(passed=True)) == ""
     assert slurm.updates == []
+
+
+def test_a_node_in_service_that_passed_counts_as_tested() -> None:
+    """With all of the profile that a return needs, and once; what else is in its history stays."""
+    slurm, found = cluster(), replace(verdict(passed=True), profile=Rules().profile)
+    slurm.by_comment["n01"] = "rack 12 [opsd1 gpu_xid=100-200]"
+    drainer = SlurmDrainer(lambda: slurm, "n01", Rules())
+    said = [act(found, EVIDENCE, drainer, lambda: slurm, whole=whole) for whole in (False, True, True)]
+    assert said == ["", "n01 counts as tested", ""]
+    assert slurm.by_comment["n01"] == "rack 12 [opsd1 gpu_xid=100-200 tested=1000]"
+
+
+@pytest.mark.parametrize("node", [cluster("replace the fan", DRAIN), cluster()])
+def test_a_quick_look_or_a_node_that_others_hold_does_not_count(node: FakeSlurm) -> None:
+    """A quick profile proves little, and a node that is out may be worked upon."""
+    found = verdict(passed=True)
+    if node.by_name["n01"].reason:
+        found = replace(found, profile=Rules().profile)
+    assert act(found, EVIDENCE, SlurmDrainer(lambda: node, "n01", Rules()), lambda: node, whole=True) == ""
+    assert "tested" not in node.by_comment.get("n01", "")
 
 
 def test_an_interrupted_preflight_does_nothing() -> None:

@@ -133,8 +133,9 @@ def test_a_reset_that_helps_ends_in_a_return(tmp_path: Path) -> None:
     case = bench.run()
     assert (case.end, bench.done) == ("returned", ["reset_gpus", "retest"])
     assert bench.slurm.by_name["n1"].usable
-    (stay,) = node_comment.read(bench.slurm.by_comment["n1"]).stays
-    assert stay.back == bench.now
+    history = node_comment.read(bench.slurm.by_comment["n1"])
+    assert [stay.back for stay in history.stays] == [bench.now]
+    assert history.tested_at == bench.now
     assert bench.cases.current() is None
     assert [past.verdict for past in bench.cases.past()] == ["returned after reset_gpus"]
 

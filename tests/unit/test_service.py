@@ -16,7 +16,7 @@ pytest.importorskip("yaml")
 import yaml
 
 from opsd import config
-from opsd.repair.case_file import CASE, FOLDER, ORDER
+from opsd.collectors.repairs import CASE, FOLDER, ORDER
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))

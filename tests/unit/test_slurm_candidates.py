@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opsd.lemons import Judgement, Lift, Score
 from opsd.slurm import node_comment
-from opsd.slurm.candidates import LEMON, TESTED_S, candidates, faults, free
+from opsd.slurm.candidates import LEMON, TESTED_S, candidates, due, faults, free
 from opsd.slurm.node_comment import NodeHistory, Stay
 from opsd.slurm.port import Node
 
@@ -58,3 +58,14 @@ def test_what_cannot_be_had_says_why() -> None:
     assert [one.why_not for one in found] == [
         "Slurm has it as allocated", "Slurm has it as idle+drain", "Slurm has it as idle+reserved", "it is a spare", "",
     ]  # fmt: skip
+
+
+def test_idle_nodes_are_due_for_a_test_the_longest_untested_first() -> None:
+    """Busy nodes and spares are not, nor are those that were tested lately."""
+    nodes = [*(Node(name, "idle") for name in "abcde"), Node("f", "allocated")]
+    days = {"a": 8, "b": 6, "c": 30}
+    comments = {
+        **{name: node_comment.write("", NodeHistory(tested_at=NOW - age * 86_400)) for name, age in days.items()},
+        "d": node_comment.write("", NodeHistory(spare="ready", spare_at=NOW)),
+    }
+    assert due(nodes, comments, NOW, 7 * 86_400) == ["e", "c", "a"]

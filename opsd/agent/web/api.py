@@ -16,6 +16,7 @@ from opsd.agent.knowledge import Similar, nearest, statistics
 from opsd.agent.loop import Snapshot
 from opsd.agent.records import to_document
 from opsd.agent.web.jobs import jobs_on_gpus
+from opsd.agent.web.repairs import repair_now
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Incident
 
@@ -130,6 +131,7 @@ def status(snapshot: Snapshot, facts: Mapping[str, Any], now: float) -> dict[str
         "series": sum(len(samples) for samples in snapshot.samples),
         "collectors": [_collector(source, now) for source in snapshot.sources],
         "journal": {"up": not snapshot.journal_problem, "problem": snapshot.journal_problem},
+        "repair": asdict(repair) if (repair := repair_now(snapshot)) else None,
         "incidents": Counter(i.state.value for i in snapshot.incidents if i.cause is None),
         "gpus": [{**asdict(gpu), **_gauges(snapshot, gpu.uuid)} for gpu in snapshot.gpus],
         "ranks": [_rank(rank, now) for rank in snapshot.ranks],

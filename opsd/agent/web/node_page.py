@@ -20,6 +20,7 @@ from opsd.agent.web.html import Html, card, document, facts, h, join, link, noth
 from opsd.agent.web.incidents import incident_cards, page_tone
 from opsd.agent.web.jobs import JobOnGpus, cost_text, jobs_on_gpus
 from opsd.agent.web.parts import TONES, count, phase_shares, ranks, run_state, span
+from opsd.agent.web.repairs import repair_now
 from opsd.collectors.base import RunFact
 from opsd.runbooks.base import Incident
 
@@ -67,6 +68,7 @@ def _summary(snapshot: Snapshot, about: Mapping[str, Any], now: float) -> Html:
             ("GPUs", len(snapshot.gpus)),
             ("ranks", len(snapshot.ranks)),
             *_spare(snapshot),
+            *_repair(snapshot),
             ("agent", f"opsd {__version__}, up {span(snapshot.wall - float(about.get('started_at', snapshot.wall)))}"),
             *journal,
         ]
@@ -81,6 +83,12 @@ def _spare(snapshot: Snapshot) -> list[tuple[str, object]]:
     age = values.get("opsd_spare_verified_age_seconds")
     verified = f", verified {span(age)} ago" if age is not None else ""
     return [("spare", pill(f"ready{verified}", "good") if ready else pill(f"not ready{verified}", "warn"))]
+
+
+def _repair(snapshot: Snapshot) -> list[tuple[str, object]]:
+    """The repair of this node; empty if there is none to speak of."""
+    repair = repair_now(snapshot)
+    return [("repair", pill(repair.text, "bad" if repair.age_s is None else "warn"))] if repair else []
 
 
 def _jobs(snapshot: Snapshot, about: Mapping[str, Any]) -> Html:

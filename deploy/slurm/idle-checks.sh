@@ -1,0 +1,28 @@
+#!/bin/sh
+# Tests idle nodes under load, each once in seven days, by jobs that give way to any other job at once. For cron, as root,
+# on one machine that may submit jobs:
+#
+#   */10 * * * * root /etc/slurm/opsd/idle-checks.sh
+#
+# It needs a partition of all nodes whose jobs are preempted by those of all others. slurm.conf:
+#
+#   PreemptType=preempt/partition_prio
+#   PreemptMode=REQUEUE
+#   PartitionName=checks Nodes=ALL PriorityTier=0 AllowGroups=root State=UP
+#
+# and a PriorityTier of 1 (the default) or more for the others. Others of different tiers would preempt each other as well:
+# give them PreemptMode=OFF if they must not. These are jobs and not HealthCheckProgram, which has no
+# allocation: Slurm would start a job beside a test that loads the GPUs. A test that was cancelled counts for nothing, and its
+# node is due again. One that failed drains the node, within policy.max_drained_share: try PROFILE on one node by hand first.
+PARTITION=${PARTITION:-checks}
+COUNT=${COUNT:-2}            # tests that a call begins
+PROFILE=${PROFILE:-standard} # policy.return_profile
+TIME=${TIME:-60}             # minutes that a test may take
+OPSD=${OPSD:-/opt/opsd/bin/opsd}
+NAME=opsd-idle-check
+
+scancel --quiet --name="$NAME" --state=PENDING --user="$(id -un)"
+"$OPSD" nodes due --partition "$PARTITION" --count "$COUNT" | while read -r node; do
+    sbatch --quiet --job-name="$NAME" --partition="$PARTITION" --nodelist="$node" --exclusive --mem=0 --no-requeue \
+        --time="$TIME" --output=/dev/null --chdir=/ --wrap="exec $OPSD preflight --profile $PROFILE --act --quiet"
+done

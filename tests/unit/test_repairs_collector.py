@@ -1,0 +1,73 @@
+"""Repairs of a node as series, from the files of a repair."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from collectors.repairs import OUTCOMES, REMEDIES, RepairsCollector
+from opsd.collectors.base import NoData, Reading
+from opsd.repair.case_file import CaseFile
+from opsd.repair.ladder import LADDER, RETEST, Attempt, Case, Rung, closed
+
+OPEN = Case("repair-2", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, Rung.RESET)
+RESET = Attempt("reset_gpus", 1100.0, "boot", 1200.0, True, "done")
+
+
+def collector(folder: Path, now: float = 1500.0) -> RepairsCollector:
+    return RepairsCollector(folder / "repair", wall=lambda: now)
+
+
+def series(source: RepairsCollector) -> dict[tuple[str, ...], float]:
+    """What is not 0, without the prefix of the names."""
+    reading = source.collect()
+    assert isinstance(reading, Reading)
+    found = {
+        (sample.metric.name.removeprefix("opsd_repair_"), *sample.labels): sample.value for sample in reading.samples
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def test_a_node_that_was_never_repaired_has_no_series(tmp_path: Path) -> None:
+    """Neither has an agent without a state folder."""
+    assert isinstance(collector(tmp_path).collect(), NoData)
+    assert isinstance(RepairsCollector(None).collect(), NoData)
+
+
+def test_an_order_that_nobody_takes_up_grows_old(tmp_path: Path) -> None:
+    """Its age is that of the file."""
+    CaseFile(tmp_path).order()
+    os.utime(tmp_path / "repair/order", (1000.0, 1000.0))
+    assert series(collector(tmp_path)) == {("state", "ordered"): 1.0, ("age_seconds",): 500.0}
+
+
+def test_a_repair_is_followed_from_step_to_step_to_its_end(tmp_path: Path) -> None:
+    """By the same collector: the age counts from the first remedy, and ends with the repair."""
+    cases, source = CaseFile(tmp_path), collector(tmp_path)
+    cases.keep(OPEN)
+    assert series(source) == {("state", "waiting"): 1.0, ("age_seconds",): 500.0}
+    cases.keep(replace(OPEN, attempts=(RESET, Attempt(RETEST, 1200.0, "boot"))))
+    assert series(source) == {("state", "retest"): 1.0, ("attempts",): 1.0, ("age_seconds",): 400.0}
+    cases.keep(closed(replace(OPEN, attempts=(RESET,)), "returned", "", 1300.0))
+    assert series(source) == {("state", "returned"): 1.0, ("attempts",): 1.0, ("ended", "returned"): 1.0}
+
+
+def test_the_end_of_the_newest_repair_is_the_state(tmp_path: Path) -> None:
+    """The earlier ones are counted."""
+    for number, end in enumerate(OUTCOMES):
+        CaseFile(tmp_path).keep(closed(replace(OPEN, id=f"repair-{number}"), end, "", 1300.0))
+    assert series(collector(tmp_path)) == {("state", "left"): 1.0, **{("ended", end): 1.0 for end in OUTCOMES}}
+
+
+def test_a_record_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
+    """Which is no healthy value."""
+    CaseFile(tmp_path).keep(OPEN)
+    for content in ("", "[]", "{}", '{"attempts": [{}], "opened_at": 1, "end": null}'):
+        (tmp_path / "repair/case.json").write_text(content)
+        assert series(collector(tmp_path)) == {("state", "unknown"): 1.0}
+
+
+def test_it_knows_the_remedies_of_the_ladder() -> None:
+    """It must not import them: the agent has no memory for a repair."""
+    assert REMEDIES == LADDER
