@@ -226,6 +226,8 @@ class MetricsSettings(Section):
 
     peak_flops: NonNegativeFloat = 0.0
     """Dense FLOP/s of one device in ``model.dtype``, the denominator of MFU. 0 means unknown."""
+    experts_every: PositiveInt = 100
+    """After how many steps ``experts.jsonl`` gets a line with the tokens of every expert in them."""
 
 
 class EvaluationSettings(Section):
