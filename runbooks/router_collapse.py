@@ -104,6 +104,7 @@ parallelism the rank of the fullest expert is late, and its memory may run out.
 2. `opsd_rank_router_load_ratio` over the last hours: a jump, or a slow rise?
 3. Did the loss or the gradient norm jump with it? Did a stage of the data begin, of one language or domain?
 4. `grep router_load RUN_FOLDER/metrics.jsonl`: the included trainer's load, entropy and router losses by step.
+   `opsd report RUN_FOLDER` has the loads of all experts by layer, and `experts.jsonl` those of earlier steps.
 
 ## Mitigation
 - A slow rise: raise the weight of the balance loss (`optimizer.balance_loss`), or the rate of the biases

@@ -252,11 +252,15 @@ def chunks(documents: torch.Tensor, length: int) -> torch.Tensor:
 
     They count from the start of a document, as they do when it is read by itself.
     """
+    return (within_documents(documents) % length == 0).cumsum(dim=1)
+
+
+def within_documents(documents: torch.Tensor) -> torch.Tensor:
+    """The position of each token in its document, from 0, for ``documents`` [batch, sequence]."""
     at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    begins = torch.where(first, at, 0).cummax(dim=1).values
-    return (first | ((at - begins) % length == 0)).cumsum(dim=1)
+    return at - torch.where(first, at, 0).cummax(dim=1).values
 
 
 def _block_mask(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int) -> BlockMask:

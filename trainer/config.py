@@ -85,7 +85,10 @@ class Config(Section):
     def _shape_problem(self) -> str | None:
         for shape in self.data.shapes:
             model = self.model_with(shape)
-            if problem := model_problem(model) or self.parallel.problem(model, shape.sequence):
+            problem = model_problem(model) or self.parallel.problem(model, shape.sequence)
+            if 0 < model.positions < shape.sequence:
+                problem = f"data.sequence {shape.sequence} is more than model.positions {model.positions}"
+            if problem:
                 return f"data.stages, from step {shape.start}: {problem}" if shape.start > 1 else problem
         return None
 

@@ -17,8 +17,8 @@ def active_parameters(model: ModelSettings) -> int:
 
 
 def embedding_parameters(model: ModelSettings) -> int:
-    """Of the embedding and of the output projection, which may be one matrix."""
-    return model.vocab * model.width * (1 if model.tied else 2)
+    """Of the embedding and of the output projection, which may be one matrix, and of learnt positions."""
+    return (model.vocab * (1 if model.tied else 2) + model.positions) * model.width
 
 
 def layer_parameters(model: ModelSettings, kind: LayerKind) -> int:

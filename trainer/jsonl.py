@@ -1,17 +1,50 @@
-"""Growing files of JSON lines: new lines, and the positions up to which they have been read."""
+"""Growing files of JSON lines: lines are appended whole, and read from the position up to which they were."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from opsd.trainer.background import Work, run_now
 
 Line = dict[str, Any]
 Positions = dict[str, int]
 """Bytes read, by file name."""
+
+
+class Appender:
+    """Appends lines to a file. A full disk does not stop the training: lines are dropped, with one message."""
+
+    def __init__(self, path: Path, background: Callable[[Work], None] = run_now) -> None:
+        """``background`` runs work that may have to wait for storage."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._told = False
+        self._background = background
+
+    def append(self, line: Line) -> None:
+        """Append ``line``, whose numbers are finite."""
+        self._background(partial(self._append, json.dumps(line).encode() + b"\n"))
+
+    def _append(self, line: bytes) -> None:
+        """Append a whole line, or nothing."""
+        try:
+            end = os.lseek(self._file, 0, os.SEEK_END)
+            if os.write(self._file, line) < len(line):
+                os.ftruncate(self._file, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._told:
+                print(f"opsd: {self._path} cannot be written: {error.strerror}", file=sys.stderr)
+            self._told = True
 
 
 def new_lines(path: Path, positions: Positions) -> Iterator[Line]:

@@ -26,40 +26,33 @@ mfu             model FLOP/s over ``metrics.peak_flops`` x ranks; null if the pe
 
 from __future__ import annotations
 
-import errno
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import Config
 from opsd.trainer.data_settings import Shape
+from opsd.trainer.jsonl import Appender
 
 METRICS = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends lines to a file. A full disk does not stop the training: lines are dropped, with one message."""
+    """Appends the line of each step to a file."""
 
     def __init__(
         self, path: Path, config: Config, ranks: int, background: Callable[[Work], None] = run_now
     ) -> None:  # fmt: skip
         """``background`` runs work that may have to wait for storage."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = Appender(path, background)
         self._tokens, self._flops = 0, 0.0
         self._peak_flops = config.metrics.peak_flops * ranks
         self._generation = int(os.environ.get("OPSD_GENERATION", "0"))
         self._step_began = time.perf_counter()
-        self._told = False
-        self._background = background
 
     def begin(self, shape: Shape, flops: float) -> None:
         """The steps from now on have ``shape``; a token costs ``flops``, forward and backward."""
@@ -82,17 +75,5 @@ class MetricsLog:
             "mfu": self._flops * self._tokens / step_s / self._peak_flops if self._peak_flops else None,
         }
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._background(partial(self._append, json.dumps(finite).encode() + b"\n"))
+        self._file.append(finite)
         return finite
-
-    def _append(self, line: bytes) -> None:
-        """Append a whole line, or nothing."""
-        try:
-            end = os.lseek(self._file, 0, os.SEEK_END)
-            if os.write(self._file, line) < len(line):
-                os.ftruncate(self._file, end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            if not self._told:
-                print(f"opsd: {self._path} cannot be written: {error.strerror}", file=sys.stderr)
-            self._told = True

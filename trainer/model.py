@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs
+from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs, positions, within_documents
 from opsd.trainer.experts import Experts, MixtureOfExperts, Routing
 from opsd.trainer.feed_forward import FeedForward
 from opsd.trainer.gated_delta import GatedDeltaNet
@@ -120,6 +120,8 @@ class Decoder(nn.Module):
         """The ranks over which the vocabulary of the logits is split; None if it is not split."""
         if self.first or (self.last and settings.tied):
             self.embedding = nn.Embedding(settings.vocab, settings.width)
+        if self.first and settings.positions:
+            self.positions = nn.Embedding(settings.positions, settings.width)
         self.blocks = nn.ModuleDict({
             str(layer): Block(settings, layer, self.routing) for layers in self.parts for layer in layers
         })  # fmt: skip
@@ -169,6 +171,9 @@ class Decoder(nn.Module):
             x = self.embedding(x)
             if self.settings.embedding_scale != 1:
                 x = x * torch.tensor(self.settings.embedding_scale, dtype=x.dtype, device=x.device)
+            if self.settings.positions:
+                own = positions(documents.shape[1], self.context, documents.device)
+                x = x + self.positions(within_documents(inputs.documents)[:, own])
         for layer in layers:
             x = self.blocks[str(layer)](x, inputs)
         if layers.stop < self.settings.layers:

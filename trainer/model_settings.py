@@ -95,6 +95,11 @@ class ModelSettings(Section):
     """Whether the output projection shares the embedding."""
     embedding_scale: float = Field(1.0, gt=0)
     """Factor of the embedded tokens; sqrt(width) in Gemma."""
+    positions: NonNegativeInt = 0
+    """Longest sequence for which each position has a learnt vector, added to the embedded token (GPT-2); 0 is none.
+
+    Positions count from the start of a document. Rotary positions are left out by ``pattern`` = ["nope"].
+    """
     logit_softcap: NonNegativeFloat = 0.0
     """Bound c of the logits, as c tanh(x / c); 0 is none."""
     qkv_bias: bool = False

@@ -106,6 +106,6 @@ class Optimizer:
 
 def _decay(name: str, shard: torch.Tensor, settings: OptimizerSettings) -> float:
     """The weight decay of a parameter. Embeddings have none by default (OLMo 2, SmolLM3)."""
-    if name.startswith("embedding."):
+    if name.startswith(("embedding.", "positions.")):
         return settings.embedding_decay
     return settings.weight_decay if shard.dim() > 1 else 0.0

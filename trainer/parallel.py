@@ -91,6 +91,7 @@ def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     """Tensor parallelism (Megatron-LM, arXiv 1909.08053), with sequence parallelism between them (2205.05198)."""
     ends: dict[str, ParallelStyle] = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "positions": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
     }

@@ -44,6 +44,8 @@ class Part(nn.Module):
             yield from model.blocks[str(layer)].parameters(recurse)
         if self.begins:
             yield from model.embedding.parameters(recurse)
+            if model.settings.positions:
+                yield from model.positions.parameters(recurse)
         if self.ends:
             yield from (*model.norm.parameters(recurse), *model.head.parameters(recurse))
 

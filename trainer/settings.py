@@ -128,7 +128,7 @@ class OptimizerSettings(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices other than embeddings."""
     embedding_decay: NonNegativeFloat = 0.0
-    """The same of embeddings, also where the output projection shares them."""
+    """The same of embeddings and learnt positions, also where the output projection shares them."""
     clip: float = Field(1.0, gt=0)
     """Bound of the global gradient norm."""
     z_loss: NonNegativeFloat = 0.0
@@ -226,6 +226,8 @@ class MetricsSettings(Section):
 
     peak_flops: NonNegativeFloat = 0.0
     """Dense FLOP/s of one device in ``model.dtype``, the denominator of MFU. 0 means unknown."""
+    experts_every: PositiveInt = 100
+    """After how many steps ``experts.jsonl`` gets a line with the tokens of every expert in them."""
 
 
 class EvaluationSettings(Section):

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from opsd.client import Reporter
 from opsd.trainer.background import Background
 from opsd.trainer.config import Config
@@ -14,6 +16,7 @@ from opsd.trainer.counts import flops_per_token
 from opsd.trainer.data.mixture import Mixture
 from opsd.trainer.data_settings import Shape
 from opsd.trainer.evaluations import Evaluations
+from opsd.trainer.expert_loads import EXPERTS, LoadsLog
 from opsd.trainer.metrics import METRICS, MetricsLog
 from opsd.trainer.step_lines import StepLines, peak_memory
 from opsd.trainer.tracking import Tracking
@@ -34,6 +37,7 @@ class Telemetry:
         self._background = Background()
         background = self._background.run
         self._metrics = MetricsLog(folder / METRICS, config, world.size, background)
+        self._loads = LoadsLog(folder / EXPERTS, config, background)
         self._lines = StepLines(config.run.log_every, config.run.steps, partial(peak_memory, world.device))
         self._evaluations = Evaluations(config, folder, reporter, background) if config.evaluation.wanted else None
         self._tracking = Tracking(config, folder, reporter)
@@ -52,6 +56,11 @@ class Telemetry:
         """Add the line of ``step`` to the metrics, and print one if it is time."""
         if self._first:
             self._lines.note(self._metrics.write(step=step, **values))
+
+    def add_routed(self, step: int, measured: torch.Tensor) -> None:
+        """Add what the routers of all ranks ``measured`` in ``step``, see ``Routing``, to the loads of experts."""
+        if self._first and len(measured):
+            self._loads.add(step, measured)
 
     def report_mixture(self, step: int, sample: int) -> None:
         """Report how much of each source the first ``sample`` samples used, at the end of ``step``."""
@@ -73,6 +82,7 @@ class Telemetry:
         """Wait for the last evaluations, unless the run is being stopped, and pass on the last numbers."""
         if not self._first:
             return
+        self._loads.write()
         with self._reporter.phase("checkpoint"):
             storage_answers = self._background.finish()
         if self._evaluations is not None and storage_answers:

@@ -179,6 +179,7 @@ class Training:
         if figures:
             experts = config.model.experts / config.model.experts_per_token
             reporter.router(load=figures["router_load"], limit=experts, entropy=figures["router_entropy"])
+        telemetry.add_routed(self.step, routed)
         telemetry.write(
             step=self.step, tokens=config.data.tokens(self.sample), loss=loss, z_loss=z_loss,
             **figures, grad_norm=norm, lr=rate,

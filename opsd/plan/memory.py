@@ -85,7 +85,8 @@ def stage_parameters(config: Config, layout: Layout) -> float:
         return (layers - whole + ends) / layout.tp + whole + model.width
     matrix, sizes = model.vocab * model.width / layout.tp, _stage_layers(model, layout.pp, config.data.sequence)
     layer = ((layers - whole) / layout.tp + whole) / model.layers
-    first, last = sizes[0] * layer + matrix, sizes[-1] * layer + matrix + model.width
+    positions = model.positions * model.width / layout.tp
+    first, last = sizes[0] * layer + matrix + positions, sizes[-1] * layer + matrix + model.width
     return max(first, last, *(size * layer for size in sizes[1:-1]))
 
 

@@ -93,7 +93,8 @@ def bubble_share(parallel: ParallelSettings) -> float:
 
 def product_flops(model: ModelSettings) -> float:
     """Forward and backward FLOP per token of all matrices; looking up an embedding costs none."""
-    return 6.0 * (counts.active_parameters(model) - (0 if model.tied else model.vocab * model.width))
+    rows = model.positions + (0 if model.tied else model.vocab)
+    return 6.0 * (counts.active_parameters(model) - rows * model.width)
 
 
 def _product_share(config: Config, layout: Layout, hardware: Hardware) -> float:

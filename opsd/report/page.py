@@ -12,6 +12,7 @@ from opsd.exitcodes import OK
 from opsd.plan.forecast import told
 from opsd.plan.reliability import DAY_S
 from opsd.report.cost import Price, cost_line
+from opsd.report.experts import STARVED
 from opsd.report.run import RunReport, Step
 from opsd.report.text import restart_line, scores_of
 from opsd.words import clock, count, duration, first_line
@@ -19,6 +20,8 @@ from opsd.words import clock, count, duration, first_line
 MAX_ROWS = 200
 """Rows of a table; what has no room is counted."""
 _BAR_WIDTH = 160
+_PROFILE_WIDTH, _ROW = 256, 18
+"""Pixels."""
 _EXTRA_STYLE = (
     ".bar{fill:#0b5cad}@media(prefers-color-scheme:dark){.bar{fill:#7fb8f5}}@media print{.card{break-inside:avoid}}"
 )
@@ -34,6 +37,7 @@ def report_page(run: RunReport, price: Price) -> str:
         _plan(run),
         _checkpoints(run),
         _evaluations(run),
+        _experts(run),
         _listed("slow", "Slow nodes and ranks", [(text,) for text in run.slow], ("Finding",)),
         _listed("events", "Events", [(clock(t), text) for t, text in run.incidents], ("Time", "Event")),
     ]
@@ -163,6 +167,33 @@ def _evaluations(run: RunReport) -> Html:
         (line["step"], *(f"{scores[name]:.4g}" if name in scores else "–" for name in names)) for line, scores in scored
     ]
     return _listed("evaluations", "Evaluations", rows, ("Step", *names))
+
+
+def _experts(run: RunReport) -> Html:
+    """A row for each layer with experts; the bars are its experts in their order."""
+    if (found := run.experts) is None:
+        return Html("")
+    rows = [
+        (
+            one.layer, f"{one.fullest} ({max(one.relative):.2f} x mean)", f"{one.emptiest} ({min(one.relative):.2f})",
+            one.starved, _profile(one.relative),
+        )
+        for one in found.layers
+    ]  # fmt: skip
+    title = f"Loads of experts, {found.span}"
+    columns = ("Layer", "Fullest expert", "Emptiest", f"Below {STARVED:.0%}", "All experts")
+    return card("experts", title, table(title, columns, rows))
+
+
+def _profile(values: Sequence[float]) -> Html:
+    """A bar for each of the ``values``, in their order; the highest fills the row."""
+    highest, width = max(*values, 1e-9), max(1, _PROFILE_WIDTH // len(values))
+    bars = "".join(
+        f"M{width * at} {_ROW}h{width}v-{_ROW * value / highest:.1f}h-{width}z" for at, value in enumerate(values)
+    )
+    return Html(
+        f'<svg width="{width * len(values)}" height="{_ROW}" aria-hidden="true"><path class="bar" d="{bars}"/></svg>'
+    )
 
 
 def _listed(id: str, title: str, rows: Sequence[Sequence[object]], columns: Sequence[str]) -> Html:

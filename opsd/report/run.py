@@ -15,6 +15,7 @@ from opsd.launch.io.run_log import EventText
 from opsd.ledger.ledger import Ledger, LedgerError, make_ledger, read_lines, repeated_steps, trained_tokens
 from opsd.plan.forecast import FILE as PLAN
 from opsd.plan.forecast import LOST_NODES, BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
+from opsd.report.experts import ExpertLoads, read_loads
 
 Record = Mapping[str, Any]
 
@@ -98,6 +99,7 @@ class RunReport:
     planned: Planned | None = None
     plan_problem: str = ""
     """Why ``planned`` is None although the folder has a plan."""
+    experts: ExpertLoads | None = None
 
     @property
     def state(self) -> str:
@@ -157,6 +159,7 @@ class RunReport:
             "checkpoints": [{"t": t, "step": step} for t, step in self.checkpoints],
             "evaluations": list(self.evaluations),
             "slow": list(self.slow),
+            "experts": self.experts.as_dict() if self.experts else None,
             "ledger": self.ledger.as_dict(),
             "plan": self.planned.model_dump() if self.planned else None,
             "forecast": forecast_dict(found) if (found := self.forecast) else None,
@@ -180,7 +183,7 @@ def read_run(folder: Path) -> RunReport:
         ledger = make_ledger(events, metrics)
     except LedgerError as error:
         raise NoReport(str(error)) from error
-    run = summarize(folder, events, metrics, evaluations, ledger)
+    run = replace(summarize(folder, events, metrics, evaluations, ledger), experts=read_loads(folder))
     try:
         return replace(run, planned=Planned.parse((folder / PLAN).read_text(encoding="utf-8", errors="replace")))
     except FileNotFoundError:

@@ -57,6 +57,7 @@ def text_report(run: RunReport, price: Price) -> list[str]:
     for line in run.evaluations[-1:]:
         scores = ", ".join(f"{name} {value:.4g}" for name, value in scores_of(line).items())
         lines += _labelled("evaluated", [f"step {line['step']}: {scores}"])
+    lines += _labelled("experts", [run.experts.sentence] if run.experts else [])
     lines += _labelled("slow", list(run.slow[-MAX_RESTARTS:]))
     lines += _labelled("where the time went", [])
     for name, seconds in sorted(run.ledger.buckets.items(), key=lambda pair: -pair[1]):

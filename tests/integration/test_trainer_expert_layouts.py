@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -17,7 +18,7 @@ SPARSE: dict[str, object] = {
     "model__experts": 6, "model__experts_per_token": 2, "model__expert_ffn": 14, "model__shared_experts": 1,
     "model__dense_layers": 1, "model__layers": 4, "model__router": "sigmoid", "model__router_normalised": "true",
     "model__router_bias": "true", "optimizer__balance_loss": 0.01, "optimizer__router_z_loss": 1e-3,
-    "optimizer__balance_rate": 0.01,
+    "optimizer__balance_rate": 0.01, "metrics__experts_every": 1,
 }  # fmt: skip
 FIGURES = ("balance_loss", "router_z_loss", "router_entropy", "router_load")
 
@@ -32,6 +33,13 @@ def assert_same_routing(run: Run, alone: Run) -> None:
     assert_same_run(run, alone, SPARSE)
     for ours, theirs in zip(run.metrics(), alone.metrics(), strict=True):
         assert [ours[name] for name in FIGURES] == pytest.approx([theirs[name] for name in FIGURES], rel=1e-5)
+    assert loads(run) == loads(alone)
+
+
+def loads(run: Run) -> list[tuple[int, list[list[int]]]]:
+    """The tokens of each layer's experts, by step."""
+    lines = (run.folder / "experts.jsonl").read_text().splitlines()
+    return [(line["step"], line["loads"]) for line in map(json.loads, lines)]
 
 
 def test_a_run_goes_on_in_any_other_layout(tmp_path: Path, shards: Path, alone: Run) -> None:

@@ -151,6 +151,16 @@ def test_gemma_with_biases(tmp_path: Path, shards: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["dp2 tp2", "pp2 tp2", "cp2"])
+def test_learnt_positions(tmp_path: Path, shards: Path, name: str) -> None:
+    """They train alike, and a run goes on in the layout that began on one rank."""
+    switches = {"model__positions": 32, "model__pattern": ["nope"]}
+    whole = start(tmp_path / "alone", shards, {}, **switches, run__steps=3)
+    start(tmp_path / "split", shards, {}, **switches, run__steps=1)
+    assert_same_curve(start(tmp_path / "split", shards, LAYOUTS[name], **switches, run__steps=3), whole)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tp2", "pp2 tp2", "cp2"])
 def test_chunked_attention(tmp_path: Path, shards: Path, name: str) -> None:
     """Layers that see chunks, beside one without positions that sees the document, as in Llama 4."""

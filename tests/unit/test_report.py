@@ -195,3 +195,16 @@ def test_tokens_of_other_programs_count_once(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     assert (run.repeated, run.tokens) == (2, 800)
     assert "  tokens    800" in closing_block(run, Price(), page=None, resume="")
+
+
+def test_loads_of_experts(folder: Path) -> None:
+    """The newest whole line is on the page by layer, in the text as a sentence, and complete as JSON."""
+    assert "experts" not in report_page(read_run(folder), Price()) and read_run(folder).as_dict()["experts"] is None
+    line = {"t": T, "generation": 1, "step": 200, "steps": 100, "first_layer": 1, "loads": [[10, 10], [39, 1]]}
+    older = line | {"step": 100, "loads": [[1, 1], [1, 1]]}
+    (folder / "experts.jsonl").write_text(f"{json.dumps(older)}\n{json.dumps(line)}\n" + '{"t": 1, "lo')
+    run = read_run(folder)
+    said = "fullest is expert 0 of layer 2, 1.9 times the mean; 1 of 4 have less than 10% of it (steps 101 to 200)"
+    assert any(said in text for text in text_report(run, Price()))
+    assert "0 (1.95 x mean)" in report_page(run, Price())
+    assert run.as_dict()["experts"] == {"step": 200, "steps": 100, "loads": {1: [10, 10], 2: [39, 1]}}

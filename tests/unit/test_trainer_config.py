@@ -120,6 +120,7 @@ def test_a_value_in_the_place_of_a_section_is_refused(tmp_path: Path) -> None:
         ("model.yarn_factor=2.0", "needs model.yarn_positions"),
         ("schedule.kind=multi-step", "needs milestones"),
         ("data.batch_warmup=[[20, 1], [10, 2]]", "they have to ascend"),
+        ("model.positions=8", "data.sequence 256 is more than model.positions 8"),
         ("model.chunk=8", "model.chunk and layers of the kind 'chunk' in model.pattern need each other"),
         ("parallel.tp=3", "parallel.tp 3 does not divide model.heads 4"),
         ("parallel.tp=4", "parallel.tp 4 does not divide model.kv_heads 2"),

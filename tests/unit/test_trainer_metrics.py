@@ -8,9 +8,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from opsd.trainer.config import Config, load
 from opsd.trainer.counts import flops_per_token, parameters
+from opsd.trainer.expert_loads import LoadsLog
+from opsd.trainer.experts import LOADS
 from opsd.trainer.metrics import MetricsLog
 from tests.fakes.tmpfs import tmpfs
 
@@ -73,3 +76,18 @@ def test_a_full_disk_drops_whole_lines(tmp_path: Path, config: Config, capfd: py
         os.truncate(tmp_path / "m.jsonl", 0)
         log.write(step=100)
         assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [100]
+
+
+def test_loads_of_experts_are_summed(tmp_path: Path) -> None:
+    """Every so many steps there is a line with the tokens of each expert in them, and one at the end for the rest."""
+    log = LoadsLog(tmp_path / "e.jsonl", load("tiny-moe", ["data.shards=/data", "metrics.experts_every=2"], {}))
+    assert not (tmp_path / "e.jsonl").exists()
+    measured = torch.zeros(2, LOADS + 3, dtype=torch.float64)
+    measured[1, LOADS:] = torch.tensor([5, 3, 0])
+    for step in (3, 4, 5, 6, 7):
+        log.add(step, measured)
+    log.write()
+    log.write()
+    found = [(line["step"], line["steps"], line["loads"]) for line in lines(tmp_path / "e.jsonl")]
+    empty = [0, 0, 0]
+    assert found == [(4, 2, [empty, [10, 6, 0]]), (6, 2, [empty, [10, 6, 0]]), (7, 1, [empty, [5, 3, 0]])]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from opsd.trainer.attention import AttentionInputs, attention_inputs, visible
 from opsd.trainer.config import load
-from opsd.trainer.counts import flops_per_token
+from opsd.trainer.counts import flops_per_token, parameters
 from opsd.trainer.model import Attention, Decoder, count_parameters, init_std
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.rotary import rotary_angles, rotate, rotation_factors
@@ -161,3 +161,32 @@ def test_residual_writers_begin_smaller() -> None:
     scaled = {name for name in names if init_std(name, SETTINGS) < SETTINGS.init_std}
     assert scaled == {name for name in names if name.endswith(("attention.output.weight", "ffn.down.weight"))}
     assert init_std("blocks.0.ffn.down.weight", SETTINGS) == pytest.approx(0.02 / math.sqrt(8))
+
+
+def gpt2_positions(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of one document [length] with learnt positions, written out."""
+    x = model.embedding.weight[tokens] + model.positions.weight[: len(tokens)]
+    for block in model.blocks.values():
+        y = block.attention_norm(x)
+        mixer = block.attention
+        q, k, v = (part(y).view(len(y), -1, mixer.head_dim) for part in (mixer.query, mixer.key, mixer.value))
+        k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+        scores = torch.einsum("qhc,khc->hqk", q, k) / math.sqrt(mixer.head_dim)
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        seen = scores.masked_fill(later, -math.inf).softmax(-1)
+        x = x + mixer.output(torch.einsum("hqk,khc->qhc", seen, v).flatten(1))
+        x = x + block.ffn(block.ffn_norm(x))
+    return model.norm(x) @ model.embedding.weight.mT
+
+
+def test_learnt_positions() -> None:
+    """They count from the start of each document, and those of a whole sequence without a mask between documents."""
+    changes = {"positions": 16, "pattern": ("nope",)}
+    model, tokens = decoder(**changes), tokens_of(1, 16)
+    documents = (torch.arange(16) >= 7).int()[None]
+    with torch.no_grad():
+        packed, open_ = model(tokens, documents)[0], decoder(**changes, document_mask=False)(tokens, documents)[0]
+        for part in (slice(0, 7), slice(7, 16)):
+            torch.testing.assert_close(packed[part], gpt2_positions(model, tokens[0, part]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(open_, gpt2_positions(model, tokens[0]), rtol=1e-5, atol=1e-5)
+    assert count_parameters(model.settings) == parameters(model.settings)
