@@ -45,7 +45,9 @@ class FollowerTracker:
         self._claimed_at = 0.0
         self._plan: Plan | None = None
         self._answers: dict[str, Ready] = {}
-        """The nodes that are ready for the plan."""
+        """The nodes that are ready for the plan …"""
+        self._awaited: set[str] = set()
+        """… and those with ranks that are not yet."""
         self._complete = False
         self._member_list = MemberList(0, 0, ())
         self._member_list_at: float | None = None
@@ -83,7 +85,7 @@ class FollowerTracker:
 
     def claimed(self, plan: Plan, now: float) -> None:
         """``plan`` is the newest; its nodes must become ready."""
-        self._plan, self._answers, self._complete = plan, {}, False
+        self._plan, self._answers, self._awaited, self._complete = plan, {}, set(plan.slots), False
         self._claimed_at = now
         self.send_heartbeat(Heartbeat(plan.number), now)
         self._note_change(now)
@@ -97,10 +99,11 @@ class FollowerTracker:
     def ready(self, name: str, answer: Ready) -> Begun | None:
         """The node ``name`` is ready for the plan. With the last node: the message with which all begin."""
         self._answers[name] = answer
+        self._awaited.discard(name)
         plan = self._plan
         if plan is None or self._complete or self._heartbeat.begun is not None or not plan.slots:
             return None
-        if not self._answers.keys() >= set(plan.slots):
+        if self._awaited:
             return None
         self._complete = True
         first, answers = plan.slots[0], self._answers.values()
@@ -164,7 +167,8 @@ class FollowerTracker:
         if peer is None:
             return None
         self.electorate.pop(name, None)
-        self._answers.pop(name, None)
+        if self._answers.pop(name, None) is not None and self._plan is not None and name in self._plan.slots:
+            self._awaited.add(name)
         self._note_change(now)
         return max(0.0, now - peer.heard)
 
