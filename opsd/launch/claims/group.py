@@ -64,6 +64,11 @@ class Group(Claimant):
         return self.alive if self.phase == "leading" else self._electorate
 
     @property
+    def member_count(self) -> int:
+        """The number of ``members``; cheap, for it is asked for each new connection."""
+        return len(self._followers.peers) + 1 if self.phase == "leading" else len(self._electorate)
+
+    @property
     def leaderless_s(self) -> float:
         """Seconds since the last leader was heard from."""
         return self._now - self._leader_client.heard
@@ -274,8 +279,7 @@ class Group(Claimant):
             case LeaderMail() if self.phase == "leading":
                 self._deliver(sender, self._followers.take_mail(sender, message))
             case MemberList() if self.leader == sender.name and message.number == self.number:
-                self._electorate = {member.name: member for member in message.members}
-                self._known |= self._electorate
+                self._adopt(message.members)
                 self._leader_client.members_version = message.version
             case Broadcast() if self.leader == sender.name:
                 self._deliver(sender, self._leader_client.take(message))
