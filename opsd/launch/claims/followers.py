@@ -13,11 +13,12 @@ from opsd.launch.claims.messages import (
     HeartbeatReply,
     LeaderMail,
     LeaderMailAck,
+    MemberChanges,
     MemberList,
     Message,
     Ready,
 )
-from opsd.launch.claims.peers import BEATS_MISSED, Follower, Outbox, Quorum, interval_s, quorum
+from opsd.launch.claims.peers import BEATS_MISSED, REPEAT_S, Follower, Outbox, Quorum, interval_s, quorum
 from opsd.launch.io.protocol import Member
 
 MEMBER_LIST_S = 0.2
@@ -51,6 +52,7 @@ class FollowerTracker:
         self._complete = False
         self._member_list = MemberList(0, 0, ())
         self._member_list_at: float | None = None
+        self._member_list_sent_at = 0.0
 
     @property
     def alive(self) -> dict[str, Member]:
@@ -200,7 +202,7 @@ class FollowerTracker:
         if peer.resend_due(now):
             for envelope in peer.broadcasts.unconfirmed():
                 self._send(sender, Broadcast(*envelope))
-            if peer.members_version < self._member_list.version and self._member_list_at is None:
+            if peer.members_version < self._member_list.version and now - self._member_list_sent_at >= REPEAT_S:
                 self._send(sender, self._member_list)
         return joined
 
@@ -235,8 +237,18 @@ class FollowerTracker:
             self._member_list = MemberList(number, 0, ())  # who obeys the claim has read as much in it
             return
         self._member_list = MemberList(number, self._member_list.version + 1, tuple(self.electorate.values()))
+        self._member_list_sent_at = now
+        message = self._member_list if plan is None else _changes(plan, self._member_list)
         for peer in self.peers.values():
-            self._send(peer.member, self._member_list)
+            self._send(peer.member, message)
+
+
+def _changes(plan: Plan, news: MemberList) -> MemberChanges:
+    """How the members have changed since they were those of ``plan``."""
+    before, there = {*plan.members}, {member.name for member in news.members}
+    joined = tuple(member for member in news.members if member not in before)
+    left = tuple(member.name for member in plan.members if member.name not in there)
+    return MemberChanges(news.number, news.version, joined, left)
 
 
 def highest(steps: Iterable[int | None]) -> int | None:

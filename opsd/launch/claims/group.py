@@ -22,6 +22,7 @@ from opsd.launch.claims.messages import (
     LeaderMail,
     LeaderMailAck,
     Leave,
+    MemberChanges,
     MemberList,
     Message,
     Seek,
@@ -281,6 +282,8 @@ class Group(Claimant):
             case MemberList() if self.leader == sender.name and message.number == self.number:
                 self._adopt(message.members)
                 self._leader_client.members_version = message.version
+            case MemberChanges() if self.leader == sender.name and message.number == self.number:
+                self._change_members(message)
             case Broadcast() if self.leader == sender.name:
                 self._deliver(sender, self._leader_client.take(message))
             case LeaderMailAck() if self.leader == sender.name:
@@ -288,6 +291,15 @@ class Group(Claimant):
             case _:
                 pass
         self.flush()
+
+    def _change_members(self, changes: MemberChanges) -> None:
+        if self.plan is not None and self.plan.number == changes.number:
+            self._adopt(self._members_after(self.plan, changes))
+            self._leader_client.members_version = changes.version
+
+    def _members_after(self, plan: Plan, changes: MemberChanges) -> tuple[Member, ...]:
+        gone = {*changes.left, *(member.name for member in changes.joined)}
+        return (*(member for member in plan.members if member.name not in gone), *changes.joined)
 
     def _handle_seek_reply(self, sender: Member, message: SeekReply) -> None:
         self._election.note(sender, message, self._now)
