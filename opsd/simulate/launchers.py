@@ -2,7 +2,7 @@
 
 Each launcher is a ``Group`` without ranks. Its single thread takes the time of ``Costs`` for every message that it
 sends or receives, so that a leader with too much to do is late, as a real one would be. What all launchers would keep
-alike (the members, the newest plan, the order of precedence) they share here: ten thousand copies fit into no memory.
+alike (the members, the newest plan, the order of precedence) they share here: thousands of copies fit into no memory.
 """
 
 from __future__ import annotations
