@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opsd.checkpoints.claims import End
-from opsd.launch.claims.messages import MemberList, Message, Seek
+from opsd.launch.claims.messages import MemberChanges, MemberList, Message, Seek
 from opsd.launch.io.protocol import Member
 from tests.fakes.group import Launcher, World
 from tests.fakes.group_run import Run
@@ -238,12 +238,12 @@ def test_many_launchers_lose_their_leader(lost: int, within_s: float) -> None:
 
 
 def test_who_has_read_the_claim_is_not_told_who_is_there() -> None:
-    """It is a long list in a large run, and the claim has it; a spare that goes is told to all."""
-    told: list[MemberList] = []
+    """It is a long list in a large run, and the claim has it; a spare that comes is told to all, and nobody else."""
+    told: list[MemberList | MemberChanges] = []
 
     class Listening(World):
         def send(self, source: str, target: Member, message: Message) -> None:
-            if isinstance(message, MemberList):
+            if isinstance(message, MemberList | MemberChanges):
                 told.append(message)
             super().send(source, target, message)
 
@@ -252,8 +252,9 @@ def test_who_has_read_the_claim_is_not_told_who_is_there() -> None:
     run["n2"].kill()
     run.until_claim(len(run.slots) + 1)
     run.rests()
-    assert [len(listed.members) for listed in told if listed.number == len(run.slots)] == []
+    assert [listed for listed in told if listed.number == len(run.slots)] == []
     Launcher(run.world, "n2", run.names, run.shape)
     run.world.run(5.0)
-    assert {len(listed.members) for listed in told} == {4}
+    changes = [news for news in told if isinstance(news, MemberChanges)]
+    assert changes and all([one.name for one in news.joined] == ["n2"] and news.left == () for news in changes)
     assert all(len(one.core.members) == 4 for one in run.world.alive)

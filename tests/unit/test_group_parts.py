@@ -18,6 +18,7 @@ from opsd.launch.claims.messages import (
     Body,
     Broadcast,
     HeartbeatReply,
+    MemberChanges,
     MemberList,
     Message,
     Ready,
@@ -107,6 +108,7 @@ def test_what_is_said_is_heard_once_and_in_order(arrivals: list[int]) -> None:
         SeekReply(3, 8, member("n1"), fresh=True, incarnation="n1-7"),
         HeartbeatReply(3, 8, "n1-7", Ready(29_500, 7, None), 4, 5),
         MemberList(3, 1, (member("n1"), member("n2"))),
+        MemberChanges(3, 2, (member("n3"),), ("n1",)),
     ],
 )
 def test_messages_arrive_as_they_were_sent(message: object) -> None:

@@ -253,11 +253,15 @@ class Claimant:
 
     def _prepare(self, plan: Plan) -> None:
         if plan.leader or self.plan is None:
-            self._electorate = {member.name: member for member in plan.members}
-            self._known |= self._electorate
+            self._adopt(plan.members)
         self.plan = plan
         self._leader_client.ready = self._begun = None
         self._notify(self._listener.prepare, plan)
+
+    def _adopt(self, members: Sequence[Member]) -> None:
+        """These are the launchers of the run."""
+        self._electorate = {member.name: member for member in members}
+        self._known |= self._electorate
 
     def _repair_claim(self, found: Claim | None) -> None:
         """If this leader's claim file was damaged, claim the same plan again so that newcomers can follow it."""

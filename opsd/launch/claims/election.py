@@ -6,8 +6,9 @@ interfering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from opsd.launch.claims.messages import Message, Seek, SeekReply
 from opsd.launch.claims.peers import Quorum, quorum
@@ -86,6 +87,13 @@ class ElectionView:
         return self.order.index(self.own) if self.own in self.order else len(self.order)
 
 
+def _by_precedence(order: Sequence[str], known: Collection[str], left: Collection[str]) -> Iterator[str]:
+    """Those ``known`` and not ``left`` out, first the ones in ``order``; of thousands only the first are looked at."""
+    yield from (name for name in order if name in known and name not in left)
+    placed = set(order)
+    yield from (name for name in known if name not in placed and name not in left)
+
+
 class Election:
     """One election, from the loss of the leader until there is another."""
 
@@ -120,18 +128,19 @@ class Election:
         if now < self._ask_at:
             return
         left = {*view.gone} - {view.leader} | {view.own}  # the leader does not look for others
-        names = [name for name in dict.fromkeys((*view.order, *known)) if name in known and name not in left]
-        ahead = sum(name not in view.gone for name in view.order[: view.turn])
-        self._ask_at = now + SEEK_S * min(MAX_SLOWDOWN, max(1.0, len(names) / MANY))
-        for name in names if len(names) <= MANY else self._targets(now, names, ahead):
+        count = len(known) - sum(name in known for name in left)
+        names = _by_precedence(view.order, known, left)
+        self._ask_at = now + SEEK_S * min(MAX_SLOWDOWN, max(1.0, count / MANY))
+        for name in names if count <= MANY else self._targets(now, names, view):
             if not self.heard_recently(name, now):
                 send(known[name], message)
 
-    def _targets(self, now: float, order: Sequence[str], ahead: int) -> Sequence[str]:
-        """The first that answer, and some of the silent ones, more with each round."""
+    def _targets(self, now: float, names: Iterator[str], view: ElectionView) -> Sequence[str]:
+        """The first of ``names`` that answer, and some of the silent ones, more with each round."""
         reachable = self.reachable(now)
-        asked = order[: INITIAL_TARGETS << min(int(self._rounds), 20)]
-        found = any(now - self._responders[name].heard < FOUND_S for name in order[:ahead] if name in self._responders)
+        asked = list(islice(names, INITIAL_TARGETS << min(int(self._rounds), 20)))
+        recent = {name for name, one in self._responders.items() if now - one.heard < FOUND_S}
+        found = bool(recent) and any(name in recent for name in view.order[: view.turn])
         self._rounds += 1 / ROUNDS_PER_DOUBLING if found else 1.0
         due = [name for name in asked if name not in reachable and now >= self._due.get(name, now)]
         silent = sorted(due, key=lambda name: self._patience.get(name, 0.0))[:MAX_SILENT_TARGETS]
@@ -179,8 +188,7 @@ class Election:
         return waited >= self._pause_s(here, view, reachable, now) + ahead * STAGGER_S
 
     def _eligible(self, here: Collection[str], view: ElectionView, now: float) -> bool:
-        electorate = set(view.electorate) - set(view.gone)
-        part = quorum(here, electorate)
+        part = quorum(here, view.electorate, view.gone)
         if part is Quorum.MAJORITY or (part is Quorum.HALF and view.leader == view.own):
             return view.settled or view.enough()
         if not view.settled:

@@ -13,11 +13,12 @@ from opsd.launch.claims.messages import (
     HeartbeatReply,
     LeaderMail,
     LeaderMailAck,
+    MemberChanges,
     MemberList,
     Message,
     Ready,
 )
-from opsd.launch.claims.peers import BEATS_MISSED, Follower, Outbox, Quorum, interval_s, quorum
+from opsd.launch.claims.peers import BEATS_MISSED, REPEAT_S, Follower, Outbox, Quorum, interval_s, quorum
 from opsd.launch.io.protocol import Member
 
 MEMBER_LIST_S = 0.2
@@ -45,10 +46,13 @@ class FollowerTracker:
         self._claimed_at = 0.0
         self._plan: Plan | None = None
         self._answers: dict[str, Ready] = {}
-        """The nodes that are ready for the plan."""
+        """The nodes that are ready for the plan …"""
+        self._awaited: set[str] = set()
+        """… and those with ranks that are not yet."""
         self._complete = False
         self._member_list = MemberList(0, 0, ())
         self._member_list_at: float | None = None
+        self._member_list_sent_at = 0.0
 
     @property
     def alive(self) -> dict[str, Member]:
@@ -83,7 +87,7 @@ class FollowerTracker:
 
     def claimed(self, plan: Plan, now: float) -> None:
         """``plan`` is the newest; its nodes must become ready."""
-        self._plan, self._answers, self._complete = plan, {}, False
+        self._plan, self._answers, self._awaited, self._complete = plan, {}, set(plan.slots), False
         self._claimed_at = now
         self.send_heartbeat(Heartbeat(plan.number), now)
         self._note_change(now)
@@ -97,10 +101,11 @@ class FollowerTracker:
     def ready(self, name: str, answer: Ready) -> Begun | None:
         """The node ``name`` is ready for the plan. With the last node: the message with which all begin."""
         self._answers[name] = answer
+        self._awaited.discard(name)
         plan = self._plan
         if plan is None or self._complete or self._heartbeat.begun is not None or not plan.slots:
             return None
-        if not self._answers.keys() >= set(plan.slots):
+        if self._awaited:
             return None
         self._complete = True
         first, answers = plan.slots[0], self._answers.values()
@@ -164,7 +169,8 @@ class FollowerTracker:
         if peer is None:
             return None
         self.electorate.pop(name, None)
-        self._answers.pop(name, None)
+        if self._answers.pop(name, None) is not None and self._plan is not None and name in self._plan.slots:
+            self._awaited.add(name)
         self._note_change(now)
         return max(0.0, now - peer.heard)
 
@@ -196,7 +202,7 @@ class FollowerTracker:
         if peer.resend_due(now):
             for envelope in peer.broadcasts.unconfirmed():
                 self._send(sender, Broadcast(*envelope))
-            if peer.members_version < self._member_list.version and self._member_list_at is None:
+            if peer.members_version < self._member_list.version and now - self._member_list_sent_at >= REPEAT_S:
                 self._send(sender, self._member_list)
         return joined
 
@@ -231,8 +237,18 @@ class FollowerTracker:
             self._member_list = MemberList(number, 0, ())  # who obeys the claim has read as much in it
             return
         self._member_list = MemberList(number, self._member_list.version + 1, tuple(self.electorate.values()))
+        self._member_list_sent_at = now
+        message = self._member_list if plan is None else _changes(plan, self._member_list)
         for peer in self.peers.values():
-            self._send(peer.member, self._member_list)
+            self._send(peer.member, message)
+
+
+def _changes(plan: Plan, news: MemberList) -> MemberChanges:
+    """How the members have changed since they were those of ``plan``."""
+    before, there = {*plan.members}, {member.name for member in news.members}
+    joined = tuple(member for member in news.members if member not in before)
+    left = tuple(member.name for member in plan.members if member.name not in there)
+    return MemberChanges(news.number, news.version, joined, left)
 
 
 def highest(steps: Iterable[int | None]) -> int | None:

@@ -22,6 +22,7 @@ from opsd.launch.claims.messages import (
     LeaderMail,
     LeaderMailAck,
     Leave,
+    MemberChanges,
     MemberList,
     Message,
     Seek,
@@ -62,6 +63,11 @@ class Group(Claimant):
     def members(self) -> Mapping[str, Member]:
         """The launchers that the leader was last known to hear from."""
         return self.alive if self.phase == "leading" else self._electorate
+
+    @property
+    def member_count(self) -> int:
+        """The number of ``members``; cheap, for it is asked for each new connection."""
+        return len(self._followers.peers) + 1 if self.phase == "leading" else len(self._electorate)
 
     @property
     def leaderless_s(self) -> float:
@@ -274,9 +280,10 @@ class Group(Claimant):
             case LeaderMail() if self.phase == "leading":
                 self._deliver(sender, self._followers.take_mail(sender, message))
             case MemberList() if self.leader == sender.name and message.number == self.number:
-                self._electorate = {member.name: member for member in message.members}
-                self._known |= self._electorate
+                self._adopt(message.members)
                 self._leader_client.members_version = message.version
+            case MemberChanges() if self.leader == sender.name and message.number == self.number:
+                self._change_members(message)
             case Broadcast() if self.leader == sender.name:
                 self._deliver(sender, self._leader_client.take(message))
             case LeaderMailAck() if self.leader == sender.name:
@@ -284,6 +291,15 @@ class Group(Claimant):
             case _:
                 pass
         self.flush()
+
+    def _change_members(self, changes: MemberChanges) -> None:
+        if self.plan is not None and self.plan.number == changes.number:
+            self._adopt(self._members_after(self.plan, changes))
+            self._leader_client.members_version = changes.version
+
+    def _members_after(self, plan: Plan, changes: MemberChanges) -> tuple[Member, ...]:
+        gone = {*changes.left, *(member.name for member in changes.joined)}
+        return (*(member for member in plan.members if member.name not in gone), *changes.joined)
 
     def _handle_seek_reply(self, sender: Member, message: SeekReply) -> None:
         self._election.note(sender, message, self._now)

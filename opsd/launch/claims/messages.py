@@ -109,6 +109,21 @@ class MemberList:
 
 
 @dataclass(frozen=True, slots=True)
+class MemberChanges:
+    """The same by what has changed since the claim of generation ``number``: of thousands, a few come or go at once.
+
+    Who has not confirmed it, an earlier release for one, gets the list.
+    """
+
+    wire: ClassVar[str] = "changes"
+    direction: ClassVar[str] = "leader to members"
+    number: int
+    version: int
+    joined: tuple[Member, ...]
+    left: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LeaderMail:
     """To the leader: message ``number``; those before ``oldest`` are confirmed. Sent again until it is confirmed."""
 
@@ -148,7 +163,17 @@ class Leave:
 
 
 Message = (
-    Seek | SeekReply | Join | Heartbeat | HeartbeatReply | MemberList | LeaderMail | LeaderMailAck | Broadcast | Leave
+    Seek
+    | SeekReply
+    | Join
+    | Heartbeat
+    | HeartbeatReply
+    | MemberList
+    | MemberChanges
+    | LeaderMail
+    | LeaderMailAck
+    | Broadcast
+    | Leave
 )
 MESSAGES: tuple[type[Message], ...] = typing.get_args(Message)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -209,11 +209,12 @@ class Quorum(Enum):
     MAJORITY = 2
 
 
-def quorum(some: Collection[str], body: Iterable[str]) -> Quorum:
-    """How much of ``electorate`` is in ``some``."""
-    names = set(body)
-    twice = 2 * len(names.intersection(some))
-    return Quorum.MAJORITY if twice > len(names) else Quorum.HALF if twice == len(names) else Quorum.MINORITY
+def quorum(some: Collection[str], body: Collection[str], without: Collection[str] = ()) -> Quorum:
+    """How much of ``body`` is in ``some``, leaving out ``without``; takes time by the size of those two."""
+    left = set(without)
+    twice = 2 * sum(name in body for name in {*some} - left)
+    whole = len(body) - sum(name in body for name in left)
+    return Quorum.MAJORITY if twice > whole else Quorum.HALF if twice == whole else Quorum.MINORITY
 
 
 def interval_s(launchers: int) -> float:

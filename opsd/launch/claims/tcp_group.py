@@ -59,7 +59,7 @@ class TcpGroup(Group):
         self._transport = Transport(
             Identity(own, start, secret), loop, print_message=print_message,
             received=self._decode, unreachable=partial(self._unless_left, self.unreachable),
-            superseded=partial(self._unless_left, self.superseded), launchers=lambda: len(self.members),
+            superseded=partial(self._unless_left, self.superseded), launchers=lambda: self.member_count,
         )  # fmt: skip
         super().__init__(
             own, expected, self._encode,

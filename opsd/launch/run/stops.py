@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 from opsd import exitcodes
@@ -52,6 +52,9 @@ class StopCoordinator:
         self._say = say
         self._stop: Stop | None = None
         self._ended: dict[str, Stop | None] = {}
+        self._slots: tuple[str, ...] = ()
+        self._at_work: set[str] = set()
+        """Those of ``_slots`` that have not ended: thousands end at once, so each only takes itself out."""
         self._leaving: dict[str, str] = {}
         """Borrowed nodes without a spare for them, and why they have to leave."""
 
@@ -61,13 +64,17 @@ class StopCoordinator:
         return self._stop is not None and self._stop.final
 
     @property
-    def at_work(self) -> set[str]:
-        """The nodes whose ranks have not ended."""
-        return set(self._planner.slots) - self._ended.keys()
+    def at_work(self) -> Set[str]:
+        """The nodes whose ranks have not ended; the set changes as they end."""
+        if self._slots is not self._planner.slots:
+            self._slots = self._planner.slots
+            self._at_work = set(self._slots) - self._ended.keys()
+        return self._at_work
 
     def forget(self) -> None:
         """Another generation is proposed."""
         self._stop, self._ended, self._leaving = None, {}, {}
+        self._slots, self._at_work = (), set()
 
     def swap(self, node: str, reason: str) -> None:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
@@ -133,6 +140,7 @@ class StopCoordinator:
     def ended(self, node: str, told: Stop | None) -> None:
         """The ranks of ``node`` have ended by themselves, or as they were ``told``, possibly by a previous leader."""
         self._ended[node] = told
+        self._at_work.discard(node)
         if self.at_work:
             return
         stop = self._stop or next(filter(None, self._ended.values()), None)
