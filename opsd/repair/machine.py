@@ -156,7 +156,7 @@ class NvidiaMachine:
 
     def _holders(self) -> list[int]:
         """Processes of users, and of root outside of services, that hold a GPU."""
-        return [pid for pid, _ in gpu_holders(self._proc) if pid != os.getpid() and not self._is_service(pid)]
+        return [pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()) and not self._is_service(pid)]
 
     def _is_service(self, pid: int) -> bool:
         """Whether systemd started it as a service of the system, and not for a user or a job."""

@@ -75,6 +75,7 @@ def node(tmp_path: Path) -> Node:
 def test_what_jobs_have_left_is_ended_and_services_are_not(node: Node) -> None:
     """A step of Slurm's that root has run counts as a job's; one that ignores SIGTERM is killed."""
     node.stubborn = True
+    node.holds(1, "/init.scope")
     node.holds(101, "/system.slice/nvidia-persistenced.service")
     node.holds(102, "/system.slice/slurmstepd.scope/job_7/step_0/user/task_0")
     node.holds(103, "/user.slice/user-1000.slice/session-1.scope")
