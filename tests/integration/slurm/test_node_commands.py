@@ -65,6 +65,8 @@ def test_a_repair_is_shown_before_it_is_done(cluster: Cluster) -> None:
         shown = opsd(cluster, "n4", "repair", "--set=nvml.enabled=false")
         assert said in shown.stdout + shown.stderr
         assert slurm.nodes(["n4"])[0].reason == reason
+    slurm.update_nodes(["n4"], "resume")
+    wait_until(lambda: slurm.nodes(["n4"])[0].usable, "the node is in service")
 
 
 def test_a_controller_that_is_away_is_told_later() -> None:

@@ -53,6 +53,14 @@ def state_of(slurm: Slurm, job: int) -> str:
     return found[0].state if found else "gone"
 
 
+def wait_for(slurm: Slurm, job: int, state: str) -> None:
+    """Wait until the job is in this state; if it does not come, job and nodes are told."""
+    try:
+        wait_until(lambda: state_of(slurm, job) == state, f"job {job} is {state}", 120)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}: {slurm.jobs()}; {slurm.nodes()}") from error
+
+
 def test_every_node_is_seen(slurm: Slurm, cluster: Cluster) -> None:
     """The port sees the nodes of the cluster, idle and without reasons."""
     nodes = slurm.nodes()
@@ -95,10 +103,10 @@ def test_a_foreign_reason_is_left_alone(slurm: Slurm) -> None:
 def test_a_node_taken_down_ends_its_jobs_and_comes_back(slurm: Slurm) -> None:
     """take_down requeues the node's job at once, and the node can be given back."""
     job = slurm.submit(SLEEP, ["--nodelist=n2", "--requeue"])
-    wait_until(lambda: state_of(slurm, job) == "running", "the job runs")
+    wait_for(slurm, job, "running")
     take_down(slurm, "n2", "opsd:43 node_lost")
     assert slurm.nodes(["n2"])[0].state == "down"
-    wait_until(lambda: state_of(slurm, job) == "pending", "the job is requeued")
+    wait_for(slurm, job, "pending")
     assert give_back(slurm, ["n2"]) == ("n2",)
     wait_until(lambda: slurm.nodes(["n2"])[0].usable, "the node is usable again")
 
@@ -106,16 +114,16 @@ def test_a_node_taken_down_ends_its_jobs_and_comes_back(slurm: Slurm) -> None:
 def test_a_requeued_job_starts_at_once_with_a_start_time(slurm: Slurm) -> None:
     """Requeue, wait until it is pending, start now: far sooner than Slurm would."""
     job = slurm.submit(SLEEP, ["--nodes=2", "--requeue", "--job-name=a\nb"])
-    wait_until(lambda: state_of(slurm, job) == "running", "the job runs")
+    wait_for(slurm, job, "running")
     (running,) = slurm.jobs([job])
     assert len(running.nodes) == 2
     assert running.batch_host in running.nodes
     assert running.name == "a\nb"
     assert running in slurm.jobs(node=running.nodes[0])
     slurm.requeue(job)
-    wait_until(lambda: state_of(slurm, job) == "pending", "the job is pending")
+    wait_for(slurm, job, "pending")
     slurm.set_start_time(job)
-    wait_until(lambda: state_of(slurm, job) == "running", "the job runs again")
+    wait_for(slurm, job, "running")
     assert slurm.jobs([job])[0].restarts == 1
     slurm.cancel(job)
     slurm.cancel(job)
@@ -165,11 +173,11 @@ def test_an_ordinary_user_is_denied(
 def test_an_ordinary_user_may_requeue_the_own_job(user: CommandSlurm) -> None:
     """The cold path needs no rights beyond those of the job's owner."""
     job = user.submit(SLEEP, ["--requeue"])
-    wait_until(lambda: state_of(user, job) == "running", "the job runs")
+    wait_for(user, job, "running")
     user.requeue(job)
-    wait_until(lambda: state_of(user, job) == "pending", "the job is pending")
+    wait_for(user, job, "pending")
     user.set_start_time(job)
-    wait_until(lambda: state_of(user, job) == "running", "the job runs again")
+    wait_for(user, job, "running")
 
 
 def test_the_permission_probe_tells_root_from_others(slurm: Slurm, user: CommandSlurm) -> None:
