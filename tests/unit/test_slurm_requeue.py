@@ -333,4 +333,4 @@ def test_a_dry_run_says_what_a_requeue_takes(
 def test_only_the_number_of_a_job_is_taken_for_one(job: str) -> None:
     """12_3 is a task of an array to Slurm and 123 to Python: another job, perhaps of the same user."""
     done = CliRunner().invoke(cli, ["requeue", "--dry-run", "--", job])
-    assert (done.exit_code, "Error: Invalid value for 'JOB'" in done.output) == (exitcodes.USAGE, True), done.output
+    assert (done.exit_code, "Error: Invalid value for '[JOB]'" in done.output) == (exitcodes.USAGE, True), done.output
