@@ -15,6 +15,7 @@ from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.drain import NotOurs, drain, give_back, take_down
 from opsd.slurm.hostlist import compress, expand
 from opsd.slurm.port import Slurm, SlurmDenied, SlurmRejected, SlurmUnavailable
+from opsd.slurm.requeue import RESTART_GAP_S
 from tests.integration.slurm.cluster import Cluster, runner_on, wait_until
 
 pytestmark = pytest.mark.xdist_group("slurm")
@@ -56,7 +57,7 @@ def state_of(slurm: Slurm, job: int) -> str:
 def wait_for(slurm: Slurm, job: int, state: str) -> None:
     """Wait until the job is in this state; if it does not come, job and nodes are told."""
     try:
-        wait_until(lambda: state_of(slurm, job) == state, f"job {job} is {state}", 120)
+        wait_until(lambda: state_of(slurm, job) == state, f"job {job} is {state}")
     except TimeoutError as error:
         raise TimeoutError(f"{error}: {slurm.jobs()}; {slurm.nodes()}") from error
 
@@ -122,6 +123,7 @@ def test_a_requeued_job_starts_at_once_with_a_start_time(slurm: Slurm) -> None:
     assert running in slurm.jobs(node=running.nodes[0])
     slurm.requeue(job)
     wait_for(slurm, job, "pending")
+    time.sleep(RESTART_GAP_S)
     slurm.set_start_time(job)
     wait_for(slurm, job, "running")
     assert slurm.jobs([job])[0].restarts == 1
@@ -176,6 +178,7 @@ def test_an_ordinary_user_may_requeue_the_own_job(user: CommandSlurm) -> None:
     wait_for(user, job, "running")
     user.requeue(job)
     wait_for(user, job, "pending")
+    time.sleep(RESTART_GAP_S)
     user.set_start_time(job)
     wait_for(user, job, "running")
 
