@@ -20,17 +20,17 @@ from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause
-from opsd.launch.ranks.shutdown import SECOND_STOP_S
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import LocalHang, to_ages
 from opsd.launch.run.generation_change import GenerationChange
 from opsd.launch.run.isolation import IsolationTimeouts
 from opsd.launch.run.launchers import cannot_listen
 from opsd.launch.run.leader import Leader
-from opsd.launch.run.messages import CODEC, Stop, StopReason, ToLeader
+from opsd.launch.run.local_stops import LocalStops
+from opsd.launch.run.messages import CODEC, ToLeader
 from opsd.launch.run.nodes import RunShape, assign_slots
 from opsd.launch.run.readiness import Readiness
-from opsd.launch.run.run_control import CONTROL, RankFailure, answer
+from opsd.launch.run.run_control import RankFailure, answer
 from opsd.launch.run.shutdown import BatchJob, Shutdown
 from opsd.launch.run.slow_ranks import concerns
 from opsd.launch.run.supervisor import Supervisor
@@ -41,8 +41,6 @@ READINESS_S = 30.0
 """How often a spare checks whether it may still be used."""
 REFUSED_S = 1.0
 """How long a launcher that must not be used stays, to report it."""
-UNBEGUN_S = 5.0
-"""How long a launcher that is stopped before its run has begun looks for a leader to tell."""
 
 
 class ClusterRun:
@@ -74,15 +72,13 @@ class ClusterRun:
         self._new_leader = new_leader
         self._unlike = ""
         """The leader that was last said to have been started with another number of nodes."""
-        self._borrowed = borrowed
         self._given_back: Callable[[], float | None] | None = given_back
         """None once asked: a node is given back while no launcher runs there."""
         self._hang = LocalHang(node)
         self._readiness = Readiness(node.loop, group, ready, self._not_ready if borrowed else lambda why: None)
         self._shutdown = Shutdown(node, group, job, self._step_down)
-        self._change = GenerationChange(
-            node, group, self._readiness, self._shutdown, port=port, placed=self._leave_if_recalled
-        )
+        self._change = GenerationChange(node, group, self._readiness, self._shutdown, port=port, placed=self._placed)
+        self._stops = LocalStops(node, group, self._change, self._shutdown, self._tell, borrowed=borrowed)
         self._isolation = IsolationTimeouts(
             node, group, self._change, self._shutdown, self.stuck, join_s=shape.join_s, isolated_s=isolated_s
         )
@@ -91,13 +87,7 @@ class ClusterRun:
         """Whether the newest leader that this launcher knows of is itself."""
         self._enough_since: float | None = None
         self._gone_s = 0.0
-        self._stop: Stop | None = None
-        self._wanted: Stop | None = None
-        self._idle_stops = 0
-        """Stop requests received while no ranks ran here."""
-        self._ordered: messages.StopOrdered | None = None
         self._failures: list[RankFailure] = []
-        self._recalled_by = ""
 
     # -- the launcher's side -------------------------------------------------------------------------------------
 
@@ -165,61 +155,18 @@ class ClusterRun:
     def ended(self) -> None:
         """Report that this node is done."""
         self._tell_progress()
-        self._tell(messages.Ended(self._generation, self._told))
-
-    @property
-    def _told(self) -> Stop | None:
-        """The stop that the ranks here were told, None without one."""
-        return self._stop if self._node.stopping else None
+        self._tell(messages.Ended(self._generation, self._stops.told))
 
     def asked_to_stop(self, by: str) -> None:
-        """Stop here at once, and have all others stop: the signal may have reached this node only."""
-        if self._shutdown.begun:
-            self._shutdown.exit_now()
-            return
-        if self._borrowed and by != CONTROL:
-            self._recalled_by = by
-            self._leave_if_recalled()
-            return
-        stop = Stop(StopReason.REQUEST) if by == CONTROL else Stop(StopReason.SIGNAL, by)
-        if self._wanted or not self._node.stopping:
-            self._stop_ranks(stop)
-        self._wanted = self._wanted or stop
-        self._tell(messages.StopWanted(stop))
-        if not self._node.generation.running:
-            self._idle_stops += 1
-            limit = self._node.settings.stop_timeout_s if self._change.plan is not None else UNBEGUN_S
-            limit_s = (limit, min(limit, SECOND_STOP_S), 0.0)[min(self._idle_stops, 3) - 1]
-            self._node.loop.later(limit_s, lambda: self._leave_idle(f"stopped after {by}"))
-
-    def _leave_idle(self, reason: str) -> None:
-        """Exit if nobody has ended the run; ranks that were started meanwhile stop in their own time."""
-        if not self._node.generation.running:
-            self._shutdown.leave(exitcodes.REQUEUE, reason)
-
-    def _stop_ranks(self, stop: Stop) -> None:
-        self._stop = stop
-        self._node.stop(str(stop))
-
-    def _leave_if_recalled(self) -> None:
-        """If this borrowed node is wanted back, leave once another node has taken its place at a step boundary."""
-        if not self._recalled_by:
-            return
-        why = f"its own job ends ({self._recalled_by})"
-        if self._change.at_work:
-            self._tell(messages.Leaving(self._generation, why))
-        else:
-            self._node.end(lambda: self._shutdown.leave(exitcodes.INTERRUPTED, f"{self._group.own.name} goes: {why}"))
+        """See ``LocalStops.asked``."""
+        self._stops.asked(by)
 
     def stop_too_slow(self, reason: str) -> None:
-        """Kill the ranks of this node; the leader ends the run, or goes on from the last checkpoint.
+        """See ``LocalStops.too_slow``."""
+        self._stops.too_slow(reason)
 
-        Ranks that are already being ended belong to a generation change, which continues.
-        """
-        if self._node.ending:
-            return
-        late = messages.Late(self._generation, reason, self._told)
-        self._node.end(lambda: self._tell(late))
+    def _placed(self) -> None:
+        self._stops.leave_if_recalled()
 
     def interrupted(self) -> None:
         """Let the ranks end on SIGINT, then exit; the others go on without them, or get a SIGINT themselves."""
@@ -272,15 +219,15 @@ class ClusterRun:
             self._leader.take_over()
         self._tell_state()
         if self._change.plan is not None:
-            self._leave_if_recalled()
+            self._stops.leave_if_recalled()
 
     def _step_down(self) -> None:
         if self._leader is not None:
             self._leader.step_down()
 
     def _tell_state(self) -> None:
-        if self._wanted:
-            self._tell(messages.StopWanted(self._wanted))
+        if self._stops.wanted:
+            self._tell(messages.StopWanted(self._stops.wanted))
         plan, node = self._change.plan, self._node
         if plan is None:
             return
@@ -291,7 +238,7 @@ class ClusterRun:
         if runs and self._failures:  # other ranks may run on
             self._tell_failures(self._failures)
         elif runs and node.done:
-            self._tell(messages.Ended(plan.generation, self._told))
+            self._tell(messages.Ended(plan.generation, self._stops.told))
         elif not runs or node.ending or not node.generation.running:
             self._tell(messages.Waiting(plan.generation, self._gone_s))
 
@@ -321,8 +268,8 @@ class ClusterRun:
             self._leader.began(plan, begun)
         self._change.begin(plan, begun)
         if not plan.payload["keep"]:
-            self._stop, self._gone_s, self._failures = None, 0.0, []
-            self._stop_as_ordered()
+            self._gone_s, self._failures = 0.0, []
+            self._stops.generation_begun()
         elif begun is not None:
             self._tell_state()
 
@@ -374,8 +321,7 @@ class ClusterRun:
             return
         match message:
             case messages.StopOrdered():
-                self._ordered = message
-                self._stop_as_ordered()
+                self._stops.ordered(message)
             case messages.RankStatusesWanted(generation):
                 # A node that is examining its ranks stays silent; the leader asks again at the next report.
                 current = generation == self._node.generation.number and self._node.generation.running
@@ -391,12 +337,6 @@ class ClusterRun:
                     self._node.events.write(event, None, fields, relayed=False)
             case _ if self._leader is not None:
                 self._leader.received(sender, cast(ToLeader, message))
-
-    def _stop_as_ordered(self) -> None:
-        """An order may arrive late, when other ranks run here, or early, before the ranks that it concerns."""
-        order = self._ordered
-        if order is not None and order.generation == self._node.generation.number and not self._node.stopping:
-            self._stop_ranks(order.stop)
 
     def over(self, end: End) -> None:
         """The run has ended."""
