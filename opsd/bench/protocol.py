@@ -20,7 +20,8 @@ from opsd.launch.claims.messages import MESSAGES, HeartbeatReply, Ready
 from opsd.launch.io.connection import Frames, encode
 from opsd.launch.io.handshake import Handshake, Identity
 from opsd.launch.io.protocol import Codec, Member
-from opsd.simulate.launchers import Costs, Launchers
+from opsd.simulate.launchers import Launchers
+from opsd.simulate.surroundings import Costs
 
 NODES = 1024
 SPARES = 4

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from opsd.bench.protocol import run
-from opsd.simulate.launchers import Costs, Launchers
+from opsd.simulate.launchers import Launchers
+from opsd.simulate.surroundings import Costs
 
 Figures = dict[str, Any]
 FREE = Costs()
