@@ -112,11 +112,15 @@ def cli() -> None:
 
 def show(error: click.ClickException) -> None:
     """Say on stderr what click would say, with the prefix of all other messages."""
+    message = error.format_message()
     if isinstance(error, click.UsageError) and error.ctx is not None:
+        if message == error.ctx.get_help():  # a group without a command
+            click.echo(message, err=True)
+            return
         help_option = error.ctx.command.get_help_option(error.ctx)
         hint = f"Try '{error.ctx.command_path} {help_option.opts[-1]}' for help.\n" if help_option is not None else ""
         click.echo(f"{error.ctx.get_usage()}\n{hint}", err=True)
-    click.echo(f"opsd: {error.format_message()}", err=True)
+    click.echo(f"opsd: {message}", err=True)
 
 
 def main() -> None:

@@ -44,6 +44,16 @@ def test_a_bug_is_not_taken_for_the_answer_no() -> None:
     assert (answer.returncode, "opsd.commands.broken" in answer.stderr) == (exitcodes.BROKEN, True)
 
 
+@pytest.mark.parametrize("group", [[], ["deploy"]])
+def test_a_group_without_a_command_shows_its_help_once(group: list[str]) -> None:
+    """Somebody who types it wants the list, and not the complaint that it is missing."""
+    command = [sys.executable, "-m", "opsd", *group]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert answer.returncode == exitcodes.USAGE
+    assert answer.stderr.count("Usage:") == 1
+    assert "opsd: Usage" not in answer.stderr
+
+
 @pytest.mark.parametrize("command", [["runbook", "list"], ["--version"]])
 def test_a_full_disk_below_the_output_is_a_sentence(command: list[str]) -> None:
     """Whether it is met while the command prints or at its end."""

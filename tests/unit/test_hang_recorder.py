@@ -29,7 +29,7 @@ def test_recorders_name_the_rank_if_nobody_stands_out() -> None:
     found = with_verdict(hang(None, 0), verdict(NEVER_CALLED, 3))
     assert found.rank == 3
     assert found.reason == "rank 3: never called all_reduce 4 of group 0"
-    assert "flight recorder: rank 3 has not called it" in found.evidence
+    assert "flight recorder: rank 3 did not call it" in found.evidence
     assert found.score == CERTAIN, "more than elapsed time speaks for it: limits stay"
 
 

@@ -242,17 +242,22 @@ def evidence(verdict: Verdict | None) -> list[str]:
     if verdict is None:
         return ["every operation that the dumps know of has ended everywhere"]
     what = f"{verdict.operation} {verdict.sequence} of group {verdict.group}, {verdict.described}"
-    told = [f"{what}: rank {ranges(verdict.waiting) or 'nobody'} waits in it or has passed it"]
+    told = [f"{what}: {_named(verdict.waiting) or 'nobody'} called it and waited, or went past it"]
     for ranks, text in (
-        (verdict.missing, "has not called it"),
-        (verdict.not_started, "has called it, and the device has not begun or ended it as others have"),
+        (verdict.missing, "did not call it"),
+        (verdict.not_started, "called it, but the device did not begin or end it as others did"),
         (verdict.no_dump, "left no dump"),
     ):
-        told += [f"rank {ranges(ranks)} {text}"] if ranks else []
+        told += [f"{_named(ranks)} {text}"] if ranks else []
     if verdict.cause == MISMATCHED:
-        return [*told, f"rank {ranges(verdict.culprits)} has called different operations, or with different sizes"]
+        return [*told, f"{_named(verdict.culprits)} called different operations, or with different sizes"]
     elsewhere = sorted({*verdict.culprits} - {*verdict.missing, *verdict.not_started, *verdict.no_dump})
-    return [*told, f"rank {ranges(elsewhere)} keeps others waiting in another operation"] if elsewhere else told
+    return [*told, f"{_named(elsewhere)} kept others waiting in another operation"] if elsewhere else told
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """The ranks with their noun, "" for none."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}" if ranks else ""
 
 
 def ranges(ranks: Sequence[int]) -> str:
