@@ -16,9 +16,9 @@ from typing import Any
 
 from opsd.collectors.lib.rights import Rights, open_as
 from opsd.ledger.curves import curves
-from opsd.ledger.ledger import LedgerError, Opener, make_ledger, read_records, trained_tokens
+from opsd.ledger.ledger import make_ledger, trained_tokens
+from opsd.ledger.records import LedgerError, Opener, lost_nodes, read_records
 
-_LOST = ("node_lost", "node_retired")
 _LONGEST_PLAN = 65_536
 """Characters."""
 
@@ -38,10 +38,9 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
         raise OSError(errno.EINVAL, "not a regular file", path)
 
     events, metrics = read_records(folder, opener)
-    lost = sum(event["event"] in _LOST for event in events)
     return {
         **make_ledger(events, metrics).as_dict(), "curves": curves(metrics), "plan": _plan(folder, opener),
-        "tokens": trained_tokens(sorted(metrics, key=lambda line: float(line["t"]))), "lost_nodes": lost,
+        "tokens": trained_tokens(metrics), "lost_nodes": lost_nodes(events),
     }  # fmt: skip
 
 

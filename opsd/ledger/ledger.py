@@ -24,14 +24,14 @@ rank pages, steps.jsonl, where one line has the steps of ten seconds.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from opsd.ledger.records import LedgerError, Opener, read_records
 
 BUCKETS = (
     "productive",
@@ -49,12 +49,6 @@ BUCKETS = (
 DATA_STALL_FACTOR = 3.0
 _FAILURES = ("rank_exited", "hang_detected", "node_lost", "ranks_gone", "restart_requested")
 _NS = 1_000_000_000
-
-Opener = Callable[[str, int], int]
-
-
-class LedgerError(Exception):
-    """There is no data for a ledger; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,32 +278,6 @@ def _ns(seconds: float) -> int:
 def read_ledger(folder: Path, opener: Opener | None = None) -> Ledger:
     """The ledger of the run in ``folder``, from its events.jsonl and metrics.jsonl, or else steps.jsonl.
 
-    Lines cut off by a crash are skipped. ``opener`` opens the files, as in open(). Raises LedgerError if there are no
-    events.
+    ``opener`` opens the files, as in open(). Raises LedgerError if there are no events.
     """
     return make_ledger(*read_records(folder, opener))
-
-
-def read_records(folder: Path, opener: Opener | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What ``read_ledger`` reads: the events, and the lines about steps. Raises LedgerError."""
-    try:
-        events = list(read_lines(folder / "events.jsonl", ("t", "event", "generation"), opener))
-    except OSError as error:
-        raise LedgerError(f"{folder} is not a run folder: events.jsonl: {error.strerror}") from error
-    metrics: list[dict[str, Any]] = []
-    for name in ("metrics.jsonl", "steps.jsonl"):
-        with suppress(OSError):
-            metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation"), opener))
-    return events, metrics
-
-
-def read_lines(path: Path, required: Sequence[str], opener: Opener | None = None) -> Iterator[dict[str, Any]]:
-    """The JSON objects of ``path`` that have all ``required`` keys; other lines are skipped. Raises OSError."""
-    with open(path, encoding="utf-8", errors="replace", opener=opener) as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and all(key in record for key in required):
-                yield record

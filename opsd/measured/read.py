@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from opsd.ledger.records import EVENTS, METRICS
 from opsd.measured import bench, outages, preflights, runs
 from opsd.measured.evidence import Evidence, NotUsable, checked, figures
 from opsd.plan.hardware import Hardware
 from opsd.plan.reliability import Habits
 from opsd.preflight.command import HISTORY
-from opsd.report.run import METRICS, RunReport
+from opsd.report.run import RunReport
 
-_EVENTS: Final = "events.jsonl"
 _JOURNAL: Final = "journal.db"
 _LARGEST: Final = 256 << 20
 """Bytes of the metrics of a run that is read among others; one that is named is read whatever its size."""
@@ -37,7 +37,7 @@ class Measured:
 def usual_places(state_dir: Path, runs_root: Path) -> Iterator[Path]:
     """What opsd has written here: preflights and journal of this node, runs of this user. Those that exist."""
     yield from filter(Path.exists, (state_dir / HISTORY, state_dir / _JOURNAL))
-    if any(runs_root.glob(f"*/{_EVENTS}")):
+    if any(runs_root.glob(f"*/{EVENTS}")):
         yield runs_root
 
 
@@ -85,9 +85,9 @@ def _evidence(path: Path, gpu: str, hardware: Hardware) -> Iterable[Evidence]:
 
 
 def _of_folder(path: Path) -> Iterable[Evidence]:
-    if (path / _EVENTS).exists():
+    if (path / EVENTS).exists():
         return runs.figures_of([runs.read(path)], path)
-    if folders := sorted(path.glob(f"*/{_EVENTS}")):
+    if folders := sorted(path.glob(f"*/{EVENTS}")):
         return runs.figures_of(list(_long(folder.parent for folder in folders)), path)
     if next(path.rglob(_JOURNAL), None):
         return outages.figures_of(path, max(map(_age, path.rglob(_JOURNAL))))

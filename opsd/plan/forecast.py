@@ -30,8 +30,6 @@ _ONCE: Final = ("setup", "queued", "stop")
 _MOST_OVERHEAD, _MOST_AWAY = 0.95, 0.5
 """A plan in which more of the time is lost, or of the nodes are away, is none."""
 PRODUCTIVE: Final = "productive"
-LOST_NODES: Final = ("node_lost", "node_retired")
-"""The events of a run after which it goes on without a node."""
 
 
 class BadPlan(ValueError):
@@ -52,9 +50,9 @@ class Planned(BaseModel):
     mttf_s: float = Field(gt=0, le=1e12)
     overheads: dict[str, Annotated[float, Field(ge=0)]] = Field(max_length=32)
     spares: int = Field(ge=0, le=20_000)
-    outages: float = Field(gt=0, le=1)
-    repair_s: float = Field(gt=0, le=365 * DAY_S)
-    clumps: float = Field(gt=0, le=100)
+    outages: float = Field(ge=1e-12, le=1)
+    repair_s: float = Field(ge=1, le=365 * DAY_S)
+    clumps: float = Field(ge=1e-3, le=100)
 
     @model_validator(mode="after")
     def _leaves_time(self) -> Self:

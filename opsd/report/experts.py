@@ -16,6 +16,8 @@ STARVED: Final = 0.1
 _END_BYTES: Final = 4 << 20
 """Of the file, which grows for months, its end is read. A line has some ten bytes for each layer and expert."""
 
+_MOST: Final = 10**18
+
 
 @dataclass(frozen=True, slots=True)
 class LayerLoads:
@@ -80,7 +82,7 @@ def read_loads(folder: Path) -> ExpertLoads | None:
     with suppress(OSError), open(folder / FILE, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
         for line in reversed(file.read().splitlines()):
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
                 return _parsed(json.loads(line))
     return None
 
@@ -88,6 +90,6 @@ def read_loads(folder: Path) -> ExpertLoads | None:
 def _parsed(line: dict[str, Any]) -> ExpertLoads:
     first = int(line["first_layer"])
     layers = [LayerLoads(first + number, [int(n) for n in loads]) for number, loads in enumerate(line["loads"])]
-    if not layers or not all(layer.loads for layer in layers):
+    if not layers or not all(layer.loads and 0 <= min(layer.loads) <= max(layer.loads) < _MOST for layer in layers):
         raise ValueError("no loads")
     return ExpertLoads(int(line["step"]), int(line["steps"]), layers)

@@ -12,14 +12,15 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.launch.io.run_log import EventText
-from opsd.ledger.ledger import Ledger, LedgerError, make_ledger, read_lines, repeated_steps, trained_tokens
+from opsd.ledger.ledger import Ledger, make_ledger, repeated_steps, trained_tokens
+from opsd.ledger.records import LedgerError, lost_nodes, read_lines, read_records
 from opsd.plan.forecast import FILE as PLAN
-from opsd.plan.forecast import LOST_NODES, BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
+from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
 from opsd.report.experts import ExpertLoads, read_loads
 
 Record = Mapping[str, Any]
 
-METRICS, STEPS, EVENTS, EVALUATIONS = "metrics.jsonl", "steps.jsonl", "events.jsonl", "evaluations.jsonl"
+EVALUATIONS = "evaluations.jsonl"
 PAGE = "report.html"
 """The report in the run's folder."""
 LOST = ("recomputed", "detection", "restart", "load")
@@ -94,6 +95,8 @@ class RunReport:
     incidents: Sequence[tuple[float, str]]
     """Events that matter, in words."""
     slow: Sequence[str] = field(default_factory=tuple)
+    lost_nodes: int = 0
+    """Lost or replaced."""
     evaluated_s: float = 0.0
     """Seconds in which the training waited for evaluations."""
     planned: Planned | None = None
@@ -134,8 +137,7 @@ class RunReport:
         """How the run will end; None without a plan, before the first step and after the last."""
         if self.planned is None or self.tokens is None:
             return None
-        lost = sum(restart.kind in LOST_NODES for restart in self.restarts)
-        return forecast(self.planned, Progress(self.ledger.buckets, self.tokens, lost))
+        return forecast(self.planned, Progress(self.ledger.buckets, self.tokens, self.lost_nodes))
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON; the steps are summed up."""
@@ -169,20 +171,13 @@ class RunReport:
 def read_run(folder: Path) -> RunReport:
     """The report of the run in ``folder``. Raises NoReport."""
     try:
-        events = sorted(read_lines(folder / EVENTS, ("t", "event", "generation")), key=lambda e: float(e["t"]))
-    except OSError as error:
-        raise NoReport(f"{folder} is not a run folder: {EVENTS}: {error.strerror}") from error
-    metrics: list[dict[str, Any]] = []
-    for name in (METRICS, STEPS):
-        with suppress(OSError):
-            metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation")))
-    evaluations: list[dict[str, Any]] = []
-    with suppress(OSError):
-        evaluations = list(read_lines(folder / EVALUATIONS, ("t", "step", "results")))
-    try:
+        events, metrics = read_records(folder)
         ledger = make_ledger(events, metrics)
     except LedgerError as error:
         raise NoReport(str(error)) from error
+    evaluations: list[dict[str, Any]] = []
+    with suppress(OSError):
+        evaluations = list(read_lines(folder / EVALUATIONS, ("t", "step", "results")))
     run = replace(summarize(folder, events, metrics, evaluations, ledger), experts=read_loads(folder))
     try:
         return replace(run, planned=Planned.parse((folder / PLAN).read_text(encoding="utf-8", errors="replace")))
@@ -198,7 +193,6 @@ def summarize(
     folder: Path, events: Sequence[Record], metrics: Sequence[Record], evaluations: Sequence[Record], ledger: Ledger
 ) -> RunReport:
     """The report from the parsed files, each in the order of time. Pure."""
-    metrics = sorted(metrics, key=lambda line: float(line["t"]))
     steps = [_step(line) for line in metrics]
     starts = [event for event in events if event["event"] == "generation_started"]
     last = starts[-1]
@@ -226,6 +220,7 @@ def summarize(
         checkpoints=_checkpoints(events),
         evaluations=evaluations,
         incidents=list(_incidents(events)),
+        lost_nodes=lost_nodes(events),
         evaluated_s=sum(_number(line.get("evaluation_s")) for line in metrics),
         slow=[text for event in events if event["event"] in _SLOW and (text := EventText().sentence(event))],
     )

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from opsd import exitcodes
 from opsd.commands.ledger import ledger as ledger_command
-from opsd.ledger.ledger import BUCKETS, Ledger, LedgerError, make_ledger, read_ledger
+from opsd.ledger.ledger import BUCKETS, Ledger, make_ledger, read_ledger
+from opsd.ledger.records import LedgerError
 
 Line = dict[str, Any]
 

@@ -1,0 +1,70 @@
+"""What a run has written about itself: its events and its steps, a JSON object a line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+EVENTS, METRICS, STEPS = "events.jsonl", "metrics.jsonl", "steps.jsonl"
+_NUMBERS: Final = (
+    "t", "generation", "step", "steps", "tokens", "new_tokens", "step_s", "data_s", "checkpoint_s", "evaluation_s",
+    "load_s", "noticed_s", "silent_s", "stuck_s",
+)  # fmt: skip
+_BELOW: Final = 1e18
+_LOST_NODES: Final = ("node_lost", "node_retired")
+
+Opener = Callable[[str, int], int]
+
+
+class LedgerError(Exception):
+    """There is no data for a ledger; the message says what is missing."""
+
+
+def read_records(folder: Path, opener: Opener | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The events of the run in ``folder``, and the lines about its steps, each in the order of time.
+
+    ``opener`` opens the files, as in open(). Raises LedgerError if there are no events.
+    """
+    try:
+        events = list(read_lines(folder / EVENTS, ("t", "event", "generation"), opener))
+    except OSError as error:
+        raise LedgerError(f"{folder} is not a run folder: {EVENTS}: {error.strerror}") from error
+    metrics: list[dict[str, Any]] = []
+    for name in (METRICS, STEPS):
+        with suppress(OSError):
+            metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation"), opener))
+    return sorted(events, key=_time), sorted(metrics, key=_time)
+
+
+def read_lines(path: Path, required: Sequence[str], opener: Opener | None = None) -> Iterator[dict[str, Any]]:
+    """The JSON objects of ``path`` that have all ``required`` keys. Raises OSError.
+
+    Lines that a crash has cut off are skipped, as are those in which a number is none, or no length of time or count.
+    """
+    with open(path, encoding="utf-8", errors="replace", opener=opener) as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and all(record.get(key) is not None for key in required) and _is_sound(record):
+                yield record
+
+
+def _is_sound(record: Mapping[str, Any]) -> bool:
+    if not isinstance(record.get("event", ""), str):
+        return False
+    values = (value for name in _NUMBERS if (value := record.get(name)) is not None)
+    return all(isinstance(value, int | float) and abs(value) < _BELOW for value in values)
+
+
+def lost_nodes(events: Sequence[Mapping[str, Any]]) -> int:
+    """How many nodes the run has lost, or had replaced."""
+    return sum(event["event"] in _LOST_NODES for event in events)
+
+
+def _time(record: Mapping[str, Any]) -> float:
+    return float(record["t"])
