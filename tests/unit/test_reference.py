@@ -57,3 +57,10 @@ def test_a_page_of_what_is_gone_is_left_over(tmp_path: Path) -> None:
     gone.write_text(text("runbooks/gpu_lost.md"))
     (tmp_path / "own.md").write_text("# Mine\n")
     assert leftovers(tmp_path) == [gone]
+
+
+def test_the_index_names_every_command() -> None:
+    """Nobody has to guess what there is."""
+    index = (FOLDER / "index.md").read_text(encoding="utf-8")
+    missing = [name for name in COMMANDS if not re.search(rf"`(opsd )?{name}\b", index)]
+    assert missing == []
