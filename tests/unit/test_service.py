@@ -91,10 +91,11 @@ def test_every_capability_of_a_repair_is_argued_for() -> None:
 
 
 def test_a_repair_is_taken_up_where_the_agent_orders_it() -> None:
-    """The path unit waits for the files that the program writes."""
+    """The path unit waits for the files that the program writes, and nothing else starts it: one switch for all."""
     files = {f"/var/lib/opsd/{FOLDER}/{name}" for name in (ORDER, CASE)}
     assert set(directives(REPAIR.with_suffix(".path"), "PathExists")) == files
     assert set(directives(REPAIR, "ConditionPathExists")) == {f"|{file}" for file in files}
+    assert directives(REPAIR.with_suffix(".path"), "WantedBy") and not directives(REPAIR, "WantedBy")
 
 
 def added() -> list[str]:
