@@ -5,7 +5,7 @@ from __future__ import annotations
 import pwd
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from opsd.collectors.base import Collector, Context
 from opsd.collectors.slurm import SlurmReport
 from opsd.config import Settings
 from opsd.slurm.commands import CommandSlurm
-from opsd.slurm.port import Job, Slurm, SlurmError, SlurmMissing, SlurmRejected
+from opsd.slurm.port import Job, Slurm, SlurmError, SlurmMissing, SlurmUnavailable
 
 
 class NodeWatch:
@@ -52,8 +52,7 @@ class NodeWatch:
             nodes = self._slurm.nodes([self._node])
             jobs = self._slurm.jobs(node=self._node) if nodes else ()
             users = {str(job.id): user for job in jobs if (user := self._user_id(job.user)) is not None}
-            self._gpus = {(job.id, job.restarts): self._gpus_of(job) for job in jobs if job.state == "running"}
-            gpus = {str(job): found for (job, _), found in self._gpus.items() if found is not None}
+            gpus = self._gpus_of(jobs)
             self._report = SlurmReport(self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus)
         except SlurmMissing as error:
             self._report = SlurmReport(problem=str(error), absent=True)
@@ -61,15 +60,18 @@ class NodeWatch:
             self._report = replace(self._report, problem=str(error), absent=False)
         return self._report
 
-    def _gpus_of(self, job: Job) -> frozenset[int] | None:
-        """The GPUs that Slurm gave ``job`` on this node, which do not change while it runs."""
-        known = (job.id, job.restarts)
-        if known in self._gpus:
-            return self._gpus[known]
-        try:
-            return self._slurm.gpus(job.id, self._node)
-        except SlurmRejected:  # it has ended meanwhile
-            return None
+    def _gpus_of(self, jobs: Sequence[Job]) -> dict[str, frozenset[int]]:
+        """The GPUs that Slurm gave each running job on this node, as far as it tells; they do not change."""
+        running = {(job.id, job.restarts) for job in jobs if job.state == "running"}
+        self._gpus = {job: gpus for job, gpus in self._gpus.items() if job in running}
+        for job in sorted(running - self._gpus.keys()):
+            try:
+                self._gpus[job] = self._slurm.gpus(job[0], self._node)
+            except SlurmUnavailable:  # the next look asks again
+                break
+            except SlurmError:  # it has ended meanwhile, or is not shown to this user
+                self._gpus[job] = None
+        return {str(job): gpus for (job, _), gpus in self._gpus.items() if gpus is not None}
 
     def _user_id(self, name: str) -> int | None:
         """The id of a user; asking for it may take as long as the directory service does."""

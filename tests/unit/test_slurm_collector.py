@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.slurm import METRICS, SlurmCollector, SlurmReport
-from opsd.slurm.port import Job, Node, SlurmMissing, SlurmUnavailable
+from opsd.slurm.port import Job, Node, SlurmDenied, SlurmError, SlurmMissing, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
 
@@ -126,6 +126,25 @@ def test_the_watch_keeps_the_last_answer_beside_the_problem() -> None:
     slurm.error = SlurmMissing("no Slurm")
     assert watch.refresh() == SlurmReport(problem="no Slurm", absent=True)
     assert NodeWatch(FakeSlurm([]), "n1", clock=lambda: 1.0).refresh() == SlurmReport(1.0)
+
+
+def test_gpus_that_slurm_does_not_tell_hide_neither_node_nor_jobs() -> None:
+    """Those of one job are not shown to this user; at the next one the controller goes away, and is asked again."""
+    errors: dict[int, SlurmError] = {7: SlurmDenied("not yours"), 8: SlurmUnavailable("away")}
+
+    class Hesitant(FakeSlurm):
+        def gpus(self, job: int, node: str) -> frozenset[int] | None:
+            if job in errors:
+                raise errors[job]
+            return super().gpus(job, node)
+
+    slurm = Hesitant([Node("n1", "idle")], jobs=[job(7), job(8), job(9)])
+    slurm.by_gpu = {(8, "n1"): frozenset({1}), (9, "n1"): frozenset({2, 3})}
+    watch = NodeWatch(slurm, "n1", clock=lambda: 5.0)
+    report = watch.refresh()
+    assert (report.node, len(report.jobs), report.gpus, report.problem) == (Node("n1", "idle"), 3, {}, "")
+    del errors[8]
+    assert watch.refresh().gpus == {"8": {1}, "9": {2, 3}}
 
 
 def test_a_slow_slurm_does_not_delay_the_collector() -> None:
