@@ -54,6 +54,14 @@ class Snapshot:
     runs: Sequence[RunFact] = ()
     journal_problem: str = ""
 
+    def select(self, *metrics: str) -> Iterator[Sample]:
+        """Every sample of these metrics."""
+        return (sample for group in self.samples for sample in group if sample.metric.name in metrics)
+
+    def value(self, metric: str) -> float | None:
+        """The value of a metric without labels, None without one."""
+        return next((sample.value for sample in self.select(metric)), None)
+
 
 class Loop:
     """The agent without its HTTP server. ``tick`` and ``run`` belong to one thread; any may read ``snapshot``."""

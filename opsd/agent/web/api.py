@@ -153,12 +153,7 @@ def _collector(source: Source, now: float) -> dict[str, Any]:
 
 
 def _gauges(snapshot: Snapshot, uuid: str) -> dict[str, float | None]:
-    values = {
-        sample.metric.name: sample.value
-        for samples in snapshot.samples
-        for sample in samples
-        if sample.metric.name in _GAUGES and uuid in sample.labels
-    }
+    values = {metric.name: value for metric, value, labels in snapshot.select(*_GAUGES) if uuid in labels}
     return {name: values.get(metric) for metric, name in _GAUGES.items()}
 
 

@@ -70,7 +70,7 @@ def node_summary(
     roots = [incident for incident in snapshot.incidents if incident.cause is None]
     severities = [*TONES]
     worst = min(roots, key=lambda incident: severities.index(incident.severity), default=None)
-    ready = [sample.value for group in snapshot.samples for sample in group if sample.metric.name == "opsd_spare_ready"]
+    ready = snapshot.value("opsd_spare_ready")
     return NodeSummary(
         node=node,
         version=__version__,
@@ -82,7 +82,7 @@ def node_summary(
         ),
         incidents=Counter(incident.severity.value for incident in roots),
         worst=worst.summary[:200] if worst else "",
-        spare=bool(ready[0]) if ready else None,
+        spare=None if ready is None else bool(ready),
     )
 
 

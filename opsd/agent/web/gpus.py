@@ -88,26 +88,20 @@ def _margins(snapshot: Snapshot) -> dict[str, float]:
     told: dict[str, float] = {}
     limits: dict[str, float] = {}
     temperatures: dict[str, float] = {}
-    for group in snapshot.samples:
-        for metric, value, labels in group:
-            if metric.name == _MARGIN:
-                told[labels[1]] = value
-            elif metric.name == _LIMIT and labels[2] == "slowdown":
-                limits[labels[1]] = value
-            elif metric.name == _TEMPERATURE:
-                temperatures[labels[1]] = value
+    for metric, value, labels in snapshot.select(_MARGIN, _LIMIT, _TEMPERATURE):
+        if metric.name == _MARGIN:
+            told[labels[1]] = value
+        elif metric.name == _TEMPERATURE:
+            temperatures[labels[1]] = value
+        elif labels[2] == "slowdown":
+            limits[labels[1]] = value
     computed = {uuid: limits.get(uuid, USUAL_LIMIT_C) - value for uuid, value in temperatures.items()}
     return {**computed, **told}
 
 
 def slowdown_limit(snapshot: Snapshot) -> float | None:
     """The lowest temperature at which a GPU of this node slows itself down, None if the driver does not say."""
-    told = (
-        value
-        for group in snapshot.samples
-        for metric, value, labels in group
-        if metric.name == _LIMIT and labels[2] == "slowdown"
-    )
+    told = (value for _, value, labels in snapshot.select(_LIMIT) if labels[2] == "slowdown")
     return min(told, default=None)
 
 

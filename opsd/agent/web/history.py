@@ -98,15 +98,14 @@ _NONE: Final = array("d")
 def current(snapshot: Snapshot) -> dict[Key, float]:
     """The newest values: gauges of GPUs by UUID, worst throttle counter by UUID, tokens/s and loss by run."""
     found: dict[Key, float] = {}
-    for group in snapshot.samples:
-        for metric, value, labels in group:
-            name = metric.name
-            if name in _BY_GPU:
-                found[name, labels[1]] = value
-            elif name == THROTTLED and labels[2] in THROTTLES:
-                found[name, labels[1]] = max(value, found.get((name, labels[1]), 0.0))
-            elif name == TOKENS:
-                found[name, labels[0]] = found.get((name, labels[0]), 0.0) + value
-            elif name == LOSS:
-                found.setdefault((name, labels[0]), value)
+    for metric, value, labels in snapshot.select(*_BY_GPU, THROTTLED, TOKENS, LOSS):
+        name = metric.name
+        if name in _BY_GPU:
+            found[name, labels[1]] = value
+        elif name == THROTTLED and labels[2] in THROTTLES:
+            found[name, labels[1]] = max(value, found.get((name, labels[1]), 0.0))
+        elif name == TOKENS:
+            found[name, labels[0]] = found.get((name, labels[0]), 0.0) + value
+        elif name == LOSS:
+            found.setdefault((name, labels[0]), value)
     return found

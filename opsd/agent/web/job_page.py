@@ -196,13 +196,8 @@ def _node(name: Html, node: NodeOfJob) -> Sequence[object]:
 
 
 def _values(snapshot: Snapshot) -> Values:
-    wanted = (TOKENS, LOSS, MFU, GRAD_NORM, LEARNING_RATE, *ROUTER)
-    return {
-        (sample.metric.name, sample.labels[0], sample.labels[1]): sample.value
-        for group in snapshot.samples
-        for sample in group
-        if sample.metric.name in wanted
-    }
+    found = snapshot.select(TOKENS, LOSS, MFU, GRAD_NORM, LEARNING_RATE, *ROUTER)
+    return {(metric.name, labels[0], labels[1]): value for metric, value, labels in found}
 
 
 def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: History) -> Html:

@@ -35,7 +35,7 @@ def jobs_on_gpus(snapshot: Snapshot) -> list[JobOnGpus]:
     gpus: dict[str, set[int]] = {}
     idle: dict[str, dict[int, float]] = {}
     owners: dict[str, tuple[str, str]] = {}
-    for metric, value, labels in (sample for group in snapshot.samples for sample in group):
+    for metric, value, labels in snapshot.select(_ON_GPU, _IDLE, _JOB):
         if metric.name == _ON_GPU and labels[1]:
             gpus.setdefault(labels[1], set()).add(int(labels[0]))
         elif metric.name == _IDLE and value >= IDLE_S:

@@ -77,10 +77,9 @@ def _summary(snapshot: Snapshot, about: Mapping[str, Any], now: float) -> Html:
 
 def _spare(snapshot: Snapshot) -> list[tuple[str, object]]:
     """The state of this node as a spare; empty if it is none."""
-    values = {sample.metric.name: sample.value for group in snapshot.samples for sample in group if not sample.labels}
-    if (ready := values.get("opsd_spare_ready")) is None:
+    if (ready := snapshot.value("opsd_spare_ready")) is None:
         return []
-    age = values.get("opsd_spare_verified_age_seconds")
+    age = snapshot.value("opsd_spare_verified_age_seconds")
     verified = f", verified {span(age)} ago" if age is not None else ""
     return [("spare", pill(f"ready{verified}", "good") if ready else pill(f"not ready{verified}", "warn"))]
 

@@ -28,15 +28,9 @@ class RepairNow:
 
 def repair_now(snapshot: Snapshot) -> RepairNow | None:
     """None if nothing is to be said of one: there was none, or the node is back in service."""
-    values = {
-        (sample.metric.name, *sample.labels): sample.value
-        for group in snapshot.samples
-        for sample in group
-        if sample.metric.name.startswith("opsd_repair_") or sample.metric.name == "opsd_slurm_node_flag"
-    }
-    state = next((key[1] for key, value in values.items() if key[0] == "opsd_repair_state" and value), None)
-    age_s = values.get(("opsd_repair_age_seconds",))
-    in_service = values.get(("opsd_slurm_node_flag", "drain")) == 0
+    state = next((sample.labels[0] for sample in snapshot.select("opsd_repair_state") if sample.value), None)
+    age_s = snapshot.value("opsd_repair_age_seconds")
+    in_service = any(s.labels == ("drain",) and s.value == 0 for s in snapshot.select("opsd_slurm_node_flag"))
     if state is None or state == "returned" or (age_s is None and in_service):
         return None
-    return RepairNow(state, int(values.get(("opsd_repair_attempts",), 0)), age_s)
+    return RepairNow(state, int(snapshot.value("opsd_repair_attempts") or 0), age_s)
