@@ -42,19 +42,19 @@ class GpuJobs:
         """The jobs of each GPU by its index. GPUs of no job are left out."""
         held = self._held()
         found: dict[int, set[str]] = {}
-        for job in self._occupancy.allocated.keys() | held.keys():
-            for gpu in held.get(job, frozenset()) | self._given(job, held.get(job, frozenset())):
+        for job, gpus in (*held.items(), *self._given(held).items()):
+            for gpu in gpus:
                 found.setdefault(gpu, set()).add(job)
         return {gpu: frozenset(jobs) for gpu, jobs in sorted(found.items())}
 
-    def _given(self, job: str, held: frozenset[int]) -> frozenset[int]:
-        """The GPUs that Slurm gave a job, if its indexes are the driver's.
+    def _given(self, held: Mapping[str, frozenset[int]]) -> Mapping[str, frozenset[int]]:
+        """The GPUs that Slurm gave each job, none if its indexes are not the driver's.
 
         They are not where Slurm counts MIG instances, and where ``gres.conf`` lists the devices in another order: then
-        there are more of them than GPUs, or the job is seen on others.
+        there are more of them than GPUs, or a job is seen on others than its own.
         """
-        given = self._occupancy.allocated.get(job, frozenset())
-        return given if held <= given <= self._occupancy.holders.keys() | self._occupancy.worked.keys() else frozenset()
+        given, known = self._occupancy.allocated, self._occupancy.holders.keys() | self._occupancy.worked.keys()
+        return given if all(held.get(job, frozenset()) <= gpus <= known for job, gpus in given.items()) else {}
 
     def _held(self) -> dict[str, frozenset[int]]:
         """The GPUs on which each job has processes."""

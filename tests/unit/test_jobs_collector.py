@@ -90,12 +90,13 @@ def test_slurms_word_counts_where_nothing_runs_yet(occupancy: Occupancy, process
     assert jobs.look() == of(gpu0={"71"}, gpu1={"71"}, gpu3={"72"})
 
 
+@pytest.mark.parametrize(("of_71", "of_72"), [({2, 3}, {1}), ({0}, {9, 10})], ids=["another order", "MIG"])
 def test_slurms_numbers_are_not_believed_where_they_are_not_the_drivers(
-    occupancy: Occupancy, process: Process, jobs: GpuJobs
+    occupancy: Occupancy, process: Process, jobs: GpuJobs, of_71: set[int], of_72: set[int]
 ) -> None:
-    """With MIG they count instances; with another order of devices the job is seen elsewhere."""
+    """One job that is seen elsewhere, or has more than there are, says so of all: the other has no process yet."""
     occupancy.holders = {0: (10,), 1: (), 2: (), 3: ()}
-    occupancy.allocated = {"71": frozenset({2, 3}), "72": frozenset({9, 10})}
+    occupancy.allocated = {"71": frozenset(of_71), "72": frozenset(of_72)}
     process(10, ADA, V2.format(71))
     assert jobs.look() == of(gpu0={"71"})
 
