@@ -62,13 +62,15 @@ def measured(
 
 def _kind(path: Path) -> int:
     """Preflights come first: what a step loses beside its kernels is fitted to a benchmark with them."""
-    return 1 if path.suffix == ".json" and "preset" in _json(path) else 0
+    return 1 if path.suffix == ".json" and path.is_file() and "preset" in _json(path) else 0
 
 
 def _evidence(path: Path, gpu: str, hardware: Hardware) -> Iterable[Evidence]:
     """What ``path`` says. Raises NotUsable."""
     if path.is_dir():
         return _of_folder(path)
+    if path.exists() and not path.is_file():
+        raise NotUsable(f"{path} is no file but a pipe or a device: write what it says into a file, and give that")
     try:
         with path.open("rb") as file:
             head = file.read(len(_SQLITE))

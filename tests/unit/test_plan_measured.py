@@ -172,6 +172,14 @@ def test_runs_that_say_nothing_are_refused(tmp_path: Path) -> None:
             measured([folder], "h100", H100, HABITS, forgiving=False)
 
 
+@pytest.mark.parametrize("name", ["pipe", "pipe.json"])
+def test_a_pipe_is_refused(tmp_path: Path, name: str) -> None:
+    """It is looked into more than once, and would wait for ever."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(NotUsable, match="no file but a pipe"):
+        measured([tmp_path / name], "h100", H100, HABITS, forgiving=False)
+
+
 def plan(home: Path, *words: str) -> Result:
     environment = {**os.environ, "HOME": str(home), "XDG_STATE_HOME": str(home / "state")}
     return CliRunner().invoke(cli, ["plan", "tiny", "--gpus", "8", *words], env=environment)
