@@ -107,6 +107,11 @@ MESSAGES = [
         {"pci_bus_id": "00000000:00:02.0", "severity": "Uncorrected (Fatal)", "layer": "Transaction Layer"},
     ),
     (
+        "nvme 0000:03:00.0: Unable to change power state from D3cold to D0, device inaccessible",
+        "pcie_error",
+        {"pci_bus_id": "00000000:03:00.0", "outcome": "device inaccessible"},
+    ),
+    (
         "pcieport 0000:40:01.1: pciehp: Slot(3): Link Down",
         "pcie_link_down",
         {"pci_bus_id": "00000000:40:01.1", "slot": "3"},

@@ -165,6 +165,11 @@ _DEVICES = (
     ),
     _rule("pcie_unrecoverable", "can't recover", rf"{_DRIVER}{_PCI}: AER: can't recover \((?P<cause>[^)]*)"),
     _rule("pcie_error", "DPC: ", rf"{_DRIVER}{_PCI}: DPC: (?P<outcome>containment event)"),
+    _rule(
+        "pcie_error",
+        "device inaccessible",
+        rf"{_DRIVER}{_PCI}: Unable to change power state from \S+ to D0, (?P<outcome>device inaccessible)",
+    ),
     _rule("pcie_error", "device_id: ", rf"{_RECORD} +device_id: {_PCI}", layer="firmware"),
     _rule("pcie_link_down", "Link Down", rf"{_DRIVER}{_PCI}: pciehp: Slot\((?P<slot>[^)]*)\): Link Down"),
     _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI}.*?Port module event\[error\]: module \d+, (?P<cause>.*)"),
