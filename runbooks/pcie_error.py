@@ -70,8 +70,9 @@ RUNBOOK = kernel_runbook(
 ## Meaning
 The kernel's error handler (AER, or DPC, which cuts the device off) has reported a fatal error, a recovery that
 failed, a device whose link is down or that answers no read of its registers, uncorrected errors that are not fatal, or
-a thousand corrected ones within an hour. The incident names the GPU or the network port if the address is theirs; otherwise it is a port of the board,
-and everything below it is affected. Single corrected errors are repeated by the link and do not count.
+a thousand corrected ones within an hour. The incident names the GPU or the network port if the address is theirs;
+otherwise it is a port of the board, and everything below it is affected. Single corrected errors are repeated by the
+link and do not count.
 
 ## Impact
 After a fatal error the device is reset or gone: its rank dies or hangs, an NVMe drive loses its file systems. What is
