@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -35,28 +36,42 @@ class Attacker:
     def __init__(self, uid: int = NOBODY) -> None:
         self.uid = uid
         self._python = find_python(uid)
-        self._processes: list[subprocess.Popen[str]] = []
+        self._processes: list[tuple[str, subprocess.Popen[str]]] = []
+        self._errors = tempfile.TemporaryFile("a+")  # noqa: SIM115
 
     def start(self, attack: Callable[..., object], *arguments: object) -> subprocess.Popen[str]:
-        """Run ``attack`` until the test ends or stops it; returns once it has printed its first line."""
+        """Run ``attack`` until the test ends or stops it; returns once it has printed its first line.
+
+        What it goes on to print has to be read: a full pipe stops the attack.
+        """
         process = self._spawn(attack, *arguments)
         assert process.stdout is not None
         if not process.stdout.readline():
-            raise AssertionError(f"the attack ended without a word: {process.communicate()[1]}")
+            raise AssertionError(f"the attack ended without a word: {self._said()}")
         return process
+
+    @property
+    def ended(self) -> list[str]:
+        """The attacks that have ended by themselves, by name."""
+        return [name for name, process in self._processes if process.poll() is not None]
 
     def run(self, attack: Callable[..., object], *arguments: object, timeout_s: float = 60.0) -> str:
         """Run ``attack`` to its end and return what it printed. Raises AssertionError if it failed."""
         process = self._spawn(attack, *arguments)
-        out, err = process.communicate(timeout=timeout_s)
-        assert process.returncode == 0, err
+        out, _ = process.communicate(timeout=timeout_s)
+        assert process.returncode == 0, self._said()
         return out
 
     def close(self) -> None:
         """End what still runs."""
-        for process in self._processes:
+        for _, process in self._processes:
             process.kill()
             process.communicate()
+        self._errors.close()
+
+    def _said(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
 
     def _spawn(self, attack: Callable[..., object], *arguments: object) -> subprocess.Popen[str]:
         source = textwrap.dedent(inspect.getsource(attack))
@@ -71,8 +86,8 @@ class Attacker:
             env={"PATH": os.defpath, "PYTHONPATH": str(CHECKOUT)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
         )
-        self._processes.append(process)
+        self._processes.append((attack.__name__, process))
         return process

@@ -88,6 +88,7 @@ def hold_connections(port: int, request: str, number: int) -> None:
     import time
 
     held: list[socket.socket] = []
+    told = False
     while True:
         while len(held) < number:
             connection = socket.socket()
@@ -97,7 +98,9 @@ def hold_connections(port: int, request: str, number: int) -> None:
                 connection.connect(("127.0.0.1", port))
                 connection.sendall(request.encode())
             held.append(connection)
-        print("holds", flush=True)
+        if not told:
+            told = True
+            print("holds", flush=True)
         time.sleep(0.2)
         alive = []
         for connection in held:

@@ -91,6 +91,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
         seen = scraper.stop()
         elapsed = time.monotonic() - began
         alive = agent.poll() is None
+        ended = [attack for one in (*users, *attackers) for attack in one.ended]
         for user in users:
             user.close()
         time.sleep(3.0)  # what the trainers have written last is read
@@ -100,6 +101,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
             path.read_text().count("planted") for path in (node.folder / "runs").glob("*/logs/gen-0000/rank-0000.log")
         )
         lost = [] if alive else ["the agent has ended"]
+        lost += [f"nobody attacked any more with {attack}" for attack in ended]
         missing = warnings - total(seen.last | last, "opsd_nccl_log_messages_total", 'kind="warning"')
         if missing > len(USERS) * 2:  # a run that has ended is no longer looked at
             lost.append(f"{missing:g} of {warnings} warnings of NCCL are not counted")
