@@ -32,11 +32,10 @@ from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.fleet import Deviation, FleetError, deviations, facts_of, fleet_of, newest_by_node
 from opsd.preflight.history import History, HistoryError
-from opsd.preflight.quarantine import Drain, quarantine
+from opsd.preflight.quarantine import quarantine
 from opsd.preflight.report import Report, ReportError
 from opsd.preflight.trends import render
-from opsd.repair.faults import curable
-from opsd.repair.order import Ordering
+from opsd.repair.order import after_preflight
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError
@@ -147,19 +146,12 @@ def preflight(
     except (SelectionError, FleetError) as error:
         raise BadConfig(str(error)) from error
     if acting:
-        quarantine(report, settings, targets.get("json"), console, partial(_ordering, report, settings))
+        quarantine(report, settings, targets.get("json"), console, partial(after_preflight, report, settings))
         if profile == readiness.PROFILE and not report.interrupted:
             _as_spare(report, settings, console)
     if word_file is not None and not written(word_file, f"{report.word}\n", "the verdict"):
         return exitcodes.BROKEN
     return exit_code(report)
-
-
-def _ordering(report: Report, settings: Settings, drain: Drain) -> Drain:
-    """``drain``, which also orders the node's repair if that may be done and can cure what has failed."""
-    if settings.policy.repair == "observe" or not curable(result.check for result in report.results if result.failed):
-        return drain
-    return Ordering(drain, settings.agent.state_dir, acting=settings.policy.repair == "act")
 
 
 def _as_spare(report: Report, settings: Settings, console: Console) -> None:
