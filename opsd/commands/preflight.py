@@ -35,7 +35,7 @@ from opsd.preflight.history import History, HistoryError
 from opsd.preflight.quarantine import quarantine
 from opsd.preflight.report import Report, ReportError
 from opsd.preflight.trends import render
-from opsd.repair.order import after_preflight
+from opsd.repair.after_preflight import ordering
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError
@@ -146,7 +146,7 @@ def preflight(
     except (SelectionError, FleetError) as error:
         raise BadConfig(str(error)) from error
     if acting:
-        quarantine(report, settings, targets.get("json"), console, partial(after_preflight, report, settings))
+        quarantine(report, settings, targets.get("json"), console, partial(ordering, report, settings))
         if profile == readiness.PROFILE and not report.interrupted:
             _as_spare(report, settings, console)
     if word_file is not None and not written(word_file, f"{report.word}\n", "the verdict"):

@@ -7,16 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.faults import curable
 from opsd.slurm.port import SlurmUnavailable
-
-if TYPE_CHECKING:  # the agent needs none of these
-    from opsd.config import Settings
-    from opsd.preflight.quarantine import Drain
-    from opsd.preflight.report import Report
 
 
 class Ordering:
@@ -42,10 +35,3 @@ class Ordering:
         except CaseError as error:
             return f"its repair was not ordered: {error}"
         return "its repair is ordered"
-
-
-def after_preflight(report: Report, settings: Settings, drain: Drain) -> Drain:
-    """``drain``, which also orders the node's repair if that may be done and can cure what has failed."""
-    if settings.policy.repair == "observe" or not curable(result.check for result in report.results if result.failed):
-        return drain
-    return Ordering(drain, settings.agent.state_dir, acting=settings.policy.repair == "act")

@@ -10,8 +10,8 @@ import pytest
 from opsd.config import load
 from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report, Result
+from opsd.repair.after_preflight import ordering
 from opsd.repair.case_file import CaseFile
-from opsd.repair.order import after_preflight
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node, SlurmError
@@ -114,12 +114,12 @@ def test_a_node_whose_gpus_failed_is_repaired_if_it_may_be(
     """With the drain, and not for what no reset cures; nor for a node that was not drained."""
     found, slurm = report(*failed, node="n01"), cluster()
     settings = load(None, (f"policy.repair={policy}", f"agent.state_dir={tmp_path}"))
-    drain = after_preflight(found, settings, SlurmDrainer(lambda: slurm, "n01", Rules()))
+    drain = ordering(found, settings, SlurmDrainer(lambda: slurm, "n01", Rules()))
     assert act(found, EVIDENCE, drain, lambda: slurm).startswith("drained n01")
     assert CaseFile(tmp_path).ordered is ordered
     CaseFile(tmp_path).drop_order()
     theirs = cluster("replace the fan", DRAIN, "alice")
-    drain = after_preflight(found, settings, SlurmDrainer(lambda: theirs, "n01", Rules()))
+    drain = ordering(found, settings, SlurmDrainer(lambda: theirs, "n01", Rules()))
     with pytest.raises(SlurmError, match="alice"):
         act(found, EVIDENCE, drain, lambda: theirs)
     assert not CaseFile(tmp_path).ordered
