@@ -32,8 +32,21 @@ REASON = Metric(
 )
 JOBS = Metric("opsd_slurm_jobs", "Jobs on this node.")
 JOB = Metric("opsd_slurm_job_info", "A job on this node.", "info", labels=("job_id", "user", "partition", "state"))
+FAULTS = Metric("opsd_node_faults", "Stays of this node out of service in the last 30 days that nobody had asked for.")
+SCORE = Metric(
+    "opsd_node_score", "The same, where a fault of the same kind within 14 days of the node's return counts twice."
+)
+CONFIDENCE = Metric(
+    "opsd_node_lemon_confidence_ratio",
+    "Probability that this node's faults of 30 days are more than chance; only of nodes with two or more.",
+    unit="ratio",
+)
+LEMON = Metric(
+    "opsd_node_lemon",
+    "1 while this node is a lemon, in a cluster whose history shows that there are any (`opsd nodes lemons`).",
+)
 
-METRICS: Final = (UP, AGE, STATE, FLAG, REASON, JOBS, JOB)
+METRICS: Final = (UP, AGE, STATE, FLAG, REASON, JOBS, JOB, FAULTS, SCORE, CONFIDENCE, LEMON)
 LABELS: Final = {
     "state": "states of Slurm's node and jobs",
     "flag": "flags that Slurm gives a node, 7 known",
@@ -72,13 +85,26 @@ class JobView(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class NodeRecord:
+    """The node's last 30 days: ``faults``, and its ``score``, in which repairs that did not last count twice.
+
+    ``confidence`` is the probability that they are more than chance, None for a node with too few to ask.
+    """
+
+    faults: int
+    score: float
+    confidence: float | None = None
+    lemon: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SlurmReport:
     """The newest that is known. Times are monotonic seconds.
 
     ``answered_at`` is the time of the last answer, from which ``node`` (None if Slurm does not know it) and ``jobs``
     are; ``users`` has the user id of each job, ``gpus`` the GRES indexes of its GPUs here where they are known.
-    ``problem`` is why the last question was not answered, "" if it was;
-    ``absent`` means that this machine has no Slurm.
+    ``record`` is what Slurm remembers of the node, None while that is not known. ``problem`` is why the last question
+    was not answered, "" if it was; ``absent`` means that this machine has no Slurm.
     """
 
     answered_at: float | None = None
@@ -88,6 +114,7 @@ class SlurmReport:
     absent: bool = False
     users: Mapping[str, int] = field(default_factory=dict)
     gpus: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    record: NodeRecord | None = None
 
 
 class SlurmSettings(CollectorSettings):
@@ -146,6 +173,7 @@ class SlurmCollector:
         if report.node is not None and not stale:
             samples += _node_samples(report.node)
             samples += _job_samples(report.jobs)
+            samples += _record_samples(report.record) if report.record else ()
         return Reading(tuple(samples), events)
 
     def _silence(self, stale: bool, problem: str) -> Iterator[Event]:
@@ -200,6 +228,14 @@ def _job_samples(jobs: Sequence[JobView]) -> Iterator[Sample]:
     yield Sample(JOBS, len(jobs))
     for job in jobs[:MAX_JOBS]:
         yield Sample(JOB, 1.0, (str(job.id), job.user, job.partition, job.state))
+
+
+def _record_samples(record: NodeRecord) -> Iterator[Sample]:
+    yield Sample(FAULTS, record.faults)
+    yield Sample(SCORE, record.score)
+    yield Sample(LEMON, float(record.lemon))
+    if record.confidence is not None:
+        yield Sample(CONFIDENCE, record.confidence)
 
 
 def _make(settings: SlurmSettings, context: Context) -> Collector:

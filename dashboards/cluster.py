@@ -104,6 +104,15 @@ BY_JOB = "by (cluster, job_id, run)"
 JOBS = f"opsd_gpu_job_info{{{ALL}}}"
 ANSWERS = {0: ("no answer", "red"), 1: ("answers", "green")}
 READY = {0: ("not ready", "orange"), 1: ("ready", "green")}
+LEMONS = {0: ("chance", "green"), 1: ("lemon", "orange")}
+SUSPECTS = f"max {BY_NODE} (opsd_node_lemon_confidence_ratio{{{ALL}}})"
+REMEDIES = f"max {BY_NODE} (opsd_repair_attempts{{{ALL}}})"
+IN_REPAIR = (
+    f'(max by (cluster, instance, state) (opsd_repair_state{{{ALL}, state!="returned"}}) == 1 '
+    f'unless on (cluster, instance) (max {BY_NODE} (opsd_slurm_node_flag{{{ALL}, flag="drain"}}) == 0 '
+    f"unless on (cluster, instance) opsd_repair_age_seconds{{{ALL}}}))"
+)
+"""As `opsd status` has it: what has ended is left out once Slurm has the node back."""
 GUIDES = {"runbook": TO_RUNBOOK, "runbook on the node": f"{TO_AGENT}/runbooks/${{__data.fields.kind}}"}
 
 LISTS = row(
@@ -138,6 +147,23 @@ LISTS = row(
         "Nodes that wait to take another's place.",
         Column("state", f"max {BY_NODE} (opsd_spare_ready{{{ALL}}})", words=READY),
         Column("verified ago", f"max {BY_NODE} (opsd_spare_verified_age_seconds{{{ALL}}})", "s"),
+        links={"instance": NODE_LINKS},
+        empty="none",
+    ),
+    listing(
+        "Repairs",
+        "Nodes whose repair is ordered, under way, or has left them out of service: rma waits for its replacement.",
+        Column("remedies", f"{IN_REPAIR} * on (cluster, instance) group_left () {REMEDIES}"),
+        links={"instance": NODE_LINKS},
+        empty="none",
+    ),
+    listing(
+        "Failing again and again",
+        "Nodes with two or more faults in 30 days. Lemons, by the cluster's own history, are to be replaced.",
+        Column("score", f"max {BY_NODE} (opsd_node_score{{{ALL}}}) and {SUSPECTS}"),
+        Column("faults", f"max {BY_NODE} (opsd_node_faults{{{ALL}}}) and {SUSPECTS}"),
+        Column("not by chance", SUSPECTS, "percentunit"),
+        Column("verdict", f"max {BY_NODE} (opsd_node_lemon{{{ALL}}}) and {SUSPECTS}", words=LEMONS),
         links={"instance": NODE_LINKS},
         empty="none",
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import select
 import stat
 import sys
@@ -59,7 +60,7 @@ def write_text(path: Path, text: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         with open(descriptor, "w", encoding="utf-8") as file:

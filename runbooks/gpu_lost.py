@@ -70,8 +70,8 @@ The rank on it dies or hangs at its next kernel, and with it the job. Other call
 ## What opsd does by itself
 - observe: opens the incident, and resolves it once the same GPU answers again.
 - recommend: the same, and notifies.
-- act: a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain allows it,
-  and then rebooted, tested and returned if policy.repair is act.
+- act: a run on several nodes with a spare swaps this node for it. Then, or at once if no rank is on it, the node is
+  drained if policy.drain allows it, and rebooted, tested and returned if policy.repair is act.
 """),
     detect=_detect,
     remedy=notify_node(": drain the node and reboot it; twice in a week is a case for the vendor", swap=True),

@@ -275,9 +275,9 @@ should have been reset fails again soon.
   any more, and if a restart of the program is enough, once the rank trains again. What calls for less than a reset ends
   after a day; a reset does only if the driver says that it needs none.
 - recommend: the same, and notifies with the required action.
-- act: if that action is impossible under a running job, a run on several nodes with a spare swaps this node for it, and
-  the node is drained if policy.drain allows it, and then reset or rebooted, tested and returned if policy.repair is
-  act. The launcher restarts ranks in every mode.
+- act: if that action is impossible under a running job, a run on several nodes with a spare swaps this node for it.
+  Then, or at once if no rank is on it, the node is drained if policy.drain allows it, and reset or rebooted, tested and
+  returned if policy.repair is act. The launcher restarts ranks in every mode.
 """),
     detect=_detect,
     remedy=_remedy,

@@ -87,6 +87,34 @@ The cluster has one node less. No job runs on it.
 """),
         ),
         Alert(
+            "LemonNode",
+            "max by (cluster, instance) (opsd_node_lemon) == 1",
+            severity="warning",
+            hold="5m",
+            summary="{{ $labels.instance }} fails again and again",
+            description="It had more faults in 30 days than chance explains, and such nodes go on failing here.",
+            guide=manual("""
+# A node fails again and again
+
+## Meaning
+The node was out of service for faults more often in 30 days than chance explains (false discovery rate 10 %), and this
+cluster's own history shows that nodes which failed most go on to. Where it does not, no node is called a lemon.
+
+## Impact
+Jobs on it are interrupted more often. `opsd nodes pick` avoids it, and it is fetched as a spare if no other is free.
+
+## Diagnosis
+1. `opsd nodes lemons`: its faults, how many of them soon after a repair, and how sure that is.
+2. `scontrol show node NODE`: the comment has kinds and times. The same kind each time points at one part.
+3. `opsd incidents` on the node: which GPU, link or disk it was.
+
+## Mitigation
+- Propose its replacement to the vendor: `opsd evidence` on the node makes the archive for that.
+- Until then: `opsd drain NODE --reason WHY`, or leave it for short jobs.
+- Once the part was replaced, the alert ends as the faults grow older than 30 days.
+"""),
+        ),
+        Alert(
             "RepairStuck",
             "max by (cluster, instance) (opsd_repair_age_seconds) > 21600\n  "
             "unless on (cluster, instance) max by (cluster, instance) (opsd_slurm_jobs) > 0",

@@ -180,8 +180,7 @@ class Executor:
             if not swapped:
                 raise ActionError(refusal)
             return f"{swapped}; not drained, which policy.drain would allow"
-        kind, incident = str(action.args.get("kind", "")), str(action.args.get("incident", ""))
-        drained = self._drain(node, reason(kind, why, incident=incident, evidence=f"opsd incidents show {incident}"))
+        drained = self._drain(node, _told(action))
         return f"{swapped or f'not swapped: {refusal}'}; {drained}"
 
     def _control(self, action: Action) -> Path:
@@ -193,7 +192,7 @@ class Executor:
     def _drain_node(self, action: Action) -> str:
         if self._drain is None:
             raise ActionError("opsd is not allowed to drain nodes; policy.drain allows it")
-        return self._drain(_name(action, "node"), " ".join(action.reason.split()))
+        return self._drain(_name(action, "node"), _told(action))
 
     def _comment_job(self, action: Action) -> str:
         job = _integer(action, "job")
@@ -275,6 +274,12 @@ def _process(pid: int) -> Any:
         raise ActionError(f"no permission to stop process {pid}") from error
     finally:
         os.close(descriptor)
+
+
+def _told(action: Action) -> str:
+    """The reason of a drain, which names kind and incident: `opsd repair` goes by the kind."""
+    kind, incident = str(action.args.get("kind", "")), str(action.args.get("incident", ""))
+    return reason(kind, action.reason, incident=incident, evidence=f"opsd incidents show {incident}")
 
 
 def _integer(action: Action, name: str) -> int:

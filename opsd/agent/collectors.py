@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from opsd.agent.node_faults import NodeFaults
 from opsd.collectors import plugins
 from opsd.collectors.base import Collector, Context
 from opsd.collectors.slurm import SlurmReport
@@ -34,6 +35,7 @@ class NodeWatch:
         self._period_s = period_s
         self._clock = clock
         self._report = SlurmReport()
+        self._faults = NodeFaults(slurm, node, clock=clock)
         self._thread: threading.Thread | None = None
         self._ids: dict[str, int] = {}
         self._gpus: dict[tuple[int, int], frozenset[int] | None] = {}
@@ -53,7 +55,10 @@ class NodeWatch:
             jobs = self._slurm.jobs(node=self._node) if nodes else ()
             users = {str(job.id): user for job in jobs if (user := self._user_id(job.user)) is not None}
             gpus = self._gpus_of(jobs)
-            self._report = SlurmReport(self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus)
+            record = self._faults.refresh() if nodes else None
+            self._report = SlurmReport(
+                self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, record=record
+            )
         except SlurmMissing as error:
             self._report = SlurmReport(problem=str(error), absent=True)
         except SlurmError as error:

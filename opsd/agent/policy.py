@@ -28,13 +28,17 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of actions. ``cooldowns`` has the kinds of incident whose cool-down differs from ``cooldown_s``."""
+    """The limits of actions. ``cooldowns`` has the kinds of incident whose cool-down differs from ``cooldown_s``.
+
+    Without ``drain`` no node is taken out of service.
+    """
 
     cooldown_s: float = 60.0
     max_actions_per_hour: int = 12
     cooldowns: Mapping[str, float] = field(default_factory=dict)
     maintenance: tuple[Silence, ...] = ()
     mute: tuple[Silence, ...] = ()
+    drain: bool = False
 
     @classmethod
     def of(cls, policy: PolicySettings) -> Limits:
@@ -45,7 +49,7 @@ class Limits:
             if isinstance(override, Override) and override.cooldown_s is not None
         }
         maintenance, mute = (tuple(time.silence() for time in times) for times in (policy.maintenance, policy.mute))
-        return cls(policy.cooldown_s, policy.max_actions_per_hour, cooldowns, maintenance, mute)
+        return cls(policy.cooldown_s, policy.max_actions_per_hour, cooldowns, maintenance, mute, policy.drain)
 
     def muted(self, kind: str, wall: float) -> str:
         """Why notifications about ``kind`` are silenced at the epoch second ``wall``, "" if they are not."""
@@ -99,13 +103,13 @@ def decide(
     In mode observe there are no decisions. An attempt is all or nothing: if one of its actions is refused, all are, so
     that no remedy is executed halfway. Notifications stand apart: neither do they refuse the others, nor the reverse.
     ``user_of`` tells whose processes an action is about. Each user has a budget for each kind of incident, and so has
-    the hardware, so that nobody can use up another's.
+    the hardware, so that nobody can use up another's. Drains are no decisions where they are switched off.
     """
     if mode == "observe":
         return ()
     muted = limits.muted(incident.kind, now)
     silent = [action for action in actions if muted and action.verb in HARMLESS]
-    actions = [action for action in actions if action not in silent]
+    actions = [a for a in actions if a not in silent and (limits.drain or a.verb != "drain_node")]
     checks: tuple[Callable[[Action], str], ...] = (
         lambda action: _unrecorded(action, mode, unrecorded),
         lambda _action: _stale(incident, started_at),

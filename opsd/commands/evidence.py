@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -20,7 +24,11 @@ from opsd.repair import evidence as archive
 
 @click.command()
 @click.argument("node", required=False)
-@option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write it there. Default: the state folder.")
+@option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    help="Write it there, - for stdout. Default: the state folder.",
+)
 @option("--no-bug-report", is_flag=True, help="Without nvidia-bug-report.sh, which takes minutes.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
@@ -41,16 +49,36 @@ def evidence(
     """
     settings = load(file, overrides)
     check_here(node, settings)
-    now = time.time()
+    now, sources, bug_report = time.time(), evidence_sources(settings), not no_bug_report
+    if str(out) == "-":
+        return _to_stdout(sources, now, as_json, bug_report)
     try:
-        path = archive.make(evidence_sources(settings), now, out, bug_report=not no_bug_report)
+        path = archive.make(sources, now, out, bug_report=bug_report)
     except OSError as error:
-        fail(f"{out or settings.agent.state_dir}: the archive cannot be written: {error.strerror or error}")
+        fix = "; run it as root, or name a file with --out" if out is None and error.errno == errno.EACCES else ""
+        fail(f"{out or settings.agent.state_dir}: the archive cannot be written: {error.strerror or error}{fix}")
     size = path.stat().st_size
     if as_json:
         click.echo(json.dumps({"node": settings.agent.node, "at": now, "archive": str(path), "bytes": size}))
     else:
         click.echo(f"{path} ({size / 1e6:.1f} MB)")
+    return exitcodes.OK
+
+
+def _to_stdout(sources: archive.Sources, now: float, as_json: bool, bug_report: bool) -> int:
+    stdout = sys.stdout.buffer
+    if as_json or stdout.isatty():
+        raise click.UsageError("--out - writes the archive to stdout: send that to a file or a pipe, without --json")
+    try:
+        with tempfile.TemporaryDirectory(prefix="opsd-evidence-") as folder:
+            path = archive.make(sources, now, Path(folder) / "archive.tar.gz", bug_report=bug_report)
+            with path.open("rb") as made:
+                shutil.copyfileobj(made, stdout)
+            stdout.flush()
+    except BrokenPipeError:
+        raise  # the group ends quietly
+    except OSError as error:
+        fail(f"the archive cannot be written: {error.strerror or error}")
     return exitcodes.OK
 
 

@@ -65,6 +65,8 @@ def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
         table.add_row(score.node, str(score.faults), str(score.relapses), f"{score.confidence:.0%}", said)
     if table.row_count:
         output_console().print(table)
+    if called:
+        click.echo("Propose to replace the lemons: `opsd evidence` on each makes the archive for its vendor.")
     return exitcodes.OK
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import click
@@ -34,6 +35,7 @@ from opsd.preflight.history import History, HistoryError
 from opsd.preflight.quarantine import quarantine
 from opsd.preflight.report import Report, ReportError
 from opsd.preflight.trends import render
+from opsd.repair.after_preflight import ordering
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError
@@ -144,7 +146,7 @@ def preflight(
     except (SelectionError, FleetError) as error:
         raise BadConfig(str(error)) from error
     if acting:
-        quarantine(report, settings, targets.get("json"), console)
+        quarantine(report, settings, targets.get("json"), console, partial(ordering, report, settings))
         if profile == readiness.PROFILE and not report.interrupted:
             _as_spare(report, settings, console)
     if word_file is not None and not written(word_file, f"{report.word}\n", "the verdict"):

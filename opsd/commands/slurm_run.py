@@ -140,7 +140,8 @@ class Plan:
             _say(f"{spares} of {options['spares']} spares stand by: the job has {have} nodes")
         wait = options["wait"] if options["wait"] is not None else WAIT_FOR_POOL_S if options["pool"] else 0.0
         try:
-            opsd = tuple(shlex.split(options["command"])) if options["command"] else (sys.executable, "-m", "opsd")
+            given = options["command"]
+            opsd = tuple(shlex.split(given)) if given else (sys.executable, "-P", "-m", "opsd")
         except ValueError as error:
             raise click.UsageError(f"--opsd {options['command']} is no command of the shell: {error}") from error
         told = (

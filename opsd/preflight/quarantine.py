@@ -25,6 +25,8 @@ from opsd.slurm.port import Slurm, SlurmError
 DEFAULT: Final = Rules()
 MARK: Final = "preflight"
 """Follows opsd's prefix in the reasons of these drains; only such nodes are returned here."""
+Drain = Callable[[str, str], str]
+"""Drains a node for a reason, and says what was done. Raises SlurmError."""
 
 
 def reason_for(report: Report, evidence: Path) -> str:
@@ -37,7 +39,7 @@ def reason_for(report: Report, evidence: Path) -> str:
 def act(
     report: Report,
     evidence: Path,
-    drain: Callable[[str, str], str],
+    drain: Drain,
     slurm: Callable[[], Slurm],
     rules: Rules = DEFAULT,
     *,
@@ -67,10 +69,17 @@ def act(
         raise SlurmError(f"Slurm: {error}") from error
 
 
-def quarantine(report: Report, settings: Settings, written: Path | None, console: Console) -> None:
+def quarantine(
+    report: Report,
+    settings: Settings,
+    written: Path | None,
+    console: Console,
+    ordering: Callable[[Drain], Drain] = lambda drain: drain,
+) -> None:
     """Tell Slurm the verdict, within the limits of the policy, and print what was done.
 
     ``written`` is the report as JSON if that was requested; otherwise a copy is stored in the state folder as evidence.
+    ``ordering`` makes a drain that orders the node's repair as well.
     """
     evidence = written
     if evidence is None or str(evidence) == "-":
@@ -78,7 +87,7 @@ def quarantine(report: Report, settings: Settings, written: Path | None, console
         keep(report, {"json": evidence}, None, console)
     slurm = cache(lambda: choose().slurm)
     rules = Rules.of(settings.policy)
-    drainer = SlurmDrainer(slurm, report.node, rules)
+    drainer = ordering(SlurmDrainer(slurm, report.node, rules))
     try:
         whole = is_whole(report, CHECKS, settings.preflight)
         done = act(report, evidence.absolute(), drainer, slurm, rules, whole=whole)

@@ -59,6 +59,8 @@ class CaseFile:
             return _CASE.validate_json(self._current.read_bytes())
         except FileNotFoundError:
             return None
+        except PermissionError as error:
+            raise CaseError(f"{self.folder} can be read by root only: run the command with sudo") from error
         except (OSError, ValidationError) as error:
             said = error.strerror if isinstance(error, OSError) else "it is no record of this opsd"
             raise CaseError(f"{self._current} cannot be read ({said}); move it away to begin a new repair") from error

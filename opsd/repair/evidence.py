@@ -37,6 +37,10 @@ REPORT_BYTES: Final = 64 << 20
 KEPT: Final = 10
 INCIDENTS, PREFLIGHTS = 500, 5
 COMMAND_S, REPORT_S = 60.0, 600.0
+KERNEL_LOG: Final = (
+    "journalctl", "_TRANSPORT=kernel", "--lines=20000", "--no-pager", "--output=short-iso",
+)  # fmt: skip
+"""Of all boots: --dmesg reads one boot, unless --boot=all is there, which older systemds refuse."""
 _WORDS: Final = r"(?: passw(?:or)?d | passphrase | secret | token | (?:api|access|private)[_-]?key | credentials? )"
 _QUOTE: Final = r"""\\{0,7}["']"""
 """Also as it stands in JSON within JSON, with backslashes before it."""
@@ -151,7 +155,7 @@ def _parts(sources: Sources) -> Mapping[str, Part]:
 
     return {
         "slurm-node.txt": said("scontrol", "show", "node", sources.node),
-        "kernel.txt": said("journalctl", "--dmesg", "--boot=all", "--lines=20000", "--no-pager", "--output=short-iso"),
+        "kernel.txt": said(*KERNEL_LOG),
         "kernel-ring.txt": said("dmesg", "--time-format=iso"),
         "nvidia-smi.txt": said("nvidia-smi", "-q"),
         "pci.txt": said("lspci", "-vvv", "-d", "10de:"),

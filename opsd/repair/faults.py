@@ -41,8 +41,16 @@ FAULTS: Final[Mapping[str, Fault]] = {
 """By the kind of incident in the reason of the drain. What is not here is no matter for the ladder: fans, cables,
 disks, power, and whatever a person has drained a node for."""
 
+_OF_GPUS: Final = frozenset({*_GPU, *_LINKS, "gpu_burn_fp8", "gpu_host_copy", "nvbandwidth", "nccl_tests", "dcgm"})
+
 _ASKS: Final = {1: Rung.RESET, 4: Rung.RESET, 6: Rung.RESET, 2: Rung.REBOOT, 7: Rung.REBOOT}
 """What the driver's recovery action (nvmlDeviceGpuRecoveryAction_t) asks for."""
+
+
+def curable(failed: Iterable[str]) -> bool:
+    """Whether a preflight that ``failed`` in these checks is a matter for the ladder: a missing mount is none."""
+    checks = frozenset(failed)
+    return bool(checks) and checks <= _OF_GPUS
 
 
 def begin_at(fault: Fault, recovery_actions: Iterable[int]) -> Rung:

@@ -139,13 +139,17 @@ class NvidiaMachine:
             finally:
                 for name in reversed(loaded):
                     self._run(["modprobe", name], MODULES_S)
+        self._start_enabled(FABRIC)  # one that had failed was not running before
         return f"loaded {', '.join(reversed(loaded))} again"
 
     def restore(self) -> None:
         for name in (FABRIC, *self._services):
-            with suppress(RungError):
-                self._run(["systemctl", "is-enabled", "--quiet", name], SERVICE_S)
-                self._run(["systemctl", "start", name], SERVICE_S)
+            self._start_enabled(name)
+
+    def _start_enabled(self, name: str) -> None:
+        with suppress(RungError):  # it is not enabled, or shows in the retest
+            self._run(["systemctl", "is-enabled", "--quiet", name], SERVICE_S)
+            self._run(["systemctl", "start", name], SERVICE_S)
 
     def _modules(self) -> set[str]:
         try:

@@ -1,4 +1,4 @@
-"""How the agent has its node repaired: by a file, for which ``opsd-repair.path`` waits.
+"""How agent and preflight have their node repaired: by a file, for which ``opsd-repair.path`` waits.
 
 The agent has neither the rights nor the memory for a repair, and nothing to do for it between drain and return.
 """

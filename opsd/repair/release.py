@@ -18,18 +18,24 @@ from opsd.slurm.port import Job, Slurm, SlurmError
 RUNNING = "running"
 
 
-def release(slurm: Slurm, node: str, jobs: Sequence[Job], root: Path) -> str:
+def release(slurm: Slurm, node: str, jobs: Sequence[Job], root: Path, proc: Path = Path("/proc")) -> str:
     """Reduce the ``jobs`` that have ``node`` and no ranks on it to their other nodes, and say what was done.
 
     "" if nothing was. ``root`` is the folder of the runs in shared memory. The node of a batch script stays: Slurm
-    would end the job.
+    would end the job. So does one with any other step of the job, which Slurm would end.
     """
     done = []
     for job in jobs:
         others = [name for name in job.nodes if name != node]
-        if job.state != RUNNING or not others or job.batch_host == node or not has_left(job, node, root):
+        if job.state != RUNNING or not others or job.batch_host == node:
+            continue
+        launchers = launchers_that_left(job, node, root, proc)
+        if not launchers:
             continue
         try:
+            if more := [step for step, nodes in slurm.steps(job.id).items() if node in nodes and step not in launchers]:
+                done.append(f"job {job.id} keeps {node}: its step {', '.join(more)} is not one of the run's launchers")
+                continue
             slurm.shrink(job.id, others)
         except SlurmError as error:
             done.append(f"job {job.id} keeps {node}: {error}")
@@ -38,29 +44,44 @@ def release(slurm: Slurm, node: str, jobs: Sequence[Job], root: Path) -> str:
     return "; ".join(done)
 
 
-def has_left(job: Job, node: str, root: Path) -> bool:
-    """Whether the launchers of ``job`` on this node all say that their runs have ranks on other nodes of it only.
+def launchers_that_left(job: Job, node: str, root: Path, proc: Path) -> frozenset[str]:
+    """The steps of the launchers of ``job`` on this node, if all say that their runs have ranks on its others only.
 
-    A run whose nodes have names of its own (``--node-name``) says nothing about Slurm's.
+    Empty if one does not; "" stands for a launcher whose step is unknown. A run whose nodes have names of its own
+    (``--node-name``) says nothing about Slurm's.
     """
     try:
         owner = pwd.getpwnam(job.user).pw_uid
     except KeyError:
-        return False
-    answers = [_places(folder) for folder in root.glob("*") if _is_of(folder, job, owner)]
+        return frozenset()
+    runs = {folder: run for folder in root.glob("*") if (run := _run_of(folder, job, owner)) is not None}
     others = frozenset(job.nodes) - {node}
-    return bool(answers) and all(places and others.issuperset(places) for places in answers)
+    if not all((places := _places(folder)) and others.issuperset(places) for folder in runs):
+        return frozenset()
+    return frozenset(_step(proc, run.get("launcher_pid"), job) for run in runs.values())
 
 
-def _is_of(folder: Path, job: Job, owner: int) -> bool:
-    """Whether this is the folder of a run of ``job`` that its own user has made."""
+def _run_of(folder: Path, job: Job, owner: int) -> Mapping[str, object] | None:
+    """What is told of a run of ``job`` whose folder its own user has made, None if this is none."""
     try:
         if folder.lstat().st_uid != owner:
-            return False
+            return None
         told = json.loads(read_settings(folder / "run.json", follow=False))
     except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(told, dict) and str(told.get("job")) == str(job.id)
+        return None
+    return told if isinstance(told, dict) and str(told.get("job")) == str(job.id) else None
+
+
+def _step(proc: Path, pid: object, job: Job) -> str:
+    """The step of ``job`` that the process belongs to by its environment, "" if that does not say."""
+    if not isinstance(pid, int):  # a user wrote it
+        return ""
+    try:
+        lines = (proc / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    variables = dict(line.decode(errors="replace").partition("=")[::2] for line in lines)
+    return variables.get("SLURM_STEP_ID", "") if variables.get("SLURM_JOB_ID") == str(job.id) else ""
 
 
 def _places(folder: Path) -> Sequence[str]:

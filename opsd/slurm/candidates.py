@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from opsd.lemons import Fault, Judgement
+from opsd.lemons import Fault, Judgement, judge
 from opsd.slurm import node_comment
 from opsd.slurm.port import Node
 
@@ -68,6 +68,16 @@ def candidates(
         remarks = tuple(text for text, weight in against.items() if weight)
         found.append(Candidate(node.name, sum(against.values()), remarks, why_not))
     return found
+
+
+def lemons_to_spare(
+    nodes: Sequence[Node], comments: Mapping[str, str], pool: Collection[str], refused: Collection[str], now: float
+) -> list[str]:
+    """The lemons among the free nodes of ``pool``, if there are others that could come: who is asked for last."""
+    judged = judge([node.name for node in nodes], faults(comments), now)
+    worst = {score.node for score in judged.lemons}
+    free = {node.name for node in nodes if node.name in pool and node.state == "idle" and node.usable} - {*refused}
+    return sorted(free & worst) if free - worst else []
 
 
 def due(nodes: Sequence[Node], comments: Mapping[str, str], now: float, age_s: float) -> list[str]:

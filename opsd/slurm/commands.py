@@ -27,7 +27,7 @@ from opsd.slurm.output import (
     parse_nodes,
     parse_partitions,
     parse_reservations,
-    parse_step_nodes,
+    parse_steps,
     parse_version,
 )
 from opsd.slurm.port import (
@@ -131,12 +131,12 @@ class CommandSlurm:
             raise
         return parse_jobs(output.stdout, separator)
 
-    def step_nodes(self, job: int) -> frozenset[str]:
+    def steps(self, job: int) -> Mapping[str, frozenset[str]]:
         separator = self._separator()
         output = self._run(
             "squeue", "--steps", "--noheader", f"--jobs={job}", "--Format", format_option(STEP_FIELDS, separator)
         )
-        return parse_step_nodes(output.stdout, separator)
+        return parse_steps(output.stdout, separator)
 
     def gpus(self, job: int, node: str) -> frozenset[int] | None:
         return parse_gpus(self._run("scontrol", "--details", "show", "job", str(job)).stdout, node)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-KEPT_STAYS = 8
+KEPT_STAYS = 16
+"""With 8 the faults of a lemon, four a month, no longer reach back over the three windows that it is judged by."""
 KEPT_S = 90 * 86_400.0
 _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
 _STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")

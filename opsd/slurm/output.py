@@ -106,10 +106,10 @@ def parse_jobs(text: str, separator: str) -> tuple[Job, ...]:
     return tuple(sorted(jobs, key=lambda job: job.id))
 
 
-def parse_step_nodes(text: str, separator: str) -> frozenset[str]:
-    """The nodes with steps in squeue's output with ``STEP_FIELDS``. Raises SlurmRejected."""
-    steps = records(text, separator, len(STEP_FIELDS))
-    return frozenset(node for id, nodes in steps if not id.endswith((".batch", ".extern")) for node in _hosts(nodes))
+def parse_steps(text: str, separator: str) -> dict[str, frozenset[str]]:
+    """The nodes of each step in squeue's output with ``STEP_FIELDS``, by its name. Raises SlurmRejected."""
+    steps = ((id.rpartition(".")[2], nodes) for id, nodes in records(text, separator, len(STEP_FIELDS)))
+    return {name: frozenset(_hosts(nodes)) for name, nodes in steps if name not in ("batch", "extern")}
 
 
 def parse_gpus(text: str, node: str) -> frozenset[int] | None:

@@ -171,8 +171,11 @@ class Slurm(SlurmNodes, Protocol):
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         """The jobs with these ids, or on one node, or all that this user may see. Unknown ids are left out."""
 
-    def step_nodes(self, job: int) -> frozenset[str]:
-        """The nodes on which the job has steps, the batch script excepted; none for a job that is not running."""
+    def steps(self, job: int) -> Mapping[str, frozenset[str]]:
+        """The nodes of each of the job's steps, by its number, without batch script and external step.
+
+        None for a job that is not running.
+        """
 
     def gpus(self, job: int, node: str) -> frozenset[int] | None:
         """The GPUs of ``node`` that the job has, as indexes of the node's GRES; none if it has none there.

@@ -174,7 +174,7 @@ class _Attempt:
 
     def _has_no_living_steps(self, job: Job) -> bool:
         """Whether the job has no step on a living node any more: it then returns to the queue at once."""
-        return bool(self.excluded.lost) and self.slurm.step_nodes(job.id) <= set(self.excluded.lost)
+        return bool(self.excluded.lost) and set().union(*self.slurm.steps(job.id).values()) <= set(self.excluded.lost)
 
     def _requeue(self, job: Job) -> None:
         """Take the lost nodes from the job, then requeue it.

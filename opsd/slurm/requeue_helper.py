@@ -34,7 +34,7 @@ def requeue_from_inside(
     *,
     restarts: int | None = None,
     limit_s: float = LIMIT_S,
-    command: Sequence[str] = (sys.executable, "-m", "opsd"),
+    command: Sequence[str] = (sys.executable, "-P", "-m", "opsd"),
     log: str = "/dev/null",
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.slurm.allocation import Allocation
+from opsd.slurm.candidates import lemons_to_spare
 from opsd.slurm.job_state import is_alive
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
 from opsd.slurm.run_events import EVENTS, FileTail
@@ -154,15 +155,32 @@ class SpareRequester:
         if left is not None and left < _ENDS_AS_EARLY_MIN:
             return None
         log = str(self._folder / "spare-%j.log")
+        without = [*self._refused, *self._lemons(slurm)]
         try:
-            asked = slurm.submit(*self._spare.job(self._job, self._refused, left, log))
+            asked = slurm.submit(*self._spare.job(self._job, without, left, log))
         except SlurmRejected:
             if left is None:
                 raise
             # The pool may allow less time than the job has: its launcher requests a successor and leaves in time.
-            asked = slurm.submit(*self._spare.job(self._job, self._refused, None, log))
+            asked = slurm.submit(*self._spare.job(self._job, without, None, log))
         self._say(f"job {asked} will add a spare to the run")
         return asked
+
+    def _lemons(self, slurm: Slurm) -> list[str]:
+        """Nodes of the pool that are taken last; none where Slurm does not tell, as a spare must not wait for that."""
+        with suppress(SlurmError):
+            pool = _pool(slurm, self._spare.pool)
+            return lemons_to_spare(slurm.nodes(), slurm.comments(), pool, self._refused, self._wall())
+        return []
+
+
+def _pool(slurm: Slurm, options: Sequence[str]) -> frozenset[str]:
+    """The nodes of the reservation, or else the partition, in these options of sbatch. Raises SlurmError."""
+    told = dict(option.removeprefix("--").partition("=")[::2] for option in options)
+    if name := told.get("reservation"):
+        return frozenset(node for found in slurm.reservations() if found.name == name for node in found.nodes)
+    name = told.get("partition")
+    return frozenset(node for found in slurm.partitions() if found.name == name for node in found.nodes)
 
 
 def cancel_spares(slurm: Slurm, folder: Path, job: Allocation, say: Callable[[str], object] = print) -> None:

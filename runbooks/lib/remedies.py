@@ -42,10 +42,13 @@ def notify_unsupervised(incident: Incident, view: View) -> Sequence[Action]:
 def swap_out(incident: Incident, view: View) -> Iterator[Action]:
     """A planned swap of this node for every run that has ranks here and on other nodes and a live launcher.
 
-    The agent asks the launcher for a swap if there is a spare, and drains the node if permitted.
+    The agent asks the launcher for a swap if there is a spare, and drains the node if permitted. A node without ranks
+    is drained only: jobs of any kind end there first.
     """
+    args = {"node": view.node, "incident": incident.id, "kind": incident.kind}
+    if not any(rank.live for rank in view.ranks):
+        yield Action("drain_node", view.node, args, incident.summary)
     for run in view.runs:
         here = [rank for rank in ranks_of(view, run.run) if rank.live]
         if here and run.world_size > len(here) and supervised(view, run.run):
-            args = {"node": view.node, "control": run.control, "incident": incident.id, "kind": incident.kind}
-            yield Action("swap_node", view.node, args, incident.summary)
+            yield Action("swap_node", view.node, {**args, "control": run.control}, incident.summary)

@@ -40,7 +40,7 @@ class Agent:
         runbooks: Sequence[Runbook],
         *,
         mode: str = "act",
-        limits: Limits = Limits(cooldown_s=0),  # noqa: B008
+        limits: Limits = Limits(cooldown_s=0, drain=True),  # noqa: B008
         shm: Path | None = None,
         notify: Notifier | None = None,
         set_power_limit: PowerLimiter | None = None,

@@ -218,6 +218,10 @@ CASES: Mapping[str, Case] = {
             },
         ],
     ),
+    "LemonNode": Case(
+        [{f"opsd_node_lemon{{{NODE}}}": "1x50"}],
+        [{f"opsd_node_lemon{{{NODE}}}": "0x50"}, {}],
+    ),
     "RepairStuck": Case(
         [
             {f"opsd_repair_age_seconds{{{NODE}}}": "22000+15x250"},

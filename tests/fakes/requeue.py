@@ -71,9 +71,9 @@ class FakeQueue(FakeSlurm):
         known = [self.job, *(helper if self.submitted else [])]
         return [found for found in known if not ids or found.id in ids]
 
-    def step_nodes(self, job: int) -> frozenset[str]:
+    def steps(self, job: int) -> Mapping[str, frozenset[str]]:
         self._answer()
-        return frozenset(self.with_steps)
+        return {"0": frozenset(self.with_steps)}
 
     def _held_up(self) -> bool:
         return any(name in self._dead and self.by_name[name].state != "down" for name in self.job.nodes)

@@ -109,8 +109,8 @@ class FakeSlurm:
         self._answer()
         return [job for job in self._jobs if (not ids or job.id in ids) and (not node or node in job.nodes)]
 
-    def step_nodes(self, job: int) -> frozenset[str]:
-        return frozenset(node for found in self.jobs([job]) for node in found.nodes)
+    def steps(self, job: int) -> Mapping[str, frozenset[str]]:
+        return {str(step): frozenset(found.nodes) for step, found in enumerate(self.jobs([job]))}
 
     def gpus(self, job: int, node: str) -> frozenset[int] | None:
         self._answer()

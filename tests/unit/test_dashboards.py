@@ -111,4 +111,4 @@ def test_links_of_tables_lead_somewhere() -> None:
             assert named <= {*labels.split(", ")} and (not found or override["matcher"]["options"] in labels)
             urls += found
     assert {uid for url in urls for uid in re.findall(r"^/d/([\w-]+)", url)} == {"opsd-node", "opsd-job"}
-    assert {"opsd-node", "opsd-job"} <= {board["uid"] for board in boards} and len(tables) == 6
+    assert {"opsd-node", "opsd-job"} <= {board["uid"] for board in boards} and len(tables) == 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from opsd.agent.actions import Executor
 from opsd.runbooks.base import Action
 from opsd.slurm.drainer import SlurmDrainer
-from opsd.slurm.ownership import Rules, allowance, drain_objections, held, surplus
+from opsd.slurm.ownership import Rules, allowance, drain_objections, held, kind_of, surplus
 from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
@@ -95,6 +97,11 @@ def test_an_agent_drains_its_own_node_only(tmp_path) -> None:
     forbidden = Executor(shm=tmp_path, notify=lambda _text, _fields: None)
     ok, why = forbidden.perform(action)
     assert (ok, "policy.drain" in why, slurm.updates) == (False, True, [])
+    own = replace(action, args={"node": "n07", "kind": "gpu_lost", "incident": "gpu_lost-7"})
+    assert executor.perform(own) == (True, "drained n07")
+    ((_, _, told),) = slurm.updates
+    assert told == "opsd:gpu_lost-7 gpu_lost: GPU 2 is lost; see opsd incidents show gpu_lost-7"
+    assert kind_of(told) == "gpu_lost"
 
 
 names = st.integers(0, 30).map(lambda n: f"n{n}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from random import Random
@@ -12,14 +13,32 @@ from random import Random
 import pytest
 from click.testing import CliRunner
 
+from opsd.agent.node_faults import OWN_S, NodeFaults
+from opsd.collectors.slurm import NodeRecord
 from opsd.commands.nodes import nodes
 from opsd.lemons import DAY_S, WINDOW_S, Fault, judge, lift_of
 from opsd.simulate import trace
+from opsd.slurm import candidates, node_comment
+from opsd.slurm.candidates import lemons_to_spare
+from opsd.slurm.node_comment import NodeHistory
+from opsd.slurm.port import Node
+from tests.fakes.clock import FakeClock
+from tests.fakes.slurm import FakeSlurm
 
 PUBLISHED = os.environ.get("OPSD_FAULT_TRACE", "")
 """Days 0 to 200 of stepfun-ai/InfiniteHBD-Trace."""
 TITAN = os.environ.get("OPSD_TITAN_EVENTS", "")
 """data/gc_full.csv of olcf/TitanGPULife."""
+
+
+class Asked(FakeSlurm):
+    """Counts who asks for the comments of all nodes."""
+
+    of_all = 0
+
+    def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
+        self.of_all += not names
+        return super().comments(names)
 
 
 def fleet(seed: int, *, lemons: int, nodes: int = 1000, days: float = 30) -> tuple[list[str], set[str], list[Fault]]:
@@ -45,6 +64,50 @@ def test_planted_lemons_are_found_within_a_month() -> None:
         called, right, planted = called + len(found), right + len(found & bad), planted + len(bad)
     assert right / called >= 0.9
     assert right / planted >= 0.8
+
+
+def comments_of(names: list[str], faults: list[Fault]) -> dict[str, str]:
+    """What Slurm's comments are after these faults."""
+    histories: dict[str, NodeHistory] = {}
+    for fault in sorted(faults, key=lambda fault: fault.at):
+        assert fault.back is not None
+        before = histories.get(fault.node, NodeHistory())
+        histories[fault.node] = before.drained(fault.kind, fault.at).returned(fault.back)
+    return {name: node_comment.write("", histories.get(name, NodeHistory())) for name in names}
+
+
+@pytest.mark.parametrize("days", [30, 60, 90])
+def test_they_are_found_in_what_comments_remember(days: int) -> None:
+    """Which is bounded; and they go on being found, though their faults fill the comments of their nodes."""
+    called = right = planted = 0
+    for seed in range(5):
+        names, bad, faults = fleet(seed, lemons=10, days=days)
+        known = candidates.faults(comments_of(names, faults))
+        found = {score.node for score in judge(names, known, days * DAY_S).lemons}
+        called, right, planted = called + len(found), right + len(found & bad), planted + len(bad)
+    assert right / called >= 0.9
+    assert right / planted >= 0.8
+
+
+def test_a_node_knows_that_it_is_a_lemon_and_is_fetched_last_as_a_spare() -> None:
+    """The cluster's history says so; only nodes with several faults ask for that of all others, and seldom."""
+    names, bad, faults = fleet(1, lemons=10)
+    lemon = max(bad, key=lambda name: sum(fault.node == name for fault in faults))
+    good = next(name for name in names if all(fault.node != name for fault in faults))
+    slurm, clock = Asked([Node(name, "idle") for name in names]), FakeClock()
+    slurm.by_comment = comments_of(names, faults)
+    records = {name: NodeFaults(slurm, name, clock=clock.monotonic, wall=lambda: 30 * DAY_S) for name in (lemon, good)}
+    assert records[good].refresh() == NodeRecord(0, 0.0)
+    assert slurm.of_all == 0
+    for _ in range(3):
+        told = records[lemon].refresh()
+        clock.advance(OWN_S)
+        assert told.lemon and told.faults >= 2 and (told.confidence or 0) >= 0.9
+    assert slurm.of_all == 1
+    nodes = slurm.nodes()
+    assert lemons_to_spare(nodes, slurm.by_comment, {lemon, good}, (), 30 * DAY_S) == [lemon]
+    assert lemons_to_spare(nodes, slurm.by_comment, {lemon}, (), 30 * DAY_S) == []
+    assert lemons_to_spare(nodes, slurm.by_comment, {lemon, good}, {good}, 30 * DAY_S) == []
 
 
 def test_a_fleet_of_equal_nodes_has_none() -> None:
@@ -96,7 +159,7 @@ def test_infinitehbd_has_no_lemons() -> None:
     """Nodes that failed fail sooner again there for a month, and then no more than all others."""
     if not PUBLISHED:
         pytest.skip("OPSD_FAULT_TRACE names no trace")
-    outages = trace.load(Path(PUBLISHED), 400).nodes
+    outages = trace.parse(Path(PUBLISHED), Path(PUBLISHED).read_text(encoding="utf-8"), 400).nodes
     names = [f"n{number}" for number in range(len(outages))]
     faults = [
         Fault(name, one.kind, one.start_s, one.end_s if one.ended else None)

@@ -9,8 +9,9 @@ from opsd.agent.web.app import App, Request
 from opsd.agent.web.fleet import Fleet, FleetView, NodeSummary, RunSummary, node_summary
 from opsd.agent.web.fleet_page import ALONE, MAX_ROWS, fleet_page
 from opsd.agent.web.other_agents import Answer, OtherNodes
-from opsd.collectors import spare
-from opsd.collectors.base import RunFact
+from opsd.collectors import repairs, spare
+from opsd.collectors.base import RunFact, Sample
+from opsd.collectors.slurm import LEMON
 from opsd.plan.forecast import Forecast
 from opsd.runbooks.base import Severity
 from opsd.slurm.port import Node, SlurmUnavailable
@@ -34,7 +35,7 @@ def page(*others: Answer[NodeSummary], slurm: tuple[Node, ...] = (), note: str =
 
 def order(found: Structure) -> list[str]:
     """The nodes in the order of the rows."""
-    return re.findall(r"node-\d", found.text.partition("SlurmSpareRuns")[2].partition("runbooks")[0])[:-1]
+    return re.findall(r"node-\d", found.text.partition("SlurmRepairSpareRuns")[2].partition("runbooks")[0])[:-1]
 
 
 def test_what_needs_a_look_comes_first() -> None:
@@ -121,6 +122,17 @@ def test_plan_and_forecast_of_runs_are_told_by_the_node_of_rank_0() -> None:
     )
     ended = node_summary(shown, "node-2", 1000.0, lambda of: after(10))
     assert "beyond" not in page(told("node-2", runs=ended.runs)).text
+
+
+def test_repairs_and_lemons_are_seen_at_a_glance() -> None:
+    """What is ordered or under way, what waits for its replacement, and who fails again and again."""
+    repair = repairs.samples(repairs.Known("retest", 2, 40.0, {}), 100.0)
+    brief = node_summary(snapshot(samples=(repair, (Sample(LEMON, 1.0),))), "node-17", 1000.0)
+    assert (brief.repair, brief.lemon) == ("retest, remedy 2, for 60 s", True)
+    text = page(Answer("node-17", "", brief), told("node-18", repair="rma, remedy 3"), told("node-19")).text
+    assert "lemon retest, remedy 2, for 60 s" in text
+    assert "rma, remedy 3" in text
+    assert "in repair or to be replaced 2" in text
 
 
 def test_without_slurms_word_this_node_is_all_there_is() -> None:

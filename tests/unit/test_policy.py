@@ -87,6 +87,15 @@ def test_hardware_is_changed_only_on_the_word_of_kernel_or_driver() -> None:
     assert verdict(replace(limit, reason="in other words")) == [Verdict.RUN]
 
 
+def test_a_node_is_drained_only_where_that_was_allowed() -> None:
+    """Elsewhere it is nothing to recommend or to refuse, and the rest is done."""
+    drain, notice = Action("drain_node", "n1", {"node": "n1"}), Action("notify", "n1")
+    for allowed, verbs in ((False, ["notify"]), (True, ["drain_node", "notify"])):
+        limits = Limits(drain=allowed)
+        decisions = decide(INCIDENT, (drain, notice), "act", (), limits, START, NOW, confirmed=(drain,))
+        assert [(d.action.verb, d.verdict) for d in decisions] == [(verb, Verdict.RUN) for verb in verbs]
+
+
 def test_nothing_is_done_about_what_happened_before_the_agent_started() -> None:
     """Old events read after a restart never lead to an action; fresh evidence of the same incident does."""
     old = replace(INCIDENT, evidence=(Evidence("", "", START - 1),), opened_at=START - 1)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from opsd.config import load
 from opsd.preflight.quarantine import act
-from opsd.preflight.report import Report
+from opsd.preflight.report import Report, Result
+from opsd.repair.after_preflight import ordering
+from opsd.repair.case_file import CaseFile
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node, SlurmError
-from tests.fakes.preflight_reports import GEMM, VERSIONS, report
+from tests.fakes.preflight_reports import DISK, GEMM, VERSIONS, report
 from tests.fakes.slurm import FakeSlurm
 
 EVIDENCE = Path("/var/lib/opsd/preflight.json")
@@ -99,3 +102,24 @@ def test_somebody_elses_node_is_not_drained_again() -> None:
     with pytest.raises(SlurmError, match="alice"):
         acted(slurm, verdict(passed=False))
     assert slurm.updates == []
+
+
+@pytest.mark.parametrize(
+    ("failed", "policy", "ordered"),
+    [((GEMM,), "act", True), ((GEMM,), "recommend", False), ((GEMM,), "observe", False), ((GEMM, DISK), "act", False)],
+)
+def test_a_node_whose_gpus_failed_is_repaired_if_it_may_be(
+    tmp_path: Path, failed: tuple[Result, ...], policy: str, ordered: bool
+) -> None:
+    """With the drain, and not for what no reset cures; nor for a node that was not drained."""
+    found, slurm = report(*failed, node="n01"), cluster()
+    settings = load(None, (f"policy.repair={policy}", f"agent.state_dir={tmp_path}"))
+    drain = ordering(found, settings, SlurmDrainer(lambda: slurm, "n01", Rules()))
+    assert act(found, EVIDENCE, drain, lambda: slurm).startswith("drained n01")
+    assert CaseFile(tmp_path).ordered is ordered
+    CaseFile(tmp_path).drop_order()
+    theirs = cluster("replace the fan", DRAIN, "alice")
+    drain = ordering(found, settings, SlurmDrainer(lambda: theirs, "n01", Rules()))
+    with pytest.raises(SlurmError, match="alice"):
+        act(found, EVIDENCE, drain, lambda: theirs)
+    assert not CaseFile(tmp_path).ordered

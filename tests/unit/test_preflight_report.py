@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import resource
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +180,14 @@ def test_a_report_that_does_not_fit_leaves_the_old_one_as_it_was(tmp_path: Path)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert target.read_text(encoding="utf-8") == "old"
     assert [*tmp_path.iterdir()] == [target]
+
+
+def test_the_draft_of_a_dead_process_of_the_same_number_is_in_nobodys_way(tmp_path: Path):
+    """After a power cut the numbers of processes begin again."""
+    target = tmp_path / "report.json"
+    (tmp_path / f".report.json.{os.getpid()}").write_text("half of it")
+    write_text(target, "new")
+    assert target.read_text(encoding="utf-8") == "new"
 
 
 def test_a_line_comes_up_for_what_ran_and_in_later_rounds_only_for_what_failed():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -103,6 +105,17 @@ def test_evidence_is_written_where_nothing_is_installed(options: list[str], tmp_
     assert json.loads(made.output)["bytes"] == out.stat().st_size
     refused = CliRunner().invoke(evidence, ["--out", str(tmp_path / "none/out.tar.gz"), *options])
     assert (refused.exit_code, "cannot be written: No such file" in refused.stderr) == (exitcodes.FAILED, True)
+
+
+def test_evidence_goes_to_a_pipe(options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not into a file of the name "-", nor beside a JSON object."""
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(evidence, ["--out", "-", *options])
+    with tarfile.open(fileobj=io.BytesIO(made.stdout_bytes)) as archive:
+        assert any(name.endswith("/index.json") for name in archive.getnames())
+    assert not (tmp_path / "-").exists()
+    refused = CliRunner().invoke(evidence, ["--out", "-", "--json", *options])
+    assert (refused.exit_code, "without --json" in refused.stderr) == (exitcodes.USAGE, True)
 
 
 def test_people_are_told_how_it_has_ended(tmp_path: Path) -> None:

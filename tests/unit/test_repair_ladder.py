@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.repair.faults import FAULTS, begin_at
+from opsd.repair.faults import FAULTS, begin_at, curable
 from opsd.repair.ladder import (
     CUT_OFF,
     LADDER,
@@ -168,6 +168,15 @@ def test_the_driver_is_asked_where_to_begin() -> None:
     assert begin_at(FAULTS["gpu_xid"], [0, 2]) is Rung.REBOOT
     assert begin_at(FAULTS["gpu_lost"], [1]) is Rung.REBOOT
     assert begin_at(FAULTS["gpu_xid"], [99]) is Rung.RESET
+
+
+@pytest.mark.parametrize(
+    ("failed", "takes_on"),
+    [(["gpu_burn"], True), (["gpu_health", "nccl_tests"], True), (["gpu_burn", "storage_shared"], False), ([], False)],
+)
+def test_of_failed_preflights_those_of_gpus_are_for_the_ladder(failed: list[str], takes_on: bool) -> None:
+    """No reset mounts a file system, and a preflight in which no check ran says nothing."""
+    assert curable(failed) is takes_on
 
 
 def test_faults_name_kinds_and_checks_that_exist() -> None:

@@ -18,6 +18,7 @@ from opsd.repair import evidence
 from opsd.repair.case_file import CaseFile
 from opsd.repair.machine import NvidiaMachine, RungError, run_command
 from opsd.repair.retest import Preflight
+from opsd.settings.repair import RepairSettings
 
 
 @dataclass
@@ -29,13 +30,16 @@ class Node:
     broken: tuple[str, ...] = ()
     ran: list[str] = field(default_factory=list)
     killed: list[tuple[int, int]] = field(default_factory=list)
+    enabled: set[str] = field(default_factory=set)
+    given_s: list[float] = field(default_factory=list)
     stubborn: bool = False
     now: float = 0.0
 
-    def run(self, argv: Sequence[str], _deadline_s: float) -> str:
+    def run(self, argv: Sequence[str], deadline_s: float) -> str:
         command = " ".join(argv)
+        self.given_s.append(deadline_s)
         if argv[0] == "systemctl" and argv[1].startswith("is-"):
-            if argv[-1] not in self.active:
+            if argv[-1] not in (self.active if argv[1] == "is-active" else self.enabled):
                 raise RungError("inactive")
             return ""
         self.ran.append(command)
@@ -55,13 +59,13 @@ class Node:
         (self.proc / str(pid) / "comm").write_text("python\n")
         (self.proc / str(pid) / "cgroup").write_text(f"0::{cgroup}\n")
 
-    def machine(self, *services: str) -> NvidiaMachine:
-        def sleep(seconds: float) -> None:
-            self.now += seconds
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
+    def machine(self, *services: str) -> NvidiaMachine:
         return NvidiaMachine(
             list, services=services, run=self.run, proc=self.proc, kill=self.kill, clock=lambda: self.now,
-            sleep=sleep,
+            sleep=self.sleep,
         )  # fmt: skip
 
 
@@ -103,6 +107,42 @@ def test_the_driver_s_modules_are_unloaded_in_order_and_loaded_again(node: Node)
     with pytest.raises(RungError, match="in use"):
         node.machine().reload_driver()
     assert node.ran == ["modprobe --remove nvidia_uvm", *load]
+
+
+def test_a_fabric_manager_that_had_failed_is_started_with_the_driver(node: Node) -> None:
+    """Stopped for the driver if it runs, and untouched by a reset, which may need it."""
+    (node.proc / "modules").write_text("nvidia 1 1 - Live\n")
+    start = "systemctl start nvidia-fabricmanager"
+    node.enabled = {"nvidia-fabricmanager"}
+    node.machine().reload_driver()
+    assert node.ran[-1] == start
+    node.ran, node.active = [], {"nvidia-fabricmanager", "nvidia-persistenced"}
+    node.machine("nvidia-persistenced").reload_driver()
+    assert node.ran[0:2] == ["systemctl stop nvidia-persistenced", "systemctl stop nvidia-fabricmanager"]
+    assert {start, "systemctl start nvidia-persistenced"} <= set(node.ran[4:])
+    node.ran = []
+    node.machine("nvidia-persistenced").reset_gpus()
+    stopped = ["systemctl stop nvidia-persistenced", "nvidia-smi --gpu-reset", "systemctl start nvidia-persistenced"]
+    assert node.ran == stopped
+
+
+def test_what_hangs_holds_up_a_remedy_for_minutes_and_not_for_ever(node: Node) -> None:
+    """Each command has a deadline, and a process that cannot be killed fails the remedy after half a minute."""
+    (node.proc / "modules").write_text("nvidia_uvm 1 0 - Live\nnvidia 1 1 nvidia_uvm, Live\n")
+    services = RepairSettings().services
+    node.active = {*services, "nvidia-fabricmanager"}
+    for remedy in (node.machine(*services).reset_gpus, node.machine(*services).reload_driver):
+        node.given_s = []
+        remedy()
+        assert 0 < sum(node.given_s) < 3600
+    node.holds(102, "/user.slice/user-1000.slice/session-1.scope")
+    machine = NvidiaMachine(
+        list, run=node.run, proc=node.proc, kill=lambda _pid, _number: None, clock=lambda: node.now, sleep=node.sleep
+    )
+    began, node.ran, node.active = node.now, [], set()
+    with pytest.raises(RungError, match="do not end: 102"):
+        machine.reset_gpus()
+    assert (node.ran, round(node.now - began)) == ([], 30)
 
 
 def test_a_command_that_hangs_or_fails_is_one_sentence() -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from tests.fakes.slurm import FakeSlurm
 
 JOB = Job(7, "running", "", getpass.getuser(), "train", ("n1", "n2", "n3"), "n1", None, None, None, 0, "run")
 OTHER_USER = 65_533
+LAUNCHER = 4242
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Shrinking(FakeSlurm):
     """Remembers to which nodes a job was reduced."""
 
     shrunk: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    of_job: dict[str, frozenset[str]] = field(default_factory=lambda: {"1": frozenset({"n1"}), "2": frozenset({"n2"})})
 
     def __post_init__(self) -> None:
         FakeSlurm.__init__(self, [Node("n2", "allocated", frozenset({"drain"}))])
@@ -34,13 +36,16 @@ class Shrinking(FakeSlurm):
     def shrink(self, job: int, names: Sequence[str]) -> None:
         self.shrunk.append((job, tuple(names)))
 
+    def steps(self, job: int) -> Mapping[str, frozenset[str]]:
+        return self.of_job
+
 
 @contextmanager
 def launcher(root: Path, run: str, job: int, nodes: Sequence[str]) -> Iterator[None]:
     """The folder of a run whose launcher answers that it has ranks on ``nodes``."""
     folder = root / run
     folder.mkdir()
-    (folder / "run.json").write_text(json.dumps({"run": run, "job": str(job)}))
+    (folder / "run.json").write_text(json.dumps({"run": run, "job": str(job), "launcher_pid": LAUNCHER}))
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "control.sock"))
         server.listen()
@@ -54,12 +59,37 @@ def launcher(root: Path, run: str, job: int, nodes: Sequence[str]) -> Iterator[N
         yield
 
 
-def test_a_run_that_has_moved_on_gives_its_node_back(tmp_path: Path) -> None:
+@pytest.fixture
+def proc(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The launcher on n2, in the step 7.2."""
+    folder = tmp_path_factory.mktemp("proc")
+    (folder / str(LAUNCHER)).mkdir()
+    (folder / str(LAUNCHER) / "environ").write_bytes(b"LANG=C\0SLURM_JOB_ID=7\0SLURM_STEP_ID=2\0")
+    return folder
+
+
+def test_a_run_that_has_moved_on_gives_its_node_back(tmp_path: Path, proc: Path) -> None:
     """The job is reduced to its other nodes, and goes on."""
     slurm = Shrinking()
     with launcher(tmp_path, "run", 7, ["n1", "n3"]):
-        assert release(slurm, "n2", [JOB], tmp_path) == "job 7 goes on without n2, which its run has left"
+        assert release(slurm, "n2", [JOB], tmp_path, proc) == "job 7 goes on without n2, which its run has left"
     assert slurm.shrunk == [(7, ("n1", "n3"))]
+
+
+def test_a_job_with_another_step_on_the_node_keeps_it(tmp_path: Path, proc: Path) -> None:
+    """A server of data or an evaluation, which Slurm would end with the node."""
+    slurm = Shrinking(of_job={"2": frozenset({"n2"}), "3": frozenset({"n1", "n2"}), "4": frozenset({"n1"})})
+    with launcher(tmp_path, "run", 7, ["n1", "n3"]):
+        said = release(slurm, "n2", [JOB], tmp_path, proc)
+    assert (said, slurm.shrunk) == ("job 7 keeps n2: its step 3 is not one of the run's launchers", [])
+
+
+def test_a_launcher_that_cannot_be_told_from_other_steps_keeps_the_node(tmp_path: Path) -> None:
+    """In a container its number is another one."""
+    slurm = Shrinking()
+    with launcher(tmp_path, "run", 7, ["n1", "n3"]):
+        assert "keeps n2: its step 2" in release(slurm, "n2", [JOB], tmp_path, tmp_path)
+    assert slurm.shrunk == []
 
 
 @pytest.mark.parametrize(

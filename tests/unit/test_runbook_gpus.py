@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from opsd.agent.window import Window
 from opsd.collectors.base import Event, GpuFact, Reading
 from opsd.runbooks import gpu_lost
 from opsd.runbooks.lib.gpus import xids_of
+from tests.fakes.facts import rank
+from tests.fakes.incidents import incident
 
 LOST = GpuFact(3, "GPU-3", "00000000:4A:00.0", "H100", lost="GPU is lost")
 UNKNOWN = GpuFact(4, "", "", "", lost="GPU is lost")
@@ -40,3 +44,14 @@ def test_the_kernel_log_is_evidence_of_a_lost_gpu() -> None:
     """What the driver wrote about it stands beside what it answers."""
     (finding,) = gpu_lost.RUNBOOK.detect(seen({"pci_bus_id": LOST.pci_bus_id}))
     assert "Xid 0 10 s ago" in [evidence.text for evidence in finding.evidence]
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_node_without_ranks_is_drained_for_what_would_swap_it_out(live: bool) -> None:
+    """It leaves no run, and waits for nobody but jobs; one with ranks that cannot be swapped stays."""
+    view = seen()
+    if live:
+        view.add("ranks", Reading(facts=(rank(0),)))
+    actions = gpu_lost.RUNBOOK.remedy(incident("gpu_lost-1"), view)
+    assert [action.verb for action in actions] == ([] if live else ["drain_node"]) + ["notify"]
+    assert live or actions[0].args["kind"] == incident("gpu_lost-1").kind

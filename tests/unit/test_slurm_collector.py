@@ -8,7 +8,16 @@ from collections.abc import Sequence
 
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.base import NoData, Reading
-from opsd.collectors.slurm import METRICS, SlurmCollector, SlurmReport
+from opsd.collectors.slurm import (
+    CONFIDENCE,
+    FAULTS,
+    LEMON,
+    METRICS,
+    SCORE,
+    NodeRecord,
+    SlurmCollector,
+    SlurmReport,
+)
 from opsd.slurm.port import Job, Node, SlurmDenied, SlurmError, SlurmMissing, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
@@ -57,7 +66,19 @@ def test_state_flags_reason_and_jobs_are_exported() -> None:
     assert found["opsd_slurm_node_reason_info", "opsd:42 gpu_xid", "root"] == 1
     assert found["opsd_slurm_job_info", "7", "alice", "train", "running"] == 1
     assert found["opsd_slurm_jobs",] == 1
-    assert {name[0] for name in found} == {metric.name for metric in METRICS}
+    remembered = {FAULTS.name, SCORE.name, CONFIDENCE.name, LEMON.name}
+    assert {name[0] for name in found} == {metric.name for metric in METRICS} - remembered
+
+
+def test_what_slurm_remembers_is_exported() -> None:
+    """The confidence only where it was asked for."""
+    timeline = Timeline()
+    for record, told in ((NodeRecord(1, 1.0), set()), (NodeRecord(3, 4.0, 0.97, True), {0.97})):
+        timeline.report = SlurmReport(timeline.now, Node("n1", "idle"), record=record)
+        found = values(timeline.collect())
+        assert (found["opsd_node_faults",], found["opsd_node_score",]) == (record.faults, record.score)
+        assert found["opsd_node_lemon",] == record.lemon
+        assert {v for (name, *_), v in found.items() if name == "opsd_node_lemon_confidence_ratio"} == told
 
 
 def test_changes_are_events_and_the_first_answer_is_not() -> None:
@@ -120,9 +141,9 @@ def test_the_watch_keeps_the_last_answer_beside_the_problem() -> None:
     slurm = FakeSlurm([Node("n1", "idle")], jobs=[job(7)])
     now = 5.0
     watch = NodeWatch(slurm, "n1", clock=lambda: now)
-    assert watch.refresh() == SlurmReport(5.0, Node("n1", "idle"), [job(7)])
+    assert watch.refresh() == SlurmReport(5.0, Node("n1", "idle"), [job(7)], record=NodeRecord(0, 0.0))
     now, slurm.error = 25.0, SlurmUnavailable("away")
-    assert watch.refresh() == SlurmReport(5.0, Node("n1", "idle"), [job(7)], "away")
+    assert watch.refresh() == SlurmReport(5.0, Node("n1", "idle"), [job(7)], "away", record=NodeRecord(0, 0.0))
     slurm.error = SlurmMissing("no Slurm")
     assert watch.refresh() == SlurmReport(problem="no Slurm", absent=True)
     assert NodeWatch(FakeSlurm([]), "n1", clock=lambda: 1.0).refresh() == SlurmReport(1.0)

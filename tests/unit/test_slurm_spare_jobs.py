@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from opsd.commands.slurm_attend import attend_command, pool_options
+from opsd.lemons import DAY_S
 from opsd.slurm.allocation import allocation
-from opsd.slurm.port import Job, SlurmRejected, SlurmUnavailable
+from opsd.slurm.port import Job, Node, Partition, SlurmRejected, SlurmUnavailable
 from opsd.slurm.spare_jobs import DEFER_S, FOLDER, RETRY_S, SpareJob, SpareRequester, cancel_spares
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import running
 from tests.fakes.slurm import FakeSlurm
+from tests.unit.test_lemons import comments_of, fleet
 
 ENVIRON = {
     "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURMD_NODENAME": "n1", "SLURM_JOB_PARTITION": "train",
@@ -36,6 +38,10 @@ class FakePool(FakeSlurm):
         self.submitted: list[tuple[str, Sequence[str]]] = []
         self.cancelled: list[int] = []
         self.refuses: list[Exception] = []
+        self.of_pool: Sequence[Partition] = ()
+
+    def partitions(self) -> Sequence[Partition]:
+        return self.of_pool
 
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         return [job for number, job in self.known.items() if not ids or number in ids]
@@ -56,13 +62,13 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.clock, self.said = folder, FakeClock(), list[str]()
-        self.pool = FakePool(running("n1", "n2", "n3"))
+        self.pool, self.wall = FakePool(running("n1", "n2", "n3")), 1000.0
 
     def on(self, node: str) -> SpareRequester:
         """The fetcher of a node."""
         return SpareRequester(
             self.folder, node, replace(JOB, node=node), SPARE, lambda: self.pool,
-            clock=self.clock.monotonic, wall=lambda: 1000.0, say=self.said.append,
+            clock=self.clock.monotonic, wall=lambda: self.wall, say=self.said.append,
         )  # fmt: skip
 
     def happens(self, **event: object) -> None:
@@ -125,6 +131,22 @@ def test_a_refused_spare_is_not_asked_for_again(scene: Scene) -> None:
     assert [[o for o in options if o.startswith("--exclude")] for _, options in scene.pool.submitted] == [
         ["--exclude=n8"], ["--exclude=n8,n9"],
     ]  # fmt: skip
+
+
+def test_a_lemon_is_the_last_that_is_asked_for(scene: Scene) -> None:
+    """By the history of all nodes; if no other one of the pool is free, it is taken."""
+    names, bad, faults = fleet(1, lemons=10)
+    lemon = max(bad, key=lambda name: sum(fault.node == name for fault in faults))
+    pool, scene.wall = scene.pool, 30 * DAY_S
+    pool.by_name |= {name: Node(name, "idle") for name in names}
+    pool.by_comment = comments_of(names, faults)
+    requester = scene.on("n1")
+    for others in ((next(name for name in names if name not in bad),), ()):
+        pool.of_pool = [Partition("spares", (lemon, *others), 1, "OFF")]
+        scene.happens(**LOST, lost_again=len(others))
+        requester.look()
+    excluded = [[o for o in options if o.startswith("--exclude=")] for _, options in pool.submitted]
+    assert excluded == [[f"--exclude={lemon}"], []]
 
 
 @pytest.mark.parametrize("change", [{"state": "completing"}, {"restarts": 1}])

@@ -15,6 +15,7 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.other_agents import Answer, OtherAgents, OtherNodes
 from opsd.agent.web.parts import TONES, run_state_text
+from opsd.agent.web.repairs import repair_now
 from opsd.collectors.base import RunFact
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import Settings
@@ -46,7 +47,8 @@ class NodeSummary(BaseModel):
     """What an agent says of its node in brief: the answer of ``/api/v1/node``.
 
     ``incidents`` are the numbers of open ones by severity, symptoms left out; ``worst`` is the summary of the gravest.
-    ``spare`` is None on a node that is no spare, else whether it is ready. ``age_s`` is the age of what is told.
+    ``spare`` is None on a node that is no spare, else whether it is ready. ``repair`` is where its repair is, "" if
+    there is none. ``age_s`` is the age of what is told.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -60,6 +62,8 @@ class NodeSummary(BaseModel):
     incidents: Mapping[str, int] = {}
     worst: str = Field(default="", max_length=4096)
     spare: bool | None = None
+    repair: str = Field(default="", max_length=80)
+    lemon: bool = False
 
 
 def node_summary(
@@ -70,7 +74,7 @@ def node_summary(
     roots = [incident for incident in snapshot.incidents if incident.cause is None]
     severities = [*TONES]
     worst = min(roots, key=lambda incident: severities.index(incident.severity), default=None)
-    ready = snapshot.value("opsd_spare_ready")
+    ready, repair = snapshot.value("opsd_spare_ready"), repair_now(snapshot)
     return NodeSummary(
         node=node,
         version=__version__,
@@ -83,6 +87,8 @@ def node_summary(
         incidents=Counter(incident.severity.value for incident in roots),
         worst=worst.summary[:200] if worst else "",
         spare=None if ready is None else bool(ready),
+        repair=repair.text[:80] if repair else "",
+        lemon=snapshot.value("opsd_node_lemon") == 1,
     )
 
 

@@ -29,7 +29,7 @@ def fleet_page(here: NodeSummary, view: FleetView, *, refresh_s: int) -> bytes:
     silent: list[Answer[NodeSummary]] = [Answer(name, "") for name in view.slurm if name not in asked]
     nodes = sorted((*answers, *silent), key=lambda answer: _trouble(answer, view.slurm.get(answer.node)))
     rows = [_row(answer, view.slurm.get(answer.node)) for answer in nodes[:MAX_ROWS]]
-    columns = ("Node", "Incidents", "Agent", "GPUs", "Slurm", "Spare", "Runs")
+    columns = ("Node", "Incidents", "Agent", "GPUs", "Slurm", "Repair", "Spare", "Runs")
     rest = len(nodes) - len(rows)
     more = nothing(f"and {rest} more without trouble, or with less") if rest > 0 else Html("")
     note = nothing(view.others.note) if view.others.note else Html("")
@@ -49,6 +49,7 @@ def _sums(known: Sequence[NodeSummary], nodes: int) -> Html:
 
     grave = [pill(f"{number} {s.value}", tone) for s, tone in TONES.items() if (number := total(s.value))]
     spares = [node.spare for node in known if node.spare is not None]
+    repairs = sum(bool(node.repair) for node in known)
     running = {run.run for node in known for run in node.runs if run.state == "running"}
     lost = sum(node.gpus_lost for node in known)
     return facts(
@@ -57,6 +58,7 @@ def _sums(known: Sequence[NodeSummary], nodes: int) -> Html:
             ("GPUs", sum(node.gpus for node in known)),
             *([("lost", pill(lost, "bad"))] if lost else []),
             ("runs", len(running)),
+            *([("in repair or to be replaced", repairs)] if repairs else []),
             ("incidents", join(grave, " ") if grave else pill("none", "good")),
             ("spares", f"{sum(spares)} of {len(spares)} ready" if spares else "none"),
         ]
@@ -79,13 +81,13 @@ def _row(answer: Answer[NodeSummary], node: Node | None) -> Sequence[object]:
     known, name = answer.summary, link(f"{answer.url}/", answer.node)
     if known is None:
         silent = pill("no answer" if answer.problem else "not asked", "bad" if answer.problem else "")
-        return h(answer.node), brief(answer.problem) or "–", silent, "–", _slurm(node), "–", "–"
+        return h(answer.node), brief(answer.problem) or "–", silent, "–", _slurm(node), "–", "–", "–"
     fresh = known.age_s <= STALE_S
     agent = pill("answers", "good") if fresh else pill(f"stands still for {span(known.age_s)}", "bad")
     lost = join((f"{known.gpus} ", pill(f"{known.gpus_lost} lost", "bad"))) if known.gpus_lost else h(known.gpus)
     runs = join(_runs(known, answer.url), ", ") if known.runs else h("–")
     spare = {True: pill("ready", "good"), False: pill("not ready", "warn"), None: h("–")}[known.spare]
-    return name, _incidents(known), agent, lost, _slurm(node), spare, runs
+    return name, _incidents(known), agent, lost, _slurm(node), _repair(known), spare, runs
 
 
 def _runs(known: NodeSummary, url: str) -> Iterator[Html]:
@@ -107,6 +109,12 @@ def _incidents(known: NodeSummary) -> Html:
         if (number := known.incidents.get(severity.value))
     )
     return join((join(counts, " "), brief(known.worst)), " ")
+
+
+def _repair(known: NodeSummary) -> Html:
+    lemon = [pill("lemon", "warn")] if known.lemon else []
+    repair = [pill(known.repair, "bad" if known.repair.startswith("rma") else "warn")] if known.repair else []
+    return join((*lemon, *repair), " ") if lemon or repair else h("–")
 
 
 def _slurm(node: Node | None) -> Html:
