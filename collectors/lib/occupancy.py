@@ -59,12 +59,15 @@ class Proof:
         self._identity: Identity | None = None
         self._until = 0.0
 
-    def owns(self, pid: int, start: int, now: float, *, lives: bool) -> bool | None:
-        """Whether the process with this start time is the owner's; None if it is gone and was never seen."""
-        if not lives:
+    def owns(self, pid: int, start: int, now: float, here: int | None) -> bool | None:
+        """Whether the process with this start time is the owner's; None if it is gone and was never seen.
+
+        ``here`` is its number on this machine, None if it is gone.
+        """
+        if here is None:
             return self._process == (pid, start) or None
         if self._process != (pid, start) or now >= self._until:
-            identity = self._look_up(pid)
+            identity = self._look_up(here)
             if identity is None:
                 return None
             if identity.user != self._owner:
