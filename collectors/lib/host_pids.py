@@ -63,17 +63,23 @@ class HostPids:
     def _look(self, key: Hashable, fits: Callable[[_Process], bool]) -> int | None:
         with self._guard:
             if key not in self._known:
-                found = next(filter(fits, self._nested), None)
+                found = self._first(fits)
                 if found is None:
                     if self._clock() - self._searched < SEARCH_S:
                         return None
                     self._searched, self._nested = self._clock(), tuple(self._search())
-                    found = next(filter(fits, self._nested), None)
+                    found = self._first(fits)
                 self._known[key] = found
                 if len(self._known) > MAX_KNOWN:
                     del self._known[next(iter(self._known))]
             found = self._known[key]
-        return found.pid if found is not None and start_time(found.pid, self._proc) == found.start else None
+        return found.pid if found is not None and self._lives(found) else None
+
+    def _first(self, fits: Callable[[_Process], bool]) -> _Process | None:
+        return next((one for one in self._nested if fits(one) and self._lives(one)), None)
+
+    def _lives(self, process: _Process) -> bool:
+        return start_time(process.pid, self._proc) == process.start
 
     def _search(self) -> Iterator[_Process]:
         """The processes in nested PID namespaces."""
