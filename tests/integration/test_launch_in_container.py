@@ -39,6 +39,8 @@ train(8, at=7, do=lambda: os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else
 
 OWN_PROCESSES = ("--unshare-pid",)
 """As ``apptainer exec --pid``."""
+FIRST_PROCESS = (*OWN_PROCESSES, "--as-pid-1")
+"""As ``enroot start --pid``: the launcher is process 1."""
 ROOT_INSIDE = ("--uid", "0", "--gid", "0")
 """As ``srun --container-remap-root`` and ``apptainer exec --fakeroot``."""
 ANOTHER_USER = ("--uid", "1234", "--gid", "1234")
@@ -66,7 +68,7 @@ def running(launched: Launched, collector: RanksCollector) -> RunFact:
     return run
 
 
-@pytest.mark.parametrize("options", [OWN_PROCESSES, ROOT_INSIDE, (*OWN_PROCESSES, *ANOTHER_USER)])
+@pytest.mark.parametrize("options", [ROOT_INSIDE, FIRST_PROCESS, (*OWN_PROCESSES, *ANOTHER_USER)])
 def test_the_agent_sees_and_acts_from_outside(tmp_path: Path, options: tuple[str, ...]) -> None:
     """Ranks, launcher and helpers by their numbers on this machine, whatever theirs are, and the launcher answers."""
     collector = RanksCollector(tmp_path / "shm")
