@@ -1,4 +1,4 @@
-"""Whether user ids are the machine's."""
+"""Whether user ids are those of the machine, or of a user namespace."""
 
 from __future__ import annotations
 
