@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
@@ -50,7 +51,7 @@ class HostPids:
         if start_time(pid, self._proc) == start:
             return pid
         key = (owner, pid, start)
-        return self._look(key, lambda one: (one.owner, one.inside, one.start) == key)
+        return self._look(owner, key, lambda one: (one.owner, one.inside, one.start) == key)
 
     def beside(self, owner: int, rank: int, inside: int) -> int | None:
         """The number here of the process with the number ``inside`` in the PID namespace of the process ``rank``."""
@@ -58,16 +59,18 @@ class HostPids:
             return None
         # Numbers are used again, so an answer is good for a minute.
         key, same = (owner, namespace, inside, self._clock() // RENEW_S), (owner, inside)
-        return self._look(key, lambda one: (one.owner, one.inside) == same and self._namespace(one.pid) == namespace)
+        return self._look(
+            owner, key, lambda one: (one.owner, one.inside) == same and self._namespace(one.pid) == namespace
+        )
 
-    def _look(self, key: Hashable, fits: Callable[[_Process], bool]) -> int | None:
+    def _look(self, owner: int, key: Hashable, fits: Callable[[_Process], bool]) -> int | None:
         with self._guard:
             if key not in self._known:
                 found = self._first(fits)
                 if found is None:
                     if self._clock() - self._searched < SEARCH_S:
                         return None
-                    self._searched, self._nested = self._clock(), tuple(self._search())
+                    self._searched, self._nested = self._clock(), tuple(self._search(of_root=owner == 0))
                     found = self._first(fits)
                 self._known[key] = found
                 if len(self._known) > MAX_KNOWN:
@@ -81,10 +84,15 @@ class HostPids:
     def _lives(self, process: _Process) -> bool:
         return start_time(process.pid, self._proc) == process.start
 
-    def _search(self) -> Iterator[_Process]:
-        """The processes in nested PID namespaces."""
-        for pid in [int(path.name) for path in self._proc.iterdir() if path.name.isdecimal()]:
+    def _search(self, *, of_root: bool) -> Iterator[_Process]:
+        """The processes in nested PID namespaces. Root's, most of a node's, are read only if they are asked for."""
+        with os.scandir(self._proc) as entries:
+            numbered = [entry for entry in entries if entry.name.isdecimal()]
+        for entry in numbered:
             with contextlib.suppress(OSError, ValueError):  # ended meanwhile
+                if not of_root and entry.stat().st_uid == 0:
+                    continue
+                pid = int(entry.name)
                 status = read_kernel_text(f"{self._proc}/{pid}/status")
                 _, *inside = status.partition("\nNSpid:")[2].partition("\n")[0].split()
                 if inside and (start := start_time(pid, self._proc)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def add(proc: Path) -> Add:
         (folder / "stat").write_text(f"{numbers[0]} (py) R {' 0' * 18} {start} 0")
         listed = "\t".join(map(str, numbers))
         (folder / "status").write_text(f"Name:\tpy\nUid:\t{user}\t{user}\t{user}\t{user}\nNSpid:\t{listed}\n")
+        if os.geteuid() == 0:
+            os.chown(folder, user, user)
         namespace = proc.parent / f"namespace-{of}"
         namespace.touch()
         if not (folder / "ns/pid").exists():
