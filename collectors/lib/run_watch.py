@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -229,7 +229,7 @@ class RunWatch:
     def _fact(self, page: RankPage, pid: int | None, process: str | None) -> RankFact:
         rank = self._ranks[page.rank]
         workers = self._workers(page, pid)
-        rank.steps = _step_facts(page, rank.steps)
+        rank.steps = series.step_facts(page, rank.steps)
         return RankFact(
             run=self._run,
             job=rank.proof.job(page.job),
@@ -285,26 +285,6 @@ class RunWatch:
             yield from series.model_samples(page, rate, labels)
         if fact.gpu is not None:
             yield Sample(series.JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
-
-
-def _step_facts(page: RankPage, known: tuple[StepFact, ...]) -> tuple[StepFact, ...]:
-    """The steps of ``page``; those among ``known``, the facts of an earlier look, are not made again."""
-    last = known[-1].end if known else None
-    new = [*takewhile(lambda step: step.end != last, reversed(page.steps))]
-    made = (
-        StepFact(
-            s.step,
-            s.end,
-            s.duration_s,
-            s.tokens,
-            s.loss,
-            s.grad_norm,
-            dict(zip(PHASES, s.phase_s, strict=True)),
-            s.learning_rate,
-        )
-        for s in reversed(new)
-    )
-    return (*known, *made)[-len(page.steps) :] if page.steps else ()
 
 
 def _newest(events: Iterable[Event]) -> tuple[Event, ...]:
