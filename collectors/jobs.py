@@ -20,7 +20,14 @@ IDLE = Metric(
     unit="seconds",
     labels=("gpu", "job_id"),
 )
+ON_INSTANCE = Metric(
+    "opsd_mig_job_info",
+    "The job whose processes are on a GPU instance of MIG; their memory and number are in opsd_mig_*.",
+    "info",
+    labels=("gpu", "GPU_I_ID", "job_id"),
+)
 LABELS: Final = {
+    "GPU_I_ID": "GPU instances of a GPU, 7 at most",
     "gpu": "GPUs of the node by index",
     "job_id": "Slurm jobs that have a GPU, mostly one for each GPU",
     "run": "empty",
@@ -36,7 +43,7 @@ class JobsCollector:
     """The jobs that ``jobs`` finds. ``occupancy`` has what other collectors know of GPUs and jobs."""
 
     name = "jobs"
-    metrics = (JOB_INFO, IDLE)
+    metrics = (JOB_INFO, IDLE, ON_INSTANCE)
     interval_s = INTERVAL_S
 
     def __init__(
@@ -61,6 +68,9 @@ class JobsCollector:
                 yield Sample(JOB_INFO, 1.0, (str(gpu), job, "", ""))
             if (worked := self._occupancy.worked.get(gpu)) is not None:
                 yield Sample(IDLE, max(0.0, now - max(worked, since)), (str(gpu), job))
+        for (gpu, instance), jobs in self._occupancy.jobs_on.items():
+            for job in sorted(jobs):
+                yield Sample(ON_INSTANCE, 1.0, (str(gpu), str(instance), job))
 
 
 def _make(_settings: JobsSettings, context: Context) -> Collector:

@@ -17,6 +17,7 @@ from typing import Final
 from pydantic import Field
 
 from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.nccl.ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
 from opsd.collectors.lib.nccl.run import LOG_BYTES, LOGS, MESSAGES, SAME_HANG_S, NcclRun
 from opsd.collectors.lib.run_slots import Chosen, RunSlots
@@ -70,7 +71,7 @@ class NcclSettings(CollectorSettings):
 class NcclCollector:
     """The runs under ``root``, the folder of rank pages. RAS is asked at ``addresses`` every ``ras_period_s``.
 
-    ``slots`` are the run folders to look at, shared with the collector of ranks.
+    ``slots`` are the run folders to look at, shared with the collector of ranks, and so is ``host``.
     """
 
     name = "nccl"
@@ -86,8 +87,12 @@ class NcclCollector:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         slots: RunSlots | None = None,
+        host: HostPids | None = None,
     ) -> None:
-        self._slots = slots or RunSlots(root, lambda folder, owner: lives(folder, owner, wall(), 0.0), clock=clock)
+        self._host = found = host or HostPids()
+        self._slots = slots or RunSlots(
+            root, lambda folder, owner: lives(folder, owner, wall(), 0.0, found), clock=clock
+        )
         self._allowance = Allowance(DUMP_BYTES, DUMP_BYTES / SAME_HANG_S)
         self._addresses = addresses
         self._ras_period_s = ras_period_s
@@ -111,7 +116,8 @@ class NcclCollector:
         # What a log holds when the agent starts is old; a run that appears later is new from its first line.
         known, skip_old = self._runs or {}, self._runs is None
         self._runs = {
-            one: known.get(one) or NcclRun(*one, skip_old=skip_old, allowance=self._allowance) for one in chosen
+            one: known.get(one) or NcclRun(*one, skip_old=skip_old, allowance=self._allowance, host=self._host)
+            for one in chosen
         }
         self._allowance.begin(frozenset(owner for _, owner in chosen))
         wall, of_owner = self._wall(), defaultdict[int, list[NcclRun]](list)
@@ -218,10 +224,10 @@ def _event(problem: Problem, wall: float) -> Event:
 
 def _make(settings: NcclSettings, context: Context) -> Collector:
     hosts = [(host.strip("[]"), int(port)) for host, _, port in (ras.rpartition(":") for ras in settings.ras)]
-    root = context.settings.section(RanksSettings).root
+    root, host = context.settings.section(RanksSettings).root, context.shared(HostPids)
     ranks = context.collector(RanksCollector)
     slots = ranks.slots if ranks else None
-    return NcclCollector(root, addresses=hosts, ras_period_s=settings.interval_s, slots=slots)
+    return NcclCollector(root, addresses=hosts, ras_period_s=settings.interval_s, slots=slots, host=host)
 
 
 COLLECTOR = Plugin("nccl", NcclSettings, _make, LABELS)

@@ -12,7 +12,7 @@ from opsd.collectors.base import Collector, Context, Event, GpuFact, NoData, Plu
 from opsd.collectors.dcgm import DcgmCollector
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Xid, XidLedger, xid_event
-from opsd.collectors.lib.nvml import gpm, series
+from opsd.collectors.lib.nvml import gpm, mig, series
 from opsd.collectors.lib.nvml.driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
 from opsd.collectors.lib.nvml.gpu import Gpu
 from opsd.collectors.lib.occupancy import Occupancy
@@ -48,7 +48,7 @@ class NvmlCollector:
     """
 
     name = "nvml"
-    metrics = (*series.METRICS, *gpm.METRICS, TOTAL)
+    metrics = (*series.METRICS, *gpm.METRICS, *mig.METRICS, TOTAL)
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class NvmlCollector:
         self._orphans: dict[int, tuple[int, ...]] = {}
         self._reloads = 0
         self._worked: dict[int, float] = {}
-        self._held_xids: list[tuple[float, int, int]] = []
+        self._held_xids: list[tuple[float, int, int, int | None]] = []
 
     def collect(self) -> Reading | NoData:
         """Read all GPUs. Raises NvmlError if the driver cannot be initialised or its session has just ended."""
@@ -110,6 +110,8 @@ class NvmlCollector:
         if self._process_letter is not None:
             found = ((index, gpu.holders) for index, gpu in self._gpus.items())
             self._occupancy.holders = {index: holders for index, holders in found if holders is not None}
+            parted = ((index, gpu.instances) for index, gpu in self._gpus.items())
+            self._occupancy.instances = {index: instances for index, instances in parted if instances is not None}
         self._occupancy.worked = self._worked = self._last_work(now)
         events = tuple(self._new_xids(driver))
         samples += self._state(driver)
@@ -164,7 +166,7 @@ class NvmlCollector:
         if self._driver is not None:
             self._driver.close()
         self._driver = None
-        self._occupancy.holders, self._occupancy.worked = {}, {}
+        self._occupancy.holders, self._occupancy.worked, self._occupancy.instances = {}, {}, {}
 
     def _read(self, index: int, now: float) -> list[Sample]:
         if index not in self._gpus:
@@ -188,17 +190,20 @@ class NvmlCollector:
         self._orphans[index] = dead = tuple(pid for pid in gpu.processes if self._process_letter(pid) in DEAD)
         labels = gpu.identity.labels(series.ORPHANS, self._hostname)
         yield Sample(series.ORPHANS, len(dead), labels)
-        yield Sample(series.ORPHAN_MEMORY, sum(gpu.processes[pid] for pid in dead), labels)
+        yield Sample(series.ORPHAN_MEMORY, sum(gpu.processes[pid].memory for pid in dead), labels)
 
     def _new_xids(self, driver: Driver) -> Iterator[Event]:
         at = self._wall()
-        new = [(at, index, code) for index, code in driver.xids()]
+        new = [(at, *xid) for xid in driver.xids()]
         due, self._held_xids = (self._held_xids, new) if self._ledger.kernel_log else ([*self._held_xids, *new], [])
-        for at, index, code in due:
+        for at, index, code, instance in due:
             gpu = self._known[index]
             if self._ledger.report(code, gpu.pci_bus_id, at=at, source=self.name):
-                where = {"gpu": index, "uuid": gpu.uuid}
-                yield xid_event(Xid(code, gpu.pci_bus_id), at=at, source=self.name, where=where)
+                where: dict[str, object] = {"gpu": index, "uuid": gpu.uuid}
+                if instance is not None and (job := self._occupancy.job_on(index, instance)):
+                    where["job"] = job
+                of = "" if instance is None else f"GPU-I:{instance:02d}"
+                yield xid_event(Xid(code, gpu.pci_bus_id, mig=of), at=at, source=self.name, where=where)
 
     def _state(self, driver: Driver) -> Iterator[Sample]:
         """What is known of every GPU, whether it answers or not."""
@@ -262,4 +267,4 @@ def _make(settings: NvmlSettings, context: Context) -> Collector:
     )
 
 
-COLLECTOR = Plugin("nvml", NvmlSettings, _make, {**series.LABELS, **XID_LABELS}, witness=True)
+COLLECTOR = Plugin("nvml", NvmlSettings, _make, {**series.LABELS, **mig.LABELS, **XID_LABELS}, witness=True)

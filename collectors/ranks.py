@@ -28,6 +28,7 @@ from opsd.collectors.base import (
     Sample,
 )
 from opsd.collectors.lib import rank_series as series
+from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.lib.run_slots import RunSlots
 from opsd.collectors.lib.run_watch import ENTRIES, EVENT_BYTES, MAX_RANKS, RunWatch, lives
@@ -60,7 +61,8 @@ class RanksCollector:
     """The runs under ``root`` and their ranks.
 
     A rank or run that has ended is reported for ``linger_s`` more, so that how it ended is seen, and then no longer.
-    What a user may have looked at is limited, and shared evenly with others. ``occupancy`` says who works on the node.
+    What a user may have looked at is limited, and shared evenly with others. ``occupancy`` says who works on the node,
+    ``host`` which process that is if it is in a container.
     ``slots`` are the run folders that are looked at, ``folders`` the run folders that the runs last seen name.
     """
 
@@ -75,17 +77,19 @@ class RanksCollector:
         wall: Callable[[], float] = time.time,
         linger_s: float = 60.0,
         occupancy: Occupancy | None = None,
+        host: HostPids | None = None,
     ) -> None:
         self._root = root
         self._clock = clock
         self._wall = wall
         self._linger_s = linger_s
         self._occupancy = occupancy or Occupancy()
+        self._host = found = host or HostPids()
         self._allowance = Allowance(KEPT_BYTES, KEPT_RATE)
         self._runs: dict[tuple[Path, int], RunWatch] = {}
         self.slots = RunSlots(
             root,
-            lambda folder, owner: lives(folder, owner, wall(), linger_s),
+            lambda folder, owner: lives(folder, owner, wall(), linger_s, found),
             first=self._occupancy.users_of_gpus,
             clock=clock,
         )
@@ -103,7 +107,7 @@ class RanksCollector:
         return self._read(list(self._runs.values()))
 
     def _watch(self, folder: Path, owner: int) -> RunWatch:
-        return RunWatch(folder, owner, self._linger_s, self._occupancy, self._allowance)
+        return RunWatch(folder, owner, self._linger_s, self._occupancy, self._allowance, self._host)
 
     def _read(self, runs: list[RunWatch]) -> Reading:
         of_owner = Counter(run.owner for run in runs)
@@ -138,7 +142,7 @@ def _limited(left_out: dict[str, int]) -> str:
 
 
 def _make(settings: RanksSettings, context: Context) -> Collector:
-    return RanksCollector(settings.root, occupancy=context.shared(Occupancy))
+    return RanksCollector(settings.root, occupancy=context.shared(Occupancy), host=context.shared(HostPids))
 
 
 COLLECTOR = Plugin("ranks", RanksSettings, _make, {**series.LABELS, "what": "runs, ranks, events"})

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from opsd.rank_page import process_runs
+from opsd.users import in_user_namespace, machine_uid
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 RECORDER = "flight_recorder"
@@ -174,13 +175,13 @@ def owner_pid(memory: Path) -> int | None:
 def _make_shared_root(root: Path) -> None:
     """Shared by all users of the node like /tmp, so sticky: nobody can take away another user's run.
 
-    The first user makes it. Root makes it its own before it writes below it, as its owner could redirect that; but not
-    a folder that lies anywhere else than in one for all users.
+    The first user makes it. The machine's root makes it its own before it writes below it, as its owner could redirect
+    that; but not a folder that lies anywhere else than in one for all users.
     """
     with contextlib.suppress(FileExistsError):
         root.mkdir(parents=True)
         root.chmod(0o1777)
-    if os.getuid() == 0 and root.lstat().st_uid != 0:
+    if os.getuid() == 0 and not in_user_namespace() and root.lstat().st_uid != 0:
         above = root.parent.stat()
         if above.st_uid != 0 or not above.st_mode & stat.S_ISVTX:
             raise RunError(
@@ -213,7 +214,7 @@ def _claim(shared: Path, run: str) -> tuple[Path, int]:
     """
     memory = shared / run
     if not _made(memory):
-        memory = shared / valid_name(f"{run}.{os.getuid()}")
+        memory = shared / valid_name(f"{run}.{machine_uid()}")
         if not _made(memory):
             raise RunError(f"{memory} belongs to another user; give this run another name with --run-id")
     hold, pid = _lock(memory), owner_pid(memory)

@@ -53,6 +53,8 @@ class GpuJobs:
         They are not where Slurm counts MIG instances, and where ``gres.conf`` lists the devices in another order: then
         there are more of them than GPUs, or a job is seen on others than its own.
         """
+        if self._occupancy.instances:
+            return {}
         given, known = self._occupancy.allocated, self._occupancy.holders.keys() | self._occupancy.worked.keys()
         return given if all(held.get(job, frozenset()) <= gpus <= known for job, gpus in given.items()) else {}
 
@@ -65,6 +67,11 @@ class GpuJobs:
             if (known := self._look_up(pid, now)) is not None
         }
         jobs = self._occupancy.jobs_of = {pid: job for pid, known in self._known.items() if (job := self._job(known))}
+        self._occupancy.jobs_on = {
+            (gpu, number): frozenset(jobs[pid] for pid in pids if pid in jobs)
+            for gpu, instances in self._occupancy.instances.items()
+            for number, pids in instances.items()
+        }
         found: dict[str, frozenset[int]] = {}
         for gpu, pids in holders.items():
             for job in {jobs[pid] for pid in pids if pid in jobs}:

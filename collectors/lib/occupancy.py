@@ -18,7 +18,8 @@ class Occupancy:
     unknown. ``worked`` is the monotonic second at which each GPU was last seen with a kernel, the first look at it
     counted as one. ``jobs`` has the user of each job that Slurm runs here, ``allocated`` the GRES indexes of the GPUs
     that Slurm gave it, ``jobs_of`` the job of each process that held a GPU when last looked at. ``ranked`` are the GPUs
-    with a rank page, each with the page's job.
+    with a rank page, each with the page's job. ``instances`` are the processes on each GPU instance of the GPUs with
+    MIG, ``jobs_on`` the jobs that these were last seen in, by GPU and instance.
     """
 
     def __init__(self) -> None:
@@ -28,11 +29,18 @@ class Occupancy:
         self.allocated: Mapping[str, frozenset[int]] = {}
         self.jobs_of: Mapping[int, str] = {}
         self.ranked: frozenset[tuple[int, str]] = frozenset()
+        self.instances: Mapping[int, Mapping[int, tuple[int, ...]]] = {}
+        self.jobs_on: Mapping[tuple[int, int], frozenset[str]] = {}
 
     def users_of_gpus(self) -> frozenset[int]:
         """The users whose processes hold a GPU."""
         found = (user_of(pid) for pids in self.holders.values() for pid in pids)
         return frozenset(user for user in found if user is not None)
+
+    def job_on(self, gpu: int, instance: int) -> str:
+        """The job on a GPU instance of MIG, "" if there is none, or several."""
+        jobs = self.jobs_on.get((gpu, instance), frozenset())
+        return next(iter(jobs)) if len(jobs) == 1 else ""
 
     def may_hold(self, gpu: int, user: int) -> bool:
         """False if nobody holds the GPU, or the driver lists processes on it and all of them are other users'.
@@ -59,12 +67,15 @@ class Proof:
         self._identity: Identity | None = None
         self._until = 0.0
 
-    def owns(self, pid: int, start: int, now: float, *, lives: bool) -> bool | None:
-        """Whether the process with this start time is the owner's; None if it is gone and was never seen."""
-        if not lives:
+    def owns(self, pid: int, start: int, now: float, here: int | None) -> bool | None:
+        """Whether the process with this start time is the owner's; None if it is gone and was never seen.
+
+        ``here`` is its number on this machine, None if it is gone.
+        """
+        if here is None:
             return self._process == (pid, start) or None
         if self._process != (pid, start) or now >= self._until:
-            identity = self._look_up(pid)
+            identity = self._look_up(here)
             if identity is None:
                 return None
             if identity.user != self._owner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Final
 
 from opsd.collectors.base import Metric, MetricKind, RunFact, Sample, StepFact
@@ -147,3 +148,23 @@ def run_samples(run: RunFact) -> Iterator[Sample]:
         yield Sample(RUN_STATE, float(state == run.state), (run.run, state))
     yield Sample(RUN_GENERATION, run.generation, (run.run,))
     yield Sample(RUN_UP, float(run.alive), (run.run,))
+
+
+def step_facts(page: RankPage, known: tuple[StepFact, ...]) -> tuple[StepFact, ...]:
+    """The steps of ``page``; those among ``known``, the facts of an earlier look, are not made again."""
+    last = known[-1].end if known else None
+    new = [*takewhile(lambda step: step.end != last, reversed(page.steps))]
+    made = (
+        StepFact(
+            s.step,
+            s.end,
+            s.duration_s,
+            s.tokens,
+            s.loss,
+            s.grad_norm,
+            dict(zip(PHASES, s.phase_s, strict=True)),
+            s.learning_rate,
+        )
+        for s in reversed(new)
+    )
+    return (*known, *made)[-len(page.steps) :] if page.steps else ()

@@ -45,21 +45,25 @@ def parse_event(line: bytes, run: str, now: float, **fields: object) -> Event | 
     return Event(name, float(at), f"{name.replace('_', ' ')}: {who}"[:256], data)
 
 
-def parse_run(content: bytes, run: str, alive: Callable[[int, int], bool]) -> RunFact | None:
-    """The run as ``run.json`` describes it, None if that is no such file. ``alive`` judges (pid, start time)."""
+def parse_run(content: bytes, run: str, find: Callable[[int, int], int | None]) -> RunFact | None:
+    """The run as ``run.json`` describes it, None if that is no such file.
+
+    ``find`` has the number here of the process with a number and start time, None if it does not live.
+    """
     raw = _parse_object(content)
     try:
         if raw is None or raw["state"] not in RUN_STATES:
             return None
         pid = _count(raw["launcher_pid"])
+        here = find(pid, _count(raw["launcher_start"]))
         return RunFact(
             run=run,
             job=str(raw["job"])[:64],
             node=str(raw["node"])[:64],
             state=raw["state"],
             generation=_count(raw["generation"]),
-            launcher_pid=pid,
-            alive=alive(pid, _count(raw["launcher_start"])),
+            launcher_pid=pid if here is None else here,
+            alive=here is not None,
             world_size=_count(raw["world_size"], below=MAX_WORLD),
             control=_path(raw["control"]),
             folder=(folder := _path(raw["folder"])),

@@ -12,20 +12,21 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from opsd.collectors.base import Event, Fact, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.collectors.lib import rank_series as series
+from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.occupancy import Occupancy, Proof
-from opsd.collectors.lib.processes import identify, process_letter
+from opsd.collectors.lib.processes import process_letter, user_of
 from opsd.collectors.lib.rights import Rights
 from opsd.collectors.lib.run_files import parse_event, parse_run
 from opsd.collectors.lib.shares import Allowance
 from opsd.collectors.lib.tail import Tail, read_small
 from opsd.collectors.lib.user_series import data_mixture, evaluations
-from opsd.rank_page import PHASES, PageError, RankPage, page_writer, process_start, process_state, read_page
+from opsd.rank_page import PHASES, PageError, RankPage, page_writer, read_page
 
 MAX_RANKS: Final = 256
 """Ranks looked at on one node; the rest is left out."""
@@ -43,26 +44,24 @@ _JUDGED_PAGES: Final = 16
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def lives(folder: Path, owner: int, wall: float, linger_s: float) -> bool:
+def lives(folder: Path, owner: int, wall: float, linger_s: float, host: HostPids) -> bool:
     """Whether a launcher or rank of ``owner`` lives in this run, or its launcher ended at most ``linger_s`` ago."""
+
+    def find(pid: int, start: int) -> int | None:
+        here = host.find(owner, pid, start)
+        return here if here is not None and user_of(here) == owner else None
+
     with contextlib.suppress(OSError), _opened(folder, owner) as descriptor:
         found = read_small("run.json", descriptor, Rights(owner, frozenset()), _MAX_RUN_JSON)
-        run = parse_run(found[0], folder.name, lambda pid, start: _runs_for(owner, pid, start)) if found else None
+        run = parse_run(found[0], folder.name, find) if found else None
         if run is not None and found is not None and (run.alive or wall - found[1] <= linger_s):
             return True
         pages = [number for number, is_page in _rank_files(descriptor, ENTRIES // 16) if is_page][:_JUDGED_PAGES]
         for number in pages:
             with contextlib.suppress(PageError):
-                if _runs_for(owner, *page_writer(_page(number), folder=descriptor)):
+                if find(*page_writer(_page(number), folder=descriptor)) is not None:
                     return True
     return False
-
-
-def _runs_for(owner: int, pid: int, start: int) -> bool:
-    if process_start(pid) != start:
-        return False
-    identity = identify(pid)
-    return identity is not None and identity.user == owner
 
 
 class _Rank:
@@ -77,18 +76,26 @@ class _Rank:
 
 
 class RunWatch:
-    """The run in ``folder``, which belongs to the user ``owner``.
+    """The run in ``folder``, which belongs to the user ``owner``. ``host`` knows its processes if it is in a container.
 
     ``demand`` is how many ranks have files in it. ``events_left_out`` were too many for ``allowance`` in this look.
     """
 
-    def __init__(self, folder: Path, owner: int, linger_s: float, occupancy: Occupancy, allowance: Allowance) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        owner: int,
+        linger_s: float,
+        occupancy: Occupancy,
+        allowance: Allowance,
+        host: HostPids,
+    ) -> None:
         self.owner = owner
         self.demand = self.events_left_out = 0
         self._folder = folder
         self._run = folder.name
         self._linger_s = linger_s
-        self._occupancy, self._allowance = occupancy, allowance
+        self._occupancy, self._allowance, self._host = occupancy, allowance, host
         self._rights = Rights(owner, frozenset())
         self._events = Tail("events.jsonl", self._rights)
         self._told = (evaluations(folder.name), data_mixture(folder.name))
@@ -125,11 +132,11 @@ class RunWatch:
         if run is not None:
             facts.append(run)
             samples += series.run_samples(run)
-        for page, process in pages:
+        for page, pid, process in pages:
             supervised = run is not None and run.alive and run.takes_part
             if process is None and not supervised and now - page.changed > self._linger_s:
                 continue
-            fact = self._fact(page, process)
+            fact = self._fact(page, pid, process)
             facts.append(fact)
             samples += self._rank_samples(fact, page, now)
         for told in self._told:
@@ -146,7 +153,7 @@ class RunWatch:
         if found is None:
             return None
         content, modified = found
-        run = parse_run(content, self._run, lambda pid, start: self._launcher_lives(pid, start, now))
+        run = parse_run(content, self._run, lambda pid, start: self._living_launcher(pid, start, now))
         if run is None:
             return None
         if run.alive:
@@ -158,8 +165,9 @@ class RunWatch:
         control = run.control if Path(run.control).parent == self._folder else ""
         return replace(run, job=self._launcher.job(run.job), control=control, user=self.owner)
 
-    def _launcher_lives(self, pid: int, start: int, now: float) -> bool:
-        return process_start(pid) == start and self._launcher.owns(pid, start, now, lives=True) is True
+    def _living_launcher(self, pid: int, start: int, now: float) -> int | None:
+        here = self._host.find(self.owner, pid, start)
+        return here if here is not None and self._launcher.owns(pid, start, now, here) else None
 
     def _known_ranks(self, most: int) -> list[int]:
         """The ranks that have a page. Those with any file at all are remembered, the others forgotten."""
@@ -202,8 +210,8 @@ class RunWatch:
 
     def _read_pages(
         self, folder: int, ranks: Sequence[int], now: float
-    ) -> tuple[list[tuple[RankPage, str | None]], int]:
-        """The usable pages with the state of their process, and how many are not usable.
+    ) -> tuple[list[tuple[RankPage, int | None, str | None]], int]:
+        """The usable pages with the number and state of their process here, and how many are not usable.
 
         Those are of another rank than the name says, or of another user's process.
         """
@@ -212,15 +220,16 @@ class RunWatch:
             rank = self._ranks[number]
             with contextlib.suppress(PageError):
                 page = rank.page = read_page(_page(number), rank.page, folder=folder)
-                process = process_state(page)
-                owned = rank.proof.owns(page.pid, page.pid_start, now, lives=process is not None)
+                here = self._host.find(self.owner, page.pid, page.pid_start)
+                owned = rank.proof.owns(page.pid, page.pid_start, now, here)
                 if page.rank == number and owned is not False:
-                    pages.append((page, process))
+                    pages.append((page, here, None if here is None else process_letter(here)))
         return pages, len(ranks) - len(pages)
 
-    def _fact(self, page: RankPage, process: str | None) -> RankFact:
+    def _fact(self, page: RankPage, pid: int | None, process: str | None) -> RankFact:
         rank = self._ranks[page.rank]
-        rank.steps = _step_facts(page, rank.steps)
+        workers = self._workers(page, pid)
+        rank.steps = series.step_facts(page, rank.steps)
         return RankFact(
             run=self._run,
             job=rank.proof.job(page.job),
@@ -229,7 +238,7 @@ class RunWatch:
             world_size=page.world_size,
             generation=page.generation,
             gpu=rank.proof.gpu(page.gpu),
-            pid=page.pid,
+            pid=page.pid if pid is None else pid,
             state=page.state,
             process=process,
             phase=page.phase,
@@ -237,13 +246,20 @@ class RunWatch:
             changed=page.changed,
             steps_reported=page.steps_reported,
             committed_step=page.committed_step,
-            workers=page.workers,
+            workers=workers,
             steps=rank.steps,
-            worker_process=tuple(process_letter(pid) for pid, _ in page.workers),
+            worker_process=tuple(process_letter(pid) for pid, _ in workers),
             user=self.owner,
             source=page.source,
             planned=page.planned,
         )
+
+    def _workers(self, page: RankPage, pid: int | None) -> tuple[tuple[int, str], ...]:
+        """The helpers that the page names, by their numbers here; of a container without those that are gone."""
+        if pid is None or pid == page.pid:
+            return page.workers
+        found = ((self._host.beside(self.owner, pid, worker), role) for worker, role in page.workers)
+        return tuple((worker, role) for worker, role in found if worker is not None)
 
     def _rank_samples(self, fact: RankFact, page: RankPage, now: float) -> Iterator[Sample]:
         labels = (self._run, str(fact.rank))
@@ -269,26 +285,6 @@ class RunWatch:
             yield from series.model_samples(page, rate, labels)
         if fact.gpu is not None:
             yield Sample(series.JOB_INFO, 1.0, (str(fact.gpu), fact.job, *labels))
-
-
-def _step_facts(page: RankPage, known: tuple[StepFact, ...]) -> tuple[StepFact, ...]:
-    """The steps of ``page``; those among ``known``, the facts of an earlier look, are not made again."""
-    last = known[-1].end if known else None
-    new = [*takewhile(lambda step: step.end != last, reversed(page.steps))]
-    made = (
-        StepFact(
-            s.step,
-            s.end,
-            s.duration_s,
-            s.tokens,
-            s.loss,
-            s.grad_norm,
-            dict(zip(PHASES, s.phase_s, strict=True)),
-            s.learning_rate,
-        )
-        for s in reversed(new)
-    )
-    return (*known, *made)[-len(page.steps) :] if page.steps else ()
 
 
 def _newest(events: Iterable[Event]) -> tuple[Event, ...]:

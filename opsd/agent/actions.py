@@ -20,8 +20,9 @@ from opsd.agent.lanes import Lane
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.policy import HARMLESS, OF_A_RUN
 from opsd.agent.swap import NotInRun, SwapError, UnderWay, planned_swap, swapped_out
+from opsd.collectors.lib.host_pids import HostPids
 from opsd.control import ControlError, ask_launcher
-from opsd.rank_page import PageError, RankPage, process_state, read_page
+from opsd.rank_page import PageError, RankPage, read_page
 from opsd.runbooks.base import Action
 from opsd.slurm.ownership import reason
 from opsd.slurm.port import SlurmError
@@ -72,7 +73,7 @@ class Executor:
         deadline_s: float = ACTION_DEADLINE_S,
     ) -> None:
         self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
-        self._shm = shm
+        self._shm, self._host = shm, HostPids()
         self._notify = notify
         self._power = set_power_limit
         self._drain, self._comment = drain_node, comment_job
@@ -143,7 +144,7 @@ class Executor:
         pid, rank = _integer(action, "pid"), _integer(action, "rank")
         page, owner = read_owned_page(self._shm / _name(action, "run"), rank)
         with _process(pid) as descriptor:
-            check_killable(pid, page, owner)
+            check_killable(pid, page, owner, self._host)
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return f"sent SIGKILL to process {pid} of rank {rank}"
 
@@ -228,11 +229,12 @@ def read_owned_page(folder: Path, rank: int) -> tuple[RankPage, int]:
         raise ActionError(str(error)) from error
 
 
-def check_killable(pid: int, page: RankPage, owner: int) -> None:
+def check_killable(pid: int, page: RankPage, owner: int, host: HostPids) -> None:
     """Raise ActionError unless ``pid`` is a process of user ``owner`` and the page's rank lists it or started it."""
-    if pid <= 1 or pid in (os.getpid(), page.pid):
+    rank = host.find(owner, page.pid, page.pid_start)
+    if pid <= 1 or pid in (os.getpid(), rank):
         raise ActionError(f"process {pid} is not a helper of rank {page.rank}")
-    if process_state(page) is None:
+    if rank is None:
         raise ActionError(f"rank {page.rank} (process {page.pid}) is gone")
     try:
         uid = Path(f"/proc/{pid}").stat().st_uid
@@ -240,7 +242,8 @@ def check_killable(pid: int, page: RankPage, owner: int) -> None:
         raise ActionError(f"process {pid} is gone") from error
     if uid != owner:
         raise ActionError(f"process {pid} belongs to another user than rank {page.rank}")
-    if pid not in {listed for listed, _ in page.workers} and page.pid not in ancestors(pid):
+    listed = {listed if rank == page.pid else host.beside(owner, rank, listed) for listed, _ in page.workers}
+    if pid not in listed and rank not in ancestors(pid):
         raise ActionError(f"process {pid} is neither listed by rank {page.rank} nor a descendant of it")
 
 

@@ -9,7 +9,12 @@
 #include <math.h>
 #include <stdint.h>
 
-enum { MAGIC = 0x4453504f, VERSION = 2, MAX_GPUS = 16, LINKS = 18, PROCESSES = 8, XIDS = 16 };
+enum { MAGIC = 0x4453504f, VERSION = 3, MAX_GPUS = 16, LINKS = 18, PROCESSES = 8, XIDS = 16, INSTANCES = 7 };
+
+/* A MIG instance. Its address is its handle. */
+struct mig { char uuid[64], name[64]; uint64_t memory_total, memory_used; uint32_t gpu_instance, compute_instance; };
+
+enum { NO_INSTANCE = 0xffffffff };
 
 enum reason {
     IDLE = 0x1, SW_POWER_CAP = 0x4, HW_SLOWDOWN = 0x8, SYNC_BOOST = 0x10, SW_THERMAL = 0x20, HW_THERMAL = 0x40,
@@ -39,12 +44,14 @@ struct gpu {
     uint64_t ecc[2][2]; /* [volatile, aggregate][corrected, uncorrected] */
     uint64_t link_errors[3][LINKS]; /* [replay, recovery, CRC] */
     uint64_t process_memory[PROCESSES];
-    uint32_t process_pid[PROCESSES];
+    struct mig mig[INSTANCES];
+    uint32_t process_pid[PROCESSES], process_instance[PROCESSES]; /* GPU instance, or NO_INSTANCE */
+    uint32_t mig_enabled, mig_count;
     uint32_t link_active[LINKS];
     uint32_t remapped[4]; /* correctable, uncorrectable, pending, failure */
     uint32_t pcie_gen, pcie_width, pcie_replays, recovery_action, pcie_errors[2], sram_exceeded, persistence, lost, forced_reasons, counters_work;
     uint32_t profiling, fabric_state, fabric_status, fabric_health;
-    uint32_t xid[XIDS], xid_count;
+    uint32_t xid[XIDS], xid_instance[XIDS], xid_count;
     uint32_t padding;
     /* Written by this library. */
     double limit_w, updated, temperature_c, power_w, scale, energy_mj;

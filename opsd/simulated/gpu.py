@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-from opsd.simulated.layout import LINKS, PROCESSES, XIDS, GpuState
+from opsd.simulated.layout import INSTANCES, LINKS, NO_INSTANCE, PROCESSES, XIDS, GpuState, MigState
 
 MODEL: Final = "NVIDIA H100 80GB HBM3 (simulated)"
 _COUNTERS = ("sw_power_cap", "sync_boost", "sw_thermal", "hw_thermal", "hw_power_brake")
@@ -231,14 +231,39 @@ class SimulatedGpu:
         """Set the GPU's place in the NVLink fabric: 0 none, 1 not started, 2 in progress, 3 registered."""
         self._raw.fabric_state, self._raw.fabric_status, self._raw.fabric_health = state, status, health
 
-    def set_processes(self, processes: Iterable[tuple[int, int]]) -> None:
-        """Set the compute processes as (pid, bytes of GPU memory), eight at most."""
-        entries = [*processes]
+    def set_processes(self, processes: Iterable[tuple[int, int] | tuple[int, int, int]]) -> None:
+        """Set the compute processes as (pid, bytes of GPU memory, GPU instance if any), eight at most."""
+        entries = [(*process, NO_INSTANCE)[:3] for process in processes]
         if len(entries) > PROCESSES:
             raise ValueError(f"{len(entries)} processes, a simulated GPU has room for {PROCESSES}")
-        entries += [(0, 0)] * (PROCESSES - len(entries))
-        for slot, (pid, memory) in enumerate(entries):
+        entries += [(0, 0, NO_INSTANCE)] * (PROCESSES - len(entries))
+        for slot, (pid, memory, instance) in enumerate(entries):
             self._raw.process_pid[slot], self._raw.process_memory[slot] = pid, memory
+            self._raw.process_instance[slot] = instance
+
+    def partition(self, profiles: Iterable[str]) -> None:
+        """Enable MIG with an instance of each profile, as "1g.10gb"; their GPU instances are 1, 2 and so on."""
+        names = [*profiles]
+        if len(names) > INSTANCES:
+            raise ValueError(f"{len(names)} instances, a GPU has room for {INSTANCES}")
+        for slot, profile in enumerate(names):
+            gib = int(profile.partition(".")[2].removesuffix("gb"))
+            self._raw.mig[slot] = MigState(
+                uuid=_uuid("MIG", f"{self.uuid}/{slot}"),
+                name=f"{MODEL} MIG {profile}".encode(),
+                memory_total=gib * _GIB,
+                gpu_instance=slot + 1,
+                compute_instance=0,
+            )
+        self._raw.mig_enabled, self._raw.mig_count = 1, len(names)
+
+    def unite(self) -> None:
+        """Disable MIG."""
+        self._raw.mig_enabled = self._raw.mig_count = 0
+
+    def instance_memory(self, instance: int, used: int) -> None:
+        """Set the bytes in use of the memory of a GPU instance."""
+        self._raw.mig[instance - 1].memory_used = used
 
     def replace(self, board: int) -> None:
         """Replace the board: idle, without errors, and with the UUID of this number."""
@@ -247,8 +272,9 @@ class SimulatedGpu:
         make_idle(self._raw, board)
         self._raw.bus_id = bus_id
 
-    def raise_xid(self, code: int) -> None:
-        """Deliver an Xid to every process that has registered for the GPU's events."""
+    def raise_xid(self, code: int, instance: int = NO_INSTANCE) -> None:
+        """Deliver an Xid, of a GPU instance if one is given, to every process that has registered for the events."""
+        self._raw.xid_instance[self._raw.xid_count % XIDS] = instance
         self._raw.xid[self._raw.xid_count % XIDS] = code
         self._raw.xid_count += 1
 
@@ -260,10 +286,14 @@ def _words(names: Iterable[str | int], room: int) -> bytes:
     return text
 
 
+def _uuid(kind: str, of: str) -> bytes:
+    digest = hashlib.sha256(of.encode()).hexdigest()
+    return f"{kind}-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}".encode()
+
+
 def make_idle(gpu: GpuState, index: int) -> None:
     """Set the state of an idle H100 without errors; ``index`` decides UUID and addresses."""
-    digest = hashlib.sha256(f"opsd simulated GPU {index}".encode()).hexdigest()
-    gpu.uuid = f"GPU-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}".encode()
+    gpu.uuid = _uuid("GPU", f"opsd simulated GPU {index}")
     gpu.name = MODEL.encode()
     gpu.bus_id = f"00000000:{0x1A + 0x10 * index:02X}:00.0".encode()
     gpu.serial = f"1650{index:09d}".encode()

@@ -6,11 +6,13 @@ import ctypes
 from typing import Final
 
 MAGIC: Final = 0x4453504F
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_GPUS: Final = 16
 LINKS: Final = 18
 PROCESSES: Final = 8
 XIDS: Final = 16
+INSTANCES: Final = 7
+NO_INSTANCE: Final = 0xFFFFFFFF
 
 
 class Totals(ctypes.Structure):
@@ -19,6 +21,17 @@ class Totals(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_double) for name in ("engine_s", "sm_s", "warps_s", "tensor_s", "dram_s")),
         *((name, ctypes.c_double) for name in ("pcie_sent", "pcie_received", "link_kib")),
+    )
+
+
+class MigState(ctypes.Structure):
+    """``struct mig`` of gpu.h."""
+
+    _fields_ = (
+        ("uuid", ctypes.c_char * 64),
+        ("name", ctypes.c_char * 64),
+        *((name, ctypes.c_uint64) for name in ("memory_total", "memory_used")),
+        *((name, ctypes.c_uint32) for name in ("gpu_instance", "compute_instance")),
     )
 
 
@@ -40,7 +53,10 @@ class GpuState(ctypes.Structure):
         ("ecc", (ctypes.c_uint64 * 2) * 2),
         ("link_errors", (ctypes.c_uint64 * LINKS) * 3),
         ("process_memory", ctypes.c_uint64 * PROCESSES),
+        ("mig", MigState * INSTANCES),
         ("process_pid", ctypes.c_uint32 * PROCESSES),
+        ("process_instance", ctypes.c_uint32 * PROCESSES),
+        *((name, ctypes.c_uint32) for name in ("mig_enabled", "mig_count")),
         ("link_active", ctypes.c_uint32 * LINKS),
         ("remapped", ctypes.c_uint32 * 4),
         *((name, ctypes.c_uint32) for name in ("pcie_gen", "pcie_width", "pcie_replays", "recovery_action")),
@@ -49,6 +65,7 @@ class GpuState(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("persistence", "lost", "forced_reasons", "counters_work")),
         *((name, ctypes.c_uint32) for name in ("profiling", "fabric_state", "fabric_status", "fabric_health")),
         ("xid", ctypes.c_uint32 * XIDS),
+        ("xid_instance", ctypes.c_uint32 * XIDS),
         ("xid_count", ctypes.c_uint32),
         ("padding", ctypes.c_uint32),
         *((name, ctypes.c_double) for name in ("limit_w", "updated", "temperature_c", "power_w", "scale")),

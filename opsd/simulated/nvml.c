@@ -103,8 +103,8 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, struct gpu **out) {
     return find(bus_id, offsetof(struct gpu, bus_id), out);
 }
 
-TEXT(nvmlDeviceGetName, gpu->name)
-TEXT(nvmlDeviceGetUUID, gpu->uuid)
+TEXT_OF(nvmlDeviceGetName, gpu->name, mig->name)
+TEXT_OF(nvmlDeviceGetUUID, gpu->uuid, mig->uuid)
 TEXT(nvmlDeviceGetSerial, gpu->serial)
 TEXT(nvmlDeviceGetVbiosVersion, gpu->vbios)
 GET(nvmlDeviceGetIndex, unsigned, gpu - shared->gpus)
@@ -116,18 +116,41 @@ GET(nvmlDeviceGetDisplayActive, unsigned, 0)
 GET(nvmlDeviceGetDisplayMode, unsigned, 0)
 ABSENT(nvmlDeviceGetFanSpeed)
 ABSENT(nvmlDeviceGetDriverModel_v2)
-ABSENT(nvmlDeviceGetMigMode)
 ABSENT(nvmlDeviceGetRetiredPages)
 
-int nvmlDeviceGetMaxMigDeviceCount(struct gpu *gpu, unsigned *out) {
+/* ---- MIG ---- */
+
+GET(nvmlDeviceGetMaxMigDeviceCount, unsigned, INSTANCES)
+
+int nvmlDeviceGetMigMode(struct gpu *gpu, unsigned *current, unsigned *pending) {
     ENTER(gpu);
-    *out = 0;
+    *current = *pending = gpu->mig_enabled;
     return SUCCESS;
 }
 
-int nvmlDeviceIsMigDeviceHandle(struct gpu *gpu, unsigned *out) {
+int nvmlDeviceGetMigDeviceHandleByIndex(struct gpu *gpu, unsigned index, struct mig **out) {
     ENTER(gpu);
-    *out = 0;
+    if (index >= gpu->mig_count) return NOT_FOUND;
+    *out = &gpu->mig[index];
+    return SUCCESS;
+}
+
+int nvmlDeviceIsMigDeviceHandle(void *handle, unsigned *out) {
+    *out = instance_at(handle, &(struct gpu *){NULL}) != NULL;
+    return ready();
+}
+
+int nvmlDeviceGetGpuInstanceId(void *handle, unsigned *out) {
+    ENTER_ANY(handle);
+    if (!mig) return NOT_SUPPORTED;
+    *out = mig->gpu_instance;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetComputeInstanceId(void *handle, unsigned *out) {
+    ENTER_ANY(handle);
+    if (!mig) return NOT_SUPPORTED;
+    *out = mig->compute_instance;
     return SUCCESS;
 }
 
@@ -174,8 +197,10 @@ int nvmlDeviceGetPcieThroughput(struct gpu *gpu, int direction, unsigned *out) {
 
 struct utilization { unsigned gpu, memory; };
 
-int nvmlDeviceGetUtilizationRates(struct gpu *gpu, struct utilization *out) {
-    ENTER(gpu);
+/* The real driver does not tell of a GPU with MIG, nor of its instances. */
+int nvmlDeviceGetUtilizationRates(void *handle, struct utilization *out) {
+    ENTER_ANY(handle);
+    if (mig || gpu->mig_enabled) return NOT_SUPPORTED;
     out->gpu = (unsigned)gpu->utilization;
     out->memory = (unsigned)gpu->memory_utilization;
     return SUCCESS;
@@ -209,8 +234,12 @@ int nvmlDeviceGetMemoryInfo(struct gpu *gpu, struct memory_v1 *out) {
     return SUCCESS;
 }
 
-int nvmlDeviceGetMemoryInfo_v2(struct gpu *gpu, struct memory_v2 *out) {
-    ENTER(gpu);
+int nvmlDeviceGetMemoryInfo_v2(void *handle, struct memory_v2 *out) {
+    ENTER_ANY(handle);
+    if (mig) {
+        *out = (struct memory_v2){out->version, mig->memory_total, 0, mig->memory_total - mig->memory_used, mig->memory_used};
+        return SUCCESS;
+    }
     *out = (struct memory_v2){out->version, gpu->memory_total, gpu->memory_reserved, memory_free(gpu), gpu->memory_used};
     return SUCCESS;
 }
@@ -369,7 +398,10 @@ int nvmlDeviceGetComputeRunningProcesses_v3(struct gpu *gpu, unsigned *count, st
     for (int i = 0; i < PROCESSES; i++) {
         if (!gpu->process_pid[i]) continue;
         if (found < room && out)
-            out[found] = (struct process){gpu->process_pid[i], gpu->process_memory[i], 0xffffffff, 0xffffffff};
+            out[found] = (struct process){
+                gpu->process_pid[i], gpu->process_memory[i], gpu->process_instance[i],
+                gpu->process_instance[i] == NO_INSTANCE ? NO_INSTANCE : 0,
+            };
         found++;
     }
     *count = found;
@@ -435,7 +467,8 @@ static bool next_event(struct event_set *set, struct event *out) {
     for (int i = 0; i < set->count; i++) {
         struct gpu *gpu = set->gpus[i];
         if (set->delivered[i] == gpu->xid_count) continue;
-        *out = (struct event){gpu, EVENT_XID, gpu->xid[set->delivered[i]++ % XIDS], 0xffffffff, 0xffffffff};
+        unsigned slot = set->delivered[i]++ % XIDS, instance = gpu->xid_instance[slot];
+        *out = (struct event){gpu, EVENT_XID, gpu->xid[slot], instance, instance == NO_INSTANCE ? NO_INSTANCE : 0};
         return true;
     }
     return false;

@@ -98,6 +98,24 @@ static int enter(struct gpu *gpu, const char *call) {
     return SUCCESS;
 }
 
+/* The MIG instance that a handle is of, NULL if it is of a whole GPU, which `gpu` becomes in either case. */
+static struct mig *instance_at(void *handle, struct gpu **gpu) {
+    *gpu = handle;
+    for (unsigned i = 0; i < MAX_GPUS; i++) {
+        struct gpu *parent = &shared->gpus[i];
+        if ((char *)handle <= (char *)parent || (char *)handle >= (char *)(parent + 1)) continue;
+        *gpu = parent;
+        return handle;
+    }
+    return NULL;
+}
+
+/* Declares `gpu` and `mig`. */
+#define ENTER_ANY(handle)                            \
+    struct gpu *gpu;                                 \
+    struct mig *mig = instance_at((handle), &gpu);   \
+    ENTER(gpu)
+
 #define ENTER(gpu)                              \
     do {                                        \
         int entered = enter((gpu), __func__);   \
@@ -116,6 +134,13 @@ static int enter(struct gpu *gpu, const char *call) {
         ENTER(gpu);                                              \
         snprintf(out, length, "%s", (expression));               \
         return SUCCESS;                                          \
+    }
+
+#define TEXT_OF(function, of_gpu, of_mig)                         \
+    int function(void *handle, char *out, unsigned length) {      \
+        ENTER_ANY(handle);                                        \
+        snprintf(out, length, "%s", mig ? (of_mig) : (of_gpu));   \
+        return SUCCESS;                                           \
     }
 
 #define ABSENT(function)                                                   \

@@ -39,8 +39,8 @@ JOB_FIELDS = (
 JOB_COMMENT_FIELDS = ("JobID", "Comment", "admin_comment")
 STEP_FIELDS = ("StepID", "Nodes")
 _DETAILS = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S+ GRES=(\S*)", re.MULTILINE)
-_GPUS = re.compile(r"(?:^|,)gpu(?::[^:(),]+)?:(\d+)(?:\(IDX:([\d,-]+)\))?")
-"""``gpu:h100:2(IDX:0-1)``, one for each type of GPU."""
+_GPUS = re.compile(r"(?:^|,)gpu(?:(?::(?:\(null\)|[^:(),]+))?:(\d+)(?:\(IDX:([\d,-]+)\))?)?")
+"""``gpu:h100:2(IDX:0-1)``, one for each type of GPU; its name may be (null). What is of another form has no count."""
 CONFIGURED_NOT = ("(null)", "none", "")
 
 
@@ -122,6 +122,8 @@ def parse_gpus(text: str, node: str) -> frozenset[int] | None:
         return None
     counted, found = 0, set[int]()
     for count, indexes in _GPUS.findall(lines[0]):
+        if not count:
+            return None
         counted += int(count)
         found.update(map(int, _hosts(f"[{indexes}]") if indexes else ()))
     return frozenset(found) if len(found) == counted else None

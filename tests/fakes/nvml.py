@@ -39,9 +39,23 @@ class _Holders:
         self._occupancy = Occupancy()
         self._collector = NvmlCollector(library, process_letter=process_letter, occupancy=self._occupancy)
 
+    def collect(self) -> Reading | NoData:
+        return self._collector.collect()
+
     def read(self) -> dict[int, tuple[int, ...]]:
         self._collector.collect()
         return dict(self._occupancy.holders)
+
+    def worked(self) -> dict[int, float]:
+        self._collector.collect()
+        return dict(self._occupancy.worked)
+
+    def instances(self) -> dict[int, Mapping[int, tuple[int, ...]]]:
+        return dict(self._occupancy.instances)
+
+    def tell(self, jobs_on: Mapping[tuple[int, int], frozenset[str]]) -> None:
+        """What the collector of jobs has found out."""
+        self._occupancy.jobs_on = jobs_on
 
 
 class _Manager(BaseManager):
@@ -50,7 +64,7 @@ class _Manager(BaseManager):
 
 _Manager.register("NvmlCollector", NvmlCollector, exposed=("collect",))
 _Manager.register("BesideKernelLog", _BesideKernelLog, exposed=("collect", "kernel_tells"))
-_Manager.register("Holders", _Holders, exposed=("read",))
+_Manager.register("Holders", _Holders, exposed=("collect", "read", "worked", "instances", "tell"))
 _Manager.register("PowerControl", PowerControl, exposed=("set_power_limit",))
 
 
@@ -66,6 +80,11 @@ class DriverProcess(Protocol):
 def process_letter(pid: int) -> str | None:
     """A node on which processes below 100 run, those below 200 are zombies, and the others are gone."""
     return "S" if pid < 100 else "Z" if pid < 200 else None
+
+
+def hasty() -> float:
+    """A clock that makes what is done every few seconds happen at every other look."""
+    return time.monotonic() * 100
 
 
 def _set_environment(environment: dict[str, str]) -> None:

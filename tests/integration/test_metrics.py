@@ -63,6 +63,7 @@ def scrape(tmp_path_factory: pytest.TempPathFactory, library: str) -> Iterator[s
     reporters = start_run(folder / "shm" / "train")
     with SimulatedGpus.create(folder / "gpus.state", count=GPUS) as gpus:
         gpus[0].set_processes([(os.getpid(), 1 << 30)])
+        gpus[1].partition(["1g.10gb"])
         opsd = Opsd(folder, library, gpus)
         options = [f"--set=infiniband.root={folder / 'infiniband'}", "--set=agent.interval_s=0.2"]
         with opsd.agent(*options):

@@ -105,7 +105,7 @@ def test_the_data_mixture_is_what_the_run_told_last(run: Path, collector: RanksC
 def test_no_line_breaks_the_collector(line: bytes) -> None:
     """The files belong to users."""
     parse_event(line, "r1", 5.0)
-    assert parse_run(line, "r1", lambda pid, start: True) is None
+    assert parse_run(line, "r1", lambda pid, start: pid) is None
 
 
 @pytest.mark.parametrize("odd", ["1e999", "-1e999", "NaN", "1" + "0" * 400])
@@ -135,7 +135,7 @@ def test_no_json_breaks_the_collector(record: dict[str, object]) -> None:
     run = parse_run(
         json.dumps({"job": "", "node": "", "control": "", "folder": ""} | complete | record).encode(),
         "r1",
-        lambda pid, start: True,
+        lambda pid, start: pid,
     )
     assert run is None or (run.run == "r1" and run.job.encode() is not None and run.generation < 2**48)
     event = parse_event(json.dumps({"event": "resumed"} | record).encode(), "r1", 5.0)

@@ -62,10 +62,10 @@ def test_the_control_group_decides_about_the_job(occupancy: Occupancy) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         pid, start = process.pid, process_start(process.pid) or 0
         proof = Proof(ME, occupancy, lambda _pid: Identity(ME, "77"))
-        assert proof.owns(pid, start, 0.0, lives=True)
-    assert proof.owns(pid, start, 1.0, lives=False)
+        assert proof.owns(pid, start, 0.0, pid)
+    assert proof.owns(pid, start, 1.0, None)
     assert proof.job("4242") == "77"
-    assert proof.owns(pid, start + 1, 1.0, lives=False) is None
+    assert proof.owns(pid, start + 1, 1.0, None) is None
 
 
 def test_a_gpu_is_who_holds_its(run: Path, collector: RanksCollector, occupancy: Occupancy, other: int) -> None:

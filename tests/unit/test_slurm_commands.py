@@ -215,22 +215,33 @@ def test_the_summary_of_a_run_leaves_other_words_in_the_comments(operator: bool)
 
 
 DETAILS = """JobId=7 JobName={name}
-   NodeList=n[1-5] BatchHost=n1 NumNodes=5
+   NodeList=n[1-7] BatchHost=n1 NumNodes=7
    JOB_GRES=gpu:h100:6
      Nodes=n[1-2] CPU_IDs=0-1 Mem=0 GRES=gpu:h100:3(IDX:0,2-3),nic:1(IDX:5)
      Nodes=n3 CPU_IDs=0-1 Mem=0 GRES=
      Nodes=n4 CPU_IDs=0-1 Mem=0 GRES=gpu:1g.10gb:1(IDX:4),gpu:h100:1(IDX:0)
      Nodes=n5 CPU_IDs=0-1 Mem=0 GRES=gpu:2
+     Nodes=n6 CPU_IDs=0-1 Mem=0 GRES=gpu:(null):2(IDX:0-1),shard:2(IDX:5)
+     Nodes=n7 CPU_IDs=0-1 Mem=0 GRES=gpu(IDX:4-7)
    Command=/home/ada/train.sh
 """
 
 
 @pytest.mark.parametrize(
     ("node", "gpus"),
-    [("n1", {0, 2, 3}), ("n2", {0, 2, 3}), ("n3", set()), ("n4", {0, 4}), ("n5", None), ("n6", None)],
+    [
+        ("n1", {0, 2, 3}),
+        ("n2", {0, 2, 3}),
+        ("n3", set()),
+        ("n4", {0, 4}),
+        ("n5", None),
+        ("n6", {0, 1}),
+        ("n7", None),
+        ("n8", None),
+    ],
 )
 def test_the_gpus_of_a_job_are_those_that_slurm_numbers(node: str, gpus: set[int] | None) -> None:
-    """Several nodes on a line, several types, none, and some without numbers."""
+    """Several nodes on a line, several types, none, and some without numbers; one that old releases wrote."""
     assert parse_gpus(DETAILS.format(name="train"), node) == gpus
 
 

@@ -13,11 +13,13 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
+from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
 from opsd.collectors.lib.nccl.stuck import Verdict, judge
 from opsd.collectors.lib.rights import Rights, groups_of_process, open_as
@@ -103,11 +105,11 @@ class NcclRun:
     With ``skip_old`` what its files hold is passed over. Dumps are read as far as ``allowance`` goes.
     """
 
-    def __init__(self, memory: Path, owner: int, *, skip_old: bool, allowance: Allowance) -> None:
+    def __init__(self, memory: Path, owner: int, *, skip_old: bool, allowance: Allowance, host: HostPids) -> None:
         self.owner = owner
         self._memory = memory
         self._run = memory.name
-        self._skip_old = skip_old
+        self._skip_old, self._host = skip_old, host
         self._own = self._rights = Rights(owner, frozenset())
         self._launcher = 0
         self._tails: dict[tuple[int, int], Tail] = {}
@@ -127,11 +129,11 @@ class NcclRun:
                 return Reading()
             found = read_small("run.json", memory, self._own)
             ranks = _numbers(memory, _PAGE)
-        run = parse_run(found[0], self._run, lambda pid, start: True) if found else None
+        run = parse_run(found[0], self._run, partial(self._host.find, self.owner)) if found else None
         if run is None:
             return Reading()
         self.leads = 0 in ranks
-        if run.launcher_pid != self._launcher:
+        if run.alive and run.launcher_pid != self._launcher:
             self._launcher = run.launcher_pid
             self._rights = Rights(self.owner, groups_of_process(run.launcher_pid, self.owner))
         with _opened_as(self._rights, run.folder) as folder:

@@ -1,4 +1,4 @@
-"""The NVIDIA driver's management library. The only module that imports pynvml.
+"""The NVIDIA driver's management library. Only this module and ``mig`` import pynvml.
 
 Its calls are here, but for those that ``nvml_fields`` and ``gpm`` make of the library themselves; what the answers mean
 is in ``nvml_gpu``. No call blocks by design: nvmlDeviceGetPcieThroughput, which samples for 20 ms, is never made.
@@ -17,6 +17,8 @@ from opsd.collectors.base import Metric
 from opsd.collectors.lib.nvml import series
 
 _MIB = 1 << 20
+_NONE = 0xFFFFFFFF
+"""The number of an instance where there is no MIG."""
 _LIBRARY = "libnvidia-ml.so.1"
 
 CallError = pynvml.NVMLError
@@ -109,9 +111,19 @@ def _memory(handle: Any) -> tuple[float, ...]:
     return memory.free / _MIB, memory.used / _MIB, memory.reserved / _MIB
 
 
-def processes(handle: Any) -> dict[int, int]:
-    """Bytes of device memory by compute process."""
-    return {p.pid: p.usedGpuMemory or 0 for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+class Use(NamedTuple):
+    """Bytes of device memory of a process, and its MIG instance: the numbers of GPU and compute instance."""
+
+    memory: int
+    instance: tuple[int, int] | None
+
+
+def processes(handle: Any) -> dict[int, Use]:
+    """What each compute process has of the GPU."""
+    return {
+        p.pid: Use(p.usedGpuMemory or 0, None if p.gpuInstanceId == _NONE else (p.gpuInstanceId, p.computeInstanceId))
+        for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    }
 
 
 def _reasons(handle: Any) -> tuple[float, ...]:
@@ -226,15 +238,15 @@ def identify(handle: Any, index: int) -> series.Identity:
     """What the GPU is. Raises CallError."""
     return series.Identity(
         index=index,
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-        pci_bus_id=_text(pynvml.nvmlDeviceGetPciInfo(handle).busId),
-        model=_text(pynvml.nvmlDeviceGetName(handle)),
+        uuid=as_text(pynvml.nvmlDeviceGetUUID(handle)),
+        pci_bus_id=as_text(pynvml.nvmlDeviceGetPciInfo(handle).busId),
+        model=as_text(pynvml.nvmlDeviceGetName(handle)),
     )
 
 
 def vbios_version(handle: Any) -> str:
     """Version of the GPU's firmware. Raises CallError."""
-    return _text(pynvml.nvmlDeviceGetVbiosVersion(handle))
+    return as_text(pynvml.nvmlDeviceGetVbiosVersion(handle))
 
 
 def fabric_problems(health: int) -> tuple[bool | None, ...]:
@@ -271,7 +283,7 @@ class Driver:
             with translated():
                 with contextlib.suppress(pynvml.NVMLError):  # optional: the kernel log has every Xid too
                     self._events = pynvml.nvmlEventSetCreate()
-                self.version = _text(pynvml.nvmlSystemGetDriverVersion())
+                self.version = as_text(pynvml.nvmlSystemGetDriverVersion())
                 self.count = int(pynvml.nvmlDeviceGetCount())
         except NvmlError:
             self.close()
@@ -293,14 +305,18 @@ class Driver:
                 pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._events)
         return handle
 
-    def xids(self) -> Iterator[tuple[int, int]]:
-        """GPU index and code of every Xid since the last call, also of GPUs that answer nothing any more."""
+    def xids(self) -> Iterator[tuple[int, int, int | None]]:
+        """GPU index, code and GPU instance, None without MIG, of every Xid since the last call.
+
+        Also of GPUs that answer nothing any more.
+        """
         while self._events is not None:
             try:
                 event = pynvml.nvmlEventSetWait(self._events, 0)
             except pynvml.NVMLError:
                 return
-            yield self._indices[_address(event.device)], int(event.eventData)
+            instance = None if event.gpuInstanceId == _NONE else int(event.gpuInstanceId)
+            yield self._indices[_address(event.device)], int(event.eventData), instance
 
     def set_power_limit(self, gpu: int | str, watts: float) -> None:
         """Set the board power limit of the GPU with this index or UUID. Raises NvmlError."""
@@ -317,5 +333,6 @@ def _address(handle: Any) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-def _text(value: str | bytes) -> str:
+def as_text(value: str | bytes) -> str:
+    """What pynvml returns, which differs between its releases."""
     return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 from opsd.collectors.base import Metric, Sample
 from opsd.collectors.lib.nvml import driver, fields, gpm, series
 from opsd.collectors.lib.nvml.driver import CallError, NvmlError
+from opsd.collectors.lib.nvml.mig import MigReader
 from opsd.collectors.lib.nvml.throttle import REASONS, ThrottleClock
 
 IDLE_MIB: Final = 64.0
@@ -29,12 +30,11 @@ class _Bound(NamedTuple):
 class Gpu:
     """A GPU that answers. What turns out to be unsupported is not asked for again.
 
-    ``processes`` are the bytes of device memory of each compute process as last read; ``works`` is whether a kernel ran
-    lately, None where the GPU does not tell, as with MIG. Raises NvmlError if the GPU does
-    not answer.
+    ``processes`` is what each compute process has of it as last read; ``works`` is whether a kernel ran lately, None
+    where the GPU does not tell, as with MIG. Raises NvmlError if the GPU does not answer.
     """
 
-    processes: Mapping[int, int]
+    processes: Mapping[int, driver.Use]
     works: bool | None = None
     _lists_processes = False
     _used_mib = math.inf
@@ -49,8 +49,8 @@ class Gpu:
             links = self._link_count()
             self._static = self._ask([self._bind(call) for call in driver.ONCE])
         self.processes = {}
-        processes = driver.Call(self._count_processes, (series.PROCESSES, series.PROCESS_MEMORY))
-        self._calls = [self._bind(call) for call in (*driver.EACH_TICK, processes)]
+        self._calls = self._each_tick()
+        self._mig = MigReader(self._handle, index, self.identity.uuid)
         self._rare = [self._bind(call) for call in driver.EACH_MINUTE]
         self._rarely: list[Sample] = []
         self._rare_at = -math.inf
@@ -68,6 +68,17 @@ class Gpu:
     def profiled(self) -> bool:
         """True if it tells what its units do."""
         return self._units is not None
+
+    @property
+    def instances(self) -> Mapping[int, tuple[int, ...]] | None:
+        """The processes on each GPU instance of MIG by its number; None without MIG."""
+        if not self._mig.enabled:
+            return None
+        found: dict[int, tuple[int, ...]] = dict.fromkeys(self._mig.gpu_instances, ())
+        for pid, use in self.processes.items():
+            if use.instance is not None:
+                found[use.instance[0]] = (*found.get(use.instance[0], ()), pid)
+        return found
 
     @property
     def holders(self) -> tuple[int, ...] | None:
@@ -92,15 +103,20 @@ class Gpu:
                 self._of_links, self._links_at = self._ask_links(), now
             of_fields, rest = self._ask_fields(self._fields)
             of_units = self._ask_units(now)
+            had_mig = self._mig.enabled
+            of_instances = [*self._mig.read(now, self.processes.values())]
         if not samples:
             raise NvmlError("the driver knows the GPU but answers no call about it")
         if not self.processes:
             self._used_mib = next((sample.value for sample in samples if sample.metric is series.FB_USED), math.inf)
         percent = next((sample.value for sample in samples if sample.metric is series.GPU_UTIL), None)
+        if had_mig and not self._mig.enabled:
+            self._calls = self._each_tick()  # a GPU without MIG tells again what one with it does not
         self.works = None if percent is None else percent > 0
         mask = next((int(sample.value) for sample in samples if sample.metric is series.EVENT_REASONS), None)
         samples += of_fields
         samples += of_units
+        samples += of_instances
         samples.append(Sample(series.PROFILING, float(self.profiled), self._labels(series.PROFILING)))
         samples += self._of_links
         if (kib := fields.nvlink_kib(of_fields)) is not None:
@@ -157,10 +173,14 @@ class Gpu:
         labelled = ((m, self._labels(m, *extra)) for m, extra in zip(call.metrics, extras, strict=True))
         return _Bound(call.read, tuple(labelled))
 
+    def _each_tick(self) -> list[_Bound]:
+        processes = driver.Call(self._count_processes, (series.PROCESSES, series.PROCESS_MEMORY))
+        return [self._bind(call) for call in (*driver.EACH_TICK, processes)]
+
     def _count_processes(self, handle: Any) -> tuple[float, ...]:
         self.processes = driver.processes(handle)
         self._lists_processes = True
-        return len(self.processes), sum(self.processes.values())
+        return len(self.processes), sum(use.memory for use in self.processes.values())
 
     def _ask(self, calls: list[_Bound]) -> list[Sample]:
         """The samples of ``calls``; unsupported ones are removed from the list."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import print_message
+from opsd.users import unmapped_uid
 
 MAX_CONNECTIONS = 32
 MAX_LINE = 64 * 1024
@@ -45,6 +46,8 @@ class ControlServer:
         self._handle = handle
         self._clients: list[_Client] = []
         self._listener: socket.socket | None = None
+        # In a user namespace the machine's root has no id. The socket's mode keeps all other users out.
+        self._peers = {0, os.getuid(), unmapped_uid()}
         try:
             self._listener = _listen(path)
         except OSError as error:
@@ -80,7 +83,7 @@ class ControlServer:
             self._admitting = False
             self._loop.later(PAUSE_S, self._admit)
             return
-        if peer_uid(connection) not in (0, os.getuid()):
+        if peer_uid(connection) not in self._peers:
             connection.close()
             return
         if len(self._clients) >= MAX_CONNECTIONS:

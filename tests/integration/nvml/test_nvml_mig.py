@@ -1,0 +1,106 @@
+"""GPUs with MIG: their instances, and whose they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from opsd.agent.judge import Judge
+from opsd.agent.window import Window
+from opsd.collectors.base import Reading
+from opsd.collectors.jobs import JobsCollector
+from opsd.collectors.lib.occupancy import Occupancy
+from opsd.runbooks import RUNBOOKS
+from opsd.simulated.gpus import SimulatedGpus
+from tests.fakes.agent import SILENT
+from tests.fakes.clock import eventually
+from tests.fakes.nvml import DriverProcess, hasty, samples
+
+GIB = 1 << 30
+USERS = (3001, 3002)
+
+
+@pytest.fixture
+def pids() -> Iterator[list[int]]:
+    """A process of each of two users, in the jobs 71 and 72."""
+    if os.geteuid() != 0:
+        pytest.skip("only root starts processes of several users")
+    with ExitStack() as stack:
+        found = []
+        for user, job in zip(USERS, ("71", "72"), strict=True):
+            sleep = subprocess.Popen(["sleep", "60"], user=user, env={"SLURM_JOB_ID": job})
+            stack.callback(sleep.wait)
+            stack.callback(sleep.kill)
+            found.append(sleep.pid)
+        yield found
+
+
+def test_instances_are_told_with_their_processes(gpus: SimulatedGpus, process: DriverProcess, library: str) -> None:
+    """Sizes and UUIDs, what is used of each, and none of it of a GPU without MIG."""
+    gpus[1].partition(["3g.40gb", "1g.10gb"])
+    gpus[1].set_processes([(20, 5 * GIB, 1), (21, 4 * GIB, 1)])
+    gpus[1].instance_memory(1, 9 * GIB)
+    got = samples(process.NvmlCollector(library, hostname="node").collect())
+    first, second = (("1", gpus[1].uuid, number, "0") for number in "12")
+    assert {key: value for key, value in got.items() if key[0].startswith("opsd_mig_") and "info" not in key[0]} == {
+        ("opsd_mig_memory_bytes", *first): 40 * GIB,
+        ("opsd_mig_memory_bytes", *second): 10 * GIB,
+        ("opsd_mig_memory_used_bytes", *first): 9 * GIB,
+        ("opsd_mig_memory_used_bytes", *second): 0,
+        ("opsd_mig_processes", *first): 2,
+        ("opsd_mig_processes", *second): 0,
+    }
+    infos = {key[1:5]: key[5:] for key in got if key[0] == "opsd_mig_info"}
+    assert {labels: info[1] for labels, info in infos.items()} == {first: "3g.40gb", second: "1g.10gb"}
+    assert all(uuid.startswith("MIG-") for uuid, _ in infos.values())
+
+
+def test_the_use_of_a_gpu_with_mig_is_unknown(gpus: SimulatedGpus, process: DriverProcess, library: str) -> None:
+    """Not 0, which would be idle; without MIG it is told again."""
+    collector = process.NvmlCollector(library, clock=hasty)
+
+    def told() -> bool:
+        return any(key[:2] == ("DCGM_FI_DEV_GPU_UTIL", "1") for key in samples(collector.collect()))
+
+    assert told()
+    gpus[1].partition(["7g.80gb"])
+    assert not told()
+    assert process.Holders(library).worked().keys() == {0, 2, 3, 4, 5, 6, 7}
+    gpus[1].unite()
+    assert eventually(told, 20)
+
+
+def test_each_xid_of_an_instance_names_its_job(
+    gpus: SimulatedGpus, process: DriverProcess, library: str, pids: list[int]
+) -> None:
+    """Two users share a GPU: the one whose instance failed has the incident, the other is only mentioned."""
+    gpus[3].partition(["3g.40gb", "3g.40gb", "1g.10gb"])
+    gpus[3].set_processes([(pids[0], GIB, 1), (pids[1], GIB, 2)])
+    shared = process.Holders(library)
+    occupancy = Occupancy()
+    occupancy.jobs = dict(zip(("71", "72"), USERS, strict=True))
+    # Slurm's indexes count instances: they say nothing about GPUs.
+    occupancy.allocated = {"71": frozenset({0}), "72": frozenset({1}), "73": frozenset({2})}
+    occupancy.holders, occupancy.instances = shared.read(), shared.instances()
+    jobs = JobsCollector(occupancy).collect()
+    assert {key for key in samples(jobs) if key[0] != "opsd_gpu_job_idle_seconds"} == {
+        ("opsd_gpu_job_info", "3", "71", "", ""),
+        ("opsd_gpu_job_info", "3", "72", "", ""),
+        ("opsd_mig_job_info", "3", "1", "71"),
+        ("opsd_mig_job_info", "3", "2", "72"),
+    }
+
+    shared.tell(occupancy.jobs_on)
+    gpus[3].raise_xid(31, instance=2)
+    assert isinstance(jobs, Reading)
+    window = Window("n1", witnesses={"nvml", "jobs"})
+    window.begin(1.0, 1e9)
+    window.add("jobs", jobs)
+    window.add("nvml", shared.collect())
+    (found,) = (one for one in Judge(RUNBOOKS, SILENT).findings(window) if one.kind == "gpu_xid")
+    assert (found.culprit.gpu, found.job) == (3, "72")
+    assert "GPU 3 belongs to jobs 71, 72" in [fact.text for fact in found.evidence]
