@@ -21,8 +21,10 @@ from opsd.slurm import job_faults
 from opsd.slurm.candidates import Candidate, candidates, due, faults, free
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
+from opsd.slurm.pick import Choice, pick
 from opsd.slurm.port import Node, SlurmError
-from opsd.slurm.topology import Choice, TopologyError, pick, read
+from opsd.slurm.topology import TopologyError
+from opsd.slurm.topology_source import read
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _history = option("--history", type=_FILE, help="More faults, one JSON object a line: node, kind, at, back (epoch s).")

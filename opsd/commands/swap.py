@@ -15,7 +15,7 @@ from opsd.collectors.ranks import RanksSettings
 from opsd.commands.options import Seconds, config_options, option
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
-from opsd.slurm import topology
+from opsd.slurm import topology_source
 from opsd.slurm.topology import TopologyError
 
 TIMEOUT_S = 600.0
@@ -120,7 +120,7 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
 def _hops(members: Members, node: str, spares: Sequence[str]) -> str:
     """What the place of the first of ``spares`` costs, as the end of a sentence; "" without a topology."""
     try:
-        told = topology.read().swap_text(members.nodes, node, spares[0]) if spares else ""
+        told = topology_source.read().swap_text(members.nodes, node, spares[0]) if spares else ""
     except TopologyError:
         return ""
     return f"; {told}" if told else ""
