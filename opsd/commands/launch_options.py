@@ -209,6 +209,12 @@ own_options = options(
         "were missed for want of them: what a restart costs. 0: at its next restart only.",
     ),
     option(
+        "--segment",
+        type=click.IntRange(1),
+        help="So many consecutive nodes are to share an NVLink domain or a leaf switch, as their TP or EP group needs; "
+        "sbatch's --segment by default.",
+    ),
+    option(
         "--restart-window",
         type=click.IntRange(1),
         default=100,

@@ -6,6 +6,7 @@ it is nowhere taken for near.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,11 +91,11 @@ class Topology:
             told.append(f"{new} is not in the NVLink domain {self.domain[old]}")
         return ", ".join(told)
 
-    def distance(self, one: str, other: str) -> tuple[bool, float]:
-        """What to order nodes by that could take another's place: the same NVLink domain first, then hops."""
-        hops = self.hops(one, other)
-        place = self.domain.get(one)
-        return place is None or place != self.domain.get(other), float("inf") if hops is None else hops
+    def cost(self, node: str, peers: Collection[str]) -> tuple[int, float]:
+        """What ``node`` costs beside ``peers``: how many of them are in other places, and the mean hops to them."""
+        place, hops = self.place(node), self.mean_hops(node, peers)
+        apart = sum(place is None or self.place(peer) != place for peer in peers)
+        return apart, math.inf if hops is None else hops
 
     def split_groups(self, nodes: Sequence[str], size: int) -> list[tuple[str, ...]]:
         """Of the groups of ``size`` consecutive ``nodes`` those that span places; unknown ones are left out."""

@@ -161,7 +161,7 @@ def test_a_swap_out_of_the_domain_is_told() -> None:
     """Also where the hops are not known."""
     assert BLOCKS.swap_text(["c01", "c02"], "c01", "c19") == "c19 is not in the NVLink domain rack1"
     assert BLOCKS.swap_text(["c01", "c02"], "c01", "c03") == "c03 is as near to the others as c01: 1.0 hops"
-    assert min(("c19", "c05", "x"), key=lambda node: BLOCKS.distance("c01", node)) == "c05"
+    assert min(("c19", "c05", "x"), key=lambda node: BLOCKS.cost(node, ["c01", "c02"])) == "c05"
 
 
 def test_pairs_of_leaves_and_made_up_trees() -> None:
