@@ -193,7 +193,7 @@ own_options = options(
         "--last-call",
         type=Seconds(0),
         default=30.0,
-        help="With --nnodes MIN:MAX: seconds to wait for more nodes at the start, once MIN have come.",
+        help="With --nnodes MIN:MAX, or while a --segment is split: seconds to wait for more nodes at the start.",
     ),
     option(
         "--wait-for-node",
