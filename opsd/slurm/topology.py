@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,8 +38,10 @@ class Topology:
 
     def switches(self, node: str) -> tuple[str, ...]:
         """The switches above a node, its leaf first; none for a node that the topology lacks."""
+        return self._path(self.leaf.get(node))
+
+    def _path(self, switch: str | None) -> tuple[str, ...]:
         path: list[str] = []
-        switch = self.leaf.get(node)
         while switch is not None and switch not in path:
             path.append(switch)
             switch = self.above.get(switch)
@@ -63,14 +66,14 @@ class Topology:
 
     def hops(self, one: str, other: str) -> int | None:
         """The switches that a message between two nodes passes; None if no path is known."""
-        up, down = self.switches(one), self.switches(other)
-        return next((up.index(switch) + down.index(switch) + 1 for switch in up if switch in down), None)
+        return _between(self.switches(one), self.switches(other))
 
     def mean_hops(self, node: str, others: Collection[str]) -> float | None:
         """Over the ways from a node to ``others``; None if one of them is not known, or there are no others."""
-        ways = [self.hops(node, other) for other in others if other != node]
-        known = [way for way in ways if way is not None]
-        return sum(known) / len(known) if known and len(known) == len(ways) else None
+        up, leaves = self.switches(node), Counter(self.leaf.get(other) for other in others if other != node)
+        ways = {leaf: _between(up, self._path(leaf)) for leaf in leaves}
+        known = [way * leaves[leaf] for leaf, way in ways.items() if way is not None]
+        return sum(known) / leaves.total() if known and len(known) == len(ways) else None
 
     def swap_hops(self, nodes: Collection[str], old: str, new: str) -> tuple[float, float] | None:
         """Mean hops to the rest of ``nodes``, of ``old`` and of ``new`` in its place; None if they are not known."""
@@ -114,6 +117,10 @@ class Topology:
     def leaf_pairs(self, nodes: Iterable[str]) -> list[tuple[str, str]]:
         """Every pair of the leaf switches above ``nodes``, by name."""
         return [*combinations(sorted({self.leaf[node] for node in nodes if node in self.leaf}), 2)]
+
+
+def _between(up: Sequence[str], down: Sequence[str]) -> int | None:
+    return next((up.index(switch) + down.index(switch) + 1 for switch in up if switch in down), None)
 
 
 def even(nodes: Sequence[str], per_leaf: int) -> Topology:
