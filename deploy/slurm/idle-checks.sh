@@ -14,15 +14,24 @@
 # give them PreemptMode=OFF if they must not. These are jobs and not HealthCheckProgram, which has no
 # allocation: Slurm would start a job beside a test that loads the GPUs. A test that was cancelled counts for nothing, and its
 # node is due again. One that failed drains the node, within policy.max_drained_share: try PROFILE on one node by hand first.
+# Where the topology is known, nodes below two leaf switches also measure the network between them, each pair of switches
+# once in seven days; one that was not well comes again with other nodes (`opsd nodes due --pairs --json` shows it).
 PARTITION=${PARTITION:-checks}
 COUNT=${COUNT:-2}            # tests that a call begins
 PROFILE=${PROFILE:-standard} # policy.return_profile
 TIME=${TIME:-60}             # minutes that a test may take
 OPSD=${OPSD:-/opt/opsd/bin/opsd}
+PAIRS=${PAIRS:-1}            # ways between two leaf switches that a call measures, where the topology is known
+NETWORK=${NETWORK:-$OPSD}    # an opsd with torch (deploy/install --train), for those
 NAME=opsd-idle-check
 
 scancel --quiet --name="$NAME" --state=PENDING --user="$(id -un)"
 "$OPSD" nodes due --partition "$PARTITION" --count "$COUNT" | while read -r node; do
     sbatch --quiet --job-name="$NAME" --partition="$PARTITION" --nodelist="$node" --exclusive --mem=0 --no-requeue \
         --time="$TIME" --output=/dev/null --chdir=/ --wrap="exec $OPSD preflight --profile $PROFILE --act --quiet"
+done
+"$OPSD" nodes due --pairs --partition "$PARTITION" --count "$PAIRS" | while read -r nodes; do
+    sbatch --quiet --job-name="$NAME" --partition="$PARTITION" --nodelist="$nodes" --nodes=2 --ntasks-per-node=1 \
+        --exclusive --mem=0 --no-requeue --time="$TIME" --output=/dev/null --chdir=/ \
+        --wrap="exec srun $NETWORK preflight network --note"
 done

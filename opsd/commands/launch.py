@@ -51,6 +51,9 @@ from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.rundir import RunError, RunFolders, RunTakenError, memory_root, prune
+from opsd.slurm import topology_source
+from opsd.slurm.allocation import segment_of
+from opsd.slurm.topology import Topology, TopologyError
 
 LOOPBACK = "127.0.0.1"
 TRIM_S = 1.0
@@ -62,7 +65,7 @@ _SECTIONS = {
     "Program and ranks": ("local_size", "module", "no_python", "virtual_local_rank", "role"),
     "Several nodes": (
         "count", "spares", "nodes", "node_name", "join_timeout", "last_call", "node_timeout", "wait_for_node",
-        "grow_after", "port",
+        "grow_after", "segment", "port",
     ),
     "Several nodes outside Slurm, as with torchrun": (
         "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "local_addr",
@@ -290,7 +293,17 @@ def _shape(options: dict[str, Any], launchers: Launchers) -> RunShape:
         wait_s=options["wait_for_node"],
         grow_s=options["grow_after"],
         victim_s=options["node_timeout"] + 1.0,
+        topology=_topology() if have > 1 else Topology(),
+        segment=options["segment"] or segment_of(os.environ),
     )
+
+
+def _topology() -> Topology:
+    try:
+        return topology_source.read()
+    except TopologyError as error:
+        print_message(f"{error}; the run goes on without it")
+        return Topology()
 
 
 def _hang_limits(options: dict[str, Any]) -> HangLimits | None:

@@ -193,7 +193,7 @@ own_options = options(
         "--last-call",
         type=Seconds(0),
         default=30.0,
-        help="With --nnodes MIN:MAX: seconds to wait for more nodes at the start, once MIN have come.",
+        help="With --nnodes MIN:MAX, or while a --segment is split: seconds to wait for more nodes at the start.",
     ),
     option(
         "--wait-for-node",
@@ -207,6 +207,12 @@ own_options = options(
         default=60.0,
         help="A run with fewer nodes than it may takes in spares after a checkpoint, once so many seconds of its work "
         "were missed for want of them: what a restart costs. 0: at its next restart only.",
+    ),
+    option(
+        "--segment",
+        type=click.IntRange(1),
+        help="So many consecutive nodes are to share an NVLink domain or a leaf switch, as their TP or EP group needs; "
+        "sbatch's --segment by default.",
     ),
     option(
         "--restart-window",

@@ -17,12 +17,15 @@ from opsd.commands.options import Finite, Group, option
 from opsd.commands.output import fail, output_console, plain_table
 from opsd.commands.settings import BadConfig
 from opsd.lemons import Fault, Judgement, Lift
-from opsd.slurm import job_faults
+from opsd.slurm import job_faults, leaf_paths
 from opsd.slurm.candidates import Candidate, candidates, due, faults, free
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
+from opsd.slurm.leaf_paths import LeafPath
+from opsd.slurm.pick import Choice, pick
 from opsd.slurm.port import Node, SlurmError
-from opsd.slurm.topology import Choice, TopologyError, pick, read
+from opsd.slurm.topology import Topology, TopologyError
+from opsd.slurm.topology_source import read
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _history = option("--history", type=_FILE, help="More faults, one JSON object a line: node, kind, at, back (epoch s).")
@@ -85,10 +88,7 @@ def pick_nodes(
     Prints a hostlist for sbatch's --nodelist. Nodes that failed lately are avoided where failures of the past foretold
     later ones in this cluster (`opsd nodes lemons`); spares and reserved nodes are left out.
     """
-    try:
-        tree = read(topology)
-    except TopologyError as error:
-        raise BadConfig(str(error)) from error
+    tree = _tree(topology)
     more_faults = _read(history) if history else []
     found, comments = _from_slurm(partition)
     judged = _judge(found, comments, more_faults, jobs)
@@ -106,18 +106,42 @@ def pick_nodes(
 @option("--count", type=click.IntRange(min=1), help="At most so many; by default all.")
 @option("--days", type=Finite(0), default=7.0, help="Those not tested for so long.")
 @option("--partition", help="Only nodes of this partition.")
+@option("--pairs", is_flag=True, help="Pairs of nodes instead, below leaf switches whose connection is due.")
+@option("--topology", type=_FILE, help="With --pairs: a topology.conf; by default Slurm's.")
 @_json
-def show_due(count: int | None, days: float, partition: str | None, as_json: bool) -> int:
+def show_due(
+    count: int | None, days: float, partition: str | None, pairs: bool, topology: Path | None, as_json: bool
+) -> int:
     """Name the idle nodes that are due for a test, one a line, the longest untested first.
+
+    With --pairs each line is a hostlist of two nodes; `opsd preflight network --note` on both measures the way between
+    their leaf switches and keeps that in their comments. One that was not well stays due.
 
     A node is tested by `opsd preflight --act` with the profile policy.return_profile; deploy/slurm/idle-checks.sh
     has that done by jobs that give way. Spares and reserved nodes are left out.
     """
     found, comments = _from_slurm(partition)
+    if pairs:
+        idle = leaf_paths.idle(found, comments)
+        ways = leaf_paths.due(idle, comments, _tree(topology), time.time(), days * 86_400)[:count]
+        for line in [json.dumps({"pairs": [asdict(way) for way in ways]})] if as_json else map(_hostlist, ways):
+            click.echo(line)
+        return exitcodes.OK
     names = due(found, comments, time.time(), days * 86_400)[:count]
     for line in [json.dumps({"nodes": names})] if as_json else names:
         click.echo(line)
     return exitcodes.OK
+
+
+def _tree(path: Path | None) -> Topology:
+    try:
+        return read(path)
+    except TopologyError as error:
+        raise BadConfig(str(error)) from error
+
+
+def _hostlist(way: LeafPath) -> str:
+    return compress(way.nodes)
 
 
 def _show(choice: Choice, known: dict[str, Candidate], as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -20,8 +21,11 @@ from opsd.preflight.history import History
 from opsd.preflight.network.check import Interrupted, Scope, label_of, run_check
 from opsd.preflight.network.participant import Participant, leading, take_part
 from opsd.preflight.network.plan import effort
-from opsd.preflight.network.rendezvous import RendezvousError, place, read_switches, use_interface
+from opsd.preflight.network.rendezvous import Place, RendezvousError, place, read_switches, use_interface
 from opsd.preflight.report import Report
+from opsd.slurm import leaf_paths
+from opsd.slurm.connect import choose
+from opsd.slurm.port import SlurmError
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -33,6 +37,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @option("--profile", type=click.Choice(["quick", "standard"]), default="quick")
 @option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default Slurm's.")
 @option("--search", "only_search", is_flag=True, help="Only search for bad nodes and links.")
+@option("--note", is_flag=True, help="Two nodes: keep in their Slurm comments how the way between their leaves is.")
 @option("--join-timeout", type=Seconds(0), default=120.0, help="How long to wait for nodes.")
 @report_options
 @click.pass_obj
@@ -45,6 +50,7 @@ def network(
     profile: str,
     topology: Path | None,
     only_search: bool,
+    note: bool,
     join_timeout: float,
     **files: Path | None,
 ) -> int:
@@ -63,6 +69,7 @@ def network(
         here, switch_of = place(hosts, node, rendezvous), read_switches(topology)
     except RendezvousError as error:
         raise BadConfig(str(error)) from error
+    pair = _pair(here, switch_of) if note else None
     use_interface(here.host)
     participant = Participant(here, max(1, gpus), "nccl" if gpus else "gloo", join_timeout)
     scope = Scope(profile, effort(profile, gpus=gpus > 0), switch_of, only_search)
@@ -70,7 +77,7 @@ def network(
         if here.node != 0:
             take_part(participant)
             return exitcodes.OK
-        return _lead(participant, scope, settings, report_targets(files))
+        return _lead(participant, scope, settings, report_targets(files), pair)
     except RuntimeError as error:
         click.echo(f"opsd: {here.host}:{here.port}: {str(error).partition(chr(10))[0]}", err=True)
         return exitcodes.FAILED
@@ -87,7 +94,23 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _lead(participant: Participant, scope: Scope, settings: Settings, targets: dict[str, Path]) -> int:
+def _pair(here: Place, switch_of: Mapping[str, str]) -> tuple[str, str]:
+    """The two nodes, below different leaf switches. Raises BadConfig."""
+    if len({switch_of.get(name, "") for name in here.names} - {""}) != len(here.names) or len(here.names) != 2:
+        raise BadConfig(
+            "--note needs two nodes below two leaf switches of the topology; `opsd nodes due --pairs` names some"
+        )
+    one, other = here.names
+    return one, other
+
+
+def _lead(
+    participant: Participant,
+    scope: Scope,
+    settings: Settings,
+    targets: dict[str, Path],
+    pair: tuple[str, str] | None,
+) -> int:
     console = Console(stderr=any(str(path) == "-" for path in targets.values()))
     history = History(settings.agent.state_dir / HISTORY)
     label = label_of(participant)
@@ -111,6 +134,11 @@ def _lead(participant: Participant, scope: Scope, settings: Settings, targets: d
         )
     view.show(report, console)
     keep(report, targets, history, console)
+    if pair is not None and not report.interrupted:
+        try:
+            leaf_paths.note(choose().slurm, pair, scope.switch_of, report.started, passed=report.passed)
+        except SlurmError as error:
+            console.print(f"opsd: Slurm: {error}; the measurement is not in the nodes' comments", soft_wrap=True)
     return exit_code(report)
 
 

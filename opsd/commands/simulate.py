@@ -61,6 +61,7 @@ _faults_options = options(
 _run_options = options(
     option("--nodes", type=click.IntRange(1, MOST_NODES), required=True, help="Nodes that train."),
     option("--spares", type=click.IntRange(0, MOST_NODES), default=8, help="Nodes of the cluster beside them."),
+    option("--per-switch", type=click.IntRange(1), help="Nodes below a leaf switch; swaps are told in hops then."),
     option("--days", type=Finite(0.01, 3650), default=30.0, help="Length of the run."),
     option("--gpus", type=click.IntRange(1, 64), default=8, help="GPUs of a node."),
     option("--policy", "name", type=click.Choice(NAMES), default="pool", help="What is done about faults."),
@@ -152,7 +153,8 @@ def _setup(told: dict[str, Any], source: FaultSource) -> Setup:
         raise click.UsageError(f"--inside {told['inside']} is more than --spares {told['spares']}")
     interval_s = told["interval_s"] or best_interval_s(source, nodes, told["stall_s"])
     times = Times(program_s=told["program_s"])
-    return Setup(nodes, told["spares"], told["days"] * DAY_S, interval_s, told["stall_s"], told["gpus"], times)
+    return Setup(nodes, told["spares"], told["days"] * DAY_S, interval_s, told["stall_s"], told["gpus"], times,
+                 per_switch=told["per_switch"] or 0)  # fmt: skip
 
 
 def _policy(name: str, told: dict[str, Any], spares: int) -> Policy:

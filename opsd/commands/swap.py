@@ -15,8 +15,8 @@ from opsd.collectors.ranks import RanksSettings
 from opsd.commands.options import Seconds, config_options, option
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
-from opsd.slurm import topology
-from opsd.slurm.topology import TopologyError
+from opsd.slurm import topology_source
+from opsd.slurm.topology import Topology, TopologyError
 
 TIMEOUT_S = 600.0
 """A step, a checkpoint, and the start of the next generation; or a spare that has to come first."""
@@ -62,7 +62,7 @@ def swap(
             outcome["result"] = "possible"
         else:
             came = planned_swap(lambda request: ask_launcher(control, request), node, reason, patience_s=timeout)
-            said = swapped_out(node, came) + _hops(members, node, came)
+            said = swapped_out(node, came) + _hops(_tree(), members, node, came)
             outcome |= {"result": "done", "spares": came}
     except (ControlError, SwapError) as error:
         said = str(error)
@@ -107,20 +107,27 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
     if why_not := members.why_not(node):
         raise SwapError(why_not)
     first = "" if members.spares else f"ask for a spare, which has to come within {timeout_s:g} s, "
-    spare, *others = members.spares or ("it",)
+    tree = _tree()
+    spares = sorted(members.spares, key=lambda name: tree.cost(name, [node]))
+    spare, *others = spares or ("it",)
     lead = f"; it leads the run, {spare} or another node takes that over" if node == members.leader else ""
     then = f" (then {', '.join(others)})" if others else ""
-    hops = _hops(members, node, members.spares)
+    hops = _hops(tree, members, node, spares)
     return (
         f"run {run} would {first}checkpoint at a step boundary and go on with {spare}{then} in the place of "
         f"{node}, node rank {members.nodes.index(node)}{lead}{hops}"
     )
 
 
-def _hops(members: Members, node: str, spares: Sequence[str]) -> str:
-    """What the place of the first of ``spares`` costs, as the end of a sentence; "" without a topology."""
+def _tree() -> Topology:
+    """That of Slurm here; an empty one where it cannot be read."""
     try:
-        told = topology.read().swap_text(members.nodes, node, spares[0]) if spares else ""
+        return topology_source.read()
     except TopologyError:
-        return ""
+        return Topology()
+
+
+def _hops(tree: Topology, members: Members, node: str, spares: Sequence[str]) -> str:
+    """What the place of the first of ``spares`` costs, as the end of a sentence; "" without a topology."""
+    told = tree.swap_text(members.nodes, node, spares[0]) if spares else ""
     return f"; {told}" if told else ""

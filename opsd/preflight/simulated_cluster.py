@@ -11,6 +11,7 @@ from typing import Final
 from opsd.preflight.diagnosis import Culprit, Diagnosis
 from opsd.preflight.finder import find
 from opsd.preflight.grouptest import Answer, GroupTest
+from opsd.slurm.topology import even
 
 BANDWIDTH: Final = 42e9
 """Bytes per second of a healthy pair across nodes with 400 Gbit/s (NCCL reaches 42-43 GB/s between two of them)."""
@@ -71,7 +72,7 @@ class SimulatedCluster:
 
 def cluster(count: int, per_switch: int) -> dict[str, str]:
     """``count`` nodes to their switches, ``per_switch`` on each, in the order of their names."""
-    return {f"node-{index:04}": f"leaf-{index // per_switch:03}" for index in range(count)}
+    return dict(even([f"node-{index:04}" for index in range(count)], per_switch).leaf)
 
 
 def search(simulated: SimulatedCluster, *, topology: bool = True) -> Diagnosis:

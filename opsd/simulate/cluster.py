@@ -10,18 +10,29 @@ from opsd.simulate.faults import Fault
 from opsd.slurm import ownership
 from opsd.slurm.ownership import PreflightResult, Rules
 from opsd.slurm.port import Node, NodeUpdate
+from opsd.slurm.topology import Topology, even
 
 DOWN = "Not responding"
 """Slurm's own reason; such a node is in service again as soon as it answers."""
 
 
 class Cluster:
-    """Its nodes, those that are broken, and those that are held. ``returned`` is called when a node is in service."""
+    """Its nodes, those that are broken, and those that are held. ``returned`` is called when a node is in service.
+
+    ``per_switch`` nodes, in order, hang from each leaf switch; with 0 the switches are not known.
+    """
 
     def __init__(
-        self, size: int, loop: VirtualLoop, rules: Rules, person_s: float, returned: Callable[[str], None]
+        self,
+        size: int,
+        loop: VirtualLoop,
+        rules: Rules,
+        person_s: float,
+        returned: Callable[[str], None],
+        per_switch: int = 0,
     ) -> None:
         self.names = tuple(f"n{number:05d}" for number in range(1, size + 1))
+        self.topology = even(self.names, per_switch) if per_switch else Topology()
         self.broken: dict[str, Fault] = {}
         self.drains_refused = 0
         self._loop = loop

@@ -40,6 +40,8 @@ class Job(ABC):
     def __init__(self, world: World) -> None:
         self.world = world
         self.swaps = self.requeues = self.resubmissions = 0
+        self.hops: list[tuple[float, float]] = []
+        """For each swap the mean hops to the other nodes, of the node that went and of the one that came."""
         self.held: set[str] = set()
         """The nodes of the job."""
         self.start = 0

@@ -21,7 +21,7 @@ from opsd.slurm.ownership import Rules
 class Setup:
     """A run on ``nodes`` nodes of a cluster with ``spares`` more, for ``seconds``.
 
-    A checkpoint every ``interval_s`` seconds of work stops the ranks for ``stall_s``.
+    A checkpoint every ``interval_s`` seconds of work stops the ranks for ``stall_s``. ``per_switch`` as in ``Cluster``.
     """
 
     nodes: int
@@ -32,6 +32,7 @@ class Setup:
     gpus: int = 8
     times: Times = field(default_factory=Times)
     rules: Rules = field(default_factory=Rules)
+    per_switch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Played:
     drains_refused: int
     longest_standstill_s: float
     gpu_hours_lost: Mapping[str, float]
+    hops: Sequence[tuple[float, float]]
+    """See ``Job.hops``."""
 
     @property
     def ettr(self) -> float:
@@ -65,7 +68,7 @@ class Play:
         self._loop = VirtualLoop()
         self._account = Account(setup.interval_s, setup.stall_s)
         size = setup.nodes + setup.spares
-        self._cluster = Cluster(size, self._loop, setup.rules, setup.times.person_s, self._returned)
+        self._cluster = Cluster(size, self._loop, setup.rules, setup.times.person_s, self._returned, setup.per_switch)
         world = World(
             self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.interval_s, setup.stall_s
         )  # fmt: skip
@@ -94,6 +97,7 @@ class Play:
             self._cluster.drains_refused,
             account.longest_s,
             {kind: lost_s * setup.nodes * setup.gpus / HOUR_S for kind, lost_s in account.lost_s.items()},
+            self._job.hops,
         )
 
     def _begins(self, fault: Fault) -> None:

@@ -55,6 +55,12 @@ class Study:
         return {name: fmean(run.buckets[name] for run in self.runs) for name in BUCKETS}
 
     @property
+    def swap_hops(self) -> tuple[float, float] | None:
+        """Mean hops to the other nodes over all swaps, of the node that went and of the one that came, if known."""
+        swaps = [hops for run in self.runs for hops in run.hops]
+        return (fmean(before for before, _ in swaps), fmean(after for _, after in swaps)) if swaps else None
+
+    @property
     def gpu_hours_lost(self) -> Mapping[str, float]:
         """By kind of fault, means over the draws, the most expensive first."""
         kinds = {kind for run in self.runs for kind in run.gpu_hours_lost}
@@ -83,6 +89,7 @@ class Study:
             "spares_in_use_p99": fmean(run.spares_in_use[1] for run in self.runs),
             "interruptions": self.mean("interruptions"),
             "swaps": self.mean("swaps"),
+            "swap_hops": self.swap_hops,
             "requeues": self.mean("requeues"),
             "resubmissions": self.mean("resubmissions"),
             "drains_refused": self.mean("drains_refused"),

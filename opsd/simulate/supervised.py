@@ -42,8 +42,9 @@ class SupervisedJob(Job):
         super().__init__(world)
         policy = world.policy
         self._shape = RunShape(
-            policy.least, world.nodes, world.cluster.names, wait_s=policy.wait_s, grow_s=policy.grow_s
-        )
+            policy.least, world.nodes, world.cluster.names, wait_s=policy.wait_s, grow_s=policy.grow_s,
+            topology=world.cluster.topology,
+        )  # fmt: skip
         self._group: SimulatedGroup
         self._leader: Leader | None = None
         self._log = SimulatedLog(self._event)
@@ -261,6 +262,8 @@ class SupervisedJob(Job):
             self._lost(name, 0.0)
 
     def _event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "spare_joined" and "hops" in event:
+            self.hops.append((event["hops_before"], event["hops"]))
         if self.world.policy.fetch and wants_spare(event):
             self._soon(self.world.times.queue_s, self._arrive)
 

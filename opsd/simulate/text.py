@@ -36,6 +36,8 @@ def study_lines(study: Study, source: str) -> list[str]:
         f"drains refused by the budget {study.mean('drains_refused'):,.1f}",
         f"longest standstill {duration(max(run.longest_standstill_s for run in study.runs))}",
     ]
+    if hops := study.swap_hops:
+        lines.append(f"a node that came was {hops[1]:.2f} hops from the others, the one that went {hops[0]:.2f}")
     lost = [f"{kind} {count(hours)}" for kind, hours in list(study.gpu_hours_lost.items())[:5] if hours >= 1]
     return [*lines, f"GPU-hours lost by kind of fault: {', '.join(lost) or 'less than one'}", SOURCES]
 

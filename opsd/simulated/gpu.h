@@ -52,7 +52,8 @@ struct gpu {
     uint32_t pcie_gen, pcie_width, pcie_replays, recovery_action, pcie_errors[2], sram_exceeded, persistence, lost, forced_reasons, counters_work;
     uint32_t profiling, fabric_state, fabric_status, fabric_health;
     uint32_t xid[XIDS], xid_instance[XIDS], xid_count;
-    uint32_t padding;
+    uint32_t fabric_clique;
+    unsigned char fabric_cluster[16];
     /* Written by this library. */
     double limit_w, updated, temperature_c, power_w, scale, energy_mj;
     struct totals totals;

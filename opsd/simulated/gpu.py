@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Iterable
 from typing import Final
+from uuid import UUID
 
 from opsd.simulated.layout import INSTANCES, LINKS, NO_INSTANCE, PROCESSES, XIDS, GpuState, MigState
 
@@ -230,6 +231,11 @@ class SimulatedGpu:
     def set_fabric(self, *, state: int = 3, status: int = 0, health: int = 0) -> None:
         """Set the GPU's place in the NVLink fabric: 0 none, 1 not started, 2 in progress, 3 registered."""
         self._raw.fabric_state, self._raw.fabric_status, self._raw.fabric_health = state, status, health
+
+    def set_domain(self, cluster: UUID, clique: int) -> None:
+        """Set the NVLink domain that the GPU shares with those of other nodes."""
+        self._raw.fabric_cluster[:] = cluster.bytes
+        self._raw.fabric_clique = clique
 
     def set_processes(self, processes: Iterable[tuple[int, int] | tuple[int, int, int]]) -> None:
         """Set the compute processes as (pid, bytes of GPU memory, GPU instance if any), eight at most."""

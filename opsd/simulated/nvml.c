@@ -362,7 +362,9 @@ int nvmlDeviceGetGpuFabricInfoV(struct gpu *gpu, struct fabric *out) {
     if (out->version != (2u << 24 | sizeof *out)) return ARGUMENT_VERSION_MISMATCH;
     *out = (struct fabric){
         .version = out->version, .status = gpu->fabric_status, .state = gpu->fabric_state, .health = gpu->fabric_health,
+        .clique = gpu->fabric_clique,
     };
+    memcpy(out->cluster, gpu->fabric_cluster, sizeof out->cluster);
     return SUCCESS;
 }
 

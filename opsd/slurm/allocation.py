@@ -60,6 +60,12 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
     )
 
 
+def segment_of(environ: Mapping[str, str]) -> int:
+    """The nodes of a segment that ``sbatch --segment`` asked for, 1 without."""
+    text = environ.get("SLURM_JOB_SEGMENT_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
+
+
 def cloud_addresses(environ: Mapping[str, str]) -> dict[str, str]:
     """The addresses of nodes whose names do not resolve, from SLURM_NODE_ALIASES (until Slurm 23.02).
 

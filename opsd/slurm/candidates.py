@@ -88,9 +88,7 @@ def due(nodes: Sequence[Node], comments: Mapping[str, str], now: float, age_s: f
 
 
 def _why_not(node: Node) -> str:
-    if node.state == "idle" and node.usable and "reserved" not in node.flags:
-        return ""
-    return f"Slurm has it as {'+'.join([node.state, *sorted(node.flags)])}"
+    return "" if node.free else f"Slurm has it as {'+'.join([node.state, *sorted(node.flags)])}"
 
 
 def free(found: Collection[Candidate]) -> dict[str, float]:

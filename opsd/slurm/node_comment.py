@@ -6,6 +6,9 @@ reset by each reconfigure, and sbatch selects by them; newer releases parse ``Ex
 part in brackets only::
 
     rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- tested=1763710900 spare=ready@1763711000]
+
+``path=leaf7@1763710900`` is a measurement of the network from the node's own leaf switch to another, with ``!`` at its
+end if it was not well.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from dataclasses import dataclass, replace
 
 KEPT_STAYS = 16
 """With 8 the faults of a lemon, four a month, no longer reach back over the three windows that it is judged by."""
+KEPT_PATHS = 4
 KEPT_S = 90 * 86_400.0
 _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
 _STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
 _TESTED = re.compile(r"tested=(\d+)")
 _SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
+_PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)(!?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +37,27 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
+class Path:
+    """The newest measurement of the way from this node's leaf switch to another: when, and whether it was well."""
+
+    leaf: str
+    at: float
+    passed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NodeHistory:
     """``stays`` are oldest first. ``spare`` is "" for no spare, "ready", or what it lacks, as of ``spare_at``.
 
     ``tested_at`` is when the newest preflight began that the node has passed, with ``--act`` or for its return, 0 if
-    none is known.
+    none is known. ``paths`` are the newest measurements that this node took part in, the oldest first.
     """
 
     stays: tuple[Stay, ...] = ()
     spare: str = ""
     spare_at: float = 0.0
     tested_at: float = 0.0
+    paths: tuple[Path, ...] = ()
 
     @property
     def out(self) -> bool:
@@ -58,6 +73,11 @@ class NodeHistory:
         """The history after the node was drained at ``at``; old and surplus stays are dropped."""
         kept = [stay for stay in self.stays if at - (stay.back or stay.out) < KEPT_S]
         return replace(self, stays=(*kept, Stay(re.sub(r"[^\w.-]", "_", kind), at))[-KEPT_STAYS:])
+
+    def measured(self, path: Path) -> NodeHistory:
+        """The history after the way to another leaf switch was measured; surplus measurements are dropped."""
+        others = [one for one in self.paths if one.leaf != path.leaf]
+        return replace(self, paths=(*others, path)[-KEPT_PATHS:])
 
     def returned(self, at: float) -> NodeHistory:
         """The history after the node was returned to service at ``at``."""
@@ -84,7 +104,8 @@ def read(comment: str) -> NodeHistory:
     ]
     spare = next((m for word in words if (m := _SPARE.fullmatch(word))), None)
     tested = next((float(m[1]) for word in words if (m := _TESTED.fullmatch(word))), 0.0)
-    return NodeHistory(tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested)
+    paths = tuple(Path(m[1], float(m[2]), not m[3]) for word in words if (m := _PATH.fullmatch(word)))
+    return NodeHistory(tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested, paths)
 
 
 def write(comment: str, record: NodeHistory) -> str:
@@ -93,6 +114,7 @@ def write(comment: str, record: NodeHistory) -> str:
         f"{stay.kind}={stay.out:.0f}-{f'{stay.back:.0f}' if stay.back is not None else ''}" for stay in record.stays
     ]
     words += [f"tested={record.tested_at:.0f}"] if record.tested_at else []
+    words += [f"path={path.leaf}@{path.at:.0f}{'' if path.passed else '!'}" for path in record.paths]
     words += [f"spare={record.spare}@{record.spare_at:.0f}"] if record.spare else []
     others = _RECORD.sub("", comment).strip()
     return f"{others} [opsd1 {' '.join(words)}]".strip() if words else others

@@ -74,6 +74,11 @@ class Node:
         return self.state == "down" or "drain" in self.flags
 
     @property
+    def free(self) -> bool:
+        """Whether a job that may use any node could have it at once."""
+        return self.state == "idle" and self.usable and "reserved" not in self.flags
+
+    @property
     def usable(self) -> bool:
         """Whether the node could get a job now, or once its present jobs end."""
         blocking = {"drain", "fail", "not_responding", "maintenance", "powered_down", "powering_down", "invalid_reg"}

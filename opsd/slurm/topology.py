@@ -1,22 +1,23 @@
-"""The switches between the nodes from Slurm's ``topology.conf``: how far apart nodes are, and which to pick.
+"""The switches and NVLink domains of a cluster, as Slurm's topology plugins describe them. Pure.
 
-Pure but for ``read``.
+The launcher, the choice of nodes, preflight and the simulator all go by this model. What is not described is unknown:
+it is nowhere taken for near.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
+from itertools import combinations
 from typing import Final
 
 from opsd.slurm.hostlist import HostlistError, expand
 
-_LINE: Final = re.compile(r"^\s*SwitchName=(\S+)(.*)$", re.IGNORECASE | re.MULTILINE)
-_BELOW: Final = re.compile(r"\s(Nodes|Switches)=(\S+)", re.IGNORECASE)
+_PAIR: Final = re.compile(r"([A-Za-z]+)\s*=\s*(\S+)")
 
 
 class TopologyError(Exception):
@@ -25,15 +26,22 @@ class TopologyError(Exception):
 
 @dataclass(frozen=True)
 class Topology:
-    """``leaf`` has the leaf switch of each node, ``above`` the switch that each switch hangs from."""
+    """``leaf`` has the leaf switch of each node, ``above`` the switch that each switch hangs from.
+
+    ``domain`` has the NVLink domain of each node that shares one with others: a block of the plugin topology/block, or
+    what the driver says.
+    """
 
     leaf: Mapping[str, str] = field(default_factory=dict)
     above: Mapping[str, str] = field(default_factory=dict)
+    domain: Mapping[str, str] = field(default_factory=dict)
 
     def switches(self, node: str) -> tuple[str, ...]:
         """The switches above a node, its leaf first; none for a node that the topology lacks."""
+        return self._path(self.leaf.get(node))
+
+    def _path(self, switch: str | None) -> tuple[str, ...]:
         path: list[str] = []
-        switch = self.leaf.get(node)
         while switch is not None and switch not in path:
             path.append(switch)
             switch = self.above.get(switch)
@@ -52,105 +60,94 @@ class Topology:
         """1 for a leaf switch, 2 for one above leaves, and so on."""
         return max(self.switches(node).index(switch) for node in self.nodes[switch]) + 1
 
+    def place(self, node: str) -> str | None:
+        """Its NVLink domain, where the cluster has any, otherwise its leaf switch; None if that is not known."""
+        return (self.domain or self.leaf).get(node)
+
     def hops(self, one: str, other: str) -> int | None:
         """The switches that a message between two nodes passes; None if no path is known."""
-        up, down = self.switches(one), self.switches(other)
-        return next((up.index(switch) + down.index(switch) + 1 for switch in up if switch in down), None)
+        return _between(self.switches(one), self.switches(other))
 
     def mean_hops(self, node: str, others: Collection[str]) -> float | None:
         """Over the ways from a node to ``others``; None if one of them is not known, or there are no others."""
-        ways = [self.hops(node, other) for other in others if other != node]
-        known = [way for way in ways if way is not None]
-        return sum(known) / len(known) if known and len(known) == len(ways) else None
+        up, leaves = self.switches(node), Counter(self.leaf.get(other) for other in others if other != node)
+        ways = {leaf: _between(up, self._path(leaf)) for leaf in leaves}
+        known = [way * leaves[leaf] for leaf, way in ways.items() if way is not None]
+        return sum(known) / leaves.total() if known and len(known) == len(ways) else None
 
-    def swap_text(self, nodes: Collection[str], old: str, new: str) -> str:
-        """What it costs in hops that ``new`` takes the place of ``old`` among ``nodes``, "" if that is not known."""
+    def swap_hops(self, nodes: Collection[str], old: str, new: str) -> tuple[float, float] | None:
+        """Mean hops to the rest of ``nodes``, of ``old`` and of ``new`` in its place; None if they are not known."""
         rest = [node for node in nodes if node not in (old, new)]
         before, after = self.mean_hops(old, rest), self.mean_hops(new, rest)
-        if before is None or after is None:
-            return ""
-        if after == before:
-            return f"{new} is as near to the others as {old}: {after:.1f} hops"
-        return f"{new} is {after:.1f} hops from the others, {old} was {before:.1f}"
+        return None if before is None or after is None else (before, after)
+
+    def swap_text(self, nodes: Collection[str], old: str, new: str) -> str:
+        """What it costs in hops and in NVLink that ``new`` takes the place of ``old``, "" if that is not known."""
+        told = []
+        if hops := self.swap_hops(nodes, old, new):
+            before, after = hops
+            same = f"{new} is as near to the others as {old}: {after:.1f} hops"
+            told.append(
+                same if after == before else f"{new} is {after:.1f} hops from the others, {old} was {before:.1f}"
+            )
+        if old in self.domain and self.domain.get(new) != self.domain[old]:
+            told.append(f"{new} is not in the NVLink domain {self.domain[old]}")
+        return ", ".join(told)
+
+    def cost(self, node: str, peers: Collection[str]) -> tuple[int, float]:
+        """What ``node`` costs beside ``peers``: how many of them are in other places, and the mean hops to them."""
+        place, hops = self.place(node), self.mean_hops(node, peers)
+        apart = sum(place is None or self.place(peer) != place for peer in peers)
+        return apart, math.inf if hops is None else hops
+
+    def split_groups(self, nodes: Sequence[str], size: int) -> list[tuple[str, ...]]:
+        """Of the groups of ``size`` consecutive ``nodes`` those that span places; unknown ones are left out."""
+        groups = [tuple(nodes[at : at + size]) for at in range(0, len(nodes), size)] if size > 1 else []
+        return [group for group in groups if len({self.place(node) for node in group} - {None}) > 1]
+
+    def arranged(self, nodes: Sequence[str], size: int) -> list[str]:
+        """``nodes`` with whole groups of ``size`` in one place first, in their order; then those that are left over."""
+        places: dict[str | None, list[str]] = {}
+        for node in nodes:
+            places.setdefault(self.place(node), []).append(node)
+        whole = {place: len(names) // size * size for place, names in places.items()}
+        first = [name for place, names in places.items() for name in names[: whole[place]]]
+        return first + [name for place, names in places.items() for name in names[whole[place] :]]
+
+    def leaf_pairs(self, nodes: Iterable[str]) -> list[tuple[str, str]]:
+        """Every pair of the leaf switches above ``nodes``, by name."""
+        return [*combinations(sorted({self.leaf[node] for node in nodes if node in self.leaf}), 2)]
+
+
+def _between(up: Sequence[str], down: Sequence[str]) -> int | None:
+    return next((up.index(switch) + down.index(switch) + 1 for switch in up if switch in down), None)
+
+
+def even(nodes: Sequence[str], per_leaf: int) -> Topology:
+    """A made-up tree: ``per_leaf`` nodes below each leaf switch, one switch above all leaves."""
+    leaf = {node: f"leaf-{index // per_leaf:03}" for index, node in enumerate(nodes)}
+    return Topology(leaf, dict.fromkeys(leaf.values(), "spine"))
 
 
 def parse(text: str) -> Topology:
-    """The topology in a ``topology.conf`` of the plugin topology/tree. Raises TopologyError."""
-    plain = "\n".join(line.partition("#")[0] for line in text.splitlines())
+    """The topology in a ``topology.conf`` of topology/tree or topology/block, or in ``scontrol show topology``.
+
+    A block is an NVLink domain, and its NVLink switches are the one hop between its nodes; the file does not say what
+    is between blocks. Raises TopologyError.
+    """
     leaf: dict[str, str] = {}
     above: dict[str, str] = {}
+    domain: dict[str, str] = {}
     try:
-        for switch, rest in _LINE.findall(plain):
-            for what, names in _BELOW.findall(rest):
-                below = leaf if what.lower() == "nodes" else above
-                below.update((name, switch) for name in expand(names))
+        for line in text.splitlines():
+            told = {key.lower(): value for key, value in _PAIR.findall(line.partition("#")[0])}
+            nodes = expand(told.get("nodes", ""))
+            if block := told.get("blockname"):
+                domain.update(dict.fromkeys(nodes, block))
+            elif switch := told.get("switchname"):
+                above.update(dict.fromkeys(expand(told.get("switches", "")), switch))
+                if told.get("level", "0") == "0":  # scontrol names all nodes below a switch, at every level
+                    leaf.update(dict.fromkeys(nodes, switch))
     except HostlistError as error:
         raise TopologyError(f"the topology cannot be read: {error}") from error
-    return Topology(leaf, above)
-
-
-def read(path: Path | None = None) -> Topology:
-    """The topology in ``path``, or at Slurm's default location; an empty one if there is no such file.
-
-    Raises TopologyError if the given file cannot be read.
-    """
-    default = Path(os.environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).with_name("topology.conf")
-    try:
-        return parse((path or default).read_text(encoding="utf-8", errors="replace"))
-    except OSError as error:
-        if path is None:
-            return Topology()
-        raise TopologyError(f"{path} cannot be read: {error.strerror}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The nodes that were picked, by name, and the smallest switch above all of them, "" if none is known."""
-
-    nodes: tuple[str, ...]
-    switch: str
-
-
-def pick(badness: Mapping[str, float], count: int, topology: Topology) -> Choice | None:
-    """The ``count`` nodes of the least total badness; among such choices those nearest each other.
-
-    First comes the lowest switch that has them, of equals the one with the fewest other candidates, then the fullest
-    leaves, so that as few leaves as possible are used and whole ones stay free. None if there are too few nodes.
-    """
-    if not 0 < count <= len(badness):
-        return None
-    groups: list[tuple[float, int, int, str, list[str]]] = []
-    for switch, below in topology.nodes.items():
-        if len(names := [name for name in below if name in badness]) >= count:
-            groups.append((_least(badness, names, count), topology.height(switch), len(names), switch, names))
-    if not groups or badness.keys() - topology.leaf.keys():
-        everything = max((height for _, height, *_ in groups), default=0) + 1
-        groups.append((_least(badness, badness, count), everything, len(badness), "", list(badness)))
-    *_, switch, names = min(groups)
-    return Choice(tuple(sorted(_nearest(badness, names, count, topology))), switch)
-
-
-def _least(badness: Mapping[str, float], names: Iterable[str], count: int) -> float:
-    return sum(sorted(badness[name] for name in names)[:count])
-
-
-def _nearest(badness: Mapping[str, float], names: Collection[str], count: int, topology: Topology) -> list[str]:
-    """Of the best nodes those on the fullest leaves."""
-    limit = sorted(badness[name] for name in names)[count - 1]
-    chosen = [name for name in names if badness[name] < limit]
-    leaves: dict[str, list[str]] = {}
-    for name in sorted(names):
-        if badness[name] == limit:
-            leaves.setdefault(topology.leaf.get(name, ""), []).append(name)
-    used = {topology.leaf.get(name, "") for name in chosen}
-    while len(chosen) < count:
-        left = count - len(chosen)
-        best = min(leaves, key=lambda leaf: _order(leaf in used, len(leaves[leaf]), left, leaf))
-        chosen += leaves.pop(best)[:left]
-    return chosen
-
-
-def _order(used: bool, free: int, left: int, leaf: str) -> tuple[bool, bool, int, str]:
-    """Leaves in use come first, then of those that have all that is left the smallest, then the largest."""
-    enough = free >= left
-    return not used, not enough, free if enough else -free, leaf
+    return Topology(domain | leaf, above, domain)

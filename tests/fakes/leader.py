@@ -19,6 +19,7 @@ from opsd.launch.run import messages
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import CODEC, FromLeader, Stop, StopReason, ToLeader
 from opsd.launch.run.nodes import RunShape
+from opsd.slurm.topology import Topology
 
 NODES = ("n1", "n2", "n3")
 SPARE = "n4"
@@ -127,12 +128,17 @@ class LeaderHarness:
         max_restarts: int = 8,
         wait_s: float = 0.0,
         grow_s: float = 0.0,
+        topology: Topology | None = None,
+        segment: int = 1,
     ) -> None:
         self.loop = FakeLoop()
         self.group = FakeGroup(*alive)
         self.folder = folder
         self.bad: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
-        self.shape = RunShape(least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s, grow_s=grow_s)
+        self.shape = RunShape(
+            least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s, grow_s=grow_s,
+            topology=topology or Topology(), segment=segment,
+        )  # fmt: skip
         self.max_restarts = max_restarts
         self.leader = self.new_leader()
 

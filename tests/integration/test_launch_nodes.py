@@ -97,6 +97,24 @@ def test_a_spare_takes_the_place_of_a_dead_node(tmp_path: Path, victim: str) -> 
     assert nodes.events("spare_joined")[0]["joined"] == "n3"
 
 
+def test_ranks_begin_below_one_switch_and_a_swap_tells_its_hops(tmp_path: Path) -> None:
+    """As the topology.conf on the nodes says: n2 stands by, and the segment is split once it has to come."""
+    tree = "SwitchName=a Nodes=n[1,3]\nSwitchName=b Nodes=n2\nSwitchName=s Switches=a,b\n"
+    (tmp_path / "topology.conf").write_text(tree)
+    environ = {name: {"SLURM_CONF": str(tmp_path / "slurm.conf")} for name in ("n1", "n2", "n3")}
+    with Nodes(tmp_path, ENDLESS, "--nnodes=2", "--spares=1", "--segment=2", count=3, environ=environ) as nodes:
+        nodes.until(lambda: [nodes.state(name)["state"] for name in nodes.names] == ["running", "spare", "running"])
+        nodes.until(lambda: nodes.ask("n1", cmd="status")["spares"] == ["n2"])
+        nodes.kill("n3")
+        nodes.until(lambda: resumed(nodes))
+    assert slots(nodes) == [["n1", "n3"], ["n1", "n2"]]
+    (joined,) = nodes.events("spare_joined")
+    assert (joined["replaces"], joined["hops_before"], joined["hops"]) == ("n3", 1.0, 3.0)
+    (split,) = nodes.events("segment_split")
+    assert split["places"] == {"a": ["n1"], "b": ["n2"]}
+    assert "node ranks 0 to 1 were to be in one NVLink domain" in nodes.said("n1")
+
+
 @pytest.mark.slow
 def test_a_frozen_node_is_replaced_and_comes_back_as_a_spare(tmp_path: Path) -> None:
     """It ends the ranks that it still had, and can take the place of the next one."""

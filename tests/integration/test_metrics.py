@@ -24,6 +24,7 @@ pytestmark = pytest.mark.xdist_group("agent-process")
 GPUS = 2
 ELSEWHERE = {
     "opsd_gpu_retired_pages", "opsd_gpu_retired_pages_pending", "opsd_gpu_fabric_problem",
+    "opsd_gpu_fabric_info",
     "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "DCGM_FI_PROF_PIPE_FP32_ACTIVE", "DCGM_FI_PROF_PIPE_FP16_ACTIVE",
     "opsd_run_seconds_total", "opsd_run_planned_seconds", "opsd_run_forecast_seconds", "opsd_run_beyond_plan_seconds",
 }  # fmt: skip

@@ -187,3 +187,11 @@ def test_more_spares_never_hurt_much_and_the_knee_is_found() -> None:
     low, high = studies[2].ettr_range
     assert low <= studies[2].ettr <= high
     assert studies[2].as_dict() == sweep(draws, [studies[2].policy], setup, [2])[0].as_dict(), "nothing is random"
+
+
+def test_swaps_are_told_in_hops() -> None:
+    """Three nodes below each leaf: the spare is farther from two of the others, and nearer to one."""
+    played = play("hot", fault(0, 2, "lost"), setup=replace(SETUP, per_switch=3))
+    ((before, after),) = played.hops
+    assert (before, after) == (pytest.approx(5 / 3), pytest.approx(7 / 3))
+    assert play("hot", fault(0, 2, "lost")).hops == []

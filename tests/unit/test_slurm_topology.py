@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from opsd.slurm.topology import Choice, Topology, TopologyError, parse, pick, read
+from opsd.slurm.pick import Choice, pick
+from opsd.slurm.port import SlurmUnavailable
+from opsd.slurm.runner import Output, Runner
+from opsd.slurm.topology import Topology, TopologyError, even, parse
+from opsd.slurm.topology_source import read
 
 TREE = parse("""
 SwitchName=leaf1 Nodes=n[1-4]
@@ -80,3 +85,117 @@ def test_a_file_with_other_bytes_than_text_is_read(tmp_path: Path) -> None:
     """A comment in Latin-1."""
     (tmp_path / "topology.conf").write_bytes(b"SwitchName=a Nodes=n[1-2] # B\xfcro\n")
     assert read(tmp_path / "topology.conf").leaf == {"n1": "a", "n2": "a"}
+
+
+SHOWN = """\
+SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[1-2]
+SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=n[3-4]
+SwitchName=leaf3 Level=0 LinkSpeed=1 Nodes=n[5-8]
+SwitchName=spine1 Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=leaf[1-2]
+SwitchName=spine2 Level=1 LinkSpeed=1 Nodes=n[5-8] Switches=leaf3
+SwitchName=core Level=2 LinkSpeed=1 Nodes=n[1-8] Switches=spine[1-2]
+"""
+"""``scontrol show topology`` of 22.05.8."""
+RACKS = """\
+# Number of Nodes in block1: 3
+# ClusterUUID and CliqueID: 5e797fc6-0f46-421a-8724-0e102c0f723c
+BlockName=block_5e797fc6-0f46-421a-8724-0e102c0f723c_1234 Nodes=hpc-9,hpc-13,hpc-17
+# Number of Nodes in block2: 3
+BlockName=block_5e797fc6-0f46-421a-8724-0e102c0f721e_23456 Nodes=hpc-22,hpc-26,hpc-30
+BlockSizes=1
+"""
+"""As azslurm writes it for racks of GB200 (Azure/cyclecloud-slurm), with fewer nodes."""
+ISLANDS = """\
+# switch.3.1=hpcislandid-1
+SwitchName=switch.3.1 Switches=switch.2.[1-2]
+# switch.2.1=network-block-1
+SwitchName=switch.2.1 Switches=switch.1.1
+SwitchName=switch.2.2 Switches=switch.1.2
+SwitchName=switch.1.1 Nodes=node-1
+SwitchName=switch.1.2 Nodes=node-2
+"""
+"""As NVIDIA/topograph writes the network of a cloud: upper switches first."""
+BLOCKS = parse(
+    "BlockName=rack1 BlockIndex=0 Nodes=c[01-18] BlockSize=18\nBlockName=rack2 Nodes=c[19-36]\nBlockSizes=18,36"
+)
+
+
+def test_what_the_controller_shows_is_the_same_tree() -> None:
+    """It names all nodes below a switch at each level; only those of level 0 hang from it."""
+    told = parse(SHOWN)
+    assert (told.leaf["n4"], told.leaf["n8"]) == ("leaf2", "leaf3")
+    assert [told.hops("n1", other) for other in ("n2", "n3", "n5")] == [1, 3, 5]
+    assert told.domain == {}
+
+
+def test_trees_and_blocks_of_other_programs_are_read() -> None:
+    """Names with dots and UUIDs; a block is an NVLink domain, and nothing is known of the ways between blocks."""
+    assert parse(ISLANDS).hops("node-1", "node-2") == 5
+    racks = parse(RACKS)
+    assert racks.place("hpc-13") == "block_5e797fc6-0f46-421a-8724-0e102c0f723c_1234"
+    assert (racks.hops("hpc-9", "hpc-17"), racks.hops("hpc-9", "hpc-22")) == (1, None)
+    both = parse("BlockName=rack1 Nodes=c[1-2]\nSwitchName=s1 Nodes=c[1-2],x1\n")
+    assert (both.place("c1"), both.leaf["c1"], both.place("x1"), both.hops("c1", "x1")) == ("rack1", "s1", None, 1)
+
+
+def test_a_pick_keeps_to_as_few_blocks_as_possible() -> None:
+    """One rack if it has enough, otherwise the one that is fullest first."""
+    assert pick(dict.fromkeys(BLOCKS.leaf, 0.0), 16, BLOCKS) == Choice(tuple(f"c{k:02}" for k in range(1, 17)), "rack1")
+    some = pick(dict.fromkeys(BLOCKS.leaf, 0.0), 20, BLOCKS)
+    assert some is not None
+    assert sorted(BLOCKS.leaf[node] for node in some.nodes).count("rack1") == 18
+
+
+def test_groups_of_nodes_are_kept_in_one_domain() -> None:
+    """Whole groups first, what is left over of each rack last; groups that span racks are named."""
+    order = BLOCKS.arranged(sorted(BLOCKS.leaf), 16)
+    assert order[-4:] == ["c17", "c18", "c35", "c36"]
+    assert BLOCKS.split_groups(order[:32], 16) == []
+    (split,) = BLOCKS.split_groups(sorted(BLOCKS.leaf)[:32], 16)
+    assert (split[0], split[-1]) == ("c17", "c32")
+    assert BLOCKS.split_groups(["c01", "x", "y"], 3) == []
+    assert BLOCKS.split_groups(["c01", "c19"], 1) == []
+
+
+def test_a_swap_out_of_the_domain_is_told() -> None:
+    """Also where the hops are not known."""
+    assert BLOCKS.swap_text(["c01", "c02"], "c01", "c19") == "c19 is not in the NVLink domain rack1"
+    assert BLOCKS.swap_text(["c01", "c02"], "c01", "c03") == "c03 is as near to the others as c01: 1.0 hops"
+    assert min(("c19", "c05", "x"), key=lambda node: BLOCKS.cost(node, ["c01", "c02"])) == "c05"
+
+
+def test_pairs_of_leaves_and_made_up_trees() -> None:
+    """Those above the given nodes, each once."""
+    tree = even(["a", "b", "c", "d", "e"], 2)
+    assert tree.leaf_pairs(["a", "b", "c"]) == [("leaf-000", "leaf-001")]
+    assert len(tree.leaf_pairs([*tree.leaf, "x"])) == 3
+    assert (tree.hops("a", "b"), tree.hops("a", "e")) == (1, 3)
+
+
+def test_the_topology_of_slurm_is_found(tmp_path: Path) -> None:
+    """Beside slurm.conf or where slurmd keeps what was sent; a topology.yaml is the controller's to tell."""
+    own, sent = tmp_path / "slurm", tmp_path / "conf"
+    own.mkdir()
+    asked: list[list[str]] = []
+
+    def run(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        asked.append([*argv])
+        return Output(0, SHOWN, "")
+
+    def find(run: Runner = run) -> Topology:
+        return read(environ={"SLURM_CONF": str(own / "slurm.conf")}, configless=sent, run=run)
+
+    assert find() == Topology()
+    sent.mkdir()
+    (sent / "topology.conf").write_text("SwitchName=s1 Nodes=n1")
+    assert find().leaf == {"n1": "s1"}
+    (own / "slurm.conf").touch()
+    assert find() == Topology()
+    assert asked == []
+    (own / "topology.yaml").touch()
+    assert (find().leaf["n5"], asked) == ("leaf3", [["scontrol", "show", "topology"]])
+
+    def silent(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        raise SlurmUnavailable("scontrol has not answered within 5 s")
+
+    assert find(silent) == Topology()

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
+from uuid import UUID
 
 import pynvml
 
@@ -131,9 +132,29 @@ def _reasons(handle: Any) -> tuple[float, ...]:
     return mask, mask
 
 
-def _fabric(handle: Any) -> tuple[float | None, ...]:
+def _fabric_info(handle: Any) -> Any:
     info = pynvml.c_nvmlGpuFabricInfoV_t()
     pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(info))
+    return info
+
+
+def fabric_domain(handle: Any) -> tuple[str, int] | None:
+    """Cluster UUID and clique of the NVLink domain that a registered GPU shares with other nodes; None if it has none.
+
+    GPUs whose fabric ends in their node have a UUID of zeros. Raises CallError.
+    """
+    try:
+        info = _fabric_info(handle)
+    except pynvml.NVMLError as error:
+        if error.value in UNSUPPORTED:
+            return None
+        raise
+    cluster = bytes(info.clusterUuid)
+    return (str(UUID(bytes=cluster)), int(info.cliqueId)) if info.state == REGISTERED and any(cluster) else None
+
+
+def _fabric(handle: Any) -> tuple[float | None, ...]:
+    info = _fabric_info(handle)
     if info.state == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     return info.state, info.status if info.state == REGISTERED else None, *fabric_problems(info.healthMask)

@@ -98,7 +98,7 @@ class Gpu:
         with driver.translated():
             samples = self._ask(self._calls)
             if now - self._rare_at >= RARE_S:
-                self._rarely, self._rare_at = self._ask(self._rare), now
+                self._rarely, self._rare_at = [*self._ask(self._rare), *self._domain()], now
             if now - self._links_at >= LINKS_S:
                 self._of_links, self._links_at = self._ask_links(), now
             of_fields, rest = self._ask_fields(self._fields)
@@ -132,6 +132,13 @@ class Gpu:
         if self._units is not None:
             self._units.close()
             self._units = None
+
+    def _domain(self) -> list[Sample]:
+        """The NVLink domain as a sample, if it reaches beyond the node."""
+        if (domain := driver.fabric_domain(self._handle)) is None:
+            return []
+        cluster, clique = domain
+        return [Sample(series.FABRIC_INFO, 1.0, self._labels(series.FABRIC_INFO, cluster, str(clique)))]
 
     def _ask_links(self) -> list[Sample]:
         samples, rest = self._ask_fields(self._link_fields)

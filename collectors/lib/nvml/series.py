@@ -22,7 +22,9 @@ DCGM_LABELS: Final = {
 LABELS: Final = {
     **DCGM_LABELS,
     "cause": "single_bit, double_bit",
+    "clique": "one at a time",
     "clock": "sm, memory",
+    "cluster_uuid": "one per rack, one at a time",
     "counter": "volatile, aggregate",
     "driver_version": "one at a time",
     "link": "NVLinks of a GPU, 18 on an H100",
@@ -152,6 +154,15 @@ ORPHAN_MEMORY = _gpu("orphan_memory_bytes", "Device memory of processes that are
 FABRIC_STATE = _gpu(
     "fabric_state", "Place in the NVLink fabric: 1 not started, 2 being registered, 3 registered; none without fabric."
 )
+FABRIC_INFO = _gpu(
+    "fabric_info",
+    "The NVLink domain that a GPU shares with those of other nodes; none where the fabric ends in the node.",
+    "",
+    "cluster_uuid",
+    "clique",
+    kind="info",
+    kept=False,
+)
 FABRIC_STATUS = _gpu("fabric_status", "How the registration ended: 0 well, otherwise NVML's error code.")
 FABRIC_PROBLEM = _gpu(
     "fabric_problem", "1 if the fabric has this problem; none where the GPU cannot tell.", "", "problem"
@@ -169,8 +180,8 @@ METRICS: Final = (
     REMAP_PENDING, RETIRED_PAGES, RETIRED_PENDING, PCIE_GENERATION, PCIE_GENERATION_MAX, PCIE_WIDTH, PCIE_WIDTH_MAX,
     PCIE_ERRORS, SRAM_THRESHOLD,
     NVLINK_SENT, NVLINK_RECEIVED, NVLINK_ERRORS, NVLINK_UP, NVLINK_LINK_ERRORS, PERFORMANCE_STATE, RECOVERY_ACTION,
-    PERSISTENCE, PROCESSES, PROCESS_MEMORY, ORPHANS, ORPHAN_MEMORY, FABRIC_STATE, FABRIC_STATUS, FABRIC_PROBLEM,
-    PROFILING, DRIVER_RELOADS,
+    PERSISTENCE, PROCESSES, PROCESS_MEMORY, ORPHANS, ORPHAN_MEMORY, FABRIC_STATE, FABRIC_INFO, FABRIC_STATUS,
+    FABRIC_PROBLEM, PROFILING, DRIVER_RELOADS,
 )  # fmt: skip
 
 

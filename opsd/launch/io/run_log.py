@@ -275,6 +275,21 @@ def _finished(event: EventRecord) -> str:
     return f"the run ends with {event['exit_code']}: {event['reason']}"
 
 
+def _spare_joined(event: EventRecord) -> str:
+    told = f"{event['joined']} stands by and takes place {event['place']}"
+    if "hops" not in event:
+        return told
+    return f"{told}; it is {event['hops']:.1f} hops from the others, {event['replaces']} was {event['hops_before']:.1f}"
+
+
+def _segment_split(event: EventRecord) -> str:
+    where = "; ".join(f"{', '.join(nodes)} in {place}" for place, nodes in event["places"].items())
+    return (
+        f"node ranks {event['first']} to {event['last']} were to be in one NVLink domain or below one leaf switch and "
+        f"are not ({where}): their TP and EP groups leave it"
+    )
+
+
 _TOLD: Mapping[str, Callable[[EventRecord], str]] = {
     "rank_exited": _rank_exited,
     "hang_detected": _hang,
@@ -287,7 +302,8 @@ _TOLD: Mapping[str, Callable[[EventRecord], str]] = {
     "node_lost": _node_lost,
     "ranks_gone": lambda event: f"the ranks of {event['gone']} ended while no launcher led the run",
     "launcher_joined": lambda event: f"{event['joined']} has joined",
-    "spare_joined": lambda event: f"{event['joined']} stands by and takes place {event['place']}",
+    "spare_joined": _spare_joined,
+    "segment_split": _segment_split,
     "node_retired": lambda event: f"{event['retired']} is replaced: {event['reason']}",
     "node_cleared": lambda event: f"{event['cleared']} was given back to service and may be used again",
     "swap_refused": lambda event: f"{event['swap']} cannot be replaced: {event['reason']}",

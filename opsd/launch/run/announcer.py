@@ -84,6 +84,8 @@ class Announcer:
             how = f"{restarted(event, self._loaded)}{self._moved}"
             self._say(f"restarted: {how}", "good")
             self._notices.resumed(how, int(event.get("lost_steps") or 0))
+        elif kind == "segment_split":
+            self._say(EventText().sentence(event), "bad")
         elif kind in ("restart_requested", "node_retired"):
             self._notices.interrupted(EventText().sentence(event))
 

@@ -192,11 +192,17 @@ class ClusterRun:
         plan = self._group.plan
         slots, unfit = (plan.slots, plan.payload.get("unfit", ())) if plan is not None else ((), ())
         placed = assign_slots(self._shape, slots, reachable, unfit)
-        if placed is None or plan is not None or len(placed) >= min(self._shape.most, len(self._shape.order)):
+        if placed is None or plan is not None or self._complete(placed, reachable):
             self._enough_since = None
             return placed is not None
         self._enough_since = self._enough_since or time.monotonic()
         return time.monotonic() - self._enough_since >= self._shape.last_call_s
+
+    def _complete(self, placed: Sequence[str], reachable: Collection[str]) -> bool:
+        """Whether more nodes would make no better first generation."""
+        shape, everybody = self._shape, len(self._shape.order)
+        split = shape.topology.split_groups(placed, shape.segment)
+        return len(placed) >= min(shape.most, everybody) and (not split or len(reachable) >= everybody)
 
     def stuck(self) -> bool:
         """Whether the ranks here make no progress, as far as is known."""

@@ -33,6 +33,7 @@ from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangI
 from opsd.launch.run.growth import Growth
 from opsd.launch.run.messages import CODEC, Stop, ToLeader
 from opsd.launch.run.nodes import GenerationPlanner, NodeHealth, RunShape
+from opsd.launch.run.placement import split_segments, swap_cost
 from opsd.launch.run.slow_ranks import SlowRankWatch
 from opsd.launch.run.stops import StopCoordinator
 
@@ -178,21 +179,24 @@ class Leader:
 
     def began(self, plan: Plan, begun: Begun) -> None:
         """All nodes of ``plan`` are ready: its ranks are started, or keep running."""
-        known = set(self._planner.slots)
+        before = self._planner.slots
         self._planner.begun(plan)
         self._know(plan)
         self._growth.look()
         self._note_progress(begun.furthest, begun.committed)
         if plan.payload["keep"]:
             return
-        for name in plan.slots:
-            if known and name not in known:
-                self._log.emit("spare_joined", joined=name, place=plan.slots.index(name))
+        for place, name in enumerate(plan.slots):
+            if before and name not in before:
+                cost = swap_cost(self._shape.topology, before, plan.slots, place)
+                self._log.emit("spare_joined", joined=name, place=place, **cost)
         size = sum(plan.sizes[name] for name in plan.slots)
         gpus = gpu_count(os.environ) * len({*plan.slots, *plan.spares})
         self._log.emit(
             "generation_started", world_size=size, gpus=gpus, nodes=list(plan.slots), spares=list(plan.spares)
         )
+        for fields in split_segments(self._shape.topology, plan.slots, self._shape.segment):
+            self._log.emit("segment_split", **fields)
 
     def _know(self, plan: Plan) -> None:
         self._log.generation = plan.generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from opsd.launch.claims.claim_store import Plan
@@ -14,6 +14,7 @@ from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import Failure
+from opsd.slurm.topology import Topology
 
 REGROUP_S = 2.0
 """How long a new leader waits for the others to find it before it decides that there are too few."""
@@ -28,7 +29,7 @@ class RunShape:
     The first generation waits ``join_s`` seconds for the least number, then ``last_call_s`` for more; a later one that
     has too few waits ``wait_s``. ``grow_s`` is what ``Growth`` takes a restart to cost. After failures that all look
     like consequences of a failure on another node, that one gets ``victim_s`` to show, longer than the detection of a
-    lost node takes.
+    lost node takes. Each ``segment`` consecutive nodes are to be in one NVLink domain, or below one leaf switch.
     """
 
     least: int
@@ -39,6 +40,8 @@ class RunShape:
     wait_s: float = 0.0
     grow_s: float = 0.0
     victim_s: float = 3.0
+    topology: Topology = field(default_factory=Topology)
+    segment: int = 1
 
     @property
     def nnodes(self) -> str:
@@ -56,7 +59,7 @@ def assign_slots(
     """The nodes by node rank: those of ``before`` keep their slots, others fill the gaps; None if there are too few.
 
     A node that keeps its slot keeps its ranks, and their in-memory checkpoints. Of the free nodes, those that were
-    never lost are preferred.
+    never lost are preferred, then those near the rest of the segment, or near the node whose place they take.
     """
     places = [name if name in alive and name not in unfit else None for name in before]
     ranked = {name: number for number, name in enumerate(shape.order)}
@@ -65,9 +68,14 @@ def assign_slots(
         set(alive) - set(before) - set(unfit),
         key=lambda name: (lost.get(name, 0), ranked.get(name, len(ranked)), name),
     )
+    if not places and shape.segment > 1:
+        free = shape.topology.arranged(free, shape.segment)
     for number, name in enumerate(places):
         if name is None and free:
-            places[number] = free.pop(0)
+            first = number // shape.segment * shape.segment
+            peers = [*filter(None, places[first : first + shape.segment])] or [before[number]]
+            places[number] = best = min(free, key=lambda name: (lost.get(name, 0), *shape.topology.cost(name, peers)))
+            free.remove(best)
     nodes = [name for name in places if name is not None]
     nodes += free[: shape.most - len(nodes)]
     return tuple(nodes) if len(nodes) >= shape.least else None

@@ -11,7 +11,7 @@ from typing import Final
 
 import psutil
 
-from opsd.slurm import topology
+from opsd.slurm import topology_source
 from opsd.slurm.hostlist import HostlistError, expand
 from opsd.slurm.topology import TopologyError
 
@@ -84,6 +84,6 @@ def read_switches(path: Path | None) -> Mapping[str, str]:
     Raises RendezvousError if the given file cannot be read.
     """
     try:
-        return topology.read(path).leaf
+        return topology_source.read(path).leaf
     except TopologyError as error:
         raise RendezvousError(str(error)) from error

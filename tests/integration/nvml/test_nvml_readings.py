@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
@@ -31,7 +32,7 @@ def test_every_gpu_has_the_same_series_under_dcgm_exporters_labels(gpus: Simulat
     assert all(names == per_gpu[0] for names in per_gpu)
     absent = {metric.name for metric in nvml_series.METRICS} - {name for name, *_ in got}
     older = {"opsd_gpu_retired_pages", "opsd_gpu_retired_pages_pending"}
-    newer = {"opsd_gpu_fabric_problem"}
+    newer = {"opsd_gpu_fabric_info", "opsd_gpu_fabric_problem"}
     assert absent == older | newer | {"opsd_gpu_orphan_processes", "opsd_gpu_orphan_memory_bytes"}
     assert len(got) >= 646
 
@@ -118,6 +119,7 @@ def test_the_place_in_the_fabric_is_told(gpus: SimulatedGpus, collector: Any) ->
     """State, the status of a finished registration, and only those problems that the hardware can tell of."""
     gpus[1].set_fabric(state=2, status=999)
     gpus[2].set_fabric(state=3, status=9, health=0x1 | 0x2 << 4)
+    gpus[2].set_domain(UUID("5e797fc6-0f46-421a-8724-0e102c0f723c"), 1234)
     gpus[3].set_fabric(state=0)
     got = samples(collector.collect())
     told = [{k: v for k, v in of_gpu(got, gpu).items() if k[0].startswith("opsd_gpu_fabric")} for gpu in range(4)]
@@ -125,6 +127,7 @@ def test_the_place_in_the_fabric_is_told(gpus: SimulatedGpus, collector: Any) ->
         {("opsd_gpu_fabric_state",): 3, ("opsd_gpu_fabric_status",): 0},
         {("opsd_gpu_fabric_state",): 2},
         {
+            ("opsd_gpu_fabric_info", "5e797fc6-0f46-421a-8724-0e102c0f723c", "1234"): 1,
             ("opsd_gpu_fabric_state",): 3,
             ("opsd_gpu_fabric_status",): 9,
             ("opsd_gpu_fabric_problem", "degraded_bandwidth"): 1,

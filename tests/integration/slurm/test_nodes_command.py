@@ -10,9 +10,10 @@ import time
 import pytest
 
 from opsd import exitcodes
-from opsd.slurm import node_comment
+from opsd.slurm import leaf_paths, node_comment
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.node_comment import NodeHistory, Stay
+from opsd.slurm.topology import parse
 from tests.integration.slurm.cluster import Cluster, runner_on
 
 pytestmark = pytest.mark.xdist_group("slurm")
@@ -40,6 +41,20 @@ def test_nodes_are_picked_by_what_slurm_knows(cluster: Cluster) -> None:
     few = opsd_nodes(cluster, "pick", "3", f"--topology={tree}")
     assert few.returncode == exitcodes.FAILED
     assert "2 of 4 nodes can be had now, 3 are wanted (n2: Slurm has it as idle+drain; n4: it is a spare)" in few.stderr
+
+
+def test_pairs_of_leaf_switches_come_due(cluster: Cluster) -> None:
+    """One node below each; a measurement is kept in the comments of both."""
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    tree = cluster.shared / "pairs.conf"
+    tree.write_text("BlockName=a Nodes=n[1-2]\nBlockName=b Nodes=n3\nBlockName=c Nodes=n4\nBlockSizes=1\n")
+    due = ("due", "--pairs", f"--topology={tree}")
+    assert opsd_nodes(cluster, *due).stdout == "n[1,3]\nn[2,4]\n"
+    leaf_paths.note(slurm, ("n1", "n3"), parse(tree.read_text()).leaf, time.time(), passed=True)
+    assert opsd_nodes(cluster, *due).stdout == "n[2,4]\n"
+    (pair,) = json.loads(opsd_nodes(cluster, *due, "--json", "--count=1").stdout)["pairs"]
+    assert (pair["leaves"], pair["at"]) == (["a", "c"], 0.0)
+    assert opsd_nodes(cluster, "due", "--pairs").stdout == ""
 
 
 def test_faults_are_read_from_the_comments(cluster: Cluster) -> None:

@@ -1,0 +1,71 @@
+"""The ways between pairs of leaf switches: which are due for a measurement, and what the nodes' comments keep of it.
+
+A measurement takes a node below each of the two; both keep it, so that no record grows with the number of switches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from opsd.slurm import node_comment
+from opsd.slurm.node_comment import Path
+from opsd.slurm.port import Node, SlurmNodes
+from opsd.slurm.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPath:
+    """Two leaf switches, an idle node below each, and the newest measurement between them, 0 if none is known."""
+
+    leaves: tuple[str, str]
+    nodes: tuple[str, str]
+    at: float = 0.0
+    passed: bool = True
+
+
+def due(
+    idle: Sequence[str], comments: Mapping[str, str], topology: Topology, now: float, age_s: float
+) -> list[LeafPath]:
+    """The pairs that were not well or not measured for ``age_s``, the longest ago first; each node is in one at most.
+
+    Pairs that no two of the ``idle`` nodes can measure beside the others come another time. Of several nodes the one
+    that measured least recently is taken, so that a bad node is not taken for a bad way.
+    """
+    known = {name: node_comment.read(comment).paths for name, comment in comments.items()}
+    newest = _newest(known, topology)
+    free: dict[str, list[str]] = {}
+    for name in sorted(idle, key=lambda name: (max((path.at for path in known.get(name, ())), default=0.0), name)):
+        if (leaf := topology.leaf.get(name)) is not None:
+            free.setdefault(leaf, []).append(name)
+    found = []
+    for at, pair in sorted((newest[pair].at if pair in newest else 0.0, pair) for pair in topology.leaf_pairs(idle)):
+        passed = pair not in newest or newest[pair].passed
+        if (now - at >= age_s or not passed) and all(free[leaf] for leaf in pair):
+            found.append(LeafPath(pair, (free[pair[0]].pop(0), free[pair[1]].pop(0)), at, passed))
+    return found
+
+
+def _newest(known: Mapping[str, Sequence[Path]], topology: Topology) -> dict[tuple[str, str], Path]:
+    newest: dict[tuple[str, str], Path] = {}
+    for name, paths in known.items():
+        for path in paths if name in topology.leaf else ():
+            one, other = sorted((topology.leaf[name], path.leaf))
+            if (before := newest.get((one, other))) is None or path.at > before.at:
+                newest[one, other] = path
+    return newest
+
+
+def note(slurm: SlurmNodes, nodes: tuple[str, str], leaf: Mapping[str, str], at: float, *, passed: bool) -> None:
+    """Keep in the history of both nodes how the way between their leaf switches was at ``at``. Raises SlurmError."""
+    comments = slurm.comments(nodes)
+    for name, other in (nodes, nodes[::-1]):
+        comment = comments.get(name, "")
+        record = node_comment.read(comment).measured(Path(leaf[other], at, passed))
+        slurm.set_comment(name, node_comment.write(comment, record))
+
+
+def idle(nodes: Sequence[Node], comments: Mapping[str, str]) -> list[str]:
+    """The nodes that may be measured now: neither busy nor reserved nor spares."""
+    spares = {name for name, comment in comments.items() if node_comment.read(comment).spare}
+    return [node.name for node in nodes if node.free and node.name not in spares]

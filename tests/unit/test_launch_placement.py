@@ -1,0 +1,74 @@
+"""Which spare takes a place, what the events say of it, and segments that are to stay in one NVLink domain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from opsd.launch.io.run_log import EventText
+from opsd.launch.run.nodes import RunShape, assign_slots
+from opsd.slurm.topology import parse
+from tests.fakes.leader import LeaderHarness
+
+TREE = parse("""\
+SwitchName=leaf1 Nodes=n[1-3]
+SwitchName=leaf2 Nodes=n[4-6]
+SwitchName=leaf3 Nodes=n[7-9]
+SwitchName=spine1 Switches=leaf[1-2]
+SwitchName=spine2 Switches=leaf3
+SwitchName=core Switches=spine[1-2]
+""")
+RACKS = parse("BlockName=rack1 Nodes=a[1-5]\nBlockName=rack2 Nodes=b[1-5]\nBlockSizes=4")
+ALL = (*sorted(RACKS.leaf),)
+
+
+def test_the_nearest_spare_takes_the_place() -> None:
+    """The same leaf, then the same spine; one that the topology lacks comes last, and flaps count more."""
+    shape = RunShape(2, 2, ("n1", "n4", "x", "n7", "n5", "n2"), topology=TREE)
+    run = ("n1", "n4")
+    assert assign_slots(shape, run, {"n1", "x", "n7", "n5", "n2"}, ()) == ("n1", "n5")
+    assert assign_slots(shape, run, {"n1", "x", "n7", "n2"}, ()) == ("n1", "n2")
+    assert assign_slots(shape, run, {"n1", "x", "n7"}, ()) == ("n1", "n7")
+    assert assign_slots(shape, run, {"n1", "x"}, ()) == ("n1", "x")
+    assert assign_slots(shape, run, {"n1", "n5", "n7"}, (), {"n5": 1}) == ("n1", "n7")
+
+
+def test_the_first_ranks_are_whole_segments() -> None:
+    """What is left over of each rack stands by; without a segment the order is that of the job."""
+    assert assign_slots(RunShape(8, 8, ALL, topology=RACKS, segment=4), (), ALL, ()) == (*ALL[:4], *ALL[5:9])
+    assert assign_slots(RunShape(8, 8, ALL, topology=RACKS), (), ALL, ()) == ALL[:8]
+
+
+def test_a_spare_comes_from_the_rack_of_the_segment() -> None:
+    """Also where an earlier swap had to take one from elsewhere."""
+    shape = RunShape(8, 8, ALL, topology=RACKS, segment=4)
+    begun = (*ALL[:4], *ALL[5:9])
+    swapped = assign_slots(shape, begun, {*ALL} - {"b2"}, ())
+    assert swapped == ("a1", "a2", "a3", "a4", "b1", "b5", "b3", "b4")
+    elsewhere = assign_slots(shape, swapped, {*ALL} - {"b2", "b5"}, ())
+    assert elsewhere == ("a1", "a2", "a3", "a4", "b1", "a5", "b3", "b4")
+    assert assign_slots(shape, elsewhere, {*ALL} - {"a5"}, ()) == (*swapped[:5], "b2", "b3", "b4")
+
+
+def test_the_events_say_what_a_swap_costs(tmp_path: Path) -> None:
+    """In hops, and which segment has left its place."""
+    topology = parse("SwitchName=l1 Nodes=n[1-3]\nSwitchName=l2 Nodes=n4\nSwitchName=s Switches=l[1-2]")
+    stage = LeaderHarness.at_work(tmp_path, topology=topology, segment=3)
+    assert stage.events("segment_split") == []
+    stage.lose("n2")
+    stage.begin()
+    (joined,) = stage.events("spare_joined")
+    assert (joined["replaces"], joined["hops_before"], joined["hops"]) == ("n2", 1.0, 3.0)
+    assert EventText().sentence(joined) == "n4 stands by and takes place 1; it is 3.0 hops from the others, n2 was 1.0"
+    (split,) = stage.events("segment_split")
+    assert (split["first"], split["last"], split["places"]) == (0, 2, {"l1": ["n1", "n3"], "l2": ["n4"]})
+    assert "(n1, n3 in l1; n4 in l2)" in EventText().sentence(split)
+
+
+def test_without_a_topology_no_hops_are_told(tmp_path: Path) -> None:
+    """Unknown is not near."""
+    stage = LeaderHarness.at_work(tmp_path, segment=3)
+    stage.lose("n2")
+    stage.begin()
+    (joined,) = stage.events("spare_joined")
+    assert (joined["replaces"], "hops" in joined) == ("n2", False)
+    assert stage.events("segment_split") == []
