@@ -17,12 +17,12 @@ from opsd.simulate.times import Times
 from opsd.slurm.requeue import UNFIT_S
 
 STEP_S = 10.0
-"""Of one step; decides only how often ranks can stop at a step boundary, and what counts as progress."""
+"""Of one step, unless a setup has another."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a job lives in. It trains on ``nodes`` nodes."""
+    """What a job lives in. It trains on ``nodes`` nodes; a step takes ``step_s`` seconds on all of them."""
 
     loop: VirtualLoop
     cluster: Cluster
@@ -32,6 +32,7 @@ class World:
     nodes: int
     interval_s: float
     stall_s: float
+    step_s: float
 
 
 class Job(ABC):
@@ -44,6 +45,10 @@ class Job(ABC):
         """The nodes of the job."""
         self.start = 0
         """Counts the starts, so that what belongs to an earlier one can be told."""
+        self._batch_host = ""
+        """The node of the batch script."""
+        self._noticed_at = 0.0
+        """When Slurm takes the node of the batch script for dead, or has taken it."""
         self._avoided: dict[str, float] = {}
         """Nodes that are in service and that the job must not start on, and until when."""
         self._pending = False
@@ -83,6 +88,7 @@ class Job(ABC):
             return
         self.start += 1
         self.held = set(names[:most])
+        self._batch_host = names[0]
         self.launch(names[:most])
 
     def returned(self, name: str) -> None:
@@ -100,11 +106,17 @@ class Job(ABC):
         if names and seconds < math.inf:
             self.world.loop.later(seconds, self._submit_again)
 
+    def lose(self, name: str) -> None:
+        """``name`` is dead. If it has the batch script, no ordinary user can requeue the job before Slurm notices."""
+        if name == self._batch_host:
+            self._noticed_at = self.world.loop.time() + self.world.times.slurm_notices_s
+
     def requeue(self, delay_s: float) -> None:
         """Back into the queue, to start after ``delay_s`` seconds at the earliest."""
         self.requeues += 1
-        self._again(delay_s, self.submit)
-        self.world.account.idle(self.world.loop.time(), "queue")
+        now = self.world.loop.time()
+        self._again(max(0.0, self._noticed_at - now) + delay_s, self.submit)
+        self.world.account.idle(now, "queue")
 
     def resubmit(self) -> None:
         """The run has given up: a person finds it, and keeps it off the nodes that are broken then."""
@@ -117,6 +129,6 @@ class Job(ABC):
         self.submit()
 
     def _again(self, delay_s: float, submit: Callback) -> None:
-        self.held = set()
+        self.held, self._batch_host = set(), ""
         self.start += 1
         self.world.loop.later(delay_s, submit)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from opsd.simulate.account import Account, Bucket
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import Cluster
-from opsd.simulate.faults import HOUR_S, Fault, level_at
-from opsd.simulate.job import Job, World
+from opsd.simulate.faults import HOUR_S, PASSING, Fault, level_at
+from opsd.simulate.job import STEP_S, Job, World
 from opsd.simulate.policies import Policy
 from opsd.simulate.supervised import SupervisedJob
 from opsd.simulate.times import Times
@@ -21,7 +21,8 @@ from opsd.slurm.ownership import Rules
 class Setup:
     """A run on ``nodes`` nodes of a cluster with ``spares`` more, for ``seconds``.
 
-    A checkpoint every ``interval_s`` seconds of work stops the ranks for ``stall_s``.
+    A checkpoint every ``interval_s`` seconds of work stops the ranks for ``stall_s``. The length of a step, ``step_s``,
+    decides only how often ranks can stop at a step boundary, and what counts as progress.
     """
 
     nodes: int
@@ -32,6 +33,7 @@ class Setup:
     gpus: int = 8
     times: Times = field(default_factory=Times)
     rules: Rules = field(default_factory=Rules)
+    step_s: float = STEP_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class Play:
         size = setup.nodes + setup.spares
         self._cluster = Cluster(size, self._loop, setup.rules, setup.times.person_s, self._returned)
         world = World(
-            self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.interval_s, setup.stall_s
+            self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.interval_s, setup.stall_s,
+            setup.step_s,
         )  # fmt: skip
         self._job: Job = SupervisedJob(world) if policy.opsd else UnsupervisedJob(world)
         self._outages = 0
@@ -100,7 +103,7 @@ class Play:
         name = self._cluster.names[fault.node]
         if name in self._cluster.broken:
             return
-        if fault.effect != "process":
+        if fault.effect not in PASSING:
             self._outages += fault.start_s >= 0
             self._cluster.breaks(name, fault)
             self._loop.later(fault.end_s - self._loop.time(), lambda: self._ends(name))
