@@ -15,6 +15,8 @@ Effect = Literal["lost", "hardware", "degraded", "process", "launcher"]
 replaced; a rank or a launcher dies and the node is sound."""
 PASSING: Final = ("process", "launcher")
 """What leaves nothing to repair."""
+SEVERITY: Final = ("degraded", "hardware", "lost")
+"""A node that is broken may break worse; what is no worse makes no difference then."""
 DAY_S = 86_400.0
 HOUR_S = 3600.0
 

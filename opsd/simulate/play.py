@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from opsd.simulate.account import Account, Bucket
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import Cluster
-from opsd.simulate.faults import HOUR_S, PASSING, Fault, level_at
+from opsd.simulate.faults import HOUR_S, PASSING, SEVERITY, Fault, level_at
 from opsd.simulate.job import STEP_S, Job, World
 from opsd.simulate.policies import Policy
 from opsd.simulate.supervised import SupervisedJob
@@ -79,7 +79,7 @@ class Play:
         """Play all of it."""
         setup, account = self._setup, self._account
         for fault in faults:
-            self._loop.later(fault.start_s, lambda fault=fault: self._begins(fault))  # type: ignore[misc]
+            self._loop.later(fault.start_s, lambda fault=fault: self.begin(fault))  # type: ignore[misc]
         self._loop.later(0.0, self._job.submit)
         self._loop.run(setup.seconds)
         account.close(setup.seconds)
@@ -99,20 +99,34 @@ class Play:
             {kind: lost_s * setup.nodes * setup.gpus / HOUR_S for kind, lost_s in account.lost_s.items()},
         )
 
-    def _begins(self, fault: Fault) -> None:
+    @property
+    def ranked(self) -> Collection[str]:
+        """The nodes that have ranks now."""
+        return self._job.ranked
+
+    def node(self, name: str) -> int:
+        """The number of the node ``name``."""
+        return self._cluster.names.index(name)
+
+    def begin(self, fault: Fault) -> None:
+        """``fault`` begins now."""
         name = self._cluster.names[fault.node]
-        if name in self._cluster.broken:
-            return
+        before = self._cluster.broken.get(name)
+        if before is not None and fault.effect not in PASSING:
+            if SEVERITY.index(fault.effect) <= SEVERITY.index(before.effect):
+                return
+            fault = replace(fault, end_s=max(fault.end_s, before.end_s))
         if fault.effect not in PASSING:
-            self._outages += fault.start_s >= 0
+            self._outages += before is None and fault.start_s >= 0
             self._cluster.breaks(name, fault)
-            self._loop.later(fault.end_s - self._loop.time(), lambda: self._ends(name))
+            self._loop.later(fault.end_s - self._loop.time(), lambda: self._ends(name, fault))
         self._job.fault(name, fault)
         self._job.pace()
 
-    def _ends(self, name: str) -> None:
-        self._cluster.repaired(name)
-        self._job.pace()
+    def _ends(self, name: str, fault: Fault) -> None:
+        if self._cluster.broken.get(name) is fault:
+            self._cluster.repaired(name)
+            self._job.pace()
 
     def _returned(self, name: str) -> None:
         self._job.returned(name)

@@ -93,6 +93,17 @@ def test_a_requeue_waits_until_slurm_has_noticed_the_death_of_the_batch_host() -
     assert swapped.longest_standstill_s < 60 + TIMES.program_s
 
 
+def test_a_broken_node_may_break_worse() -> None:
+    """One that should be replaced, and cannot be, dies; it is one outage, which lasts until both faults are over."""
+    alone = replace(SETUP, spares=0)
+    worse = play("requeue", fault(1, 5, "degraded", 8), fault(1, 6, "lost", 2), setup=alone)
+    assert (worse.outages, worse.requeues) == (1, 1)
+    assert worse.longest_standstill_s == pytest.approx(7 * HOUR_S, rel=0.01)
+    milder = play("requeue", fault(1, 5, "lost", 8), fault(1, 6, "degraded", 20), setup=alone)
+    assert (milder.outages, milder.requeues) == (1, 1)
+    assert milder.longest_standstill_s == pytest.approx(8 * HOUR_S, rel=0.01)
+
+
 def test_a_planned_swap_loses_no_work() -> None:
     """The ranks save at a step boundary first."""
     played = play("hot", fault(2, 5, "degraded"))

@@ -1,8 +1,8 @@
 """The same faults on a real Slurm cluster and in ``opsd simulate``: how long the run stands still, what it does again.
 
-A sequence is drawn from a seed: a policy, and faults of nodes with ranks at random times. The cluster plays it first;
-the simulator gets the nodes and times of what was struck, and durations that other runs have shown
-(``lifelike_times``). Nothing is repaired within a sequence.
+A sequence is drawn from a seed: a policy, and faults at random times, each of the node that has the ranks of a random
+place then. The cluster plays it first; the simulator gets the times at which it really happened, and durations that
+other runs have shown (``lifelike_times``). While a run has no ranks no fault comes. Nothing is repaired.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -35,9 +35,12 @@ ACTIVE, INSIDE = 3, 1
 NODES = tuple(f"n{number}" for number in range(1, 7))
 POLICIES = ("requeue", "hot", "pool")
 STEP_S, EVERY = 0.1, 60
-SECONDS = 60.0
+SECONDS = 50.0
 """Of a sequence, from the begin of the first step."""
-FIRST_S, LAST_S, BETWEEN_S = 4.0, 45.0, 12.0
+FOR_EVER_S = 1e6
+STANDS_S = 0.5
+"""After so long without a step a run stands still; a pause of the machine is shorter."""
+FIRST_S, LAST_S, BETWEEN_S = 4.0, 38.0, 12.0
 """When the first fault comes at the earliest and the last at the latest, and the mean time between two."""
 WEIGHTS: dict[Effect, int] = {"process": 3, "hardware": 2, "lost": 3, "launcher": 2, "degraded": 2}
 RULES = Rules(share=0.7, cooldown_s=0.0)
@@ -69,7 +72,7 @@ class Comparison:
 
     seed: int
     policy: str
-    faults: tuple[Fault, ...]
+    faults: tuple[Strike, ...]
     real: Outcome
     simulated: Outcome
 
@@ -84,7 +87,7 @@ class Comparison:
         return _agree(self.simulated.lost_steps, self.real.lost_steps, SLACK_S / STEP_S)
 
     def __str__(self) -> str:
-        struck = ", ".join(f"{fault.effect} n{fault.node + 1} at {fault.start_s:.1f} s" for fault in self.faults)
+        struck = ", ".join(f"{one.effect} at {one.place} after {one.at_s:.1f} s" for one in self.faults)
         return (
             f"{self.seed} {self.policy}: {struck or 'nothing'}: stood still {self.real.standstill_s:.2f} s, simulated "
             f"{self.simulated.standstill_s:.2f}; {self.real.lost_steps:.0f} steps lost, simulated "
@@ -137,7 +140,7 @@ class Struck:
         self.slurm = CommandSlurm(runner_on(cluster.controller))
         spares, pool = inside if kind == "hot" else 0, "train" if kind == "pool" else ""
         self.training = Counting(cluster, Path(), name, active=ACTIVE, spares=spares, pool=pool)
-        self.faults: list[Fault] = []
+        self.faults: list[Strike] = []
         self.origin = 0.0
         """Epoch seconds of the begin of the first step."""
 
@@ -147,14 +150,18 @@ class Struck:
         self.training.until(lambda: self.training.step >= 1, "the first step")
         self.origin = self.training.metrics()[0]["t"] - STEP_S
 
-    def strike(self, strike: Strike) -> Fault:
-        """Do it, whenever it is due."""
-        places = self.training.places
-        node = places[strike.place % len(places)]
-        at_s = time.time() - self.origin
-        self._do(node, strike.effect)
-        self.faults.append(Fault(NODES.index(node), at_s, 1e6, strike.effect, strike.effect))
-        return self.faults[-1]
+    def strike(self, strike: Strike) -> Strike:
+        """Do it, whenever it is due; it is returned, and kept, with the time at which it was done."""
+        done = replace(strike, at_s=time.time() - self.origin)
+        if places := self._ranked():
+            self._do(places[strike.place % len(places)], strike.effect)
+        self.faults.append(done)
+        return done
+
+    def _ranked(self) -> list[str]:
+        """The nodes that have ranks, or will have them again in this start of the job."""
+        told = [event for event in self.training.events() if event["event"] in ("generation_started", "finished")]
+        return list(told[-1]["nodes"]) if told[-1]["event"] == "generation_started" else []
 
     def _do(self, node: str, effect: Effect) -> None:
         host = self.cluster.nodes[node]
@@ -187,12 +194,12 @@ class Struck:
         ownership.drain(self.slurm, [node], ownership.reason("gpu_xid"), RULES)
 
     def outcome(self, seconds: float = SECONDS) -> Outcome:
-        """Of so many seconds from the first step on; what a standstill at their end costs is waited for."""
-        lines = self.training.metrics()
-        made = [line for line in lines if line["t"] <= self.origin + seconds]
-        kept = made[-1]["step"]
-        if len(made) < len(lines) and lines[len(made)]["generation"] != made[-1]["generation"]:
-            kept = lines[len(made)]["step"] - 1
+        """Of so many seconds from the first step on. What is not saved when it stands still at their end is lost."""
+        end = self.origin + seconds
+        made = [line for line in self.training.metrics() if line["t"] <= end]
+        saved = self.training.folder / "run/saved"
+        stands = end - made[-1]["t"] > STANDS_S
+        kept = (int(saved.read_text()) if saved.exists() else 0) if stands else made[-1]["step"]
         return Outcome(seconds - len(made) * STEP_S, len(made) - kept)
 
     def gaps(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -202,7 +209,7 @@ class Struck:
         )
 
 
-def play(cluster: Cluster, seed: int, name: str) -> tuple[str, tuple[Fault, ...], Outcome]:
+def play(cluster: Cluster, seed: int, name: str) -> tuple[str, tuple[Strike, ...], Outcome]:
     """The sequence of ``seed`` on the cluster."""
     kind, strikes = draw(seed)
     run = Struck(cluster, name, kind)
@@ -211,19 +218,28 @@ def play(cluster: Cluster, seed: int, name: str) -> tuple[str, tuple[Fault, ...]
         for strike in strikes:
             time.sleep(max(0.0, run.origin + strike.at_s - time.time()))
             run.strike(strike)
-        time.sleep(max(0.0, run.origin + SECONDS + 1 - time.time()))
+        time.sleep(max(0.0, run.origin + SECONDS - time.time()))
         return kind, tuple(run.faults), run.outcome()
 
 
-def simulated(kind: str, faults: Iterable[Fault], times: Times, seconds: float = SECONDS) -> Outcome:
+class PlayByPlace(Play):
+    """A simulated run whose faults strike places, not nodes."""
+
+    def begin(self, fault: Fault) -> None:
+        """See ``Play.begin``."""
+        if places := [*self.ranked]:
+            super().begin(replace(fault, node=self.node(places[fault.node % len(places)])))
+
+
+def simulated(kind: str, faults: Iterable[Strike], times: Times, seconds: float = SECONDS) -> Outcome:
     """The same in virtual time."""
     begin_s = times.change_s + times.program_s
     setup = Setup(
         ACTIVE, len(NODES) - ACTIVE, begin_s + seconds, EVERY * STEP_S, 0.0, times=times, rules=RULES, step_s=STEP_S
     )
     chosen = policy(kind, ACTIVE, inside=INSIDE, least=ACTIVE)
-    later = [Fault(one.node, one.start_s + begin_s, one.end_s, one.kind, one.effect) for one in faults]
-    return of_play(Play(chosen, setup).run(later), begin_s)
+    later = [Fault(one.place, one.at_s + begin_s, FOR_EVER_S, one.effect, one.effect) for one in faults]
+    return of_play(PlayByPlace(chosen, setup).run(later), begin_s)
 
 
 def of_play(played: Played, begin_s: float) -> Outcome:

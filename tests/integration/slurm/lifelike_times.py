@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from statistics import median
 
+from opsd.launch.run.aggregation import AGGREGATION_S
 from opsd.simulate.times import Times
 from tests.integration.slurm.cluster import Cluster
 from tests.integration.slurm.lifelike import ACTIVE, NODES, STEP_S, Comparison, Strike, Struck, restored, run
@@ -60,11 +61,11 @@ def _recovery_s(run: Struck, what: str) -> float:
     struck = run.strike(Strike(0.0, "lost" if what == "leader" else what, place))  # type: ignore[arg-type]
     training.until(lambda: training.metrics()[-1]["generation"] > before, f"steps after {what}", LIMIT_S)
     *_, (_, first) = run.gaps()
-    return float(first["t"] - STEP_S - run.origin - struck.start_s)
+    return float(first["t"] - STEP_S - run.origin - struck.at_s)
 
 
 def fitted(median_s: Mapping[str, float]) -> Times:
-    """What the simulator needs, of the medians by policy and fault. Pure."""
+    """What the simulator needs, of the medians by policy and fault. The leader's own wait is its code's. Pure."""
     usual, swap_s = Times(), median_s["hot lost"]
     change_s = swap_s - usual.silence_s
     requeue_s = median_s["requeue lost"]
@@ -72,8 +73,8 @@ def fitted(median_s: Mapping[str, float]) -> Times:
         swap_s=swap_s,
         succession_s=median_s["hot leader"],
         closed_s=max(0.0, median_s["hot launcher"] - change_s),
-        noticed_s=max(0.0, median_s["hot hardware"] - change_s),
-        restart_s=median_s["hot process"],
+        noticed_s=max(0.0, median_s["hot hardware"] - change_s - AGGREGATION_S),
+        restart_s=median_s["hot process"] - AGGREGATION_S,
         requeue_s=requeue_s,
         fetch_s=median_s["pool lost"] - swap_s,
         agent_s=0.0,
