@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from statistics import median
+from statistics import fmean
 
 from opsd.launch.run.aggregation import AGGREGATION_S
 from opsd.simulate.times import Times
@@ -20,9 +20,9 @@ Run = tuple[str, int, Sequence[str]]
 RUNS: Sequence[Run] = (
     ("hot", 3, ("process", "lost", "lost", "leader")),
     ("hot", 3, ("hardware", "launcher", "leader")),
-    ("requeue", 0, ("process", "lost", "lost")),
+    *[("requeue", 0, ("lost", "lost"))] * 3,
     ("requeue", 0, ("leader",)),
-    ("pool", 0, ("lost", "lost", "process")),
+    ("pool", 0, ("lost", "lost", "lost")),
 )
 """Policy, spares inside the job, faults; "leader" is the loss of the leader's node, "lost" that of another."""
 
@@ -30,7 +30,7 @@ RUNS: Sequence[Run] = (
 def measured(
     cluster: Cluster, note: Callable[[str], None], runs: Sequence[tuple[str, int, Sequence[str]]] = RUNS
 ) -> Times:
-    """The times of ``cluster``: medians from a fault to the begin of the first step after it."""
+    """The times of ``cluster``: means from a fault to the begin of the first step after it."""
     found: dict[str, list[float]] = defaultdict(list)
     for number, (kind, inside, faults) in enumerate(runs):
         struck = Struck(cluster, f"times-{number}", kind, inside)
@@ -41,7 +41,7 @@ def measured(
                 taken_s = _recovery_s(struck, what)
                 found[f"{kind} {what}"].append(taken_s)
                 note(f"{kind}, {what}: {taken_s:.2f} s")
-    return fitted({name: median(values) for name, values in found.items()})
+    return fitted({name: fmean(values) for name, values in found.items()})
 
 
 def compare(seeds: Iterable[int], note: Callable[[str], None]) -> list[Comparison]:
@@ -64,19 +64,19 @@ def _recovery_s(run: Struck, what: str) -> float:
     return float(first["t"] - STEP_S - run.origin - struck.at_s)
 
 
-def fitted(median_s: Mapping[str, float]) -> Times:
-    """What the simulator needs, of the medians by policy and fault. The leader's own wait is its code's. Pure."""
-    usual, swap_s = Times(), median_s["hot lost"]
+def fitted(mean_s: Mapping[str, float]) -> Times:
+    """What the simulator needs, of the means by policy and fault. The leader's own wait is its code's. Pure."""
+    usual, swap_s = Times(), mean_s["hot lost"]
     change_s = swap_s - usual.silence_s
-    requeue_s = median_s["requeue lost"]
+    requeue_s = mean_s["requeue lost"]
     return Times(
         swap_s=swap_s,
-        succession_s=median_s["hot leader"],
-        closed_s=max(0.0, median_s["hot launcher"] - change_s),
-        noticed_s=max(0.0, median_s["hot hardware"] - change_s - AGGREGATION_S),
-        restart_s=median_s["hot process"] - AGGREGATION_S,
+        succession_s=mean_s["hot leader"],
+        closed_s=max(0.0, mean_s["hot launcher"] - change_s),
+        noticed_s=max(0.0, mean_s["hot hardware"] - change_s - AGGREGATION_S),
+        restart_s=mean_s["hot process"] - AGGREGATION_S,
         requeue_s=requeue_s,
-        fetch_s=median_s["pool lost"] - swap_s,
+        fetch_s=mean_s["pool lost"] - swap_s,
         agent_s=0.0,
-        slurm_notices_s=median_s["requeue leader"] - (requeue_s - usual.silence_s),
+        slurm_notices_s=mean_s["requeue leader"] - (requeue_s - usual.silence_s),
     )
