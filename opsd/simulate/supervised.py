@@ -142,7 +142,7 @@ class SupervisedJob(Job):
         self._inherited = memory
         if code == exitcodes.REQUEUE:
             self.avoid(avoid)
-            self.requeue(self.world.times.queue_s)
+            self.requeue(self.world.times.queue_s, helped=True)
         else:
             self.resubmit()
 
