@@ -37,6 +37,7 @@ POLICIES = ("requeue", "hot", "pool")
 STEP_S, EVERY = 0.1, 60
 SECONDS = 50.0
 """Of a sequence, from the begin of the first step."""
+ATTEMPTS = 3
 FOR_EVER_S = 1e6
 STANDS_S = 0.5
 """After so long without a step a run stands still; a pause of the machine is shorter."""
@@ -150,6 +151,11 @@ class Struck:
         self.training.until(lambda: self.training.step >= 1, "the first step")
         self.origin = self.training.metrics()[0]["t"] - STEP_S
 
+    @property
+    def complete(self) -> bool:
+        """Whether the job has begun with its spares: a node that has just booted may be idle and not yet be offered."""
+        return self.training.standing_by() == self.training.spares
+
     def strike(self, strike: Strike) -> Strike:
         """Do it, whenever it is due; it is returned, and kept, with the time at which it was done."""
         done = replace(strike, at_s=time.time() - self.origin)
@@ -212,14 +218,18 @@ class Struck:
 def play(cluster: Cluster, seed: int, name: str) -> tuple[str, tuple[Strike, ...], Outcome]:
     """The sequence of ``seed`` on the cluster."""
     kind, strikes = draw(seed)
-    run = Struck(cluster, name, kind)
-    with restored(cluster):
-        run.start()
-        for strike in strikes:
-            time.sleep(max(0.0, run.origin + strike.at_s - time.time()))
-            run.strike(strike)
-        time.sleep(max(0.0, run.origin + SECONDS - time.time()))
-        return kind, tuple(run.faults), run.outcome()
+    for attempt in range(ATTEMPTS):
+        run = Struck(cluster, f"{name}-{attempt}", kind)
+        with restored(cluster):
+            run.start()
+            if not run.complete:
+                continue
+            for strike in strikes:
+                time.sleep(max(0.0, run.origin + strike.at_s - time.time()))
+                run.strike(strike)
+            time.sleep(max(0.0, run.origin + SECONDS - time.time()))
+            return kind, tuple(run.faults), run.outcome()
+    raise RuntimeError(f"the job of sequence {seed} has started without its spares {ATTEMPTS} times")
 
 
 class PlayByPlace(Play):
