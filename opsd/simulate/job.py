@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from opsd.launch.io.loop import Callback
@@ -61,6 +61,11 @@ class Job(ABC):
     @abstractmethod
     def ranked(self) -> Collection[str]:
         """The nodes that have ranks."""
+
+    @property
+    @abstractmethod
+    def places(self) -> Sequence[str]:
+        """The nodes that have ranks, or had them last in this start, by place."""
 
     @property
     def speed(self) -> float:

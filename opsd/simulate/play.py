@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opsd.simulate.account import Account, Bucket
@@ -100,9 +100,9 @@ class Play:
         )
 
     @property
-    def ranked(self) -> Collection[str]:
-        """The nodes that have ranks now."""
-        return self._job.ranked
+    def places(self) -> Sequence[str]:
+        """The nodes that have ranks, or had them last in this start of the job, by place."""
+        return self._job.places
 
     def node(self, name: str) -> int:
         """The number of the node ``name``."""

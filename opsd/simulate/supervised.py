@@ -154,6 +154,11 @@ class SupervisedJob(Job):
         return self._slots
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """See ``Job.places``."""
+        return self._ranked if self._leader is not None else ()
+
+    @property
     def _slots(self) -> tuple[str, ...]:
         return self._plan.slots if self._plan is not None else ()
 

@@ -2,7 +2,7 @@
 
 A sequence is drawn from a seed: a policy, and faults at random times, each of the node that has the ranks of a random
 place then. The cluster plays it first; the simulator gets the times at which it really happened, and durations that
-other runs have shown (``lifelike_times``). While a run has no ranks no fault comes. Nothing is repaired.
+other runs have shown (``lifelike_times``). While the job is in the queue no fault comes. Nothing is repaired.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class PlayByPlace(Play):
 
     def begin(self, fault: Fault) -> None:
         """See ``Play.begin``."""
-        if places := [*self.ranked]:
+        if places := self.places:
             super().begin(replace(fault, node=self.node(places[fault.node % len(places)])))
 
 
