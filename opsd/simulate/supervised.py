@@ -172,8 +172,9 @@ class SupervisedJob(Job):
         if fault.effect in ("lost", "launcher"):
             if at_work:
                 self._stand_still(fault)
-            silent_s = times.silence_s if fault.effect == "lost" else times.closed_s
-            self._soon(silent_s, lambda: self._lost(name, silent_s))
+            dead = fault.effect == "lost"
+            silent_s = times.silence_s if dead else times.closed_s
+            self._soon(silent_s, lambda: self._lost(name, silent_s, free=dead))
         elif at_work and fault.effect != "degraded":
             self._rank_dies(name, fault)
         elif name in self._slots and fault.effect == "degraded":
@@ -189,12 +190,12 @@ class SupervisedJob(Job):
         self._at_work = False
         self.world.account.idle(self.world.loop.time(), "detection", fault.kind)
 
-    def _lost(self, name: str, silent_s: float) -> None:
-        """A launcher is gone with its node."""
+    def _lost(self, name: str, silent_s: float, *, free: bool = True) -> None:
+        """A launcher is gone, and with it its node; unless that is ``free``, the job still has it."""
         assert self._leader is not None
         if self._group.alive.pop(name, None) is None:
             return
-        if name in self.world.cluster.broken:
+        if free:
             self.held.discard(name)
         if not self._group.alive:
             self._leader.step_down()
