@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,17 +31,19 @@ BENCHES = {
     "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "fifty kills and SIGTERM: steps lost, and every loss compared with an undisturbed run",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
+    "simulate": "opsd simulate beside a real Slurm cluster in namespaces, on the same random faults",
     "scrape": "fifty concurrent scrapers of one agent, beside nvitop-exporter",
     "soak": "the agent under attack for an hour: memory, scrapes, and whether anything is lost",
     "stragglers": "what comparing the step times of 4,096 ranks costs the leader",
     "swap": "how long a run stops when it loses a node, on a real Slurm cluster in namespaces",
     "trainer": "tokens/s of the trainer beside torchtitan and transformers' Llama under FSDP2; start of eight ranks",
 }
-LONG = ("faults", "soak", "swap")
+LONG = ("faults", "simulate", "soak", "swap")
 """Left out of ``--names``, and so of ``make bench``."""
 OPTIONS = {
-    "nodes": ("protocol", "rendezvous"), "trials": ("faults", "swap"), "seed": ("faults", "detect"),
-    "scenario": ("swap",), "hours": ("soak",), "outside": ("detect",),
+    "nodes": ("protocol", "rendezvous"), "trials": ("faults", "simulate", "swap"),
+    "seed": ("detect", "faults", "simulate"), "scenario": ("swap",), "hours": ("soak",),
+    "outside": ("detect",),
 }  # fmt: skip
 """Options that only some benchmarks have."""
 
@@ -61,6 +63,11 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def _listed(names: Sequence[str]) -> str:
+    """``a``, ``a and b``, or ``a, b and c``."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 @click.command(epilog="Benchmarks: " + "; ".join(f"{name} ({text})" for name, text in BENCHES.items()))
 @click.argument("name", type=click.Choice(list(BENCHES)), metavar="NAME")
 @option(
@@ -74,8 +81,8 @@ def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     type=click.IntRange(16, 4096),
     help="Of protocol and rendezvous: how many launchers are simulated; 1,024 unless given.",
 )
-@option("--trials", type=click.IntRange(1), help="Of faults (20) and swap (10): how often each is tried.")
-@option("--seed", type=click.IntRange(0), help="Of faults (1) and detect (1000000): the first seed.")
+@option("--trials", type=click.IntRange(1), help="Of faults and simulate (20) and swap (10): how often each is tried.")
+@option("--seed", type=click.IntRange(0), help="Of faults and simulate (1) and detect (1000000): the first seed.")
 @option(
     "--outside",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -101,7 +108,7 @@ def bench(name: str, target: TextIO | None, **given: Any) -> None:
     options = {key: value for key, value in given.items() if value not in (None, ())}
     for other in options:
         if name not in OPTIONS[other]:
-            raise click.UsageError(f"--{other} goes with the benchmark {' and '.join(OPTIONS[other])} only")
+            raise click.UsageError(f"--{other} goes with the benchmark {_listed(OPTIONS[other])} only")
     try:
         results: dict[str, Any] = import_module(f"opsd.bench.{name}").run(**options)
     except (BenchError, ScenarioError) as error:

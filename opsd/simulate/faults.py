@@ -8,11 +8,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
-Effect = Literal["lost", "hardware", "degraded", "process"]
+Effect = Literal["lost", "hardware", "degraded", "process", "launcher"]
 """What a fault does: the node stops answering; a rank fails with its GPU or NIC; the node works on and should be
-replaced; a rank dies and the node is sound."""
+replaced; a rank or a launcher dies and the node is sound."""
+PASSING: Final = ("process", "launcher")
+"""What leaves nothing to repair."""
+SEVERITY: Final = ("degraded", "hardware", "lost")
+"""A node that is broken may break worse; what is no worse makes no difference then."""
 DAY_S = 86_400.0
 HOUR_S = 3600.0
 
@@ -58,7 +62,7 @@ def down_at_once(faults: Iterable[Fault], seconds: float) -> Mapping[int, float]
     changes: list[tuple[float, int]] = []
     for fault in faults:
         begin, end = max(0.0, fault.start_s), min(seconds, fault.end_s)
-        if fault.effect != "process" and begin < end:
+        if fault.effect not in PASSING and begin < end:
             changes += [(begin, 1), (end, -1)]
     changes.sort()
     level, since = 0, 0.0
@@ -82,7 +86,7 @@ def level_at(held: Mapping[int, float], share: float) -> int:
 
 def outages_per_1000_node_days(faults: Iterable[Fault], nodes: int, seconds: float) -> float:
     """Outages that begin within ``seconds``."""
-    begun = sum(fault.effect != "process" and 0 <= fault.start_s < seconds for fault in faults)
+    begun = sum(fault.effect not in PASSING and 0 <= fault.start_s < seconds for fault in faults)
     return begun / (nodes * seconds / DAY_S) * 1000
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from opsd.launch.io.loop import Callback
@@ -17,12 +17,12 @@ from opsd.simulate.times import Times
 from opsd.slurm.requeue import UNFIT_S
 
 STEP_S = 10.0
-"""Of one step; decides only how often ranks can stop at a step boundary, and what counts as progress."""
+"""Of one step, unless a setup has another."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What a job lives in. It trains on ``nodes`` nodes."""
+    """What a job lives in. It trains on ``nodes`` nodes; a step takes ``step_s`` seconds on all of them."""
 
     loop: VirtualLoop
     cluster: Cluster
@@ -32,6 +32,7 @@ class World:
     nodes: int
     interval_s: float
     stall_s: float
+    step_s: float
 
 
 class Job(ABC):
@@ -46,9 +47,13 @@ class Job(ABC):
         """The nodes of the job."""
         self.start = 0
         """Counts the starts, so that what belongs to an earlier one can be told."""
+        self._batch_host = ""
+        """The node of the batch script."""
+        self._noticed_at = 0.0
+        """When Slurm takes the node of the batch script for dead, or has taken it."""
         self._avoided: dict[str, float] = {}
         """Nodes that are in service and that the job must not start on, and until when."""
-        self._pending = False
+        self._pending = self._helped = False
 
     @abstractmethod
     def launch(self, names: list[str]) -> None:
@@ -58,6 +63,11 @@ class Job(ABC):
     @abstractmethod
     def ranked(self) -> Collection[str]:
         """The nodes that have ranks."""
+
+    @property
+    @abstractmethod
+    def places(self) -> Sequence[str]:
+        """The nodes that have ranks, or had them last in this start, by place."""
 
     @property
     def speed(self) -> float:
@@ -79,12 +89,16 @@ class Job(ABC):
         most = self.world.nodes + policy.inside
         avoided = {name for name, until in self._avoided.items() if until > now}
         names = self.world.cluster.usable(but=avoided)
+        if self._helped and len(names) > policy.least:
+            names.pop()
+        self._helped = False
         self._pending = len(names) < policy.least
         if self._pending:
             self.world.account.idle(now, "waiting")
             return
         self.start += 1
         self.held = set(names[:most])
+        self._batch_host = names[0]
         self.launch(names[:most])
 
     def returned(self, name: str) -> None:
@@ -102,11 +116,21 @@ class Job(ABC):
         if names and seconds < math.inf:
             self.world.loop.later(seconds, self._submit_again)
 
-    def requeue(self, delay_s: float) -> None:
-        """Back into the queue, to start after ``delay_s`` seconds at the earliest."""
+    def lose(self, name: str) -> None:
+        """``name`` is dead. If it has the batch script, no ordinary user can requeue the job before Slurm notices."""
+        if name == self._batch_host:
+            self._noticed_at = self.world.loop.time() + self.world.times.slurm_notices_s
+
+    def requeue(self, delay_s: float, *, helped: bool = False) -> None:
+        """Back into the queue, to start after ``delay_s`` seconds at the earliest.
+
+        The job that has ``helped`` to requeue this one (opsd/slurm/requeue_helper.py) still has a node then, and ends.
+        """
         self.requeues += 1
-        self._again(delay_s, self.submit)
-        self.world.account.idle(self.world.loop.time(), "queue")
+        self._helped = helped
+        now = self.world.loop.time()
+        self._again(max(0.0, self._noticed_at - now) + delay_s, self.submit)
+        self.world.account.idle(now, "queue")
 
     def resubmit(self) -> None:
         """The run has given up: a person finds it, and keeps it off the nodes that are broken then."""
@@ -119,6 +143,6 @@ class Job(ABC):
         self.submit()
 
     def _again(self, delay_s: float, submit: Callback) -> None:
-        self.held = set()
+        self.held, self._batch_host = set(), ""
         self.start += 1
         self.world.loop.later(delay_s, submit)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from opsd.simulate.account import Account, Bucket
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import Cluster
-from opsd.simulate.faults import HOUR_S, Fault, level_at
-from opsd.simulate.job import Job, World
+from opsd.simulate.faults import HOUR_S, PASSING, SEVERITY, Fault, level_at
+from opsd.simulate.job import STEP_S, Job, World
 from opsd.simulate.policies import Policy
 from opsd.simulate.supervised import SupervisedJob
 from opsd.simulate.times import Times
@@ -22,6 +22,8 @@ class Setup:
     """A run on ``nodes`` nodes of a cluster with ``spares`` more, for ``seconds``.
 
     A checkpoint every ``interval_s`` seconds of work stops the ranks for ``stall_s``. ``per_switch`` as in ``Cluster``.
+    The length of a step, ``step_s``, decides only how often ranks can stop at a step boundary, and what counts as
+    progress.
     """
 
     nodes: int
@@ -33,6 +35,7 @@ class Setup:
     times: Times = field(default_factory=Times)
     rules: Rules = field(default_factory=Rules)
     per_switch: int = 0
+    step_s: float = STEP_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,8 @@ class Play:
         size = setup.nodes + setup.spares
         self._cluster = Cluster(size, self._loop, setup.rules, setup.times.person_s, self._returned, setup.per_switch)
         world = World(
-            self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.interval_s, setup.stall_s
+            self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.interval_s, setup.stall_s,
+            setup.step_s,
         )  # fmt: skip
         self._job: Job = SupervisedJob(world) if policy.opsd else UnsupervisedJob(world)
         self._outages = 0
@@ -79,7 +83,7 @@ class Play:
         """Play all of it."""
         setup, account = self._setup, self._account
         for fault in faults:
-            self._loop.later(fault.start_s, lambda fault=fault: self._begins(fault))  # type: ignore[misc]
+            self._loop.later(fault.start_s, lambda fault=fault: self.begin(fault))  # type: ignore[misc]
         self._loop.later(0.0, self._job.submit)
         self._loop.run(setup.seconds)
         account.close(setup.seconds)
@@ -100,20 +104,34 @@ class Play:
             self._job.hops,
         )
 
-    def _begins(self, fault: Fault) -> None:
+    @property
+    def places(self) -> Sequence[str]:
+        """The nodes that have ranks, or had them last in this start of the job, by place."""
+        return self._job.places
+
+    def node(self, name: str) -> int:
+        """The number of the node ``name``."""
+        return self._cluster.names.index(name)
+
+    def begin(self, fault: Fault) -> None:
+        """``fault`` begins now."""
         name = self._cluster.names[fault.node]
-        if name in self._cluster.broken:
-            return
-        if fault.effect != "process":
-            self._outages += fault.start_s >= 0
+        before = self._cluster.broken.get(name)
+        if before is not None and fault.effect not in PASSING:
+            if SEVERITY.index(fault.effect) <= SEVERITY.index(before.effect):
+                return
+            fault = replace(fault, end_s=max(fault.end_s, before.end_s))
+        if fault.effect not in PASSING:
+            self._outages += before is None and fault.start_s >= 0
             self._cluster.breaks(name, fault)
-            self._loop.later(fault.end_s - self._loop.time(), lambda: self._ends(name))
+            self._loop.later(fault.end_s - self._loop.time(), lambda: self._ends(name, fault))
         self._job.fault(name, fault)
         self._job.pace()
 
-    def _ends(self, name: str) -> None:
-        self._cluster.repaired(name)
-        self._job.pace()
+    def _ends(self, name: str, fault: Fault) -> None:
+        if self._cluster.broken.get(name) is fault:
+            self._cluster.repaired(name)
+            self._job.pace()
 
     def _returned(self, name: str) -> None:
         self._job.returned(name)

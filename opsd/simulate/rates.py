@@ -19,7 +19,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from opsd.settings.section import Section
-from opsd.simulate.faults import DAY_S, HOUR_S, Effect, Fault, FaultsError
+from opsd.simulate.faults import DAY_S, HOUR_S, PASSING, Effect, Fault, FaultsError
 
 PUBLISHED: Mapping[str, float] = {"stepfun": 4.16, "llama3": 3.79, "rsc1": 6.50, "rsc2": 2.34}
 """Faults in 1,000 node days: StepFun's trace, Llama 3 (Meta, 2024), Meta's research clusters (Kokolis et al., 2024)."""
@@ -123,7 +123,7 @@ def _process(kind: Kind, node: int, weight: float, seconds: float, random: Rando
     scale_s = mean_s / math.gamma(1 + 1 / kind.shape)
     faults, at = [], random.weibullvariate(scale_s, kind.shape)
     while at < seconds:
-        end = at + (0.0 if kind.effect == "process" else _repair_s(kind, random))
+        end = at + (0.0 if kind.effect in PASSING else _repair_s(kind, random))
         faults.append(Fault(node, at, end, kind.kind, kind.effect, kind.speed))
         at = end + random.weibullvariate(scale_s, kind.shape)
     return faults

@@ -25,9 +25,9 @@ from opsd.launch.run.messages import (
 )
 from opsd.launch.run.nodes import RunShape
 from opsd.runbooks.straggler import LEAST_STEPS
-from opsd.simulate.faults import Fault
+from opsd.simulate.faults import PASSING, Fault
 from opsd.simulate.group import SimulatedGroup, SimulatedLog
-from opsd.simulate.job import STEP_S, Job, World
+from opsd.simulate.job import Job, World
 from opsd.slurm import node_comment
 from opsd.slurm.spare_jobs import wants_spare
 
@@ -105,7 +105,7 @@ class SupervisedJob(Job):
             self._saves(plan)
 
     def _steps(self) -> tuple[int, int]:
-        return self.world.account.steps(STEP_S, self.world.loop.time())
+        return self.world.account.steps(self.world.step_s, self.world.loop.time())
 
     def _saves(self, plan: Plan) -> None:
         """A run that may grow hears of each checkpoint; to others that makes no difference."""
@@ -143,7 +143,7 @@ class SupervisedJob(Job):
         self._inherited = memory
         if code == exitcodes.REQUEUE:
             self.avoid(avoid)
-            self.requeue(self.world.times.queue_s)
+            self.requeue(self.world.times.queue_s, helped=True)
         else:
             self.resubmit()
 
@@ -155,39 +155,49 @@ class SupervisedJob(Job):
         return self._slots
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """See ``Job.places``."""
+        return self._ranked if self._leader is not None else ()
+
+    @property
     def _slots(self) -> tuple[str, ...]:
         return self._plan.slots if self._plan is not None else ()
 
     def fault(self, name: str, fault: Fault) -> None:
         """See ``Job.fault``."""
+        if fault.effect == "lost":
+            self.lose(name)
         if self._leader is None or name not in self._group.alive:
             return
         times, at_work = self.world.times, self._at_work and name in self._slots
-        if fault.effect == "lost":
+        if fault.effect in ("lost", "launcher"):
             if at_work:
                 self._stand_still(fault)
-            self._soon(times.silence_s, lambda: self._lost(name, times.silence_s))
+            dead = fault.effect == "lost"
+            silent_s = times.silence_s if dead else times.closed_s
+            self._soon(silent_s, lambda: self._lost(name, silent_s, free=dead))
         elif at_work and fault.effect != "degraded":
             self._rank_dies(name, fault)
         elif name in self._slots and fault.effect == "degraded":
             self._soon(self._found_s(fault), lambda: self._swap(name))
-        elif fault.effect != "process" and name not in self._slots:
+        elif fault.effect not in PASSING and name not in self._slots:
             self._soon(times.agent_s, lambda: self._sent_away(name))
 
     def _found_s(self, fault: Fault) -> float:
         """Until a node that works on is found; a slow one is only after some steps."""
-        return self.world.times.agent_s + (LEAST_STEPS * STEP_S if fault.speed < 1 else 0.0)
+        return self.world.times.agent_s + (LEAST_STEPS * self.world.step_s if fault.speed < 1 else 0.0)
 
     def _stand_still(self, fault: Fault) -> None:
         self._at_work = False
         self.world.account.idle(self.world.loop.time(), "detection", fault.kind)
 
-    def _lost(self, name: str, silent_s: float) -> None:
-        """A launcher is gone with its node."""
+    def _lost(self, name: str, silent_s: float, *, free: bool = True) -> None:
+        """A launcher is gone, and with it its node; unless that is ``free``, the job still has it."""
         assert self._leader is not None
         if self._group.alive.pop(name, None) is None:
             return
-        self.held.discard(name)
+        if free:
+            self.held.discard(name)
         if not self._group.alive:
             self._leader.step_down()
             self._ended(exitcodes.REQUEUE, (name,), {})
@@ -249,7 +259,7 @@ class SupervisedJob(Job):
             for name in self._slots:
                 self._tell(name, Ended(order.generation, order.stop))
 
-        self._soon(STEP_S / 2, boundary)
+        self._soon(self.world.step_s / 2, boundary)
 
     def _sent_away(self, name: str) -> None:
         """A broken node without ranks: it is no spare, and leaves the job if Slurm has it drained."""
@@ -265,7 +275,7 @@ class SupervisedJob(Job):
         if event["event"] == "spare_joined" and "hops" in event:
             self.hops.append((event["hops_before"], event["hops"]))
         if self.world.policy.fetch and wants_spare(event):
-            self._soon(self.world.times.queue_s, self._arrive)
+            self._soon(self.world.times.fetch_s, self._arrive)
 
     def _arrive(self) -> None:
         """A job for a spare has started, or waits for a node."""
@@ -291,4 +301,4 @@ class SupervisedJob(Job):
                 self._tell(name, Readiness(""))
         elif self._unmet:
             self._unmet -= 1
-            self._soon(self.world.times.queue_s, self._arrive)
+            self._soon(self.world.times.fetch_s, self._arrive)

@@ -18,10 +18,14 @@ class Times:
     """A node is lost after so much silence (`opsd bench swap`, --node-timeout)."""
     swap_s: float = 2.15
     """From the last step to the first one with a spare (`opsd bench swap`, p50), the silence included."""
+    closed_s: float = 0.0
+    """Until a launcher that dies while its node lives is missed, by the end of its connections."""
     succession_s: float = 2.31
     """The same where the leader's node is lost (`opsd bench swap`, p50)."""
     requeue_s: float = 10.79
     """The same without a spare, through Slurm's queue (`opsd bench swap`, p50)."""
+    fetch_s: float = 8.64
+    """From the request for a spare to its launcher; taken to be as long as that of a requeue."""
     noticed_s: float = 0.024
     """A rank's death (`opsd bench restart`)."""
     restart_s: float = 0.10

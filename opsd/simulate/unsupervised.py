@@ -6,7 +6,7 @@ Modelled, and kindly: somebody drains each faulty node before the job is back, a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from opsd.simulate.faults import Fault
 from opsd.simulate.job import Job
@@ -23,6 +23,11 @@ class UnsupervisedJob(Job):
     def ranked(self) -> Collection[str]:
         """See ``Job.ranked``."""
         return self.held
+
+    @property
+    def places(self) -> Sequence[str]:
+        """See ``Job.places``."""
+        return sorted(self.held)
 
     def _begin_after(self, delay_s: float) -> None:
         self.start += 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,15 @@ def test_the_result_as_json() -> None:
     assert sum(answer["buckets"].values()) == pytest.approx(answer["wall_s"])
     assert answer["wall_s"] == 20 * 86_400
     assert answer["ettr_low"] <= answer["ettr"] <= answer["ettr_high"]
+
+
+def test_ten_thousand_nodes_fit_into_two_gib() -> None:
+    """Of address space, which is more than what is used of it."""
+    command = [sys.executable, "-m", "opsd", "simulate", "--nodes", "9400", "--spares", "600", "--days", "1"]
+    limited = ["sh", "-c", f'ulimit -v {2 << 20}; exec "$@"', "sh", *command, "--draws", "1", "--json", "-"]
+    done = subprocess.run(limited, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == exitcodes.OK, done.stderr
+    assert json.loads(done.stdout)["wall_s"] == 86_400
 
 
 def test_policies_and_spares_beside_each_other(tmp_path: Path) -> None:

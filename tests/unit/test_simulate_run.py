@@ -73,6 +73,44 @@ def test_failed_hardware_is_replaced_and_a_dead_process_is_not() -> None:
     assert play("hot", fault(2, 5, "process"), fault(2, 9, "process")).swaps == 1
 
 
+def test_a_launcher_that_dies_takes_its_node_from_this_start_alone() -> None:
+    """A spare takes the place; without one the job starts again on another node, and nothing is there to repair."""
+    hot, cold = play("hot", fault(1, 5, "launcher")), play("requeue", fault(1, 5, "launcher"))
+    assert (hot.swaps, hot.requeues, hot.outages) == (1, 0, 0)
+    assert hot.longest_standstill_s == pytest.approx(TIMES.closed_s + TIMES.change_s + TIMES.program_s)
+    assert (cold.swaps, cold.requeues, cold.outages) == (0, 1, 0)
+    fetched = play("pool", *(fault(1, hour, "launcher") for hour in (5, 6)), setup=replace(SETUP, spares=1))
+    assert (fetched.swaps, fetched.requeues) == (1, 0), "nothing runs on node 1 any longer, but the job has it"
+
+
+def test_a_requeue_waits_until_slurm_has_noticed_the_death_of_the_batch_host() -> None:
+    """An ordinary user may not take it down; later, in the same start, that time is over."""
+    follower, batch_host = play("requeue", fault(1, 5, "lost")), play("requeue", fault(0, 5, "lost"))
+    longer_s = batch_host.longest_standstill_s - follower.longest_standstill_s
+    assert longer_s == pytest.approx(TIMES.slurm_notices_s, abs=5)
+    swapped = play("hot", fault(0, 5, "lost"), fault(1, 6, "lost"), inside=1)
+    assert (swapped.swaps, swapped.requeues) == (1, 1)
+    assert swapped.longest_standstill_s < 60 + TIMES.program_s
+
+
+def test_the_helper_of_a_requeue_may_cost_the_spare() -> None:
+    """Five nodes are left, one of which the helper has when the job starts again: the next loss finds no spare."""
+    losses = [fault(node, hour, "lost") for node, hour in ((1, 5), (2, 5), (3, 6))]
+    played = play("hot", *losses, setup=replace(SETUP, spares=3), inside=1)
+    assert (played.swaps, played.requeues) == (0, 2)
+
+
+def test_a_broken_node_may_break_worse() -> None:
+    """One that should be replaced, and cannot be, dies; it is one outage, which lasts until both faults are over."""
+    alone = replace(SETUP, spares=0)
+    worse = play("requeue", fault(1, 5, "degraded", 8), fault(1, 6, "lost", 2), setup=alone)
+    assert (worse.outages, worse.requeues) == (1, 1)
+    assert worse.longest_standstill_s == pytest.approx(7 * HOUR_S, rel=0.01)
+    milder = play("requeue", fault(1, 5, "lost", 8), fault(1, 6, "degraded", 20), setup=alone)
+    assert (milder.outages, milder.requeues) == (1, 1)
+    assert milder.longest_standstill_s == pytest.approx(8 * HOUR_S, rel=0.01)
+
+
 def test_a_planned_swap_loses_no_work() -> None:
     """The ranks save at a step boundary first."""
     played = play("hot", fault(2, 5, "degraded"))

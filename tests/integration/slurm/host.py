@@ -151,6 +151,11 @@ class Host:
         port = [*self._network.spaces.enter("net"), "tc", "qdisc", "del", "dev", self._port, "root"]
         subprocess.run(port, check=True, timeout=USUAL_DEADLINE_S)
 
+    @property
+    def root(self) -> Path:
+        """The root folder of this host as others see it."""
+        return Path(f"/proc/{self._spaces.pid}/root")
+
     def command(self, *argv: str, user: str = "root") -> list[str]:
         """The command to be run outside that runs ``argv`` on this host as ``user``, in the same working folder."""
         become = (

@@ -100,6 +100,13 @@ class Training:
         self.folder.chmod(0o777)
         if not (self.folder / "run").is_symlink():
             (self.folder / "run").symlink_to(self.name)
+        (self.folder / "job.sbatch").write_text(self.script(self.program))
+        given = [*self.options, "--parsable", str(self.folder / "job.sbatch")]
+        return int(self.cluster.controller.run("sbatch", *given, user=USER).stdout.strip())
+
+    @property
+    def program(self) -> list[str]:
+        """What the ranks run."""
         values = {
             "data.shards": self.data,
             "data.batch": 2 * self.active,
@@ -108,10 +115,12 @@ class Training:
             "schedule.decay_end": self.steps,
             "checkpoint.every": 20,
         } | dict(self.settings)
-        program = ["-m", "opsd.trainer", "tiny", *(f"--set={key}={value}" for key, value in values.items())]
-        (self.folder / "job.sbatch").write_text(self.script(program))
-        given = [*self.options, "--parsable", str(self.folder / "job.sbatch")]
-        return int(self.cluster.controller.run("sbatch", *given, user=USER).stdout.strip())
+        return ["-m", "opsd.trainer", "tiny", *(f"--set={key}={value}" for key, value in values.items())]
+
+    @property
+    def nodes(self) -> str:
+        """How many the job asks for."""
+        return str(self.active + self.spares)
 
     def script(self, program: Sequence[str]) -> str:
         """The batch script that has ``program`` run on all nodes of the job: a template, as a user adapts it."""
@@ -124,7 +133,7 @@ class Training:
         elif self.spares:
             template, more = "train-spares.sbatch", {"NODES": str(self.active), "SPARES": str(self.spares)}
         return adapted(
-            template, job_name=self.name, nodes=str(self.active + self.spares), gpus_per_node="", time="",
+            template, job_name=self.name, nodes=self.nodes, gpus_per_node="", time="",
             output=str(self.folder / "job.out"), RANKS="1", RUNS=str(self.folder), OPSD=str(opsd),
             PROGRAM=f"({shlex.join([*self.flags, *program])})", **more,
         )  # fmt: skip
