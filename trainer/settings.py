@@ -80,6 +80,8 @@ class ParallelSettings(Section):
             return "model.attention varlen does not work with parallel.cp; set it to auto"
         if self.cp > 1 and model.has_states:
             return "parallel.cp does not work with layers of model.pattern that have a state, delta and mamba"
+        if self.cp > 1 and "dual_chunk" in model.kinds:
+            return "parallel.cp does not work with layers of the kind 'dual_chunk' in model.pattern"
         if self.fp8 and self.tp > 1:
             return "parallel.fp8 does not work with parallel.tp"
         return None
