@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
 from opsd.progress import tracked
 from opsd.trainer import harness
+from opsd.trainer.cache import Cache
 from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
 from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError
 from opsd.trainer.data.texts import read_texts
@@ -53,22 +54,52 @@ class Model:
         assert self._begin is not None
 
     @torch.no_grad()
-    def log_likelihoods(self, text: str, start: int = 0) -> torch.Tensor:
-        """Log-likelihood in nats of each token of ``text`` that ends after its first ``start`` characters, float64.
+    def log_likelihoods(self, text: str) -> torch.Tensor:
+        """Log-likelihood in nats of each token of ``text``, float64.
 
         A text longer than a sequence is read in independent windows.
         """
+        ids = self._encode(text)[0]
+        windows = [ids[at : at + self._length + 1] for at in range(0, len(ids) - 1, self._length)]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *(self._read(window) for window in windows)])
+
+    @torch.no_grad()
+    def continuations(self, context: str, choices: Sequence[str]) -> list[torch.Tensor]:
+        """Log-likelihoods of the tokens of each of ``choices`` after ``context``, as if each were read with it.
+
+        Tokens with which all of these texts begin are read once, if the texts fit into a sequence and no layer has a
+        state.
+        """
+        encoded = [self._encode(context + choice) for choice in choices]
+        texts = [ids for ids, _ in encoded]
+        wanted = [torch.tensor([end > len(context) for end in ends], dtype=torch.bool) for _, ends in encoded]
+        shared = _shared(texts)
+        if shared < 1 or max(map(len, texts)) > self._length + 1 or self._decoder.settings.has_states:
+            found = [self.log_likelihoods(context + choice) for choice in choices]
+        else:
+            cache = Cache()
+            before = self._read(texts[0][: shared + 1], cache)
+            found = [torch.cat((before, self._read(ids, cache.branch()))) for ids in texts]
+        return [values[own] for values, own in zip(found, wanted, strict=True)]
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        """The tokens of ``text`` after the one that begins a document, and after which character each of them ends."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = [self._begin, *encoding.ids]
-        device = next(self._decoder.parameters()).device
-        parts = []
-        for at in range(0, len(ids) - 1, self._length):
-            window = torch.tensor(ids[at : at + self._length + 1], device=device)[None]
-            documents = torch.zeros(1, window.shape[1] - 1, dtype=torch.int32, device=device)
-            logits = self._decoder(window[:, :-1], documents)
-            parts.append(-F.cross_entropy(logits[0].float(), window[0, 1:], reduction="none").double().cpu())
-        wanted = torch.tensor([end > start for _, end in encoding.offsets], dtype=torch.bool)
-        return torch.cat(parts)[wanted] if parts else torch.zeros(0, dtype=torch.float64)
+        return [self._begin, *encoding.ids], [end for _, end in encoding.offsets]
+
+    def _read(self, ids: list[int], cache: Cache | None = None) -> torch.Tensor:
+        """Log-likelihoods of the tokens ``ids``, except the first and those in the ``cache``."""
+        tokens = torch.tensor(ids, device=next(self._decoder.parameters()).device)
+        read = cache.length if cache else 0
+        documents = torch.zeros(1, len(ids) - 1, dtype=torch.int32, device=tokens.device)
+        logits = self._decoder(tokens[None, read:-1], documents, cache=cache)
+        return -F.cross_entropy(logits[0].float(), tokens[read + 1 :], reduction="none").double().cpu()
+
+
+def _shared(texts: Sequence[Sequence[int]]) -> int:
+    """How many first tokens of all ``texts`` can be read at once: the next one is the same too, and one is left."""
+    same = [len(set(tokens)) == 1 for tokens in zip(*texts, strict=False)]
+    return min([*(at for at, alike in enumerate(same) if not alike), len(same) - 1]) - 1
 
 
 def perplexity(model: Model, texts: Iterator[str], name: str) -> dict[str, float]:
@@ -96,8 +127,10 @@ def cloze(
     right = 0
     for item in items if shown is None else shown:
         scores = [
-            float(model.log_likelihoods(item["context"] + choice, len(item["context"])).sum()) / len(choice.encode())
-            for choice in item["choices"]
+            float(likelihoods.sum()) / len(choice.encode())
+            for choice, likelihoods in zip(
+                item["choices"], model.continuations(item["context"], item["choices"]), strict=True
+            )
         ]
         right += scores.index(max(scores)) == item["answer"]
     return {f"{name}_accuracy": right / len(items)}
