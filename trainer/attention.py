@@ -140,9 +140,12 @@ def attend(
     if isinstance(mask, Packed):
         return _attend_packed(q, k, v, mask, scale)
     if isinstance(mask, DualChunks):
-        return attend_dual_chunks(q, k, v, mask, scale, softcap)
+        dual: torch.Tensor = attend_dual_chunks(q, k, v, mask, scale, softcap)
+        return dual
     if softcap:
         return _attend_bounded(q, k, v, mask, scale, softcap)
+    if mask is not None and k.shape[1] == 1 and q.shape[2] < k.shape[2]:
+        return _attend_one(q, k, v, mask, scale)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )  # fmt: skip
@@ -167,6 +170,16 @@ def _attend_bounded(
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     scores = softcap * torch.tanh(q @ k.mT * scale / softcap)
     return scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def _attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:  # fmt: skip
+    """Attention of a few queries of many heads to one head, which the kernel would copy for each of them."""
+    rows = q.flatten(1, 2)
+    scores = (rows @ k[:, 0].mT).view(*q.shape[:3], -1) * scale
+    weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+    return (weights.flatten(1, 2) @ v[:, 0]).view(*q.shape[:3], -1)
 
 
 def _flex_attention(q: torch.Tensor) -> Callable[..., Any]:

@@ -97,7 +97,7 @@ def attend_dual_chunks(
     """
     if chunks.growth is not None:
         q = q * chunks.growth.to(q.dtype)
-    q = q.unflatten(1, (k.shape[1], -1))
+    q = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])
     rows = []
     for row, blocks in enumerate(chunks.blocks):
         parts = []
@@ -137,4 +137,4 @@ def _attend_block(
 
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """``x`` [kv_heads, group, m, n] times ``y`` [kv_heads, n, p], without a copy of ``y`` for each of the group."""
-    return (x.flatten(1, 2) @ y).unflatten(1, x.shape[1:3])
+    return (x.flatten(1, 2) @ y).view(*x.shape[:3], -1)

@@ -39,6 +39,7 @@ from opsd.trainer.data.tokenize import load_tokenizer
 from opsd.trainer.evaluations import AWAITING, CONFIG, RESULTS
 from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
+from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.regions import region_of
 
 FAILED, USAGE = 1, 2
@@ -50,8 +51,9 @@ class Model:
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, length: int) -> None:
         self._decoder, self._tokenizer, self._length = decoder.eval(), tokenizer, length
         tokenizer.encode_special_tokens = True
-        self._begin = tokenizer.token_to_id(DOCUMENT)
-        assert self._begin is not None
+        begin = tokenizer.token_to_id(DOCUMENT)
+        assert begin is not None
+        self._begin = begin
 
     @torch.no_grad()
     def log_likelihoods(self, text: str) -> torch.Tensor:
@@ -195,8 +197,9 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     manifest = verify(folder)
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
     shape = config.data.shape_at(manifest.step)
+    length = config.evaluation.sequence or shape.sequence
     with torch.device(device):
-        decoder = Decoder(config.model_with(shape))
+        decoder = Decoder(reading(config.model_with(shape), shape.sequence, length))
     load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.saved()})
     if config.model.dtype == "bfloat16":
         for parameter in decoder.parameters():  # as in training; the biases of routers stay
@@ -204,7 +207,19 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     corpus = Path(config.data.shards, config.data.sources[0])
     if config.data.fallback and not (corpus / TOKENIZER).exists():
         corpus = Path(config.data.fallback, config.data.sources[0])
-    return Model(decoder, load_tokenizer(corpus / TOKENIZER), shape.sequence), manifest.sample
+    return Model(decoder, load_tokenizer(corpus / TOKENIZER), length), manifest.sample
+
+
+def reading(model: ModelSettings, trained: int, length: int) -> ModelSettings:
+    """``model``, which is trained with sequences of ``trained`` tokens, for those of ``length``.
+
+    Where they are longer, layers that see their document have dual-chunk attention. The last quarter of ``trained``
+    distances are true ones, as in section 3 of its paper.
+    """
+    if length <= trained or "global" not in model.kinds or model.dual_chunk:
+        return model
+    kinds = tuple("dual_chunk" if kind == "global" else kind for kind in model.kinds)
+    return model.model_copy(update={"pattern": kinds, "dual_chunk": trained, "dual_chunk_local": trained // 4})
 
 
 def main(arguments: Sequence[str]) -> int:

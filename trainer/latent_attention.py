@@ -76,8 +76,8 @@ class LatentAttention(nn.Module):
 
         The matrices that expand them are multiplied with queries and results instead (section 2.1.2).
         """
-        up = self.kv_up.weight.unflatten(0, (-1, self.nope_dim + self.value_dim))
-        to_keys, to_values = up.split((self.nope_dim, self.value_dim), dim=1)
+        up = self.kv_up.weight.view(-1, self.nope_dim + self.value_dim, self.kv_rank)
+        to_keys, to_values = up[:, : self.nope_dim], up[:, self.nope_dim :]
         q = torch.cat((turned, torch.einsum("bqhn,hnr->bqhr", q, to_keys)), dim=-1)
         k = torch.cat((key, latent), dim=-1)
         y = self._attend(q, k[:, :, None], latent[:, :, None], inputs)

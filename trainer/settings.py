@@ -239,6 +239,12 @@ class EvaluationSettings(Section):
     """Files of text, or JSON lines or Parquet with it, by the name of the set."""
     cloze: dict[str, str] = {}  # noqa: RUF012 -- pydantic copies it
     """Files of JSON lines with ``context``, ``choices`` and ``answer``, by the name of the set."""
+    sequence: NonNegativeInt = 0
+    """Tokens of texts that are read at once; 0 is the length of training.
+
+    With more, layers that have rotary positions and see their document have dual-chunk attention, so that no position
+    is farther than in training; ``model.dual_chunk`` says it otherwise.
+    """
     harness: str = ""
     """A command of lm-evaluation-harness or lighteval.
 

@@ -12,10 +12,12 @@ from tokenizers import Tokenizer
 
 from opsd.trainer.data.shards import DOCUMENT, DataError
 from opsd.trainer.data.tokenize import train_tokenizer
-from opsd.trainer.evaluate import Model, at_equal_tokens, cloze, perplexity, read_items
+from opsd.trainer.evaluate import Model, at_equal_tokens, cloze, perplexity, read_items, reading
 from opsd.trainer.model import Decoder
+from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings
 
+KINDS = ("global", "window", "nope")
 STATES = {
     "pattern": ("delta", "global"), "state_heads": 2, "state_key_dim": 4, "state_value_dim": 4,
 }  # fmt: skip
@@ -67,6 +69,17 @@ def test_choices_are_scored_as_if_read_one_by_one(
             ends = [end for _, end in tokenizer.encode(context + choice).offsets]
             expected = ours.log_likelihoods(context + choice)[[end > len(context) for end in ends]]
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_texts_longer_than_in_training_are_read_with_positions_of_training() -> None:
+    """Layers with far positions have others then; the rest of the model is as it was, and so is all of a short text."""
+    shape = ModelSettings(layers=4, width=16, heads=2, kv_heads=1, ffn=16, vocab=300, window=8, pattern=KINDS)
+    assert reading(shape, 32, 32) == reading(shape, 32, 16) == shape
+    longer = reading(shape, 32, 128)
+    assert longer.kinds == ("dual_chunk", "window", "nope", "dual_chunk")
+    assert (longer.dual_chunk, longer.dual_chunk_local) == (32, 8)
+    assert reading(longer, 64, 256) == longer
+    assert model_problem(longer) is None
 
 
 def test_the_likeliest_choice_wins(tokenizer: Tokenizer) -> None:

@@ -46,6 +46,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 6, "n_routed_experts": 8, "moe_intermediate_size": 16, "rope_parameters": MSCALE,
 }  # fmt: skip
 DUAL_CHUNKS = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 32}
+WINDOWED = ["sliding_attention"] * 4
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 10, "mamba_chunk_size": 8}
 DELTA: dict[str, Any] = {
     "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6,
@@ -258,7 +259,7 @@ def test_dual_chunks_in_a_file(name: str) -> None:
         ("Qwen2", {FIELD: DUAL_CHUNKS | {"sparse_attention_config": [{}]}}, f"sparse_attention_config in {FIELD}"),
         (
             "Qwen2",
-            {FIELD: DUAL_CHUNKS, "use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention"] * 4},
+            {FIELD: DUAL_CHUNKS, "use_sliding_window": True, "sliding_window": 5, "layer_types": WINDOWED},
             f"{FIELD} with windows",
         ),
     ],
