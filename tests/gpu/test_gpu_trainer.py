@@ -52,7 +52,7 @@ def test_summary_leaves_out_what_compiles_and_what_saves() -> None:
     assert numbers["checkpoint_stall_s"] == 0.7
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_measurement_runs() -> None:
     """The same cases on the CPU, with the smallest preset: every number is there."""
     settings = {"run.device": "cpu", "run.threads": 1, "data.batch": 2, "data.sequence": 64, "data.verify": "size"}
