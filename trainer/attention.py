@@ -8,7 +8,7 @@ context parallelism. The last two need a GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,10 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
+from opsd.trainer.cache import Cache
+from opsd.trainer.documents import chunks, first_tokens, visible
+from opsd.trainer.dual_chunk import DualChunks, attend_dual_chunks, dual_chunks
 from opsd.trainer.model_settings import LayerKind, ModelSettings
 from opsd.trainer.rotary import rotary_angles, rotate, rotation_factors
 
@@ -40,7 +44,7 @@ class Packed:
     window: int
 
 
-Mask = torch.Tensor | Packed | BlockMask | None
+Mask = torch.Tensor | Packed | BlockMask | DualChunks | None
 """In the format of the kernel; None is plain causal attention."""
 
 
@@ -48,38 +52,38 @@ Mask = torch.Tensor | Packed | BlockMask | None
 class AttentionInputs:
     """What the layers share in a forward pass.
 
-    ``documents`` [batch, sequence] are those that tokens do not see beyond. ``rotation`` rotates this rank's tokens,
-    ``mask`` is that of layers that see their whole document; ``window_rotation``, ``window_mask`` and ``chunk_mask``
-    are for layers with a window or chunks. Scores are multiplied by ``scale``.
+    ``documents`` [batch, sequence] are those that tokens do not see beyond, ``at`` the positions of this rank's tokens
+    in them. ``rotations`` and ``masks`` are those of each kind of layer that has attention. Scores are multiplied by
+    ``scale``.
     """
 
     documents: torch.Tensor
-    rotation: torch.Tensor
-    window_rotation: torch.Tensor
-    mask: Mask
-    window_mask: Mask
-    chunk_mask: Mask
+    at: torch.Tensor
+    rotations: Mapping[LayerKind, torch.Tensor]
+    masks: Mapping[LayerKind, Mask]
     context: Context
     scale: float
-
-    def mask_of(self, kind: LayerKind) -> Mask:
-        """What tokens see in layers of this kind."""
-        if kind == "chunk":
-            return self.chunk_mask
-        return self.window_mask if kind.endswith("window") else self.mask
+    cache: Cache | None = None
 
     def rotate(self, x: torch.Tensor, kind: LayerKind) -> torch.Tensor:
         """``x`` [batch, sequence, heads, head_dim] with the positions of layers of this kind."""
-        if kind.startswith("nope"):
-            return x
-        return rotate(x, self.window_rotation if kind.endswith("window") else self.rotation)
+        return rotate(x, self.rotations[kind]) if kind in self.rotations else x
+
+    def with_earlier(self, layer: nn.Module, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``new`` [.., tokens, channels] after those of tokens that ``layer`` has read before."""
+        return new if self.cache is None else self.cache.extend(layer, new)
 
 
-def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: Context = None) -> AttentionInputs:
-    """What the layers share, for the ``documents`` [batch, sequence] of whole sequences."""
-    length, device = documents.shape[1], documents.device
-    queries, keys = positions(length, context, device), gathered_positions(length, context, device)
-    kernel = kernel_for(settings, device, context)
+def attention_inputs(
+    documents: torch.Tensor, settings: ModelSettings, context: Context = None, cache: Cache | None = None
+) -> AttentionInputs:
+    """What the layers share, for the ``documents`` [batch, sequence] of whole sequences.
+
+    With a ``cache`` these begin with the tokens in it, and the layers get those that follow.
+    """
+    length, device, past = documents.shape[1], documents.device, cache.length if cache else 0
+    queries, keys = positions(length, context, device)[past:], gathered_positions(length, context, device)
+    kernel = "sdpa" if past else kernel_for(settings, device, context)
     seen = documents if settings.document_mask else torch.zeros_like(documents)
 
     def mask(within: torch.Tensor, window: int = 0) -> Mask:
@@ -89,15 +93,23 @@ def attention_inputs(documents: torch.Tensor, settings: ModelSettings, context: 
             return _block_mask(within, queries, keys, window)
         return visible(within, queries, keys, window)
 
-    full_mask = mask(seen) if context is not None or settings.document_mask else None
-    window_mask = mask(seen, settings.window) if settings.window else full_mask
-    chunk_mask = mask(chunks(seen, settings.chunk)) if settings.chunk else full_mask
-    rotation = window_rotation = rotation_factors(rotary_angles(queries, settings))
-    if settings.window_theta:
-        window_rotation = rotation_factors(rotary_angles(queries, settings, window=True))
-    return AttentionInputs(
-        seen, rotation, window_rotation, full_mask, window_mask, chunk_mask, context, settings.score_scale
-    )
+    masks: dict[LayerKind, Mask] = {}
+    rotations: dict[LayerKind, torch.Tensor] = {}
+    kinds = set(settings.kinds)
+    if kinds & {"global", "nope"}:
+        plain = context is None and not settings.document_mask and not past
+        masks["global"] = masks["nope"] = None if plain else mask(seen)
+    if kinds & {"window", "nope_window"}:
+        masks["window"] = masks["nope_window"] = mask(seen, settings.window)
+    if "chunk" in kinds:
+        masks["chunk"] = mask(chunks(seen, settings.chunk))
+    if kinds & {"global", "chunk"}:
+        rotations["global"] = rotations["chunk"] = rotation_factors(rotary_angles(queries, settings))
+    if "window" in kinds:
+        rotations["window"] = rotation_factors(rotary_angles(queries, settings, window=True))
+    if "dual_chunk" in kinds:
+        rotations["dual_chunk"], masks["dual_chunk"] = dual_chunks(seen, settings, past)
+    return AttentionInputs(seen, queries, rotations, masks, context, settings.score_scale, cache)
 
 
 def kernel_for(settings: ModelSettings, device: torch.device, context: Context) -> str:
@@ -127,8 +139,13 @@ def attend(
         return y
     if isinstance(mask, Packed):
         return _attend_packed(q, k, v, mask, scale)
+    if isinstance(mask, DualChunks):
+        dual: torch.Tensor = attend_dual_chunks(q, k, v, mask, scale, softcap)
+        return dual
     if softcap:
         return _attend_bounded(q, k, v, mask, scale, softcap)
+    if mask is not None and k.shape[1] == 1 and q.shape[2] < k.shape[2]:
+        return _attend_one(q, k, v, mask, scale)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )  # fmt: skip
@@ -153,6 +170,16 @@ def _attend_bounded(
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     scores = softcap * torch.tanh(q @ k.mT * scale / softcap)
     return scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def _attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
+) -> torch.Tensor:  # fmt: skip
+    """Attention of a few queries of many heads to one head, which the kernel would copy for each of them."""
+    rows = q.flatten(1, 2)
+    scores = (rows @ k[:, 0].mT).view(*q.shape[:3], -1) * scale
+    weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.float32).to(v.dtype)
+    return (weights.flatten(1, 2) @ v[:, 0]).view(*q.shape[:3], -1)
 
 
 def _flex_attention(q: torch.Tensor) -> Callable[..., Any]:
@@ -237,32 +264,6 @@ def _part(length: int, rank: int, ranks: int, device: torch.device) -> torch.Ten
     return torch.cat((parts[rank], parts[2 * ranks - 1 - rank]))
 
 
-def visible(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int = 0) -> torch.Tensor:
-    """Which key [.., k] a query [.., q, .] may see, bool [batch, 1, q, k].
-
-    These are the query itself and earlier tokens of its document, of them the last ``window`` unless that is 0.
-    """
-    distance = queries[:, None] - keys[None, :]
-    window_mask = (distance >= 0) & (distance < window) if window else distance >= 0
-    return (documents[:, None, queries, None] == documents[:, None, None, keys]) & window_mask
-
-
-def chunks(documents: torch.Tensor, length: int) -> torch.Tensor:
-    """Number the parts of ``length`` tokens of each of the ``documents`` [batch, sequence], as if they were documents.
-
-    They count from the start of a document, as they do when it is read by itself.
-    """
-    return (within_documents(documents) % length == 0).cumsum(dim=1)
-
-
-def within_documents(documents: torch.Tensor) -> torch.Tensor:
-    """The position of each token in its document, from 0, for ``documents`` [batch, sequence]."""
-    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return at - torch.where(first, at, 0).cummax(dim=1).values
-
-
 def _block_mask(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int) -> BlockMask:
     def rule(row: torch.Tensor, _: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         distance = queries[query] - keys[key]
@@ -277,9 +278,7 @@ def _block_mask(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tens
 def pack(documents: torch.Tensor, window: int = 0) -> Packed:
     """The starts of the ``documents`` [batch, sequence] when all rows are concatenated."""
     rows, length = documents.shape
-    first = torch.ones_like(documents, dtype=torch.bool)
-    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    begin = first.flatten().nonzero().flatten()
+    begin = first_tokens(documents).flatten().nonzero().flatten()
     starts = begin.new_full((2 ** math.ceil(math.log2(len(begin))) + 1,), rows * length, dtype=torch.int32)
     starts[: len(begin)] = begin
     return Packed(starts, length, window)

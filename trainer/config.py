@@ -76,6 +76,8 @@ class Config(Section):
                 return f"optimizer.{name} needs model.experts"
         if bool(optimizer.balance_rate) > self.model.router_bias:
             return "optimizer.balance_rate needs model.router_bias"
+        if 0 < self.model.positions < self.evaluation.sequence:
+            return f"evaluation.sequence {self.evaluation.sequence} is more than model.positions {self.model.positions}"
         if not data.shards:
             return (
                 "data.shards is not set: `python -m opsd.trainer.data` makes shards; then pass --set data.shards=FOLDER"

@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
 from opsd.progress import tracked
 from opsd.trainer import harness
+from opsd.trainer.cache import Cache
 from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
 from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError
 from opsd.trainer.data.texts import read_texts
@@ -38,6 +39,7 @@ from opsd.trainer.data.tokenize import load_tokenizer
 from opsd.trainer.evaluations import AWAITING, CONFIG, RESULTS
 from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
+from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.regions import region_of
 
 FAILED, USAGE = 1, 2
@@ -49,26 +51,57 @@ class Model:
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, length: int) -> None:
         self._decoder, self._tokenizer, self._length = decoder.eval(), tokenizer, length
         tokenizer.encode_special_tokens = True
-        self._begin = tokenizer.token_to_id(DOCUMENT)
-        assert self._begin is not None
+        begin = tokenizer.token_to_id(DOCUMENT)
+        assert begin is not None
+        self._begin = begin
 
     @torch.no_grad()
-    def log_likelihoods(self, text: str, start: int = 0) -> torch.Tensor:
-        """Log-likelihood in nats of each token of ``text`` that ends after its first ``start`` characters, float64.
+    def log_likelihoods(self, text: str) -> torch.Tensor:
+        """Log-likelihood in nats of each token of ``text``, float64.
 
         A text longer than a sequence is read in independent windows.
         """
+        ids = self._encode(text)[0]
+        windows = [ids[at : at + self._length + 1] for at in range(0, len(ids) - 1, self._length)]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *(self._read(window) for window in windows)])
+
+    @torch.no_grad()
+    def continuations(self, context: str, choices: Sequence[str]) -> list[torch.Tensor]:
+        """Log-likelihoods of the tokens of each of ``choices`` after ``context``, as if each were read with it.
+
+        Tokens with which all of these texts begin are read once, if the texts fit into a sequence and no layer has a
+        state.
+        """
+        encoded = [self._encode(context + choice) for choice in choices]
+        texts = [ids for ids, _ in encoded]
+        wanted = [torch.tensor([end > len(context) for end in ends], dtype=torch.bool) for _, ends in encoded]
+        shared = _shared(texts)
+        if shared < 1 or max(map(len, texts)) > self._length + 1 or self._decoder.settings.has_states:
+            found = [self.log_likelihoods(context + choice) for choice in choices]
+        else:
+            cache = Cache()
+            before = self._read(texts[0][: shared + 1], cache)
+            found = [torch.cat((before, self._read(ids, cache.branch()))) for ids in texts]
+        return [values[own] for values, own in zip(found, wanted, strict=True)]
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        """The tokens of ``text`` after the one that begins a document, and after which character each of them ends."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        ids = [self._begin, *encoding.ids]
-        device = next(self._decoder.parameters()).device
-        parts = []
-        for at in range(0, len(ids) - 1, self._length):
-            window = torch.tensor(ids[at : at + self._length + 1], device=device)[None]
-            documents = torch.zeros(1, window.shape[1] - 1, dtype=torch.int32, device=device)
-            logits = self._decoder(window[:, :-1], documents)
-            parts.append(-F.cross_entropy(logits[0].float(), window[0, 1:], reduction="none").double().cpu())
-        wanted = torch.tensor([end > start for _, end in encoding.offsets], dtype=torch.bool)
-        return torch.cat(parts)[wanted] if parts else torch.zeros(0, dtype=torch.float64)
+        return [self._begin, *encoding.ids], [end for _, end in encoding.offsets]
+
+    def _read(self, ids: list[int], cache: Cache | None = None) -> torch.Tensor:
+        """Log-likelihoods of the tokens ``ids``, except the first and those in the ``cache``."""
+        tokens = torch.tensor(ids, device=next(self._decoder.parameters()).device)
+        read = cache.length if cache else 0
+        documents = torch.zeros(1, len(ids) - 1, dtype=torch.int32, device=tokens.device)
+        logits = self._decoder(tokens[None, read:-1], documents, cache=cache)
+        return -F.cross_entropy(logits[0].float(), tokens[read + 1 :], reduction="none").double().cpu()
+
+
+def _shared(texts: Sequence[Sequence[int]]) -> int:
+    """How many first tokens of all ``texts`` can be read at once: the next one is the same too, and one is left."""
+    same = [len(set(tokens)) == 1 for tokens in zip(*texts, strict=False)]
+    return min([*(at for at, alike in enumerate(same) if not alike), len(same) - 1]) - 1
 
 
 def perplexity(model: Model, texts: Iterator[str], name: str) -> dict[str, float]:
@@ -96,8 +129,10 @@ def cloze(
     right = 0
     for item in items if shown is None else shown:
         scores = [
-            float(model.log_likelihoods(item["context"] + choice, len(item["context"])).sum()) / len(choice.encode())
-            for choice in item["choices"]
+            float(likelihoods.sum()) / len(choice.encode())
+            for choice, likelihoods in zip(
+                item["choices"], model.continuations(item["context"], item["choices"]), strict=True
+            )
         ]
         right += scores.index(max(scores)) == item["answer"]
     return {f"{name}_accuracy": right / len(items)}
@@ -162,8 +197,9 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     manifest = verify(folder)
     device = torch.device("cuda" if torch.cuda.is_available() and config.run.device != "cpu" else "cpu")
     shape = config.data.shape_at(manifest.step)
+    length = config.evaluation.sequence or shape.sequence
     with torch.device(device):
-        decoder = Decoder(config.model_with(shape))
+        decoder = Decoder(reading(config.model_with(shape), shape.sequence, length))
     load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.saved()})
     if config.model.dtype == "bfloat16":
         for parameter in decoder.parameters():  # as in training; the biases of routers stay
@@ -171,7 +207,19 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     corpus = Path(config.data.shards, config.data.sources[0])
     if config.data.fallback and not (corpus / TOKENIZER).exists():
         corpus = Path(config.data.fallback, config.data.sources[0])
-    return Model(decoder, load_tokenizer(corpus / TOKENIZER), shape.sequence), manifest.sample
+    return Model(decoder, load_tokenizer(corpus / TOKENIZER), length), manifest.sample
+
+
+def reading(model: ModelSettings, trained: int, length: int) -> ModelSettings:
+    """``model``, which is trained with sequences of ``trained`` tokens, for those of ``length``.
+
+    Where they are longer, layers that see their document have dual-chunk attention. The last quarter of ``trained``
+    distances are true ones, as in section 3 of its paper.
+    """
+    if length <= trained or "global" not in model.kinds or model.dual_chunk:
+        return model
+    kinds = tuple("dual_chunk" if kind == "global" else kind for kind in model.kinds)
+    return model.model_copy(update={"pattern": kinds, "dual_chunk": trained, "dual_chunk_local": trained // 4})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs, positions, within_documents
+from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs
+from opsd.trainer.cache import Cache
+from opsd.trainer.documents import within_documents
 from opsd.trainer.experts import Experts, MixtureOfExperts, Routing
 from opsd.trainer.feed_forward import FeedForward
 from opsd.trainer.gated_delta import GatedDeltaNet
@@ -55,7 +57,8 @@ class Attention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = inputs.rotate(q, self.kind), inputs.rotate(k, self.kind)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = attend(q, k, v, inputs.mask_of(self.kind), inputs.context, inputs.scale, self.softcap)
+        k, v = inputs.with_earlier(self, k, v)
+        y = attend(q, k, v, inputs.masks[self.kind], inputs.context, inputs.scale, self.softcap)
         y = y.transpose(1, 2).flatten(2)
         output: torch.Tensor = self.output(y * self.gate(x).sigmoid() if self.gate else y)
         return output
@@ -158,24 +161,27 @@ class Decoder(nn.Module):
         targets: torch.Tensor | None = None,
         z_loss: float = 0.0,
         part: int = 0,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         """Logits [batch, sequence, vocab], or the terms of the loss [2] if ``targets`` are given.
 
         ``x`` and ``targets`` [batch, sequence] are token ids. ``documents`` [batch, sequence] numbers the document of
         each token within its row, of whole sequences even if they are split over ranks. Between pipeline stages ``x``
         and the result are activations [batch, sequence, width]; ``part`` is the number of this rank's stage.
+        With a ``cache``, ``documents`` begin with the tokens in it, ``x`` has those that follow, and they are added.
         """
-        inputs = attention_inputs(documents, self.settings, self.context)
+        inputs = attention_inputs(documents, self.settings, self.context, cache)
         layers = self.parts[part]
         if layers.start == 0:
             x = self.embedding(x)
             if self.settings.embedding_scale != 1:
                 x = x * torch.tensor(self.settings.embedding_scale, dtype=x.dtype, device=x.device)
             if self.settings.positions:
-                own = positions(documents.shape[1], self.context, documents.device)
-                x = x + self.positions(within_documents(inputs.documents)[:, own])
+                x = x + self.positions(within_documents(inputs.documents)[:, inputs.at])
         for layer in layers:
             x = self.blocks[str(layer)](x, inputs)
+        if cache is not None:
+            cache.length = documents.shape[1]
         if layers.stop < self.settings.layers:
             return x
         x, cap = self.norm(x), self.settings.logit_softcap

@@ -22,6 +22,13 @@ def model_problem(model: ModelSettings) -> str | None:
         return f"model.pattern has {kind!r}, which needs model.window"
     if ("chunk" in model.pattern) != bool(model.chunk):
         return "model.chunk and layers of the kind 'chunk' in model.pattern need each other"
+    if ("dual_chunk" in model.pattern) != bool(model.dual_chunk):
+        return "model.dual_chunk and layers of the kind 'dual_chunk' in model.pattern need each other"
+    for name in ("dual_chunk_local", "dual_chunk_positions"):
+        if getattr(model, name) and not model.dual_chunk:
+            return f"model.{name} needs model.dual_chunk"
+    if model.dual_chunk and model.dual_chunk_local >= model.dual_chunk:
+        return f"model.dual_chunk_local {model.dual_chunk_local} is not below model.dual_chunk {model.dual_chunk}"
     return _latent_problem(model) or _state_problem(model) or _expert_problem(model) or _rope_problem(model)
 
 

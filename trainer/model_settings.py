@@ -15,6 +15,7 @@ class Section(BaseModel):
 
 
 OF_LATENTS: Final = frozenset({"kv_rank", "query_rank", "value_dim"})
+OF_DUAL_CHUNKS: Final = frozenset({"dual_chunk", "dual_chunk_local", "dual_chunk_positions"})
 OF_EXPERTS: Final = frozenset({
     "experts", "experts_per_token", "expert_ffn", "shared_experts", "shared_gate", "dense_layers", "router",
     "router_normalised", "router_scale", "router_bias", "router_groups", "groups_per_token",
@@ -22,9 +23,10 @@ OF_EXPERTS: Final = frozenset({
 OF_STATES: Final = frozenset({
     "state_heads", "state_key_heads", "state_key_dim", "state_value_dim", "state_conv", "state_conv_bias",
 })  # fmt: skip
-LayerKind = Literal["global", "window", "chunk", "nope", "nope_window", "delta", "mamba"]
+LayerKind = Literal["global", "window", "chunk", "dual_chunk", "nope", "nope_window", "delta", "mamba"]
 """Whether a layer of attention has rotary positions (not ``nope``), and sees its window, its chunk or its document.
 
+``dual_chunk`` sees its document, with other positions.
 ``delta`` and ``mamba`` have a state instead of attention.
 """
 STATE_PRODUCTS: Final[dict[LayerKind, int]] = {"delta": 3, "mamba": 2}
@@ -127,13 +129,19 @@ class ModelSettings(Section):
     """
     chunk: NonNegativeInt = 0
     """Tokens of the chunks that documents are divided into in layers of the kind ``chunk``; a token sees its own."""
+    dual_chunk: NonNegativeInt = 0
+    """Greatest distance of positions in layers of the kind ``dual_chunk``: the length that the model is trained for."""
+    dual_chunk_local: NonNegativeInt = 0
+    """How many tokens before a token have their true distance there; chunks have the rest of ``dual_chunk``."""
+    dual_chunk_positions: NonNegativeInt = 0
+    """Scores of a document's n-th token, n above this, are multiplied there by 0.1 ln(n / this) + 1; 0 is none."""
     nope_every: NonNegativeInt = 4
     """4 leaves every 4th layer without rotary positions, 0 none."""
     pattern: Annotated[tuple[LayerKind, ...], Strict(False)] = ()
     """Kinds of the first layers, repeated for the others, instead of ``nope_every``.
 
-    ``global``, ``window`` and ``chunk`` (Llama 4) have rotary positions, ``nope`` and ``nope_window`` none. ``delta``
-    (gated DeltaNet) and ``mamba`` (Mamba-2) have a state instead of attention.
+    ``global``, ``window``, ``chunk`` (Llama 4) and ``dual_chunk`` (Qwen2.5-1M) have rotary positions, ``nope`` and
+    ``nope_window`` none. ``delta`` (gated DeltaNet) and ``mamba`` (Mamba-2) have a state instead of attention.
     """
     state_heads: NonNegativeInt = 0
     """Heads of layers with a state, ``delta`` or ``mamba``."""
@@ -258,6 +266,7 @@ class ModelSettings(Section):
         form = self.model_dump(exclude=free) | {"kinds": self.kinds, "head_channels": self.head_channels}
         unused = {"window"} if not any("window" in kind for kind in self.kinds) else set()
         unused |= {"chunk"} if "chunk" not in self.kinds else set()
+        unused |= OF_DUAL_CHUNKS if "dual_chunk" not in self.kinds else set()
         unused |= set() if self.qk_norm else {"qk_norm_over"}
         unused |= set() if self.expert_layers else OF_EXPERTS
         unused |= {"ffn"} if self.expert_layers == self.layers else set()

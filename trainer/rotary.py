@@ -10,25 +10,33 @@ from opsd.trainer.model_settings import ModelSettings, yarn_attention
 
 
 def rotary_angles(at: torch.Tensor, settings: ModelSettings, *, window: bool = False) -> torch.Tensor:
-    """The cosines and sines [2, length, channels / 2] of RoPE for the positions ``at`` [length].
+    """The cosines and sines [2, .., channels / 2] of RoPE for the positions ``at`` [..].
 
-    Positions count through the whole sequence: attention depends only on their differences, so they need not restart
-    with each document. Layers with a ``window`` may have a base of their own.
+    Positions may count through the whole sequence: attention depends only on their differences, so they need not
+    restart with each document. Layers with a ``window`` may have a base of their own.
     """
+    frequencies, scale = rotary_frequencies(settings, at.device, window=window)
+    return turns(at, frequencies) * scale
+
+
+def rotary_frequencies(
+    settings: ModelSettings, device: torch.device, *, window: bool = False
+) -> tuple[torch.Tensor, float]:
+    """Angles per position [channels / 2], and the factor of rotated queries and keys."""
     channels = settings.rotary_channels
-    exponents = -torch.arange(0, channels, 2, device=at.device, dtype=torch.float32) / channels
-    scale = 1.0
+    exponents = -torch.arange(0, channels, 2, device=device, dtype=torch.float32) / channels
     if window and settings.window_theta:
-        frequencies = settings.window_theta**exponents
-    else:
-        frequencies = settings.rope_theta**exponents / settings.rope_factor
-        if settings.yarn_factor > 1:
-            frequencies = _yarn(frequencies, settings)
-            scale = settings.yarn_attention or yarn_attention(settings.yarn_factor)
-        elif settings.llama3_factor > 1:
-            frequencies = _llama3(frequencies, settings)
-    angles = torch.outer(at.float(), frequencies)
-    return torch.stack((angles.cos(), angles.sin())) * scale
+        return settings.window_theta**exponents, 1.0
+    frequencies = settings.rope_theta**exponents / settings.rope_factor
+    if settings.yarn_factor > 1:
+        return _yarn(frequencies, settings), settings.yarn_attention or yarn_attention(settings.yarn_factor)
+    return (_llama3(frequencies, settings) if settings.llama3_factor > 1 else frequencies), 1.0
+
+
+def turns(at: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """The cosines and sines [2, .., channels / 2] of the positions ``at`` [..]."""
+    angles = at[..., None].float() * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
 
 
 def _yarn(frequencies: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
@@ -66,9 +74,9 @@ def _llama3(frequencies: torch.Tensor, settings: ModelSettings) -> torch.Tensor:
 
 
 def rotation_factors(angles: torch.Tensor) -> torch.Tensor:
-    """The factors of ``rotate``, [2, length, 1, channels], for ``angles`` from ``rotary_angles``."""
+    """The factors of ``rotate``, [2, .., 1, channels], for ``angles`` [2, .., channels / 2] from ``rotary_angles``."""
     cos, sin = angles
-    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))[:, :, None]
+    return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))[..., None, :]
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:

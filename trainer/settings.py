@@ -80,6 +80,8 @@ class ParallelSettings(Section):
             return "model.attention varlen does not work with parallel.cp; set it to auto"
         if self.cp > 1 and model.has_states:
             return "parallel.cp does not work with layers of model.pattern that have a state, delta and mamba"
+        if self.cp > 1 and "dual_chunk" in model.kinds:
+            return "parallel.cp does not work with layers of the kind 'dual_chunk' in model.pattern"
         if self.fp8 and self.tp > 1:
             return "parallel.fp8 does not work with parallel.tp"
         return None
@@ -237,6 +239,12 @@ class EvaluationSettings(Section):
     """Files of text, or JSON lines or Parquet with it, by the name of the set."""
     cloze: dict[str, str] = {}  # noqa: RUF012 -- pydantic copies it
     """Files of JSON lines with ``context``, ``choices`` and ``answer``, by the name of the set."""
+    sequence: NonNegativeInt = 0
+    """Tokens of texts that are read at once; 0 is the length of training.
+
+    With more, layers that have rotary positions and see their document have dual-chunk attention, so that no position
+    is farther than in training; ``model.dual_chunk`` says it otherwise.
+    """
     harness: str = ""
     """A command of lm-evaluation-harness or lighteval.
 

@@ -31,8 +31,8 @@ def test_kernels_agree(kernel: str, window: int, values: int) -> None:
         torch.manual_seed(0)
         shapes = [(2, heads, 1024, channels) for heads, channels in ((4, 64), (2, 64), (2, values))]
         q, k, v = (torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in shapes)
-        view = attention_inputs(documents, SETTINGS.model_copy(update={"attention": name, "window": window}))
-        y = attend(q, k, v, view.window_mask, None, 0.125)
+        changed = SETTINGS.model_copy(update={"attention": name, "window": window})
+        y = attend(q, k, v, attention_inputs(documents, changed).masks[changed.kinds[0]], None, 0.125)
         y.square().sum().backward()
         results.append([y, q.grad, k.grad, v.grad])
     for one, other in zip(*results, strict=True):
@@ -52,7 +52,7 @@ def test_summary_leaves_out_what_compiles_and_what_saves() -> None:
     assert numbers["checkpoint_stall_s"] == 0.7
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_measurement_runs() -> None:
     """The same cases on the CPU, with the smallest preset: every number is there."""
     settings = {"run.device": "cpu", "run.threads": 1, "data.batch": 2, "data.sequence": 64, "data.verify": "size"}

@@ -17,13 +17,17 @@ from tests.fakes.clock import until
 
 
 def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
-    """Each checkpoint has a line and an event with its results; the loss has fallen; none is pruned before."""
+    """Each checkpoint has a line and an event with its results; the loss has fallen; none is pruned before.
+
+    Texts are read in longer sequences than those of training.
+    """
     (tmp_path / "held.txt").write_text("\n".join(make_texts(3, seed=2)))
     items = [{"context": "import ", "choices": ["torch", "qqqq"], "answer": 0}]
     (tmp_path / "items.jsonl").write_text("\n".join(map(json.dumps, items)))
     reference = [{"tokens": tokens, "results": {"held_loss": 1.0}} for tokens in (0, 10**6)]
     (tmp_path / "reference.jsonl").write_text("\n".join(map(json.dumps, reference)))
-    sets = {
+    sets: dict[str, object] = {
+        "evaluation__sequence": 80,
         "evaluation__perplexity": f'{{held = "{tmp_path}/held.txt"}}',
         "evaluation__cloze": f'{{items = "{tmp_path}/items.jsonl"}}',
         "evaluation__reference": f'"{tmp_path}/reference.jsonl"',

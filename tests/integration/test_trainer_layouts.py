@@ -169,6 +169,15 @@ def test_chunked_attention(tmp_path: Path, shards: Path, name: str) -> None:
     assert_same_curve(start(tmp_path / "split", shards, LAYOUTS[name], **switches), whole)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["dp2", "tp2", "pp2"])
+def test_dual_chunk_attention(tmp_path: Path, shards: Path, name: str) -> None:
+    """Positions of chunks that begin anew with each document."""
+    switches = {"model__pattern": ["dual_chunk", "nope"], "model__dual_chunk": 9, "model__dual_chunk_local": 3}
+    whole = start(tmp_path / "alone", shards, {}, **switches, run__steps=3)
+    assert_same_curve(start(tmp_path / "split", shards, {name[:-1]: 2}, **switches, run__steps=3), whole)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recomputing_changes_nothing(tmp_path: Path, shards: Path, alone: Run, recompute: str) -> None:
     """Activations that are computed again are the same bits."""

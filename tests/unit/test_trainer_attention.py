@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask
 
 from opsd.trainer.attention import (
+    Mask,
     Packed,
     attend,
     attention_inputs,
-    chunks,
     gathered_positions,
     kernel_for,
     pack,
     positions,
-    rotary_angles,
-    visible,
 )
+from opsd.trainer.documents import chunks, visible
 from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.rotary import rotary_angles
 
 torch.set_num_threads(1)
 
@@ -43,8 +43,9 @@ class Ranks:
         return self._size
 
 
-def view_of(documents: torch.Tensor, kernel: str, window: int = 0):
-    return attention_inputs(documents, SETTINGS.model_copy(update={"attention": kernel, "window": window}))
+def mask_of(documents: torch.Tensor, kernel: str, window: int = 0) -> Mask:
+    changed = SETTINGS.model_copy(update={"attention": kernel, "window": window})
+    return attention_inputs(documents, changed).masks[changed.kinds[0]]
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -85,12 +86,12 @@ def test_kernels_agree_on_chunks() -> None:
     """FlexAttention's blocks and packed starts are of the same chunks as the mask."""
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16]).int()
     chunked = SETTINGS.model_copy(update={"pattern": ("chunk",), "chunk": 4, "attention": "flex"})
-    flex = attention_inputs(documents, chunked).mask_of("chunk")
-    sdpa = attention_inputs(documents, chunked.model_copy(update={"attention": "sdpa"})).mask_of("chunk")
+    flex = attention_inputs(documents, chunked).masks["chunk"]
+    sdpa = attention_inputs(documents, chunked.model_copy(update={"attention": "sdpa"})).masks["chunk"]
     q, k, v = drawn(2, 4, 16, 16), drawn(2, 2, 16, 16), drawn(2, 2, 16, 16)
     with torch.no_grad():
         torch.testing.assert_close(attend(q, k, v, flex, None, 0.3), attend(q, k, v, sdpa, None, 0.3))
-    packed = attention_inputs(documents, chunked.model_copy(update={"attention": "varlen"})).mask_of("chunk")
+    packed = attention_inputs(documents, chunked.model_copy(update={"attention": "varlen"})).masks["chunk"]
     assert isinstance(packed, Packed)
     assert packed.starts.unique().tolist() == [0, 4, 5, 9, 13, 16, 20, 24, 28, 32]
 
@@ -101,10 +102,10 @@ def test_flex_attention_is_attention(window: int, softcap: float, values: int) -
     """The kernel for GPUs, run here without compiling, gives what the mask gives."""
     documents = torch.tensor([[0] * 5 + [1] * 11, [0] * 16]).int()
     q, k, v = drawn(2, 4, 16, 16), drawn(2, 2, 16, 16), drawn(2, 2, 16, values)
-    flex, sdpa = view_of(documents, "flex", window), view_of(documents, "sdpa", window)
-    assert isinstance(flex.window_mask, BlockMask)
+    flex, sdpa = (mask_of(documents, kernel, window) for kernel in ("flex", "sdpa"))
+    assert isinstance(flex, BlockMask)
     with torch.no_grad():
-        one, other = (attend(q, k, v, view.window_mask, None, 0.3, softcap) for view in (flex, sdpa))
+        one, other = (attend(q, k, v, mask, None, 0.3, softcap) for mask in (flex, sdpa))
         torch.testing.assert_close(one, other)
 
 
@@ -139,14 +140,13 @@ def test_packed_documents_begin_where_they_begin(documents: torch.Tensor, rows: 
 def test_the_kernel_follows_the_setting() -> None:
     """Plain causal attention needs no mask; with documents each kernel has its own form of one."""
     documents = torch.zeros(1, 8, dtype=torch.int32)
-    assert view_of(documents, "sdpa").mask.dtype == torch.bool
-    assert isinstance(view_of(documents, "varlen").mask, Packed)
-    assert view_of(documents, "auto").mask.dtype == torch.bool
-    plain = SETTINGS.model_copy(update={"document_mask": False})
-    assert attention_inputs(documents, plain).mask is None
-    windowed = attention_inputs(documents, plain.model_copy(update={"window": 2}))
-    assert windowed.mask is None
-    assert windowed.window_mask.sum() == 15
+    assert mask_of(documents, "sdpa").dtype == torch.bool
+    assert isinstance(mask_of(documents, "varlen"), Packed)
+    assert mask_of(documents, "auto").dtype == torch.bool
+    plain = SETTINGS.model_copy(update={"document_mask": False, "window": 2, "pattern": ("nope", "window")})
+    masks = attention_inputs(documents, plain).masks
+    assert masks["nope"] is None
+    assert masks["window"].sum() == 15
 
 
 @given(ranks=st.integers(1, 8), parts=st.integers(1, 5))

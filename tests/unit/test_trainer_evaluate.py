@@ -12,10 +12,15 @@ from tokenizers import Tokenizer
 
 from opsd.trainer.data.shards import DOCUMENT, DataError
 from opsd.trainer.data.tokenize import train_tokenizer
-from opsd.trainer.evaluate import Model, at_equal_tokens, cloze, perplexity, read_items
+from opsd.trainer.evaluate import Model, at_equal_tokens, cloze, perplexity, read_items, reading
 from opsd.trainer.model import Decoder
+from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings
 
+KINDS = ("global", "window", "nope")
+STATES = {
+    "pattern": ("delta", "global"), "state_heads": 2, "state_key_dim": 4, "state_value_dim": 4,
+}  # fmt: skip
 TEXTS = ["the cat sat on the mat and größer things", "a dog and a cat"]
 
 
@@ -49,13 +54,32 @@ def test_every_token_is_scored_once_however_long_the_text(tokenizer: Tokenizer) 
     assert torch.allclose(short.log_likelihoods(text)[:7], long.log_likelihoods(text)[:7])
 
 
-def test_a_continuation_is_scored_without_its_context(tokenizer: Tokenizer) -> None:
-    """From a start on, only the tokens that end after it count."""
-    ours, text = model(tokenizer), TEXTS[0]
-    whole, part = ours.log_likelihoods(text), ours.log_likelihoods(text, start=8)
-    assert torch.equal(part, whole[-part.numel() :])
-    offsets = tokenizer.encode(text).offsets
-    assert part.numel() == sum(end > 8 for _, end in offsets)
+@pytest.mark.parametrize(
+    ("length", "changes"),
+    [(64, {}), (64, {"kv_heads": 2, "kv_rank": 6, "rope_dim": 2, "value_dim": 4}), (9, {}), (64, STATES)],
+    ids=["whole", "latents", "longer than a sequence", "states"],
+)
+def test_choices_are_scored_as_if_read_one_by_one(
+    tokenizer: Tokenizer, length: int, changes: dict[str, object]
+) -> None:
+    """With the context each, of which only the tokens that end after it count; also where they begin alike."""
+    ours, context = model(tokenizer, length, **changes), "the cat sat on"
+    for choices in [[" the mat", " the größer mat and things", " a dog"], [" a"], ["", " mat"]]:
+        for choice, found in zip(choices, ours.continuations(context, choices), strict=True):
+            ends = [end for _, end in tokenizer.encode(context + choice).offsets]
+            expected = ours.log_likelihoods(context + choice)[[end > len(context) for end in ends]]
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_texts_longer_than_in_training_are_read_with_positions_of_training() -> None:
+    """Layers with far positions have others then; the rest of the model is as it was, and so is all of a short text."""
+    shape = ModelSettings(layers=4, width=16, heads=2, kv_heads=1, ffn=16, vocab=300, window=8, pattern=KINDS)
+    assert reading(shape, 32, 32) == reading(shape, 32, 16) == shape
+    longer = reading(shape, 32, 128)
+    assert longer.kinds == ("dual_chunk", "window", "nope", "dual_chunk")
+    assert (longer.dual_chunk, longer.dual_chunk_local) == (32, 8)
+    assert reading(longer, 64, 256) == longer
+    assert model_problem(longer) is None
 
 
 def test_the_likeliest_choice_wins(tokenizer: Tokenizer) -> None:

@@ -11,9 +11,11 @@ import torch
 from click.testing import CliRunner
 
 from opsd.preflight import plan
+from opsd.trainer.cache import Cache
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE
 from opsd.trainer.hf.config import config_of, settings_of
+from opsd.trainer.hf.dual_chunk import FIELD
 from opsd.trainer.hf.weights import CONFIG, fill, write
 from opsd.trainer.huggingface import main
 from opsd.trainer.model import Decoder
@@ -43,6 +45,8 @@ LATENT: dict[str, Any] = {
     "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 6, "n_routed_experts": 8, "moe_intermediate_size": 16, "rope_parameters": MSCALE,
 }  # fmt: skip
+DUAL_CHUNKS = {"chunk_size": 40, "local_size": 8, "original_max_position_embeddings": 32}
+WINDOWED = ["sliding_attention"] * 4
 MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 10, "mamba_chunk_size": 8}
 DELTA: dict[str, Any] = {
     "head_dim": 16, "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6,
@@ -65,6 +69,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 2, windows above": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}),
     "Qwen 3": ("Qwen3", {"head_dim": 16}),
     "Qwen 3, biases": ("Qwen3", {"head_dim": 8, "attention_bias": True}),
+    "Qwen 2.5 1M": ("Qwen2", {"dual_chunk_attention_config": DUAL_CHUNKS}),
     "Mistral": ("Mistral", {"sliding_window": 7}),
     "Mistral, no window": ("Mistral", {"sliding_window": None, "head_dim": 10}),
     "OLMo 2": ("Olmo2", {}),
@@ -186,6 +191,17 @@ def test_in_and_out_with_the_same_logits(tmp_path: Path, name: str) -> None:
     assert settings_of(json.loads((tmp_path / "ours" / CONFIG).read_text())).architecture == mine.settings.architecture
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-V2-Lite", "DeepSeek-V2", "DeepSeek-V3", "Qwen 3 MoE", "Gemma 2"])
+def test_read_token_by_token(tmp_path: Path, name: str) -> None:
+    """With a cache, from which latent attention reads in its absorbed form, the logits are those of transformers."""
+    expected, mine, cache = logits(theirs(name, tmp_path)), ours(tmp_path), Cache()
+    tokens = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        documents = torch.zeros(2, 24, dtype=torch.int32)
+        parts = [mine(tokens[:, at : at + 1], documents[:, : at + 1], cache=cache) for at in range(24)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.kind)
 def test_defaults_are_those_of_transformers(architecture: Any) -> None:
     """A field that a file leaves out has the value that transformers gives it."""
@@ -222,6 +238,37 @@ def test_qwen3_next_as_published() -> None:
     assert 3e9 < count - settings.idle_parameters < 4e9
     assert settings.kinds[:4] == ("delta", "delta", "delta", "global")
     assert settings.rotary_channels == 64
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3", "Qwen3Moe"])
+def test_dual_chunks_in_a_file(name: str) -> None:
+    """Every field becomes a setting and is exported again; what vLLM adds where one is missing is added here."""
+    config = getattr(transformers, f"{name}Config")(**TINY).to_dict()
+    settings = settings_of(config | {FIELD: DUAL_CHUNKS})
+    assert set(settings.kinds) == {"dual_chunk"}
+    assert (settings.dual_chunk, settings.dual_chunk_local, settings.dual_chunk_positions) == (40, 8, 32)
+    assert config_of(settings, 64)[1][FIELD] == DUAL_CHUNKS
+    few = settings_of(config | {FIELD: {"chunk_size": 3000}})
+    assert (few.dual_chunk, few.dual_chunk_local, few.dual_chunk_positions) == (3000, 1024, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("Llama", {FIELD: DUAL_CHUNKS}, f"{FIELD} = .* does not compute for llama"),
+        ("Qwen2", {FIELD: DUAL_CHUNKS | {"sparse_attention_config": [{}]}}, f"sparse_attention_config in {FIELD}"),
+        (
+            "Qwen2",
+            {FIELD: DUAL_CHUNKS, "use_sliding_window": True, "sliding_window": 5, "layer_types": WINDOWED},
+            f"{FIELD} with windows",
+        ),
+    ],
+)  # fmt: skip
+def test_other_dual_chunks_are_refused(name: str, changes: dict[str, Any], text: str) -> None:
+    """By the name of the field."""
+    config = getattr(transformers, f"{name}Config")(**TINY).to_dict()
+    with pytest.raises(ConfigError, match=text):
+        settings_of(config | changes)
 
 
 def changed(folder: Path, changes: dict[str, object]) -> None:

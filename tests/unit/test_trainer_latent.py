@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from opsd.trainer.attention import attention_inputs
 from opsd.trainer.config import ConfigError, load
 from opsd.trainer.counts import flops_per_token, parameters
 from opsd.trainer.experts import within_groups
 from opsd.trainer.hf.config import settings_of
-from opsd.trainer.latent_attention import halves
+from opsd.trainer.latent_attention import LatentAttention, halves
 from opsd.trainer.model import Decoder, count_parameters
 from opsd.trainer.model_problems import model_problem
-from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.model_settings import LayerKind, ModelSettings
 
 torch.set_num_threads(1)
 
@@ -45,13 +46,13 @@ V2_LITE: dict[str, Any] = {
 
 def test_deepseek_v2_lite_as_published() -> None:
     """15.7 billion parameters, of which a token meets 2.4 to 2.7 (with both embeddings), as its authors say."""
-    settings = settings_of(V2_LITE)
-    count = parameters(settings)
+    shape = settings_of(V2_LITE)
+    count = parameters(shape)
     assert count == pytest.approx(15.7e9, rel=0.005)
-    assert count - settings.idle_parameters == pytest.approx(2.66e9, rel=0.01)
-    assert model_problem(settings) is None
-    assert settings.score_scale == pytest.approx(192**-0.5 * 1.2608**2, rel=1e-3)
-    assert settings.yarn_attention == 1.0
+    assert count - shape.idle_parameters == pytest.approx(2.66e9, rel=0.01)
+    assert model_problem(shape) is None
+    assert shape.score_scale == pytest.approx(192**-0.5 * 1.2608**2, rel=1e-3)
+    assert shape.yarn_attention == 1.0
 
 
 @pytest.mark.parametrize(
@@ -107,6 +108,38 @@ def test_positions_are_relative_in_the_shared_channels() -> None:
     assert (swapped[0, 7] - logits[0, 7]).abs().max() > 1e-3
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 24), rank=st.integers(1, 20), value=st.integers(1, 10), rope=st.sampled_from([2, 6]),
+    kind=st.sampled_from(["global", "window", "chunk", "dual_chunk", "nope"]), softcap=st.sampled_from([0.0, 0.8]),
+    cut=st.integers(0, 24),
+)  # fmt: skip
+def test_absorbed_matrices_change_nothing(
+    tokens: int, rank: int, value: int, rope: int, kind: LayerKind, softcap: float, cut: int
+) -> None:
+    """Attention with latents as keys and values is that with those of each head, whatever a token sees."""
+    shape = SHAPE.model_copy(update={
+        "kv_rank": rank, "value_dim": value, "rope_dim": rope, "pattern": (kind,), "window": 5, "chunk": 4,
+        "dual_chunk": 6, "dual_chunk_local": 2, "attention_softcap": softcap,
+    })  # fmt: skip
+    torch.manual_seed(tokens)
+    layer = LatentAttention(shape, kind)
+    inputs = attention_inputs((torch.arange(tokens) >= cut).int()[None].expand(2, -1), shape)
+    parts = [torch.randn(2, tokens, *channels) for channels in ((4, 10 - rope), (4, rope), (rank,), (rope,))]
+    with torch.no_grad():
+        one, other = layer.expanded(*parts, inputs), layer.absorbed(*parts, inputs)
+    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_few_tokens_after_many_are_computed_with_latents() -> None:
+    """In the shape of DeepSeek-V2-Lite a token costs fewer products so, and a whole text fewer with heads' own keys."""
+    layer = LatentAttention(settings_of(V2_LITE).model_copy(update={"width": 8}), "global")
+    assert layer.absorbing_pays(1, 2)
+    assert layer.absorbing_pays(160, 4096)
+    assert not layer.absorbing_pays(180, 4096)
+    assert not layer.absorbing_pays(4096, 4096)
+
+
 def test_neighbouring_channels_become_pairs() -> None:
     """Channels 2i and 2i + 1 are rotated together: ``rotate`` takes i and i + n / 2."""
     assert halves(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
@@ -118,13 +151,13 @@ def test_neighbouring_channels_become_pairs() -> None:
 )  # fmt: skip
 def test_experts_are_those_of_the_best_groups(scores: list[int], sigmoid: bool, chosen: int) -> None:
     """A group is as good as its best expert, or its two best together."""
-    settings = SHAPE.model_copy(update={
+    shape = SHAPE.model_copy(update={
         "experts": 6, "router_groups": 3, "groups_per_token": chosen, "router": "sigmoid" if sigmoid else "softmax",
     })  # fmt: skip
     groups = [scores[at : at + 2] for at in (0, 2, 4)]
     worth = [sum(group) if sigmoid else max(group) for group in groups]
     limit = sorted(worth)[-chosen]
-    found = within_groups(torch.tensor([scores], dtype=torch.float32), settings)[0].isfinite().view(3, 2)
+    found = within_groups(torch.tensor([scores], dtype=torch.float32), shape)[0].isfinite().view(3, 2)
     assert int(found.sum()) == 2 * chosen
     assert all(value >= limit for value, kept in zip(worth, found.all(1), strict=True) if kept)
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.trainer.attention import AttentionInputs, attention_inputs, visible
+from opsd.trainer.attention import AttentionInputs, attention_inputs
 from opsd.trainer.config import load
 from opsd.trainer.counts import flops_per_token, parameters
+from opsd.trainer.documents import visible
 from opsd.trainer.model import Attention, Decoder, count_parameters, init_std
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.rotary import rotary_angles, rotate, rotation_factors

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from opsd.trainer.config import ConfigError
-from opsd.trainer.hf import kinds, latent
+from opsd.trainer.hf import dual_chunk, kinds, latent
 from opsd.trainer.hf.experts import ROUTER_BIAS, ExpertFields
 from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.places import Place, packed
@@ -164,11 +164,11 @@ ARCHITECTURES: Final = (
     ),
     Architecture(
         "qwen3", "Qwen3", _LLAMA_LIKE | _SLIDING | {"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True},
-        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers"}, flags=_BIASED,
+        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers", dual_chunk.FIELD}, flags=_BIASED,
     ),
     Architecture(
         "qwen2", "Qwen2", _LLAMA_LIKE | _SLIDING | {"num_key_value_heads": 32}, {"qkv_bias": True},
-        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers"},
+        kinds.qwen, _WINDOW | {"use_sliding_window", "max_window_layers", dual_chunk.FIELD},
     ),
     Architecture(
         "mistral", "Mistral", _LLAMA_LIKE | {"num_key_value_heads": 8, "sliding_window": 4096}, {}, kinds.mistral,
@@ -197,7 +197,8 @@ ARCHITECTURES: Final = (
             "num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096, "num_experts": 128,
             "num_experts_per_tok": 8, "norm_topk_prob": False, "moe_intermediate_size": 768,
         },
-        {"qk_norm": True}, kinds.all_global_or_window, _WINDOW | {"use_sliding_window"}, _BIASED, experts=_QWEN3_MOE,
+        {"qk_norm": True}, kinds.all_global_or_window, _WINDOW | {"use_sliding_window", dual_chunk.FIELD}, _BIASED,
+        experts=_QWEN3_MOE,
     ),
     Architecture(
         "deepseek_v2", "DeepseekV2",

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE, Architecture, architecture_of
+from opsd.trainer.hf.dual_chunk import FIELD, config_of_dual_chunks, settings_of_dual_chunks, with_dual_chunks
 from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.latent import config_of_latents, settings_of_latents
 from opsd.trainer.hf.rope import config_of_rope, settings_of_rope
@@ -53,10 +54,13 @@ def settings_of(config: Fields) -> ModelSettings:
     kinds = architecture.kinds(fields)
     if len(kinds) < shape["layers"]:
         raise ConfigError(f"config.json says of {len(kinds)} layers what they are, and has {shape['layers']}")
+    dual = fields.get(FIELD)
+    kinds = with_dual_chunks(kinds) if dual else kinds
     flags = {ours: bool(fields.get(theirs)) for theirs, names in architecture.flags.items() for ours in names}
     try:
         return ModelSettings(**{
             **shape, **flags, **architecture.fixed, **_pattern(kinds[: shape["layers"]]),
+            **(settings_of_dual_chunks(dual) if dual else {}),
             **(architecture.experts.settings(fields) if architecture.experts else {}),
             **_scores(architecture, fields), **settings_of_rope(architecture, fields),
             "kv_heads": shape["kv_heads"] or shape["heads"], "head_dim": fields.get("head_dim") or 0,
@@ -95,9 +99,9 @@ def _pattern(kinds: list[LayerKind]) -> dict[str, Any]:
     """The shortest settings for these kinds of layers."""
     every = next((number for number, kind in enumerate(kinds, 1) if kind == "nope"), 0)
     rotary = set(kinds) - {"nope"}
-    if len(rotary) <= 1 and kinds == [
+    if len(rotary) <= 1 and rotary <= {"global", "window"} and kinds == [
         "nope" if every and not number % every else next(iter(rotary), "nope") for number in range(1, len(kinds) + 1)
-    ] and "nope_window" not in rotary:  # fmt: skip
+    ]:  # fmt: skip
         return {"nope_every": every}
     for length in range(1, len(kinds) + 1):
         if all(kind == kinds[layer % length] for layer, kind in enumerate(kinds)):
@@ -163,6 +167,8 @@ def _config(architecture: Architecture, model: ModelSettings, sequence: int) -> 
             del config["layer_types"]
         if "use_sliding_window" in architecture.extra:
             config["use_sliding_window"] = any(windowed)
+    if FIELD in architecture.extra:
+        config |= config_of_dual_chunks(model)
     if "no_rope_layers" in architecture.extra:
         config["no_rope_layers"] = [int(not kind.startswith("nope")) for kind in model.kinds]
     if architecture.states:
