@@ -15,7 +15,7 @@ from opsd.launch.io.protocol import Member
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import CODEC, Progress
-from opsd.launch.run.nodes import assign_slots
+from opsd.launch.run.nodes import usable
 from opsd.simulate.group import SimulatedLog
 from opsd.simulate.surroundings import COMMITTED, FURTHEST, STORE_S, Surroundings, Traffic
 
@@ -177,8 +177,7 @@ class Launcher:
 
     def enough(self, reachable: Collection[str]) -> bool:
         """See ``GroupListener.enough``."""
-        plan = self._group.plan
-        return assign_slots(self._world.shape, plan.slots if plan is not None else (), reachable, ()) is not None
+        return usable(reachable, ()) >= self._world.shape.least
 
     def stuck(self) -> bool:
         """See ``GroupListener.stuck``."""

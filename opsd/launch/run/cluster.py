@@ -28,7 +28,7 @@ from opsd.launch.run.launchers import cannot_listen
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.local_stops import LocalStops
 from opsd.launch.run.messages import CODEC, ToLeader
-from opsd.launch.run.nodes import RunShape, assign_slots
+from opsd.launch.run.nodes import RunShape, usable
 from opsd.launch.run.readiness import Readiness
 from opsd.launch.run.run_control import RankFailure, answer
 from opsd.launch.run.shutdown import BatchJob, Shutdown
@@ -190,11 +190,11 @@ class ClusterRun:
     def enough(self, reachable: Collection[str]) -> bool:
         """Whether a generation could be formed of the ``reachable`` nodes; at the start, after waiting for more."""
         plan = self._group.plan
-        slots, unfit = (plan.slots, plan.payload.get("unfit", ())) if plan is not None else ((), ())
-        placed = assign_slots(self._shape, slots, reachable, unfit)
-        if placed is None or plan is not None or len(placed) >= min(self._shape.most, len(self._shape.order)):
+        count = usable(reachable, plan.payload.get("unfit", ()) if plan is not None else ())
+        enough, all_there = count >= self._shape.least, count >= min(self._shape.most, len(self._shape.order))
+        if not enough or plan is not None or all_there:
             self._enough_since = None
-            return placed is not None
+            return enough
         self._enough_since = self._enough_since or time.monotonic()
         return time.monotonic() - self._enough_since >= self._shape.last_call_s
 

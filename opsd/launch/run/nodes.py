@@ -58,6 +58,8 @@ def assign_slots(
     A node that keeps its slot keeps its ranks, and their in-memory checkpoints. Of the free nodes, those that were
     never lost are preferred.
     """
+    if usable(alive, unfit) < shape.least:
+        return None
     places = [name if name in alive and name not in unfit else None for name in before]
     ranked = {name: number for number, name in enumerate(shape.order)}
     lost = flaps or {}
@@ -69,8 +71,12 @@ def assign_slots(
         if name is None and free:
             places[number] = free.pop(0)
     nodes = [name for name in places if name is not None]
-    nodes += free[: shape.most - len(nodes)]
-    return tuple(nodes) if len(nodes) >= shape.least else None
+    return (*nodes, *free[: shape.most - len(nodes)])
+
+
+def usable(alive: Collection[str], unfit: Collection[str]) -> int:
+    """How many nodes may get a slot, in time by the number of the ``unfit``: an election asks at every tick."""
+    return len(alive) - sum(name in alive for name in unfit)
 
 
 class NodeHealth:
