@@ -233,6 +233,8 @@ class GenerationPlanner:
         """The newest plan that has begun, or that a previous leader has left."""
         self.changing = False
         """True while a generation is proposed: reports about the previous one are outdated."""
+        self.proposed: frozenset[str] = frozenset()
+        """The nodes that run ranks in the generation proposed last."""
         self._shape = shape
         self._group = group
         self._loop = loop
@@ -284,7 +286,7 @@ class GenerationPlanner:
 
     def _propose(self, slots: tuple[str, ...]) -> None:
         self._callbacks.replaced()
-        self.changing = True
+        self.changing, self.proposed = True, frozenset(slots)
         self._group.propose(slots, self._callbacks.payload(keep=0))
 
     def _wait(self) -> None:
