@@ -132,7 +132,7 @@ class Group(Claimant):
             self._lose_leader()
         self._claim_writer.tick(now)
         self._note_cut_off()
-        self._poller.tick(now, len(self._electorate))
+        self._poller.tick(now, len(self._electorate), led=self.leader is not None)
         self.flush()
 
     def _watch_leader(self) -> None:
