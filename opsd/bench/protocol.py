@@ -118,5 +118,5 @@ def _figures(world: Launchers, seconds: float) -> dict[str, float]:
         "seconds": seconds, "sent": traffic.sent, "received": traffic.received, "connections": traffic.connections,
         "kb_per_s": (traffic.bytes_sent + traffic.bytes_received) / 1000 / seconds,
         "messages_per_s": (traffic.sent + traffic.received) / seconds,
-        "cpu_s": cpu_s, "cpu_percent": 100 * cpu_s / seconds,
+        "folder_mb": world.bytes_read / 1e6, "cpu_s": cpu_s, "cpu_percent": 100 * cpu_s / seconds,
     }  # fmt: skip

@@ -23,6 +23,8 @@ class Asked:
     def read(self, *, full: bool) -> None:
         self.fulls.append(full)
 
+    def told(self, claim: Claim) -> None: ...
+
     def claim(self, claim: Claim) -> None:
         self.claims.append(claim)
 

@@ -103,6 +103,9 @@ class ClaimStore(Protocol):
     def read(self, *, full: bool) -> None:
         """Read the lease, and the newest claim if ``full`` or if the lease names an unknown one."""
 
+    def told(self, claim: Claim) -> None:
+        """The maker of ``claim`` says that it has made it: its file need not be read if it is the newest."""
+
     def claim(self, claim: Claim) -> None:
         """Create a claim."""
 

@@ -9,6 +9,7 @@ from opsd.launch.claims.messages import (
     Begun,
     Body,
     Broadcast,
+    Claimed,
     Heartbeat,
     HeartbeatReply,
     LeaderMail,
@@ -83,10 +84,13 @@ class FollowerTracker:
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
-    def claimed(self, plan: Plan, now: float) -> None:
-        """``plan`` is the newest; its nodes must become ready."""
+    def claimed(self, plan: Plan, now: float, changes: Claimed | None = None) -> None:
+        """``plan`` is the newest; its nodes must become ready. ``changes`` tells them its claim."""
         self._plan, self._answers, self._awaited, self._complete = plan, {}, set(plan.slots), False
         self._claimed_at = now
+        if changes is not None:
+            for peer in self.peers.values():
+                self._send(peer.member, changes)
         self.send_heartbeat(Heartbeat(plan.number), now)
         self._note_change(now)
 

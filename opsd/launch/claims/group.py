@@ -15,6 +15,7 @@ from opsd.launch.claims.election import MINORITY_WAIT_S, ElectionView
 from opsd.launch.claims.messages import (
     Body,
     Broadcast,
+    Claimed,
     GroupListener,
     Heartbeat,
     HeartbeatReply,
@@ -284,6 +285,8 @@ class Group(Claimant):
                 self._leader_client.members_version = message.version
             case MemberChanges() if self.leader == sender.name and message.number == self.number:
                 self._change_members(message)
+            case Claimed() if message.number > self.number and self.phase in ("following", "electing"):
+                self._note_told(sender.name, message)
             case Broadcast() if self.leader == sender.name:
                 self._deliver(sender, self._leader_client.take(message))
             case LeaderMailAck() if self.leader == sender.name:
