@@ -55,7 +55,8 @@ def message_costs() -> Costs:
             encodes.append(_each(lambda: encode(_CODEC.encode(_ANSWER))))
             sends.append(_each(send))
             receives.append(_each(receive))
-    connects = [_each(_connect) / 2 for _ in range(3)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connects = [_each(lambda: _connect(server)) / 2 for _ in range(3)]
     return Costs(median(encodes), median(sends), median(receives), median(connects))
 
 
@@ -66,10 +67,11 @@ def _each(call: Callable[[], object]) -> float:
     return (time.thread_time() - began) / PER_BLOCK
 
 
-def _connect() -> None:
+def _connect(server: socket.socket) -> None:
     """Both sides of a new connection."""
     secret, one, other = os.urandom(32), Member("n1", "10.0.0.1", 29_400), Member("n2", "10.0.0.2", 29_400)
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+    with socket.socket() as calling:
+        calling.connect(server.getsockname())
         accepted, _ = server.accept()
         with accepted:
             caller = Handshake(Identity(one, "bench", secret), other)
@@ -116,5 +118,5 @@ def _figures(world: Launchers, seconds: float) -> dict[str, float]:
         "seconds": seconds, "sent": traffic.sent, "received": traffic.received, "connections": traffic.connections,
         "kb_per_s": (traffic.bytes_sent + traffic.bytes_received) / 1000 / seconds,
         "messages_per_s": (traffic.sent + traffic.received) / seconds,
-        "cpu_s": cpu_s, "cpu_percent": 100 * cpu_s / seconds,
+        "folder_mb": world.bytes_read / 1e6, "cpu_s": cpu_s, "cpu_percent": 100 * cpu_s / seconds,
     }  # fmt: skip

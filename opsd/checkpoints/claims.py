@@ -154,10 +154,13 @@ def newest(folder: Path) -> Claim | None:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A claim that was read, and the inode, size and modification time of its file."""
+    """A claim that was read, and the inode, size and modification time of its file.
+
+    A claim that was told by its maker has none yet: it is that of any file with its number.
+    """
 
     claim: Claim
-    file: tuple[int, int, int]
+    file: tuple[int, int, int] | None
 
 
 def newest_unless(folder: Path, before: Found | None) -> Found | None:
@@ -172,9 +175,10 @@ def newest_unless(folder: Path, before: Found | None) -> Found | None:
             with suppress(FileNotFoundError):  # so many have been claimed since that this one was removed
                 status = found[number].lstat()
                 file = (status.st_ino, status.st_size, status.st_mtime_ns)
-                same = before is not None and (before.claim.number, before.file) == (number, file)
-                if same and stat.S_ISREG(status.st_mode):  # what is in a folder may change without it
-                    return before
+                known = before is not None and before.claim.number == number and before.file in (file, None)
+                # What is in a folder may change without it.
+                if before is not None and known and stat.S_ISREG(status.st_mode):
+                    return before if before.file else replace(before, file=file)
                 return Found(_read(found[number]), file)
         return None
 

@@ -26,7 +26,7 @@ BENCHES = {
     "detect": "precision, recall, culprits, latency: material from outside, random timelines, own scenarios",
     "faults": "runs with random faults, on a real Slurm cluster in namespaces",
     "observe": "what the hooks cost a program that reports nothing itself: tiny steps, and nanoGPT's",
-    "protocol": "the protocol of up to 4,096 launchers in virtual time, and what it costs the leader",
+    "protocol": "the protocol of up to 10,000 launchers in virtual time, and what it costs the leader",
     "rendezvous": "launchers that agree on a new generation after a loss, and what they cost the leader",
     "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "fifty kills and SIGTERM: steps lost, and every loss compared with an undisturbed run",
@@ -78,7 +78,7 @@ def _listed(names: Sequence[str]) -> str:
 )
 @option(
     "--nodes",
-    type=click.IntRange(16, 4096),
+    type=click.IntRange(16, 10_000),
     help="Of protocol and rendezvous: how many launchers are simulated; 1,024 unless given.",
 )
 @option("--trials", type=click.IntRange(1), help="Of faults and simulate (20) and swap (10): how often each is tried.")

@@ -10,12 +10,12 @@ from typing import Any
 from opsd.checkpoints.claims import Claim, End
 from opsd.launch.claims.claim_store import Plan, StoreRead
 from opsd.launch.claims.group import Group
-from opsd.launch.claims.messages import Begun, Body, MemberChanges, Message, Ready
+from opsd.launch.claims.messages import Begun, Body, Claimed, MemberChanges, Message, Ready
 from opsd.launch.io.protocol import Member
 from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import CODEC, Progress
-from opsd.launch.run.nodes import assign_slots
+from opsd.launch.run.nodes import usable
 from opsd.simulate.group import SimulatedLog
 from opsd.simulate.surroundings import COMMITTED, FURTHEST, STORE_S, Surroundings, Traffic
 
@@ -26,8 +26,12 @@ class _Store:
     error = None
 
     def __init__(self, world: Surroundings, call: Callable[[Callable[[float], None]], None]) -> None:
-        self._world, self._call, self._known = world, call, 0
+        self._world, self._call, self._known, self._told = world, call, 0, 0
         self.group: Group
+
+    def told(self, claim: Claim) -> None:
+        """See ``ClaimStore.told``."""
+        self._told = claim.number
 
     def read(self, *, full: bool) -> None:
         """See ``ClaimStore.read``."""
@@ -37,6 +41,8 @@ class _Store:
             looks = full or world.lease[0] > self._known
             newest = world.claims[-1] if looks and world.claims else None
             found = StoreRead(world.lease, newest, full or newest is not None)
+            if found.number > max(self._known, self._told):
+                world.bytes_read += world.claim_bytes
             self._known = max(self._known, found.number)
             self._call(lambda now: self.group.store_read(now, found))
 
@@ -47,6 +53,7 @@ class _Store:
 
         def answer() -> None:
             mine = self._world.claimed(claim)
+            self._known = max(self._known, claim.number) if mine else self._known
             self._call(lambda now: self.group.claimed(now, mine))
 
         self._world.loop.later(STORE_S, answer)
@@ -70,6 +77,9 @@ class _SharingGroup(Group):
     def _plan_of(self, claim: Claim, *, its_maker_counts: bool) -> Plan:
         return self.world.plan(claim, lambda: super(_SharingGroup, self)._plan_of(claim, its_maker_counts=True))
 
+    def _told_claim(self, leader: str, message: Claimed) -> Claim | None:
+        return self.world.told(message, lambda: super(_SharingGroup, self)._told_claim(leader, message))
+
     def _succession(self, leader: str) -> tuple[str, ...]:
         return self.world.order(
             self.plan, self._electorate, leader, lambda: super(_SharingGroup, self)._succession(leader)
@@ -78,6 +88,7 @@ class _SharingGroup(Group):
     def share(self, world: Surroundings) -> None:
         """All launchers of ``world`` are expected."""
         self.world, self._known, self._electorate = world, world.members, world.members
+        self._expected = world.expected
 
 
 class Launcher:
@@ -177,8 +188,7 @@ class Launcher:
 
     def enough(self, reachable: Collection[str]) -> bool:
         """See ``GroupListener.enough``."""
-        plan = self._group.plan
-        return assign_slots(self._world.shape, plan.slots if plan is not None else (), reachable, ()) is not None
+        return usable(reachable, ()) >= self._world.shape.least
 
     def stuck(self) -> bool:
         """See ``GroupListener.stuck``."""

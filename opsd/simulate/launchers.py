@@ -58,6 +58,7 @@ class Launchers(Surroundings):
         return seconds
 
     def _count_anew(self) -> None:
+        self.bytes_read = 0
         for one in self.all.values():
             one.traffic = Traffic()
 

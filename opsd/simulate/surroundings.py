@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.claims.messages import MemberChanges, Message
+from opsd.launch.claims.messages import Claimed, MemberChanges, Message
 from opsd.launch.claims.tcp_group import FEW, TICK_S
 from opsd.launch.io.protocol import Member
 from opsd.launch.run.nodes import RunShape
@@ -67,14 +67,16 @@ class Surroundings(ABC):
         self.shape = RunShape(ranked, ranked, tuple(self.members), wait_s=600.0)
         self.claims: list[Claim] = []
         self.lease = (0, 0)
-        self.claim_bytes = 0
-        """Of the newest claim, which every launcher reads."""
+        self.expected = Plan(0, "", tuple(self.members), tuple(self.members.values()), {})
+        self.claim_bytes = self.bytes_read = 0
+        """Of the newest claim, and what the launchers have read of claims."""
         self.ended = ""
         """Why the run has ended, if it has."""
         self.tick_s = TICK_S if ranked + spares <= FEW else 2 * TICK_S
         self._plans: dict[int, Plan] = {}
         self._by_name: tuple[Sequence[Member], dict[str, Member]] = ((), {})
         self._order: tuple[object, object, str, tuple[str, ...]] = (None, None, "", ())
+        self._told: tuple[Claimed | None, Claim | None] = (None, None)
         self._changed: tuple[MemberChanges | None, tuple[Member, ...]] = (None, ())
 
     @abstractmethod
@@ -92,6 +94,12 @@ class Surroundings(ABC):
     def plan(self, claim: Claim, parse: Callable[[], Plan]) -> Plan:
         """The plan of ``claim``, parsed once."""
         return self._plans.get(claim.number) or self._plans.setdefault(claim.number, parse())
+
+    def told(self, message: Claimed, claim: Callable[[], Claim | None]) -> Claim | None:
+        """The claim that ``message`` tells of, put together once for all who get it."""
+        if self._told[0] is not message:
+            self._told = (message, claim())
+        return self._told[1]
 
     def members_after(self, changes: MemberChanges, of: Callable[[], tuple[Member, ...]]) -> tuple[Member, ...]:
         """The members with ``changes``, made once for all who hear of them."""

@@ -138,10 +138,16 @@ class FakeClaimStore:
 
     def __init__(self, world: World, name: str, process: Launcher) -> None:
         self._world, self._name, self._process = world, name, process
+        self._told: Claim | None = None
+
+    def told(self, claim: Claim) -> None:
+        self._told = claim
 
     def read(self, *, full: bool) -> None:
         def serve_read() -> None:
             claim = self.seen()
+            if claim is not None and self._told is not None and claim.number == self._told.number:
+                claim = self._told
             lease = self._world.lease
             found = (
                 StoreRead(lease, claim, True)

@@ -1,4 +1,4 @@
-"""The parts of the group: plans in claims, patience with peers, messages that are said again, looks at the folder."""
+"""The parts of the group: plans in claims, patience with peers, messages that are said again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.checkpoints.claims import Claim
-from opsd.launch.claims.claim_store import CLAIM_RETRY_S, POLL_S, REPOLL_S, ClaimWriter, Plan, StorePoller, StoreRead
+from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.election import Election, ElectionView
 from opsd.launch.claims.followers import FollowerTracker
 from opsd.launch.claims.messages import (
@@ -124,79 +123,6 @@ def test_a_message_of_a_version_with_fewer_fields_is_understood() -> None:
     assert Codec(MESSAGES).decode(raw) == HeartbeatReply(3, 8, "n1-7")
 
 
-class Asked:
-    """A folder that notes what it is asked."""
-
-    error = None
-
-    def __init__(self) -> None:
-        self.fulls: list[bool] = []
-        self.claims: list[Claim] = []
-
-    def read(self, *, full: bool) -> None:
-        self.fulls.append(full)
-
-    def claim(self, claim: Claim) -> None:
-        self.claims.append(claim)
-
-    def renew(self, number: int, beat: int) -> None: ...
-
-
-def seen(number: int, beat: int = 0) -> StoreRead:
-    return StoreRead((number, beat), Claim(number, "run", "n1-1"), True)
-
-
-def test_what_waits_for_a_look_waits_for_one_that_began_later() -> None:
-    """One that was under way may have read the folder before."""
-    folder = Asked()
-    poller = StorePoller(folder, 0.0)
-    under_way, later = poller.request(0.0), poller.request(0.1)
-    poller.answered(0.2, seen(1), 1)
-    assert poller.confirmed == under_way < later
-    poller.tick(0.2, 3)
-    poller.answered(0.3, seen(1), 1)
-    assert (poller.confirmed, folder.fulls) == (later, [True, True])
-
-
-def test_a_stale_look_is_repeated() -> None:
-    """It came back with less than is known: what waits for a fresh one goes on waiting."""
-    folder = Asked()
-    poller = StorePoller(folder, 0.0)
-    wanted = poller.request(0.0)
-    poller.answered(0.1, seen(4), 5)
-    assert poller.confirmed < wanted
-    poller.tick(0.1 + REPOLL_S, 3)
-    poller.answered(0.5, seen(5), 5)
-    assert poller.confirmed >= wanted
-    assert folder.fulls == [True, True]
-
-
-def test_of_many_launchers_not_all_read_the_whole_folder_each_second() -> None:
-    """The lease names the newest generation as well."""
-    folder = Asked()
-    poller = StorePoller(folder, 0.0)
-    now, asked = 0.0, 0
-    while now < 64 * POLL_S:
-        poller.tick(now, 1024)
-        if len(folder.fulls) > asked:
-            asked += 1
-            poller.answered(now, StoreRead((1, 1), None, False), 1)
-        now += 0.1
-    assert 12 <= len(folder.fulls) <= 20
-    assert 3 <= sum(folder.fulls) <= 6
-
-
-def test_a_lease_is_idle_only_as_far_as_it_was_seen() -> None:
-    """While the folder does not answer, the leader is unknown."""
-    poller = StorePoller(Asked(), 0.0)
-    for now, beat in ((1.0, 1), (2.0, 2), (3.0, 2), (4.0, 2)):
-        poller.answered(now, seen(1, beat), 1)
-    assert poller.lease_idle_s(4.5) == 2.0
-    assert poller.lease_idle_s(9.0) == 0.0
-    poller.answered(60.0, seen(1, 2), 1)
-    assert poller.lease_idle_s(60.5) == 0.0
-
-
 @pytest.mark.parametrize(("answers", "most"), [((), 200), (("n0000",), 50), (("n0000", "n0001", "n0002"), 50)])
 def test_of_many_launchers_each_asks_few(answers: tuple[str, ...], most: int) -> None:
     """A thousand that ask a thousand get no answer; the first whose turn comes knows all that ask it."""
@@ -212,69 +138,6 @@ def test_of_many_launchers_each_asks_few(answers: tuple[str, ...], most: int) ->
             election.note(others[name], SeekReply(0, 8), now)
     assert len(sent) < most
     assert answers or "n0064" in sent
-
-
-class Wishes:
-    """What a launcher wants to claim; generation 4 is the newest that it knows."""
-
-    def __init__(self) -> None:
-        self.folder = Asked()
-        self.writer = ClaimWriter(self.folder, lambda plan: Claim(5, "run", "n1-1", plan=plan))
-
-    def request(self, wish: str) -> None:
-        self.writer.request({"wish": wish})
-        self.writer.tick(0.0)
-
-    @property
-    def made(self) -> list[str]:
-        return [claim.plan["wish"] for claim in self.folder.claims]
-
-
-def test_one_claim_is_under_way_at_a_time() -> None:
-    """The newest wish follows it, those in between do not matter any more."""
-    wishes = Wishes()
-    for wish in "abc":
-        wishes.request(wish)
-    assert wishes.made == ["a"]
-    wishes.writer.settled(1.0, True, 4)
-    wishes.writer.tick(1.0)
-    assert wishes.made == ["a", "c"]
-
-
-def test_a_claim_of_which_nothing_is_known_is_made_again() -> None:
-    """After a second, and unless it was found in the folder meanwhile, or is not wanted any more."""
-    unknown, found, unwanted = Wishes(), Wishes(), Wishes()
-    for wishes, newest in ((unknown, 4), (found, 5), (unwanted, 4)):
-        wishes.request("a")
-        if wishes is unwanted:
-            wishes.writer.forget()
-        wishes.writer.settled(1.0, None, newest)
-        wishes.writer.tick(1.0)
-        assert wishes.made == ["a"]
-        wishes.writer.tick(1.0 + CLAIM_RETRY_S)
-    assert [wishes.made for wishes in (unknown, found, unwanted)] == [["a", "a"], ["a"], ["a"]]
-
-
-@pytest.mark.parametrize("mine", [False, None])
-def test_a_newer_wish_outlives_the_failure_of_the_one_before(mine: bool | None) -> None:
-    """Unless it turns out that somebody else leads."""
-    wishes = Wishes()
-    wishes.request("a")
-    wishes.request("b")
-    wishes.writer.settled(1.0, mine, 4)
-    wishes.writer.tick(1.0 + CLAIM_RETRY_S)
-    assert wishes.made == ["a", "b"]
-
-
-def test_a_claim_that_lands_late_is_told_from_what_is_wanted_now() -> None:
-    """It was made when this launcher led before; what follows it will be what is wanted."""
-    wishes = Wishes()
-    wishes.request("a")
-    assert wishes.writer.answers({"wish": "a"})
-    wishes.writer.forget()
-    assert not wishes.writer.answers({"wish": "a"})
-    wishes.request("b")
-    assert wishes.writer.answers({"wish": "a"})
 
 
 class Others:

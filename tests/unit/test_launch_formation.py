@@ -159,3 +159,12 @@ def test_a_new_leader_waits_for_the_others_to_find_it(stage: LeaderHarness) -> N
     assert (stage.slots[-1], stage.over) == ((), [])
     stage.join("n2")
     assert stage.slots[-1] == ("n1", "n2", SPARE)
+
+
+def test_nodes_lost_together_take_one_proposal(tmp_path: Path) -> None:
+    """A switch takes many with it: the first proposal leaves all of them out, and a node of its own makes another."""
+    stage = LeaderHarness.at_work(tmp_path, *NODES, SPARE, least=1)
+    stage.lose("n2", "n3")
+    assert stage.slots[1:] == [("n1", SPARE)]
+    stage.lose(SPARE)
+    assert stage.slots[2:] == [("n1",)]

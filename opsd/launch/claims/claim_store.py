@@ -16,6 +16,8 @@ REPOLL_S = 0.2
 """After a read that failed or returned an older state than is known."""
 MANY = 64
 """With more launchers the claims are read less often; the lease names the newest generation as well."""
+UNLED_POLL_S = 2.0
+"""Who hears no leader has the folder alone, and looks this often among any number of launchers."""
 GAP_S = 3.0
 """Between reads further apart than this the lease may have been renewed unseen."""
 CLAIM_RETRY_S = 1.0
@@ -101,6 +103,9 @@ class ClaimStore(Protocol):
     def read(self, *, full: bool) -> None:
         """Read the lease, and the newest claim if ``full`` or if the lease names an unknown one."""
 
+    def told(self, claim: Claim) -> None:
+        """The maker of ``claim`` says that it has made it: its file need not be read if it is the newest."""
+
     def claim(self, claim: Claim) -> None:
         """Create a claim."""
 
@@ -120,7 +125,7 @@ class StorePoller:
         self._pending = False
         self._begun = 0
         """Number of full reads begun."""
-        self._due = self._whole_due = now
+        self._due = self._whole_due = self._asked_at = now
         self._beat = (0, 0)
         self._moved = now
 
@@ -131,9 +136,10 @@ class StorePoller:
         self._go(now, full=True)
         return first
 
-    def tick(self, now: float, launchers: int) -> None:
-        """Read if it is due."""
-        if now < self._due or self._pending:
+    def tick(self, now: float, launchers: int, *, led: bool = True) -> None:
+        """Read if it is due; ``led``: a leader is heard from."""
+        due = self._due if led else min(self._due, self._asked_at + UNLED_POLL_S)
+        if now < due or self._pending:
             return
         full = now >= self._whole_due
         self._due = now + POLL_S * max(1.0, launchers / (4 * MANY))
@@ -145,6 +151,7 @@ class StorePoller:
         if self._pending:
             return
         self._pending = True
+        self._asked_at = now
         self._due = max(self._due, now + POLL_S)
         if full:
             self._whole_due = max(self._whole_due, self._due)

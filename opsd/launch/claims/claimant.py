@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, Literal, ParamSpec
 
 from opsd.checkpoints.claims import Claim
+from opsd.launch.claims.changes import changes_of, claim_from
 from opsd.launch.claims.claim_store import ClaimStore, ClaimWriter, Plan, StorePoller, StoreRead, is_older
 from opsd.launch.claims.election import Election
 from opsd.launch.claims.followers import FollowerTracker
-from opsd.launch.claims.messages import Begun, GroupListener, Heartbeat, Message, Ready
+from opsd.launch.claims.messages import Begun, Claimed, GroupListener, Heartbeat, Message, Ready
 from opsd.launch.claims.peers import LeaderClient
 from opsd.launch.io.protocol import Member
 
@@ -82,6 +83,7 @@ class Claimant:
         self._once = once
         self._timeout = timeout_s
         self._now = now
+        self._expected = Plan(0, "", tuple(member.name for member in expected), tuple(expected), {})
         self._known = {member.name: member for member in expected}
         self._electorate = dict(self._known)
         self._poller = StorePoller(folder, now)
@@ -167,7 +169,7 @@ class Claimant:
             self._followers.send_heartbeat(Heartbeat(claim.number), self._now)
             self._leave_run(self._listener.over, claim.end)
             return
-        self.plan = Plan.from_json(claim.number, claim.plan)
+        before, self.plan = self.plan, Plan.from_json(claim.number, claim.plan)
         if self.phase not in ("claiming", "leading"):
             self._start_claiming()
         elif not self._claim_writer.answers(claim.plan):
@@ -178,12 +180,22 @@ class Claimant:
         self.phase = "leading"
         self._lease_at = self._now
         self._prepare(self.plan)
-        self._followers.claimed(self.plan, self._now)
+        changes = changes_of(claim, self.plan, before or self._expected, self._size)
+        self._followers.claimed(self.plan, self._now, changes)
         for body in self._leader_client.mail.take_all():
             self._notify(self._listener.received, self.own.name, body)
         self._claim_writer.tick(self._now)
 
     # -- the others see the claim, and obey ------------------------------------------------------------------------
+
+    def _note_told(self, leader: str, message: Claimed) -> None:
+        """``leader`` says that it has made a claim, which a look into the folder has to confirm."""
+        claim = self._told_claim(leader, message)
+        if claim is not None:
+            self._folder.told(claim)
+
+    def _told_claim(self, leader: str, message: Claimed) -> Claim | None:
+        return claim_from(message, self.plan or self._expected, leader, self._start)
 
     def _handle_read(self, found: StoreRead) -> None:
         if self.phase == "starting" and found.full:

@@ -9,6 +9,7 @@ from opsd.launch.claims.messages import (
     Begun,
     Body,
     Broadcast,
+    Claimed,
     Heartbeat,
     HeartbeatReply,
     LeaderMail,
@@ -32,6 +33,8 @@ class FollowerTracker:
 
     def __init__(self, own: Member, size: int, send: Callable[[Member, Message], None], timeout_s: float) -> None:
         self.peers: dict[str, Follower] = {}
+        self.alive: dict[str, Member] = {own.name: own}
+        """This launcher and the ``peers``; kept, because it is asked for with each message of thousands."""
         self.electorate: dict[str, Member] = {}
         """All members as of the last agreement: half of them or more are needed to go on."""
         self._own = own
@@ -55,11 +58,6 @@ class FollowerTracker:
         self._member_list_sent_at = 0.0
 
     @property
-    def alive(self) -> dict[str, Member]:
-        """This launcher and those heard from."""
-        return {self._own.name: self._own} | {name: peer.member for name, peer in self.peers.items()}
-
-    @property
     def sizes(self) -> dict[str, int]:
         """The number of ranks on each live node."""
         return {self._own.name: self._size} | {name: peer.size for name, peer in self.peers.items()}
@@ -81,14 +79,18 @@ class FollowerTracker:
             )
             for member, size, incarnation in reachable
         }
-        self.electorate = self.alive
+        self.alive = {self._own.name: self._own} | {name: peer.member for name, peer in self.peers.items()}
+        self.electorate = dict(self.alive)
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
-    def claimed(self, plan: Plan, now: float) -> None:
-        """``plan`` is the newest; its nodes must become ready."""
+    def claimed(self, plan: Plan, now: float, changes: Claimed | None = None) -> None:
+        """``plan`` is the newest; its nodes must become ready. ``changes`` tells them its claim."""
         self._plan, self._answers, self._awaited, self._complete = plan, {}, set(plan.slots), False
         self._claimed_at = now
+        if changes is not None:
+            for peer in self.peers.values():
+                self._send(peer.member, changes)
         self.send_heartbeat(Heartbeat(plan.number), now)
         self._note_change(now)
 
@@ -168,6 +170,7 @@ class FollowerTracker:
         peer = self.peers.pop(name, None)
         if peer is None:
             return None
+        self.alive.pop(name, None)
         self.electorate.pop(name, None)
         if self._answers.pop(name, None) is not None and self._plan is not None and name in self._plan.slots:
             self._awaited.add(name)
@@ -193,7 +196,7 @@ class FollowerTracker:
         if joined:
             peer = self.peers[sender.name] = self._coming.pop(sender.name, Follower(sender, now))
             peer.broadcasts = Outbox(self._broadcast_count + 1)
-            self.electorate[sender.name] = sender
+            self.alive[sender.name] = self.electorate[sender.name] = peer.member
             self._note_change(now)
         peer = self.peers[sender.name]
         peer.hear(now, self.interval_s)
@@ -231,7 +234,7 @@ class FollowerTracker:
 
     def _send_member_list(self, now: float) -> None:
         self._member_list_at = None
-        self.electorate = self.alive
+        self.electorate = dict(self.alive)
         number, plan = self._heartbeat.number, self._plan
         if plan is not None and self._member_list.number != number and {*plan.members} == {*self.electorate.values()}:
             self._member_list = MemberList(number, 0, ())  # who obeys the claim has read as much in it

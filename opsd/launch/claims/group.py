@@ -15,6 +15,7 @@ from opsd.launch.claims.election import MINORITY_WAIT_S, ElectionView
 from opsd.launch.claims.messages import (
     Body,
     Broadcast,
+    Claimed,
     GroupListener,
     Heartbeat,
     HeartbeatReply,
@@ -132,7 +133,7 @@ class Group(Claimant):
             self._lose_leader()
         self._claim_writer.tick(now)
         self._note_cut_off()
-        self._poller.tick(now, len(self._electorate))
+        self._poller.tick(now, len(self._electorate), led=self.leader is not None)
         self.flush()
 
     def _watch_leader(self) -> None:
@@ -284,6 +285,8 @@ class Group(Claimant):
                 self._leader_client.members_version = message.version
             case MemberChanges() if self.leader == sender.name and message.number == self.number:
                 self._change_members(message)
+            case Claimed() if message.number > self.number and self.phase in ("following", "electing"):
+                self._note_told(sender.name, message)
             case Broadcast() if self.leader == sender.name:
                 self._deliver(sender, self._leader_client.take(message))
             case LeaderMailAck() if self.leader == sender.name:

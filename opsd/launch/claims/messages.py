@@ -124,6 +124,29 @@ class MemberChanges:
 
 
 @dataclass(frozen=True, slots=True)
+class Claimed:
+    """From the leader: its claim ``number``, by what it changes in the plan of generation ``base``.
+
+    0 is the plan with the expected launchers in all slots. Without ``places`` the ``slots`` are those of the base,
+    without ``sizes`` a node has ``size`` ranks; ``mark`` is the digest of the plan. See ``changes``.
+    """
+
+    direction: ClassVar[str] = "leader to members"
+    number: int
+    base: int
+    launcher: str
+    keeps: int
+    mark: str
+    slots: int
+    places: dict[str, str]
+    joined: tuple[Member, ...]
+    left: tuple[str, ...]
+    size: int
+    sizes: dict[str, int]
+    payload: Body
+
+
+@dataclass(frozen=True, slots=True)
 class LeaderMail:
     """To the leader: message ``number``; those before ``oldest`` are confirmed. Sent again until it is confirmed."""
 
@@ -170,6 +193,7 @@ Message = (
     | HeartbeatReply
     | MemberList
     | MemberChanges
+    | Claimed
     | LeaderMail
     | LeaderMailAck
     | Broadcast

@@ -127,6 +127,7 @@ class FolderClaimStore:
         self._said_at = -REPORT_INTERVAL_S
         self._known = 0
         self._found: claims.Found | None = None
+        self._told: claims.Found | None = None
         self._identity: tuple[int, int] | None = None
         self._tried = False
 
@@ -142,10 +143,12 @@ class FolderClaimStore:
         lease = claims.lease(self._path)
         if not full and lease[0] <= known and identity == self._identity:
             return StoreRead(lease, None, False)
-        self._found = claims.newest_unless(self._path, self._found)
-        found = StoreRead(lease, self._found.claim if self._found is not None else None, True)
-        self._check_identity(identity, found.number, known)
-        return found
+        found, told = self._found, self._told
+        newer = told is not None and (found is None or told.claim.number > found.claim.number)
+        self._found = claims.newest_unless(self._path, told if newer else found)
+        read = StoreRead(lease, self._found.claim if self._found is not None else None, True)
+        self._check_identity(identity, read.number, known)
+        return read
 
     def _check_identity(self, identity: tuple[int, int] | None, newest: int, known: int) -> None:
         """Raises OSError if the folder is not the one used before and lacks its claims: the file system was unmounted.
@@ -156,6 +159,10 @@ class FolderClaimStore:
             why = f"{self._path} is another folder than before, without generation {known}: is it still mounted?"
             raise OSError(errno.ESTALE, why)
         self._known, self._identity = max(self._known, newest), identity
+
+    def told(self, claim: Claim) -> None:
+        """See ``ClaimStore.told``."""
+        self._told = claims.Found(claim, None)
 
     def _answer(self, found: StoreRead | OSError) -> None:
         self._note(found)

@@ -37,6 +37,7 @@ PATIENCE_S = 30.0
 MAX_GREETING, MAX_FRAME = 4096, 8 << 20
 _LENGTH = struct.Struct(">I")
 _COUNTER = struct.Struct(">Q")
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _TAG_BYTES = 16
 _CHUNK = 1 << 16
 """Bytes read from one connection before the others have their turn."""
@@ -44,7 +45,7 @@ _CHUNK = 1 << 16
 
 def encode(message: dict[str, Any]) -> bytes:
     """The encoded message. Raises ValueError if it is too large."""
-    payload = json.dumps(message, separators=(",", ":")).encode()
+    payload = _ENCODER.encode(message).encode()
     if len(payload) > MAX_FRAME:
         raise ValueError(f"a message of {len(payload)} bytes is larger than {MAX_FRAME}")
     return payload

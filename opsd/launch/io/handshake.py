@@ -164,9 +164,13 @@ class Handshake:
 
         It covers both greetings, including fields of a newer version.
         """
-        pair = (self._mine, self._theirs) if self._expected is not None else (self._theirs, self._mine)
-        greetings = [json.dumps(greeting, sort_keys=True) for greeting in pair]
-        return hmac.digest(self._own.secret, json.dumps([label, *greetings]).encode(), "sha256")
+        return hmac.digest(self._own.secret, json.dumps([label, *self._greetings]).encode(), "sha256")
+
+    @cached_property
+    def _greetings(self) -> tuple[str, str]:
+        """The caller's and the other's, once both are known."""
+        mine, theirs = (json.dumps(greeting, sort_keys=True) for greeting in (self._mine, self._theirs))
+        return (mine, theirs) if self._expected is not None else (theirs, mine)
 
 
 def _neighbours(version: int) -> bool:

@@ -28,7 +28,7 @@ from opsd.launch.run.launchers import cannot_listen
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.local_stops import LocalStops
 from opsd.launch.run.messages import CODEC, ToLeader
-from opsd.launch.run.nodes import RunShape, assign_slots
+from opsd.launch.run.nodes import RunShape, assign_slots, usable
 from opsd.launch.run.readiness import Readiness
 from opsd.launch.run.run_control import RankFailure, answer
 from opsd.launch.run.shutdown import BatchJob, Shutdown
@@ -190,19 +190,23 @@ class ClusterRun:
     def enough(self, reachable: Collection[str]) -> bool:
         """Whether a generation could be formed of the ``reachable`` nodes; at the start, after waiting for more."""
         plan = self._group.plan
-        slots, unfit = (plan.slots, plan.payload.get("unfit", ())) if plan is not None else ((), ())
-        placed = assign_slots(self._shape, slots, reachable, unfit)
-        if placed is None or plan is not None or self._complete(placed, reachable):
+        count = usable(reachable, plan.payload.get("unfit", ()) if plan is not None else ())
+        enough = count >= self._shape.least
+        if not enough or plan is not None or self._complete(reachable):
             self._enough_since = None
-            return placed is not None
+            return enough
         self._enough_since = self._enough_since or time.monotonic()
         return time.monotonic() - self._enough_since >= self._shape.last_call_s
 
-    def _complete(self, placed: Sequence[str], reachable: Collection[str]) -> bool:
+    def _complete(self, reachable: Collection[str]) -> bool:
         """Whether more nodes would make no better first generation."""
-        shape, everybody = self._shape, len(self._shape.order)
-        split = shape.topology.split_groups(placed, shape.segment)
-        return len(placed) >= min(shape.most, everybody) and (not split or len(reachable) >= everybody)
+        shape, there, everybody = self._shape, len(reachable), len(self._shape.order)
+        if there < min(shape.most, everybody):
+            return False
+        if there >= everybody or shape.segment <= 1:
+            return True
+        placed = assign_slots(shape, (), reachable, ())
+        return placed is not None and not shape.topology.split_groups(placed, shape.segment)
 
     def stuck(self) -> bool:
         """Whether the ranks here make no progress, as far as is known."""

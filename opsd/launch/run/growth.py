@@ -40,9 +40,9 @@ class Growth:
     def _missing(self) -> float:
         """The share of the grown run's speed that the run lacks now."""
         planner, slots = self._planner, len(self._planner.slots)
-        if not slots or planner.changing or planner.waiting:
+        if not 0 < slots < self._shape.most or planner.changing or planner.waiting:
             return 0.0
-        more = max(0, min(len(planner.spares), self._shape.most - slots))
+        more = min(len(planner.spares), self._shape.most - slots)
         return more / (slots + more)
 
     def forget(self) -> None:

@@ -142,7 +142,8 @@ class Leader:
         at_work = not changing and name in self._planner.slots and not self._planner.waiting
         self._note_lost(name, silent_s, told=not at_work)
         if changing:
-            self.propose_next()
+            if name in self._planner.proposed:  # those that went with it were left out before
+                self.propose_next()
         elif at_work:
             self._recover_from_loss(name, silent_s)
         else:

@@ -61,6 +61,8 @@ def assign_slots(
     A node that keeps its slot keeps its ranks, and their in-memory checkpoints. Of the free nodes, those that were
     never lost are preferred, then those near the rest of the segment, or near the node whose place they take.
     """
+    if usable(alive, unfit) < shape.least:
+        return None
     places = [name if name in alive and name not in unfit else None for name in before]
     ranked = {name: number for number, name in enumerate(shape.order)}
     lost = flaps or {}
@@ -77,8 +79,12 @@ def assign_slots(
             places[number] = best = min(free, key=lambda name: (lost.get(name, 0), *shape.topology.cost(name, peers)))
             free.remove(best)
     nodes = [name for name in places if name is not None]
-    nodes += free[: shape.most - len(nodes)]
-    return tuple(nodes) if len(nodes) >= shape.least else None
+    return (*nodes, *free[: shape.most - len(nodes)])
+
+
+def usable(alive: Collection[str], unfit: Collection[str]) -> int:
+    """How many nodes may get a slot, in time by the number of the ``unfit``: an election asks at every tick."""
+    return len(alive) - sum(name in alive for name in unfit)
 
 
 class NodeHealth:
@@ -235,6 +241,8 @@ class GenerationPlanner:
         """The newest plan that has begun, or that a previous leader has left."""
         self.changing = False
         """True while a generation is proposed: reports about the previous one are outdated."""
+        self.proposed: frozenset[str] = frozenset()
+        """The nodes that run ranks in the generation proposed last."""
         self._shape = shape
         self._group = group
         self._loop = loop
@@ -286,7 +294,7 @@ class GenerationPlanner:
 
     def _propose(self, slots: tuple[str, ...]) -> None:
         self._callbacks.replaced()
-        self.changing = True
+        self.changing, self.proposed = True, frozenset(slots)
         self._group.propose(slots, self._callbacks.payload(keep=0))
 
     def _wait(self) -> None:

@@ -1,0 +1,99 @@
+"""Claims told by what they change: put together again they are the same, or else they are read from the folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opsd.checkpoints import claims
+from opsd.checkpoints.claims import Claim
+from opsd.launch.claims.changes import MOST_CHANGES, changes_of, claim_from
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.messages import MESSAGES, Claimed, Message
+from opsd.launch.io.protocol import Codec, Member
+from opsd.simulate.launchers import Launchers
+
+NAMES = st.lists(st.sampled_from([f"n{number}" for number in range(12)]), min_size=1, max_size=12, unique=True)
+CODEC = Codec(MESSAGES)
+MANY = 32
+
+
+def plan_of(number: int, names: list[str], at_work: int, size: int = 8) -> Plan:
+    members = tuple(Member(name, f"10.0.0.{name[1:]}", 1) for name in sorted(names))
+    sizes = {name: size + (name == "n3") for name in sorted(names)}
+    return Plan(number, names[0], tuple(names[:at_work]), members, sizes, {"keep": 0, "restarts": number})
+
+
+def claim_of(plan: Plan) -> Claim:
+    return Claim(plan.number, "start", "n0-1", plan=json.loads(json.dumps(plan.to_json())), keeps=0)
+
+
+@given(before=NAMES, after=NAMES, at_work=st.integers(0, 12))
+def test_a_claim_that_was_told_is_the_one_that_was_made(before: list[str], after: list[str], at_work: int) -> None:
+    """Whoever has come and gone, and in whatever order nodes have slots."""
+    base, plan = plan_of(4, before, at_work), plan_of(5, after, at_work)
+    message = changes_of(claim_of(plan), plan, base, 8)
+    assert message is not None
+    heard = CODEC.decode(json.loads(json.dumps(CODEC.encode(message))))
+    assert claim_from(heard, base, plan.leader, "start") == claim_of(plan)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"base": 3}, {"mark": "0"}, {"slots": 10**9}, {"slots": -1}, {"left": ("n2",)}, {"payload": {"keep": 4}}],
+    ids=str,
+)
+def test_what_does_not_fit_is_not_believed(changed: dict[str, object]) -> None:
+    """It is read instead."""
+    base, plan = plan_of(4, ["n0", "n1", "n2"], 2), plan_of(5, ["n0", "n2", "n3"], 2)
+    message = changes_of(claim_of(plan), plan, base, 8)
+    assert message is not None
+    assert claim_from(message, base, "n0", "start") is not None
+    assert claim_from(replace(message, **changed), base, "n0", "start") is None  # type: ignore[arg-type]
+    assert claim_from(message, base, "n2", "start") is None
+
+
+def test_much_that_changes_is_not_told() -> None:
+    """The leader would send all of it to all."""
+    plan = plan_of(5, [f"n{number}" for number in range(MOST_CHANGES + 2)], 2)
+    assert changes_of(claim_of(plan), plan, plan_of(4, ["n0"], 1), 8) is None
+
+
+def test_the_folder_says_which_claim_holds(tmp_path: Path) -> None:
+    """A claim that was told counts once its file is there, and no longer than until the next one."""
+    told = claims.Found(Claim(1, "run", "told"), None)
+    assert claims.newest_unless(tmp_path, told) is None
+    claims.create(tmp_path, Claim(1, "run", "n1-1"))
+    found = claims.newest_unless(tmp_path, told)
+    assert found is not None
+    assert found.claim.launcher == "told"
+    assert claims.newest_unless(tmp_path, found) is found
+    claims.create(tmp_path, Claim(2, "run", "n2-1"))
+    later = claims.newest_unless(tmp_path, found)
+    assert later is not None
+    assert later.claim.launcher == "n2-1"
+
+
+class Untold(Launchers):
+    """Launchers whose claims are not told."""
+
+    def send(self, source: str, target: Member, message: Message) -> None:
+        if not isinstance(message, Claimed):
+            super().send(source, target, message)
+
+
+@pytest.mark.parametrize(("kind", "readers"), [(Launchers, 0), (Untold, MANY)])
+def test_nobody_reads_what_was_told(kind: type[Launchers], readers: int) -> None:
+    """After the loss of a node all but the leader would read the claim; they agree either way."""
+    world = kind(MANY, 2)
+    world.until_agreed()
+    world.pass_time(2.0)
+    lost = world.claims[-1].plan["slots"][-1]
+    world.lose(lost)
+    world.until_agreed(without=[lost])
+    assert world.bytes_read == readers * world.claim_bytes
