@@ -15,7 +15,8 @@ from opsd.trainer import counts
 from opsd.words import count, duration, plural
 
 _TOLD: Final = {
-    "products": "products that are too small", "attention": "attention", "elementwise": "elementwise operations",
+    "products": "products that are too small", "attention": "attention", "states": "layers with a state",
+    "elementwise": "elementwise operations",
     "recomputation": "recomputation", "loop": "gaps between kernels", "tensor": "tensor parallelism's communication",
     "sharding": "FSDP's communication", "context": "context parallelism's communication",
     "experts": "the exchange with experts", "pipeline": "the pipeline's communication",

@@ -221,12 +221,16 @@ def test_settings_are_changed_in_place() -> None:
         with_settings("data = {micro_batch = 3}\n", {"data.micro_batch": 4})
 
 
-@pytest.mark.parametrize("wanted", [("--gpus", "8"), ("--days", "8")])
-def test_a_model_whose_memory_is_not_known_is_refused(wanted: tuple[str, str]) -> None:
-    """A plan without a part of the memory would be wrong in silence."""
-    result = opsd("tiny-hybrid", *wanted, "--tokens", "1e9")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("opsd: the memory of layers with a state is not known")
+def test_layers_with_a_state_cost_no_more_in_longer_sequences() -> None:
+    """Their time and memory grow with the tokens; context parallelism, which they do not have, is out."""
+    model = ("model.dtype=bfloat16", "model.pattern=['mamba','delta']", "data.batch=64", "parallel.compile=false")
+    short, long = (run_of("tiny-hybrid", *model, f"data.sequence={length}") for length in (4096, 8192))
+    once, twice = (step_time(run, Layout(), 8, H100) for run in (short, long))
+    assert 0 < once.states == pytest.approx(twice.states / 2)
+    assert memory_of(long, Layout(), 8).activations == pytest.approx(2 * memory_of(short, Layout(), 8).activations)
+    found = search(long, 8, H100)
+    assert not any(each.layout.cp > 1 for each in found.fitting)
+    assert any("have a state" in each.reason for each in found.out)
 
 
 @pytest.mark.parametrize(("schedule", "parts", "share"), [
