@@ -65,6 +65,7 @@ class _Known:
 @option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with charts.")
 @option("--chart", type=click.Path(path_type=Path, dir_okay=False), help="Write tokens/s over GPUs as SVG.")
 @option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON; - for stdout.")
+@option("--as-is", is_flag=True, help="Plan the layout that CONFIG has, on --gpus alone, as opsd launch does.")
 @option("--write", is_flag=True, help="Put the fastest layout into CONFIG, a TOML file.")
 @option(
     "--run",
@@ -85,6 +86,7 @@ def plan(
     html: Path | None,
     chart: Path | None,
     json_file: Path | None,
+    as_is: bool,
     write: bool,
     run: Path | None,
     file: Path | None,
@@ -102,10 +104,12 @@ def plan(
 
     if gpus is not None and days is not None:
         raise click.UsageError("--gpus and --days exclude each other: give one of them")
+    if as_is and (gpus is None or write):
+        raise click.UsageError("--as-is plans one layout: it needs --gpus, and leaves --write nothing to change")
     if write and not config.endswith(".toml"):
         raise click.UsageError(f"--write changes the TOML file of a run, and {config} is none: copy the run into one")
     try:
-        made = _plan(config, gpus, days, kind, tokens, overrides, _Known(places, assume, load(file)))
+        made = _plan(config, gpus, days, kind, tokens, overrides, _Known(places, assume, load(file)), as_is=as_is)
         if write:
             _write(config, made)
             run = run or _own_folder(config)
@@ -126,16 +130,18 @@ def _plan(
     tokens: float | None,
     overrides: Sequence[str],
     known: _Known,
+    *,
+    as_is: bool,
 ) -> Plan:
     """Raises CannotPlan, ConfigError, NotUsable and click.UsageError."""
-    from opsd.plan.plan import plan_for_days, plan_for_gpus
+    from opsd.plan.plan import plan_as_is, plan_for_days, plan_for_gpus
     from opsd.plan.source import read, tokens_of
 
     run = read(source, overrides, tokens, gpus)
     hardware, habits = _figures(kind, run.model.dtype, known)
     wanted = tokens or float(tokens_of(run))
     if gpus is not None:
-        made = plan_for_gpus(run, kind, gpus, wanted, hardware, habits)
+        made = (plan_as_is if as_is else plan_for_gpus)(run, kind, gpus, wanted, hardware, habits)
     else:
         made = plan_for_days(run, kind, days or _DAYS, wanted, hardware, habits)
     return replace(made, price=known.settings.cost.gpu_hour, currency=known.settings.cost.currency)

@@ -90,6 +90,11 @@ def is_kind(gpu: str, model: str) -> bool:
     return _KNOWN[gpu].model in model
 
 
+def kind_of(model: str) -> str | None:
+    """The one of ``GPUS`` that ``model`` is, as the driver names it, None if it is none of them."""
+    return next((gpu for gpu in GPUS if is_kind(gpu, model)), None)
+
+
 def hardware_of(gpu: str, dtype: str = "bfloat16") -> Hardware:
     """The defaults of one of ``GPUS`` that computes in ``dtype``."""
     known = _KNOWN[gpu]

@@ -156,6 +156,8 @@ def _curve(plan: Plan) -> list[tuple[str, str]]:
             f"{point.communication:5.1%} communication, {point.bubble:5.1%} bubble"
         )
 
+    if len(plan.curve) == 1:
+        return [line(plan.curve[0])]
     top = peak(plan.curve)
     why = "are slower" if top.slower else f"run in no layout with data.batch {plan.config.data.batch}"
     return [*map(line, plan.curve), ("peak", f"more than {top.gpus:,} {why}; most is lost to {_TOLD[top.blame]}")]
