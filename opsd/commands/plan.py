@@ -34,6 +34,8 @@ _NONE = "none"
 """As ``--measured``: the defaults alone."""
 
 
+_LEAST, _MOST = 1e-12, 1e24
+"""Bounds of figures, beyond which there is nothing to compute."""
 _MAY_BE_NONE = ("node_latency", "network_latency", "spread", "restart", "maintenance", "slow", "data", "evaluation")
 """Figures without which there is a plan all the same."""
 
@@ -52,7 +54,7 @@ class _Known:
 @option("--gpus", type=click.IntRange(1), help="Plan for so many GPUs.")
 @option("--days", type=Finite(0, min_open=True), help="Find the fewest nodes that are done in so many days (30).")
 @option("--gpu", "kind", type=click.Choice(GPUS), default="h100", help="Kind of the GPUs.")
-@option("--tokens", type=Finite(1), help="Train on so many tokens instead of run.steps; 11e12 is 11 trillion.")
+@option("--tokens", type=Finite(1, 1e18), help="Train on so many tokens instead of run.steps; 11e12 is 11 trillion.")
 @option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of the run.")
 @option(
     "--measured",
@@ -172,6 +174,8 @@ def _assumed(text: str, known: Mapping[str, Figure]) -> tuple[str, Figure]:
         value = math.nan
     if name not in known or not 0 <= value < math.inf:
         raise click.UsageError(f"--assume {text}: expected NAME=VALUE, a number and one of {', '.join(known)}")
+    if (known[name].unit.startswith("share") and value > 1) or (value and not _LEAST < value < _MOST):
+        raise click.UsageError(f"--assume {text}: no such {known[name].unit} can be planned with")
     if not value and name not in _MAY_BE_NONE:
         raise click.UsageError(f"--assume {text}: only {', '.join(_MAY_BE_NONE)} can be 0")
     return name, Figure(value, known[name].unit, "given with --assume")

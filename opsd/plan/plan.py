@@ -31,6 +31,8 @@ _NEAR: Final = 16
 """A deadline is looked for up to so many times the GPUs that it takes at the full rate of their products."""
 _MOST_GPUS: Final = 100_000
 _SHOWN: Final = 20
+_MOST_LOST: Final = 0.95
+"""Share of the wall clock; a run that loses more has no plan (see ``opsd.plan.forecast.Planned``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,8 @@ def plan_for_gpus(config: Config, gpu: str, gpus: int, tokens: float, hardware: 
     if gpus > _MOST_GPUS:
         raise CannotPlan(f"{gpus:,} GPUs are more than the {_MOST_GPUS:,} that a plan is made for")
     found = search(config, gpus, hardware)
-    return Plan(config, gpu, gpus, tokens, hardware, habits, found, tuple(curve(config, gpus, hardware)))
+    points = tuple(curve(config, gpus, hardware))
+    return _with_time(Plan(config, gpu, gpus, tokens, hardware, habits, found, points))
 
 
 def plan_as_is(config: Config, gpu: str, gpus: int, tokens: float, hardware: Hardware, habits: Habits) -> Plan:
@@ -145,7 +148,19 @@ def plan_as_is(config: Config, gpu: str, gpus: int, tokens: float, hardware: Har
         raise CannotPlan(f"the layout of the run cannot be planned: {why}")
     found = Candidate(layout, memory_of(config, layout, gpus), step_time(config, layout, gpus, hardware))
     only = Point(gpus, tokens_per_s(config, found), found.step)
-    return Plan(config, gpu, gpus, tokens, hardware, habits, Search((found,), ()), (only,))
+    return _with_time(Plan(config, gpu, gpus, tokens, hardware, habits, Search((found,), ()), (only,)))
+
+
+def _with_time(plan: Plan) -> Plan:
+    """``plan``, if it leaves time for training. Raises CannotPlan."""
+    lost = plan.reliability.overheads
+    if sum(lost.values()) > _MOST_LOST:
+        most = max(lost, key=lambda name: lost[name]).replace("_", " ")
+        raise CannotPlan(
+            f"such a run loses more than {_MOST_LOST:.0%} of its time, most to {most}: take fewer GPUs, or check the "
+            "figures of --assume and --measured"
+        )
+    return plan
 
 
 def plan_for_days(config: Config, gpu: str, days: float, tokens: float, hardware: Hardware, habits: Habits) -> Plan:

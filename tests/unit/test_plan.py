@@ -185,6 +185,10 @@ def test_what_does_not_run_has_a_reason() -> None:
         (["config.json", "--gpus", "8"], exitcodes.USAGE, "add --tokens"),
         (["config.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.FAILED, "take more GPUs, or larger ones"),
         (["other.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "these can be used: llama"),
+        (["typed.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "num_hidden_layers '32'"),
+        (["smollm3-3b", "--tokens", "1e300"], exitcodes.USAGE, "not in the range"),
+        (["smollm3-3b", "--assume", "gemm=7"], exitcodes.USAGE, "no such share of peak"),
+        (["smollm3-3b", "--gpus", "8", "--assume", "failures=1e9"], exitcodes.FAILED, "most to failures"),
         (["missing.json", "--tokens", "1e12"], exitcodes.USAGE, "No such file or directory"),
     ],
 )
@@ -194,6 +198,7 @@ def test_what_cannot_be_planned_is_a_sentence(
     """With what to change."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(CONFIGS["llama-3-405b"]), encoding="utf-8")
+    Path("typed.json").write_text(json.dumps(CONFIGS["llama-3-8b"] | {"num_hidden_layers": "32"}), encoding="utf-8")
     Path("other.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     result = subprocess.run([sys.executable, "-m", "opsd", "plan", *words], capture_output=True, text=True, check=False)
     last = result.stderr.strip().splitlines()[-1]
