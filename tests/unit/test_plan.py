@@ -188,7 +188,7 @@ def test_what_does_not_run_has_a_reason() -> None:
         (["typed.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "num_hidden_layers '32'"),
         (["smollm3-3b", "--tokens", "1e300"], exitcodes.USAGE, "not in the range"),
         (["smollm3-3b", "--assume", "gemm=7"], exitcodes.USAGE, "no such share of peak"),
-        (["smollm3-3b", "--gpus", "8", "--assume", "failures=1e9"], exitcodes.FAILED, "most to failures"),
+        (["smollm3-3b", "--gpus", "8", "--assume", "failures=1e9"], exitcodes.FAILED, "most to restarts"),
         (["missing.json", "--tokens", "1e12"], exitcodes.USAGE, "No such file or directory"),
     ],
 )
