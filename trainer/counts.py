@@ -48,13 +48,28 @@ def routed_parameters(model: ModelSettings) -> int:
     return model.expert_layers * model.experts * 3 * model.expert_channels * model.width
 
 
-def unsplit_parameters(model: ModelSettings) -> int:
-    """Of the layers, those that tensor parallelism leaves whole on each rank: norms, routers, latents."""
-    norms = (4 if model.norms == "both" else 2) * model.width
-    norms += 2 * model.head_channels if model.qk_norm else 0
-    latents = model.width * (model.query_rank + model.kv_rank + model.rope_dim) + model.query_rank + model.kv_rank
-    routers = model.expert_layers * model.experts * model.width
-    return model.layers * (norms + (latents if model.kv_rank else 0)) + routers
+def whole_layer_parameters(model: ModelSettings, layer: int) -> int:
+    """Of a layer, its feed-forward matrices or all of its experts included."""
+    experts = layer >= model.layers - model.expert_layers
+    ffn = experts_parameters(model) // model.expert_layers if experts else 3 * model.width * model.ffn
+    return layer_parameters(model, model.kinds[layer]) + ffn
+
+
+def unsplit_parameters(model: ModelSettings, layer: int) -> int:
+    """Of a layer, those that tensor parallelism leaves whole on each rank: norms, latents, some biases, the router."""
+    kind, heads = model.kinds[layer], model.head_channels
+    whole = (4 if model.norms == "both" else 2) * model.width + model.ffn_bias * model.width
+    if kind in STATE_PRODUCTS:
+        whole += model.state_value_dim if kind == "delta" else 0
+    else:
+        whole += 2 * heads * model.qk_norm + model.output_bias * model.width
+        if model.kv_rank:
+            whole += (
+                model.width * (model.query_rank + model.kv_rank + model.rope_dim) + model.query_rank + model.kv_rank
+            )
+    if layer >= model.layers - model.expert_layers:
+        whole += (model.experts + (model.shared_experts > 0 and model.shared_gate)) * model.width
+    return whole
 
 
 def _attention(model: ModelSettings) -> int:
@@ -98,24 +113,21 @@ def flops_per_token(model: ModelSettings, sequence: int) -> float:
 def layer_flops(model: ModelSettings, layer: int, sequence: int) -> float:
     """Those of ``flops_per_token`` that a token costs in one layer."""
     kind = model.kinds[layer]
-    if layer < model.layers - model.expert_layers:
-        ffn = 3 * model.width * model.ffn
-    else:
-        ffn = experts_parameters(model) // model.expert_layers - model.idle_parameters // model.expert_layers
-    seen = 0 if kind in STATE_PRODUCTS else _seen(model, kind, sequence)
+    idle = model.idle_parameters // model.expert_layers if layer >= model.layers - model.expert_layers else 0
+    seen = 0 if kind in STATE_PRODUCTS else tokens_seen(model, kind, sequence)
     scores = 6.0 * (model.attention_width + model.value_width) * seen
     states = 6.0 * STATE_PRODUCTS.get(kind, 0) * model.state_value_width * model.state_key_dim
-    return 6.0 * (layer_parameters(model, kind) + ffn) + scores + states
+    return 6.0 * (whole_layer_parameters(model, layer) - idle) + scores + states
 
 
 def attention_flops(model: ModelSettings, sequence: int) -> float:
     """Scores and weighted values of all layers with attention, not halved by the causal mask."""
     attending = [kind for kind in model.kinds if kind not in STATE_PRODUCTS]
-    seen = sum(_seen(model, kind, sequence) for kind in attending)
+    seen = sum(tokens_seen(model, kind, sequence) for kind in attending)
     return 6.0 * (model.attention_width + model.value_width) * seen
 
 
-def _seen(model: ModelSettings, kind: LayerKind, sequence: int) -> int:
+def tokens_seen(model: ModelSettings, kind: LayerKind, sequence: int) -> int:
     """Tokens that a token sees in a layer of attention, not halved by the causal mask."""
     if kind == "chunk":
         return min(sequence, model.chunk)

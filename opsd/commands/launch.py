@@ -16,6 +16,7 @@ from click.core import ParameterSource
 
 from opsd import exitcodes
 from opsd.commands.launch_options import NOTIFY, own_options, rdzv_seconds, rendezvous_options
+from opsd.commands.launch_plan import keep_plan
 from opsd.commands.options import SectionedCommand
 from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.capture import find_py_spy
@@ -251,6 +252,8 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
     except OSError as error:
         raise click.ClickException(f"{error.filename} cannot be read: {error.strerror}") from error
     shape = _shape(options, launchers)
+    if launchers.members[0] == launchers.own:
+        keep_plan(settings.program, folders.folder, shape.most * settings.local_size)
     return _supervise(
         settings,
         folders,

@@ -34,6 +34,8 @@ _NONE = "none"
 """As ``--measured``: the defaults alone."""
 
 
+_LEAST, _MOST = 1e-12, 1e24
+"""Bounds of figures, beyond which there is nothing to compute."""
 _MAY_BE_NONE = ("node_latency", "network_latency", "spread", "restart", "maintenance", "slow", "data", "evaluation")
 """Figures without which there is a plan all the same."""
 
@@ -52,7 +54,7 @@ class _Known:
 @option("--gpus", type=click.IntRange(1), help="Plan for so many GPUs.")
 @option("--days", type=Finite(0, min_open=True), help="Find the fewest nodes that are done in so many days (30).")
 @option("--gpu", "kind", type=click.Choice(GPUS), default="h100", help="Kind of the GPUs.")
-@option("--tokens", type=Finite(1), help="Train on so many tokens instead of run.steps; 11e12 is 11 trillion.")
+@option("--tokens", type=Finite(1, 1e18), help="Train on so many tokens instead of run.steps; 11e12 is 11 trillion.")
 @option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of the run.")
 @option(
     "--measured",
@@ -65,6 +67,7 @@ class _Known:
 @option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with charts.")
 @option("--chart", type=click.Path(path_type=Path, dir_okay=False), help="Write tokens/s over GPUs as SVG.")
 @option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON; - for stdout.")
+@option("--as-is", is_flag=True, help="Plan the layout that CONFIG has, on --gpus alone, as opsd launch does.")
 @option("--write", is_flag=True, help="Put the fastest layout into CONFIG, a TOML file.")
 @option(
     "--run",
@@ -85,6 +88,7 @@ def plan(
     html: Path | None,
     chart: Path | None,
     json_file: Path | None,
+    as_is: bool,
     write: bool,
     run: Path | None,
     file: Path | None,
@@ -102,10 +106,12 @@ def plan(
 
     if gpus is not None and days is not None:
         raise click.UsageError("--gpus and --days exclude each other: give one of them")
+    if as_is and (gpus is None or write):
+        raise click.UsageError("--as-is plans one layout: it needs --gpus, and leaves --write nothing to change")
     if write and not config.endswith(".toml"):
         raise click.UsageError(f"--write changes the TOML file of a run, and {config} is none: copy the run into one")
     try:
-        made = _plan(config, gpus, days, kind, tokens, overrides, _Known(places, assume, load(file)))
+        made = _plan(config, gpus, days, kind, tokens, overrides, _Known(places, assume, load(file)), as_is=as_is)
         if write:
             _write(config, made)
             run = run or _own_folder(config)
@@ -126,16 +132,18 @@ def _plan(
     tokens: float | None,
     overrides: Sequence[str],
     known: _Known,
+    *,
+    as_is: bool,
 ) -> Plan:
     """Raises CannotPlan, ConfigError, NotUsable and click.UsageError."""
-    from opsd.plan.plan import plan_for_days, plan_for_gpus
+    from opsd.plan.plan import plan_as_is, plan_for_days, plan_for_gpus
     from opsd.plan.source import read, tokens_of
 
     run = read(source, overrides, tokens, gpus)
     hardware, habits = _figures(kind, run.model.dtype, known)
     wanted = tokens or float(tokens_of(run))
     if gpus is not None:
-        made = plan_for_gpus(run, kind, gpus, wanted, hardware, habits)
+        made = (plan_as_is if as_is else plan_for_gpus)(run, kind, gpus, wanted, hardware, habits)
     else:
         made = plan_for_days(run, kind, days or _DAYS, wanted, hardware, habits)
     return replace(made, price=known.settings.cost.gpu_hour, currency=known.settings.cost.currency)
@@ -166,6 +174,8 @@ def _assumed(text: str, known: Mapping[str, Figure]) -> tuple[str, Figure]:
         value = math.nan
     if name not in known or not 0 <= value < math.inf:
         raise click.UsageError(f"--assume {text}: expected NAME=VALUE, a number and one of {', '.join(known)}")
+    if (known[name].unit.startswith("share") and value > 1) or (value and not _LEAST < value < _MOST):
+        raise click.UsageError(f"--assume {text}: no such {known[name].unit} can be planned with")
     if not value and name not in _MAY_BE_NONE:
         raise click.UsageError(f"--assume {text}: only {', '.join(_MAY_BE_NONE)} can be 0")
     return name, Figure(value, known[name].unit, "given with --assume")

@@ -9,10 +9,9 @@ from importlib.util import find_spec
 import click
 
 from opsd.commands.launch import launch
+from opsd.commands.launch_plan import TRAINER
 from opsd.commands.options import option
 from opsd.launch.ranks.settings import gpu_count
-
-TRAINER = "opsd.trainer"
 
 
 @click.command()

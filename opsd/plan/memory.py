@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
+from opsd.plan.activations import FLOAT_BYTES, half_bytes, layer_bytes
 from opsd.plan.layout import Layout
 from opsd.plan.parts import Parts
 from opsd.trainer import counts
@@ -19,8 +20,6 @@ from opsd.trainer.settings import ParallelSettings
 from opsd.trainer.stages import stage_ranges
 
 GIB: Final = 1 << 30
-FLOAT_BYTES: Final = 4
-"""Of a weight, a reduced gradient or a moment of the optimizer."""
 LOGITS_BYTES: Final = 256 << 20
 """Of the logits in float32 that exist at a time: ``PART_BYTES`` of ``opsd.trainer.loss``."""
 RUNTIME_BYTES: Final = 2.0 * GIB
@@ -76,24 +75,40 @@ def state_values(config: Config) -> int:
     return 3 * count - matrices
 
 
-def stage_parameters(config: Config, layout: Layout) -> float:
-    """A rank's, before FSDP, of the pipeline stage with most: an end, or one between that has more layers."""
-    model = config.model
-    ends = counts.embedding_parameters(model)
-    layers, whole = counts.parameters(model) - ends - model.width, counts.unsplit_parameters(model)
-    if layout.pp == 1:
-        return (layers - whole + ends) / layout.tp + whole + model.width
-    matrix, sizes = model.vocab * model.width / layout.tp, _stage_layers(model, layout.pp, config.data.sequence)
-    layer = ((layers - whole) / layout.tp + whole) / model.layers
-    positions = model.positions * model.width / layout.tp
-    first, last = sizes[0] * layer + matrix + positions, sizes[-1] * layer + matrix + model.width
-    return max(first, last, *(size * layer for size in sizes[1:-1]))
+def stage_parameters(config: Config, layout: Layout, ep: int = 1) -> float:
+    """A rank's, before FSDP, of the pipeline stage with most; ``ep`` ranks share the experts."""
+    return max(_stages(config.model, layout.tp, layout.pp, ep, config.data.sequence))
 
 
 @cache
-def _stage_layers(model: ModelSettings, pp: int, sequence: int) -> list[int]:
+def _stages(model: ModelSettings, tp: int, pp: int, ep: int, sequence: int) -> list[float]:
+    """Parameters of each stage. With one of them tied embeddings are one matrix, with more each end has a copy."""
+    of_layers: list[float] = [
+        sum(layer_parameters(model, layer, tp, ep) for layer in layers) for layers in _stage_layers(model, pp, sequence)
+    ]
+    matrix = model.vocab * model.width / tp
+    of_layers[0] += matrix + model.positions * model.width / tp
+    of_layers[-1] += (0 if model.tied and pp == 1 else matrix) + model.width
+    return of_layers
+
+
+def layer_parameters(model: ModelSettings, layer: int, tp: int, ep: int = 1) -> float:
+    """A rank's of one layer, before FSDP."""
+    whole = counts.unsplit_parameters(model, layer)
+    split: float = counts.whole_layer_parameters(model, layer) - whole
+    if layer >= model.layers - model.expert_layers:
+        split -= counts.routed_parameters(model) / model.expert_layers * (1 - 1 / ep)
+    return whole + split / tp
+
+
+@cache
+def _largest_layer(model: ModelSettings, tp: int, ep: int) -> float:
+    return max(layer_parameters(model, layer, tp, ep) for layer in range(model.layers))
+
+
+def _stage_layers(model: ModelSettings, pp: int, sequence: int) -> list[range]:
     """As the trainer divides them."""
-    return [len(layers) for layers in stage_ranges(model, ParallelSettings(pp=pp), sequence)]
+    return stage_ranges(model, ParallelSettings(pp=pp), sequence)
 
 
 def _gathered_bytes(config: Config, layout: Layout, shards: int, half: int, count: int) -> float:
@@ -102,16 +117,13 @@ def _gathered_bytes(config: Config, layout: Layout, shards: int, half: int, coun
     In a pipeline all layers of a stage stay gathered; so do those that are not sharded, which need a copy only in
     another type. With several micro-batches their gradients add up unsharded in float32 until the last.
     """
-    model, stage = config.model, stage_parameters(config, layout)
+    model, stage = config.model, stage_parameters(config, layout, layout.ep)
     ends = model.vocab * model.width * (1 if model.tied or layout.pp > 1 else 2) / layout.tp
-    layer = (stage - ends) / (model.layers / layout.pp)
-    if model.expert_layers:  # the largest, with its share of the experts
-        dense = counts.routed_parameters(model) / model.expert_layers * (1 - 1 / layout.ep) / layout.tp
-        layer = max(layer, layer - dense)
-    kept = stage if layout.pp > 1 or shards == 1 else ends + 2 * layer
+    largest = _largest_layer(model, layout.tp, layout.ep)
+    kept: float = stage if layout.pp > 1 or shards == 1 else ends + 2 * largest
     if shards == 1 and half == FLOAT_BYTES:
         kept = 0
-    unsharded = stage * FLOAT_BYTES if count > 1 else layer * (half + FLOAT_BYTES) + ends * half
+    unsharded = stage * FLOAT_BYTES if count > 1 else largest * (half + FLOAT_BYTES) + ends * half
     return kept * half + (unsharded if shards > 1 or count > 1 else 0)
 
 
@@ -126,89 +138,39 @@ def logits_bytes(config: Config, layout: Layout) -> float:
 
 
 def kept_bytes(config: Config, layout: Layout, count: int) -> float:
-    """What autograd keeps between the passes, of the micro-batches in flight: with 1F1B one for each stage.
+    """What autograd keeps between the passes, of the micro-batches in flight, of the stage where it is most.
 
-    With v stages per rank these are 1 + (pp - 1) / (pp v) times as many (arXiv 2205.05198, 4.2.3).
+    With 1F1B stage i of pp has pp - i of them in flight. With v stages per rank these are 1 + (pp - 1) / (pp v) times
+    as many (arXiv 2205.05198, 4.2.3).
     """
     model = config.model
-    sparse = model.expert_layers
-    layers = (model.layers - sparse) * layer_bytes(model, layout.tp, False, layout.recompute)
-    layers += sparse * layer_bytes(model, layout.tp, True, layout.recompute) if sparse else 0
     ends = model.width * half_bytes(model) / layout.tp
     parts = config.parallel.stages_per_rank
     more = 1 + (layout.pp - 1) / (layout.pp * parts) if parts > 1 else 1
-    return _tokens(config, layout) * more * min(layout.pp, count) * (layers / layout.pp + ends)
+    each = _stage_bytes(model, layout.tp, layout.pp, layout.recompute, config.data.sequence)
+    most = max(min(layout.pp - stage, count) * (layers + ends) for stage, layers in enumerate(each))
+    return _tokens(config, layout) * more * most
+
+
+@cache
+def _stage_bytes(model: ModelSettings, tp: int, pp: int, recompute: str, sequence: int) -> list[float]:
+    """Bytes per token that the layers of each stage keep."""
+    return [
+        sum(layer_bytes(model, layer, tp, recompute) for layer in layers)
+        for layers in _stage_layers(model, pp, sequence)
+    ]
 
 
 def _working_bytes(config: Config, layout: Layout) -> float:
     """Of the one layer that is being computed again."""
-    tp, sparse = layout.tp, config.model.expert_layers > 0
-    again = layer_bytes(config.model, tp, sparse, "none") - layer_bytes(config.model, tp, sparse, layout.recompute)
-    return _tokens(config, layout) * max(again, 0.0)
+    return _tokens(config, layout) * _most_again(config.model, layout.tp, layout.recompute)
+
+
+@cache
+def _most_again(model: ModelSettings, tp: int, recompute: str) -> float:
+    layers = range(model.layers)
+    return max(layer_bytes(model, one, tp, "none") - layer_bytes(model, one, tp, recompute) for one in layers)
 
 
 def _tokens(config: Config, layout: Layout) -> float:
     return layout.micro_batch * config.data.sequence / layout.cp
-
-
-def half_bytes(model: ModelSettings) -> int:
-    """Bytes of a value in the type of the computation."""
-    return 2 if model.dtype == "bfloat16" else FLOAT_BYTES
-
-
-def layer_bytes(model: ModelSettings, tp: int, experts: bool, recompute: str) -> float:
-    """Bytes per token that one layer keeps for its backward pass.
-
-    Between matrices the sequence is split over ``tp`` ranks, their inputs are gathered (arXiv 2205.05198). ``full``
-    keeps the input of the layer, ``selective`` also the products, and what was communicated.
-    """
-    half, stream = half_bytes(model), model.width / tp
-    if recompute == "full":
-        return stream * half
-    whole = model.width
-    norms = {"before": 2, "after": 2, "both": 4}[model.norms]
-    if recompute == "selective":
-        products = 2 * whole + (2 * stream + 2 * whole if tp > 1 else 0)
-        values = stream + products + (_attention_products(model) + _ffn_values(model, experts, 2)) / tp
-        return values * half + FLOAT_BYTES * model.heads / tp + _routing_bytes(model, experts, again=True)
-    values = norms * stream + 2 * whole + (_attention_values(model) + _ffn_values(model, experts, 4)) / tp
-    return values * half + FLOAT_BYTES * (norms + model.heads) / tp + _routing_bytes(model, experts, again=False)
-
-
-def _attention_values(model: ModelSettings) -> float:
-    """Kept of attention: queries, keys, values and the result.
-
-    Of latent attention also the latents before and after their norm; its values are padded to the size of the keys, and
-    the result is cut to size again.
-    """
-    if model.kv_rank:
-        return 2 * model.query_rank + 2 * model.kv_rank + 4 * model.attention_width + model.value_width
-    keys = model.kv_heads * model.head_channels
-    normed = model.attention_width + keys if model.qk_norm else 0
-    return 2 * model.attention_width + 2 * keys + normed
-
-
-def _attention_products(model: ModelSettings) -> float:
-    """What selective recomputation keeps of it: the products, and the result of the kernel."""
-    if not model.kv_rank:
-        return 2 * model.attention_width + 2 * model.kv_heads * model.head_channels
-    expanded = model.heads * (model.head_channels - model.rope_dim + model.value_channels)
-    down = model.query_rank + model.kv_rank + model.rope_dim
-    return model.attention_width + down + expanded + model.value_width
-
-
-def _ffn_values(model: ModelSettings, experts: bool, copies: int) -> float:
-    """``copies`` of the gate's channels: gate, its activation, the other half, their product; or two products."""
-    channels = (model.experts_per_token + model.shared_experts) * model.expert_channels if experts else model.ffn
-    return copies * channels
-
-
-def _routing_bytes(model: ModelSettings, experts: bool, *, again: bool) -> float:
-    """Of a router, in float32, and of the tokens in the order of experts, which go there and come back."""
-    if not experts:
-        return 0.0
-    half, rows = half_bytes(model), model.experts_per_token * model.width
-    if again:
-        return FLOAT_BYTES * model.experts + rows * half
-    copy = model.width if half < FLOAT_BYTES else 0
-    return FLOAT_BYTES * (copy + 4 * model.experts) + 2 * rows * half

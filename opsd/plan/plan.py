@@ -11,11 +11,12 @@ from opsd.plan.curve import Point, curve, peak
 from opsd.plan.figures import Figure
 from opsd.plan.forecast import Planned
 from opsd.plan.hardware import Hardware
-from opsd.plan.layout import RECOMPUTE, Layout, Recompute
+from opsd.plan.layout import RECOMPUTE, Layout, Recompute, problem
 from opsd.plan.memory import GIB, memory_of, state_values
 from opsd.plan.reliability import DAY_S, Habits, Reliability, reliability
 from opsd.plan.scaling import SOURCES, Suggestion, suggest
 from opsd.plan.search import Candidate, CannotPlan, Search, fastest, search
+from opsd.plan.step_time import step_time
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 
@@ -30,6 +31,8 @@ _NEAR: Final = 16
 """A deadline is looked for up to so many times the GPUs that it takes at the full rate of their products."""
 _MOST_GPUS: Final = 100_000
 _SHOWN: Final = 20
+_MOST_LOST: Final = 0.95
+"""Share of the wall clock; a run that loses more has no plan (see ``opsd.plan.forecast.Planned``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +137,30 @@ def plan_for_gpus(config: Config, gpu: str, gpus: int, tokens: float, hardware: 
     if gpus > _MOST_GPUS:
         raise CannotPlan(f"{gpus:,} GPUs are more than the {_MOST_GPUS:,} that a plan is made for")
     found = search(config, gpus, hardware)
-    return Plan(config, gpu, gpus, tokens, hardware, habits, found, tuple(curve(config, gpus, hardware)))
+    points = tuple(curve(config, gpus, hardware))
+    return _with_time(Plan(config, gpu, gpus, tokens, hardware, habits, found, points))
+
+
+def plan_as_is(config: Config, gpu: str, gpus: int, tokens: float, hardware: Hardware, habits: Habits) -> Plan:
+    """The plan of the layout that ``config`` has, on ``gpus`` GPUs alone. Raises CannotPlan."""
+    layout = Layout.of(config)
+    if why := problem(config, layout, gpus):
+        raise CannotPlan(f"the layout of the run cannot be planned: {why}")
+    found = Candidate(layout, memory_of(config, layout, gpus), step_time(config, layout, gpus, hardware))
+    only = Point(gpus, tokens_per_s(config, found), found.step)
+    return _with_time(Plan(config, gpu, gpus, tokens, hardware, habits, Search((found,), ()), (only,)))
+
+
+def _with_time(plan: Plan) -> Plan:
+    """``plan``, if it leaves time for training. Raises CannotPlan."""
+    lost = plan.reliability.overheads
+    if sum(lost.values()) > _MOST_LOST:
+        most = max(lost, key=lambda name: lost[name]).replace("_", " ")
+        raise CannotPlan(
+            f"such a run loses more than {_MOST_LOST:.0%} of its time, most to {most}: take fewer GPUs, or check the "
+            "figures of --assume and --measured"
+        )
+    return plan
 
 
 def plan_for_days(config: Config, gpu: str, days: float, tokens: float, hardware: Hardware, habits: Habits) -> Plan:
@@ -229,7 +255,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "overhead_days": plan.days_by_name,
         "budget_days": plan.budget,
         "curve": [_point_dict(plan, point) for point in plan.curve],
-        "peak": asdict(peak(plan.curve)),
+        "peak": asdict(peak(plan.curve)) if len(plan.curve) > 1 else None,
         "suggested": {"batch_tokens": suggestion.batch, "lr": suggestion.rate, "sources": SOURCES},
         "figures": {name: figure._asdict() for name, figure in plan.figures().items()},
     }  # fmt: skip

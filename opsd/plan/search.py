@@ -54,7 +54,7 @@ class Search:
 
 
 def search(config: Config, gpus: int, hardware: Hardware) -> Search:
-    """Every layout worth a look. Raises CannotPlan if none runs, and for a model that it does not know."""
+    """Every layout worth a look. Raises CannotPlan if none runs."""
     found = list(_all(config, gpus, hardware))
     fitting = [each for each in found if isinstance(each, Candidate)]
     out = tuple(each for each in found if isinstance(each, Excluded))
@@ -64,7 +64,7 @@ def search(config: Config, gpus: int, hardware: Hardware) -> Search:
 
 
 def fastest(config: Config, gpus: int, hardware: Hardware) -> Candidate | None:
-    """The fastest layout, None if none runs. Raises CannotPlan for a model that it does not know."""
+    """The fastest layout, None if none runs."""
     return min((each for each in _all(config, gpus, hardware) if isinstance(each, Candidate)), key=_rank, default=None)
 
 
@@ -73,8 +73,6 @@ def _rank(candidate: Candidate) -> tuple[float, float]:
 
 
 def _all(config: Config, gpus: int, hardware: Hardware) -> Iterator[Candidate | Excluded]:
-    if config.model.has_states:
-        raise CannotPlan("the memory of layers with a state is not known; model.pattern must be of attention alone")
     for spread in spreads(config, gpus, int(hardware.node_gpus.value)):
         yield _best(config, spread, gpus, hardware)
 

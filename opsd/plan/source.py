@@ -17,6 +17,8 @@ _UNREAD: Final = "data.shards=unread"
 """A plan reads no data, and so needs none yet."""
 _LONGEST: Final = 8192
 """Sequence of a ``config.json`` that allows longer ones, which are trained last and briefly."""
+_OF_WEIGHTS: Final = frozenset({"quantization_config", "aux_loss_alpha", "seq_aux", "ep_size"})
+"""Fields of DeepSeek's files that say how weights are stored or were trained, and nothing of the shape."""
 _PLACEHOLDER: Final = 100
 """Steps, where only the tokens are known."""
 
@@ -49,8 +51,11 @@ def _of_json(path: Path, overrides: Sequence[str], tokens: float | None, gpus: i
         raise ConfigError(f"{path} has no settings of a model")
     if tokens is None:
         raise ConfigError(f"{path} does not say how long to train: add --tokens, for instance --tokens 1e12")
-    model = settings_of(fields)
-    sequence = int(min(fields.get("max_position_embeddings") or _LONGEST, _LONGEST))
+    model = settings_of({name: value for name, value in fields.items() if name not in _OF_WEIGHTS})
+    longest = fields.get("max_position_embeddings") or _LONGEST
+    if not isinstance(longest, int) or longest < 1:
+        raise ConfigError(f"{path} has max_position_embeddings {longest!r}, which is no number of tokens")
+    sequence = min(longest, _LONGEST)
     raw: dict[str, Any] = {
         "run": {"steps": _PLACEHOLDER},
         "model": model.model_dump() | {"dtype": "bfloat16"},

@@ -7,16 +7,19 @@ of the memory; collectives take a latency and a share of the bandwidth (alpha-be
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
+from opsd.plan.activations import FLOAT_BYTES, half_bytes, state_bytes, state_products
+from opsd.plan.attention import share_of_best
 from opsd.plan.hardware import Hardware
 from opsd.plan.layout import Layout
-from opsd.plan.memory import FLOAT_BYTES, half_bytes, stage_parameters
+from opsd.plan.memory import stage_parameters
 from opsd.plan.parts import Parts
 from opsd.trainer import counts
 from opsd.trainer.config import Config
-from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.model_settings import STATE_PRODUCTS, ModelSettings
 from opsd.trainer.settings import ParallelSettings
 
 _TILE: Final = 256
@@ -25,6 +28,8 @@ _OPTIMIZER_BYTES: Final = 36
 """Traffic of AdamW per parameter: weight, gradient, two moments read, three written, and the gradient's norm."""
 _FORWARD: Final = 1 / 3
 """Share of the forward pass in the FLOP of a step."""
+_STATE_PASSES: Final = 5
+"""Over each value that a layer with a state keeps, see ``_state_seconds``."""
 _SELECTIVE: Final = 0.5
 """Of the elementwise traffic of the forward pass is repeated with selective recomputation, at least."""
 
@@ -35,6 +40,7 @@ class StepTime(Parts):
 
     products: float
     attention: float
+    states: float
     elementwise: float
     recomputation: float
     loop: float
@@ -59,12 +65,12 @@ def step_time(config: Config, layout: Layout, gpus: int, hardware: Hardware) -> 
     tokens = layout.micro_batch * config.data.sequence * count
     share = tokens / layout.each
     products = share * product_flops(model) / (hardware.peak.value * _product_share(config, layout, hardware))
-    attention = share * counts.attention_flops(model, config.data.sequence) / 2
-    attention /= hardware.peak.value * hardware.attention.value
+    attention = share * _attention_seconds(model, config.data.sequence, hardware)
+    states = share * _state_seconds(model, hardware)
     elementwise = share * _traffic(config) / hardware.bandwidth.value
-    again = {"none": 0.0, "selective": _SELECTIVE * elementwise * _FORWARD,
-             "full": (products + attention + elementwise) * _FORWARD}[layout.recompute]  # fmt: skip
-    kernels = products + attention + elementwise + again
+    again = {"none": 0.0, "selective": (_SELECTIVE * elementwise + states) * _FORWARD,
+             "full": (products + attention + states + elementwise) * _FORWARD}[layout.recompute]  # fmt: skip
+    kernels = products + attention + states + elementwise + again
     loop = kernels * (1 / hardware.loop.value - 1)
     busy = kernels + loop
     optimizer = stage_parameters(config, layout) / layout.shards(gpus) * _OPTIMIZER_BYTES / hardware.bandwidth.value
@@ -77,7 +83,8 @@ def step_time(config: Config, layout: Layout, gpus: int, hardware: Hardware) -> 
     worked = busy + tensor + context + experts
     bubble = worked * (layout.pp - 1) / count * bubble_share(config.parallel)
     return StepTime(
-        products, attention, elementwise, again, loop, tensor, sharding, context, experts, pipeline, bubble, optimizer,
+        products, attention, states, elementwise, again, loop, tensor, sharding, context, experts, pipeline, bubble,
+        optimizer,
         stragglers=hardware.spread.value * (busy + bubble) if gpus > 1 else 0.0,
     )  # fmt: skip
 
@@ -114,6 +121,32 @@ def _product_share(config: Config, layout: Layout, hardware: Hardware) -> float:
     return hardware.gemm.value * filled * depth
 
 
+def _attention_seconds(model: ModelSettings, sequence: int, hardware: Hardware) -> float:
+    """Of a token, in all layers: causal attention computes what is seen, on average half of a whole sequence."""
+    each = 6.0 * (model.attention_width + model.value_width) / (hardware.peak.value * hardware.attention.value)
+    seconds = 0.0
+    for kind, layers in Counter(model.kinds).items():
+        if kind not in STATE_PRODUCTS:
+            seen = counts.tokens_seen(model, kind, sequence)
+            mean = seen / 2 if kind == "chunk" else seen * (1 - seen / sequence / 2)
+            seconds += layers * each * mean / share_of_best(model.head_channels, seen)
+    return seconds
+
+
+def _state_seconds(model: ModelSettings, hardware: Hardware) -> float:
+    """Of a token, in all layers with a state: their products in float32, and what they move.
+
+    Each value that is kept is written and read in the forward pass, read in the backward pass, and its gradient written
+    and read.
+    """
+    seconds = 0.0
+    for kind, layers in Counter(model.kinds).items():
+        if kind in STATE_PRODUCTS:
+            flops = 3 * state_products(model, kind) / hardware.single.value
+            seconds += layers * (flops + _STATE_PASSES * state_bytes(model, kind) / hardware.bandwidth.value)
+    return seconds
+
+
 def _traffic(config: Config) -> float:
     """Bytes per token that elementwise operations move, forward and backward: one, compiled, where eager has several.
 
@@ -126,7 +159,8 @@ def _traffic(config: Config) -> float:
     sparse = model.expert_layers / model.layers
     ffn = (1 - sparse) * model.ffn + sparse * channels
     stream, rotary, gate = (6, 4, 3) if compiled else (10, 8, 5)
-    layer = stream * norms * model.width + rotary * queries + gate * ffn
+    attending = sum(kind not in STATE_PRODUCTS for kind in model.kinds) / model.layers
+    layer = stream * norms * model.width + attending * rotary * queries + gate * ffn
     layer += sparse * 6 * model.experts_per_token * model.width
     loss = model.vocab * (16 if compiled else 48)
     return 3 * half_bytes(model) * layer * model.layers + loss
@@ -175,7 +209,8 @@ def _context(config: Config, layout: Layout, count: int, network: _Network) -> f
     channels = 2 * (model.heads if model.kv_rank else model.kv_heads) * model.head_channels / layout.tp
     moved = layout.micro_batch * config.data.sequence * channels * half_bytes(model)
     times = 3 if layout.recompute == "full" else 2
-    return times * count * model.layers / layout.pp * network.time(layout.cp, moved, stride=layout.tp)
+    attending = sum(kind not in STATE_PRODUCTS for kind in model.kinds)
+    return times * count * attending / layout.pp * network.time(layout.cp, moved, stride=layout.tp)
 
 
 def _experts(config: Config, layout: Layout, count: int, network: _Network) -> float:

@@ -15,7 +15,8 @@ from opsd.trainer import counts
 from opsd.words import count, duration, plural
 
 _TOLD: Final = {
-    "products": "products that are too small", "attention": "attention", "elementwise": "elementwise operations",
+    "products": "products that are too small", "attention": "attention", "states": "layers with a state",
+    "elementwise": "elementwise operations",
     "recomputation": "recomputation", "loop": "gaps between kernels", "tensor": "tensor parallelism's communication",
     "sharding": "FSDP's communication", "context": "context parallelism's communication",
     "experts": "the exchange with experts", "pipeline": "the pipeline's communication",
@@ -155,6 +156,8 @@ def _curve(plan: Plan) -> list[tuple[str, str]]:
             f"{point.communication:5.1%} communication, {point.bubble:5.1%} bubble"
         )
 
+    if len(plan.curve) == 1:
+        return [line(plan.curve[0])]
     top = peak(plan.curve)
     why = "are slower" if top.slower else f"run in no layout with data.batch {plan.config.data.batch}"
     return [*map(line, plan.curve), ("peak", f"more than {top.gpus:,} {why}; most is lost to {_TOLD[top.blame]}")]

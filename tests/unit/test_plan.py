@@ -185,6 +185,10 @@ def test_what_does_not_run_has_a_reason() -> None:
         (["config.json", "--gpus", "8"], exitcodes.USAGE, "add --tokens"),
         (["config.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.FAILED, "take more GPUs, or larger ones"),
         (["other.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "these can be used: llama"),
+        (["typed.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "num_hidden_layers '32'"),
+        (["smollm3-3b", "--tokens", "1e300"], exitcodes.USAGE, "not in the range"),
+        (["smollm3-3b", "--assume", "gemm=7"], exitcodes.USAGE, "no such share of peak"),
+        (["smollm3-3b", "--gpus", "8", "--assume", "failures=1e9"], exitcodes.FAILED, "most to restarts"),
         (["missing.json", "--tokens", "1e12"], exitcodes.USAGE, "No such file or directory"),
     ],
 )
@@ -194,6 +198,7 @@ def test_what_cannot_be_planned_is_a_sentence(
     """With what to change."""
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text(json.dumps(CONFIGS["llama-3-405b"]), encoding="utf-8")
+    Path("typed.json").write_text(json.dumps(CONFIGS["llama-3-8b"] | {"num_hidden_layers": "32"}), encoding="utf-8")
     Path("other.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
     result = subprocess.run([sys.executable, "-m", "opsd", "plan", *words], capture_output=True, text=True, check=False)
     last = result.stderr.strip().splitlines()[-1]
@@ -221,12 +226,16 @@ def test_settings_are_changed_in_place() -> None:
         with_settings("data = {micro_batch = 3}\n", {"data.micro_batch": 4})
 
 
-@pytest.mark.parametrize("wanted", [("--gpus", "8"), ("--days", "8")])
-def test_a_model_whose_memory_is_not_known_is_refused(wanted: tuple[str, str]) -> None:
-    """A plan without a part of the memory would be wrong in silence."""
-    result = opsd("tiny-hybrid", *wanted, "--tokens", "1e9")
-    assert result.exit_code == 1
-    assert result.stderr.startswith("opsd: the memory of layers with a state is not known")
+def test_layers_with_a_state_cost_no_more_in_longer_sequences() -> None:
+    """Their time and memory grow with the tokens; context parallelism, which they do not have, is out."""
+    model = ("model.dtype=bfloat16", "model.pattern=['mamba','delta']", "data.batch=64", "parallel.compile=false")
+    short, long = (run_of("tiny-hybrid", *model, f"data.sequence={length}") for length in (4096, 8192))
+    once, twice = (step_time(run, Layout(), 8, H100) for run in (short, long))
+    assert 0 < once.states == pytest.approx(twice.states / 2)
+    assert memory_of(long, Layout(), 8).activations == pytest.approx(2 * memory_of(short, Layout(), 8).activations)
+    found = search(long, 8, H100)
+    assert not any(each.layout.cp > 1 for each in found.fitting)
+    assert any("have a state" in each.reason for each in found.out)
 
 
 @pytest.mark.parametrize(("schedule", "parts", "share"), [

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from opsd.plan.activations import half_bytes
 from opsd.plan.layout import Layout
-from opsd.plan.memory import half_bytes, kept_bytes, memory_of
+from opsd.plan.memory import kept_bytes, memory_of
 from opsd.trainer.config import Config, load
 from tests.fakes.live_memory import activation_bytes, rank_of, state_bytes
 
@@ -20,7 +21,13 @@ LAYOUTS = [
     ("tiny", 4, ("parallel.cp=2",)),
     ("tiny-moe", 4, ("parallel.tp=2",)),
     ("tiny-mla", 4, ("parallel.tp=2",)),
+    ("tiny-hybrid", 1, ()),
+    ("tiny-hybrid", 4, ("parallel.tp=2",)),
 ]
+
+
+FUSED = {"tiny": (), "tiny-moe": (), "tiny-hybrid": (), "tiny-mla": ("model.value_dim=48",)}
+"""The CPU has a fused kernel of attention only for values as large as keys."""
 
 
 def config(preset: str, *overrides: str) -> Config:
@@ -52,15 +59,22 @@ def test_the_state_is_nearly_so_where_it_is_uneven(overrides: tuple[str, ...]) -
 def of_cpu(run: Config, layout: Layout) -> int:
     """Bytes that the CPU's kernels keep and those of a GPU do not: of each norm also its result before the weight."""
     model, tokens = run.model, run.data.micro_batch * run.data.sequence
-    norms = 1 + (2 * model.layers if layout.recompute == "none" else 0)
-    return norms * tokens * model.width * half_bytes(model) if layout.tp == 1 else 0
+    if layout.tp > 1:
+        return 0
+    latents = (model.query_rank + model.kv_rank) * model.layers
+    heads = model.kinds.count("delta") * model.state_value_width
+    norms = 2 * model.layers * model.width + latents + heads if layout.recompute == "none" else 0
+    return (model.width + norms) * tokens * half_bytes(model)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize(("preset", "ranks", "tp"), [("tiny", 1, 1), ("tiny", 4, 2), ("tiny-moe", 1, 1)])
+@pytest.mark.parametrize(("preset", "ranks", "tp"), [
+    ("tiny", 1, 1), ("tiny", 4, 2), ("tiny-moe", 1, 1), ("tiny-moe", 4, 2), ("tiny-mla", 1, 1),
+    ("tiny-hybrid", 1, 1), ("tiny-hybrid", 4, 2),
+])  # fmt: skip
 def test_activations_are_what_a_pass_leaves(preset: str, ranks: int, tp: int, recompute: str) -> None:
     """Between the passes, with what the loss keeps for the gradients of its input and of the projection."""
-    run = config(preset, f"parallel.tp={tp}", f"parallel.recompute={recompute}")
+    run = config(preset, f"parallel.tp={tp}", f"parallel.recompute={recompute}", *FUSED[preset])
     layout, model = Layout.of(run), run.model
     tokens = run.data.micro_batch * run.data.sequence
     loss = (tokens + model.vocab / tp) * model.width * half_bytes(model)

@@ -31,14 +31,18 @@ _NO_CHANGE: Final = frozenset({
     "use_return_dict", "sep_token_id", "cls_token_id", "decoder_start_token_id", "is_llama_config",
     "max_window_layers", "transformers.js_config", "auto_map", "num_nextn_predict_layers", "num_mtp_layers",
     "no_rope_layer_interval", "_sliding_window_pattern", "sliding_window_pattern", "unsloth_version", "unsloth_fixed",
+    "attn_rotary_emb",
 })  # fmt: skip
 """Of the library, of files, of generation, or defaults of other fields that are translated."""
 _ONE_VALUE: Final[Fields] = {
     "attention_dropout": 0, "hidden_dropout": 0, "resid_pdrop": 0, "embd_pdrop": 0, "is_encoder_decoder": False,
     "is_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "partial_rotary_factor": 1,
     "use_bidirectional_attention": False, "use_bfloat16": False, "rope_interleaved": False, "use_mrope": False,
-    "router_jitter_noise": 0, "decoder_sparse_step": 1,
+    "router_jitter_noise": 0, "decoder_sparse_step": 1, "use_sliding_window": False,
 }  # fmt: skip
+
+
+_MOST_LAYERS: Final = 10_000
 
 
 def settings_of(config: Fields) -> ModelSettings:
@@ -51,6 +55,8 @@ def settings_of(config: Fields) -> ModelSettings:
         shape = {ours: fields[theirs] for ours, theirs in SHAPE.items()}
     except KeyError as error:
         raise ConfigError(f"config.json lacks {error.args[0]}") from error
+    if not isinstance(shape["layers"], int) or not 0 < shape["layers"] <= _MOST_LAYERS:
+        raise ConfigError(f"config.json has num_hidden_layers {shape['layers']!r}; 1 to {_MOST_LAYERS:,} can be used")
     kinds = architecture.kinds(fields)
     if len(kinds) < shape["layers"]:
         raise ConfigError(f"config.json says of {len(kinds)} layers what they are, and has {shape['layers']}")
