@@ -96,7 +96,10 @@ class Gpu:
     def read(self, now: float) -> list[Sample]:
         """Everything the GPU tells at ``now``, in seconds since boot. Raises NvmlError if it does not answer."""
         with driver.translated():
+            asked = len(self._calls)
             samples = self._ask(self._calls)
+            if len(self._calls) < asked:
+                self._mig.look_again()  # switched on, it keeps the GPU from telling some of it
             if now - self._rare_at >= RARE_S:
                 self._rarely, self._rare_at = [*self._ask(self._rare), *self._domain()], now
             if now - self._links_at >= LINKS_S:

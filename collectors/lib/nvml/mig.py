@@ -67,6 +67,10 @@ class MigReader:
         """The numbers of the GPU instances that there are."""
         return frozenset(known.device.gpu for known in self._known)
 
+    def look_again(self) -> None:
+        """List the instances at the next ``read`` rather than after ``LIST_S``."""
+        self._listed = -math.inf
+
     def read(self, now: float, uses: Collection[driver.Use]) -> Iterator[Sample]:
         """What is known of each instance at the monotonic second ``now``; ``uses`` are those of the GPU's processes.
 
