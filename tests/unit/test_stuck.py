@@ -124,7 +124,7 @@ def test_without_a_majority_all_are_named(backend: str) -> None:
     calls = [entry(0, profiling_name=f"{backend}:{operation}") for operation in ("broadcast", "all_reduce")]
     verdict = judged({rank: dump(call, **group) for rank, call in enumerate(calls)})
     assert (verdict.cause, verdict.culprits) == (stuck.MISMATCHED, (0, 1))
-    assert "rank 0-1 has called different operations, or with different sizes" in stuck.evidence(verdict)
+    assert "ranks 0-1 called different operations, or with different sizes" in stuck.evidence(verdict)
 
 
 def test_the_operations_of_a_batch_are_over_when_its_frame_is() -> None:
