@@ -67,6 +67,7 @@ class Attacker:
         for _, process in self._processes:
             process.kill()
             process.communicate()
+        self._processes.clear()
         self._errors.close()
 
     def _said(self) -> str:

@@ -15,12 +15,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from opsd.agent.store import MAX_ENDED, Store
 from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, XidAction
 from opsd.launch.ranks.settings import free_port
+from opsd.runbooks.base import Evidence, Incident, State
 from opsd.simulated.gpus import SimulatedGpus, build
 from tests.adversary.attacker import NOBODY, Attacker
 from tests.adversary.attacks import false_exporter, hold_connections, make_files, make_runs
@@ -37,6 +40,7 @@ from tests.adversary.soak.verdict import (
     ticks_verdict,
 )
 from tests.fakes.clock import until
+from tests.fakes.incidents import incident
 
 USERS = (("alpha", NOBODY - 3, 0, 4), ("beta", NOBODY - 4, 4, 2), ("gamma", NOBODY - 5, 6, 2))
 """Name of a run, its user, its first GPU, its ranks."""
@@ -45,7 +49,7 @@ RELOAD_EVERY_S = 15.0
 ENDS_WITHIN_S = 45.0
 """Before the end no more faults are planted for this long, so that the last incident is over."""
 GROWS_S = 600.0
-"""Memory grows until the agent's window is full."""
+"""Memory grows until the agent's window is full; the list of incidents that are over is full from the start."""
 AMBIGUOUS = (13, 31, 94)
 CODES = [code for code, info in CATALOGUE.items() if info.action is XidAction.RESTART_APP and code not in AMBIGUOUS]
 BROKEN = (
@@ -138,7 +142,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
             "evaluation_oldest_s": seen.stale_s,
             "planted_xids": len(plants),
             "planted_warnings": warnings,
-            "incidents_in_journal": len(journal),
+            "incidents_in_journal": len(journal) - MAX_ENDED,
             "notifications": len(told),
             "lost": "; ".join(lost[:12]) or "nothing",
             "verdict": "; ".join(faults[:12]) or "good",
@@ -169,7 +173,9 @@ def _node(window_s: float, webhook: str) -> Iterator[tuple[Node, int, int]]:
 
 @contextlib.contextmanager
 def _agent(node: Node) -> Iterator[subprocess.Popen[str]]:
-    """The agent, whose log goes into a file."""
+    """The agent, whose log goes into a file, with as much behind it as it remembers."""
+    with Store(node.folder / "state/journal.db", time.time()) as store:
+        store.write(map(_past, range(MAX_ENDED)), [])
     with (node.folder / "agent.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "opsd", "agent", "--config", str(node.config)],
@@ -181,6 +187,14 @@ def _agent(node: Node) -> Iterator[subprocess.Popen[str]]:
         finally:
             process.terminate()
             process.wait(30)
+
+
+def _past(number: int) -> Incident:
+    """One of those that are over, as large as the soak's own are on average."""
+    at = time.time() - 7200 + number
+    evidence = tuple(Evidence(f"{number}: what was seen {look} times, in a line", "kernel", at) for look in range(6))
+    one = incident(f"trouble-{number}", state=State.RESOLVED, opened_at=at, resolved_at=at + 60, evidence=evidence)
+    return replace(one, actions=one.actions * 2, last_seen_at=at + 60)
 
 
 def _train(node: Node, users: Sequence[Attacker]) -> None:
