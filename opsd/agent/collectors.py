@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from opsd.agent.node_faults import NodeFaults
 from opsd.collectors import plugins
 from opsd.collectors.base import Collector, Context
 from opsd.collectors.slurm import NodeRecord, SlurmReport
 from opsd.config import Settings
 from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.node_faults import NodeFaults
 from opsd.slurm.port import Job, Slurm, SlurmError, SlurmMissing, SlurmUnavailable
 
 
