@@ -137,11 +137,11 @@ def is_lemon(
     wall: Callable[[], float] = time.time,
 ) -> bool:
     """Whether the cluster's history shows that this node keeps failing; False where that cannot be known."""
-    from opsd.slurm.node_faults import NodeFaults
-
     node = environ.get("SLURMD_NODENAME")
     if not node:
         return False
+    from opsd.slurm.node_faults import NodeFaults  # loads pydantic, which launchers start without
+
     try:
         slurm = connect() if connect is not None else choose().slurm
         return NodeFaults(slurm, node, wall=wall).refresh().lemon
