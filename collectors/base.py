@@ -131,6 +131,8 @@ class RankFact:
     source: str = "client"
     planned: int | None = None
     """The step after which the run ends, as its program says."""
+    inside: int | None = None
+    """The number of the process in its own PID namespace, None where that is ``pid``."""
 
     @property
     def live(self) -> bool:

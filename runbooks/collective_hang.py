@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from opsd.collectors.base import Event
+from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_unsupervised
 from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
@@ -111,11 +111,17 @@ def _by_ras(event: Event, view: View) -> Culprit | None:
     first = listed[0] if isinstance(listed, list | tuple) and listed else None
     if not isinstance(first, Mapping) or not text(first, "host"):
         return None
-    pid, gpu = integer(first, "pid"), integer(first, "gpu")
-    rank = next((page.rank for page in view.ranks if page.pid == pid and text(first, "host") == view.node), None)
-    return Culprit(
-        "rank", text(first, "host"), gpu if gpu >= 0 else None, rank, f"pid {pid}: {text(event.data, 'text')}"
-    )
+    node, pid, gpu = text(first, "host"), integer(first, "pid"), integer(first, "gpu")
+    named = [page for page in view.ranks if node == view.node and page.user == event.user and _own_number(page) == pid]
+    if len(named) > 1:  # each in a container of its own
+        named = [page for page in named if page.gpu == gpu]
+    rank = named[0].rank if len(named) == 1 else None
+    return Culprit("rank", node, gpu if gpu >= 0 else None, rank, f"pid {pid}: {text(event.data, 'text')}")
+
+
+def _own_number(rank: RankFact) -> int:
+    """The number by which a process knows itself, which NCCL tells."""
+    return rank.pid if rank.inside is None else rank.inside
 
 
 RUNBOOK = Runbook(

@@ -252,6 +252,7 @@ class RunWatch:
             user=self.owner,
             source=page.source,
             planned=page.planned,
+            inside=page.pid if pid not in (None, page.pid) else None,
         )
 
     def _workers(self, page: RankPage, pid: int | None) -> tuple[tuple[int, str], ...]:

@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from opsd.agent.node_faults import NodeFaults
 from opsd.collectors import plugins
 from opsd.collectors.base import Collector, Context
-from opsd.collectors.slurm import SlurmReport
+from opsd.collectors.slurm import NodeRecord, SlurmReport
 from opsd.config import Settings
 from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.node_faults import NodeFaults
 from opsd.slurm.port import Job, Slurm, SlurmError, SlurmMissing, SlurmUnavailable
 
 
@@ -55,7 +55,7 @@ class NodeWatch:
             jobs = self._slurm.jobs(node=self._node) if nodes else ()
             users = {str(job.id): user for job in jobs if (user := self._user_id(job.user)) is not None}
             gpus = self._gpus_of(jobs)
-            record = self._faults.refresh() if nodes else None
+            record = self._remembered() if nodes else None
             self._report = SlurmReport(
                 self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, record=record
             )
@@ -64,6 +64,13 @@ class NodeWatch:
         except SlurmError as error:
             self._report = replace(self._report, problem=str(error), absent=False)
         return self._report
+
+    def _remembered(self) -> NodeRecord | None:
+        """What Slurm remembers of the node, None while it does not say."""
+        try:
+            return self._faults.refresh()
+        except SlurmError:
+            return None
 
     def _gpus_of(self, jobs: Sequence[Job]) -> dict[str, frozenset[int]]:
         """The GPUs that Slurm gave each running job on this node, as far as it tells; they do not change."""

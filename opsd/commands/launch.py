@@ -29,7 +29,7 @@ from opsd.launch.io.handshake import SecretError, job_secret
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import EventLog, flush_all, print_message, takes_color
-from opsd.launch.ranks.process import become_subreaper
+from opsd.launch.ranks.process import become_subreaper, has_own_proc
 from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.assembly import assemble_run
@@ -334,6 +334,11 @@ def _supervise(
     log_bytes: int,
 ) -> int:
     become_subreaper()
+    if not has_own_proc():
+        print_message(
+            "/proc is that of another PID namespace, so processes cannot be told apart here, and the agent takes this "
+            "run for dead: mount one of its own in the container (unshare --mount-proc, bwrap --proc /proc)"
+        )
     loop = Loop()
     console = Console(log_bytes=log_bytes)
     starter = RankStarter(settings, folders, loop, console)

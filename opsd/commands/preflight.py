@@ -35,7 +35,8 @@ from opsd.preflight.history import History, HistoryError
 from opsd.preflight.quarantine import quarantine
 from opsd.preflight.report import Report, ReportError
 from opsd.preflight.trends import render
-from opsd.repair.after_preflight import ordering
+from opsd.repair.after_preflight import order_for_refused_job, ordering
+from opsd.repair.case_file import CaseError
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError
@@ -117,7 +118,8 @@ def preflight(
     checks need torch and there is none (see preflight.python), 3 if interrupted.
 
     The word of --verdict is for scripts: "unfit" only if a check ended and failed, "unknown" if one that is not
-    optional could not run.
+    optional could not run. Slurm's prolog goes by it, so that an unfit node is drained: with policy.drain and
+    policy.repair = act, its repair is ordered if all checks that failed are of GPUs.
     """
     settings = ctx.obj = load(file, overrides)
     if ctx.invoked_subcommand is not None:
@@ -149,6 +151,11 @@ def preflight(
         quarantine(report, settings, targets.get("json"), console, partial(ordering, report, settings))
         if profile == readiness.PROFILE and not report.interrupted:
             _as_spare(report, settings, console)
+    if word_file is not None and not acting:
+        try:
+            order_for_refused_job(report, settings)
+        except CaseError as error:
+            say(console, f"the repair of {report.node} was not ordered: {error}")
     if word_file is not None and not written(word_file, f"{report.word}\n", "the verdict"):
         return exitcodes.BROKEN
     return exit_code(report)

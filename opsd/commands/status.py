@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import click
@@ -33,15 +33,23 @@ def status(agent: Agent, as_json: bool) -> None:
     age = answer["tick_age_s"]
     said = f"opsd {answer['version']}, mode {answer['mode']}, last tick {age:.1f} s ago"
     console.print(f"[bold]{answer['node']}[/bold]  {said}")
-    if not answer["journal"]["up"]:
-        console.print(f"[red]journal: {answer['journal']['problem']}[/red]")
-    if repair := answer.get("repair"):
-        console.print(f"[yellow]repair: {RepairNow(**repair).text}[/yellow]")
+    for note in notes(answer):
+        console.print(note)
     for table in (_collectors(answer), _gpus(answer, printable(found)), _jobs(answer), rank_table(answer["ranks"])):
         if table.row_count:
             console.print(table)
     count = sum(answer["incidents"].values())
     console.print(f"{plural(count, 'open incident')}, see `opsd incidents`" if count else "no open incidents")
+
+
+def notes(answer: Mapping[str, Any]) -> Iterator[str]:
+    """What there is to say of the node, in rich's markup; an agent of an earlier release says less."""
+    if not answer["journal"]["up"]:
+        yield f"[red]journal: {answer['journal']['problem']}[/red]"
+    if repair := answer.get("repair"):
+        yield f"[yellow]repair: {RepairNow(**repair).text}[/yellow]"
+    if answer.get("lemon"):
+        yield f"[yellow]lemon: {plural(int(answer['faults']), 'fault')} in 30 days[/yellow], see `opsd nodes lemons`"
 
 
 def _collectors(answer: Mapping[str, Any]) -> Table:

@@ -20,6 +20,10 @@ from opsd.slurm.port import Job, Node, Slurm, SlurmError, SlurmUnavailable
 
 POLL_S, JOBS_POLL_S = 5.0, 15.0
 """Seconds between two looks at Slurm while a repair waits; the same while jobs hold the node, which may take days."""
+SLURMS_REASON = "Prolog error"
+"""Slurm's reason for a node that it has drained because its Prolog failed."""
+DRAINED_WITHIN_S = 300.0
+"""Seconds after a refused job within which Slurm has drained the node for it, or it was for something else."""
 RMA = "rma"
 """Takes the place of the incident in the reason of a node that has to be replaced."""
 
@@ -71,6 +75,25 @@ class Repair:
             raise RepairError(f"no remedy fits {kind}; a person has to look: {found.reason}")
         first = begin_at(fault, self._means.machine.recovery_actions())
         return Case(new_id(now), self._node, kind, found.reason, now, first)
+
+    def adopt(self, refused_at: float) -> None:
+        """Hold the node in opsd's name if Slurm has drained it because opsd's prolog refused a job at ``refused_at``.
+
+        Raises SlurmUnavailable while Slurm has not drained it yet, RepairError if opsd may hold no more nodes, and
+        SlurmError.
+        """
+        now, found = self._means.clock(), self._found()
+        if found is None or (not found.out_of_service and now - refused_at >= DRAINED_WITHIN_S):
+            return
+        if not found.out_of_service:
+            raise SlurmUnavailable("this node has refused a job and is not drained yet")
+        if not found.reason.startswith(SLURMS_REASON) or abs((found.reason_at or 0.0) - refused_at) > DRAINED_WITHIN_S:
+            return
+        told = ownership.reason("preflight", "it failed in Slurm's prolog, which refused a job", incident="prolog")
+        try:
+            ownership.take_over(self._means.slurm, self._node, told, self._rules, now=now)
+        except ownership.Refused as error:
+            raise RepairError(str(error)) from error
 
     def next(self, case: Case) -> Step:
         """What would be done now. Raises SlurmError."""

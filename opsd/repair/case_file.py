@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -24,6 +25,8 @@ KEPT = 100
 WEEK_S = 7 * 86_400.0
 
 _CASE = TypeAdapter(Case)
+_REFUSED: Final = "job refused\n"
+"""The content of the order of a node that Slurm's prolog has found unfit."""
 
 
 class CaseError(Exception):
@@ -37,16 +40,23 @@ class CaseFile:
         self.folder = state_dir / FOLDER
         self._current = self.folder / CASE
 
-    def order(self) -> None:
-        """Ask for a repair of this node."""
+    def order(self, *, refused: bool = False) -> None:
+        """Ask for a repair of this node, which is drained, or has ``refused`` a job, for which Slurm drains it."""
         with self._reporting():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self.folder / ORDER).touch()
+            (self.folder / ORDER).write_text(_REFUSED * refused, encoding="ascii")
 
     @property
     def ordered(self) -> bool:
         """Whether a repair was asked for."""
         return (self.folder / ORDER).exists()
+
+    @property
+    def refused_at(self) -> float | None:
+        """The epoch second at which a repair was asked for because the node had refused a job; None if not for that."""
+        with suppress(OSError), open(self.folder / ORDER, encoding="ascii", errors="replace") as file:
+            return os.fstat(file.fileno()).st_mtime if file.read() == _REFUSED else None
+        return None
 
     def drop_order(self) -> None:
         """Forget that a repair was asked for."""

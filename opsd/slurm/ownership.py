@@ -180,6 +180,27 @@ def drain(
     return fresh
 
 
+def take_over(slurm: SlurmNodes, name: str, told: str, rules: Rules, *, now: float | None = None) -> None:
+    """Hold a node that Slurm has drained for opsd's own word, with the reason ``told``, as if opsd had drained it.
+
+    Raises Refused where a drain would be, and leaves the node drained as it is, and SlurmError.
+    """
+    at = time.time() if now is None else now
+    nodes, comment = slurm.nodes(), slurm.comments([name]).get(name, "")
+    record = node_comment.read(comment)
+    in_service = [
+        replace(node, state="idle", flags=frozenset(), reason="") if node.name == name else node for node in nodes
+    ]
+    if against := drain_objections(in_service, {name: record}, [name], rules, at):
+        raise Refused("; ".join(against))
+    before = next(node.reason for node in nodes if node.name == name)
+    slurm.update_nodes([name], "drain", told)
+    if surplus(slurm.nodes(), name, rules):
+        slurm.update_nodes([name], "drain", before)
+        raise Refused(f"other nodes were drained at the same time; {name} stays out of service as Slurm has it")
+    slurm.set_comment(name, node_comment.write(comment, record.drained(kind_of(told), at)))
+
+
 def give_back(
     slurm: SlurmNodes,
     names: Sequence[str],

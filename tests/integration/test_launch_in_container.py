@@ -77,6 +77,7 @@ def test_the_agent_sees_and_acts_from_outside(tmp_path: Path, options: tuple[str
         found = ranks(read(collector))
         assert [rank.process in ("R", "S", "D") for rank in found] == [True, True]
         assert all(str(rank.rank).encode() in environment(rank.pid, "RANK") for rank in found)
+        assert all((rank.inside or rank.pid) == number_inside(rank.pid) for rank in found)
         assert (run.alive, b"opsd" in Path(f"/proc/{run.launcher_pid}/cmdline").read_bytes()) == (True, True)
         assert ask_launcher(Path(run.control), {"cmd": "status"})["state"] == "running"
 
@@ -102,6 +103,23 @@ def test_the_launcher_takes_stacks_inside(tmp_path: Path) -> None:
         hang = launched.event("hang_detected")
         assert hang["rank"] == 1
         assert "deep_inside" in Path(str(hang["stacks"])).read_text()
+
+
+@pytest.mark.parametrize(("options", "told"), [((), False), (("--ro-bind", "/proc", "/proc"), True)])
+def test_the_launcher_says_so_if_proc_is_not_the_containers(
+    tmp_path: Path, options: tuple[str, ...], told: bool
+) -> None:
+    """With the machine's, its own number is that of another process; what to do about it stands in one sentence."""
+    within = container(tmp_path, *OWN_PROCESSES, *options)
+    with Launched(tmp_path, "print('done')", within=within) as launched:
+        assert launched.wait() == 0
+    assert ("/proc is that of another PID namespace" in launched.err) is told
+
+
+def number_inside(pid: int) -> int:
+    """The number of a process of this machine in its own PID namespace."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return int(status.partition("\nNSpid:")[2].split("\n")[0].split()[-1])
 
 
 def environment(pid: int, name: str) -> bytes:

@@ -30,6 +30,8 @@ def test_the_nearest_spare_takes_the_place() -> None:
     assert assign_slots(shape, run, {"n1", "x", "n7"}, ()) == ("n1", "n7")
     assert assign_slots(shape, run, {"n1", "x"}, ()) == ("n1", "x")
     assert assign_slots(shape, run, {"n1", "n5", "n7"}, (), {"n5": 1}) == ("n1", "n7")
+    assert assign_slots(shape, run, {"n1", "n5", "n7"}, (), {"n7": 1}, {"n5"}) == ("n1", "n7")
+    assert assign_slots(shape, run, {"n1", "n5"}, (), {}, {"n5"}) == ("n1", "n5")
 
 
 def test_the_first_ranks_are_whole_segments() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+
 from opsd.launch.run import messages
 from opsd.launch.run.messages import StopOrdered
 from opsd.launch.run.readiness import Readiness
@@ -44,6 +46,17 @@ def test_a_spare_may_turn_out_not_to_be_ready(tmp_path: Path) -> None:
     assert stage.slots[-1] == ("n1", "n5", "n3")
 
 
+def test_a_lemon_is_used_where_there_is_no_other_spare(tmp_path: Path) -> None:
+    """The cluster's history says that it will fail again."""
+    stage = started(tmp_path, SPARE, "n5")
+    stage.tell(SPARE, messages.Readiness("", lemon=True))
+    stage.tell("n5", messages.Readiness(""))
+    stage.lose("n2")
+    assert stage.slots[-1] == ("n1", "n5", "n3")
+    stage.lose("n3")
+    assert stage.slots[-1] == ("n1", "n5", SPARE)
+
+
 def test_the_run_ends_without_a_spare_that_is_ready(tmp_path: Path) -> None:
     """It is given back to Slurm rather than go on with damaged data; the spare is not held against the next start."""
     stage = started(tmp_path, SPARE)
@@ -66,7 +79,7 @@ def test_a_node_is_not_swapped_for_a_spare_that_is_not_ready(tmp_path: Path) -> 
 class Asked:
     """What a node says of itself: the given answers one after the other, OSErrors raised."""
 
-    def __init__(self, *answers: str | OSError) -> None:
+    def __init__(self, *answers: str | OSError, lemon: bool | None = None) -> None:
         self._answers = list(answers)
         self.refused: list[str] = []
         self.taken = 0
@@ -74,11 +87,24 @@ class Asked:
         self._goes_on.set()
         self._loop = FakeLoop()
         self._group = FakeGroup(SPARE)
-        self._readiness = Readiness(self._loop, self._group, self._answer, self.refused.append)  # type: ignore[arg-type]
+        self.asked_lemon = 0
+        self._lemon = lemon is True
+        self._readiness = Readiness(
+            self._loop,
+            self._group,  # type: ignore[arg-type]
+            self._answer,
+            self.refused.append,
+            None if lemon is None else self._is_lemon,
+        )
 
     @property
     def told(self) -> list[str]:
         return [message.why for message in self._group.told if isinstance(message, messages.Readiness)]
+
+    @property
+    def told_lemon(self) -> bool:
+        """What the leader knows last."""
+        return [message.lemon for message in self._group.told if isinstance(message, messages.Readiness)][-1]
 
     def hang(self) -> threading.Event:
         """Let the next answer wait for this."""
@@ -99,6 +125,10 @@ class Asked:
         if isinstance(answer, OSError):
             raise answer
         return answer
+
+    def _is_lemon(self) -> bool:
+        self.asked_lemon += 1
+        return self._lemon
 
     def look(self) -> None:
         """It is time to look again."""
@@ -165,3 +195,14 @@ def test_a_node_stays_if_its_spare_turns_out_not_to_be_ready(tmp_path: Path) -> 
     print_message(stage, SPARE, "data: x was damaged")
     assert (stage.slots[-1], stage.over) == (NODES, [])
     assert stage.events("swap_refused")[0]["swap"] == "n2"
+
+
+@pytest.mark.parametrize("lemon", [True, False])
+def test_a_spare_says_whether_it_keeps_failing(lemon: bool) -> None:
+    """With each answer, as the leader may be a new one; what the cluster remembers is looked up once."""
+    asked = Asked("", "", lemon=lemon)
+    asked.look()
+    asked.settle()
+    assert asked.told_lemon is lemon
+    asked.look()
+    assert (asked.told_lemon, asked.asked_lemon) == (lemon, 1)

@@ -13,14 +13,15 @@ from random import Random
 import pytest
 from click.testing import CliRunner
 
-from opsd.agent.node_faults import OWN_S, NodeFaults
 from opsd.collectors.slurm import NodeRecord
 from opsd.commands.nodes import nodes
+from opsd.launch.run.readiness import is_lemon
 from opsd.lemons import DAY_S, WINDOW_S, Fault, judge, lift_of
 from opsd.simulate import trace
 from opsd.slurm import candidates, node_comment
 from opsd.slurm.candidates import lemons_to_spare
 from opsd.slurm.node_comment import NodeHistory
+from opsd.slurm.node_faults import OWN_S, NodeFaults
 from opsd.slurm.port import Node
 from tests.fakes.clock import FakeClock
 from tests.fakes.slurm import FakeSlurm
@@ -104,6 +105,9 @@ def test_a_node_knows_that_it_is_a_lemon_and_is_fetched_last_as_a_spare() -> Non
         clock.advance(OWN_S)
         assert told.lemon and told.faults >= 2 and (told.confidence or 0) >= 0.9
     assert slurm.of_all == 1
+    for name, is_one in ((lemon, True), (good, False)):
+        assert is_lemon({"SLURMD_NODENAME": name}, lambda: slurm, lambda: 30 * DAY_S) is is_one
+    assert not is_lemon({}, lambda: slurm)
     nodes = slurm.nodes()
     assert lemons_to_spare(nodes, slurm.by_comment, {lemon, good}, (), 30 * DAY_S) == [lemon]
     assert lemons_to_spare(nodes, slurm.by_comment, {lemon}, (), 30 * DAY_S) == []

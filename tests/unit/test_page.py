@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.text import Text
 
 from opsd.agent.gather import Health, Source
 from opsd.agent.loop import Snapshot
+from opsd.agent.web.api import status
 from opsd.agent.web.gpus import gpu_state
 from opsd.agent.web.guides import runbook_list, runbook_page
 from opsd.agent.web.history import History
@@ -22,7 +24,8 @@ from opsd.agent.web.html import STYLE, h
 from opsd.agent.web.node_page import node_page
 from opsd.collectors import repairs, spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
-from opsd.collectors.slurm import FLAG
+from opsd.collectors.slurm import FAULTS, FLAG, LEMON
+from opsd.commands.status import notes
 from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Evidence, Incident, Severity, State
@@ -144,6 +147,13 @@ def test_a_repair_is_shown_until_the_node_is_back() -> None:
     assert "repair rma, remedy 3" in shown(repairs.Known("rma", 3, None, {"rma": 1}), drained=True)
     assert "repair" not in shown(repairs.Known("rma", 3, None, {"rma": 1}), drained=False)
     assert "repair" not in shown(repairs.Known("returned", 1, None, {"returned": 1}), drained=True)
+
+
+@pytest.mark.parametrize(("lemon", "said"), [(1.0, ["lemon: 6 faults in 30 days, see `opsd nodes lemons`"]), (0.0, [])])
+def test_opsd_status_says_that_the_node_is_a_lemon(lemon: float, said: list[str]) -> None:
+    """By what the agent has looked up in Slurm; nothing where that shows none."""
+    seen = snapshot(samples=((Sample(FAULTS, 6.0), Sample(LEMON, lemon)),))
+    assert [Text.from_markup(note).plain for note in notes(status(seen, ABOUT, now=1.0))] == said
 
 
 def test_symptoms_are_shown_with_their_cause_only() -> None:

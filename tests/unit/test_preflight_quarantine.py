@@ -10,7 +10,7 @@ import pytest
 from opsd.config import load
 from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report, Result
-from opsd.repair.after_preflight import ordering
+from opsd.repair.after_preflight import order_for_refused_job, ordering
 from opsd.repair.case_file import CaseFile
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
@@ -123,3 +123,24 @@ def test_a_node_whose_gpus_failed_is_repaired_if_it_may_be(
     with pytest.raises(SlurmError, match="alice"):
         act(found, EVIDENCE, drain, lambda: theirs)
     assert not CaseFile(tmp_path).ordered
+
+
+@pytest.mark.parametrize(
+    ("failed", "changed", "ordered"),
+    [
+        ((GEMM,), (), True),
+        ((GEMM,), ("policy.drain=false",), False),
+        ((GEMM,), ("policy.repair=recommend",), False),
+        ((GEMM, DISK), (), False),
+        ((VERSIONS,), (), False),
+    ],
+)
+def test_a_node_that_refuses_a_job_orders_its_repair(
+    tmp_path: Path, failed: tuple[Result, ...], changed: tuple[str, ...], ordered: bool
+) -> None:
+    """Where opsd may drain and repair; the order says since when Slurm may have drained the node for it."""
+    given = ("policy.drain=true", "policy.repair=act", f"agent.state_dir={tmp_path}", *changed)
+    order_for_refused_job(report(*failed, node="n01"), load(None, given))
+    assert (CaseFile(tmp_path).refused_at is not None) is CaseFile(tmp_path).ordered is ordered
+    CaseFile(tmp_path).order()
+    assert CaseFile(tmp_path).refused_at is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.base import NoData, Reading
@@ -166,6 +166,22 @@ def test_gpus_that_slurm_does_not_tell_hide_neither_node_nor_jobs() -> None:
     assert (report.node, len(report.jobs), report.gpus, report.problem) == (Node("n1", "idle"), 3, {}, "")
     del errors[8]
     assert watch.refresh().gpus == {"8": {1}, "9": {2, 3}}
+
+
+def test_a_comment_that_cannot_be_read_hides_neither_node_nor_jobs() -> None:
+    """What Slurm remembers of the node is unknown until it tells; the rest of its answer stands."""
+    problem: list[SlurmError] = [SlurmDenied("not yours")]
+
+    class Forgetful(FakeSlurm):
+        def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
+            if problem:
+                raise problem[0]
+            return super().comments(names)
+
+    watch = NodeWatch(Forgetful([Node("n1", "idle")], jobs=[job(7)]), "n1", clock=lambda: 5.0)
+    assert watch.refresh() == SlurmReport(5.0, Node("n1", "idle"), [job(7)])
+    problem.clear()
+    assert watch.refresh().record == NodeRecord(0, 0.0)
 
 
 def test_a_slow_slurm_does_not_delay_the_collector() -> None:

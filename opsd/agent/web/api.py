@@ -132,6 +132,8 @@ def status(snapshot: Snapshot, facts: Mapping[str, Any], now: float) -> dict[str
         "collectors": [_collector(source, now) for source in snapshot.sources],
         "journal": {"up": not snapshot.journal_problem, "problem": snapshot.journal_problem},
         "repair": asdict(repair) if (repair := repair_now(snapshot)) else None,
+        "lemon": snapshot.value("opsd_node_lemon") == 1,
+        "faults": snapshot.value("opsd_node_faults"),
         "incidents": Counter(i.state.value for i in snapshot.incidents if i.cause is None),
         "gpus": [{**asdict(gpu), **_gauges(snapshot, gpu.uuid)} for gpu in snapshot.gpus],
         "ranks": [_rank(rank, now) for rank in snapshot.ranks],

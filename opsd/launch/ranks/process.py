@@ -26,6 +26,14 @@ def become_subreaper() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def has_own_proc(proc: str = "/proc") -> bool:
+    """Whether ``proc`` is mounted for this PID namespace: in any other the numbers of its processes mean others."""
+    try:
+        return os.readlink(f"{proc}/self") == str(os.getpid())  # noqa: PTH115
+    except OSError:
+        return False
+
+
 @cache
 def launcher_mark() -> str:
     """The value of ``OPSD_LAUNCHER`` below this process, unique for this boot."""

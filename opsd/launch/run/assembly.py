@@ -20,7 +20,7 @@ from opsd.launch.run.launchers import Launchers, is_single_attempt, start_of
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.notices import LOOK_S, Notices
-from opsd.launch.run.readiness import given_back_at
+from opsd.launch.run.readiness import given_back_at, is_lemon
 from opsd.launch.run.supervisor import Supervisor
 from opsd.slurm.allocation import AllocationError, allocation, in_job
 from opsd.slurm.connect import choose
@@ -120,7 +120,7 @@ def assemble_run(
 
     job = EnclosingJob(os.environ, folder / "requeue.log")
     run = ClusterRun(
-        node, group, shape, new_leader=new_leader, job=job, ready=ready, given_back=given_back_at,
+        node, group, shape, new_leader=new_leader, job=job, ready=ready, given_back=given_back_at, lemon=is_lemon,
         borrowed=launchers.borrowed, port=port,
     )  # fmt: skip
 

@@ -62,6 +62,7 @@ class ClusterRun:
         job: BatchJob,
         ready: Callable[[], str],
         given_back: Callable[[], float | None] = lambda: None,
+        lemon: Callable[[], bool] | None = None,
         borrowed: bool = False,
         port: int | None = None,
         isolated_s: float = 60.0,
@@ -75,7 +76,7 @@ class ClusterRun:
         self._given_back: Callable[[], float | None] | None = given_back
         """None once asked: a node is given back while no launcher runs there."""
         self._hang = LocalHang(node)
-        self._readiness = Readiness(node.loop, group, ready, self._not_ready if borrowed else lambda why: None)
+        self._readiness = Readiness(node.loop, group, ready, self._not_ready if borrowed else lambda why: None, lemon)
         self._shutdown = Shutdown(node, group, job, self._step_down)
         self._change = GenerationChange(node, group, self._readiness, self._shutdown, port=port, placed=self._placed)
         self._stops = LocalStops(node, group, self._change, self._shutdown, self._tell, borrowed=borrowed)

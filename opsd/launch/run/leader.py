@@ -221,8 +221,8 @@ class Leader:
                 pass
             case messages.StopWanted(stop):
                 self._stops.stop(stop)
-            case messages.Readiness(why):
-                self._note_readiness(sender, why)
+            case messages.Readiness(why, lemon):
+                self._note_readiness(sender, why, lemon)
             case messages.GivenBack(at):
                 if self._health.given_back(sender, at):
                     self._spare_came()
@@ -255,7 +255,8 @@ class Leader:
             case messages.SpareWanted(_, node, reason):
                 self._log.emit("spare_wanted", swap=node, reason=reason)
 
-    def _note_readiness(self, node: str, why: str) -> None:
+    def _note_readiness(self, node: str, why: str, lemon: bool) -> None:
+        self._health.note_lemon(node, lemon)
         if self._health.note_readiness(node, why):
             self._spare_came()
         if not why:

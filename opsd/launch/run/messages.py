@@ -196,10 +196,11 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Why a node must not replace another, "" if it may."""
+    """Why a node must not replace another, "" if it may; a ``lemon`` does so last."""
 
     direction: ClassVar = TO_LEADER
     why: str
+    lemon: bool = False
 
 
 @dataclass(frozen=True, slots=True)

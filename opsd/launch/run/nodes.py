@@ -55,28 +55,27 @@ def assign_slots(
     alive: Collection[str],
     unfit: Collection[str],
     flaps: Mapping[str, int] | None = None,
+    lemons: Collection[str] = (),
 ) -> tuple[str, ...] | None:
     """The nodes by node rank: those of ``before`` keep their slots, others fill the gaps; None if there are too few.
 
     A node that keeps its slot keeps its ranks, and their in-memory checkpoints. Of the free nodes, those that were
-    never lost are preferred, then those near the rest of the segment, or near the node whose place they take.
+    never lost are preferred and ``lemons`` come last, then those near the rest of the segment, or near the node whose
+    place they take.
     """
     if usable(alive, unfit) < shape.least:
         return None
     places = [name if name in alive and name not in unfit else None for name in before]
     ranked = {name: number for number, name in enumerate(shape.order)}
-    lost = flaps or {}
-    free = sorted(
-        set(alive) - set(before) - set(unfit),
-        key=lambda name: (lost.get(name, 0), ranked.get(name, len(ranked)), name),
-    )
+    doubts = {name: (name in lemons, (flaps or {}).get(name, 0)) for name in set(alive) - set(before) - set(unfit)}
+    free = sorted(doubts, key=lambda name: (*doubts[name], ranked.get(name, len(ranked)), name))
     if not places and shape.segment > 1:
         free = shape.topology.arranged(free, shape.segment)
     for number, name in enumerate(places):
         if name is None and free:
             first = number // shape.segment * shape.segment
             peers = [*filter(None, places[first : first + shape.segment])] or [before[number]]
-            places[number] = best = min(free, key=lambda name: (lost.get(name, 0), *shape.topology.cost(name, peers)))
+            places[number] = best = min(free, key=lambda name: (*doubts[name], *shape.topology.cost(name, peers)))
             free.remove(best)
     nodes = [name for name in places if name is not None]
     return (*nodes, *free[: shape.most - len(nodes)])
@@ -99,6 +98,8 @@ class NodeHealth:
         self.gone: set[str] = set()
         self.flaps: Counter[str] = Counter()
         """How often nodes were lost and came back."""
+        self.lemons: set[str] = set()
+        """Those that keep failing, as the cluster's history says."""
         self._log = log
         self._spares = spares
         self._wall = wall
@@ -159,6 +160,10 @@ class NodeHealth:
         if why and why != known:
             self._log.emit("spare_refused", refused=node, reason=why)
         return why != known
+
+    def note_lemon(self, node: str, lemon: bool) -> None:
+        """Use a spare that keeps failing only where there is no other."""
+        (self.lemons.add if lemon else self.lemons.discard)(node)
 
     def withdraw(self, node: str, reason: str) -> None:
         """The node is wanted elsewhere: it is not a spare until it joins again."""
@@ -281,7 +286,10 @@ class GenerationPlanner:
         """Propose the next generation; with too few nodes one without ranks, which waits for more."""
         if self._closed:
             return
-        slots = assign_slots(self._shape, self.slots, self._group.alive.keys(), self._health.unfit, self._health.flaps)
+        health = self._health
+        slots = assign_slots(
+            self._shape, self.slots, self._group.alive.keys(), health.unfit, health.flaps, health.lemons
+        )
         if slots is not None:
             self._stop_waiting()
             self._propose(slots)

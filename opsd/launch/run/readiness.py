@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
 
 from opsd.launch.claims.group import Group
@@ -21,17 +22,28 @@ ANSWER_S = 60.0
 class Readiness:
     """``ask`` returns why the node must not be used, "" if it may; it may block. ``refused`` gets each refusal.
 
+    ``lemon`` returns whether others are to be preferred; it may block, and is asked once.
+
     The last answer holds while ``ask`` raises OSError, so that a controller that is down makes no spare unready. A node
     without any answer yet is not used.
     """
 
-    def __init__(self, loop: Loop, group: Group, ask: Callable[[], str], refused: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        group: Group,
+        ask: Callable[[], str],
+        refused: Callable[[str], None],
+        lemon: Callable[[], bool] | None = None,
+    ) -> None:
         self._loop = loop
         self._group = group
         self._ask = ask
         self._refused = refused
         self._asking = False
         self._known: str | None = None
+        self._ask_lemon = lemon
+        self._lemon = False
         self._then: Callable[[], None] | None = None
 
     def tell(self) -> None:
@@ -39,6 +51,9 @@ class Readiness:
         if not self._asking:
             self._asking = True
             self._loop.run_in_thread(self._ask, self._answered)
+        if self._ask_lemon is not None:
+            ask, self._ask_lemon = self._ask_lemon, None
+            self._loop.run_in_thread(ask, self._judged)
 
     def before(self, take_part: Callable[[], None]) -> None:
         """Call ``take_part`` if the node was ready when last asked; if not, tell the leader, which then needs another.
@@ -68,6 +83,11 @@ class Readiness:
         if then is not None and not text:
             then()
 
+    def _judged(self, lemon: bool | OSError) -> None:
+        self._lemon = lemon is True
+        if self._lemon and self._known is not None:
+            self._tell_leader(self._known)
+
     def _give_up(self, take_part: Callable[[], None]) -> None:
         """A file server that hangs must not hold up the run, also if this node leads."""
         if self._then is take_part:
@@ -75,7 +95,7 @@ class Readiness:
             self._tell_leader(f"whether it is ready could not be found out within {ANSWER_S:g} s")
 
     def _tell_leader(self, why: str) -> None:
-        self._group.tell_leader(CODEC.encode(messages.Readiness(why)))
+        self._group.tell_leader(CODEC.encode(messages.Readiness(why, self._lemon)))
 
 
 def spare_readiness(environ: Mapping[str, str] = os.environ) -> str:
@@ -109,3 +129,21 @@ def given_back_at(environ: Mapping[str, str] = os.environ, connect: Callable[[],
         return node_comment.read(slurm.comments([node]).get(node, "")).back_at
     except SlurmError:
         return None
+
+
+def is_lemon(
+    environ: Mapping[str, str] = os.environ,
+    connect: Callable[[], Slurm] | None = None,
+    wall: Callable[[], float] = time.time,
+) -> bool:
+    """Whether the cluster's history shows that this node keeps failing; False where that cannot be known."""
+    node = environ.get("SLURMD_NODENAME")
+    if not node:
+        return False
+    from opsd.slurm.node_faults import NodeFaults  # loads pydantic, which launchers start without
+
+    try:
+        slurm = connect() if connect is not None else choose().slurm
+        return NodeFaults(slurm, node, wall=wall).refresh().lemon
+    except SlurmError:
+        return False

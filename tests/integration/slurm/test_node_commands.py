@@ -11,11 +11,13 @@ import pytest
 
 from opsd import exitcodes
 from opsd.preflight.checks import CHECKS
+from opsd.repair.attend import SLURMS_REASON
+from opsd.repair.case_file import CaseFile
 from opsd.slurm import node_comment
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.ownership import Rules
-from tests.integration.slurm.cluster import KEEPS_REASON, Cluster, missing, runner_on, wait_until
+from tests.integration.slurm.cluster import FAST, KEEPS_REASON, Cluster, missing, runner_on, wait_until
 
 pytestmark = pytest.mark.xdist_group("slurm")
 
@@ -67,6 +69,32 @@ def test_a_repair_is_shown_before_it_is_done(cluster: Cluster) -> None:
         assert slurm.nodes(["n4"])[0].reason == reason
     slurm.update_nodes(["n4"], "resume")
     wait_until(lambda: slurm.nodes(["n4"])[0].usable, "the node is in service")
+
+
+@pytest.mark.long
+def test_a_node_that_refused_a_job_becomes_opsds_to_repair(tmp_path: Path) -> None:
+    """Slurm drains it for the prolog; an order of opsd's prolog takes that over, one of anything else does not."""
+    if reason := missing():
+        pytest.skip(reason)
+    prolog = tmp_path / "prolog"
+    prolog.write_text("#!/bin/sh\nexit 1\n")
+    prolog.chmod(0o755)
+    tmp_path.chmod(0o755)
+    with Cluster(["n1", "n2"], {**FAST, "Prolog": str(prolog), "PrologFlags": "Alloc"}) as cluster:
+        slurm = CommandSlurm(runner_on(cluster.controller))
+        cases = CaseFile(cluster.shared / "state-n1")
+        cluster.controller.run("sbatch", "--nodelist=n1", "--wrap=true", "--output=/dev/null")
+        wait_until(lambda: slurm.nodes(["n1"])[0].reason == SLURMS_REASON, "the node is drained")
+        settings = ("--set=policy.repair=act", "--set=repair.rungs=['end_processes']", "--set=nvml.enabled=false")
+        cases.order()
+        left = opsd(cluster, "n1", "repair", "--ordered", *settings)
+        assert "Prolog error; opsd leaves it alone" in left.stderr
+        cases.order(refused=True)
+        taken = opsd(cluster, "n1", "repair", "--ordered", *settings)
+        assert "no remedy that is allowed fits" in taken.stdout
+        assert slurm.nodes(["n1"])[0].reason.startswith("opsd:prolog preflight: ")
+        (stay,) = node_comment.read(slurm.comments()["n1"]).stays
+        assert (stay.kind, stay.back, cases.ordered) == ("preflight", None, False)
 
 
 def test_a_controller_that_is_away_is_told_later() -> None:
