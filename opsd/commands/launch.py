@@ -47,6 +47,7 @@ from opsd.launch.run.launchers import (
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.notices import LAST_S, Notices, Sender
+from opsd.launch.run.nvlink_domain import own_domain
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
@@ -252,6 +253,8 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
     except OSError as error:
         raise click.ClickException(f"{error.filename} cannot be read: {error.strerror}") from error
     shape = _shape(options, launchers)
+    if min(shape.segment, len(launchers.members)) > 1:
+        launchers = replace(launchers, own=replace(launchers.own, domain=own_domain()))
     if launchers.members[0] == launchers.own:
         keep_plan(settings.program, folders.folder, shape.most * settings.local_size)
     return _supervise(
