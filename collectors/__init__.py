@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 NAMES = (
     "dcgm",
     "nvml",
+    "imex",
     "kmsg",
     "host",
     "thermal",

@@ -21,8 +21,8 @@ COUNT=${COUNT:-2}            # tests that a call begins
 PROFILE=${PROFILE:-standard} # policy.return_profile
 TIME=${TIME:-60}             # minutes that a test may take
 OPSD=${OPSD:-/opt/opsd/bin/opsd}
-PAIRS=${PAIRS:-1}            # ways between two leaf switches that a call measures, where the topology is known
-NETWORK=${NETWORK:-$OPSD}    # an opsd with torch (deploy/install --train), for those
+PAIRS=${PAIRS:-1}            # ways between two leaf switches that a call measures, where the topology is known; 0: none
+NETWORK=${NETWORK:-$OPSD}    # an opsd with torch (deploy/install --train), for those; a job without it counts as a measurement
 NAME=opsd-idle-check
 
 scancel --quiet --name="$NAME" --state=PENDING --user="$(id -un)"
@@ -30,6 +30,7 @@ scancel --quiet --name="$NAME" --state=PENDING --user="$(id -un)"
     sbatch --quiet --job-name="$NAME" --partition="$PARTITION" --nodelist="$node" --exclusive --mem=0 --no-requeue \
         --time="$TIME" --output=/dev/null --chdir=/ --wrap="exec $OPSD preflight --profile $PROFILE --act --quiet"
 done
+[ "$PAIRS" -gt 0 ] || exit 0
 "$OPSD" nodes due --pairs --partition "$PARTITION" --count "$PAIRS" | while read -r nodes; do
     sbatch --quiet --job-name="$NAME" --partition="$PARTITION" --nodelist="$nodes" --nodes=2 --ntasks-per-node=1 \
         --exclusive --mem=0 --no-requeue --time="$TIME" --output=/dev/null --chdir=/ \

@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from opsd import exitcodes
 from opsd.commands.launch_options import NOTIFY, own_options, rdzv_seconds, rendezvous_options
 from opsd.commands.launch_plan import keep_plan
+from opsd.commands.launch_segment import segment_of_trainer
 from opsd.commands.options import SectionedCommand
 from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.capture import find_py_spy
@@ -47,6 +48,7 @@ from opsd.launch.run.launchers import (
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.notices import LAST_S, Notices, Sender
+from opsd.launch.run.nvlink_domain import own_domain
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
@@ -251,7 +253,9 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{error.filename} cannot be read: {error.strerror}") from error
-    shape = _shape(options, launchers)
+    shape = _shape(settings, options, launchers)
+    if shape.segment > 1:
+        launchers = replace(launchers, own=replace(launchers.own, domain=own_domain()))
     if launchers.members[0] == launchers.own:
         keep_plan(settings.program, folders.folder, shape.most * settings.local_size)
     return _supervise(
@@ -282,7 +286,7 @@ def _find_launchers(options: dict[str, Any], settings: Settings, folder: Path, *
     return Launchers(own, (own,))
 
 
-def _shape(options: dict[str, Any], launchers: Launchers) -> RunShape:
+def _shape(settings: Settings, options: dict[str, Any], launchers: Launchers) -> RunShape:
     count: NodeCount = options["count"]
     have, need = len(launchers.members), count.least + options["spares"]
     if have < need:
@@ -297,8 +301,13 @@ def _shape(options: dict[str, Any], launchers: Launchers) -> RunShape:
         grow_s=options["grow_after"],
         victim_s=options["node_timeout"] + 1.0,
         topology=_topology() if have > 1 else Topology(),
-        segment=options["segment"] or segment_of(os.environ),
+        segment=_segment(settings, options) if have > 1 else 1,
     )
+
+
+def _segment(settings: Settings, options: dict[str, Any]) -> int:
+    asked = options["segment"] or segment_of(os.environ)
+    return asked or segment_of_trainer(settings.program, settings.local_size)
 
 
 def _topology() -> Topology:

@@ -212,7 +212,7 @@ own_options = options(
         "--segment",
         type=click.IntRange(1),
         help="So many consecutive nodes are to share an NVLink domain or a leaf switch, as their TP or EP group needs; "
-        "sbatch's --segment by default.",
+        "sbatch's --segment by default, or what a layout of the included trainer takes.",
     ),
     option(
         "--restart-window",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -64,12 +65,17 @@ def network(
     """
     # Waiting for an order wakes up once a second, which torch's store would tell of each time.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    gpus = _gpus()
     try:
         here, switch_of = place(hosts, node, rendezvous), read_switches(topology)
     except RendezvousError as error:
         raise BadConfig(str(error)) from error
     pair = _pair(here, switch_of) if note else None
+    try:
+        gpus = _gpus()
+    except BadConfig:
+        if pair is not None and here.node == 0:
+            _note(pair, switch_of, time.time(), None, Console(stderr=True))
+        raise
     use_interface(here.host)
     participant = Participant(here, max(1, gpus), "nccl" if gpus else "gloo", join_timeout)
     scope = Scope(profile, effort(profile, gpus=gpus > 0), switch_of, only_search)
@@ -135,11 +141,17 @@ def _lead(
     view.show(report, console)
     keep(report, targets, history, console)
     if pair is not None and not report.interrupted:
-        try:
-            leaf_paths.note(choose().slurm, pair, scope.switch_of, report.started, passed=report.passed)
-        except SlurmError as error:
-            console.print(f"opsd: Slurm: {error}; the measurement is not in the nodes' comments", soft_wrap=True)
+        _note(pair, scope.switch_of, report.started, report.passed, console)
     return exit_code(report)
+
+
+def _note(
+    pair: tuple[str, str], switch_of: Mapping[str, str], at: float, passed: bool | None, console: Console
+) -> None:
+    try:
+        leaf_paths.note(choose().slurm, pair, switch_of, at, passed=passed)
+    except SlurmError as error:
+        console.print(f"opsd: Slurm: {error}; the measurement is not in the nodes' comments", soft_wrap=True)
 
 
 def exit_code(report: Report) -> int:

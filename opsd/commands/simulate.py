@@ -22,6 +22,8 @@ from opsd.simulate.policies import NAMES, Policy, policy
 from opsd.simulate.study import Draws, Study, best_interval_s, knee, sweep
 from opsd.simulate.text import compare_lines, needed_line, study_lines, sweep_lines
 from opsd.simulate.times import Times
+from opsd.slurm.topology import Topology, TopologyError
+from opsd.slurm.topology_source import read
 
 MOST_NODES = 20_000
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -62,6 +64,12 @@ _run_options = options(
     option("--nodes", type=click.IntRange(1, MOST_NODES), required=True, help="Nodes that train."),
     option("--spares", type=click.IntRange(0, MOST_NODES), default=8, help="Nodes of the cluster beside them."),
     option("--per-switch", type=click.IntRange(1), help="Nodes below a leaf switch; swaps are told in hops then."),
+    option(
+        "--topology",
+        type=click.Path(exists=True, path_type=Path),
+        metavar="FILE",
+        help="The cluster's topology.conf in place of made-up switches; its first nodes train.",
+    ),
     option("--days", type=Finite(0.01, 3650), default=30.0, help="Length of the run."),
     option("--gpus", type=click.IntRange(1, 64), default=8, help="GPUs of a node."),
     option("--policy", "name", type=click.Choice(NAMES), default="pool", help="What is done about faults."),
@@ -94,8 +102,8 @@ def simulate(compare: bool, range_: _Range | None, json_file: Path | None, chart
         raise click.UsageError("--chart needs --sweep or --compare")
     began = time.monotonic()
     source = _source(told)
-    setup = _setup(told, source)
-    spares = range(range_.first, range_.last + 1) if range_ is not None else [setup.spares]
+    spares = range(range_.first, range_.last + 1) if range_ is not None else [told["spares"]]
+    setup = _setup(told, source, spares[-1])
     size = setup.nodes + spares[-1]
     draws = Draws(source, size, setup.seconds, range(told["seed"], told["seed"] + told["draws"]))
     if range_ is not None:
@@ -145,7 +153,7 @@ def _source(told: dict[str, Any]) -> FaultSource:
         raise click.UsageError(str(error)) from error
 
 
-def _setup(told: dict[str, Any], source: FaultSource) -> Setup:
+def _setup(told: dict[str, Any], source: FaultSource, most_spares: int) -> Setup:
     nodes = told["nodes"]
     if told["least"] is not None and told["least"] > nodes:
         raise click.UsageError(f"--least {told['least']} is more than --nodes {nodes}")
@@ -154,7 +162,23 @@ def _setup(told: dict[str, Any], source: FaultSource) -> Setup:
     interval_s = told["interval_s"] or best_interval_s(source, nodes, told["stall_s"])
     times = Times(program_s=told["program_s"])
     return Setup(nodes, told["spares"], told["days"] * DAY_S, interval_s, told["stall_s"], told["gpus"], times,
-                 per_switch=told["per_switch"] or 0)  # fmt: skip
+                 per_switch=told["per_switch"] or 0, topology=_topology(told, nodes + most_spares))  # fmt: skip
+
+
+def _topology(told: dict[str, Any], size: int) -> Topology:
+    if told["topology"] is None:
+        return Topology()
+    if told["per_switch"]:
+        raise click.UsageError("--topology and --per-switch exclude each other; give one of them")
+    try:
+        topology = read(told["topology"])
+    except TopologyError as error:
+        raise click.UsageError(str(error)) from error
+    if len(topology.leaf) < size:
+        raise click.UsageError(
+            f"{told['topology']} has {len(topology.leaf)} nodes, and --nodes and spares ask for {size}; give fewer"
+        )
+    return topology
 
 
 def _policy(name: str, told: dict[str, Any], spares: int) -> Policy:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import Final
 
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.faults import Fault
@@ -12,6 +14,7 @@ from opsd.slurm.ownership import PreflightResult, Rules
 from opsd.slurm.port import Node, NodeUpdate
 from opsd.slurm.topology import Topology, even
 
+NO_TOPOLOGY: Final = Topology()
 DOWN = "Not responding"
 """Slurm's own reason; such a node is in service again as soon as it answers."""
 
@@ -19,7 +22,8 @@ DOWN = "Not responding"
 class Cluster:
     """Its nodes, those that are broken, and those that are held. ``returned`` is called when a node is in service.
 
-    ``per_switch`` nodes, in order, hang from each leaf switch; with 0 the switches are not known.
+    The nodes are the first of ``topology``, in its order, which has as many. If it has none their names are made up,
+    and ``per_switch`` of them, in order, hang from each leaf switch; with 0 the switches are not known.
     """
 
     def __init__(
@@ -30,9 +34,10 @@ class Cluster:
         person_s: float,
         returned: Callable[[str], None],
         per_switch: int = 0,
+        topology: Topology = NO_TOPOLOGY,
     ) -> None:
-        self.names = tuple(f"n{number:05d}" for number in range(1, size + 1))
-        self.topology = even(self.names, per_switch) if per_switch else Topology()
+        self.names = (*islice(topology.leaf, size),) or tuple(f"n{number:05d}" for number in range(1, size + 1))
+        self.topology = even(self.names, per_switch) if per_switch else topology
         self.broken: dict[str, Fault] = {}
         self.drains_refused = 0
         self._loop = loop

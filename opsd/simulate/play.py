@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from opsd.simulate.account import Account, Bucket
 from opsd.simulate.clock import VirtualLoop
-from opsd.simulate.cluster import Cluster
+from opsd.simulate.cluster import NO_TOPOLOGY, Cluster
 from opsd.simulate.faults import HOUR_S, PASSING, SEVERITY, Fault, level_at
 from opsd.simulate.job import STEP_S, Job, World
 from opsd.simulate.policies import Policy
@@ -15,15 +15,16 @@ from opsd.simulate.supervised import SupervisedJob
 from opsd.simulate.times import Times
 from opsd.simulate.unsupervised import UnsupervisedJob
 from opsd.slurm.ownership import Rules
+from opsd.slurm.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
     """A run on ``nodes`` nodes of a cluster with ``spares`` more, for ``seconds``.
 
-    A checkpoint every ``interval_s`` seconds of work stops the ranks for ``stall_s``. ``per_switch`` as in ``Cluster``.
-    The length of a step, ``step_s``, decides only how often ranks can stop at a step boundary, and what counts as
-    progress.
+    A checkpoint every ``interval_s`` seconds of work stops the ranks for ``stall_s``. ``per_switch`` and ``topology``
+    as in ``Cluster``. The length of a step, ``step_s``, decides only how often ranks can stop at a step boundary, and
+    what counts as progress.
     """
 
     nodes: int
@@ -35,6 +36,7 @@ class Setup:
     times: Times = field(default_factory=Times)
     rules: Rules = field(default_factory=Rules)
     per_switch: int = 0
+    topology: Topology = NO_TOPOLOGY
     step_s: float = STEP_S
 
 
@@ -71,7 +73,9 @@ class Play:
         self._loop = VirtualLoop()
         self._account = Account(setup.interval_s, setup.stall_s)
         size = setup.nodes + setup.spares
-        self._cluster = Cluster(size, self._loop, setup.rules, setup.times.person_s, self._returned, setup.per_switch)
+        self._cluster = Cluster(
+            size, self._loop, setup.rules, setup.times.person_s, self._returned, setup.per_switch, setup.topology
+        )
         world = World(
             self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.interval_s, setup.stall_s,
             setup.step_s,

@@ -60,10 +60,10 @@ def allocation(environ: Mapping[str, str]) -> Allocation:
     )
 
 
-def segment_of(environ: Mapping[str, str]) -> int:
-    """The nodes of a segment that ``sbatch --segment`` asked for, 1 without."""
+def segment_of(environ: Mapping[str, str]) -> int | None:
+    """The nodes of a segment that ``sbatch --segment`` asked for, None without."""
     text = environ.get("SLURM_JOB_SEGMENT_SIZE", "")
-    return max(1, int(text)) if text.isdecimal() else 1
+    return int(text) or None if text.isdecimal() else None
 
 
 def cloud_addresses(environ: Mapping[str, str]) -> dict[str, str]:

@@ -16,12 +16,15 @@ from opsd.slurm.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class LeafPath:
-    """Two leaf switches, an idle node below each, and the newest measurement between them, 0 if none is known."""
+    """Two leaf switches, an idle node below each, and the newest measurement between them, 0 if none is known.
+
+    ``passed`` is None if that could not be made.
+    """
 
     leaves: tuple[str, str]
     nodes: tuple[str, str]
     at: float = 0.0
-    passed: bool = True
+    passed: bool | None = True
 
 
 def due(
@@ -29,7 +32,8 @@ def due(
 ) -> list[LeafPath]:
     """The pairs that were not well or not measured for ``age_s``, the longest ago first; each node is in one at most.
 
-    Pairs that no two of the ``idle`` nodes can measure beside the others come another time. Of several nodes the one
+    A measurement that could not be made counts as one: what it lacks, it would lack again a few minutes later. Pairs
+    that no two of the ``idle`` nodes can measure beside the others come another time. Of several nodes the one
     that measured least recently is taken, so that a bad node is not taken for a bad way.
     """
     known = {name: node_comment.read(comment).paths for name, comment in comments.items()}
@@ -41,7 +45,7 @@ def due(
     found = []
     for at, pair in sorted((newest[pair].at if pair in newest else 0.0, pair) for pair in topology.leaf_pairs(idle)):
         passed = pair not in newest or newest[pair].passed
-        if (now - at >= age_s or not passed) and all(free[leaf] for leaf in pair):
+        if (now - at >= age_s or passed is False) and all(free[leaf] for leaf in pair):
             found.append(LeafPath(pair, (free[pair[0]].pop(0), free[pair[1]].pop(0)), at, passed))
     return found
 
@@ -56,8 +60,11 @@ def _newest(known: Mapping[str, Sequence[Path]], topology: Topology) -> dict[tup
     return newest
 
 
-def note(slurm: SlurmNodes, nodes: tuple[str, str], leaf: Mapping[str, str], at: float, *, passed: bool) -> None:
-    """Keep in the history of both nodes how the way between their leaf switches was at ``at``. Raises SlurmError."""
+def note(slurm: SlurmNodes, nodes: tuple[str, str], leaf: Mapping[str, str], at: float, *, passed: bool | None) -> None:
+    """Keep in the history of both nodes how the way between their leaf switches was at ``at``, None if that is unknown.
+
+    Raises SlurmError.
+    """
     comments = slurm.comments(nodes)
     for name, other in (nodes, nodes[::-1]):
         comment = comments.get(name, "")

@@ -8,13 +8,14 @@ part in brackets only::
     rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- tested=1763710900 spare=ready@1763711000]
 
 ``path=leaf7@1763710900`` is a measurement of the network from the node's own leaf switch to another, with ``!`` at its
-end if it was not well.
+end if it was not well, ``?`` if it could not be made.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Final
 
 KEPT_STAYS = 16
 """With 8 the faults of a lemon, four a month, no longer reach back over the three windows that it is judged by."""
@@ -24,7 +25,8 @@ _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
 _STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
 _TESTED = re.compile(r"tested=(\d+)")
 _SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
-_PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)(!?)")
+_PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)([!?]?)")
+_MARKS: Final[dict[bool | None, str]] = {True: "", False: "!", None: "?"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,14 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """The newest measurement of the way from this node's leaf switch to another: when, and whether it was well."""
+    """The newest measurement of the way from this node's leaf switch to another: when, and whether it was well.
+
+    ``passed`` is None if it could not be made.
+    """
 
     leaf: str
     at: float
-    passed: bool
+    passed: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,8 @@ def read(comment: str) -> NodeHistory:
     ]
     spare = next((m for word in words if (m := _SPARE.fullmatch(word))), None)
     tested = next((float(m[1]) for word in words if (m := _TESTED.fullmatch(word))), 0.0)
-    paths = tuple(Path(m[1], float(m[2]), not m[3]) for word in words if (m := _PATH.fullmatch(word)))
+    passed = {mark: value for value, mark in _MARKS.items()}
+    paths = tuple(Path(m[1], float(m[2]), passed[m[3]]) for word in words if (m := _PATH.fullmatch(word)))
     return NodeHistory(tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested, paths)
 
 
@@ -114,7 +120,7 @@ def write(comment: str, record: NodeHistory) -> str:
         f"{stay.kind}={stay.out:.0f}-{f'{stay.back:.0f}' if stay.back is not None else ''}" for stay in record.stays
     ]
     words += [f"tested={record.tested_at:.0f}"] if record.tested_at else []
-    words += [f"path={path.leaf}@{path.at:.0f}{'' if path.passed else '!'}" for path in record.paths]
+    words += [f"path={path.leaf}@{path.at:.0f}{_MARKS[path.passed]}" for path in record.paths]
     words += [f"spare={record.spare}@{record.spare_at:.0f}"] if record.spare else []
     others = _RECORD.sub("", comment).strip()
     return f"{others} [opsd1 {' '.join(words)}]".strip() if words else others

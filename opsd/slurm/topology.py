@@ -75,6 +75,18 @@ class Topology:
         known = [way * leaves[leaf] for leaf, way in ways.items() if way is not None]
         return sum(known) / leaves.total() if known and len(known) == len(ways) else None
 
+    def with_domains(self, told: Mapping[str, str]) -> Topology:
+        """With the NVLink domain of each node that its driver tells, in place of the block that Slurm has for it.
+
+        A block whose nodes all tell the same domain is another name of it, also for its nodes that tell nothing.
+        """
+        domains: dict[str, set[str]] = {}
+        for node in told.keys() & self.domain.keys():
+            domains.setdefault(self.domain[node], set()).add(told[node])
+        names = {block: found.pop() for block, found in domains.items() if len(found) == 1}
+        blocks = {node: names.get(block, block) for node, block in self.domain.items()}
+        return Topology(self.leaf, self.above, {**blocks, **told})
+
     def swap_hops(self, nodes: Collection[str], old: str, new: str) -> tuple[float, float] | None:
         """Mean hops to the rest of ``nodes``, of ``old`` and of ``new`` in its place; None if they are not known."""
         rest = [node for node in nodes if node not in (old, new)]

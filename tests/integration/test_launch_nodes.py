@@ -7,10 +7,12 @@ import signal
 import socket
 import time
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
 from opsd import exitcodes
+from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.launched import TRAIN
 from tests.fakes.nodes import Nodes
 
@@ -113,6 +115,21 @@ def test_ranks_begin_below_one_switch_and_a_swap_tells_its_hops(tmp_path: Path) 
     (split,) = nodes.events("segment_split")
     assert split["places"] == {"a": ["n1"], "b": ["n2"]}
     assert "node ranks 0 to 1 were to be in one NVLink domain" in nodes.said("n1")
+
+
+def test_a_segment_stays_inside_the_domain_that_the_drivers_tell(tmp_path: Path, library: str) -> None:
+    """Slurm knows one switch above all; the GPUs of n2 are in another NVLink domain, so it stands by."""
+    (tmp_path / "topology.conf").write_text("SwitchName=s Nodes=n[1-3]\n")
+    environ, rack = {}, {"n1": 1, "n2": 2, "n3": 1}
+    for name, number in rack.items():
+        with SimulatedGpus.create(tmp_path / f"{name}.gpus", count=2) as gpus:
+            for gpu in gpus:
+                gpu.set_domain(UUID(int=number), 7)
+            environ[name] = {"SLURM_CONF": str(tmp_path / "slurm.conf"), **gpus.environment(Path(library))}
+    source, flags = TRAIN + "\ntrain(5)\n", ("--nnodes=2", "--spares=1", "--segment=2")
+    with Nodes(tmp_path, source, *flags, count=3, environ=environ) as nodes:
+        assert set(nodes.wait().values()) == {exitcodes.OK}
+    assert slots(nodes) == [["n1", "n3"]]
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from opsd.launch.io.run_log import EventText
 from opsd.launch.run.nodes import RunShape, assign_slots
+from opsd.launch.run.nvlink_domain import common
 from opsd.slurm.topology import parse
 from tests.fakes.leader import LeaderHarness
 
@@ -49,6 +51,38 @@ def test_a_spare_comes_from_the_rack_of_the_segment() -> None:
     elsewhere = assign_slots(shape, swapped, {*ALL} - {"b2", "b5"}, ())
     assert elsewhere == ("a1", "a2", "a3", "a4", "b1", "a5", "b3", "b4")
     assert assign_slots(shape, elsewhere, {*ALL} - {"a5"}, ()) == (*swapped[:5], "b2", "b3", "b4")
+
+
+def test_the_drivers_know_the_domains_of_a_tree(tmp_path: Path) -> None:
+    """All nodes are below one switch, in two racks: the segment stays in one, and a swap that leaves it is told."""
+    stage = LeaderHarness(
+        tmp_path, "n1", "n2", "n3", "n4", least=2, most=2, topology=parse("SwitchName=s Nodes=n[1-4]"), segment=2
+    )
+    domains = {"n1": "a.1", "n2": "b.1", "n3": "a.1", "n4": "b.1"}
+    stage.group.alive = {name: replace(one, domain=domains[name]) for name, one in stage.group.alive.items()}
+    stage.leader.take_over()
+    stage.begin()
+    assert stage.group.proposals[-1].slots == ("n1", "n3")
+    assert stage.events("segment_split") == []
+    stage.lose("n3")
+    stage.begin()
+    (split,) = stage.events("segment_split")
+    assert split["places"] == {"a.1": ["n1"], "b.1": ["n2"]}
+
+
+def test_the_driver_overrides_and_completes_a_block() -> None:
+    """A block that is one domain is another name of it; of one that is two, nodes that tell nothing keep the block."""
+    assert RACKS.with_domains({"a1": "x.1", "b1": "y.1"}).domain == dict.fromkeys(ALL[:5], "x.1") | dict.fromkeys(
+        ALL[5:], "y.1"
+    )
+    mixed = RACKS.with_domains({"a1": "x.1", "a2": "x.2"})
+    assert [mixed.place(name) for name in ("a1", "a2", "a3", "b1")] == ["x.1", "x.2", "rack1", "rack2"]
+
+
+def test_a_node_is_in_the_domain_of_all_its_gpus() -> None:
+    """One that is in none, or in another, leaves the node without."""
+    assert common([("u", 7), ("u", 7)]) == "u.7"
+    assert common([("u", 7), ("u", 8)]) == common([("u", 7), None]) == common([None]) == common([]) == ""
 
 
 def test_the_events_say_what_a_swap_costs(tmp_path: Path) -> None:

@@ -82,6 +82,8 @@ def test_the_result_for_people(more: tuple[str, ...]) -> None:
         (("--trace-nodes", "4"), "--trace-nodes needs --trace"),
         (("--least", "13"), "more than --nodes 12"),
         (("--inside", "4"), "more than --spares 3"),
+        (("--topology", "/dev/null"), "has 0 nodes, and --nodes and spares ask for 15"),
+        (("--topology", "/dev/null", "--per-switch", "4"), "exclude each other"),
     ],
 )
 def test_bad_input_is_one_sentence(more: tuple[str, ...], told: str) -> None:

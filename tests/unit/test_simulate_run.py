@@ -16,6 +16,7 @@ from opsd.simulate.rates import published
 from opsd.simulate.study import Draws, knee, sweep
 from opsd.simulate.times import Times
 from opsd.slurm.ownership import Rules
+from opsd.slurm.topology import parse
 
 TIMES = Times(program_s=30.0)
 SETUP = Setup(nodes=4, spares=2, seconds=DAY_S, interval_s=600.0, stall_s=1.0, times=TIMES, rules=Rules(share=0.5))
@@ -233,3 +234,12 @@ def test_swaps_are_told_in_hops() -> None:
     ((before, after),) = played.hops
     assert (before, after) == (pytest.approx(5 / 3), pytest.approx(7 / 3))
     assert play("hot", fault(0, 2, "lost")).hops == []
+
+
+def test_the_cluster_may_be_a_real_tree() -> None:
+    """The first four nodes of the file train, below two leaves; the first spare is beside none of them."""
+    tree = parse(
+        "SwitchName=a Nodes=x[1-3]\nSwitchName=b Nodes=x4\nSwitchName=c Nodes=x[5-9]\nSwitchName=s Switches=a,b,c"
+    )
+    ((before, after),) = play("hot", fault(0, 2, "lost"), setup=replace(SETUP, topology=tree)).hops
+    assert (before, after) == (pytest.approx(5 / 3), 3.0)

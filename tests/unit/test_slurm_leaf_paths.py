@@ -14,7 +14,7 @@ A, B, C = "leaf-000", "leaf-001", "leaf-002"
 NOW, WEEK = 1_763_711_000.0, 7 * 86_400.0
 
 
-def measure(slurm: FakeSlurm, one: str, other: str, at: float, *, passed: bool = True) -> None:
+def measure(slurm: FakeSlurm, one: str, other: str, at: float, *, passed: bool | None = True) -> None:
     leaf_paths.note(slurm, (one, other), TREE.leaf, at, passed=passed)
 
 
@@ -49,6 +49,16 @@ def test_a_way_that_was_not_well_stays_due_and_gets_other_nodes() -> None:
     assert (way.leaves, way.nodes, way.at, way.passed) == ((A, B), ("a2", "b2"), NOW - 60, False)
     measure(slurm, "a2", "b2", NOW - 30)
     assert due(slurm) == []
+
+
+def test_a_measurement_that_could_not_be_made_does_not_come_again_at_once() -> None:
+    """For want of torch, for instance: jobs every ten minutes would keep two nodes busy for nothing."""
+    slurm = cluster()
+    measure(slurm, "a1", "b1", NOW - 60, passed=None)
+    assert f"path={B}@{NOW - 60:.0f}?" in slurm.comments(["a1"])["a1"]
+    assert (A, B) not in [leaves for leaves, _ in due(slurm)]
+    way = leaf_paths.due(NAMES, slurm.comments(), TREE, NOW + WEEK, WEEK)[-1]
+    assert (way.leaves, way.passed) == ((A, B), None)
 
 
 def test_what_the_comment_keeps() -> None:

@@ -239,7 +239,8 @@ class Group(Claimant):
         return order
 
     def _enough(self) -> bool:
-        return self._listener.enough({self.own.name, *self._election.reachable(self._now)})
+        others = {name: one.member for name, one in self._election.reachable(self._now).items()}
+        return self._listener.enough({self.own.name: self.own, **others})
 
     def _view(self) -> dict[str, Any]:
         """What this launcher tells others that seek."""

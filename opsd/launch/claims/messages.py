@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -205,8 +205,8 @@ MESSAGES: tuple[type[Message], ...] = typing.get_args(Message)
 class GroupListener(Protocol):
     """Callbacks of the group."""
 
-    def enough(self, reachable: Collection[str]) -> bool:
-        """Whether a generation could be formed of the ``reachable`` nodes, the own one among them."""
+    def enough(self, reachable: Mapping[str, Member]) -> bool:
+        """Whether a generation could be formed of the ``reachable`` launchers, the own one among them."""
 
     def stuck(self) -> bool:
         """Whether the ranks of this node make no progress: ranks that do are not ended for a lost connection."""

@@ -17,7 +17,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -33,11 +33,16 @@ Decode = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A launcher: the name of its node and where it listens."""
+    """A launcher: the name of its node and where it listens.
+
+    ``domain`` is the NVLink domain that its node shares with others, as the driver there says; "" where it says none.
+    A launcher tells its own when it connects; claims do not have it.
+    """
 
     name: str
     address: str
     port: int
+    domain: str = field(default="", compare=False)
 
 
 def member_to_json(member: Member) -> list[str | int]:

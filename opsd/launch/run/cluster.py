@@ -6,7 +6,7 @@ A run on one node is the same with one launcher, which is the leader.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from opsd import exitcodes
@@ -188,7 +188,7 @@ class ClusterRun:
 
     # -- the group's side ----------------------------------------------------------------------------------------
 
-    def enough(self, reachable: Collection[str]) -> bool:
+    def enough(self, reachable: Mapping[str, Member]) -> bool:
         """Whether a generation could be formed of the ``reachable`` nodes; at the start, after waiting for more."""
         plan = self._group.plan
         count = usable(reachable, plan.payload.get("unfit", ()) if plan is not None else ())
@@ -199,13 +199,14 @@ class ClusterRun:
         self._enough_since = self._enough_since or time.monotonic()
         return time.monotonic() - self._enough_since >= self._shape.last_call_s
 
-    def _complete(self, reachable: Collection[str]) -> bool:
+    def _complete(self, reachable: Mapping[str, Member]) -> bool:
         """Whether more nodes would make no better first generation."""
         shape, there, everybody = self._shape, len(reachable), len(self._shape.order)
         if there < min(shape.most, everybody):
             return False
         if there >= everybody or shape.segment <= 1:
             return True
+        shape = shape.seen_by(reachable.values())
         placed = assign_slots(shape, (), reachable, ())
         return placed is not None and not shape.topology.split_groups(placed, shape.segment)
 

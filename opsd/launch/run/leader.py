@@ -196,7 +196,8 @@ class Leader:
         self._log.emit(
             "generation_started", world_size=size, gpus=gpus, nodes=list(plan.slots), spares=list(plan.spares)
         )
-        for fields in split_segments(self._shape.topology, plan.slots, self._shape.segment):
+        topology = self._shape.seen_by(self._group.alive.values()).topology
+        for fields in split_segments(topology, plan.slots, self._shape.segment):
             self._log.emit("segment_split", **fields)
 
     def _know(self, plan: Plan) -> None:

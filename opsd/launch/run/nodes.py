@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.led import LedGroup
 from opsd.launch.io.loop import Timer, Timers
+from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import Failure
@@ -42,6 +43,11 @@ class RunShape:
     victim_s: float = 3.0
     topology: Topology = field(default_factory=Topology)
     segment: int = 1
+
+    def seen_by(self, launchers: Iterable[Member]) -> RunShape:
+        """With the NVLink domains that the drivers of these nodes tell; they count for more than Slurm's blocks."""
+        told = {one.name: one.domain for one in launchers if one.domain}
+        return replace(self, topology=self.topology.with_domains(told)) if told else self
 
     @property
     def nnodes(self) -> str:
@@ -286,10 +292,9 @@ class GenerationPlanner:
         """Propose the next generation; with too few nodes one without ranks, which waits for more."""
         if self._closed:
             return
-        health = self._health
-        slots = assign_slots(
-            self._shape, self.slots, self._group.alive.keys(), health.unfit, health.flaps, health.lemons
-        )
+        alive, health = self._group.alive, self._health
+        shape = self._shape.seen_by(alive.values())
+        slots = assign_slots(shape, self.slots, alive, health.unfit, health.flaps, health.lemons)
         if slots is not None:
             self._stop_waiting()
             self._propose(slots)
