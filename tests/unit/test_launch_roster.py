@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +59,16 @@ def test_only_the_author_reads_the_files_of_the_others(tmp_path: Path) -> None:
         path.unlink()
     (found,) = nodes.go([other], 5)
     assert found is not None and found.members == (member(0), member(1))
+
+
+def test_each_look_for_a_roster_follows_a_change_in_its_folder(tmp_path: Path) -> None:
+    """Otherwise an NFS client may show the folder as it was, without the roster that another node has made."""
+    author, other = (meeting(tmp_path, member(number), 3, 3) for number in range(2))
+    folder = tmp_path / FOLDER / ROSTER
+    for one in (author, other, other):
+        os.utime(folder, (0, 0))
+        assert one.step(0.0) is None
+        assert folder.stat().st_mtime != 0
 
 
 def test_who_takes_over_from_a_silent_author(tmp_path: Path) -> None:

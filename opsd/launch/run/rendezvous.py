@@ -24,6 +24,7 @@ from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.settings import free_port
 from opsd.launch.run.launchers import Launchers, RendezvousError, resolve, source_address
+from opsd.launch.run.roster import FOLDER as ROSTERS
 from opsd.launch.run.roster import SharedRoster
 
 FOLDER = "launchers"
@@ -73,10 +74,15 @@ class Arrival:
 
 
 class PresenceFile:
-    """This launcher's file."""
+    """This launcher's file.
+
+    It is put in place from the folder of the rosters: an NFS client may show a folder as it was half a minute ago
+    (nfs(5), acdirmin), but not one that it has just changed itself.
+    """
 
     def __init__(self, folder: Path, member: Member, rank: int | None) -> None:
         self._path = folder / f"{member.name}.json"
+        self._draft = folder / ROSTERS / f".{member.name}.{os.getpid()}"
         self._member = member
         self._rank = rank
 
@@ -87,9 +93,8 @@ class PresenceFile:
             "name": member.name, "address": member.address, "port": member.port, "rank": self._rank,
             "beat": time.time_ns(),
         }  # fmt: skip
-        draft = self._path.with_name(f".{member.name}.{os.getpid()}")
-        draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        draft.replace(self._path)
+        self._draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        self._draft.replace(self._path)
 
 
 class PresenceWatch:
@@ -127,7 +132,7 @@ class Meeting:
     ) -> None:
         """Raises OSError, as all methods do."""
         arrivals = folder / FOLDER
-        arrivals.mkdir(exist_ok=True)
+        (arrivals / ROSTERS).mkdir(parents=True, exist_ok=True)
         self.count = 0
         """How many launchers are known to be present."""
         self._options, self._folder, self._own, self._start = options, folder, own, start

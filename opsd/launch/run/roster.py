@@ -45,13 +45,12 @@ class Roster:
 
 
 class SharedRoster:
-    """The roster in ``folder`` as one launcher sees it; raises OSError if the folder cannot be used."""
+    """The roster below ``folder`` as one launcher sees it; raises OSError if the files cannot be used."""
 
     def __init__(self, folder: Path, own: Member) -> None:
         self.newest: Roster | None = None
         """What another launcher has written since this one first looked."""
         self._folder = folder / FOLDER
-        self._folder.mkdir(exist_ok=True)
         self._own = own
         self._number = 0
         self._content: dict[str, Any] = {}
@@ -85,7 +84,7 @@ class SharedRoster:
 
     def beat(self) -> None:
         """Write it once more."""
-        draft = self._folder / f".{self._own.name}.{os.getpid()}"
+        draft = self._folder / f".{self._own.name}.{os.getpid()}.roster"
         draft.write_text(json.dumps({**self._content, "beat": time.time_ns()}) + "\n", encoding="utf-8")
         draft.replace(self._path(self._number))
 
