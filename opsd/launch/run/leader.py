@@ -139,7 +139,7 @@ class Leader:
         if self._finished:
             return
         changing = self._planner.changing
-        at_work = not changing and name in self._planner.slots and not self._planner.waiting
+        at_work = not changing and name in self._planner.placed and not self._planner.waiting
         self._note_lost(name, silent_s, told=not at_work)
         if changing:
             if name in self._planner.proposed:  # those that went with it were left out before
@@ -151,7 +151,7 @@ class Leader:
 
     def _note_lost(self, name: str, silent_s: float, *, told: bool) -> None:
         self._health.gone.add(name)
-        needed = name in self._planner.slots or not self._planner.slots
+        needed = name in self._planner.placed or not self._planner.slots
         self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=needed)
         if told:
             self._say(_loss(name, silent_s))

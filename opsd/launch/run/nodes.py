@@ -250,6 +250,8 @@ class GenerationPlanner:
     ) -> None:
         self.plan: Plan | None = None
         """The newest plan that has begun, or that a previous leader has left."""
+        self.placed: frozenset[str] = frozenset()
+        """The nodes of ``slots``: whether one of thousands is lost, or has joined, is asked for each."""
         self.changing = False
         """True while a generation is proposed: reports about the previous one are outdated."""
         self.proposed: frozenset[str] = frozenset()
@@ -277,16 +279,19 @@ class GenerationPlanner:
     @property
     def spares(self) -> set[str]:
         """The nodes that could take a slot."""
-        return self._group.alive.keys() - self._health.unfit - set(self.slots)
+        return self._group.alive.keys() - self._health.unfit - self.placed
 
     def take_over(self, plan: Plan) -> None:
         """Continue from ``plan`` of the previous leader; some members may not have found this leader yet."""
-        self.plan, self.changing = plan, not self._group.begun
+        self._use(plan, changing=not self._group.begun)
         self._regroup_until = self._loop.time() + REGROUP_S
 
     def begun(self, plan: Plan) -> None:
         """The ranks of ``plan`` are started."""
-        self.plan, self.changing = plan, False
+        self._use(plan, changing=False)
+
+    def _use(self, plan: Plan, *, changing: bool) -> None:
+        self.plan, self.placed, self.changing = plan, frozenset(plan.slots), changing
 
     def propose_next(self) -> None:
         """Propose the next generation; with too few nodes one without ranks, which waits for more."""

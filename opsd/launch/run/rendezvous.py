@@ -1,7 +1,9 @@
 """Rendezvous through the run's folder, for launchers that nobody has listed: the counterpart of torchrun's endpoint.
 
-Each launcher rewrites ``launchers/NAME.json`` twice a second; one whose file changes is present. This only finds the
-initial members: the claims in the same folder decide about the run, and launchers that come later join it.
+Each launcher rewrites ``launchers/NAME.json`` twice a second; one whose file changes is present. One launcher reads
+these files and lists for the others who is there (``roster.py``), so that reads grow with the number of launchers, not
+with its square. This only finds the initial members: the claims in the same folder decide about the run, and launchers
+that come later join it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.launch.ranks.settings import free_port
 from opsd.launch.run.launchers import Launchers, RendezvousError, resolve, source_address
+from opsd.launch.run.roster import FOLDER as ROSTERS
+from opsd.launch.run.roster import SharedRoster
 
 FOLDER = "launchers"
 BEAT_S = 0.5
@@ -70,10 +74,15 @@ class Arrival:
 
 
 class PresenceFile:
-    """This launcher's file."""
+    """This launcher's file.
+
+    It is put in place from the folder of the rosters: an NFS client may show a folder as it was half a minute ago
+    (nfs(5), acdirmin), but not one that it has just changed itself.
+    """
 
     def __init__(self, folder: Path, member: Member, rank: int | None) -> None:
         self._path = folder / f"{member.name}.json"
+        self._draft = folder / ROSTERS / f".{member.name}.{os.getpid()}"
         self._member = member
         self._rank = rank
 
@@ -84,21 +93,8 @@ class PresenceFile:
             "name": member.name, "address": member.address, "port": member.port, "rank": self._rank,
             "beat": time.time_ns(),
         }  # fmt: skip
-        draft = self._path.with_name(f".{member.name}.{os.getpid()}")
-        draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        draft.replace(self._path)
-
-    def linger(self) -> None:
-        """Keep writing for ``LINGER_S`` in a thread."""
-
-        def go_on() -> None:
-            until = time.monotonic() + LINGER_S
-            while time.monotonic() < until:
-                time.sleep(BEAT_S)
-                with suppress(OSError):
-                    self.beat()
-
-        threading.Thread(target=go_on, daemon=True, name="presence").start()
+        self._draft.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        self._draft.replace(self._path)
 
 
 class PresenceWatch:
@@ -128,17 +124,75 @@ class PresenceWatch:
         return tuple(one.member for one in order)
 
 
+class Meeting:
+    """What one launcher does until it knows the others: ``step``, every ``BEAT_S``."""
+
+    def __init__(
+        self, options: RendezvousOptions, folder: Path, own: Member, last_call_s: float, *, start: str
+    ) -> None:
+        """Raises OSError, as all methods do."""
+        arrivals = folder / FOLDER
+        (arrivals / ROSTERS).mkdir(parents=True, exist_ok=True)
+        self.count = 0
+        """How many launchers are known to be present."""
+        self._options, self._folder, self._own, self._start = options, folder, own, start
+        self._last_call_s = last_call_s
+        self._presence = PresenceFile(arrivals, own, options.node_rank)
+        self._watch, self._roster = PresenceWatch(arrivals), SharedRoster(arrivals, own)
+        self._enough_at: float | None = None
+        self.beats = [self._presence.beat]
+        """Rewrite what keeps this launcher, and its roster if it is the author, visible."""
+
+    def step(self, now: float) -> Launchers | None:
+        """The launchers, once they are known: those of the run if it goes on, else those who have come if enough."""
+        self._presence.beat()
+        if (plan := _running(self._folder, self._start)) is not None:
+            return self._together(plan.members)
+        if self._roster.is_author(now):
+            self._watch.look()
+            self.count = len(self._watch.present)
+            members = self._watch.members if self._are_enough(now) else None
+            self._roster.write(self.count, members)
+            if members is not None:
+                self.beats.append(self._roster.beat)
+                return Launchers(self._own, members, start=self._start)
+        elif (roster := self._roster.newest) is not None:
+            self.count = roster.count
+            if roster.members is not None:
+                return self._together(roster.members)
+        return None
+
+    def linger(self) -> None:
+        """Remain visible to late launchers for ``LINGER_S``, in a thread."""
+
+        def go_on() -> None:
+            until = time.monotonic() + LINGER_S
+            while time.monotonic() < until:
+                time.sleep(BEAT_S)
+                for beat in self.beats:
+                    with suppress(OSError):
+                        beat()
+
+        threading.Thread(target=go_on, daemon=True, name="presence").start()
+
+    def _are_enough(self, now: float) -> bool:
+        if self.count < self._options.least or self._own.name not in self._watch.present:
+            return False
+        self._enough_at = self._enough_at or now
+        return self.count >= self._options.most or now - self._enough_at >= self._last_call_s
+
+    def _together(self, members: Sequence[Member]) -> Launchers:
+        """Those ``members`` and this one, which comes last if it is not listed as it is."""
+        if self._own in members:
+            return Launchers(self._own, tuple(members), start=self._start)
+        others = (one for one in members if one.name != self._own.name)
+        return Launchers(self._own, (*others, self._own), start=self._start)
+
+
 def join_rendezvous(
-    options: RendezvousOptions,
-    folder: Path,
-    own_name: str,
-    port: int | None,
-    limit_s: float,
-    last_call_s: float,
-    *,
-    start: str,
-    pause: Callable[[float], None] = time.sleep,
-) -> Launchers:
+    options: RendezvousOptions, folder: Path, own_name: str, port: int | None, limit_s: float, last_call_s: float,
+    *, start: str,
+) -> Launchers:  # fmt: skip
     """The launchers that have come to the run's ``folder``. Raises RendezvousError, OSError.
 
     The least number must come within ``limit_s``; more, or spares, may come within ``last_call_s`` after that
@@ -146,29 +200,17 @@ def join_rendezvous(
     """
     host = resolve(options.host, "give --rdzv-endpoint a host that every node can resolve, or an address")
     own = Member(own_name, options.local_address or _own_address(host), port or free_port())
-    arrivals = folder / FOLDER
-    arrivals.mkdir(exist_ok=True)
-    presence, watch = PresenceFile(arrivals, own, options.node_rank), PresenceWatch(arrivals)
-    begun = time.monotonic()
-    enough_at, said_at = None, begun
-    while True:
-        presence.beat()
-        if (plan := _running(folder, start)) is not None:
-            presence.linger()
-            return Launchers(own, (*(one for one in plan.members if one.name != own.name), own), start=start)
-        watch.look()
-        now, count = time.monotonic(), len(watch.present)
-        if count >= options.least and own.name in watch.present:
-            enough_at = enough_at or now
-            if count >= options.most or now - enough_at >= last_call_s:
-                presence.linger()
-                return Launchers(own, watch.members, start=start)
-        elif now - begun > limit_s:
-            raise RendezvousError(_missing(count, options, folder, f"within {limit_s:g} s"))
-        elif now - said_at > REPORT_INTERVAL_S:
+    meeting = Meeting(options, folder, own, last_call_s, start=start)
+    begun = said_at = time.monotonic()
+    while (launchers := meeting.step(now := time.monotonic())) is None:
+        if meeting.count < options.least and now - begun > limit_s:
+            raise RendezvousError(_missing(meeting.count, options, folder, f"within {limit_s:g} s"))
+        if meeting.count < options.least and now - said_at > REPORT_INTERVAL_S:
             said_at = now
-            print_message(_missing(count, options, folder, "so far"))
-        pause(BEAT_S)
+            print_message(_missing(meeting.count, options, folder, "so far"))
+        time.sleep(BEAT_S)
+    meeting.linger()
+    return launchers
 
 
 def _missing(count: int, options: RendezvousOptions, folder: Path, when: str) -> str:

@@ -78,7 +78,7 @@ class StopCoordinator:
 
     def swap(self, node: str, reason: str) -> None:
         """Checkpoint at a step boundary, then go on without ``node``: no step is lost."""
-        if self._stop or node not in self._planner.slots:
+        if self._stop or node not in self._planner.placed:
             return
         if not self._health.retire(node, reason):
             self._health.refuse_swap(node)
@@ -87,7 +87,7 @@ class StopCoordinator:
 
     def release(self, node: str, reason: str) -> None:
         """The same for a borrowed node that has to leave and may return; without a spare, ask for one and wait."""
-        if self._stop or node not in self._planner.slots:
+        if self._stop or node not in self._planner.placed:
             return
         if not self._planner.spares:
             if node not in self._leaving:
