@@ -18,7 +18,7 @@ from opsd.slurm.drain import OWN_PREFIX
 from opsd.slurm.dry_run import preview
 from opsd.slurm.port import SlurmError
 from opsd.slurm.requeue import LIMIT_S, REASON, ExcludedNodes, Requeued, requeue_now
-from opsd.slurm.requeue_helper import requeue_from_inside
+from opsd.slurm.requeue_helper import helper_of, requeue_from_inside
 
 
 def _reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -48,6 +48,7 @@ def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
     "--restarts", type=click.IntRange(0), help="Leave the job alone if it was restarted more often. [default: as now]"
 )
 @option("--lead", default=0.0, type=Seconds(0), hidden=True)
+@option("--log", default="", hidden=True)
 @option("--dry-run", is_flag=True, help="Say what would be done and which right is missing, and do nothing.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object; what happens meanwhile goes to stderr.")
 @option("--limit", default=LIMIT_S, type=Seconds(1), help="Seconds to keep trying.")
@@ -58,6 +59,7 @@ def requeue(
     reason: str,
     restarts: int | None,
     lead: float,
+    log: str,
     dry_run: bool,
     as_json: bool,
     limit: float,
@@ -83,7 +85,13 @@ def requeue(
                 slurm, allocation(os.environ), without, restarts=restarts, limit_s=limit, say=say
             )
         else:
-            done = requeue_now(slurm, job, without, restarts=restarts, defer_s=lead, limit_s=limit, say=say)
+            helper = None
+            if log:
+                own = allocation(os.environ)
+                helper = helper_of(slurm, own, job, without, restarts=restarts, limit_s=limit, log=log)
+            done = requeue_now(
+                slurm, job, without, restarts=restarts, defer_s=lead, helper=helper, limit_s=limit, say=say
+            )
     except (SlurmError, AllocationError) as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.FAILED

@@ -53,7 +53,7 @@ class Job(ABC):
         """When Slurm takes the node of the batch script for dead, or has taken it."""
         self._avoided: dict[str, float] = {}
         """Nodes that are in service and that the job must not start on, and until when."""
-        self._pending = self._helped = False
+        self._pending = False
 
     @abstractmethod
     def launch(self, names: list[str]) -> None:
@@ -89,9 +89,6 @@ class Job(ABC):
         most = self.world.nodes + policy.inside
         avoided = {name for name, until in self._avoided.items() if until > now}
         names = self.world.cluster.usable(but=avoided)
-        if self._helped and len(names) > policy.least:
-            names.pop()
-        self._helped = False
         self._pending = len(names) < policy.least
         if self._pending:
             self.world.account.idle(now, "waiting")
@@ -121,13 +118,9 @@ class Job(ABC):
         if name == self._batch_host:
             self._noticed_at = self.world.loop.time() + self.world.times.slurm_notices_s
 
-    def requeue(self, delay_s: float, *, helped: bool = False) -> None:
-        """Back into the queue, to start after ``delay_s`` seconds at the earliest.
-
-        The job that has ``helped`` to requeue this one (opsd/slurm/requeue_helper.py) still has a node then, and ends.
-        """
+    def requeue(self, delay_s: float) -> None:
+        """Back into the queue, to start after ``delay_s`` seconds at the earliest."""
         self.requeues += 1
-        self._helped = helped
         now = self.world.loop.time()
         self._again(max(0.0, self._noticed_at - now) + delay_s, self.submit)
         self.world.account.idle(now, "queue")

@@ -143,7 +143,7 @@ class SupervisedJob(Job):
         self._inherited = memory
         if code == exitcodes.REQUEUE:
             self.avoid(avoid)
-            self.requeue(self.world.times.queue_s, helped=True)
+            self.requeue(self.world.times.queue_s)
         else:
             self.resubmit()
 

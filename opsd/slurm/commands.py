@@ -147,6 +147,9 @@ class CommandSlurm:
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._run("scontrol", "update", f"jobid={job}", f"starttime={_when(at)}")
 
+    def start_after(self, job: int, other: int) -> None:
+        self._run("scontrol", "update", f"jobid={job}", f"dependency=afterany:{other}")
+
     def exclude(self, job: int, names: Sequence[str], at: float) -> None:
         comment, before = self._comment(job), self._avoided(job)
         own = _avoided_in(comment)

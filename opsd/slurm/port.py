@@ -204,6 +204,12 @@ class Slurm(SlurmNodes, Protocol):
         Call it once a requeued job is pending: Slurm then sets its own delay and overwrites any earlier value.
         """
 
+    def start_after(self, job: int, other: int) -> None:
+        """Keep a pending job from starting until the job ``other`` has ended in any way and its nodes are free.
+
+        It replaces the dependencies of ``job``, of which Slurm keeps none once the job has run.
+        """
+
     def exclude(self, job: int, names: Sequence[str], at: float) -> None:
         """Exclude these nodes from a pending job, in addition to those excluded before; ``at`` is stored with them.
 

@@ -61,6 +61,18 @@ class ExcludedNodes:
 
 
 @dataclass(frozen=True, slots=True)
+class Helper:
+    """The job ``job`` that this process is, with a node that the requeued job may need.
+
+    So that job starts only after this one has ended, which then cannot see whether it does. ``look_again`` has
+    somebody else look later.
+    """
+
+    job: int
+    look_again: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
 class Requeued:
     """The state of the job: pending and free to start, running again, or stopping while another process goes on.
 
@@ -84,6 +96,7 @@ def requeue_now(
     restarts: int | None = None,
     defer_s: float = 0.0,
     only_stop: bool = False,
+    helper: Helper | None = None,
     limit_s: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
@@ -95,14 +108,14 @@ def requeue_now(
     ``restarts`` is the job's restart count when the requeue was decided (SLURM_RESTART_COUNT): a job that was requeued
     since then is left alone. None is the present count. For ``defer_s`` seconds the requeue itself is left to another
     process, unless the job has no steps any more. With ``only_stop``, that process also does what comes after the job
-    has stopped. A hold that someone else has set is never released. While the controller is down, requests are
-    repeated.
+    has stopped. A ``helper`` has to end after this, and the job starts then. A hold that someone else has set is never
+    released. While the controller is down, requests are repeated.
 
     Raises SlurmError: the job belongs to another user, is unknown or has ended, a node is not one of the job's, or
     ``limit_s`` seconds have passed and the job does not just wait for its nodes.
     """
     began = clock()
-    attempt = _Attempt(slurm, job, excluded, restarts, only_stop, clock, now, say)
+    attempt = _Attempt(slurm, job, excluded, restarts, only_stop, helper, clock, now, say)
     while True:
         pause = POLL_S
         try:
@@ -128,6 +141,7 @@ class _Attempt:
     excluded: ExcludedNodes
     restarts: int | None
     only_stop: bool
+    helper: Helper | None
     clock: Callable[[], float]
     now: Callable[[], float]
     say: Callable[[str], object]
@@ -137,6 +151,7 @@ class _Attempt:
     _may: bool | None = None
     _is_down: bool = False
     _avoided: tuple[str, ...] = ()
+    _is_watched: bool = False
     _released_at: float | None = None
     _look_at: float = float("-inf")
     _stopped_at: float | None = None
@@ -229,9 +244,12 @@ class _Attempt:
         if self._released_at is None:
             self._take_down()
             self._avoid(job)
+            leaves = self.helper is not None and self._starts_after(job, self.helper)
             if job.reason == "BadConstraints":
                 self.slurm.release(job.id)
             self.slurm.set_start_time(job.id)
+            if leaves:
+                return Requeued(job.id, job.state, job.restarts, self._avoided)
             self._released_at = self.clock()
         elif job.reason == "BadConstraints" and self._poll_due():
             if not (own := self.slurm.excluded(job.id)):
@@ -242,6 +260,21 @@ class _Attempt:
         elif job.reason not in ("", "BeginTime") or self.clock() - self._released_at > SETTLE_S:
             return Requeued(job.id, job.state, job.restarts, self._avoided)
         return None
+
+    def _starts_after(self, job: Job, helper: Helper) -> bool:
+        """Whether ``helper`` may end before the job starts; if not, it goes on as any other process does.
+
+        Slurm may hold a job that has excluded nodes once it tries to start it.
+        """
+        try:
+            if not self._is_watched and self.slurm.excluded(job.id):
+                helper.look_again()
+                self._is_watched = True
+            self.slurm.start_after(job.id, helper.job)
+        except (SlurmRejected, SlurmDenied) as error:
+            self.tell(f"job {job.id} may start without the node of job {helper.job}: {error}")
+            return False
+        return True
 
     def _poll_due(self) -> bool:
         """Whether a held job is to be looked at again; it may be held for minutes."""

@@ -12,17 +12,32 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
 from opsd.slurm.job_state import is_stopping
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import LIMIT_S, POLL_S, RETRY_S, UNFIT_S, ExcludedNodes, Requeued, requeue_now
+from opsd.slurm.requeue import (
+    LIMIT_S,
+    POLL_S,
+    RETRY_S,
+    UNFIT_S,
+    ExcludedNodes,
+    Helper,
+    Requeued,
+    requeue_now,
+)
 
+OPSD = (sys.executable, "-P", "-m", "opsd")
 DEFER_S = 30.0
 """How long the helper leaves the requeue itself to the job that asked for it, while that job has steps."""
 SPARE_MIN = 5
 """Minutes added to the helper's time limit, beyond the time for which it keeps trying."""
+LOOK_AGAIN_S = 30.0
+"""After the end of the helper, once any scheduler has tried to start the job."""
+LOOK_WAITS_MIN = 60
+"""For so many minutes the job that looks again waits for a processor; in a full cluster the other one runs by then."""
 START_S = 4.0
 """How long a helper that has to do everything may take to start: a little more than batch_sched_delay."""
 
@@ -34,7 +49,7 @@ def requeue_from_inside(
     *,
     restarts: int | None = None,
     limit_s: float = LIMIT_S,
-    command: Sequence[str] = (sys.executable, "-P", "-m", "opsd"),
+    command: Sequence[str] = OPSD,
     log: str = "/dev/null",
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
@@ -49,7 +64,8 @@ def requeue_from_inside(
     """
     has_helper = False
     restarts = allocation.restarts if restarts is None else restarts
-    helper_job = _helper_job(allocation, excluded, restarts, limit_s, command, log)
+    task = _Task(allocation.job, excluded, restarts, limit_s, tuple(command), log)
+    helper_job = task.submission(allocation, f"--lead={DEFER_S:g}", f"--log={log}")
 
     def submit() -> int:
         _refuse_cancelled(slurm, allocation.job, restarts)
@@ -128,25 +144,59 @@ def _runs(slurm: Slurm, job: int, clock: Callable[[], float], sleep: Callable[[f
     return False
 
 
-def _helper_job(
-    allocation: Allocation,
+def helper_of(
+    slurm: Slurm,
+    own: Allocation,
+    job: int,
     excluded: ExcludedNodes,
-    restarts: int,
+    *,
+    restarts: int | None,
     limit_s: float,
-    command: Sequence[str],
     log: str,
-) -> tuple[str, tuple[str, ...]]:
-    """The script and the sbatch options of the helper job."""
-    told = [f"--lost={name}" for name in excluded.lost] + [f"--without={name}" for name in excluded.unfit]
-    argv = [
-        *command, "requeue", str(allocation.job), f"--restarts={restarts}", f"--lead={DEFER_S:g}",
-        f"--limit={limit_s:g}", f"--reason={excluded.reason}", *told,
-    ]  # fmt: skip
-    waits_s = limit_s + (UNFIT_S if excluded.unfit else 0.0)
-    options = (
-        f"--job-name=opsd-requeue-{allocation.job}", "--nodes=1", "--ntasks=1", "--mem=200M",
-        f"--time={math.ceil(waits_s / 60) + SPARE_MIN}",
-        "--no-requeue", f"--output={log}", *allocation.same_queue,
-        *([f"--exclude={compress(excluded.names)}"] if excluded.names else []),
-    )  # fmt: skip
-    return f"#!/bin/sh\nexec {shlex.join(argv)}\n", options
+    command: Sequence[str] = OPSD,
+) -> Helper:
+    """The helper ``own`` of the requeue of ``job``; its ``look_again`` submits a job that does so after it.
+
+    That job writes its output to ``log`` as well. The rest is as in ``requeue_from_inside``.
+    """
+    task = _Task(job, excluded, restarts or 0, limit_s, tuple(command), log)
+
+    def look_again() -> None:
+        script, options = task.submission(own)
+        late = (f"--begin=now+{LOOK_AGAIN_S:g}", f"--deadline=now+{task.minutes + LOOK_WAITS_MIN}minutes")
+        slurm.submit(script, (*options, *late))
+
+    return Helper(own.job, look_again)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What a job is submitted for: the requeue of ``job``."""
+
+    job: int
+    excluded: ExcludedNodes
+    restarts: int
+    limit_s: float
+    command: tuple[str, ...]
+    log: str
+
+    @property
+    def minutes(self) -> int:
+        """The time limit."""
+        waits_s = self.limit_s + (UNFIT_S if self.excluded.unfit else 0.0)
+        return math.ceil(waits_s / 60) + SPARE_MIN
+
+    def submission(self, beside: Allocation, *options: str) -> tuple[str, tuple[str, ...]]:
+        """The script, with these options of ``opsd requeue``, and the options of sbatch for the queue of ``beside``."""
+        excluded = self.excluded
+        told = [f"--lost={name}" for name in excluded.lost] + [f"--without={name}" for name in excluded.unfit]
+        argv = [
+            *self.command, "requeue", str(self.job), f"--restarts={self.restarts}", *options,
+            f"--limit={self.limit_s:g}", f"--reason={excluded.reason}", *told,
+        ]  # fmt: skip
+        chosen = (
+            f"--job-name=opsd-requeue-{self.job}", "--nodes=1", "--ntasks=1", "--mem=200M", f"--time={self.minutes}",
+            "--no-requeue", f"--output={self.log}", "--open-mode=append", *beside.same_queue,
+            *([f"--exclude={compress(excluded.names)}"] if excluded.names else []),
+        )  # fmt: skip
+        return f"#!/bin/sh\nexec {shlex.join(argv)}\n", chosen

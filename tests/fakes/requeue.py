@@ -25,7 +25,7 @@ class FakeQueue(FakeSlurm):
     away at the requests whose numbers are in ``away``; a requeue counts twice, and may be carried out unheard. A job
     that is completing takes no changes, and one that ``needs_all`` nodes is held once one is excluded.
     ``excluded_at`` are those that opsd keeps it off, ``with_steps`` the nodes on which it has steps. A helper that
-    was submitted runs if there is ``room`` for it.
+    was submitted runs if there is ``room`` for it. Slurm ``refuses`` "submit" or "start_after".
     """
 
     def __init__(
@@ -39,11 +39,13 @@ class FakeQueue(FakeSlurm):
         needs_all: bool = False,
         away: Container[int] = (),
         room: bool = False,
+        refuses: str = "",
     ) -> None:
         super().__init__(nodes, operator=operator, config={"SlurmdTimeout": "300 sec"})
         self.job = job
         self.with_steps = set(job.nodes)
         self._room = room
+        self._refuses = refuses
         self.calls: list[str] = []
         self.submitted: list[tuple[str, tuple[str, ...]]] = []
         self._needs_all = needs_all
@@ -90,7 +92,8 @@ class FakeQueue(FakeSlurm):
 
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
         self._answer()
-        assert not self.calls
+        assert not self.calls or "requeue" in self.calls
+        self._refuse("submit")
         self.submitted.append((script, tuple(options)))
         return HELPER
 
@@ -122,10 +125,19 @@ class FakeQueue(FakeSlurm):
         held = self.excluded_at and self._needs_all
         self.job = replace(self.job, reason="BadConstraints" if held else "Resources")
 
+    def start_after(self, job: int, other: int) -> None:
+        self._change("pending")
+        self._refuse("start_after")
+        self.calls.append(f"after {other}")
+
     def release(self, job: int) -> None:
         self._change("pending")
         self.calls.append("release")
         self.job = replace(self.job, state="pending", reason="BeginTime")
+
+    def _refuse(self, request: str) -> None:
+        if request == self._refuses:
+            raise SlurmRejected("scontrol: Requested operation is presently disabled")
 
     def _change(self, *states: str) -> None:
         self._answer()

@@ -122,6 +122,9 @@ class FakeSlurm:
     def set_start_time(self, job: int, at: float | None = None) -> None:
         self._answer()
 
+    def start_after(self, job: int, other: int) -> None:
+        self._answer()
+
     def exclude(self, job: int, names: Sequence[str], at: float) -> None:
         self._answer()
 

@@ -9,10 +9,10 @@ import pytest
 
 from opsd.slurm.allocation import allocation
 from opsd.slurm.port import Node, SlurmRejected
-from opsd.slurm.requeue import ExcludedNodes, Requeued
-from opsd.slurm.requeue_helper import requeue_from_inside
+from opsd.slurm.requeue import ExcludedNodes, Requeued, requeue_now
+from opsd.slurm.requeue_helper import helper_of, requeue_from_inside
 from tests.fakes.clock import FakeClock
-from tests.fakes.requeue import FakeQueue, running
+from tests.fakes.requeue import HELPER, FakeQueue, running
 
 ANYWHERE = ExcludedNodes()
 
@@ -42,8 +42,8 @@ def test_a_launcher_leaves_the_end_to_another_job() -> None:
     assert slurm.calls == ["drain n2", "down n2", "requeue"]
     [(script, options)] = slurm.submitted
     assert script == (
-        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=30 --limit=900 '--reason=opsd:4 node_lost' --lost=n2 "
-        "--without=n3\n"
+        "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --lead=30 --log=/dev/null --limit=900 '--reason=opsd:4 node_lost' "
+        "--lost=n2 --without=n3\n"
     )
     assert {"--partition=train", "--account=lab", "--exclude=n[2-3]", "--no-requeue", "--nodes=1"} <= set(options)
 
@@ -54,7 +54,7 @@ def test_what_was_decided_of_an_earlier_start_does_not_end_this_one() -> None:
     done = requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",)), restarts=1, limit_s=3600.0, command=["opsd"])
     assert (done.restarts, slurm.calls) == (2, [])
     [(script, options)] = slurm.submitted
-    assert "--restarts=1 --lead=30 --limit=3600 " in script
+    assert "--restarts=1 --lead=30 --log=/dev/null --limit=3600 " in script
     assert "--time=65" in options
 
 
@@ -85,3 +85,43 @@ def test_a_job_that_its_user_has_cancelled_is_left_alone() -> None:
     with pytest.raises(SlurmRejected, match="is being ended and is not put back into the queue"):
         requeue_from_inside(slurm, OWN, ExcludedNodes(("n2",)))
     assert (slurm.submitted, slurm.calls) == ([], [])
+
+
+def attend(slurm: FakeQueue, excluded: ExcludedNodes) -> Requeued:
+    """What the helper does, from the begin of the requeue to its own end."""
+    clock = FakeClock()
+    own = replace(OWN, job=HELPER, nodes=("n4",))
+    helper = helper_of(slurm, own, 7, excluded, restarts=2, limit_s=900.0, log="requeue.log", command=["opsd"])
+    return requeue_now(
+        slurm, 7, excluded, restarts=2, helper=helper, clock=clock.monotonic, now=clock.wall, sleep=clock.advance,
+        say=lambda sentence: None,
+    )  # fmt: skip
+
+
+def test_the_job_starts_when_its_helper_has_freed_its_node() -> None:
+    """A job with a range of nodes would start without that one, and so without its spare."""
+    slurm = queue(dead=("n2",), restarts=2)
+    assert attend(slurm, ExcludedNodes(("n2",))).state == "pending"
+    assert slurm.calls == ["drain n2", "down n2", "requeue", f"after {HELPER}", "start"]
+    assert slurm.submitted == []
+
+
+def test_whether_a_job_can_do_without_its_excluded_nodes_is_seen_by_another_helper() -> None:
+    """Slurm holds it if not, when it tries to start it: the first helper has ended then, and a held job is not lost."""
+    slurm = queue(dead=("n2",), restarts=2, operator=False)
+    assert attend(slurm, ExcludedNodes(("n2",))).avoided == ("n2",)
+    assert slurm.calls[-3:] == ["exclude n2", f"after {HELPER}", "start"]
+    [(script, options)] = slurm.submitted
+    assert (
+        script
+        == "#!/bin/sh\nexec opsd requeue 7 --restarts=2 --limit=900 '--reason=opsd:requeue node_lost' --lost=n2\n"
+    )
+    assert {"--begin=now+30", "--deadline=now+80minutes", "--time=20", "--output=requeue.log"} <= set(options)
+
+
+@pytest.mark.parametrize("refused", ["submit", "start_after"])
+def test_a_helper_whose_end_nobody_waits_for_stays(refused: str) -> None:
+    """It sees to the start itself where Slurm refuses another job, or the order of the two."""
+    slurm = queue(dead=("n2",), restarts=2, operator=False, refuses=refused)
+    assert attend(slurm, ExcludedNodes(("n2",))) == Requeued(7, "pending", 3, ("n2",))
+    assert slurm.calls[-2:] == ["exclude n2", "start"]

@@ -97,6 +97,20 @@ def test_a_survivor_has_its_own_job_started_elsewhere(defaults: Cluster) -> None
     assert slurm.jobs([job.id])[0].restarts == 1
 
 
+def test_a_job_with_a_range_of_nodes_starts_on_all_that_are_left(defaults: Cluster) -> None:
+    """The job that attends to its requeue has one of them, and frees it before; whoever looks again waits its turn."""
+    user = CommandSlurm(runner_on(defaults.controller, "nobody"))
+    job = begin(defaults, user, "--nodes=2-4", "--exclusive")
+    victim = next(name for name in job.nodes if name != job.batch_host)
+    defaults.nodes[victim].power_off()
+    lost = time.monotonic()
+    (defaults.shared / f"tell-{job.batch_host}").write_text(victim)
+    wait_until(lambda: resumed(defaults, user, job.id), "the job runs again", 120)
+    print(f"\nrange of nodes: running again {time.monotonic() - lost:.1f} s after the loss")
+    assert starts(defaults)[1] == sorted(set(job.nodes) - {victim})
+    assert [found.id for found in user.jobs() if found.state != "pending"] == [job.id]
+
+
 @pytest.mark.long
 def test_the_batch_host_dies(cluster_of_tuned_timeouts: Cluster) -> None:
     """With the node of the batch script gone the launcher leaves all to the job that attends to it, and ends."""
