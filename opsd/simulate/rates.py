@@ -18,6 +18,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from opsd.files import read_settings
 from opsd.settings.section import Section
 from opsd.simulate.faults import DAY_S, HOUR_S, PASSING, Effect, Fault, FaultsError
 
@@ -158,7 +159,7 @@ def published(name: str) -> Rates:
 def load(path: Path) -> Rates:
     """The rates in the TOML file ``path``. Raises FaultsError."""
     try:
-        return Rates(path.name, RatesFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))))
+        return Rates(path.name, RatesFile.model_validate(tomllib.loads(read_settings(path).decode())))
     except OSError as error:
         known = ", ".join(PUBLISHED)
         raise FaultsError(f"{path} cannot be read: {error.strerror}; the built-in rates are {known}") from error
