@@ -36,6 +36,8 @@ _NONE = "none"
 
 _LEAST, _MOST = 1e-12, 1e24
 """Bounds of figures, beyond which there is nothing to compute."""
+_LEAST_SHARE = 1e-3
+"""Of the peak, or of a step: less of either is a slip, and its plan one of centuries."""
 _MAY_BE_NONE = ("node_latency", "network_latency", "spread", "restart", "maintenance", "slow", "data", "evaluation")
 """Figures without which there is a plan all the same."""
 
@@ -174,7 +176,9 @@ def _assumed(text: str, known: Mapping[str, Figure]) -> tuple[str, Figure]:
         value = math.nan
     if name not in known or not 0 <= value < math.inf:
         raise click.UsageError(f"--assume {text}: expected NAME=VALUE, a number and one of {', '.join(known)}")
-    if (known[name].unit.startswith("share") and value > 1) or (value and not _LEAST < value < _MOST):
+    is_share = known[name].unit.startswith("share")
+    least, most = (_LEAST_SHARE, 1.0) if is_share and name not in _MAY_BE_NONE else (_LEAST, 1.0 if is_share else _MOST)
+    if value and not least <= value <= most:
         raise click.UsageError(f"--assume {text}: no such {known[name].unit} can be planned with")
     if not value and name not in _MAY_BE_NONE:
         raise click.UsageError(f"--assume {text}: only {', '.join(_MAY_BE_NONE)} can be 0")

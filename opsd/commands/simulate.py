@@ -26,6 +26,7 @@ from opsd.slurm.topology import Topology, TopologyError
 from opsd.slurm.topology_source import read
 
 MOST_NODES = 20_000
+_MOST_DAYS = 3650
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -54,8 +55,8 @@ _faults_options = options(
     ),
     option("--trace-nodes", type=click.IntRange(1, MOST_NODES), help="Nodes of the traced cluster, healthy ones too."),
     option(
-        "--rates", "rates_name", metavar="NAME|FILE", default="stepfun",
-        help=f"Faults by rates: {', '.join(rates.PUBLISHED)}, or a TOML file.",
+        "--rates", "rates_name", metavar="NAME|FILE",
+        help=f"Faults by rates: {', '.join(rates.PUBLISHED)}, or a TOML file; stepfun by default.",
     ),
     option("--draws", type=click.IntRange(1, 1000), default=10, help="Shifts of the trace, or random faults."),
     option("--seed", type=click.IntRange(0), default=0, help="Of the first draw."),
@@ -70,12 +71,16 @@ _run_options = options(
         metavar="FILE",
         help="The cluster's topology.conf in place of made-up switches; its first nodes train.",
     ),
-    option("--days", type=Finite(0.01, 3650), default=30.0, help="Length of the run."),
+    option("--days", type=Finite(0.01, _MOST_DAYS), default=30.0, help="Length of the run."),
     option("--gpus", type=click.IntRange(1, 64), default=8, help="GPUs of a node."),
     option("--policy", "name", type=click.Choice(NAMES), default="pool", help="What is done about faults."),
     option("--inside", type=click.IntRange(0, MOST_NODES), help="Policy hot: spares in the job; half by default."),
     option("--least", type=click.IntRange(1, MOST_NODES), help="Policy shrink: nodes to go on with; 90 % by default."),
-    option("--interval-s", type=Finite(1), help="Seconds between checkpoints; Daly's optimum by default."),
+    option(
+        "--interval-s",
+        type=Finite(1, _MOST_DAYS * DAY_S),
+        help="Seconds between checkpoints; Daly's optimum by default.",
+    ),
     option("--stall-s", type=Finite(0.001, 3600), default=0.22, help="Seconds that a checkpoint stops the ranks."),
     option("--program-s", type=Finite(0, 86_400), default=0.0, help="Seconds from a start of ranks to the first step."),
 )
@@ -144,10 +149,12 @@ def _write(
 def _source(told: dict[str, Any]) -> FaultSource:
     try:
         if told["trace_file"] is not None:
+            if told["rates_name"] is not None:
+                raise click.UsageError("--trace and --rates exclude each other; give one of them")
             return history.load(told["trace_file"], told["trace_nodes"])
         if told["trace_nodes"] is not None:
             raise click.UsageError("--trace-nodes needs --trace")
-        name = told["rates_name"]
+        name = told["rates_name"] or "stepfun"
         return rates.published(name) if name in rates.PUBLISHED else rates.load(Path(name))
     except FaultsError as error:
         raise click.UsageError(str(error)) from error

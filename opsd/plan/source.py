@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from opsd.files import read_settings
 from opsd.plan.scaling import suggest
 from opsd.trainer.config import Config, ConfigError, complete, load
 from opsd.trainer.hf.config import settings_of
@@ -42,9 +43,11 @@ def read(source: str, overrides: Sequence[str], tokens: float | None, gpus: int 
 def _of_json(path: Path, overrides: Sequence[str], tokens: float | None, gpus: int | None) -> Config:
     """With bf16, AdamW, and the batch that scaling laws suggest; the overrides change what is not so."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(read_settings(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is no JSON of a model: it is nested too deeply") from error
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
     if not isinstance(fields, dict):

@@ -43,6 +43,8 @@ def load(path: Path, nodes: int | None) -> Trace:
     """The trace that ``path`` is: journals, Slurm's events, or the form of ``trace.parse``. Raises FaultsError."""
     if path.is_dir():
         return of_journals(path, nodes)
+    if path.is_char_device():
+        raise FaultsError(f"{path} is a device: give a file, or a pipe that something writes")
     try:
         content = path.read_bytes()
     except OSError as error:

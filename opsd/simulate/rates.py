@@ -18,6 +18,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from opsd.files import read_settings
 from opsd.settings.section import Section
 from opsd.simulate.faults import DAY_S, HOUR_S, PASSING, Effect, Fault, FaultsError
 
@@ -68,9 +69,14 @@ class RatesFile(Section):
     lemon_faults: float = Field(default=0.24, gt=0, lt=1)
 
     @model_validator(mode="after")
-    def _slow_ones_work(self) -> Self:
+    def _fit_together(self) -> Self:
         faults: list[Kind | Domain] = [*self.fault, *self.domain]
         for fault in faults:
+            if fault.repair_p90_h < fault.repair_p50_h:
+                more = f"half of the repairs take {fault.repair_p50_h:g} h"
+                raise ValueError(
+                    f"{fault.kind} has repair_p90_h {fault.repair_p90_h:g}, but {more}: give at least that"
+                )
             if fault.speed < 1 and fault.effect != "degraded":
                 raise ValueError(f"{fault.kind} has a speed and is {fault.effect}: only degraded nodes work on")
         return self
@@ -131,7 +137,7 @@ def _process(kind: Kind, node: int, weight: float, seconds: float, random: Rando
 
 def _repair_s(kind: Kind | Domain, random: Random) -> float:
     """Weibull, through the two quantiles: of StepFun's repairs that has a mean of 193 h, a log-normal one 298 h."""
-    if kind.repair_p90_h <= kind.repair_p50_h:
+    if kind.repair_p90_h == kind.repair_p50_h:
         return kind.repair_p50_h * HOUR_S
     shape = math.log(math.log(10) / math.log(2)) / math.log(kind.repair_p90_h / kind.repair_p50_h)
     return random.weibullvariate(kind.repair_p50_h / math.log(2) ** (1 / shape), shape) * HOUR_S
@@ -158,7 +164,7 @@ def published(name: str) -> Rates:
 def load(path: Path) -> Rates:
     """The rates in the TOML file ``path``. Raises FaultsError."""
     try:
-        return Rates(path.name, RatesFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8"))))
+        return Rates(path.name, RatesFile.model_validate(tomllib.loads(read_settings(path).decode())))
     except OSError as error:
         known = ", ".join(PUBLISHED)
         raise FaultsError(f"{path} cannot be read: {error.strerror}; the built-in rates are {known}") from error
@@ -167,4 +173,5 @@ def load(path: Path) -> Rates:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise FaultsError(f"{path}: {where}: {first['msg']}") from error
+        said = first["msg"].removeprefix("Value error, ")
+        raise FaultsError(": ".join(filter(None, (str(path), where, said)))) from error

@@ -18,6 +18,8 @@ from typing import Final
 from opsd.slurm.hostlist import HostlistError, expand
 
 _PAIR: Final = re.compile(r"([A-Za-z]+)\s*=\s*(\S+)")
+_CONTINUED: Final = re.compile(r"\\[ \t]*\r?\n")
+"""A line that the next one continues, as in all files of Slurm (``_strip_continuation`` in its parse_config.c)."""
 
 
 class TopologyError(Exception):
@@ -151,7 +153,7 @@ def parse(text: str) -> Topology:
     above: dict[str, str] = {}
     domain: dict[str, str] = {}
     try:
-        for line in text.splitlines():
+        for line in _CONTINUED.sub(" ", text).splitlines():
             told = {key.lower(): value for key, value in _PAIR.findall(line.partition("#")[0])}
             nodes = expand(told.get("nodes", ""))
             if block := told.get("blockname"):

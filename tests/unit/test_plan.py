@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -188,8 +189,11 @@ def test_what_does_not_run_has_a_reason() -> None:
         (["typed.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "num_hidden_layers '32'"),
         (["smollm3-3b", "--tokens", "1e300"], exitcodes.USAGE, "not in the range"),
         (["smollm3-3b", "--assume", "gemm=7"], exitcodes.USAGE, "no such share of peak"),
+        (["smollm3-3b", "--assume", "loop=1e-9"], exitcodes.USAGE, "no such share"),
         (["smollm3-3b", "--gpus", "8", "--assume", "failures=1e9"], exitcodes.FAILED, "most to restarts"),
         (["missing.json", "--tokens", "1e12"], exitcodes.USAGE, "No such file or directory"),
+        (["deep.json", "--tokens", "1e12"], exitcodes.USAGE, "nested too deeply"),
+        (["silent.json", "--tokens", "1e12"], exitcodes.USAGE, "a pipe into which nobody writes"),
     ],
 )
 def test_what_cannot_be_planned_is_a_sentence(
@@ -200,6 +204,8 @@ def test_what_cannot_be_planned_is_a_sentence(
     Path("config.json").write_text(json.dumps(CONFIGS["llama-3-405b"]), encoding="utf-8")
     Path("typed.json").write_text(json.dumps(CONFIGS["llama-3-8b"] | {"num_hidden_layers": "32"}), encoding="utf-8")
     Path("other.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
+    Path("deep.json").write_text("[" * 200_000, encoding="utf-8")
+    os.mkfifo("silent.json")
     result = subprocess.run([sys.executable, "-m", "opsd", "plan", *words], capture_output=True, text=True, check=False)
     last = result.stderr.strip().splitlines()[-1]
     assert (result.returncode, last.startswith("opsd: "), said in last) == (code, True, True), result.stderr

@@ -149,6 +149,7 @@ def test_slurms_events_replace_outages(tmp_path: Path) -> None:
         ("b.json", {"preset": "smollm3-3b"}, "no result of make bench-gpu"),
         ("e.txt", EVENTS[: EVENTS.index("|n4")], "too few for a rate"),
         ("e.txt", "hello", "is no JSON"),
+        ("r.json", '{"a": ' * 100_000, "preflight report"),
     ],
     ids=count(),
 )

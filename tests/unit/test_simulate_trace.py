@@ -143,6 +143,10 @@ def test_the_nodes_of_a_switch_fail_together(tmp_path: Path) -> None:
             '[[fault]]\nkind = "x"\neffect = "lost"\nper_1000_node_days = 1.0\nspeed = 0.5',
             "only degraded nodes work on",
         ),
+        (
+            '[[fault]]\nkind = "x"\neffect = "lost"\nper_1000_node_days = 1.0\nrepair_p90_h = 1',
+            "half of the repairs take 35 h",
+        ),
         ("fault = 3", "fault: Input should be"),
         ('[[fault]]\nkind = "x"\neffect = "boom"\nper_1000_node_days = 1.0', r"fault.0.effect: Input should be 'lost'"),
         ("=", "is no TOML"),

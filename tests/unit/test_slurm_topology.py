@@ -42,6 +42,12 @@ def test_a_tree_that_is_a_ring_ends() -> None:
     assert ring.hops("n1", "n2") is not None
 
 
+def test_a_line_goes_on_after_a_backslash() -> None:
+    """Slurm reads its files so; the nodes on the second line were on no switch."""
+    tree = parse("SwitchName=a \\\n  Nodes=n[1-2]\nSwitchName=b Nodes=n3\n")
+    assert tree.leaf == {"n1": "a", "n2": "a", "n3": "b"}
+
+
 def test_the_fewest_switches_are_used() -> None:
     """A leaf that has them all, the one that they fill; else the lowest switch above enough nodes."""
     assert pick(all_equal(*range(1, 15)), 2, TREE) == Choice(("n13", "n14"), "leaf4")
