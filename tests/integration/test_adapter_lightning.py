@@ -159,7 +159,7 @@ def test_stages_after_one_another_look_once_each(tmp_path: Path) -> None:
     ids=["data parallel", "tensor parallel"],
 )
 def test_ranks_count_their_own_tokens(tmp_path: Path, layout: str, batches: int) -> None:
-    """Two ranks: the sum of the pages is what was trained on, whether a step has a batch of each rank or one of both."""
+    """Two ranks: the sum of the pages is what was trained on, whether each has batches of its own or both have one."""
     pages = tokens_of_ranks(tmp_path, ["-c", RANK.format(folder=str(tmp_path), layout=layout)])
     assert pages == [6 * 2 * 4 * batches // 2] * 2
 
