@@ -37,6 +37,7 @@ from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError
 from opsd.trainer.data.texts import read_texts
 from opsd.trainer.data.tokenize import load_tokenizer
 from opsd.trainer.evaluations import AWAITING, CONFIG, RESULTS
+from opsd.trainer.hf.weights import config_in
 from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
@@ -199,7 +200,7 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     shape = config.data.shape_at(manifest.step)
     length = config.evaluation.sequence or shape.sequence
     with torch.device(device):
-        decoder = Decoder(reading(config.model_with(shape), shape.sequence, length))
+        decoder = Decoder(reading(config.model_with(shape), trained_length(config.run.initial, shape.sequence), length))
     load(folder, manifest, {f"model.{name}": region_of(value) for name, value in decoder.saved()})
     if config.model.dtype == "bfloat16":
         for parameter in decoder.parameters():  # as in training; the biases of routers stay
@@ -208,6 +209,15 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
     if config.data.fallback and not (corpus / TOKENIZER).exists():
         corpus = Path(config.data.fallback, config.data.sources[0])
     return Model(decoder, load_tokenizer(corpus / TOKENIZER), length), manifest.sample
+
+
+def trained_length(initial: str, sequence: int) -> int:
+    """Tokens of the longest sequences that a model has seen: ``sequence``, or more if ``initial`` is known to have."""
+    try:
+        before = config_in(Path(initial)).get("max_position_embeddings") if initial else None
+    except ConfigError:  # the folder may be gone since the start of the run
+        before = None
+    return max(sequence, before or 0)
 
 
 def reading(model: ModelSettings, trained: int, length: int) -> ModelSettings:

@@ -242,8 +242,9 @@ class EvaluationSettings(Section):
     sequence: NonNegativeInt = 0
     """Tokens of texts that are read at once; 0 is the length of training.
 
-    With more, layers that have rotary positions and see their document have dual-chunk attention, so that no position
-    is farther than in training; ``model.dual_chunk`` says it otherwise.
+    With more than that, and than the ``max_position_embeddings`` of ``run.initial``, layers that have rotary positions
+    and see their document have dual-chunk attention, so that no position is farther than in training;
+    ``model.dual_chunk`` says it otherwise.
     """
     harness: str = ""
     """A command of lm-evaluation-harness or lighteval.

@@ -26,6 +26,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from opsd.adapters.fencing import Gate
 from opsd.adapters.phases import Phases, any_rank
+from opsd.adapters.tokens import Share
 from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
 
@@ -41,9 +42,9 @@ LOG_EVERY = 50
 class RankPageCallback(Callback):
     """Writes the rank page of this process; without ``opsd launch`` it writes to private memory.
 
-    ``tokens`` counts those of a batch. The loss is read every ``log_every_n_steps`` steps of the trainer, because
-    reading it waits for the GPU; a gradient norm is known if the module logs ``grad_norm``. ``fence`` is that of the
-    rank's environment unless it is given.
+    ``tokens`` counts those of a batch, of which ranks that compute it together (``ModelParallelStrategy``) report equal
+    parts. The loss is read every ``log_every_n_steps`` steps of the trainer, because reading it waits for the GPU; a
+    gradient norm is known if the module logs ``grad_norm``. ``fence`` is that of the rank's environment unless given.
     """
 
     def __init__(
@@ -56,8 +57,8 @@ class RankPageCallback(Callback):
         self._reporter = reporter or Reporter.from_env("adapter")
         self._gate = Gate(self._reporter, fence)
         self._phases = Phases(self._reporter)
-        self._count = tokens
-        self._tokens = self._step = 0
+        self._count, self._tokens = tokens, Share()
+        self._step = 0
         self._loss = float("nan")
         self._saving: int | None = None
 
@@ -82,7 +83,8 @@ class RankPageCallback(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """A batch is there."""
         self._saved()
-        self._tokens += self._count(batch) if self._count else 0
+        if self._count:
+            self._tokens.add(self._count(batch), _sharing(trainer))
         self._phases.enter("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
@@ -109,8 +111,8 @@ class RankPageCallback(Callback):
             self._loss = float("nan") if loss is None else float(loss)
         norm = float(trainer.callback_metrics.get("grad_norm", float("nan")))
         rate = next((float(group["lr"]) for o in trainer.optimizers for group in o.param_groups), float("nan"))
-        self._reporter.step(tokens=self._tokens, loss=self._loss, grad_norm=norm, learning_rate=rate, step=self._step)
-        self._tokens = 0
+        tokens = self._tokens.take()
+        self._reporter.step(tokens=tokens, loss=self._loss, grad_norm=norm, learning_rate=rate, step=self._step)
         if any_rank(self._reporter.stop_requested, pl_module.device):
             trainer.should_stop = True
             trainer.save_checkpoint(_folder(trainer) / STOPPED)
@@ -152,6 +154,12 @@ class RankPageCallback(Callback):
         if self._saving is not None:
             self._reporter.checkpoint_committed(self._saving)
             self._saving = None
+
+
+def _sharing(trainer: Trainer) -> int:
+    """How many ranks compute the same batch."""
+    sampler: Mapping[str, int] | None = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    return trainer.world_size // sampler["num_replicas"] if sampler else 1
 
 
 def _folder(trainer: Trainer) -> Path:

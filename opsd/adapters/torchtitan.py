@@ -69,7 +69,8 @@ class RankPageTrainer(Trainer):
         before, rates = self.ntokens_seen, self.lr_schedulers.get_metrics()
         super().train_step(data_iterator)
         self._phases.leave()
-        self._tokens.add(self.ntokens_seen - before, self.parallel_dims.non_data_parallel_size)
+        ranks = self.parallel_dims  # context parallel ones count their own parts of a sequence
+        self._tokens.add(self.ntokens_seen - before, ranks.tp * ranks.pp)
         self._reporter.step(
             tokens=self._tokens.take(), loss=self._logged.loss, grad_norm=self._logged.grad_norm,
             learning_rate=next(iter(rates.values()), float("nan")), step=self.step,

@@ -14,8 +14,8 @@ import torch
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim, Fence, create
 from opsd.client import Reporter, events_path
-from opsd.launch.ranks.settings import free_port
 from opsd.rank_page import read_page, write_request
+from tests.fakes.adapter_ranks import tokens_of_ranks
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -118,33 +118,16 @@ def test_a_trainer_without_the_callback_is_left_alone(tmp_path: Path) -> None:
 
 def test_ranks_count_their_own_tokens(tmp_path: Path) -> None:
     """Two ranks: each page has the tokens of its own batches, accumulated ones too; the sum was trained on."""
-    run_ranks(tmp_path, 2, "per_device_train_batch_size=2, gradient_accumulation_steps=2")
-    pages = [read_page(tmp_path / f"rank-{rank:04d}.page") for rank in range(2)]
-    assert [page.tokens for page in pages] == [6 * 2 * 2 * 8] * 2
+    program = RANK.format(folder=str(tmp_path))
+    assert tokens_of_ranks(tmp_path, ["-c", program]) == [6 * 2 * 2 * 8] * 2
 
 
-def run_ranks(folder: Path, ranks: int, settings: str) -> None:
-    script = (
-        f"from pathlib import Path\n{RANK}\ntrainer(Path({str(folder)!r}), [RankPageCallback()], {settings}).train()"
-    )
-    port = free_port()
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            env={
-                **os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "OPSD_RANK_PAGE": str(folder / f"rank-{rank:04d}.page"),
-            },
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    assert [process.wait(timeout=300) for process in started] == [0] * ranks
-
-
-RANK = """from test_adapter_huggingface import trainer
-from opsd.adapters.huggingface import RankPageCallback"""
+RANK = """
+from pathlib import Path
+from test_adapter_huggingface import trainer
+from opsd.adapters.huggingface import RankPageCallback
+trainer(Path({folder!r}), [RankPageCallback()], per_device_train_batch_size=2, gradient_accumulation_steps=2).train()
+"""
 SCRIPT = """
 import sys
 from pathlib import Path

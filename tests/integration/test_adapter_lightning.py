@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim, Fence, create
 from opsd.client import Reporter, events_path
 from opsd.rank_page import read_page, write_request
+from tests.fakes.adapter_ranks import tokens_of_ranks
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
@@ -40,13 +42,23 @@ class Line(lightning.LightningModule):  # type: ignore[name-defined, misc]
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class SplitLine(Line):
+    """The same with two layers, whose channels are split over the ranks."""
+
+    def configure_model(self) -> None:
+        self.layer = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.Linear(2, 1))
+        plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(self.layer, self.device_mesh["tensor_parallel"], plan)
+
+
 def fit(
     tmp_path: Path,
-    reporter: Reporter,
+    reporter: Reporter | None,
     folder: str | None = "saved",
     fence: Fence | None = None,
     others: tuple[lightning.pytorch.Callback, ...] = (),
     weights_only: bool = False,
+    module: type[Line] = Line,
     **settings: object,
 ) -> lightning.Trainer:
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(64, 1)), batch_size=4)
@@ -63,7 +75,7 @@ def fit(
         callbacks=[saver, *others, RankPageCallback(reporter, tokens=lambda batch: len(batch[0]), fence=fence)],
         **settings,
     )  # fmt: skip
-    trainer.fit(Line(), data, data, ckpt_path="last")
+    trainer.fit(module(), data, data, ckpt_path="last")
     return trainer
 
 
@@ -139,3 +151,22 @@ def test_stages_after_one_another_look_once_each(tmp_path: Path) -> None:
     trainer.validate(Line(), data)
     trainer.save_checkpoint(tmp_path / "by_hand.ckpt")
     assert (tmp_path / "by_hand.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "batches"),
+    [("strategy='ddp'", 2), ("strategy=ModelParallelStrategy(1, 2), module=SplitLine", 1)],
+    ids=["data parallel", "tensor parallel"],
+)
+def test_ranks_count_their_own_tokens(tmp_path: Path, layout: str, batches: int) -> None:
+    """Two ranks: the sum of the pages is what was trained on, whether each has batches of its own or both have one."""
+    pages = tokens_of_ranks(tmp_path, ["-c", RANK.format(folder=str(tmp_path), layout=layout)])
+    assert pages == [6 * 2 * 4 * batches // 2] * 2
+
+
+RANK = """
+from pathlib import Path
+from lightning.pytorch.strategies import ModelParallelStrategy
+from test_adapter_lightning import SplitLine, fit
+fit(Path({folder!r}), None, accumulate_grad_batches=2, devices=2, {layout})
+"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from opsd import exitcodes
 from opsd.checkpoints.claims import Claim, Fence, create
 from opsd.client import Reporter
 from opsd.rank_page import read_page, write_request
+from tests.fakes.adapter_ranks import tokens_of_ranks
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 
@@ -45,16 +47,16 @@ def model() -> transformers.LlamaForCausalLM:
     )  # fmt: skip
 
 
-def sft(folder: Path, reporter: Reporter, fence: Fence | None = None) -> Any:
-    data = datasets.Dataset.from_list([{"text": "one two three"}, {"text": "two three four one"}] * 8)
+def sft(folder: Path, reporter: Reporter | None = None, fence: Fence | None = None) -> Any:
+    data = datasets.Dataset.from_list([{"text": "one two three four"}, {"text": "two three four one"}] * 8)
     return trl.SFTTrainer(
         model(), args=trl.SFTConfig(output_dir=str(folder), **SETTINGS), train_dataset=data,
         processing_class=tokenizer(), callbacks=[RankPageCallback(reporter, fence)],
     )  # fmt: skip
 
 
-def dpo(folder: Path, reporter: Reporter, fence: Fence | None = None) -> Any:
-    data = datasets.Dataset.from_list([{"prompt": "one two", "chosen": "three", "rejected": "four four"}] * 16)
+def dpo(folder: Path, reporter: Reporter | None = None, fence: Fence | None = None) -> Any:
+    data = datasets.Dataset.from_list([{"prompt": "one two", "chosen": "three", "rejected": "four"}] * 16)
     return trl.DPOTrainer(
         model(), ref_model=model(), args=trl.DPOConfig(output_dir=str(folder), **SETTINGS), train_dataset=data,
         processing_class=tokenizer(), callbacks=[RankPageCallback(reporter, fence)],
@@ -93,3 +95,25 @@ def test_what_has_been_overtaken_saves_nothing(tmp_path: Path, make: Callable[..
         make(tmp_path / "out", Reporter(tmp_path / "rank-0000.page"), Fence(tmp_path, 1)).train()
     assert end.value.code == exitcodes.FENCED
     assert not list((tmp_path / "out").glob("checkpoint-*/*.safetensors"))
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_ranks_count_their_own_tokens(tmp_path: Path, method: str) -> None:
+    """Two ranks: the sum of the pages is the number of tokens that TRL logs for all ranks, here without padding."""
+    pages = tokens_of_ranks(tmp_path, ["-c", RANK.format(folder=str(tmp_path), method=method)])
+    logged = json.loads((tmp_path / "logged.json").read_text())
+    assert pages[0] == pages[1] > 0
+    assert sum(pages) == logged
+
+
+RANK = """
+import json, os
+from pathlib import Path
+import test_adapter_trl
+folder = Path({folder!r})
+trainer = test_adapter_trl.{method}(folder / "out")
+trainer.train()
+if os.environ["RANK"] == "0":
+    logged = [line["num_tokens"] for line in trainer.state.log_history if "num_tokens" in line]
+    (folder / "logged.json").write_text(json.dumps(logged[-1]))
+"""

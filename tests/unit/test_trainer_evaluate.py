@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from opsd.trainer.data.shards import DOCUMENT, DataError
 from opsd.trainer.data.tokenize import train_tokenizer
-from opsd.trainer.evaluate import Model, at_equal_tokens, cloze, perplexity, read_items, reading
+from opsd.trainer.evaluate import Model, at_equal_tokens, cloze, perplexity, read_items, reading, trained_length
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings
@@ -80,6 +80,14 @@ def test_texts_longer_than_in_training_are_read_with_positions_of_training() -> 
     assert (longer.dual_chunk, longer.dual_chunk_local) == (32, 8)
     assert reading(longer, 64, 256) == longer
     assert model_problem(longer) is None
+
+
+def test_what_the_initial_model_was_trained_with_counts(tmp_path: Path) -> None:
+    """Its own length, if that is more than the run's; one that is gone, or says none, has the run's."""
+    assert trained_length("", 32) == trained_length(str(tmp_path / "gone"), 32) == 32
+    for config, longest in (({"max_position_embeddings": 4096}, 4096), ({"max_position_embeddings": 16}, 32), ({}, 32)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert trained_length(str(tmp_path), 32) == longest
 
 
 def test_the_likeliest_choice_wins(tokenizer: Tokenizer) -> None:

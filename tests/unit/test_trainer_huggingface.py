@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from opsd.preflight import plan
 from opsd.trainer.cache import Cache
-from opsd.trainer.config import ConfigError
+from opsd.trainer.config import ConfigError, load
 from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE
 from opsd.trainer.hf.config import config_of, settings_of
 from opsd.trainer.hf.dual_chunk import FIELD
@@ -356,6 +356,38 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="safe_serialization=True"):
         ours(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("preset", "name", "read"),
+    [
+        ("tiny", "SmolLM3ForCausalLM", {"head_dim": 32, "no_rope_layers": [1, 1, 1, 0]}),
+        (
+            "tiny-mla", "DeepseekV2ForCausalLM",
+            {
+                "first_k_dense_replace": 4, "intermediate_size": 320, "kv_lora_rank": 64, "q_lora_rank": 96,
+                "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "tie_word_embeddings": True,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_presets_have_what_converters_read(preset: str, name: str, read: dict[str, object]) -> None:
+    """The architecture that vLLM and llama.cpp's convert_hf_to_gguf.py register, and the fields that the latter reads.
+
+    Without experts that takes ``n_routed_experts`` to be absent, and ``intermediate_size`` for that of experts.
+    """
+    model = load(preset, ["data.shards=/shards"], {}).model
+    config = config_of(model, 256)[1]
+    assert config["architectures"] == [name]
+    assert read.items() <= config.items()
+    assert "n_routed_experts" not in config
+
+
+@pytest.mark.parametrize("preset", ["tiny-moe", "tiny-hybrid"])
+def test_presets_that_no_architecture_has_are_not_exported(preset: str) -> None:
+    """Shared experts with grouped keys and a sigmoid, and two kinds of states, are nobody's: one sentence says so."""
+    with pytest.raises(ConfigError, match="no architecture of Hugging Face"):
+        config_of(load(preset, ["data.shards=/shards"], {}).model, 256)
 
 
 def test_what_they_do_not_have_is_not_exported() -> None:
