@@ -11,6 +11,7 @@ import pytest
 from opsd import exitcodes
 from opsd.checkpoints.claims import Claim, create
 from opsd.rank_page import RankPage, read_page, write_request
+from tests.fakes.adapter_ranks import tokens_of_ranks
 from tests.fakes.clock import until
 
 ROOT = Path(__file__).parents[2]
@@ -72,3 +73,9 @@ def test_what_has_been_overtaken_saves_no_more(tmp_path: Path) -> None:
     assert program.returncode == exitcodes.FENCED, output[-3000:]
     assert "generation 2 of the run has begun elsewhere; generation 1 may not write any more" in output
     assert "Traceback" not in output
+
+
+def test_ranks_count_their_own_tokens(tmp_path: Path) -> None:
+    """Two ranks that compute a batch together: the sum of the pages is what was trained on."""
+    pages = tokens_of_ranks(tmp_path, [PROGRAM, str(tmp_path), "2", "tensor_parallel_degree"], python=PYTHON)
+    assert pages == [2 * 4 * 64 // 2] * 2
