@@ -372,9 +372,9 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_presets_have_what_converters_read(preset: str, name: str, read: dict[str, object]) -> None:
-    """The architecture that vLLM and llama.cpp's convert_hf_to_gguf.py register, and the fields that the latter reads.
+    """The name of the architecture, and the fields that llama.cpp's converter reads of DeepSeek-V2.
 
-    Without experts that takes ``n_routed_experts`` to be absent, and ``intermediate_size`` for that of experts.
+    Without experts it takes ``n_routed_experts`` to be absent, and ``intermediate_size`` for that of experts.
     """
     model = load(preset, ["data.shards=/shards"], {}).model
     config = config_of(model, 256)[1]
