@@ -112,7 +112,7 @@ CASES: Mapping[str, Case] = {
     ),
     "ImexNotReady": Case(
         [{f"opsd_imex_state{{{NODE}}}": "2x50"}, {f"opsd_imex_state{{{NODE}}}": "5x10 7x40"}],
-        [{f"opsd_imex_state{{{NODE}}}": "5x50"}, {f"opsd_imex_state{{{NODE}}}": "5x30 0x10"}],
+        [{f"opsd_imex_state{{{NODE}}}": "5x50"}, {f"opsd_imex_state{{{NODE}}}": "2x10 5x40"}],
     ),
     "PcieDegraded": Case(
         [
