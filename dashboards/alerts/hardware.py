@@ -259,6 +259,40 @@ count by (cluster, instance, gpu) (opsd_gpu_nvlink_up == 0) > 0
             description="Without the fabric manager a job on this GPU does not start, or uses slow paths.",
         ),
         Alert(
+            "ImexNotReady",
+            "max by (cluster, instance) (opsd_imex_state) != 5",
+            severity="warning",
+            hold="5m",
+            summary="The IMEX daemon of {{ $labels.instance }} is not ready",
+            description="Its GPUs share no memory over NVLink with those of other nodes.",
+            guide=manual("""
+# The IMEX daemon is not ready
+
+## Meaning
+For five minutes `nvidia-imex-ctl -q` has printed another state than READY on this node. The daemon lets GPUs of
+different nodes use each other's memory over NVLink, as in an NVL72 rack. A daemon that gives no answer has no series
+and no alert.
+
+## Impact
+A segment (TP or EP group) that spans this node and others does not start, or leaves NVLink for the network. Ranks that
+stay within the node are not affected. The alert names the job on the node.
+
+## Diagnosis
+1. `nvidia-imex-ctl -q`: WAITING_FOR_PEERS and WAITING_FOR_RECOVERY mean that the daemons of other nodes are missing,
+   UNAVAILABLE that this one has failed. After an unclean end the daemon waits for each node that had used its memory.
+2. `nvidia-imex-ctl -N`: which nodes of the domain are connected, and which have another version.
+3. `journalctl -u nvidia-imex -n 50`: driver and daemon of different versions, a port that is closed, or addresses in
+   `/etc/nvidia-imex/nodes_config.cfg` that differ between the nodes.
+
+## Mitigation
+- A node of the domain is down: repair it; or, when no job uses the domain, take it out of `nodes_config.cfg` on all
+  nodes and restart their daemons.
+- The files differ: write the same one to all nodes of the domain.
+- The daemon has failed: `systemctl restart nvidia-imex` when no job is on the node; memory shared with others is lost.
+- Until then: `opsd drain NODE --reason WHY` if segments are to span nodes.
+"""),
+        ),
+        Alert(
             "PcieDegraded",
             "max by (cluster, instance, gpu) (opsd_gpu_pcie_link_width < opsd_gpu_pcie_link_width_max)\n  or\n"
             "max by (cluster, instance, gpu) (rate(DCGM_FI_DEV_PCIE_REPLAY_COUNTER[5m])) > 1",

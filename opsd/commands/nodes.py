@@ -22,6 +22,7 @@ from opsd.slurm.candidates import Candidate, candidates, due, faults, free
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.leaf_paths import LeafPath
+from opsd.slurm.node_comment import domains
 from opsd.slurm.pick import Choice, pick
 from opsd.slurm.port import Node, SlurmError
 from opsd.slurm.topology import Topology, TopologyError
@@ -85,6 +86,8 @@ def pick_nodes(
 ) -> int:
     """Pick COUNT idle nodes for a run: healthy ones, tested ones, near each other.
 
+    NVLink domains are those that the nodes' drivers told in their last test, otherwise Slurm's blocks.
+
     Prints a hostlist for sbatch's --nodelist. Nodes that failed lately are avoided where failures of the past foretold
     later ones in this cluster (`opsd nodes lemons`); spares and reserved nodes are left out.
     """
@@ -93,7 +96,7 @@ def pick_nodes(
     found, comments = _from_slurm(partition)
     judged = _judge(found, comments, more_faults, jobs)
     known = candidates(found, comments, judged, time.time())
-    choice = pick(free(known), count, tree)
+    choice = pick(free(known), count, tree.with_domains(domains(comments)))
     if choice is None:
         taken = [f"{one.node}: {one.why_not}" for one in known if one.why_not]
         more = f" ({'; '.join(taken[:3])}{'; …' if len(taken) > 3 else ''})" if taken else ""
@@ -152,7 +155,8 @@ def _show(choice: Choice, known: dict[str, Candidate], as_json: bool) -> None:
         return
     click.echo(hostlist)
     below = f"all below switch {choice.switch}" if choice.switch else "no switch above all of them is known"
-    click.echo(f"{len(choice.nodes)} nodes, {below}", err=True)
+    within = f"in NVLink domain {choice.domain}, " if choice.domain else ""
+    click.echo(f"{len(choice.nodes)} nodes, {within}{below}", err=True)
     for node, remarks in against.items():
         click.echo(f"{node}: {', '.join(remarks)}", err=True)
 

@@ -16,6 +16,9 @@ from opsd.commands.options import Seconds, config_options, option
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
 from opsd.slurm import topology_source
+from opsd.slurm.connect import choose
+from opsd.slurm.node_comment import domains
+from opsd.slurm.port import SlurmError
 from opsd.slurm.topology import Topology, TopologyError
 
 TIMEOUT_S = 600.0
@@ -62,7 +65,7 @@ def swap(
             outcome["result"] = "possible"
         else:
             came = planned_swap(lambda request: ask_launcher(control, request), node, reason, patience_s=timeout)
-            said = swapped_out(node, came) + _hops(_tree(), members, node, came)
+            said = swapped_out(node, came) + _hops(_tree([*members.nodes, *came]), members, node, came)
             outcome |= {"result": "done", "spares": came}
     except (ControlError, SwapError) as error:
         said = str(error)
@@ -107,7 +110,7 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
     if why_not := members.why_not(node):
         raise SwapError(why_not)
     first = "" if members.spares else f"ask for a spare, which has to come within {timeout_s:g} s, "
-    tree = _tree()
+    tree = _tree([*members.nodes, *members.spares])
     spares = sorted(members.spares, key=lambda name: tree.cost(name, [node]))
     spare, *others = spares or ("it",)
     lead = f"; it leads the run, {spare} or another node takes that over" if node == members.leader else ""
@@ -119,12 +122,16 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
     )
 
 
-def _tree() -> Topology:
-    """That of Slurm here; an empty one where it cannot be read."""
+def _tree(names: Sequence[str]) -> Topology:
+    """That of Slurm here, with the NVLink domains of these nodes; what cannot be read is missing."""
     try:
-        return topology_source.read()
+        tree = topology_source.read()
     except TopologyError:
-        return Topology()
+        tree = Topology()
+    try:
+        return tree.with_domains(domains(choose(topology_source.DEADLINE_S).slurm.comments(names)))
+    except SlurmError:
+        return tree
 
 
 def _hops(tree: Topology, members: Members, node: str, spares: Sequence[str]) -> str:

@@ -12,9 +12,10 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from opsd.preflight.checks import gpu_inventory
 from opsd.preflight.report import Report
 
-_OF_ONE_GPU: Final = re.compile(r"GPU \d+")
+_OF_ONE_NODE: Final = re.compile(rf"GPU \d+|{gpu_inventory.DOMAIN}")
 
 
 class FleetError(Exception):
@@ -103,14 +104,14 @@ def deviations(facts: Mapping[str, Mapping[str, str]]) -> list[Deviation]:
 
 
 def facts_of(reports: Sequence[Report]) -> dict[str, Mapping[str, str]]:
-    """Versions and GPU layout of every node, by node; what belongs to one GPU, like its UUID, is left out."""
+    """Versions and GPU layout of every node, by node; what differs by nature, like UUIDs and domains, is left out."""
     found = {
         node: {
             name: value
             for result in report.results
             if result.check in ("versions", "gpu_inventory")
             for name, value in result.facts.items()
-            if not _OF_ONE_GPU.fullmatch(name)
+            if not _OF_ONE_NODE.fullmatch(name)
         }
         for node, report in newest_by_node(reports).items()
     }

@@ -11,7 +11,7 @@ from typing import Final
 from rich.console import Console
 
 from opsd.config import Settings
-from opsd.preflight.checks import CHECKS
+from opsd.preflight.checks import CHECKS, gpu_inventory
 from opsd.preflight.command import keep, say
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.latest import is_whole
@@ -49,7 +49,7 @@ def act(
 
     An interrupted preflight does nothing. A node is returned only if an earlier preflight of the same profile drained
     it, so never if someone else or an incident did, and not if it relapses too often. One that is in service and has
-    passed the ``whole`` of ``rules.profile`` counts as tested in its history.
+    passed the ``whole`` of ``rules.profile`` counts as tested in its history, which then has its NVLink domain.
     """
     if report.interrupted:
         return ""
@@ -59,7 +59,7 @@ def act(
         found = slurm().nodes([report.node])
         if not found or not found[0].reason.startswith(f"{OWN_PREFIX} {MARK} {report.profile} "):
             proved = bool(found) and found[0].usable and whole and report.profile == rules.profile
-            noted = proved and note_test(slurm(), report.node, report.started)
+            noted = proved and note_test(slurm(), report.node, report.started, _domain(report))
             return f"{report.node} counts as tested" if noted else ""
         rules = replace(rules, profile=report.profile)
         passed = {report.node: PreflightResult(report.ended, passed=True)}
@@ -67,6 +67,12 @@ def act(
         return f"gave {report.node} back to Slurm" if back else ""
     except SlurmError as error:
         raise SlurmError(f"Slurm: {error}") from error
+
+
+def _domain(report: Report) -> str:
+    """The NVLink domain that the node shares, "" if the driver told none."""
+    facts = [result.facts for result in report.results if result.check == gpu_inventory.CHECK.name]
+    return facts[0].get(gpu_inventory.DOMAIN, "") if facts else ""
 
 
 def quarantine(

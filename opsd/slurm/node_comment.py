@@ -8,12 +8,13 @@ part in brackets only::
     rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- tested=1763710900 spare=ready@1763711000]
 
 ``path=leaf7@1763710900`` is a measurement of the network from the node's own leaf switch to another, with ``!`` at its
-end if it was not well, ``?`` if it could not be made.
+end if it was not well, ``?`` if it could not be made. ``nvl=UUID.CLIQUE`` is the NVLink domain that the node shares.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,6 +26,7 @@ _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
 _STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
 _TESTED = re.compile(r"tested=(\d+)")
 _SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
+_DOMAIN = re.compile(r"nvl=([\w-]+\.\d+)")
 _PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)([!?]?)")
 _MARKS: Final[dict[bool | None, str]] = {True: "", False: "!", None: "?"}
 
@@ -55,7 +57,8 @@ class NodeHistory:
     """``stays`` are oldest first. ``spare`` is "" for no spare, "ready", or what it lacks, as of ``spare_at``.
 
     ``tested_at`` is when the newest preflight began that the node has passed, with ``--act`` or for its return, 0 if
-    none is known. ``paths`` are the newest measurements that this node took part in, the oldest first.
+    none is known. ``paths`` are the newest measurements that this node took part in, the oldest first. ``domain`` is
+    the NVLink domain, ``UUID.CLIQUE``, that the driver told in that preflight; "" if it told none.
     """
 
     stays: tuple[Stay, ...] = ()
@@ -63,6 +66,7 @@ class NodeHistory:
     spare_at: float = 0.0
     tested_at: float = 0.0
     paths: tuple[Path, ...] = ()
+    domain: str = ""
 
     @property
     def out(self) -> bool:
@@ -109,9 +113,18 @@ def read(comment: str) -> NodeHistory:
     ]
     spare = next((m for word in words if (m := _SPARE.fullmatch(word))), None)
     tested = next((float(m[1]) for word in words if (m := _TESTED.fullmatch(word))), 0.0)
+    domain = next((m[1] for word in words if (m := _DOMAIN.fullmatch(word))), "")
     passed = {mark: value for value, mark in _MARKS.items()}
     paths = tuple(Path(m[1], float(m[2]), passed[m[3]]) for word in words if (m := _PATH.fullmatch(word)))
-    return NodeHistory(tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested, paths)
+    return NodeHistory(
+        tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested, paths, domain
+    )
+
+
+def domains(comments: Mapping[str, str]) -> dict[str, str]:
+    """The NVLink domain of each node whose comment has one."""
+    known = {name: read(comment).domain for name, comment in comments.items()}
+    return {name: domain for name, domain in known.items() if domain}
 
 
 def write(comment: str, record: NodeHistory) -> str:
@@ -120,6 +133,7 @@ def write(comment: str, record: NodeHistory) -> str:
         f"{stay.kind}={stay.out:.0f}-{f'{stay.back:.0f}' if stay.back is not None else ''}" for stay in record.stays
     ]
     words += [f"tested={record.tested_at:.0f}"] if record.tested_at else []
+    words += [f"nvl={record.domain}"] if record.domain else []
     words += [f"path={path.leaf}@{path.at:.0f}{_MARKS[path.passed]}" for path in record.paths]
     words += [f"spare={record.spare}@{record.spare_at:.0f}"] if record.spare else []
     others = _RECORD.sub("", comment).strip()

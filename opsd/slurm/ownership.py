@@ -230,13 +230,16 @@ def give_back(
     return back
 
 
-def note_test(slurm: SlurmNodes, name: str, at: float) -> bool:
-    """Keep in the node's history that it passed a preflight begun at ``at``; False if known. Raises SlurmError."""
+def note_test(slurm: SlurmNodes, name: str, at: float, domain: str = "") -> bool:
+    """Keep in the node's history that it passed a preflight begun at ``at``, and the NVLink ``domain`` that it told.
+
+    False if a later one is known. Raises SlurmError.
+    """
     comment = slurm.comments([name]).get(name, "")
     record = node_comment.read(comment)
     if at <= record.tested_at:
         return False
-    slurm.set_comment(name, node_comment.write(comment, replace(record, tested_at=at)))
+    slurm.set_comment(name, node_comment.write(comment, replace(record, tested_at=at, domain=domain)))
     return True
 
 

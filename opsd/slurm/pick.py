@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.slurm.topology import Topology
@@ -10,29 +10,48 @@ from opsd.slurm.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The nodes that were picked, by name, and the smallest switch above all of them, "" if none is known."""
+    """The nodes that were picked, by name, the lowest switch above all of them and the NVLink domain that all share.
+
+    Both are "" if there is none, or none is known.
+    """
 
     nodes: tuple[str, ...]
     switch: str
+    domain: str = ""
 
 
 def pick(badness: Mapping[str, float], count: int, topology: Topology) -> Choice | None:
     """The ``count`` nodes of the least total badness; among such choices those nearest each other.
 
-    First comes the lowest switch that has them, of equals the one with the fewest other candidates, then the fullest
-    leaves, so that as few leaves as possible are used and whole ones stay free. None if there are too few nodes.
+    First comes an NVLink domain that has them, then the lowest such switch, of equals the one with the fewest other
+    candidates; within it the fullest domains or leaves, so that few are used and whole ones stay free. None if there
+    are too few nodes.
     """
     if not 0 < count <= len(badness):
         return None
+    places = [(0, domain, names) for domain, names in _domains(topology).items()]
+    places += [(topology.height(switch), switch, names) for switch, names in topology.nodes.items()]
     groups: list[tuple[float, int, int, str, list[str]]] = []
-    for switch, below in topology.nodes.items():
+    for height, place, below in places:
         if len(names := [name for name in below if name in badness]) >= count:
-            groups.append((_least(badness, names, count), topology.height(switch), len(names), switch, names))
+            groups.append((_least(badness, names, count), height, len(names), place, names))
     if not groups or badness.keys() - topology.leaf.keys():
         everything = max((height for _, height, *_ in groups), default=0) + 1
         groups.append((_least(badness, badness, count), everything, len(badness), "", list(badness)))
-    *_, switch, names = min(groups)
-    return Choice(tuple(sorted(_nearest(badness, names, count, topology))), switch)
+    chosen = sorted(_nearest(badness, min(groups)[-1], count, topology))
+    shared = {topology.domain.get(name, "") for name in chosen}
+    return Choice(tuple(chosen), _above(chosen, topology), shared.pop() if len(shared) == 1 else "")
+
+
+def _domains(topology: Topology) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for name, domain in topology.domain.items():
+        found.setdefault(domain, set()).add(name)
+    return {domain: frozenset(names) for domain, names in found.items()}
+
+
+def _above(chosen: Sequence[str], topology: Topology) -> str:
+    return next((one for one in topology.switches(chosen[0]) if topology.nodes[one].issuperset(chosen)), "")
 
 
 def _least(badness: Mapping[str, float], names: Iterable[str], count: int) -> float:
@@ -40,22 +59,23 @@ def _least(badness: Mapping[str, float], names: Iterable[str], count: int) -> fl
 
 
 def _nearest(badness: Mapping[str, float], names: Collection[str], count: int, topology: Topology) -> list[str]:
-    """Of the best nodes those on the fullest leaves."""
+    """Of the best nodes those in the fullest NVLink domains, or on the fullest leaves."""
+    places = {**topology.leaf, **topology.domain}
     limit = sorted(badness[name] for name in names)[count - 1]
     chosen = [name for name in names if badness[name] < limit]
-    leaves: dict[str, list[str]] = {}
+    free: dict[str, list[str]] = {}
     for name in sorted(names):
         if badness[name] == limit:
-            leaves.setdefault(topology.leaf.get(name, ""), []).append(name)
-    used = {topology.leaf.get(name, "") for name in chosen}
+            free.setdefault(places.get(name, ""), []).append(name)
+    used = {places.get(name, "") for name in chosen}
     while len(chosen) < count:
         left = count - len(chosen)
-        best = min(leaves, key=lambda leaf: _order(leaf in used, len(leaves[leaf]), left, leaf))
-        chosen += leaves.pop(best)[:left]
+        best = min(free, key=lambda place: _order(place in used, len(free[place]), left, place))
+        chosen += free.pop(best)[:left]
     return chosen
 
 
-def _order(used: bool, free: int, left: int, leaf: str) -> tuple[bool, bool, int, str]:
-    """Leaves in use come first, then of those that have all that is left the smallest, then the largest."""
+def _order(used: bool, free: int, left: int, place: str) -> tuple[bool, bool, int, str]:
+    """Places in use come first, then of those that have all that is left the smallest, then the largest."""
     enough = free >= left
-    return not used, not enough, free if enough else -free, leaf
+    return not used, not enough, free if enough else -free, place

@@ -110,6 +110,10 @@ CASES: Mapping[str, Case] = {
         [{f"opsd_gpu_fabric_state{{{GPU}}}": "2x50"}, {f'opsd_gpu_fabric_problem{{{GPU},problem="x"}}': "1x50"}],
         [{f"opsd_gpu_fabric_state{{{GPU}}}": "3x50"}, {f"opsd_gpu_fabric_state{{{GPU}}}": "0x50"}],
     ),
+    "ImexNotReady": Case(
+        [{f"opsd_imex_state{{{NODE}}}": "2x50"}, {f"opsd_imex_state{{{NODE}}}": "5x10 7x40"}],
+        [{f"opsd_imex_state{{{NODE}}}": "5x50"}, {f"opsd_imex_state{{{NODE}}}": "2x10 5x40"}],
+    ),
     "PcieDegraded": Case(
         [
             {f"opsd_gpu_pcie_link_width{{{GPU}}}": "8x50", f"opsd_gpu_pcie_link_width_max{{{GPU}}}": "16x50"},

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from rich.console import Console
@@ -51,6 +52,16 @@ def test_eight_healthy_gpus_pass(look: Callable[[Check], Result]):
     assert {value.subject for value in health.values if value.measure == "temperature"} == {
         f"GPU {index}" for index in range(8)
     }
+
+
+def test_the_nvlink_domain_of_a_rack_is_told(look: Callable[[Check], Result], gpus: SimulatedGpus):
+    """Once all GPUs are in it, and none where the fabric ends in the node."""
+    rack = UUID("5e797fc6-0f46-421a-8724-0e102c0f723c")
+    for gpu in [*gpus][:7]:
+        gpu.set_domain(rack, 1234)
+    assert gpu_inventory.DOMAIN not in look(gpu_inventory.CHECK).facts
+    gpus[7].set_domain(rack, 1234)
+    assert look(gpu_inventory.CHECK).facts[gpu_inventory.DOMAIN] == f"{rack}.1234"
 
 
 def test_a_lost_gpu_fails_both_checks_and_is_named(look: Callable[[Check], Result], gpus: SimulatedGpus):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from opsd.collectors.lib.nvml.driver import common_domain
 from opsd.launch.io.run_log import EventText
 from opsd.launch.run.nodes import RunShape, assign_slots
-from opsd.launch.run.nvlink_domain import common
 from opsd.slurm.topology import parse
 from tests.fakes.leader import LeaderHarness
 
@@ -81,8 +81,14 @@ def test_the_driver_overrides_and_completes_a_block() -> None:
 
 def test_a_node_is_in_the_domain_of_all_its_gpus() -> None:
     """One that is in none, or in another, leaves the node without."""
-    assert common([("u", 7), ("u", 7)]) == "u.7"
-    assert common([("u", 7), ("u", 8)]) == common([("u", 7), None]) == common([None]) == common([]) == ""
+    assert common_domain([("u", 7), ("u", 7)]) == "u.7"
+    assert (
+        common_domain([("u", 7), ("u", 8)])
+        == common_domain([("u", 7), None])
+        == common_domain([None])
+        == common_domain([])
+        == ""
+    )
 
 
 def test_the_events_say_what_a_swap_costs(tmp_path: Path) -> None:

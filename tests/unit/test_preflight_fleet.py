@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.preflight.checks import gpu_inventory
 from opsd.preflight.fleet import Fleet, FleetError, deviations, facts_of, fleet_of
 from tests.fakes.preflight_reports import GEMM, VERSIONS, report
 
@@ -28,10 +29,11 @@ def test_the_nodes_that_differ_are_named_beside_the_majority():
 
 
 def test_gpus_that_are_wired_otherwise_than_elsewhere_are_named():
-    """Their layout is compared; what is one GPU's own, its UUID, differs everywhere and is not."""
+    """Their layout is compared; UUIDs and NVLink domains differ by nature and are not."""
 
     def gpus(name: str, links: str):
         facts = {"NVLinks of the GPUs": links, "GPU 0": f"NVIDIA H100 GPU-{name} at 0000:1b:00.0"}
+        facts[gpu_inventory.DOMAIN] = f"5e797fc6-0f46-421a-8724-0e102c0f723c.{ord(name)}"
         return report(replace(VERSIONS, check="gpu_inventory", facts=facts), node=name)
 
     found = deviations(facts_of([gpus("a", "18 18"), gpus("b", "18 18"), gpus("c", "18 12")]))

@@ -12,6 +12,7 @@ from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report, Result
 from opsd.repair.after_preflight import order_for_refused_job, ordering
 from opsd.repair.case_file import CaseFile
+from opsd.slurm import node_comment
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node, SlurmError
@@ -77,6 +78,23 @@ def test_a_node_in_service_that_passed_counts_as_tested() -> None:
     said = [act(found, EVIDENCE, drainer, lambda: slurm, whole=whole) for whole in (False, True, True)]
     assert said == ["", "n01 counts as tested", ""]
     assert slurm.by_comment["n01"] == "rack 12 [opsd1 gpu_xid=100-200 tested=1000]"
+
+
+def test_a_test_keeps_the_nvlink_domain_that_the_driver_tells() -> None:
+    """For picks; a later test that tells none takes it back, and one that does not count changes nothing."""
+    slurm, domain = cluster(), "5e797fc6-0f46-421a-8724-0e102c0f723c.1234"
+    drainer = SlurmDrainer(lambda: slurm, "n01", Rules())
+
+    def tested(at: float, facts: dict[str, str], *, whole: bool = True) -> dict[str, str]:
+        gpus = replace(VERSIONS, check="gpu_inventory", facts=facts)
+        found = replace(report(gpus, node="n01", started=at), profile=Rules().profile)
+        act(found, EVIDENCE, drainer, lambda: slurm, whole=whole)
+        return node_comment.domains(slurm.comments())
+
+    assert tested(1000, {"NVLink domain": domain}) == {"n01": domain}
+    assert slurm.by_comment["n01"] == f"[opsd1 tested=1000 nvl={domain}]"
+    assert tested(2000, {}, whole=False) == {"n01": domain}
+    assert tested(2000, {}) == {}
 
 
 @pytest.mark.parametrize("node", [cluster("replace the fan", DRAIN), cluster()])

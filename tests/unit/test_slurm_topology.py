@@ -146,10 +146,23 @@ def test_trees_and_blocks_of_other_programs_are_read() -> None:
 
 def test_a_pick_keeps_to_as_few_blocks_as_possible() -> None:
     """One rack if it has enough, otherwise the one that is fullest first."""
-    assert pick(dict.fromkeys(BLOCKS.leaf, 0.0), 16, BLOCKS) == Choice(tuple(f"c{k:02}" for k in range(1, 17)), "rack1")
+    rack = tuple(f"c{k:02}" for k in range(1, 17))
+    assert pick(dict.fromkeys(BLOCKS.leaf, 0.0), 16, BLOCKS) == Choice(rack, "rack1", "rack1")
     some = pick(dict.fromkeys(BLOCKS.leaf, 0.0), 20, BLOCKS)
     assert some is not None
     assert sorted(BLOCKS.leaf[node] for node in some.nodes).count("rack1") == 18
+
+
+def test_a_pick_keeps_to_a_domain_that_the_drivers_tell() -> None:
+    """Before a leaf, and where no switch is known; badness counts first, and whole domains stay free."""
+    told = {"n1": "x.1", "n5": "x.1", "n2": "x.2", "n3": "x.2", "n6": "x.2"}
+    tree = TREE.with_domains(told)
+    assert pick(all_equal(1, 2, 3, 4, 5), 2, TREE) == Choice(("n1", "n2"), "leaf1")
+    assert pick(all_equal(1, 2, 4, 5), 2, tree) == Choice(("n1", "n5"), "spine1", "x.1")
+    assert pick({**all_equal(1, 4), "n5": 2.0}, 2, tree) == Choice(("n1", "n4"), "leaf1")
+    bare = Topology().with_domains(told)
+    assert pick(all_equal(1, 2, 3, 5, 6), 3, bare) == Choice(("n2", "n3", "n6"), "", "x.2")
+    assert pick(all_equal(1, 2, 3, 5, 6, 7), 4, bare) == Choice(("n2", "n3", "n6", "n7"), "")
 
 
 def test_groups_of_nodes_are_kept_in_one_domain() -> None:

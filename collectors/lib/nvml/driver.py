@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
@@ -151,6 +151,13 @@ def fabric_domain(handle: Any) -> tuple[str, int] | None:
         raise
     cluster = bytes(info.clusterUuid)
     return (str(UUID(bytes=cluster)), int(info.cliqueId)) if info.state == REGISTERED and any(cluster) else None
+
+
+def common_domain(domains: Collection[tuple[str, int] | None]) -> str:
+    """``CLUSTER.CLIQUE`` where all GPUs of a node are in that domain, "" otherwise: one that is not breaks a group."""
+    found = set(domains)
+    domain = found.pop() if len(found) == 1 else None
+    return "" if domain is None else f"{domain[0]}.{domain[1]}"
 
 
 def _fabric(handle: Any) -> tuple[float | None, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -32,13 +32,6 @@ def own_domain(environ: Mapping[str, str] = os.environ, run: Runner = run_comman
     return output.stdout.strip()[:100] if output.code == 0 else ""
 
 
-def common(domains: Collection[tuple[str, int] | None]) -> str:
-    """``CLUSTER.CLIQUE`` where all GPUs of a node are in that domain, "" otherwise: one that is not breaks a group."""
-    found = set(domains)
-    domain = found.pop() if len(found) == 1 else None
-    return "" if domain is None else f"{domain[0]}.{domain[1]}"
-
-
 def main() -> None:
     """Ask the driver; prints nothing where there is none, or where a GPU does not answer."""
     from opsd.collectors.lib.nvml import driver  # 15 ms, which the launcher need not spend
@@ -47,7 +40,7 @@ def main() -> None:
         session = driver.Driver()
         with driver.translated():
             domains = [driver.fabric_domain(session.handle(index)) for index in range(session.count)]
-        print(common(domains))
+        print(driver.common_domain(domains))
 
 
 if __name__ == "__main__":

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from opsd.collectors.base import GpuFact
-from opsd.collectors.lib.nvml import series
+from opsd.collectors.lib.nvml import driver, series
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Peers, Progress, Verdict
+
+DOMAIN: Final = "NVLink domain"
+"""The fact that names it, as ``UUID.CLIQUE``; missing where the node shares none with others."""
 
 
 def run(context: Context, progress: Progress) -> Outcome:
@@ -17,7 +21,7 @@ def run(context: Context, progress: Progress) -> Outcome:
     present = [gpu for gpu in snapshot.gpus if gpu.lost is None]
     findings = [*_lost(snapshot.gpus), *_count(context.gpus, len(present)), *_alike(present)]
     measurements = [Measurement("gpus", len(present))]
-    facts = _layout(snapshot, present)
+    facts = {**_layout(snapshot, present), **_domain(snapshot, present)}
     for gpu in present:
         findings += _links(snapshot, gpu)
         measurements += _measure(snapshot, gpu)
@@ -35,6 +39,12 @@ def _layout(snapshot: gpus.Snapshot, present: Sequence[GpuFact]) -> dict[str, st
         "PCI addresses of the GPUs": " ".join(gpu.pci_bus_id for gpu in present),
         "NVLinks of the GPUs": " ".join(str(links[str(gpu.index)]) for gpu in present),
     }
+
+
+def _domain(snapshot: gpus.Snapshot, present: Sequence[GpuFact]) -> dict[str, str]:
+    told = [snapshot.labels(gpu, series.FABRIC_INFO) for gpu in present]
+    domain = driver.common_domain([(one["cluster_uuid"], int(one["clique"])) if one else None for one in told])
+    return {DOMAIN: domain} if domain else {}
 
 
 def _lost(found: Sequence[GpuFact]) -> Iterator[Finding]:

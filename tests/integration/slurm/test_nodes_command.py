@@ -43,6 +43,19 @@ def test_nodes_are_picked_by_what_slurm_knows(cluster: Cluster) -> None:
     assert "2 of 4 nodes can be had now, 3 are wanted (n2: Slurm has it as idle+drain; n4: it is a spare)" in few.stderr
 
 
+def test_nodes_that_told_the_same_nvlink_domain_are_picked(cluster: Cluster) -> None:
+    """By their comments, before the switches that Slurm knows."""
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    tree = cluster.shared / "domains.conf"
+    tree.write_text("SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\nSwitchName=s Switches=a,b\n")
+    domain = "5e797fc6-0f46-421a-8724-0e102c0f723c.1234"
+    for name in ("n1", "n3"):
+        slurm.set_comment(name, node_comment.write("rack 12", NodeHistory(domain=domain)))
+    picked = opsd_nodes(cluster, "pick", "2", f"--topology={tree}")
+    assert (picked.returncode, picked.stdout) == (exitcodes.OK, "n[1,3]\n")
+    assert f"2 nodes, in NVLink domain {domain}, all below switch s" in picked.stderr
+
+
 def test_pairs_of_leaf_switches_come_due(cluster: Cluster) -> None:
     """One node below each; a measurement is kept in the comments of both."""
     slurm = CommandSlurm(runner_on(cluster.controller))
