@@ -127,7 +127,6 @@ class Play:
             case "storage" | "controller":
                 self._cluster.goes_away(fault.effect, fault)
                 self._storage()
-                self._loop.later(fault.end_s - self._loop.time(), self._storage)
             case "corruption":
                 name = self._cluster.names[fault.node]
                 self._job.corrupt(name)
@@ -136,7 +135,10 @@ class Play:
                 self._begin_on_node(fault)
 
     def _storage(self) -> None:
-        self._account.storage(self._loop.time(), up=self._cluster.away("storage")[0] <= 0)
+        left_s = self._cluster.away("storage")[0]
+        self._account.storage(self._loop.time(), up=left_s <= 0)
+        if left_s > 0:
+            self._loop.later(left_s, self._storage)
 
     def _corruption_noticed(self, name: str, fault: Fault) -> None:
         self._job.corruption_noticed(name, fault.kind)

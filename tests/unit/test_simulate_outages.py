@@ -105,6 +105,13 @@ def test_no_start_ends_before_the_storage_is_back() -> None:
     assert 0 < play("hot", outage("storage", 5, 1), fault(1, 7, "lost")).buckets["lost_work"] < 601
 
 
+def test_outages_that_overlap_end_with_the_last() -> None:
+    """And checkpoints are safe again after that."""
+    away = [outage("storage", 5, 1), outage("storage", 5.5, 1.5), outage("storage", 5.6, 0.1)]
+    assert play("hot", *away, fault(1, 6.5, "lost")).longest_standstill_s == pytest.approx(HOUR_S / 2 + 30)
+    assert 0 < play("hot", *away, fault(1, 9, "lost")).buckets["lost_work"] < 601
+
+
 def test_a_planned_swap_waits_for_its_checkpoint_as_long_as_a_stop_may_last() -> None:
     """A minute, or two minutes and then from the last checkpoint."""
     short, long = outage("storage", 5, 1 / 60), outage("storage", 5, 1)
