@@ -100,6 +100,8 @@ def test_no_start_ends_before_the_storage_is_back() -> None:
     assert played.swaps == 1
     assert played.longest_standstill_s == pytest.approx(HOUR_S / 2 + TIMES.program_s)
     assert HOUR_S / 2 - 30 < played.buckets["lost_work"] < HOUR_S / 2 + 601
+    loading = play("hot", fault(1, 5, "lost"), Fault(CLUSTER, 5 * HOUR_S + 10, 6 * HOUR_S, "nfs", "storage"))
+    assert loading.longest_standstill_s == pytest.approx(HOUR_S), "the ranks had been started, and could not load"
     torchrun = play("torchrun", outage("storage", 5, 1), fault(1, 5.5, "process"))
     assert torchrun.longest_standstill_s == pytest.approx(HOUR_S / 2)
     assert 0 < play("hot", outage("storage", 5, 1), fault(1, 7, "lost")).buckets["lost_work"] < 601
