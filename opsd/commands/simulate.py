@@ -17,6 +17,7 @@ from opsd.commands.output import written
 from opsd.simulate import history, rates
 from opsd.simulate.chart import compare_chart, sweep_chart
 from opsd.simulate.faults import DAY_S, FaultsError, FaultSource, spares_needed
+from opsd.simulate.job import KEEP
 from opsd.simulate.play import Setup
 from opsd.simulate.policies import NAMES, Policy, policy
 from opsd.simulate.study import Draws, Study, best_interval_s, knee, sweep
@@ -82,6 +83,7 @@ _run_options = options(
         help="Seconds between checkpoints; Daly's optimum by default.",
     ),
     option("--stall-s", type=Finite(0.001, 3600), default=0.22, help="Seconds that a checkpoint stops the ranks."),
+    option("--keep", type=click.IntRange(1, 10_000), default=KEEP, help="Checkpoints that are kept."),
     option("--program-s", type=Finite(0, 86_400), default=0.0, help="Seconds from a start of ranks to the first step."),
 )
 
@@ -169,7 +171,8 @@ def _setup(told: dict[str, Any], source: FaultSource, most_spares: int) -> Setup
     interval_s = told["interval_s"] or best_interval_s(source, nodes, told["stall_s"])
     times = Times(program_s=told["program_s"])
     return Setup(nodes, told["spares"], told["days"] * DAY_S, interval_s, told["stall_s"], told["gpus"], times,
-                 per_switch=told["per_switch"] or 0, topology=_topology(told, nodes + most_spares))  # fmt: skip
+                 per_switch=told["per_switch"] or 0, topology=_topology(told, nodes + most_spares),
+                 keep=told["keep"])  # fmt: skip
 
 
 def _topology(told: dict[str, Any], size: int) -> Topology:

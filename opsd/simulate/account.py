@@ -55,6 +55,30 @@ class Account:
         """Since when ranks work with which share of the nodes, and how fast."""
         self._furthest_s = 0.0
         self._cause = ""
+        self._unsafe_since: float | None = None
+        """Since when no checkpoint can be completed."""
+
+    def storage(self, now: float, *, up: bool) -> None:
+        """The storage is away from now on: what is saved meanwhile is safe when it is back."""
+        if up:
+            self._unsafe_since = None
+        elif self._unsafe_since is None:
+            self._unsafe_since = now
+
+    def saved_s(self, now: float) -> float:
+        """The work that a restart would begin with."""
+        if not self.working:
+            return self.work_s
+        spells = self._spells(now, self._saved(now - self._since))
+        return self.work_s + sum(good * rate * speed for _, good, rate, speed in spells)
+
+    def rewind(self, work_s: float, cause: str) -> None:
+        """Go back to ``work_s`` while nobody works: what the run has kept since then was wrong."""
+        wrong_s = self.work_s - work_s
+        self.seconds["productive"] -= wrong_s
+        self.seconds["lost_work"] += wrong_s
+        self.lost_s[cause] += wrong_s
+        self.work_s = self._furthest_s = work_s
 
     def steps(self, step_s: float, now: float) -> tuple[int, int]:
         """The furthest step that was made, and the last one that was saved."""
@@ -129,6 +153,8 @@ class Account:
 
     def _saved(self, passed: float) -> float:
         """Seconds of computing, of ``passed`` since the first step, that a checkpoint has."""
+        if self._unsafe_since is not None:
+            passed = min(passed, max(0.0, self._unsafe_since - self._since))
         return math.floor(passed / (self._interval_s + self._stall_s)) * self._interval_s
 
     def _worked(self, passed: float) -> float:

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Final
 
 from opsd.simulate.clock import VirtualLoop
-from opsd.simulate.faults import Fault
+from opsd.simulate.faults import ClusterEffect, Fault
 from opsd.slurm import ownership
 from opsd.slurm.ownership import PreflightResult, Rules
 from opsd.slurm.port import Node, NodeUpdate
@@ -46,6 +46,7 @@ class Cluster:
         self._returned = returned
         self._nodes = {name: Node(name, "idle") for name in self.names}
         self._comments = dict.fromkeys(self.names, "")
+        self._away: dict[ClusterEffect, Fault] = {}
         self._out = 0
         self._out_since = 0.0
         self.out_s: dict[int, float] = {}
@@ -77,6 +78,20 @@ class Cluster:
         """See ``Slurm.set_comment``."""
         self._comments[name] = text
 
+    # -- what all nodes need -----------------------------------------------------------------------------------------
+
+    def goes_away(self, what: ClusterEffect, fault: Fault) -> None:
+        """Storage or controller do not answer until the end of ``fault``."""
+        before = self._away.get(what)
+        if before is None or before.end_s < fault.end_s:
+            self._away[what] = fault
+
+    def away(self, what: ClusterEffect) -> tuple[float, str]:
+        """For how many seconds more ``what`` does not answer, and the kind of that fault; 0 and "" if it does."""
+        fault = self._away.get(what)
+        left_s = fault.end_s - self._loop.time() if fault is not None else 0.0
+        return (left_s, fault.kind) if fault is not None and left_s > 0 else (0.0, "")
+
     # -- faults and repairs ------------------------------------------------------------------------------------------
 
     def usable(self, *, but: Collection[str] = ()) -> list[str]:
@@ -89,13 +104,18 @@ class Cluster:
         if fault.effect == "lost":
             self.update_nodes([name], "down", DOWN)
         elif not self._nodes[name].out_of_service:
-            self.drain(name, fault.kind)
+            self._drain(name, fault)
         self._count()
 
-    def drain(self, name: str, kind: str) -> None:
-        """What the agent of ``name`` does."""
+    def _drain(self, name: str, fault: Fault) -> None:
+        """What the agent of ``name`` does, again when Slurm answers."""
+        if self.broken.get(name) is not fault:
+            return
+        if (left_s := self.away("controller")[0]) > 0:
+            self._loop.later(left_s, lambda: self._drain(name, fault))
+            return
         try:
-            ownership.drain(self, [name], ownership.reason(kind), self._rules, now=self._loop.time())
+            ownership.drain(self, [name], ownership.reason(fault.kind), self._rules, now=self._loop.time())
         except ownership.Refused:
             self.drains_refused += 1
 
@@ -112,14 +132,28 @@ class Cluster:
             self._returned(name)
 
     def _give_back(self, name: str) -> None:
+        if (left_s := self.away("controller")[0]) > 0:
+            self._loop.later(left_s, lambda: self._given_back_late(name))
+            return
         now = self._loop.time()
         try:
             ownership.give_back(self, [name], {name: PreflightResult(now, True)}, self._rules, now=now)
         except ownership.Refused:
             self._loop.later(self._person_s, lambda: self._forced_back(name))
 
+    def _given_back_late(self, name: str) -> None:
+        if name in self.broken or not self._nodes[name].out_of_service:
+            return
+        self._give_back(name)
+        self._count()
+        if self._nodes[name].usable:
+            self._returned(name)
+
     def _forced_back(self, name: str) -> None:
         if name in self.broken:
+            return
+        if (left_s := self.away("controller")[0]) > 0:
+            self._loop.later(left_s, lambda: self._forced_back(name))
             return
         ownership.give_back(self, [name], {}, self._rules, force=True, now=self._loop.time())
         self._count()

@@ -10,11 +10,17 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final, Literal, Protocol
 
-Effect = Literal["lost", "hardware", "degraded", "process", "launcher"]
+NodeEffect = Literal["lost", "hardware", "degraded", "process", "launcher", "link", "hang", "corruption"]
 """What a fault does: the node stops answering; a rank fails with its GPU or NIC; the node works on and should be
-replaced; a rank or a launcher dies and the node is sound."""
-PASSING: Final = ("process", "launcher")
-"""What leaves nothing to repair."""
+replaced; a rank or a launcher dies and the node is sound; a connection breaks; a rank hangs; or the node computes wrong
+values, which is noticed later."""
+ClusterEffect = Literal["storage", "controller"]
+"""What fails for all nodes at once."""
+Effect = NodeEffect | ClusterEffect
+PASSING: Final = ("process", "launcher", "link", "hang", "storage", "controller")
+"""What leaves no node to repair."""
+CLUSTER: Final = -1
+"""In place of a node."""
 SEVERITY: Final = ("degraded", "hardware", "lost")
 """A node that is broken may break worse; what is no worse makes no difference then."""
 DAY_S = 86_400.0
@@ -27,7 +33,10 @@ class FaultsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``node`` (counted from 0) is out from ``start_s`` to ``end_s``. One that began before second 0 is negative."""
+    """``node`` (counted from 0) is out from ``start_s`` to ``end_s``. One that began before second 0 is negative.
+
+    One that is noticed ``noticed_s`` seconds after it began is out from then on.
+    """
 
     node: int
     start_s: float
@@ -36,6 +45,7 @@ class Fault:
     effect: Effect
     speed: float = 1.0
     """Of a degraded node while the fault lasts; its job is no faster."""
+    noticed_s: float = 0.0
 
 
 class FaultSource(Protocol):
@@ -61,7 +71,7 @@ def down_at_once(faults: Iterable[Fault], seconds: float) -> Mapping[int, float]
     """For how many seconds 0, 1, 2 … nodes are out of service at once. Faults of one node must not overlap."""
     changes: list[tuple[float, int]] = []
     for fault in faults:
-        begin, end = max(0.0, fault.start_s), min(seconds, fault.end_s)
+        begin, end = max(0.0, fault.start_s + fault.noticed_s), min(seconds, fault.end_s)
         if fault.effect not in PASSING and begin < end:
             changes += [(begin, 1), (end, -1)]
     changes.sort()

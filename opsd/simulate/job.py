@@ -18,6 +18,8 @@ from opsd.slurm.requeue import UNFIT_S
 
 STEP_S = 10.0
 """Of one step, unless a setup has another."""
+KEEP = 3
+"""Checkpoints; the default of ``checkpoint.keep``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ class World:
     interval_s: float
     stall_s: float
     step_s: float
+    keep: int
+    """Checkpoints that are kept."""
 
 
 class Job(ABC):
@@ -54,6 +58,12 @@ class Job(ABC):
         self._avoided: dict[str, float] = {}
         """Nodes that are in service and that the job must not start on, and until when."""
         self._pending = False
+        self.corruptions_kept = 0
+        """Corruptions that are older than the oldest checkpoint."""
+        self._silent: set[str] = set()
+        """Nodes that compute wrong values, as nobody knows."""
+        self._clean_s: dict[str, float] = {}
+        """By their names, the work that had been saved before they took part."""
 
     @abstractmethod
     def launch(self, names: list[str]) -> None:
@@ -79,6 +89,52 @@ class Job(ABC):
         """A node has become slow, or is not any longer."""
         self.world.account.pace(self.world.loop.time(), self.speed)
 
+    def compute(self, share: float) -> None:
+        """The ranks, on ``share`` of the nodes, have loaded their checkpoint and compute."""
+        self.world.account.work(self.world.loop.time(), share, self.speed)
+        self._taint()
+
+    def without_storage(self) -> float:
+        """For how many seconds more nothing can be loaded or claimed; a start waits so long, for that fault."""
+        left_s, kind = self.world.cluster.away("storage")
+        if left_s > 0:
+            self.world.account.idle(self.world.loop.time(), "restart", kind)
+        return left_s
+
+    # -- silent corruption ------------------------------------------------------------------------------------------
+
+    def corrupt(self, name: str) -> None:
+        """A node computes wrong values from now on."""
+        self._silent.add(name)
+        self._taint()
+
+    def _taint(self) -> None:
+        account = self.world.account
+        if account.working:
+            for name in (self._silent & set(self.ranked)) - self._clean_s.keys():
+                self._clean_s[name] = account.saved_s(self.world.loop.time())
+
+    def corruption_noticed(self, name: str, kind: str) -> None:
+        """A person goes back to the last checkpoint from before it, or to the oldest that is left."""
+        world = self.world
+        self._silent.discard(name)
+        clean_s = self._clean_s.pop(name, None)
+        if clean_s is None:
+            return
+        now, account = world.loop.time(), world.account
+        if self.held:
+            account.idle(now, "person", kind)
+            self.stop()
+            self.resubmit()
+        oldest_s = account.work_s - (world.keep - 1) * world.interval_s
+        self.corruptions_kept += oldest_s > clean_s
+        account.rewind(max(clean_s, oldest_s), kind)
+        self._clean_s = {other: min(before_s, account.work_s) for other, before_s in self._clean_s.items()}
+
+    @abstractmethod
+    def stop(self) -> None:
+        """A person cancels the job."""
+
     @abstractmethod
     def fault(self, name: str, fault: Fault) -> None:
         """``fault`` has begun on a node of the cluster."""
@@ -89,9 +145,14 @@ class Job(ABC):
         most = self.world.nodes + policy.inside
         avoided = {name for name, until in self._avoided.items() if until > now}
         names = self.world.cluster.usable(but=avoided)
-        self._pending = len(names) < policy.least
-        if self._pending:
+        left_s, kind = self.world.cluster.away("controller")
+        self._pending = left_s > 0 or len(names) < policy.least
+        if left_s > 0:
+            self.world.account.idle(now, "queue", kind)
+            self.world.loop.later(left_s, self._submit_again)
+        elif self._pending:
             self.world.account.idle(now, "waiting")
+        if self._pending:
             return
         self.start += 1
         self.held = set(names[:most])

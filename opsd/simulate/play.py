@@ -9,7 +9,7 @@ from opsd.simulate.account import Account, Bucket
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import NO_TOPOLOGY, Cluster
 from opsd.simulate.faults import HOUR_S, PASSING, SEVERITY, Fault, level_at
-from opsd.simulate.job import STEP_S, Job, World
+from opsd.simulate.job import KEEP, STEP_S, Job, World
 from opsd.simulate.policies import Policy
 from opsd.simulate.supervised import SupervisedJob
 from opsd.simulate.times import Times
@@ -24,7 +24,7 @@ class Setup:
 
     A checkpoint every ``interval_s`` seconds of work stops the ranks for ``stall_s``. ``per_switch`` and ``topology``
     as in ``Cluster``. The length of a step, ``step_s``, decides only how often ranks can stop at a step boundary, and
-    what counts as progress.
+    what counts as progress, and how long a hang takes to be one. ``keep`` checkpoints are kept.
     """
 
     nodes: int
@@ -38,6 +38,7 @@ class Setup:
     per_switch: int = 0
     topology: Topology = NO_TOPOLOGY
     step_s: float = STEP_S
+    keep: int = KEEP
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,8 @@ class Played:
     requeues: int
     resubmissions: int
     drains_refused: int
+    corruptions_kept: int
+    """See ``Job.corruptions_kept``."""
     longest_standstill_s: float
     gpu_hours_lost: Mapping[str, float]
     hops: Sequence[tuple[float, float]]
@@ -78,7 +81,7 @@ class Play:
         )
         world = World(
             self._loop, self._cluster, self._account, setup.times, policy, setup.nodes, setup.interval_s, setup.stall_s,
-            setup.step_s,
+            setup.step_s, setup.keep,
         )  # fmt: skip
         self._job: Job = SupervisedJob(world) if policy.opsd else UnsupervisedJob(world)
         self._outages = 0
@@ -103,6 +106,7 @@ class Play:
             self._job.requeues,
             self._job.resubmissions,
             self._cluster.drains_refused,
+            self._job.corruptions_kept,
             account.longest_s,
             {kind: lost_s * setup.nodes * setup.gpus / HOUR_S for kind, lost_s in account.lost_s.items()},
             self._job.hops,
@@ -119,6 +123,28 @@ class Play:
 
     def begin(self, fault: Fault) -> None:
         """``fault`` begins now."""
+        match fault.effect:
+            case "storage" | "controller":
+                self._cluster.goes_away(fault.effect, fault)
+                self._storage()
+            case "corruption":
+                name = self._cluster.names[fault.node]
+                self._job.corrupt(name)
+                self._loop.later(fault.noticed_s, lambda: self._corruption_noticed(name, fault))
+            case _:
+                self._begin_on_node(fault)
+
+    def _storage(self) -> None:
+        left_s = self._cluster.away("storage")[0]
+        self._account.storage(self._loop.time(), up=left_s <= 0)
+        if left_s > 0:
+            self._loop.later(left_s, self._storage)
+
+    def _corruption_noticed(self, name: str, fault: Fault) -> None:
+        self._job.corruption_noticed(name, fault.kind)
+        self._begin_on_node(replace(fault, effect="hardware"))
+
+    def _begin_on_node(self, fault: Fault) -> None:
         name = self._cluster.names[fault.node]
         before = self._cluster.broken.get(name)
         if before is not None and fault.effect not in PASSING:

@@ -20,11 +20,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from opsd.files import read_settings
 from opsd.settings.section import Section
-from opsd.simulate.faults import DAY_S, HOUR_S, PASSING, Effect, Fault, FaultsError
+from opsd.simulate.faults import CLUSTER, DAY_S, HOUR_S, PASSING, ClusterEffect, Fault, FaultsError, NodeEffect
 
 PUBLISHED: Mapping[str, float] = {"stepfun": 4.16, "llama3": 3.79, "rsc1": 6.50, "rsc2": 2.34}
 """Faults in 1,000 node days: StepFun's trace, Llama 3 (Meta, 2024), Meta's research clusters (Kokolis et al., 2024)."""
-_SHARES: Mapping[str, tuple[Effect, float]] = {
+_SHARES: Mapping[str, tuple[NodeEffect, float]] = {
     "gpu_network": ("hardware", 317 / 419), "software": ("process", 54 / 419), "maintenance": ("degraded", 32 / 419),
     "host": ("lost", 16 / 419),
 }  # fmt: skip
@@ -34,12 +34,16 @@ class Kind(Section):
     """One kind of fault. Without a repair time the node is sound at once."""
 
     kind: str
-    effect: Effect
+    effect: NodeEffect
     per_1000_node_days: float = Field(gt=0, le=1e5)
     shape: float = Field(default=1.0, ge=0.2, le=10, description="Of the Weibull time between faults; 1: exponential.")
     repair_p50_h: float = Field(default=35.0, ge=0, le=1e5)
     repair_p90_h: float = Field(default=496.0, ge=0, le=1e6)
     speed: float = Field(default=1.0, gt=0, le=1, description="Of a degraded node; its job is no faster.")
+    burst: int = Field(default=1, ge=1, le=1000, description="So many come one after the other, on the same node.")
+    apart_s: float = Field(default=60.0, gt=0, le=1e6, description="Mean time between those of a burst.")
+    noticed_p50_h: float = Field(default=0.0, ge=0, le=1e5, description="Until a corruption is noticed.")
+    noticed_p90_h: float = Field(default=0.0, ge=0, le=1e6)
 
 
 class Domain(Section):
@@ -58,11 +62,25 @@ class Domain(Section):
     speed: float = Field(default=1.0, gt=0, le=1, description="Of degraded nodes; their job is no faster.")
 
 
+class Outage(Section):
+    """Storage or Slurm's controller is away, for all nodes."""
+
+    kind: str
+    effect: ClusterEffect
+    per_1000_days: float = Field(gt=0, le=1e6)
+    repair_p50_h: float = Field(gt=0, le=1e5)
+    repair_p90_h: float = Field(gt=0, le=1e6)
+
+
 class RatesFile(Section):
-    """``[[fault]]`` tables for nodes, ``[[domain]]`` for many; ``lemon_share`` of the nodes have ``lemon_faults``."""
+    """``[[fault]]`` tables for nodes, ``[[domain]]`` for many, ``[[outage]]`` for what all need.
+
+    ``lemon_share`` of the nodes have ``lemon_faults``.
+    """
 
     fault: tuple[Kind, ...] = Field(min_length=1, strict=False)
     domain: tuple[Domain, ...] = Field(default=(), strict=False)
+    outage: tuple[Outage, ...] = Field(default=(), strict=False)
     lemon_share: float = Field(
         default=0.05, gt=0, lt=1, description="StepFun's trace: 20 of 400 nodes, 24 % of faults."
     )
@@ -70,15 +88,21 @@ class RatesFile(Section):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        faults: list[Kind | Domain] = [*self.fault, *self.domain]
-        for fault in faults:
+        repaired: list[Kind | Domain | Outage] = [*self.fault, *self.domain, *self.outage]
+        for fault in repaired:
             if fault.repair_p90_h < fault.repair_p50_h:
                 more = f"half of the repairs take {fault.repair_p50_h:g} h"
                 raise ValueError(
                     f"{fault.kind} has repair_p90_h {fault.repair_p90_h:g}, but {more}: give at least that"
                 )
-            if fault.speed < 1 and fault.effect != "degraded":
+            if not isinstance(fault, Outage) and fault.speed < 1 and fault.effect != "degraded":
                 raise ValueError(f"{fault.kind} has a speed and is {fault.effect}: only degraded nodes work on")
+        for kind in self.fault:
+            if kind.effect == "corruption" and not 0 < kind.noticed_p50_h <= kind.noticed_p90_h:
+                raise ValueError(
+                    f"{kind.kind} is a corruption: give noticed_p50_h and noticed_p90_h, the hours until half and "
+                    "nine tenths of them are noticed"
+                )
         return self
 
 
@@ -93,11 +117,11 @@ class Rates:
     def per_node_day(self) -> float:
         """See ``FaultSource.per_node_day``."""
         together = sum(domain.per_1000_domain_days / domain.nodes for domain in self.file.domain)
-        return (sum(kind.per_1000_node_days for kind in self.file.fault) + together) / 1000
+        return (sum(kind.per_1000_node_days * kind.burst for kind in self.file.fault) + together) / 1000
 
     def draw(self, nodes: int, seconds: float, seed: int) -> list[Fault]:
         """See ``FaultSource.draw``. All nodes are up at the start."""
-        faults: list[Fault] = []
+        faults = [fault for outage in self.file.outage for fault in _outages(outage, seconds, seed)]
         shared = self._shared(nodes, seconds, seed)
         for node in range(nodes):
             random = Random(f"{seed}:{node}")
@@ -116,7 +140,7 @@ class Rates:
                 random = Random(f"{seed}:{domain.kind}:{first}")
                 at = random.expovariate(domain.per_1000_domain_days / 1000 / DAY_S)
                 while at < seconds:
-                    end = at + _repair_s(domain, random)
+                    end = at + _spread_s(domain.repair_p50_h, domain.repair_p90_h, random)
                     for node in range(first, first + domain.nodes):
                         if random.random() < domain.share:
                             hit[node].append(Fault(node, at, end, domain.kind, domain.effect, domain.speed))
@@ -128,19 +152,36 @@ def _process(kind: Kind, node: int, weight: float, seconds: float, random: Rando
     mean_s = DAY_S * 1000 / (kind.per_1000_node_days * weight)
     scale_s = mean_s / math.gamma(1 + 1 / kind.shape)
     faults, at = [], random.weibullvariate(scale_s, kind.shape)
+    left = kind.burst
     while at < seconds:
-        end = at + (0.0 if kind.effect in PASSING else _repair_s(kind, random))
-        faults.append(Fault(node, at, end, kind.kind, kind.effect, kind.speed))
-        at = end + random.weibullvariate(scale_s, kind.shape)
+        silent = kind.effect == "corruption"
+        noticed_s = _spread_s(kind.noticed_p50_h, kind.noticed_p90_h, random) if silent else 0.0
+        repair_s = 0.0 if kind.effect in PASSING else _spread_s(kind.repair_p50_h, kind.repair_p90_h, random)
+        end = at + noticed_s + repair_s
+        faults.append(Fault(node, at, end, kind.kind, kind.effect, kind.speed, noticed_s))
+        left = left - 1 or kind.burst
+        again_s = random.expovariate(1 / kind.apart_s) if left < kind.burst else None
+        at = end + (again_s if again_s is not None else random.weibullvariate(scale_s, kind.shape))
     return faults
 
 
-def _repair_s(kind: Kind | Domain, random: Random) -> float:
+def _outages(outage: Outage, seconds: float, seed: int) -> list[Fault]:
+    random = Random(f"{seed}:{outage.effect}:{outage.kind}")
+    per_s = outage.per_1000_days / 1000 / DAY_S
+    faults, at = [], random.expovariate(per_s)
+    while at < seconds:
+        end = at + _spread_s(outage.repair_p50_h, outage.repair_p90_h, random)
+        faults.append(Fault(CLUSTER, at, end, outage.kind, outage.effect))
+        at = end + random.expovariate(per_s)
+    return faults
+
+
+def _spread_s(p50_h: float, p90_h: float, random: Random) -> float:
     """Weibull, through the two quantiles: of StepFun's repairs that has a mean of 193 h, a log-normal one 298 h."""
-    if kind.repair_p90_h == kind.repair_p50_h:
-        return kind.repair_p50_h * HOUR_S
-    shape = math.log(math.log(10) / math.log(2)) / math.log(kind.repair_p90_h / kind.repair_p50_h)
-    return random.weibullvariate(kind.repair_p50_h / math.log(2) ** (1 / shape), shape) * HOUR_S
+    if p90_h == p50_h:
+        return p50_h * HOUR_S
+    shape = math.log(math.log(10) / math.log(2)) / math.log(p90_h / p50_h)
+    return random.weibullvariate(p50_h / math.log(2) ** (1 / shape), shape) * HOUR_S
 
 
 def _apart(faults: list[Fault]) -> list[Fault]:

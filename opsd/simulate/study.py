@@ -93,6 +93,7 @@ class Study:
             "requeues": self.mean("requeues"),
             "resubmissions": self.mean("resubmissions"),
             "drains_refused": self.mean("drains_refused"),
+            "corruptions_kept": self.mean("corruptions_kept"),
             "longest_standstill_s": max(run.longest_standstill_s for run in self.runs),
             "gpu_hours_lost": dict(self.gpu_hours_lost),
         }

@@ -9,13 +9,14 @@ from opsd import exitcodes
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import Begun
 from opsd.launch.io.loop import Callback, Timer
-from opsd.launch.ranks.failure import Failure, RankError, RestartPolicy
+from opsd.launch.ranks.failure import RestartPolicy
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import (
     Ended,
     Failed,
-    FailedRank,
     GivenBack,
+    Hung,
+    Late,
     Progress,
     Readiness,
     SpareWanted,
@@ -25,6 +26,7 @@ from opsd.launch.run.messages import (
 )
 from opsd.launch.run.nodes import RunShape
 from opsd.runbooks.straggler import LEAST_STEPS
+from opsd.simulate.failing_ranks import failed, hang_judged_s, hung_statuses
 from opsd.simulate.faults import PASSING, Fault
 from opsd.simulate.group import SimulatedGroup, SimulatedLog
 from opsd.simulate.job import Job, World
@@ -33,6 +35,8 @@ from opsd.slurm.spare_jobs import wants_spare
 
 MAX_RESTARTS = 8
 """Default of ``opsd launch --max-restarts``."""
+STOP_TIMEOUT_S = 120.0
+"""Default of ``opsd launch --stop-timeout``."""
 
 
 class SupervisedJob(Job):
@@ -88,11 +92,15 @@ class SupervisedJob(Job):
 
     def _begin(self, plan: Plan) -> None:
         assert self._leader is not None
+        restarts = plan.slots and not plan.payload["keep"]
+        if restarts and (left_s := self.without_storage()) > 0:  # there is no claim without a folder
+            self._beginning = self.world.loop.later(left_s, lambda: self._begin(plan))
+            return
         self._group.begun, self._succeeded = True, False
         if not plan.payload["keep"]:
             self._plan = plan
         self._leader.began(plan, Begun("", 0, *self._steps()))
-        if plan.payload["keep"] or not plan.slots:
+        if not restarts:
             return
         self.swaps += len(set(plan.slots) - set(self._ranked)) if self._ranked else 0
         self._ranked, self._at_work = plan.slots, True
@@ -100,8 +108,12 @@ class SupervisedJob(Job):
         self._meet_broken_nodes(plan)
 
     def _first_step(self, plan: Plan) -> None:
-        if self._at_work and self._plan is plan:
-            self.world.account.work(self.world.loop.time(), len(plan.slots) / self.world.nodes, self.speed)
+        if not self._at_work or self._plan is not plan:
+            return
+        if (left_s := self.without_storage()) > 0:
+            self._soon(left_s, lambda: self._first_step(plan))
+        else:
+            self.compute(len(plan.slots) / self.world.nodes)
             self._saves(plan)
 
     def _steps(self) -> tuple[int, int]:
@@ -134,6 +146,15 @@ class SupervisedJob(Job):
         """Call back if this start still lasts then."""
         start = self.start
         self.world.loop.later(delay_s, lambda: callback() if start == self.start else None)
+
+    def stop(self) -> None:
+        """See ``Job.stop``."""
+        if self._beginning is not None:
+            self._beginning.cancel()
+        if self._leader is not None:
+            self._leader.step_down()
+        self._leader = self._plan = None
+        self._inherited = {}
 
     def _ended(self, code: int, avoid: tuple[str, ...], memory: Mapping[str, Any]) -> None:
         """The leader has claimed the end of the run."""
@@ -176,6 +197,8 @@ class SupervisedJob(Job):
             dead = fault.effect == "lost"
             silent_s = times.silence_s if dead else times.closed_s
             self._soon(silent_s, lambda: self._lost(name, silent_s, free=dead))
+        elif at_work and fault.effect == "hang":
+            self._rank_hangs(name, fault)
         elif at_work and fault.effect != "degraded":
             self._rank_dies(name, fault)
         elif name in self._slots and fault.effect == "degraded":
@@ -214,19 +237,27 @@ class SupervisedJob(Job):
         """``at_once``: before its first step."""
         self._stand_still(fault)
         furthest, committed = self._steps()
-        step, rank = None if at_once else furthest, self._slots.index(name)
-        if fault.effect == "process":
-            failure = Failure(rank, "signal SIGSEGV", "signal", 0.0, step)
-        else:
-            error = RankError(fault.kind, "CUDA initialization" if at_once else "CUDA error", "")
-            failure = Failure(rank, "exit code 1", "hardware", 0.0, step, error=error, at_once=at_once)
+        failure = failed(self._slots.index(name), fault, None if at_once else furthest, at_once=at_once)
         generation = self._log.generation
 
         def noticed() -> None:
             self._tell(name, Progress(generation, furthest, committed))
-            self._tell(name, Failed(generation, (FailedRank(failure),)))
+            self._tell(name, Failed(generation, (failure,)))
 
         self._soon(self.world.times.noticed_s, noticed)
+
+    def _rank_hangs(self, name: str, fault: Fault) -> None:
+        self._stand_still(fault)
+        furthest, committed = self._steps()
+        generation, slots, step_s = self._log.generation, self._slots, self.world.step_s
+
+        def judged() -> None:
+            self._tell(name, Progress(generation, furthest, committed))
+            self._tell(name, Hung(generation))
+            for one, status in zip(slots, hung_statuses(generation, slots, name, furthest, step_s), strict=True):
+                self._tell(one, status)
+
+        self._soon(hang_judged_s(step_s), judged)
 
     def _tell(self, name: str, message: ToLeader) -> None:
         if self._leader is not None and name in self._group.alive:
@@ -252,8 +283,13 @@ class SupervisedJob(Job):
             if self._at_work and self._log.generation == order.generation:
                 fault = self.world.cluster.broken.get(order.stop.what)
                 cause = fault.kind if fault is not None else None
-                self.world.account.idle(self.world.loop.time(), "checkpoint", cause, kept=True)
-                self._soon(self.world.stall_s, saved)
+                left_s = self.world.cluster.away("storage")[0]
+                in_time = left_s <= STOP_TIMEOUT_S
+                self.world.account.idle(self.world.loop.time(), "checkpoint", cause, kept=in_time)
+                self._soon(left_s + self.world.stall_s if in_time else STOP_TIMEOUT_S, saved if in_time else late)
+
+        def late() -> None:
+            self._tell(self._slots[0], Late(order.generation, "the checkpoint takes too long", order.stop))
 
         def saved() -> None:
             for name in self._slots:
@@ -278,9 +314,12 @@ class SupervisedJob(Job):
             self._soon(self.world.times.fetch_s, self._arrive)
 
     def _arrive(self) -> None:
-        """A job for a spare has started, or waits for a node."""
+        """A job for a spare has started, or waits for a node, or for Slurm."""
         assert self._leader is not None
         cluster = self.world.cluster
+        if (left_s := cluster.away("controller")[0]) > 0:
+            self._soon(left_s, self._arrive)
+            return
         name = next((name for name in cluster.usable(but=self.held) if name not in cluster.broken), None)
         if name is None:
             self._unmet += 1

@@ -38,6 +38,9 @@ def study_lines(study: Study, source: str) -> list[str]:
     ]
     if hops := study.swap_hops:
         lines.append(f"a node that came was {hops[1]:.2f} hops from the others, the one that went {hops[0]:.2f}")
+    if kept := study.mean("corruptions_kept"):
+        older = f"older than the {plural(setup.keep, 'kept checkpoint')}"
+        lines.append(f"corruptions {older}, so that they stay in the model: {kept:,.1f}")
     lost = [f"{kind} {count(hours)}" for kind, hours in list(study.gpu_hours_lost.items())[:5] if hours >= 1]
     return [*lines, f"GPU-hours lost by kind of fault: {', '.join(lost) or 'less than one'}", SOURCES]
 

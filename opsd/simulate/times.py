@@ -39,6 +39,8 @@ class Times:
     """torchrun, a rank killed (`opsd bench restart`, beside)."""
     torchrun_dies_s: float = 72.0
     """Agents of torchrun notice a dead one after 12 s and end after a wait of 60 s for the store (measured)."""
+    torchrun_hang_s: float = 600.0
+    """Without opsd NCCL's watchdog ends a hang (torch's default timeout of a process group with NCCL)."""
     slurm_notices_s: float = 393.0
     """Slurm sets a dead node down, with its own settings (docs/slurm.md)."""
     slurm_delay_s: float = 120.0

@@ -31,9 +31,21 @@ class UnsupervisedJob(Job):
 
     def _begin_after(self, delay_s: float) -> None:
         self.start += 1
-        account, loop, start = self.world.account, self.world.loop, self.start
-        account.idle(loop.time(), "restart")
-        loop.later(delay_s, lambda: account.work(loop.time(), 1.0, self.speed) if start == self.start else None)
+        loop, start = self.world.loop, self.start
+        self.world.account.idle(loop.time(), "restart")
+
+        def loaded() -> None:
+            if start != self.start:
+                return
+            if (left_s := self.without_storage()) > 0:
+                loop.later(left_s, loaded)
+            else:
+                self.compute(1.0)
+
+        loop.later(delay_s, loaded)
+
+    def stop(self) -> None:
+        """See ``Job.stop``."""
 
     def fault(self, name: str, fault: Fault) -> None:
         """See ``Job.fault``."""
@@ -41,8 +53,16 @@ class UnsupervisedJob(Job):
         if name not in self.held or fault.effect == "degraded":
             return
         account.idle(self.world.loop.time(), "detection", fault.kind)
-        if fault.effect == "process":
+        if fault.effect in ("process", "link"):
             self._begin_after(times.torchrun_restart_s + times.program_s)
+            return
+        if fault.effect == "hang":
+            self.start += 1
+            hung = self.start
+            ended_s = times.torchrun_restart_s + times.program_s
+            self.world.loop.later(
+                times.torchrun_hang_s, lambda: self._begin_after(ended_s) if hung == self.start else None
+            )
             return
         noticed_s = times.slurm_notices_s if fault.effect == "lost" else times.torchrun_dies_s
         self.start += 1

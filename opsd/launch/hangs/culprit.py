@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from opsd.attribution import INCONCLUSIVE, STOPPED, UNINTERRUPTIBLE, RankState, attribute_hang
@@ -76,11 +76,11 @@ class Hang:
 
 def is_hang(ranks: Sequence[RankStatus]) -> bool:
     """True if some rank has reached its limit and does not wait for one within its own."""
-    stuck = [rank for rank in ranks if rank.overdue]
+    stuck = {rank for rank in ranks if rank.overdue}
     return any(not any(may_be_waiting_for(rank, other, stuck) for other in ranks) for rank in stuck)
 
 
-def may_be_waiting_for(rank: RankStatus, other: RankStatus, stuck: Sequence[RankStatus]) -> bool:
+def may_be_waiting_for(rank: RankStatus, other: RankStatus, stuck: Collection[RankStatus]) -> bool:
     """True if ``other``, still within its limit, may be what ``rank`` waits for.
 
     A rank in a collective waits itself, so only ranks in collectives can wait for it. A stopped process waits for
