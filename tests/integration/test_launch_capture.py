@@ -102,9 +102,10 @@ def test_capture_can_be_dropped(start: Callable[..., tuple[int, Path]]) -> None:
 
 WORKS = """
 import threading, time
-def reward(): return sum(each for each in range(3000))
+def reward(depth): return reward(depth - 1) if depth else sum(each for each in range(3000))
 def work():
-    while True: reward()
+    while True:
+        for depth in range(30): reward(depth)
 def begin():
     print("ready", flush=True)
 """

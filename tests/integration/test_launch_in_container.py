@@ -51,12 +51,15 @@ pytestmark = [
 ]
 
 
+CHECKOUT = Path(__file__).parents[2]
+
+
 def container(folder: Path, *options: str) -> tuple[str, ...]:
     """The beginning of a command: /dev/shm is the machine's as in Apptainer and enroot, /tmp is not as in enroot."""
     return (
         *("bwrap", "--die-with-parent", "--unshare-user", "--unshare-ipc", "--ro-bind", "/", "/", "--dev", "/dev"),
         *("--bind", "/dev/shm", "/dev/shm", "--proc", "/proc", "--tmpfs", "/tmp"),
-        *("--bind", str(folder), str(folder), *options),
+        *("--ro-bind", str(CHECKOUT), str(CHECKOUT), "--bind", str(folder), str(folder), *options),
     )
 
 

@@ -50,6 +50,7 @@ NOT_HERE = {
     "opsd_incidents_opened_total": "an incident that opened before the first scrape does not count",
     "opsd_run_state": "nothing restarts",
     "opsd_node_faults": "no Slurm keeps a comment of this node",
+    "opsd_node_lemon": "no Slurm keeps a comment of this node",
     "opsd_repair_attempts": "nothing is repaired",
     "opsd_run_seconds_total": "the run of the stack has no launcher, whose events the ledger is made of",
     "opsd_spare_": "the node is no spare",
