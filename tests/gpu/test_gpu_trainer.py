@@ -14,12 +14,15 @@ import torch
 
 from opsd.measured.bench import figures_of
 from opsd.plan.hardware import hardware_of
+from opsd.plan.layout import Layout
+from opsd.plan.memory import memory_of
+from opsd.plan.source import read
 from opsd.trainer.attention import attend, attention_inputs
 from opsd.trainer.model_settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure import measure, summary
-from shapes import PARTS, Part
+from measure import measure, overrides, summary
+from shapes import ON_GPU, PARTS, PRESET, Part
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 ON_CPU = {
@@ -118,6 +121,13 @@ def test_a_part_without_memory_has_half_the_batch() -> None:
 def test_the_parts_fit_nine_minutes() -> None:
     """With ten seconds to spare."""
     assert sum(part.seconds for part in PARTS.values()) <= 530
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_parts_fit_an_h100(name: str) -> None:
+    """By what a plan predicts of the memory of one."""
+    config = read(PRESET, overrides(ON_GPU | PARTS[name].settings), None, 1)
+    assert memory_of(config, Layout.of(config), 1).total < hardware_of("h100").memory.value
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
