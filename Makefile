@@ -91,7 +91,7 @@ bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-result
 	@mkdir -p bench-results
 	@for name in $$($(BIN)/opsd bench --names); do $(BIN)/opsd bench $$name --json bench-results/$$name.json || exit 1; done
 
-bench-gpu: $(STAMP) ## What the trainer reaches on the GPU here; results with date and versions under tests/gpu/results
+bench-gpu: $(STAMP) ## What the trainer reaches on the GPU here, in nine minutes; one JSON under tests/gpu/results
 	$(BIN)/python tests/gpu/measure.py
 
 clean: ## Remove what make created

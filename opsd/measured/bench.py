@@ -15,20 +15,24 @@ from opsd.plan.step_time import step_time
 from opsd.trainer import counts
 from opsd.trainer.config import Config, ConfigError
 
-_CASE = "ours_causal"
+_PART = "dense_4k"
 """With attention over whole sequences, as a plan counts it."""
 
 
 def figures_of(path: Path, told: Mapping[str, Any], gpu: str, hardware: Hardware) -> Iterator[Evidence]:
     """What a step loses beside its kernels, waiting for data, and a checkpoint's stall. Raises NotUsable."""
     try:
-        preset, model = str(told["preset"]), str(told["gpu"])
-        settings: Mapping[str, object] = told["settings"]
+        part = told["parts"][_PART]
+        if why := part.get("skipped"):
+            raise NotUsable(f"{path} has no speed: {_PART} was skipped, {why}; run make bench-gpu again")
+        preset, model = str(part["preset"]), str(told["gpu"])
+        settings: Mapping[str, object] = part["settings"]
         at = datetime.fromisoformat(told["date"]).timestamp()
-        speed, data, stall = (
-            float(told[f"{_CASE}_{name}"]) for name in ("tokens_per_s", "data_share", "checkpoint_stall_s")
-        )
+        speed, data = float(part["tokens_per_s"]), float(part["data_share"])
+        stall = None if part["checkpoint_stall_s"] is None else float(part["checkpoint_stall_s"])
         config = read(preset, [f"{name}={value}" for name, value in settings.items()], None, 1)
+    except NotUsable:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
         raise NotUsable(f"{path} is no result of make bench-gpu of this release; run it again") from error
     if not is_kind(gpu, model):
@@ -39,7 +43,8 @@ def figures_of(path: Path, told: Mapping[str, Any], gpu: str, hardware: Hardware
     name = f"make bench-gpu, {preset} on one GPU"
     yield Evidence("loop", _loop(config, speed, hardware), f"{name}, {speed:,.0f} tokens/s", path, at)
     yield Evidence("data", data / (1 - data) if data < 1 else 1.0, name, path, at)
-    yield Evidence("stall", stall, name, path, at)
+    if stall is not None:
+        yield Evidence("stall", stall, name, path, at)
 
 
 def _loop(config: Config, tokens_per_s: float, hardware: Hardware) -> float:

@@ -62,7 +62,7 @@ def measured(
 
 def _kind(path: Path) -> int:
     """Preflights come first: what a step loses beside its kernels is fitted to a benchmark with them."""
-    return 1 if path.suffix == ".json" and path.is_file() and "preset" in _json(path) else 0
+    return 1 if path.suffix == ".json" and path.is_file() and "parts" in _json(path) else 0
 
 
 def _evidence(path: Path, gpu: str, hardware: Hardware) -> Iterable[Evidence]:
@@ -81,7 +81,7 @@ def _evidence(path: Path, gpu: str, hardware: Hardware) -> Iterable[Evidence]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise NotUsable(f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from error
-    if "preset" in (told := _json(path)):
+    if "parts" in (told := _json(path)):
         return bench.figures_of(path, told, gpu, hardware)
     return preflights.figures_of(preflights.of_report(path, text), path, gpu, hardware)
 

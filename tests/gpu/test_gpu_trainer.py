@@ -4,18 +4,41 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from opsd.measured.bench import figures_of
+from opsd.plan.hardware import hardware_of
+from opsd.plan.layout import Layout
+from opsd.plan.memory import memory_of
+from opsd.plan.source import read
 from opsd.trainer.attention import attend, attention_inputs
 from opsd.trainer.model_settings import ModelSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
-from measure import measure, summary
+from measure import measure, overrides, summary
+from shapes import ON_GPU, PARTS, PRESET, Part
 
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+ON_CPU = {
+    "run.device": "cpu", "run.threads": 1, "data.batch": 2, "data.micro_batch": 2, "data.verify": "size",
+    "model.dtype": "float32", "model.document_mask": "false", "tracking.tensorboard": "false",
+    "parallel.recompute": "selective",
+}  # fmt: skip
+ALWAYS_SMALL = {
+    "model.layers": 4, "model.width": 32, "model.heads": 4, "model.kv_heads": 2, "model.ffn": 64, "model.vocab": 2048,
+    "data.sequence": 64,
+}  # fmt: skip
+SMALL = ALWAYS_SMALL | {
+    "checkpoint.every": 5, "model.kv_heads": 4, "model.experts": 8, "model.experts_per_token": 2,
+    "model.expert_ffn": 16, "model.state_heads": 4, "model.state_key_heads": 2, "model.state_key_dim": 16,
+    "model.state_value_dim": 16,
+}  # fmt: skip
 SETTINGS = ModelSettings(layers=1, width=256, heads=4, kv_heads=2, ffn=8, vocab=8)
 
 
@@ -52,15 +75,59 @@ def test_summary_leaves_out_what_compiles_and_what_saves() -> None:
     assert numbers["checkpoint_stall_s"] == 0.7
 
 
+def shrunk(part: Part) -> Part:
+    """The part with every size made small, and nothing else changed."""
+    settings = {name: SMALL.get(name, value) for name, value in part.settings.items()}
+    return Part(part.what, {**ALWAYS_SMALL, **settings}, 6, 100.0)
+
+
 @pytest.mark.slow
-def test_the_measurement_runs() -> None:
-    """The same cases on the CPU, with the smallest preset: every number is there."""
-    settings = {"run.device": "cpu", "run.threads": 1, "data.batch": 2, "data.sequence": 64, "data.verify": "size"}
-    results = measure("tiny", 4, 1, settings, documents=30)
-    assert results["ours_causal_tokens_per_s"] > 0
-    assert results["ours_document_mask_checkpoint_stall_s"] > 0
-    assert 0 < results["ratio_z_loss_to_none"] < 100
+def test_the_measurement_runs(tmp_path: Path) -> None:
+    """Every part on the CPU, its shape made small: every number is there, and a plan reads the first."""
+    parts = {name: shrunk(part) for name, part in PARTS.items()}
+    parts["broken"] = Part("heads that do not divide the width", {**ALWAYS_SMALL, "model.heads": 3}, 6, 100.0)
+    parts["late"] = replace(parts["broken"], seconds=-1000.0)
+    *_, results = measure(parts, ON_CPU, skipped=1, documents=30)
+    found = results["parts"]
+    for name in PARTS:
+        assert found[name]["steps"] == 6, found[name]
+        assert found[name]["tokens_per_s"] > 0
+        assert (found[name]["checkpoint_stall_s"] is not None) == (name == "dense_4k")
+    assert found["moe"]["active_parameters"] < found["moe"]["parameters"]
+    assert "model.heads" in found["broken"]["skipped"]
+    assert found["late"]["skipped"] == "its time was up in step 1"
     assert results["torch"] == torch.__version__
+    of_gpu = results | {"gpu": "NVIDIA H100 80GB HBM3"}
+    evidence = figures_of(tmp_path / "result.json", of_gpu, "h100", hardware_of("h100"))
+    assert [figure.name for figure in evidence] == ["loop", "data", "stall"]
+
+
+def test_a_part_without_memory_has_half_the_batch() -> None:
+    """As often as it takes; where one sequence is too much the part is skipped, and the next is measured."""
+    line = {"tokens_per_s": 10.0, "mfu": 0.1, "data_s": 0.1, "step_s": 1.0, "checkpoint_s": 0.0}
+
+    def run(settings: Mapping[str, object], _folder: Path, steps: int, _until: float) -> tuple[list[Any], str]:
+        if int(str(settings["data.batch"])) * int(str(settings["data.sequence"])) > 128:
+            return [line], "memory 79.0 of 79.1 GiB\ntorch.OutOfMemoryError: CUDA out of memory."
+        return [line] * steps, "memory 61.5 of 79.1 GiB"
+
+    parts = {str(length): Part("", {**ALWAYS_SMALL, "data.sequence": length}, 6, 100.0) for length in (256, 64)}
+    *_, results = measure(parts, ON_CPU | {"data.batch": 4}, skipped=1, documents=30, run=run)
+    assert results["parts"]["256"]["skipped"] == "out of memory in step 2"
+    assert results["parts"]["64"]["settings"]["data.batch"] == 2
+    assert results["parts"]["64"]["memory_gib"] == 61.5
+
+
+def test_the_parts_fit_nine_minutes() -> None:
+    """With ten seconds to spare."""
+    assert sum(part.seconds for part in PARTS.values()) <= 530
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_parts_fit_an_h100(name: str) -> None:
+    """By what a plan predicts of the memory of one."""
+    config = read(PRESET, overrides(ON_GPU | PARTS[name].settings), None, 1)
+    assert memory_of(config, Layout.of(config), 1).total < hardware_of("h100").memory.value
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

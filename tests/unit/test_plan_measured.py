@@ -29,11 +29,14 @@ NOW = time.time()
 EVENTS = "ClusterNodes|NodeName|Start|End|State|Reason\nn[1-50]|||||\n" + "".join(
     f"|n{number}|2026-01-{number + 1:02}T00:00:00|2026-01-{number + 1:02}T12:00:00|DOWN|x\n" for number in range(1, 11)
 )
-BENCH = {
-    "preset": "smollm3-3b", "gpu": "NVIDIA H100 80GB HBM3", "date": day(NOW),
-    "settings": {"data.micro_batch": 2, "data.batch": 8, "parallel.compile": "true", "parallel.recompute": "selective"},
-    "ours_causal_tokens_per_s": 15_000.0, "ours_causal_data_share": 0.01, "ours_causal_checkpoint_stall_s": 3.0,
-}  # fmt: skip
+
+
+def bench(tokens_per_s: float = 15_000.0, gpu: str = "NVIDIA H100 80GB HBM3", **changed: object) -> dict[str, Any]:
+    """A result of make bench-gpu, of its part that a plan reads."""
+    settings = {"data.micro_batch": 2, "data.batch": 8, "parallel.compile": "true", "parallel.recompute": "selective"}
+    part = {"preset": "smollm3-3b", "settings": settings, "tokens_per_s": tokens_per_s, "data_share": 0.01,
+            "checkpoint_stall_s": 3.0}  # fmt: skip
+    return {"gpu": gpu, "date": day(NOW), "parts": {"dense_4k": part | changed}}
 
 
 def report(node: str, at: float = NOW, gpu: str = "NVIDIA H100 80GB HBM3", scale: float = 1.0) -> Report:
@@ -108,7 +111,7 @@ def test_preflights_replace_rates(tmp_path: Path) -> None:
 
 def test_a_benchmark_is_what_the_plan_then_predicts(tmp_path: Path) -> None:
     """Half the speed is half the share; with slower products, measured beside it, less of the time is between them."""
-    speeds = {speed: written(tmp_path / f"{speed}.json", BENCH | {"ours_causal_tokens_per_s": 1.0 * speed})
+    speeds = {speed: written(tmp_path / f"{speed}.json", bench(1.0 * speed))
               for speed in (15_000, 7_500)}  # fmt: skip
     fast, slow = (measured([path], "h100", H100, HABITS, forgiving=False) for path in speeds.values())
     assert fast.hardware.loop.value == pytest.approx(2 * slow.hardware.loop.value, rel=0.03)
@@ -144,9 +147,10 @@ def test_slurms_events_replace_outages(tmp_path: Path) -> None:
         ("r.json", report("n1", gpu="NVIDIA A100-SXM4-80GB").to_json(), "the plan is for h100"),
         ("r.json", report("n1", gpu="").to_json().replace('"GPU 0"', '"processor"'), "without GPUs"),
         ("r.json", '{"a": 1}', "not a preflight report"),
-        ("b.json", BENCH | {"ours_causal_tokens_per_s": 1e6}, "of the GPU's peak"),
-        ("b.json", BENCH | {"gpu": "NVIDIA B200"}, "the plan is for h100"),
-        ("b.json", {"preset": "smollm3-3b"}, "no result of make bench-gpu"),
+        ("b.json", bench(1e6), "of the GPU's peak"),
+        ("b.json", bench(gpu="NVIDIA B200"), "the plan is for h100"),
+        ("b.json", bench(skipped="out of memory in step 1"), "skipped, out of memory in step 1"),
+        ("b.json", {"parts": {}}, "no result of make bench-gpu"),
         ("e.txt", EVENTS[: EVENTS.index("|n4")], "too few for a rate"),
         ("e.txt", "hello", "is no JSON"),
         ("r.json", '{"a": ' * 100_000, "preflight report"),
