@@ -6,27 +6,27 @@ import os
 from pathlib import Path
 from typing import Final
 
-_EVERYBODY: Final = "0 0 4294967295"
+_EVERYBODY: Final = [b"0", b"0", b"4294967295"]
 
 
 def in_user_namespace(process: Path = Path("/proc/self")) -> bool:
     """Whether this process sees other user ids than the machine has, so that 0 is not the machine's root."""
     try:
-        return " ".join((process / "uid_map").read_text(encoding="ascii").split()) != _EVERYBODY
+        return (process / "uid_map").read_bytes().split() != _EVERYBODY
     except OSError:  # a kernel without user namespaces
         return False
 
 
 def unmapped_uid(system: Path = Path("/proc/sys/kernel")) -> int | None:
     """What users of the machine whose id is not mapped are seen as, root among them; None outside a user namespace."""
-    return int((system / "overflowuid").read_text(encoding="ascii")) if in_user_namespace() else None
+    return int((system / "overflowuid").read_bytes()) if in_user_namespace() else None
 
 
 def machine_uid(process: Path = Path("/proc/self")) -> int:
     """This user's id outside its user namespace (user_namespaces(7)): another for each user, also where all are 0."""
     uid = os.getuid()
     try:
-        lines = (process / "uid_map").read_text(encoding="ascii").splitlines()
+        lines = (process / "uid_map").read_bytes().splitlines()
     except OSError:
         return uid
     for inside, outside, count in (map(int, line.split()) for line in lines):
