@@ -30,7 +30,7 @@ class Telemetry:
         reporter.planned(config.run.steps)
         self._config, self._mixture, self._reporter = config, mixture, reporter
         self._shape: Shape | None = None
-        self._first = world.rank == 0
+        self._first, self._mixture_told = world.rank == 0, -1
         if not self._first:
             return
         folder = Path(config.run.folder)
@@ -63,8 +63,9 @@ class Telemetry:
             self._loads.add(step, measured)
 
     def report_mixture(self, step: int, sample: int) -> None:
-        """Report how much of each source the first ``sample`` samples used, at the end of ``step``."""
-        if self._first:
+        """Report how much of each source the first ``sample`` samples used, at the end of ``step``, once."""
+        if self._first and step != self._mixture_told:
+            self._mixture_told = step
             cuts = self._config.data.cuts()
             tokens, epochs = dict.fromkeys(self._config.data.sources, 0), dict.fromkeys(self._config.data.sources, 0.0)
             for name, samples in self._mixture.drawn(sample).items():

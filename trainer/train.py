@@ -86,6 +86,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     while training.step < config.run.steps and not stop:
         stop = training.advance(saving, telemetry)
     training.loader.close()
+    telemetry.report_mixture(training.step, training.sample)
     with reporter.phase("checkpoint"):
         saved = saving.finish(training.step, training.sample, training.digest)
     telemetry.close(saving.take_committed())

@@ -64,10 +64,10 @@ def test_pages_are_finished(undisturbed: Run) -> None:
 
 
 def test_it_says_what_it_has_drawn_from_each_source(undisturbed: Run) -> None:
-    """At the start and at each checkpoint, from one rank."""
+    """At the start, at each checkpoint and at the end, from one rank."""
     told = undisturbed.events("data_mixture")
     assert [event["step"] for event in told] == sorted({event["step"] for event in told})
-    assert told[0]["step"] == 0
+    assert (told[0]["step"], told[-1]["step"]) == (0, STEPS)
     assert all(sum(event["tokens"].values()) == event["step"] * 4 * 32 for event in told)
     assert max(told[-1]["epochs"].values()) > 0
 
