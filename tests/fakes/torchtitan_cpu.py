@@ -22,6 +22,8 @@ if __name__ == "__main__":
     config.checkpoint.enable, config.checkpoint.interval = True, 3
     for name in sys.argv[3:]:
         setattr(config.parallelism, name, 2)
+        if name == "pipeline_parallel_degree":
+            config.model_spec.model.enable_weight_tying = False
     trainer = RankPageTrainer(config)
     trainer.train()
     trainer.close()

@@ -75,7 +75,8 @@ def test_what_has_been_overtaken_saves_no_more(tmp_path: Path) -> None:
     assert "Traceback" not in output
 
 
-def test_ranks_count_their_own_tokens(tmp_path: Path) -> None:
-    """Two ranks that compute a batch together: the sum of the pages is what was trained on."""
-    pages = tokens_of_ranks(tmp_path, [PROGRAM, str(tmp_path), "2", "tensor_parallel_degree"], python=PYTHON)
+@pytest.mark.parametrize("degree", ["data_parallel_replicate", "tensor_parallel", "pipeline_parallel"])
+def test_ranks_count_their_own_tokens(tmp_path: Path, degree: str) -> None:
+    """Two ranks that share the batches, or compute one together: the sum of the pages is what was trained on."""
+    pages = tokens_of_ranks(tmp_path, [PROGRAM, str(tmp_path), "2", f"{degree}_degree"], python=PYTHON)
     assert pages == [2 * 4 * 64 // 2] * 2
