@@ -48,8 +48,9 @@ PLANT_EVERY_S = 20.0
 RELOAD_EVERY_S = 15.0
 ENDS_WITHIN_S = 45.0
 """Before the end no more faults are planted for this long, so that the last incident is over."""
-GROWS_S = 600.0
-"""Memory grows until the agent's window is full; the list of incidents that are over is full from the start."""
+GROWS_S = 1200.0
+"""Memory grows until the agent's window is full, and users who have used up their incidents may open more 600 s later;
+the list of those that are over is full from the start."""
 AMBIGUOUS = (13, 31, 94)
 CODES = [code for code, info in CATALOGUE.items() if info.action is XidAction.RESTART_APP and code not in AMBIGUOUS]
 BROKEN = (
@@ -66,7 +67,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
 
     Attackers and trainers are started with ``nice``: the two cores of a test machine stand for the hundred of a node.
     """
-    window_s = min(GROWS_S, max(20.0, seconds / 6))
+    window_s = min(GROWS_S / 2, max(20.0, seconds / 6))
     with ExitStack() as stack:
         url, told = stack.enter_context(inbox())
         node, dcgm, ras = stack.enter_context(_node(window_s, url))
@@ -113,7 +114,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
         if xids != len(plants):
             lost.append(f"{xids:g} Xids are counted, {len(plants)} were planted")
         ticks = total(seen.last, "opsd_agent_ticks_total") - total(before, "opsd_agent_ticks_total")
-        memory = [(at, mib) for at, mib in seen.memory if at >= min(window_s, seconds / 2)]
+        memory = [(at, mib) for at, mib in seen.memory if at >= min(GROWS_S, seconds / 2)]
         growth = slope(memory)
         lost += incidents_verdict(plants, journal, told)
         faults = [
