@@ -42,7 +42,7 @@ def test_the_command_keeps_a_plan_of_the_layout_that_runs(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(("program", "model"), [
     (TRAINER, "NVIDIA GeForce RTX 4090"),
-    (Program("script", "/work/train.py", ("smollm3-3b",), "python", Path("/")), H100),
+    (Program("script", "/home/me/train.py", ("smollm3-3b",), "python", Path("/")), H100),
     (Program("module", "torchtitan.train", (), "python", Path("/")), H100),
 ])  # fmt: skip
 def test_nothing_is_planned_that_is_not_known(tmp_path: Path, program: Program, model: str) -> None:
