@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import Final
 
 from opsd.dashboards.alerts.agent import AGENT
+from opsd.dashboards.alerts.availability import AVAILABILITY
 from opsd.dashboards.alerts.goodput import GOODPUT
-from opsd.dashboards.alerts.hardware import AVAILABILITY, HARDWARE, NETWORK, STORAGE
+from opsd.dashboards.alerts.hardware import HARDWARE, NETWORK
 from opsd.dashboards.alerts.model import Alert, Group, RecordingRule, incident
 from opsd.dashboards.alerts.sources import SOURCES
+from opsd.dashboards.alerts.storage import STORAGE
 from opsd.dashboards.alerts.training import CHECKPOINTS, DATA, EVALUATIONS, TRAINING
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Guide, Runbook
