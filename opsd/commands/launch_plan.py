@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from opsd.launch.ranks.settings import Program
-from opsd.plan.forecast import FILE
+from opsd.ledger.records import PLAN
 from opsd.plan.hardware import kind_of
 
 TRAINER = "opsd.trainer"
@@ -27,7 +27,7 @@ def keep_plan(program: Program, folder: Path, gpus: int) -> None:
 
 def plan_command(program: Program, folder: Path, gpus: int, proc: str = "/proc") -> list[str]:
     """What keeps the plan of the run in ``folder``; empty for other programs, unknown GPUs, and a run that has one."""
-    if (program.kind, program.name) != ("module", TRAINER) or (folder / FILE).exists():
+    if (program.kind, program.name) != ("module", TRAINER) or (folder / PLAN).exists():
         return []
     if (kind := _kind_of_gpus(proc)) is None:
         return []
