@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from opsd.launch.ranks.settings import Program
 from opsd.ledger.records import PLAN
 from opsd.plan.hardware import kind_of
+from opsd.slurm.requeue_helper import OPSD
 
 TRAINER = "opsd.trainer"
 _MODEL = re.compile(r"^Model:\s*(\S.*)$", re.MULTILINE)
@@ -33,7 +33,7 @@ def plan_command(program: Program, folder: Path, gpus: int, proc: str = "/proc")
         return []
     given = [word for word in program.args if word != "--fresh"]
     options = ["--as-is", "--gpus", str(gpus), "--gpu", kind, "--run", str(folder)]
-    return [sys.executable, "-m", "opsd", "plan", *options, *given]
+    return [*OPSD, "plan", *options, *given]
 
 
 def _kind_of_gpus(proc: str) -> str | None:

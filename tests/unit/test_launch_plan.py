@@ -33,10 +33,12 @@ def proc(folder: Path, model: str) -> str:
 
 
 def test_the_command_keeps_a_plan_of_the_layout_that_runs(tmp_path: Path) -> None:
-    """And no second one: what a run was begun with is what it is compared with."""
+    """And no second one: what a run was begun with is what it is compared with. A user's modules are not imported."""
     run, root = tmp_path / "run", proc(tmp_path, H100)
+    (tmp_path / "tomllib.py").write_text("raise SystemExit('of the user')", encoding="utf-8")
     words = plan_command(TRAINER, run, 384, root)
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env={"XDG_STATE_HOME": str(tmp_path)})
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, cwd=tmp_path, env=environ)
     kept = Planned.parse((run / PLAN).read_text(encoding="utf-8"))
     assert (kept.gpus, kept.nodes) == (384, 48)
     assert plan_command(TRAINER, run, 384, root) == []
