@@ -78,9 +78,7 @@ class ClusterRun:
         self._hang = LocalHang(node)
         self._readiness = Readiness(node.loop, group, ready, self._not_ready if borrowed else lambda why: None, lemon)
         self._shutdown = Shutdown(node, group, job, self._step_down)
-        self._change = GenerationChange(
-            node, group, self._readiness, self._shutdown, port=port, placed=lambda: self._stops.leave_if_recalled()
-        )
+        self._change = GenerationChange(node, group, self._readiness, self._shutdown, port=port, placed=self._placed)
         self._stops = LocalStops(node, group, self._change, self._shutdown, self._tell, borrowed=borrowed)
         self._isolation = IsolationTimeouts(
             node, group, self._change, self._shutdown, self.stuck, join_s=shape.join_s, isolated_s=isolated_s
@@ -167,6 +165,9 @@ class ClusterRun:
     def stop_too_slow(self, reason: str) -> None:
         """See ``LocalStops.too_slow``."""
         self._stops.too_slow(reason)
+
+    def _placed(self) -> None:
+        self._stops.leave_if_recalled()
 
     def interrupted(self) -> None:
         """Let the ranks end on SIGINT, then exit; the others go on without them, or get a SIGINT themselves."""
