@@ -2,51 +2,53 @@
 
 from __future__ import annotations
 
-import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from opsd import exitcodes
-from opsd.commands.launch_options import NOTIFY, own_options, rdzv_seconds, rendezvous_options
+from opsd.commands.launch_options import NOTIFY, own_options
 from opsd.commands.launch_plan import keep_plan
-from opsd.commands.launch_segment import segment_of_trainer
+from opsd.commands.launch_settings import (
+    default_name,
+    hang_limits_of,
+    is_several,
+    program_kind,
+    settings_of,
+    settle_rendezvous,
+    shape_of,
+)
 from opsd.commands.options import SectionedCommand
 from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.gpus import find_gpu_probe
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.hangs.watch import HangWatch
-from opsd.launch.io.console import STDOUT, Console
+from opsd.launch.io.console import Console
 from opsd.launch.io.control import ControlServer
 from opsd.launch.io.handshake import SecretError, job_secret
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
-from opsd.launch.io.reporting import EventLog, flush_all, print_message, takes_color
+from opsd.launch.io.reporting import EventLog, flush_all, print_message
 from opsd.launch.ranks.process import become_subreaper, has_own_proc
-from opsd.launch.ranks.settings import PREFIX, Program, ProgramNotFound, Settings, Streams
+from opsd.launch.ranks.settings import Program, ProgramNotFound, Settings
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.assembly import assemble_run
-from opsd.launch.run.closing import print_closing_block, resume_command, summarize_job
+from opsd.launch.run.closing import print_closing_block, summarize_job
 from opsd.launch.run.launchers import (
     DEFAULT_PORT,
     Launchers,
-    NodeCount,
     RendezvousError,
     default_port,
     find_launchers,
     slurm_nodes,
     too_many_here,
 )
-from opsd.launch.run.names import name_of_nodes, name_of_one_node
-from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.notices import LAST_S, Notices, Sender
 from opsd.launch.run.nvlink_domain import own_domain
 from opsd.launch.run.readiness import spare_readiness
@@ -54,9 +56,6 @@ from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.rundir import RunError, RunFolders, RunTakenError, memory_root, prune
-from opsd.slurm import topology_source
-from opsd.slurm.allocation import segment_of
-from opsd.slurm.topology import Topology, TopologyError
 
 LOOPBACK = "127.0.0.1"
 TRIM_S = 1.0
@@ -116,18 +115,18 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
     """
     _keep_standard_descriptors()
     os.environ.pop(NOTIFY, None)  # it is a secret that no rank needs
-    kind = _kind(options)
+    kind = program_kind(options)
     try:
         found = Program.find(kind, program, args)
     except ProgramNotFound as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.NOT_FOUND
-    _settle_rendezvous(options)
+    settle_rendezvous(options)
     node = options["node_name"] or os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     shared = memory_root()
     prune(shared, time.time())
-    several, named = _several(options), options["run"]
-    run = named or _default_name(found, options)
+    several, named = is_several(options), options["run"]
+    run = named or default_name(found, options)
     try:
         folders = RunFolders.create(
             run,
@@ -144,7 +143,7 @@ def launch(program: str, args: tuple[str, ...], **options: Any) -> int:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{error.filename} cannot be written: {error.strerror}") from error
-    settings = _settings(found, folders.run, node, options)
+    settings = settings_of(found, folders.run, node, options)
     return _begin(settings, folders, events, options)
 
 
@@ -162,90 +161,8 @@ def _own_options() -> list[str]:
     return [name.lstrip("-") for option in options for name in option.opts]
 
 
-def _kind(options: dict[str, Any]) -> Literal["script", "module", "executable"]:
-    """How the program is run; torchrun's ``--run-path`` is what happens to any script here, and comes first there."""
-    if options["run_path"]:
-        return "script"
-    if options["module"] and options["no_python"]:
-        raise click.UsageError("--module and --no-python exclude each other; leave one out.")
-    return "module" if options["module"] else "executable" if options["no_python"] else "script"
-
-
-def _settle_rendezvous(options: dict[str, Any]) -> None:
-    """What torchrun's rendezvous flags come to. Raises click.UsageError."""
-    count: NodeCount = options["count"]
-    if options["standalone"]:
-        if _several(options):
-            raise click.UsageError("--standalone is for one node, and --nnodes or --spares ask for more; leave one out")
-        options["rdzv_id"] = None
-    for option, keys, least in (
-        ("join_timeout", ("join_timeout", "timeout"), 1.0),
-        ("last_call", ("last_call_timeout",), 0.0),
-    ):
-        options[option] = rdzv_seconds(options[option], _is_given(option), options["rdzv_conf"], *keys, least=least)
-    options["rendezvous"] = rendezvous_options(
-        count,
-        options["spares"],
-        backend=options["rdzv_backend"],
-        endpoint=options["rdzv_endpoint"],
-        master=(options["master_addr"], options["master_port"]),
-        node_rank=options["node_rank"],
-        local_address=options["local_addr"],
-    )
-
-
-def _is_given(name: str) -> bool:
-    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
-
-
-def _several(options: dict[str, Any]) -> bool:
-    return bool(options["count"].most + options["spares"] > 1)
-
-
-def _default_name(program: Program, options: dict[str, Any]) -> str:
-    found: RendezvousOptions | None = options["rendezvous"]
-    if _several(options):
-        common = f"{found.host}-{found.port}" if found is not None else options["nodes"]
-        return name_of_nodes(os.environ, options["rdzv_id"], common)
-    return name_of_one_node(os.environ, options["rdzv_id"], program.cwd, (program.kind, program.name, *program.args))
-
-
-def _settings(program: Program, run: str, node: str, options: dict[str, Any]) -> Settings:
-    return Settings(
-        program=replace(program, observe=not options["no_observe"]),
-        run=run,
-        job=os.environ.get("SLURM_JOB_ID", ""),
-        node=node,
-        local_size=options["local_size"],
-        run_id=options["rdzv_id"] or run,
-        role=options["role"],
-        max_restarts=options["max_restarts"],
-        restarts_asked=_is_given("max_restarts"),
-        same_failures=options["same_failures"],
-        refill_steps=options["restart_window"],
-        standby=not options["no_standby"] and program.kind != "executable",
-        standby_imports=options["standby_import"],
-        stop_timeout_s=options["stop_timeout"],
-        streams=Streams(
-            options["redirects"],
-            options["tee"],
-            options["chosen"],
-            os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or PREFIX,
-        ),
-        virtual_local_rank=options["virtual_local_rank"],
-        resume=resume_command(
-            sys.argv[1:],
-            run,
-            named=bool(options["run"] or options["run_dir"]),
-            several=_several(options),
-            secrets=[where for where in options["notify"] if "://" in where],
-        ),
-        color=takes_color(STDOUT),
-    )
-
-
 def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: dict[str, Any]) -> int:
-    several = _several(options)
+    several = is_several(options)
     try:
         launchers = _find_launchers(options, settings, folders.folder, several=several)
         secret = job_secret(folders.folder) if several else b""
@@ -253,7 +170,7 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
         raise click.ClickException(str(error)) from error
     except OSError as error:
         raise click.ClickException(f"{error.filename} cannot be read: {error.strerror}") from error
-    shape = _shape(settings, options, launchers)
+    shape = shape_of(settings, options, launchers)
     if shape.segment > 1:
         launchers = replace(launchers, own=replace(launchers.own, domain=own_domain()))
     if launchers.members[0] == launchers.own:
@@ -262,7 +179,7 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
         settings,
         folders,
         events,
-        _hang_limits(options),
+        hang_limits_of(options),
         lambda node, notices: assemble_run(
             node, launchers, shape, secret, options["node_timeout"], options["master_port"], spare_readiness, notices
         ),
@@ -284,51 +201,6 @@ def _find_launchers(options: dict[str, Any], settings: Settings, folder: Path, *
         return join_rendezvous(place, folder, settings.node, options["port"], *limits_s, start=start)
     own = Member(settings.node, options["master_addr"] or LOOPBACK, options["port"] or DEFAULT_PORT)
     return Launchers(own, (own,))
-
-
-def _shape(settings: Settings, options: dict[str, Any], launchers: Launchers) -> RunShape:
-    count: NodeCount = options["count"]
-    have, need = len(launchers.members), count.least + options["spares"]
-    if have < need:
-        raise click.UsageError(f"the run has {have} nodes, and --nnodes and --spares ask for {need}")
-    return RunShape(
-        count.least,
-        count.most,
-        tuple(member.name for member in launchers.members),
-        join_s=options["join_timeout"],
-        last_call_s=0.0 if launchers.start else min(options["last_call"], options["join_timeout"] / 2),
-        wait_s=options["wait_for_node"],
-        grow_s=options["grow_after"],
-        victim_s=options["node_timeout"] + 1.0,
-        topology=_topology() if have > 1 else Topology(),
-        segment=_segment(settings, options) if have > 1 else 1,
-    )
-
-
-def _segment(settings: Settings, options: dict[str, Any]) -> int:
-    asked = options["segment"] or segment_of(os.environ)
-    return asked or segment_of_trainer(settings.program, settings.local_size)
-
-
-def _topology() -> Topology:
-    try:
-        return topology_source.read()
-    except TopologyError as error:
-        print_message(f"{error}; the run goes on without it")
-        return Topology()
-
-
-def _hang_limits(options: dict[str, Any]) -> HangLimits | None:
-    """None if hangs are not to be judged."""
-    if not options["hang_limit"]:
-        return None
-    return HangLimits(
-        options["hang_limit"],
-        options["data_hang_limit"],
-        options["startup_limit"],
-        unannounced_s=max(options["hang_limit"], options["unannounced_hang_limit"]),
-        idle_s=options["idle_limit"] or math.inf,
-    )
 
 
 def _supervise(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from opsd.launch.ranks.settings import Program
-from opsd.plan.forecast import FILE
+from opsd.ledger.records import PLAN
 from opsd.plan.hardware import kind_of
+from opsd.slurm.requeue_helper import OPSD
 
 TRAINER = "opsd.trainer"
 _MODEL = re.compile(r"^Model:\s*(\S.*)$", re.MULTILINE)
@@ -27,13 +27,13 @@ def keep_plan(program: Program, folder: Path, gpus: int) -> None:
 
 def plan_command(program: Program, folder: Path, gpus: int, proc: str = "/proc") -> list[str]:
     """What keeps the plan of the run in ``folder``; empty for other programs, unknown GPUs, and a run that has one."""
-    if (program.kind, program.name) != ("module", TRAINER) or (folder / FILE).exists():
+    if (program.kind, program.name) != ("module", TRAINER) or (folder / PLAN).exists():
         return []
     if (kind := _kind_of_gpus(proc)) is None:
         return []
     given = [word for word in program.args if word != "--fresh"]
     options = ["--as-is", "--gpus", str(gpus), "--gpu", kind, "--run", str(folder)]
-    return [sys.executable, "-m", "opsd", "plan", *options, *given]
+    return [*OPSD, "plan", *options, *given]
 
 
 def _kind_of_gpus(proc: str) -> str | None:

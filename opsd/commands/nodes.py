@@ -21,7 +21,6 @@ from opsd.slurm import job_faults, leaf_paths
 from opsd.slurm.candidates import Candidate, candidates, due, faults, free
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
-from opsd.slurm.leaf_paths import LeafPath
 from opsd.slurm.node_comment import domains
 from opsd.slurm.pick import Choice, pick
 from opsd.slurm.port import Node, SlurmError
@@ -123,15 +122,18 @@ def show_due(
     A node is tested by `opsd preflight --act` with the profile policy.return_profile; deploy/slurm/idle-checks.sh
     has that done by jobs that give way. Spares and reserved nodes are left out.
     """
+    if topology is not None and not pairs:
+        raise click.UsageError("--topology goes with --pairs only")
     found, comments = _from_slurm(partition)
+    now, age_s = time.time(), days * 86_400
     if pairs:
-        idle = leaf_paths.idle(found, comments)
-        ways = leaf_paths.due(idle, comments, _tree(topology), time.time(), days * 86_400)[:count]
-        for line in [json.dumps({"pairs": [asdict(way) for way in ways]})] if as_json else map(_hostlist, ways):
-            click.echo(line)
-        return exitcodes.OK
-    names = due(found, comments, time.time(), days * 86_400)[:count]
-    for line in [json.dumps({"nodes": names})] if as_json else names:
+        ways = leaf_paths.due(leaf_paths.idle(found, comments), comments, _tree(topology), now, age_s)[:count]
+        told: dict[str, object] = {"pairs": [*map(asdict, ways)]}
+        lines = [compress(way.nodes) for way in ways]
+    else:
+        lines = due(found, comments, now, age_s)[:count]
+        told = {"nodes": lines}
+    for line in [json.dumps(told)] if as_json else lines:
         click.echo(line)
     return exitcodes.OK
 
@@ -141,10 +143,6 @@ def _tree(path: Path | None) -> Topology:
         return read(path)
     except TopologyError as error:
         raise BadConfig(str(error)) from error
-
-
-def _hostlist(way: LeafPath) -> str:
-    return compress(way.nodes)
 
 
 def _show(choice: Choice, known: dict[str, Candidate], as_json: bool) -> None:

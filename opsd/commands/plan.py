@@ -19,6 +19,7 @@ from opsd.commands.output import fail, written
 from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.files import write_text
+from opsd.ledger.records import PLAN
 from opsd.plan.figures import Figure
 from opsd.plan.hardware import GPUS
 from opsd.rundir import default_root
@@ -208,13 +209,12 @@ def _own_folder(source: str) -> Path | None:
 
 def _keep(folder: Path, made: Plan) -> None:
     """Raises CannotPlan if the folder cannot be written."""
-    from opsd.plan.forecast import FILE
     from opsd.plan.plan import planned
     from opsd.plan.search import CannotPlan
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / FILE, planned(made, time.time()).model_dump_json(indent=1) + "\n")
+        write_text(folder / PLAN, planned(made, time.time()).model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise CannotPlan(f"the plan cannot be kept in {folder}: {error.strerror}") from error
 

@@ -24,6 +24,7 @@ from opsd.rundir import RUN_NAME, default_root, valid_name
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import Batch
 from opsd.slurm.connect import choose
+from opsd.slurm.requeue_helper import OPSD
 from opsd.slurm.steps import Steps, cpus_of, srun
 
 WAIT_FOR_POOL_S = 300.0
@@ -141,7 +142,7 @@ class Plan:
         wait = options["wait"] if options["wait"] is not None else WAIT_FOR_POOL_S if options["pool"] else 0.0
         try:
             given = options["command"]
-            opsd = tuple(shlex.split(given)) if given else (sys.executable, "-P", "-m", "opsd")
+            opsd = tuple(shlex.split(given)) if given else OPSD
         except ValueError as error:
             raise click.UsageError(f"--opsd {options['command']} is no command of the shell: {error}") from error
         told = (

@@ -17,7 +17,7 @@ from typing import Any
 from opsd.collectors.lib.rights import Rights, open_as
 from opsd.ledger.curves import curves
 from opsd.ledger.ledger import make_ledger, trained_tokens
-from opsd.ledger.records import LedgerError, Opener, lost_nodes, read_records
+from opsd.ledger.records import PLAN, LedgerError, Opener, lost_nodes, read_records
 
 _LONGEST_PLAN = 65_536
 """Characters."""
@@ -47,7 +47,7 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
 def _plan(folder: Path, opener: Opener) -> str | None:
     """The text of the run's plan, as long as it can be, None without one that can be read."""
     try:
-        with open(folder / "plan.json", encoding="utf-8", errors="replace", opener=opener) as file:
+        with open(folder / PLAN, encoding="utf-8", errors="replace", opener=opener) as file:
             return file.read(_LONGEST_PLAN)
     except OSError:
         return None

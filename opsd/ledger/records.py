@@ -1,4 +1,4 @@
-"""What a run has written about itself: its events and its steps, a JSON object a line."""
+"""What a run has written about itself: its events and its steps, a JSON object a line. Its plan lies beside them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-EVENTS, METRICS, STEPS = "events.jsonl", "metrics.jsonl", "steps.jsonl"
+EVENTS, METRICS, STEPS, PLAN = "events.jsonl", "metrics.jsonl", "steps.jsonl", "plan.json"
 _NUMBERS: Final = (
     "t", "generation", "step", "steps", "tokens", "new_tokens", "step_s", "data_s", "checkpoint_s", "evaluation_s",
     "load_s", "noticed_s", "silent_s", "stuck_s",

@@ -16,8 +16,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from opsd.plan.reliability import DAY_S, HABITS, spares_for
 
-FILE: Final = "plan.json"
-"""In the run's folder."""
 TOLERANCE: Final = 0.1
 """Of the plan's days, by which a forecast may exceed them."""
 _PLANNED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -33,11 +31,11 @@ PRODUCTIVE: Final = "productive"
 
 
 class BadPlan(ValueError):
-    """What is in ``FILE`` is no plan; the message is one sentence."""
+    """What is in a run's ``plan.json`` is no plan; the message is one sentence."""
 
 
 class Planned(BaseModel):
-    """What ``FILE`` keeps of a plan. ``made`` is an epoch second, rates are those of the plan's figures."""
+    """What ``plan.json`` keeps of a plan. ``made`` is an epoch second, rates are those of the plan's figures."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, extra="ignore")
 
@@ -70,7 +68,7 @@ class Planned(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "all of it"
-            raise BadPlan(f"{FILE}: {where}: {first['msg']}; write it again with opsd plan --run FOLDER") from error
+            raise BadPlan(f"plan.json: {where}: {first['msg']}; write it again with opsd plan --run FOLDER") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from typing import Any
 from opsd import exitcodes
 from opsd.launch.io.run_log import EventText
 from opsd.ledger.ledger import Ledger, make_ledger, repeated_steps, trained_tokens
-from opsd.ledger.records import LedgerError, lost_nodes, read_lines, read_records
-from opsd.plan.forecast import FILE as PLAN
+from opsd.ledger.records import PLAN, LedgerError, lost_nodes, read_lines, read_records
 from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
 from opsd.report.experts import ExpertLoads, read_loads
 

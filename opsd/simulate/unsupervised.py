@@ -45,7 +45,7 @@ class UnsupervisedJob(Job):
         loop.later(delay_s, loaded)
 
     def stop(self) -> None:
-        """See ``Job.stop``."""
+        """Nothing of torchrun outlives its job."""
 
     def fault(self, name: str, fault: Fault) -> None:
         """See ``Job.fault``."""

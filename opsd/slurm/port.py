@@ -179,7 +179,7 @@ class Slurm(SlurmNodes, Protocol):
     def steps(self, job: int) -> Mapping[str, frozenset[str]]:
         """The nodes of each of the job's steps, by its number, without batch script and external step.
 
-        None for a job that is not running.
+        Empty for a job that is not running.
         """
 
     def gpus(self, job: int, node: str) -> frozenset[int] | None:

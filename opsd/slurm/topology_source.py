@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from opsd.files import read_settings
 from opsd.slurm.port import SlurmError
 from opsd.slurm.runner import Runner, run_command
 from opsd.slurm.topology import Topology, TopologyError, parse
@@ -30,7 +31,7 @@ def read(
     """
     if path is not None:
         try:
-            return parse(path.read_text(encoding="utf-8", errors="replace"))
+            return _in(path)
         except OSError as error:
             raise TopologyError(f"{path} cannot be read: {error.strerror}") from error
     own = Path(environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
@@ -38,9 +39,13 @@ def read(
     if (folder / "topology.yaml").exists():
         return _told(run)
     try:
-        return parse((folder / "topology.conf").read_text(encoding="utf-8", errors="replace"))
+        return _in(folder / "topology.conf")
     except OSError:
         return Topology()
+
+
+def _in(file: Path) -> Topology:
+    return parse(read_settings(file).decode(errors="replace"))
 
 
 def _told(run: Runner) -> Topology:

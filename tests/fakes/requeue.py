@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from opsd.slurm.port import Job, Node, NodeUpdate, SlurmDenied, SlurmRejected, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
@@ -145,3 +146,9 @@ class FakeQueue(FakeSlurm):
             raise SlurmDenied("scontrol: Access/permission denied; this needs root, or the owner of the job")
         if self.job.state not in (states or ("running",)):
             raise SlurmRejected("scontrol: Requested operation is presently disabled")
+
+
+def queue(*, restarts: int = 0, **more: Any) -> FakeQueue:
+    """A job of n1, n2 and n3 on a cluster of four."""
+    nodes = [Node(name, "idle") for name in ("n1", "n2", "n3", "n4")]
+    return FakeQueue(nodes, running("n1", "n2", "n3", restarts=restarts), **more)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +24,10 @@ CODEC = Codec(MESSAGES)
 MANY = 32
 
 
-def plan_of(number: int, names: list[str], at_work: int, size: int = 8) -> Plan:
-    members = tuple(Member(name, f"10.0.0.{name[1:]}", 1) for name in sorted(names))
-    sizes = {name: size + (name == "n3") for name in sorted(names)}
+def plan_of(number: int, names: list[str], at_work: int, again: Collection[str] = ()) -> Plan:
+    """Launchers that were started ``again`` listen at another port."""
+    members = tuple(Member(name, f"10.0.0.{name[1:]}", 1 + (name in again)) for name in sorted(names))
+    sizes = {name: 8 + (name == "n3") for name in sorted(names)}
     return Plan(number, names[0], tuple(names[:at_work]), members, sizes, {"keep": 0, "restarts": number})
 
 
@@ -33,10 +35,12 @@ def claim_of(plan: Plan) -> Claim:
     return Claim(plan.number, "start", "n0-1", plan=json.loads(json.dumps(plan.to_json())), keeps=0)
 
 
-@given(before=NAMES, after=NAMES, at_work=st.integers(0, 12))
-def test_a_claim_that_was_told_is_the_one_that_was_made(before: list[str], after: list[str], at_work: int) -> None:
-    """Whoever has come and gone, and in whatever order nodes have slots."""
-    base, plan = plan_of(4, before, at_work), plan_of(5, after, at_work)
+@given(before=NAMES, after=NAMES, at_work=st.integers(0, 12), again=NAMES)
+def test_a_claim_that_was_told_is_the_one_that_was_made(
+    before: list[str], after: list[str], at_work: int, again: list[str]
+) -> None:
+    """Whoever has come, gone and come again, and in whatever order nodes have slots."""
+    base, plan = plan_of(4, before, at_work), plan_of(5, after, at_work, again)
     message = changes_of(claim_of(plan), plan, base, 8)
     assert message is not None
     heard = CODEC.decode(json.loads(json.dumps(CODEC.encode(message))))

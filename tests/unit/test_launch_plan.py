@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from opsd import exitcodes
 from opsd.commands.launch_plan import plan_command
 from opsd.commands.main import cli
 from opsd.launch.ranks.settings import Program
-from opsd.plan.forecast import FILE, Planned
+from opsd.ledger.records import PLAN
+from opsd.plan.forecast import Planned
 
 H100 = "NVIDIA H100 80GB HBM3"
 TRAINER = Program(
@@ -31,11 +33,13 @@ def proc(folder: Path, model: str) -> str:
 
 
 def test_the_command_keeps_a_plan_of_the_layout_that_runs(tmp_path: Path) -> None:
-    """And no second one: what a run was begun with is what it is compared with."""
+    """And no second one: what a run was begun with is what it is compared with. A user's modules are not imported."""
     run, root = tmp_path / "run", proc(tmp_path, H100)
+    (tmp_path / "tomllib.py").write_text("raise SystemExit('of the user')", encoding="utf-8")
     words = plan_command(TRAINER, run, 384, root)
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env={"XDG_STATE_HOME": str(tmp_path)})
-    kept = Planned.parse((run / FILE).read_text(encoding="utf-8"))
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    subprocess.run(words, check=True, stdout=subprocess.DEVNULL, cwd=tmp_path, env=environ)
+    kept = Planned.parse((run / PLAN).read_text(encoding="utf-8"))
     assert (kept.gpus, kept.nodes) == (384, 48)
     assert plan_command(TRAINER, run, 384, root) == []
 
@@ -53,6 +57,12 @@ def test_nothing_is_planned_that_is_not_known(tmp_path: Path, program: Program, 
 def test_nothing_is_planned_without_a_gpu(tmp_path: Path) -> None:
     """On a CPU a plan for GPUs would be no yardstick."""
     assert plan_command(TRAINER, tmp_path, 8, str(tmp_path)) == []
+
+
+def test_a_launcher_starts_without_what_reads_a_plan() -> None:
+    """Pydantic takes 80 ms and 8 MiB, on every node."""
+    code = "import sys, opsd.commands.launch; print('pydantic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
 def planned(*words: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from opsd.commands.main import cli
 from opsd.commands.report import report
-from opsd.plan.forecast import FILE, BadPlan, Forecast, Planned, Progress, forecast
+from opsd.ledger.records import PLAN as FILE
+from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast
 from opsd.plan.reliability import HABITS, spares_for
 from opsd.trainer.config import PRESETS
 

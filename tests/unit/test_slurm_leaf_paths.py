@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from click.testing import CliRunner
+
+from opsd import exitcodes
+from opsd.commands.nodes import nodes as nodes_command
 from opsd.slurm import leaf_paths, node_comment
 from opsd.slurm.node_comment import KEPT_PATHS, NodeHistory, Path
 from opsd.slurm.port import Node
@@ -85,3 +89,9 @@ def test_only_nodes_that_nobody_has_are_measured() -> None:
     ]
     spare = node_comment.write("", NodeHistory(spare="ready", spare_at=NOW))
     assert leaf_paths.idle(nodes, {"a1": "", "c1": spare}) == ["a1"]
+
+
+def test_a_topology_without_pairs_is_refused() -> None:
+    """It would change nothing, and nobody would see that."""
+    done = CliRunner().invoke(nodes_command, ["due", "--topology=/dev/null"])
+    assert (done.exit_code, "--topology goes with --pairs only" in done.stderr) == (exitcodes.USAGE, True)

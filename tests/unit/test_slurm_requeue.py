@@ -18,18 +18,9 @@ from opsd.slurm.job_state import next_step
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue import LIMIT_S, UNFIT_S, ExcludedNodes, Requeued, requeue_now
 from tests.fakes.clock import FakeClock
-from tests.fakes.requeue import FakeQueue, running
+from tests.fakes.requeue import FakeQueue, queue, running
 
 ANYWHERE = ExcludedNodes()
-
-
-NODES = ("n1", "n2", "n3", "n4")
-
-
-def queue(*, restarts: int = 0, **more: Any) -> FakeQueue:
-    """A job of n1, n2 and n3 on a cluster of four."""
-    nodes = [Node(name, "idle") for name in NODES]
-    return FakeQueue(nodes, running("n1", "n2", "n3", restarts=restarts), **more)
 
 
 def ask(

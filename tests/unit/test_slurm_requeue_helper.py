@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from opsd.slurm.allocation import allocation
-from opsd.slurm.port import Node, SlurmRejected
+from opsd.slurm.port import SlurmRejected
 from opsd.slurm.requeue import ExcludedNodes, Requeued, requeue_now
 from opsd.slurm.requeue_helper import helper_of, requeue_from_inside
 from tests.fakes.clock import FakeClock
-from tests.fakes.requeue import HELPER, FakeQueue, running
-
-ANYWHERE = ExcludedNodes()
-
-
-NODES = ("n1", "n2", "n3", "n4")
-
-
-def queue(*, restarts: int = 0, **more: Any) -> FakeQueue:
-    """A job of n1, n2 and n3 on a cluster of four."""
-    nodes = [Node(name, "idle") for name in NODES]
-    return FakeQueue(nodes, running("n1", "n2", "n3", restarts=restarts), **more)
-
+from tests.fakes.requeue import HELPER, FakeQueue, queue
 
 OWN = allocation(
     {

@@ -1,0 +1,158 @@
+"""What the options of ``opsd launch`` come to: the program, the run and its shape, and the limits of hangs."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from dataclasses import replace
+from typing import Any, Literal
+
+import click
+from click.core import ParameterSource
+
+from opsd.commands.launch_options import rdzv_seconds, rendezvous_options
+from opsd.commands.launch_segment import segment_of_trainer
+from opsd.launch.hangs.limits import HangLimits
+from opsd.launch.io.console import STDOUT
+from opsd.launch.io.reporting import print_message, takes_color
+from opsd.launch.ranks.settings import PREFIX, Program, Settings, Streams
+from opsd.launch.run.closing import resume_command
+from opsd.launch.run.launchers import Launchers, NodeCount
+from opsd.launch.run.names import name_of_nodes, name_of_one_node
+from opsd.launch.run.nodes import RunShape
+from opsd.launch.run.rendezvous import RendezvousOptions
+from opsd.slurm import topology_source
+from opsd.slurm.allocation import segment_of
+from opsd.slurm.topology import Topology, TopologyError
+
+
+def program_kind(options: dict[str, Any]) -> Literal["script", "module", "executable"]:
+    """How the program is run; torchrun's ``--run-path`` is what happens to any script here, and comes first there."""
+    if options["run_path"]:
+        return "script"
+    if options["module"] and options["no_python"]:
+        raise click.UsageError("--module and --no-python exclude each other; leave one out.")
+    return "module" if options["module"] else "executable" if options["no_python"] else "script"
+
+
+def settle_rendezvous(options: dict[str, Any]) -> None:
+    """Replace torchrun's rendezvous flags in ``options`` by what they come to. Raises click.UsageError."""
+    count: NodeCount = options["count"]
+    if options["standalone"]:
+        if is_several(options):
+            raise click.UsageError("--standalone is for one node, and --nnodes or --spares ask for more; leave one out")
+        options["rdzv_id"] = None
+    for option, keys, least in (
+        ("join_timeout", ("join_timeout", "timeout"), 1.0),
+        ("last_call", ("last_call_timeout",), 0.0),
+    ):
+        options[option] = rdzv_seconds(options[option], _is_given(option), options["rdzv_conf"], *keys, least=least)
+    options["rendezvous"] = rendezvous_options(
+        count,
+        options["spares"],
+        backend=options["rdzv_backend"],
+        endpoint=options["rdzv_endpoint"],
+        master=(options["master_addr"], options["master_port"]),
+        node_rank=options["node_rank"],
+        local_address=options["local_addr"],
+    )
+
+
+def is_several(options: dict[str, Any]) -> bool:
+    """Whether the run may have more than one launcher."""
+    return bool(options["count"].most + options["spares"] > 1)
+
+
+def default_name(program: Program, options: dict[str, Any]) -> str:
+    """The name of a run that ``--run-id`` gives none; launchers of one run make the same."""
+    found: RendezvousOptions | None = options["rendezvous"]
+    if is_several(options):
+        common = f"{found.host}-{found.port}" if found is not None else options["nodes"]
+        return name_of_nodes(os.environ, options["rdzv_id"], common)
+    return name_of_one_node(os.environ, options["rdzv_id"], program.cwd, (program.kind, program.name, *program.args))
+
+
+def settings_of(program: Program, run: str, node: str, options: dict[str, Any]) -> Settings:
+    """Those of the launcher of ``run`` on ``node``."""
+    return Settings(
+        program=replace(program, observe=not options["no_observe"]),
+        run=run,
+        job=os.environ.get("SLURM_JOB_ID", ""),
+        node=node,
+        local_size=options["local_size"],
+        run_id=options["rdzv_id"] or run,
+        role=options["role"],
+        max_restarts=options["max_restarts"],
+        restarts_asked=_is_given("max_restarts"),
+        same_failures=options["same_failures"],
+        refill_steps=options["restart_window"],
+        standby=not options["no_standby"] and program.kind != "executable",
+        standby_imports=options["standby_import"],
+        stop_timeout_s=options["stop_timeout"],
+        streams=Streams(
+            options["redirects"],
+            options["tee"],
+            options["chosen"],
+            os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or PREFIX,
+        ),
+        virtual_local_rank=options["virtual_local_rank"],
+        resume=resume_command(
+            sys.argv[1:],
+            run,
+            named=bool(options["run"] or options["run_dir"]),
+            several=is_several(options),
+            secrets=[where for where in options["notify"] if "://" in where],
+        ),
+        color=takes_color(STDOUT),
+    )
+
+
+def shape_of(settings: Settings, options: dict[str, Any], launchers: Launchers) -> RunShape:
+    """How many nodes the run has, and where. Raises click.UsageError if too few were named."""
+    count: NodeCount = options["count"]
+    have, need = len(launchers.members), count.least + options["spares"]
+    if have < need:
+        raise click.UsageError(f"the run has {have} nodes, and --nnodes and --spares ask for {need}")
+    return RunShape(
+        count.least,
+        count.most,
+        tuple(member.name for member in launchers.members),
+        join_s=options["join_timeout"],
+        last_call_s=0.0 if launchers.start else min(options["last_call"], options["join_timeout"] / 2),
+        wait_s=options["wait_for_node"],
+        grow_s=options["grow_after"],
+        victim_s=options["node_timeout"] + 1.0,
+        topology=_topology() if have > 1 else Topology(),
+        segment=_segment(settings, options) if have > 1 else 1,
+    )
+
+
+def hang_limits_of(options: dict[str, Any]) -> HangLimits | None:
+    """The limits, None if hangs are not to be judged."""
+    if not options["hang_limit"]:
+        return None
+    return HangLimits(
+        options["hang_limit"],
+        options["data_hang_limit"],
+        options["startup_limit"],
+        unannounced_s=max(options["hang_limit"], options["unannounced_hang_limit"]),
+        idle_s=options["idle_limit"] or math.inf,
+    )
+
+
+def _segment(settings: Settings, options: dict[str, Any]) -> int:
+    asked = options["segment"] or segment_of(os.environ)
+    return asked or segment_of_trainer(settings.program, settings.local_size)
+
+
+def _topology() -> Topology:
+    try:
+        return topology_source.read()
+    except TopologyError as error:
+        print_message(f"{error}; the run goes on without it")
+        return Topology()
+
+
+def _is_given(name: str) -> bool:
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
