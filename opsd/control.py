@@ -25,27 +25,32 @@ class ControlError(Exception):
 
 
 def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Send one request to a launcher's control socket and return its answer, which takes ``timeout_s`` at most.
+    """Send one request to a launcher's control socket and return its answer; see ``ask``."""
+    return ask(control, request, timeout_s, "the launcher")
 
-    Raises ControlError.
+
+def ask(path: Path, request: Mapping[str, object], timeout_s: float, who: str) -> dict[str, Any]:
+    """Send one request to the socket at ``path`` and return the answer, which takes ``timeout_s`` at most.
+
+    The owner of its folder has to answer. Raises ControlError, which speaks of ``who``.
     """
     deadline = time.monotonic() + timeout_s
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
-            owner = _connect(connection, control)
+            owner = _connect(connection, path)
             # Who answers is asked of the kernel after connecting: until then the path may be exchanged for a link.
             _, peer, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if peer != owner:
-                raise ControlError(f"{control} is answered by another user than the run's")
+                raise ControlError(f"{path} is answered by another user than its folder's")
             connection.sendall(json.dumps(request).encode() + b"\n")
             answer = json.loads(_read_line(connection, deadline))
     except OSError as error:
-        raise ControlError(f"the launcher at {control} does not answer: {reason(error)}") from error
+        raise ControlError(f"{who} at {path} does not answer: {reason(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise ControlError(f"the launcher at {control} answered something else than JSON") from error
+        raise ControlError(f"{who} at {path} answered something else than JSON") from error
     if not isinstance(answer, dict):
-        raise ControlError(f"the launcher at {control} answered something else than an object")
+        raise ControlError(f"{who} at {path} answered something else than an object")
     return answer
 
 

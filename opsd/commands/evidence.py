@@ -13,13 +13,12 @@ from pathlib import Path
 import click
 
 from opsd import exitcodes
-from opsd.collectors.nvml import NvmlSettings
 from opsd.commands.options import config_options, option
 from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
-from opsd.preflight.command import HISTORY
 from opsd.repair import evidence as archive
+from opsd.repair.local import sources_of
 
 
 @click.command()
@@ -49,7 +48,7 @@ def evidence(
     """
     settings = load(file, overrides)
     check_here(node, settings)
-    now, sources, bug_report = time.time(), evidence_sources(settings), not no_bug_report
+    now, sources, bug_report = time.time(), sources_of(settings), not no_bug_report
     if str(out) == "-":
         return _to_stdout(sources, now, as_json, bug_report)
     try:
@@ -80,13 +79,6 @@ def _to_stdout(sources: archive.Sources, now: float, as_json: bool, bug_report: 
     except OSError as error:
         fail(f"the archive cannot be written: {error.strerror or error}")
     return exitcodes.OK
-
-
-def evidence_sources(settings: Settings) -> archive.Sources:
-    """What these settings name."""
-    state_dir = settings.agent.state_dir
-    nvml = settings.section(NvmlSettings)
-    return archive.Sources(settings.agent.node, state_dir, state_dir / HISTORY, nvml.library)
 
 
 def check_here(node: str | None, settings: Settings) -> None:

@@ -14,22 +14,22 @@ from pathlib import Path
 import click
 
 from opsd import exitcodes
-from opsd.collectors.nvml import NvmlSettings
 from opsd.collectors.ranks import RanksSettings
-from opsd.commands.evidence import check_here, evidence_sources
+from opsd.commands.evidence import check_here
 from opsd.commands.options import config_options, option
 from opsd.commands.output import fail
 from opsd.commands.return_ import proofs
 from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.notify.receiver import NotifyError, read_receivers
-from opsd.repair import evidence, nvml_state
+from opsd.repair import evidence
 from opsd.repair.attend import Means, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.ladder import Case, Limits, Rung, closed
-from opsd.repair.machine import NvidiaMachine, run_command
+from opsd.repair.local import driver_of, sources_of, tests_of
+from opsd.repair.machine import NodeMachine, RungError, run_command
+from opsd.repair.parts import RemoteDriver, RemoteTests
 from opsd.repair.release import release
-from opsd.repair.retest import Preflight
 from opsd.settings.silences import active_silence
 from opsd.slurm import node_comment
 from opsd.slurm.connect import choose
@@ -47,10 +47,21 @@ ENDS = {"returned": "repaired and back in service", "rma": "has to be replaced",
 @option(
     "--ordered", is_flag=True, help="Do what the agent has ordered or a reboot interrupted, if policy.repair is act."
 )
+@option(
+    "--helpers",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Have the driver and the tests seen to by the services that listen there, as opsd-repair.service does.",
+)
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @config_options
 def repair(
-    node: str | None, acting: bool, ordered: bool, as_json: bool, file: Path | None, overrides: tuple[str, ...]
+    node: str | None,
+    acting: bool,
+    ordered: bool,
+    helpers: Path | None,
+    as_json: bool,
+    file: Path | None,
+    overrides: tuple[str, ...],
 ) -> int:
     """Repair NODE, this node, which opsd has drained, test it under load, and return it to service.
 
@@ -68,7 +79,7 @@ def repair(
     slurm = choose().slurm
     given = [*([f"--config={file}"] if file else []), *(f"--set={each}" for each in overrides)]
     say = partial(click.echo, err=as_json)
-    means = _means(settings, slurm, given, say)
+    means = _means(settings, slurm, given, helpers, say)
     if ordered:
         means = replace(means, paused=partial(_maintenance, settings))
     work = Repair(settings.agent.node, cases, means, Rules.of(settings.policy), limits(settings))
@@ -166,18 +177,20 @@ def limits(settings: Settings) -> Limits:
     return Limits(rungs, chosen.attempts, chosen.a_week, chosen.reboot_s)
 
 
-def _means(settings: Settings, slurm: Slurm, given: Sequence[str], say: Callable[[str], None]) -> Means:
-    node, nvml = settings.agent.node, settings.section(NvmlSettings)
-    preflight = Preflight(given, settings.policy.return_profile, settings.preflight.skip)
-
-    def asked() -> list[int]:
-        return nvml_state.recovery_actions(nvml.library, run_command) if nvml.enabled else []
+def _means(
+    settings: Settings, slurm: Slurm, given: Sequence[str], helpers: Path | None, say: Callable[[str], None]
+) -> Means:
+    node = settings.agent.node
+    driver = RemoteDriver(helpers / "driver") if helpers else driver_of(settings)
+    tests = RemoteTests(helpers / "test") if helpers else tests_of(settings, given)
 
     def bundle(case: Case) -> str:
         try:
-            return str(evidence.make(evidence_sources(settings), time.time()))
-        except OSError as error:
-            say(f"the evidence for {case.id} could not be kept: {error.strerror or error}")
+            if isinstance(driver, RemoteDriver):
+                return driver.evidence(_in_slurm(node))
+            return str(evidence.make(sources_of(settings), time.time()))
+        except (OSError, RungError) as error:
+            say(f"the evidence for {case.id} could not be kept: {error}")
             return ""
 
     def returned() -> str:
@@ -185,15 +198,22 @@ def _means(settings: Settings, slurm: Slurm, given: Sequence[str], say: Callable
             was_spare = bool(node_comment.read(slurm.comments([node]).get(node, "")).spare)
         except SlurmError:
             was_spare = False
-        return preflight.as_spare() if was_spare or has_requirements(settings.spare) else ""
+        return tests.as_spare() if was_spare or has_requirements(settings.spare) else ""
 
     return Means(
         slurm=slurm,
-        machine=NvidiaMachine(asked, services=settings.repair.services),
+        machine=NodeMachine(driver),
         release=lambda jobs: release(slurm, node, jobs, settings.section(RanksSettings).root),
-        retest=preflight,
+        retest=tests,
         proof=lambda: proofs(settings, [node], []).get(node),
         bundle=bundle,
         returned=returned,
         say=say,
     )
+
+
+def _in_slurm(node: str) -> str:
+    try:
+        return evidence.slurm_node(node, run_command)
+    except RungError as error:
+        return str(error)

@@ -63,7 +63,10 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where evidence is read from. ``library`` is that of NVML, None for the driver's own."""
+    """Where evidence is read from. ``library`` is that of NVML, None for the driver's own.
+
+    ``slurm_node`` is what Slurm says of the node, "" if it is to be asked.
+    """
 
     node: str
     state_dir: Path
@@ -71,6 +74,7 @@ class Sources:
     library: str | None = None
     run: Run = run_command
     nvidia_report: str = "nvidia-bug-report.sh"
+    slurm_node: str = ""
 
 
 def without_secrets(text: str) -> str:
@@ -154,7 +158,7 @@ def _parts(sources: Sources) -> Mapping[str, Part]:
         return reading(lambda: sources.run(argv, COMMAND_S))
 
     return {
-        "slurm-node.txt": said("scontrol", "show", "node", sources.node),
+        "slurm-node.txt": reading(lambda: sources.slurm_node or slurm_node(sources.node, sources.run)),
         "kernel.txt": said(*KERNEL_LOG),
         "kernel-ring.txt": said("dmesg", "--time-format=iso"),
         "nvidia-smi.txt": said("nvidia-smi", "-q"),
@@ -164,6 +168,11 @@ def _parts(sources: Sources) -> Mapping[str, Part]:
         "repairs.json": lambda: _repairs(CaseFile(sources.state_dir)),
         "preflights.json": lambda: _preflights(History(sources.preflights), sources.node),
     }
+
+
+def slurm_node(node: str, run: Run) -> str:
+    """What Slurm says of ``node``. Raises RungError."""
+    return run(("scontrol", "show", "node", node), COMMAND_S)
 
 
 def _incidents(journal: Path) -> str:

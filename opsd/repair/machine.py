@@ -1,4 +1,4 @@
-"""What a repair changes on the node itself: processes, GPUs and the driver's modules. Each call has a deadline."""
+"""What a repair changes on the node itself. Each call has a deadline."""
 
 from __future__ import annotations
 
@@ -6,47 +6,46 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
 from opsd.preflight.checks.leftovers import gpu_holders
 
-MODULES: Final = ("nvidia_peermem", "nvidia_uvm", "nvidia_drm", "nvidia_modeset", "nvidia")
-"""The driver's modules, each before those that it needs."""
-FABRIC: Final = "nvidia-fabricmanager"
-"""Stays for a reset: before Hopper it is needed for one. Holds the driver's modules."""
 SYSTEM_UIDS: Final = 1000
 """User ids below are no users' (login.defs(5)): their services are stopped by name, and not killed."""
 TERM_S, KILL_S = 10.0, 20.0
-RESET_S, MODULES_S, SERVICE_S = 300.0, 120.0, 90.0
 
 
 class RungError(Exception):
     """A remedy that failed or cannot be applied; the message says why in one sentence."""
 
 
-class Machine(Protocol):
-    """The node. The remedies return what was done, in a few words, and raise RungError."""
-
-    def boot(self) -> str:
-        """Identifies the boot of the node."""
+class Driver(Protocol):
+    """The driver of the node's GPUs. The remedies return what was done, in a few words, and raise RungError."""
 
     def recovery_actions(self) -> Sequence[int]:
         """What the driver asks for, for each GPU that answers; empty if it does not say."""
 
-    def end_processes(self) -> str:
-        """End what still holds a GPU."""
-
     def reset_gpus(self) -> str:
-        """Reset all GPUs of the node."""
+        """Reset all GPUs of the node. No process of users holds one."""
 
     def reload_driver(self) -> str:
-        """Unload the driver's modules and load them again."""
+        """Unload the driver's modules and load them again. No process of users holds a GPU."""
 
     def restore(self) -> None:
         """Start what a remedy that was cut off may have stopped. Raises nothing."""
+
+
+class Machine(Driver, Protocol):
+    """The node. Its remedies end the processes first that hold a GPU."""
+
+    def boot(self) -> str:
+        """Identifies the boot of the node."""
+
+    def end_processes(self) -> str:
+        """End what still holds a GPU. Raises RungError."""
 
 
 Run = Callable[[Sequence[str], float], str]
@@ -80,32 +79,26 @@ def run_command(argv: Sequence[str], deadline_s: float) -> str:
     return text
 
 
-class NvidiaMachine:
-    """A node with NVIDIA's driver.
-
-    ``asked`` reads the recovery actions. ``services`` hold GPUs open: they are stopped for a reset, which is refused
-    while anybody does (nvidia-smi(1)).
-    """
+class NodeMachine:
+    """This node, with a ``driver``."""
 
     def __init__(
         self,
-        asked: Callable[[], Sequence[int]],
+        driver: Driver,
         *,
-        services: Sequence[str] = (),
-        run: Run = run_command,
         proc: Path = Path("/proc"),
         kill: Callable[[int, int], None] = os.kill,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._asked, self._services, self._run, self._proc = asked, services, run, proc
+        self._driver, self._proc = driver, proc
         self._kill, self._clock, self._sleep = kill, clock, sleep
 
     def boot(self) -> str:
         return (self._proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
     def recovery_actions(self) -> Sequence[int]:
-        return self._asked()
+        return self._driver.recovery_actions()
 
     def end_processes(self) -> str:
         ended = self._holders()
@@ -121,42 +114,15 @@ class NvidiaMachine:
         return f"ended {len(ended)} processes" if ended else "no process holds a GPU"
 
     def reset_gpus(self) -> str:
-        """All of them: the node is empty, and GPUs that NVLink connects may only be resettable together."""
-        with self._without(self._services):
-            self.end_processes()
-            self._run(["nvidia-smi", "--gpu-reset"], RESET_S)
-        return "reset all GPUs"
+        self.end_processes()
+        return self._driver.reset_gpus()
 
     def reload_driver(self) -> str:
-        loaded = [name for name in MODULES if name in self._modules()]
-        if not loaded:
-            raise RungError("no module of the NVIDIA driver is loaded")
-        with self._without((*self._services, FABRIC)):
-            self.end_processes()
-            try:
-                for name in loaded:
-                    self._run(["modprobe", "--remove", name], MODULES_S)
-            finally:
-                for name in reversed(loaded):
-                    self._run(["modprobe", name], MODULES_S)
-        self._start_enabled(FABRIC)  # one that had failed was not running before
-        return f"loaded {', '.join(reversed(loaded))} again"
+        self.end_processes()
+        return self._driver.reload_driver()
 
     def restore(self) -> None:
-        for name in (FABRIC, *self._services):
-            self._start_enabled(name)
-
-    def _start_enabled(self, name: str) -> None:
-        with suppress(RungError):  # it is not enabled, or shows in the retest
-            self._run(["systemctl", "is-enabled", "--quiet", name], SERVICE_S)
-            self._run(["systemctl", "start", name], SERVICE_S)
-
-    def _modules(self) -> set[str]:
-        try:
-            lines = (self._proc / "modules").read_text(encoding="ascii").splitlines()
-        except OSError as error:
-            raise RungError(f"{self._proc / 'modules'}: {error.strerror}") from error
-        return {line.split(maxsplit=1)[0] for line in lines if line}
+        self._driver.restore()
 
     def _holders(self) -> list[int]:
         """Processes of users, and of root outside of services, that hold a GPU."""
@@ -172,25 +138,3 @@ class NvidiaMachine:
         path = groups.splitlines()[-1].rpartition(":")[2] if groups else ""
         unit = path.removeprefix("/system.slice/")
         return uid < SYSTEM_UIDS and unit != path and not unit.startswith("slurmstepd")
-
-    @contextmanager
-    def _without(self, services: Iterable[str]) -> Iterator[None]:
-        """Meanwhile none of ``services`` runs; those that ran are started again, whatever happens."""
-        stopped: list[str] = []
-        try:
-            for name in services:
-                if self._is_active(name):
-                    stopped.append(name)
-                    self._run(["systemctl", "stop", name], SERVICE_S)
-            yield
-        finally:
-            for name in reversed(stopped):
-                with suppress(RungError):  # a service that does not start shows in the retest, or as its own incident
-                    self._run(["systemctl", "start", name], SERVICE_S)
-
-    def _is_active(self, name: str) -> bool:
-        try:
-            self._run(["systemctl", "is-active", "--quiet", name], SERVICE_S)
-        except RungError:
-            return False
-        return True

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from opsd.preflight.base import Verdict
 from opsd.preflight.report import Report, ReportError
@@ -25,6 +26,16 @@ class Retested:
 
     passed: bool
     detail: str
+
+
+class Tests(Protocol):
+    """The tests of the node. Raise nothing."""
+
+    def __call__(self, checks: Sequence[str]) -> Retested:
+        """Whether the node is good, by ``checks`` and all that a return needs."""
+
+    def as_spare(self) -> str:
+        """Test whether the node is a ready spare, which marks it in Slurm, and say how that ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ import pytest
 
 from opsd.repair import evidence
 from opsd.repair.case_file import CaseFile
-from opsd.repair.machine import NvidiaMachine, RungError, run_command
+from opsd.repair.driver import NvidiaDriver
+from opsd.repair.machine import NodeMachine, RungError, run_command
 from opsd.repair.retest import Preflight
 from opsd.settings.repair import RepairSettings
 
@@ -62,11 +63,9 @@ class Node:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def machine(self, *services: str) -> NvidiaMachine:
-        return NvidiaMachine(
-            list, services=services, run=self.run, proc=self.proc, kill=self.kill, clock=lambda: self.now,
-            sleep=self.sleep,
-        )  # fmt: skip
+    def machine(self, *services: str) -> NodeMachine:
+        driver = NvidiaDriver(ask=False, services=services, run=self.run, proc=self.proc)
+        return NodeMachine(driver, proc=self.proc, kill=self.kill, clock=lambda: self.now, sleep=self.sleep)
 
 
 @pytest.fixture
@@ -136,8 +135,9 @@ def test_what_hangs_holds_up_a_remedy_for_minutes_and_not_for_ever(node: Node) -
         remedy()
         assert 0 < sum(node.given_s) < 3600
     node.holds(102, "/user.slice/user-1000.slice/session-1.scope")
-    machine = NvidiaMachine(
-        list, run=node.run, proc=node.proc, kill=lambda _pid, _number: None, clock=lambda: node.now, sleep=node.sleep
+    driver = NvidiaDriver(ask=False, run=node.run, proc=node.proc)
+    machine = NodeMachine(
+        driver, proc=node.proc, kill=lambda _pid, _number: None, clock=lambda: node.now, sleep=node.sleep
     )
     began, node.ran, node.active = node.now, [], set()
     with pytest.raises(RungError, match="do not end: 102"):

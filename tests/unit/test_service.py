@@ -17,6 +17,7 @@ import yaml
 
 from opsd import config
 from opsd.collectors.repairs import CASE, FOLDER, ORDER
+from opsd.repair import parts
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
@@ -24,7 +25,8 @@ SCRIPTS = [DEPLOY / "install", *sorted((DEPLOY / "slurm").glob("*.sh"))]
 PAGE = DEPLOY.parent / "docs" / "security.md"
 ACT = DEPLOY / "systemd" / "opsd-act.conf"
 REPAIR = DEPLOY / "systemd" / "opsd-repair.service"
-EXPOSURE, ACTING_EXPOSURE, REPAIR_EXPOSURE = 2.5, 3.0, 5.0
+DRIVER, TEST = (DEPLOY / "systemd" / f"opsd-repair-{part}@.service" for part in ("driver", "test"))
+EXPOSURE, ACTING_EXPOSURE = 2.5, 3.0
 
 needs_systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze (Debian package systemd) is not installed"
@@ -39,10 +41,14 @@ def directives(unit: Path, name: str) -> list[str]:
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_systemd_finds_nothing_wrong(unit: Path, tmp_path: Path) -> None:
     """In a copy whose program exists on this machine."""
-    copy = tmp_path / unit.name
-    copy.write_text(unit.read_text().replace("/opt/opsd/bin/opsd", shutil.which("true") or "/bin/true"))
-    checked = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True, check=False)
-    assert [line for line in checked.stderr.splitlines() if unit.name in line] == []
+    for file in (unit, *unit.parent.glob("*.socket")):
+        copy = tmp_path / file.name
+        copy.write_text(re.sub("/opt/opsd/bin/[a-z]+", shutil.which("true") or "/bin/true", file.read_text()))
+    name = tmp_path / unit.name.replace("@.", "@1.")
+    if name != tmp_path / unit.name:  # what a template needs is checked in an instance, which needs the repair itself
+        (tmp_path / REPAIR.name).write_text("[Service]\nExecStart=/bin/true\n")
+    checked = subprocess.run(["systemd-analyze", "verify", str(name)], capture_output=True, text=True, check=False)
+    assert [line for line in checked.stderr.splitlines() if unit.stem in line] == []
     assert checked.returncode == 0
 
 
@@ -50,7 +56,7 @@ def exposure(unit: Path) -> float:
     """By systemd's own scale, on which 10 is a service without any protection."""
     command = ["systemd-analyze", "security", "--offline=yes", str(unit)]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
-    level = re.search(rf"Overall exposure level for {unit.name}: ([\d.]+)", said.stdout)
+    level = re.search(r"Overall exposure level for \S+: ([\d.]+)", said.stdout)
     assert level is not None
     return float(level[1])
 
@@ -58,8 +64,8 @@ def exposure(unit: Path) -> float:
 @needs_systemd
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
 def test_a_service_is_exposed_no_more_than_it_must_be(unit: Path) -> None:
-    """An agent that observes, the list of targets; and, more, what resets GPUs and loads modules, while it does."""
-    assert exposure(unit) <= (REPAIR_EXPOSURE if unit == REPAIR else EXPOSURE)
+    """Those that observe, decide, or change the driver; and, more, what tests a node under load, while it does."""
+    assert exposure(unit) <= (ACTING_EXPOSURE if unit == TEST else EXPOSURE)
 
 
 @needs_systemd
@@ -81,13 +87,42 @@ def test_every_capability_is_argued_for() -> None:
     assert not held & {"CAP_SETUID", "CAP_SETGID", "CAP_SYS_MODULE", "CAP_NET_ADMIN", "CAP_SYS_RAWIO"}
 
 
-def test_every_capability_of_a_repair_is_argued_for() -> None:
+@pytest.mark.parametrize("unit", [REPAIR, DRIVER, TEST], ids=lambda unit: unit.name)
+def test_every_capability_of_a_repair_is_argued_for(unit: Path) -> None:
     """In the unit and in the page on security."""
-    held = set(" ".join(directives(REPAIR, "CapabilityBoundingSet")).split())
-    assert held == set(re.findall(r"^#   (CAP_\w+) +\w", REPAIR.read_text(), re.MULTILINE))
-    (row,) = re.findall(r"^`opsd-repair.service` has (.+?)\.$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    held = set(" ".join(directives(unit, "CapabilityBoundingSet")).split())
+    assert held == set(re.findall(r"^#   (CAP_\w+) +\w", unit.read_text(), re.MULTILINE))
+    (row,) = re.findall(rf"^\| `{re.escape(unit.name)}` \|(.+)$", PAGE.read_text(), re.MULTILINE)
     assert held == set(re.findall(r"CAP_\w+", row))
     assert not held & {"CAP_SETUID", "CAP_SETGID", "CAP_SYS_BOOT", "CAP_NET_ADMIN", "CAP_SYS_RAWIO"}
+
+
+def test_what_speaks_to_the_network_cannot_touch_the_driver() -> None:
+    """The right to load modules and the network are never in one unit, nor can the former read what users write."""
+    assert directives(DRIVER, "PrivateNetwork") == ["yes"]
+    for unit in UNITS:
+        held = set(" ".join(directives(unit, "CapabilityBoundingSet")).split())
+        assert ("CAP_SYS_MODULE" in held) == (unit == DRIVER)
+        assert unit != DRIVER or not {name for name in held if name.startswith("CAP_DAC_")} | held & {"CAP_SYS_PTRACE"}
+    assert "/run/systemd/private" in directives(REPAIR, "InaccessiblePaths")[0]
+
+
+@pytest.mark.parametrize("part", ["driver", "test"])
+def test_a_part_of_a_repair_is_asked_where_it_listens(part: str) -> None:
+    """By root alone, one request at a time, and with more time than the repair waits for it, or as much."""
+    (socket,) = (DEPLOY / "systemd").glob(f"opsd-repair-{part}.socket")
+    (start,) = directives(REPAIR, "ExecStart")
+    helpers = start.split("--helpers ")[1].split()[0]
+    assert directives(socket, "ListenStream") == [f"{helpers}/{part}"]
+    assert [directives(socket, name) for name in ("SocketMode", "DirectoryMode", "MaxConnections")] == [
+        ["0600"], ["0700"], ["1"],
+    ]  # fmt: skip
+    assert socket.name in directives(REPAIR, "Requires")[0].split()
+    (unit,) = (one for one in (DRIVER, TEST) if one.name.startswith(socket.stem))
+    limit_s = {"driver": parts.DRIVER_S, "test": parts.TEST_S}[part]
+    (given,) = directives(unit, "RuntimeMaxSec")
+    assert (float(given[:-1]) * 3600 if given.endswith("h") else float(given)) == limit_s
+    assert f"opsd.repair.local {part} " in directives(unit, "ExecStart")[0]
 
 
 def test_a_repair_is_taken_up_where_the_agent_orders_it() -> None:

@@ -75,10 +75,16 @@ def heal(folder: Path, by: Cure) -> None:
 
 
 class MachineRoom:
-    """The nodes ``names`` of a ``cluster`` with all that; ``folder`` is seen by all hosts. A context manager."""
+    """The nodes ``names`` of a ``cluster`` with all that; ``folder`` is seen by all hosts. A context manager.
 
-    def __init__(self, cluster: Cluster, folder: Path, library: Path, names: Sequence[str]) -> None:
+    Without ``agents`` only Slurm's prolog looks at the nodes.
+    """
+
+    def __init__(
+        self, cluster: Cluster, folder: Path, library: Path, names: Sequence[str], *, agents: bool = True
+    ) -> None:
         self._cluster, self._folder, self._library, self._names = cluster, folder, library, names
+        self._agents = agents
         self._stop, self._stack = threading.Event(), ExitStack()
         self.reboots: list[str] = []
         self.gpus: dict[str, SimulatedGpus] = {}
@@ -153,7 +159,7 @@ class MachineRoom:
         attendant = _ATTENDANT.format(
             state=self.state(name), opsd=home / "opsd", config=home / "opsd.toml", log=home / "repair.log"
         )
-        for script in (agent, attendant):
+        for script in (agent, attendant) if self._agents else (attendant,):
             self._stack.enter_context(host.process("sh", "-c", script))
 
     def _watch(self) -> None:

@@ -1,0 +1,97 @@
+"""NVIDIA's driver in a repair: resets of GPUs, and the modules unloaded and loaded again. Each call has a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from opsd.repair import nvml_state
+from opsd.repair.machine import Run, RungError, run_command
+
+MODULES: Final = ("nvidia_peermem", "nvidia_uvm", "nvidia_drm", "nvidia_modeset", "nvidia")
+"""The driver's modules, each before those that it needs."""
+FABRIC: Final = "nvidia-fabricmanager"
+"""Stays for a reset: before Hopper it is needed for one. Holds the driver's modules."""
+RESET_S, MODULES_S, SERVICE_S = 300.0, 120.0, 90.0
+
+
+class NvidiaDriver:
+    """The driver of this node, a ``Driver``.
+
+    ``library`` is that of NVML, None for the driver's own; without ``ask`` it is not asked. ``services`` hold GPUs
+    open: they are stopped for a reset, which is refused while anybody does (nvidia-smi(1)).
+    """
+
+    def __init__(
+        self,
+        library: str | None = None,
+        *,
+        ask: bool = True,
+        services: Sequence[str] = (),
+        run: Run = run_command,
+        proc: Path = Path("/proc"),
+    ) -> None:
+        self._library, self._ask, self._services, self._run, self._proc = library, ask, services, run, proc
+
+    def recovery_actions(self) -> Sequence[int]:
+        return nvml_state.recovery_actions(self._library, self._run) if self._ask else []
+
+    def reset_gpus(self) -> str:
+        """All of them: the node is empty, and GPUs that NVLink connects may only be resettable together."""
+        with self._without(self._services):
+            self._run(["nvidia-smi", "--gpu-reset"], RESET_S)
+        return "reset all GPUs"
+
+    def reload_driver(self) -> str:
+        loaded = [name for name in MODULES if name in self._modules()]
+        if not loaded:
+            raise RungError("no module of the NVIDIA driver is loaded")
+        with self._without((*self._services, FABRIC)):
+            try:
+                for name in loaded:
+                    self._run(["modprobe", "--remove", name], MODULES_S)
+            finally:
+                for name in reversed(loaded):
+                    self._run(["modprobe", name], MODULES_S)
+        self._start_enabled(FABRIC)  # one that had failed was not running before
+        return f"loaded {', '.join(reversed(loaded))} again"
+
+    def restore(self) -> None:
+        for name in (FABRIC, *self._services):
+            self._start_enabled(name)
+
+    def _start_enabled(self, name: str) -> None:
+        with suppress(RungError):  # it is not enabled, or shows in the retest
+            self._run(["systemctl", "is-enabled", "--quiet", name], SERVICE_S)
+            self._run(["systemctl", "start", name], SERVICE_S)
+
+    def _modules(self) -> set[str]:
+        try:
+            lines = (self._proc / "modules").read_text(encoding="ascii").splitlines()
+        except OSError as error:
+            raise RungError(f"{self._proc / 'modules'}: {error.strerror}") from error
+        return {line.split(maxsplit=1)[0] for line in lines if line}
+
+    @contextmanager
+    def _without(self, services: Iterable[str]) -> Iterator[None]:
+        """Meanwhile none of ``services`` runs; those that ran are started again, whatever happens."""
+        stopped: list[str] = []
+        try:
+            for name in services:
+                if self._is_active(name):
+                    stopped.append(name)
+                    self._run(["systemctl", "stop", name], SERVICE_S)
+            yield
+        finally:
+            for name in reversed(stopped):
+                with suppress(RungError):  # a service that does not start shows in the retest, or as its own incident
+                    self._run(["systemctl", "start", name], SERVICE_S)
+
+    def _is_active(self, name: str) -> bool:
+        try:
+            self._run(["systemctl", "is-active", "--quiet", name], SERVICE_S)
+        except RungError:
+            return False
+        return True

@@ -1,0 +1,121 @@
+"""The two parts of a repair that have rights of their own, and what the repair asks of them.
+
+Under systemd each is a service that is started for one request, by a connection to its socket: ``driver`` has the
+rights for the driver, and no network; ``test`` has the GPUs and may load them. What speaks to Slurm and reads what
+users write has neither. Both sides speak one JSON object a line: ``{"do": "reset_gpus"}``, and ``{"done": ...}`` or
+``{"failed": "why"}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from opsd.control import ControlError, ask
+from opsd.repair.machine import Driver, RungError
+from opsd.repair.retest import RETEST_S, Retested, Tests
+
+Part = Literal["driver", "test"]
+DRIVER_S: Final = 3600.0
+"""Longer than the deadlines of all that a remedy does, taken together; RuntimeMaxSec= of the unit as well."""
+TEST_S: Final = 2 * RETEST_S + 3600.0
+"""The same of a test, which is two preflights."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDriver:
+    """A ``Driver`` whose service listens at ``socket``."""
+
+    socket: Path
+
+    def recovery_actions(self) -> Sequence[int]:
+        try:
+            return [int(action) for action in self._ask("recovery_actions")]
+        except (RungError, TypeError, ValueError):
+            return []
+
+    def reset_gpus(self) -> str:
+        return str(self._ask("reset_gpus"))
+
+    def reload_driver(self) -> str:
+        return str(self._ask("reload_driver"))
+
+    def restore(self) -> None:
+        with suppress(RungError):
+            self._ask("restore")
+
+    def evidence(self, slurm_node: str) -> str:
+        """Make the archive of evidence and return its path. Raises RungError."""
+        return str(self._ask("evidence", slurm_node=slurm_node))
+
+    def _ask(self, do: str, **told: object) -> Any:
+        return _asked(self.socket, {"do": do, **told}, DRIVER_S)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTests:
+    """``Tests`` whose service listens at ``socket``."""
+
+    socket: Path
+
+    def __call__(self, checks: Sequence[str]) -> Retested:
+        try:
+            found = _asked(self.socket, {"do": "retest", "checks": [*checks]}, TEST_S)
+            return Retested(found["passed"] is True, str(found["detail"]))
+        except RungError as error:
+            return Retested(False, str(error))
+        except (KeyError, TypeError):
+            return Retested(False, "the test's service answered something else than a result")
+
+    def as_spare(self) -> str:
+        try:
+            return str(_asked(self.socket, {"do": "as_spare"}, TEST_S))
+        except RungError as error:
+            return str(error)
+
+
+def _asked(socket: Path, request: Mapping[str, object], timeout_s: float) -> Any:
+    name = f"opsd-repair-{socket.name}"
+    try:
+        answer = ask(socket, request, timeout_s, name)
+    except ControlError as error:
+        raise RungError(f"{error}; see journalctl -u '{name}@*'") from error
+    if "done" not in answer:
+        raise RungError(str(answer.get("failed", f"{name} did nothing")))
+    return answer["done"]
+
+
+Verbs = Mapping[str, Callable[[Mapping[str, Any]], object]]
+
+
+def verbs_of_driver(driver: Driver, evidence: Callable[[str], str]) -> Verbs:
+    """What the part ``driver`` does. Raise RungError and OSError."""
+    return {
+        "recovery_actions": lambda _: [*driver.recovery_actions()],
+        "reset_gpus": lambda _: driver.reset_gpus(),
+        "reload_driver": lambda _: driver.reload_driver(),
+        "restore": lambda _: driver.restore(),
+        "evidence": lambda told: evidence(str(told.get("slurm_node", ""))),
+    }
+
+
+def verbs_of_tests(tests: Tests) -> Verbs:
+    """What the part ``test`` does."""
+    return {
+        "retest": lambda told: asdict(tests([str(name) for name in told.get("checks", ())])),
+        "as_spare": lambda _: tests.as_spare(),
+    }
+
+
+def answer(verbs: Verbs, request: object) -> dict[str, object]:
+    """The answer to ``request``, which root has sent. Raises nothing that a remedy may raise."""
+    verb = verbs.get(str(request.get("do"))) if isinstance(request, Mapping) else None
+    if verb is None or not isinstance(request, Mapping):
+        return {"failed": f"a request is one of {', '.join(verbs)}"}
+    try:
+        return {"done": verb(request)}
+    except (RungError, OSError) as error:
+        return {"failed": str(error)}
