@@ -49,7 +49,7 @@ from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.notices import LAST_S, Notices, Sender
 from opsd.launch.run.nvlink_domain import own_domain
-from opsd.launch.run.readiness import spare_readiness
+from opsd.launch.run.readiness import known_lemons, spare_readiness
 from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
@@ -302,6 +302,7 @@ def _shape(settings: Settings, options: dict[str, Any], launchers: Launchers) ->
         victim_s=options["node_timeout"] + 1.0,
         topology=_topology() if have > 1 else Topology(),
         segment=_segment(settings, options) if have > 1 else 1,
+        lemons=known_lemons() if have > count.most and launchers.own == launchers.members[0] else frozenset(),
     )
 
 

@@ -91,12 +91,16 @@ def candidates(
     return found
 
 
+def lemons_of(nodes: Sequence[Node], comments: Mapping[str, str], now: float) -> set[str]:
+    """The nodes that keep failing, by the comments of all."""
+    return {score.node for score in judge([node.name for node in nodes], faults(comments), now).lemons}
+
+
 def lemons_to_spare(
     nodes: Sequence[Node], comments: Mapping[str, str], pool: Collection[str], refused: Collection[str], now: float
 ) -> list[str]:
     """The lemons among the free nodes of ``pool``, if there are others that could come: who is asked for last."""
-    judged = judge([node.name for node in nodes], faults(comments), now)
-    worst = {score.node for score in judged.lemons}
+    worst = lemons_of(nodes, comments, now)
     free = {node.name for node in nodes if node.name in pool and node.state == "idle" and node.usable} - {*refused}
     return sorted(free & worst) if free - worst else []
 
