@@ -5,7 +5,7 @@ from __future__ import annotations
 import pwd
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -14,8 +14,10 @@ from typing import Final
 
 from opsd.collectors import plugins
 from opsd.collectors.base import Collector, Context
+from opsd.collectors.lib.mig_devices import has_instances
 from opsd.collectors.slurm import NodeRecord, SlurmReport
 from opsd.config import Settings
+from opsd.slurm import gres_devices
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.failed_jobs import FailedJobs
 from opsd.slurm.node_faults import NodeFaults
@@ -28,6 +30,7 @@ COUNT_S: Final = 60.0
 class NodeWatch:
     """The newest report about ``node``. Slurm is polled every ``period_s`` seconds after the first call.
 
+    ``gres`` returns the device files of each GPU that Slurm counts, and is asked while the driver ``has_instances``.
     ``failed_jobs`` has this agent's part in reading Slurm's accounting.
     """
 
@@ -38,7 +41,13 @@ class NodeWatch:
         *,
         period_s: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
+        gres: Callable[[str], Sequence[Sequence[str]]] = gres_devices.read,
+        has_instances: Callable[[], bool] = has_instances,
     ) -> None:
+        self._gres, self._has_instances = gres, has_instances
+        self._devices: Sequence[Sequence[str]] = ()
+        self._filed: frozenset[str] = frozenset()
+        """The jobs whose files are known."""
         self._slurm = slurm
         self._node = node
         self._period_s = period_s
@@ -68,8 +77,8 @@ class NodeWatch:
             gpus = self._gpus_of(jobs)
             record = self._remembered() if nodes else None
             self._report = SlurmReport(
-                self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, record=record,
-                jobs_counted=self.failed_jobs.counted,
+                self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, files=self._files_of(gpus),
+                record=record, jobs_counted=self.failed_jobs.counted,
             )  # fmt: skip
         except SlurmMissing as error:
             self._report = SlurmReport(problem=str(error), absent=True)
@@ -96,6 +105,20 @@ class NodeWatch:
             except SlurmError:  # it has ended meanwhile, or is not shown to this user
                 self._gpus[job] = None
         return {str(job): gpus for (job, _), gpus in self._gpus.items() if gpus is not None}
+
+    def _files_of(self, gpus: Mapping[str, frozenset[int]]) -> dict[str, Sequence[Sequence[str]]]:
+        """The device files of each job's GPUs on a node with MIG, whose instances may change while no job has them."""
+        if not gpus or not self._has_instances():
+            self._filed = frozenset()
+            return {}
+        if gpus.keys() - self._filed:
+            try:
+                self._devices = self._gres(self._node)
+            except SlurmError:  # not root, or an order that is not known: asked again when the next job comes
+                self._devices = ()
+        self._filed = frozenset(gpus)
+        most = len(self._devices)
+        return {job: [self._devices[i] for i in sorted(own)] for job, own in gpus.items() if max(own, default=0) < most}
 
     def _user_id(self, name: str) -> int | None:
         """The id of a user; asking for it may take as long as the directory service does."""

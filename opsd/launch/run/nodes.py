@@ -79,8 +79,8 @@ def assign_slots(
     free = sorted(doubts, key=lambda name: (*doubts[name], ranked.get(name, len(ranked)), name))
     if not places and shape.segment > 1:
         sound = [name for name in free if name not in lemons]
-        best = sound if len(sound) >= shape.most else free
-        free = [*shape.topology.arranged(best, shape.segment), *free[len(best) :]]
+        chosen = sound if len(sound) >= shape.most else free
+        free = [*shape.topology.arranged(chosen, shape.segment), *free[len(chosen) :]]
     for number, name in enumerate(places):
         if name is None and free:
             first = number // shape.segment * shape.segment
