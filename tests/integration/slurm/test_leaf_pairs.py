@@ -14,7 +14,7 @@ from opsd.slurm.node_comment import NodeHistory
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
 from tests.integration.slurm.templates import FOLDER
 
-pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.long]
+pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.long, pytest.mark.timeout(300)]
 
 TOPOLOGY = """\
 SwitchName=leaf1 Nodes=n[1-2]
