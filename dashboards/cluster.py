@@ -160,8 +160,8 @@ LISTS = row(
     ),
     listing(
         "Failing again and again",
-        "Nodes with two or more faults in 30 days, failed jobs among them where Slurm's accounting could be read. Lemons, "
-        "by the cluster's own history, are to be replaced.",
+        "Nodes with two or more faults in 30 days, failed jobs among them where Slurm's accounting could be read. "
+        "Lemons, by the cluster's own history, are to be replaced.",
         Column("score", f"max {BY_NODE} (opsd_node_score{{{ALL}}}) and {SUSPECTS}"),
         Column("faults", f"max {BY_NODE} (opsd_node_faults{{{ALL}}}) and {SUSPECTS}"),
         Column("not by chance", SUSPECTS, "percentunit"),
