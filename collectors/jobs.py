@@ -22,7 +22,8 @@ IDLE = Metric(
 )
 ON_INSTANCE = Metric(
     "opsd_mig_job_info",
-    "The job whose processes are on a GPU instance of MIG; their memory and number are in opsd_mig_*.",
+    "The job that Slurm gave a GPU instance of MIG, or whose processes are on it; their memory and number are in "
+    "opsd_mig_*.",
     "info",
     labels=("gpu", "GPU_I_ID", "job_id"),
 )

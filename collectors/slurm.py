@@ -32,7 +32,11 @@ REASON = Metric(
 )
 JOBS = Metric("opsd_slurm_jobs", "Jobs on this node.")
 JOB = Metric("opsd_slurm_job_info", "A job on this node.", "info", labels=("job_id", "user", "partition", "state"))
-FAULTS = Metric("opsd_node_faults", "Stays of this node out of service in the last 30 days that nobody had asked for.")
+FAULTS = Metric(
+    "opsd_node_faults",
+    "Stays of this node out of service in the last 30 days that nobody had asked for, and jobs that failed on it and "
+    "ran without it.",
+)
 SCORE = Metric(
     "opsd_node_score", "The same, where a fault of the same kind within 14 days of the node's return counts twice."
 )
@@ -45,8 +49,13 @@ LEMON = Metric(
     "opsd_node_lemon",
     "1 while this node is a lemon, in a cluster whose history shows that there are any (`opsd nodes lemons`).",
 )
+COUNTED = Metric(
+    "opsd_node_failed_jobs_counted",
+    "1 if opsd_node_faults has the failures of jobs, as an agent could read Slurm's accounting in the last 12 hours, "
+    "0 if it has not.",
+)
 
-METRICS: Final = (UP, AGE, STATE, FLAG, REASON, JOBS, JOB, FAULTS, SCORE, CONFIDENCE, LEMON)
+METRICS: Final = (UP, AGE, STATE, FLAG, REASON, JOBS, JOB, FAULTS, SCORE, CONFIDENCE, LEMON, COUNTED)
 LABELS: Final = {
     "state": "states of Slurm's node and jobs",
     "flag": "flags that Slurm gives a node, 7 known",
@@ -102,8 +111,10 @@ class SlurmReport:
     """The newest that is known. Times are monotonic seconds.
 
     ``answered_at`` is the time of the last answer, from which ``node`` (None if Slurm does not know it) and ``jobs``
-    are; ``users`` has the user id of each job, ``gpus`` the GRES indexes of its GPUs here where they are known.
-    ``record`` is what Slurm remembers of the node, None while that is not known. ``problem`` is why the last question
+    are; ``users`` has the user id of each job, ``gpus`` the GRES indexes of its GPUs here where they are known,
+    ``files`` the device files of each of these where the node has instances of MIG. ``record`` is what Slurm remembers
+    of the node, None while that is not known; ``jobs_counted`` is whether failures of jobs are in it, None while nobody
+    has looked. ``problem`` is why the last question
     was not answered, "" if it was; ``absent`` means that this machine has no Slurm.
     """
 
@@ -114,7 +125,9 @@ class SlurmReport:
     absent: bool = False
     users: Mapping[str, int] = field(default_factory=dict)
     gpus: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    files: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     record: NodeRecord | None = None
+    jobs_counted: bool | None = None
 
 
 class SlurmSettings(CollectorSettings):
@@ -169,11 +182,13 @@ class SlurmCollector:
         stale = age > self._stale_s
         events = (*self._silence(stale, report.problem), *self._changes(report))
         self._occupancy.allocated = {} if stale else report.gpus
+        self._occupancy.files = {} if stale else report.files
         samples = [Sample(UP, float(not report.problem and not stale)), Sample(AGE, max(0.0, age))]
         if report.node is not None and not stale:
             samples += _node_samples(report.node)
             samples += _job_samples(report.jobs)
             samples += _record_samples(report.record) if report.record else ()
+            samples += [Sample(COUNTED, float(report.jobs_counted))] if report.jobs_counted is not None else []
         return Reading(tuple(samples), events)
 
     def _silence(self, stale: bool, problem: str) -> Iterator[Event]:

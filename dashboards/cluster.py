@@ -105,6 +105,7 @@ JOBS = f"opsd_gpu_job_info{{{ALL}}}"
 ANSWERS = {0: ("no answer", "red"), 1: ("answers", "green")}
 READY = {0: ("not ready", "orange"), 1: ("ready", "green")}
 LEMONS = {0: ("chance", "green"), 1: ("lemon", "orange")}
+COUNTED = {0: ("left out", "orange"), 1: ("counted", "green")}
 SUSPECTS = f"max {BY_NODE} (opsd_node_lemon_confidence_ratio{{{ALL}}})"
 REMEDIES = f"max {BY_NODE} (opsd_repair_attempts{{{ALL}}})"
 IN_REPAIR = (
@@ -159,11 +160,13 @@ LISTS = row(
     ),
     listing(
         "Failing again and again",
-        "Nodes with two or more faults in 30 days. Lemons, by the cluster's own history, are to be replaced.",
+        "Nodes with two or more faults in 30 days, failed jobs among them where Slurm's accounting could be read. "
+        "Lemons, by the cluster's own history, are to be replaced.",
         Column("score", f"max {BY_NODE} (opsd_node_score{{{ALL}}}) and {SUSPECTS}"),
         Column("faults", f"max {BY_NODE} (opsd_node_faults{{{ALL}}}) and {SUSPECTS}"),
         Column("not by chance", SUSPECTS, "percentunit"),
         Column("verdict", f"max {BY_NODE} (opsd_node_lemon{{{ALL}}}) and {SUSPECTS}", words=LEMONS),
+        Column("failed jobs", f"max {BY_NODE} (opsd_node_failed_jobs_counted{{{ALL}}}) and {SUSPECTS}", words=COUNTED),
         links={"instance": NODE_LINKS},
         empty="none",
     ),

@@ -8,10 +8,12 @@ Slurm runs it here for the same user.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from opsd.collectors.lib.mig_devices import MigDevices
 from opsd.collectors.lib.occupancy import RENEW_S, Occupancy
 from opsd.collectors.lib.processes import Identity, identify, start_time
 
@@ -41,20 +43,49 @@ class GpuJobs:
     def look(self) -> Mapping[int, frozenset[str]]:
         """The jobs of each GPU by its index. GPUs of no job are left out."""
         held = self._held()
+        given = self._given_files(held) if self._occupancy.instances else self._given(held)
         found: dict[int, set[str]] = {}
-        for job, gpus in (*held.items(), *self._given(held).items()):
+        for job, gpus in (*held.items(), *given.items()):
             for gpu in gpus:
                 found.setdefault(gpu, set()).add(job)
         return {gpu: frozenset(jobs) for gpu, jobs in sorted(found.items())}
 
+    def _given_files(self, held: Mapping[str, frozenset[int]]) -> Mapping[str, frozenset[int]]:
+        """The GPUs that Slurm gave each job by its device files; the instances among them are added to ``jobs_on``.
+
+        None of them is believed while a file is not the driver's, or a job is seen on another instance than its own.
+        """
+        devices, known = MigDevices(self._proc), self._occupancy.instances
+        told = {job: [devices.instance(files) for files in several] for job, several in self._occupancy.files.items()}
+        places = {job: {place for place in several if place is not None} for job, several in told.items()}
+        if any(None in several for several in told.values()) or not self._exist({*chain(*places.values())}):
+            return {}
+        given = {job: frozenset(gpu for gpu, _ in several) for job, several in places.items()}
+        seen = self._occupancy.jobs_on
+        strays = {job for place, jobs in seen.items() for job in jobs if job in places and place not in places[job]}
+        if strays or any(not held.get(job, frozenset()) <= gpus for job, gpus in given.items()):
+            return {}
+        self._occupancy.jobs_on = {
+            (gpu, number): seen.get((gpu, number), frozenset())
+            | {job for job in places if (gpu, number) in places[job]}
+            for gpu, instances in known.items()
+            for number in instances
+        }
+        return given
+
+    def _exist(self, places: Collection[tuple[int, int | None]]) -> bool:
+        """Whether there are these GPUs without instances, and instances of the others."""
+        known, whole = self._occupancy.instances, self._occupancy.holders.keys() | self._occupancy.worked.keys()
+        return all(
+            gpu in whole - known.keys() if number is None else number in known.get(gpu, ()) for gpu, number in places
+        )
+
     def _given(self, held: Mapping[str, frozenset[int]]) -> Mapping[str, frozenset[int]]:
         """The GPUs that Slurm gave each job, none if its indexes are not the driver's.
 
-        They are not where Slurm counts MIG instances, and where ``gres.conf`` lists the devices in another order: then
-        there are more of them than GPUs, or a job is seen on others than its own.
+        They are not where ``gres.conf`` lists the devices in another order: then there are more of them than GPUs, or a
+        job is seen on others than its own.
         """
-        if self._occupancy.instances:
-            return {}
         given, known = self._occupancy.allocated, self._occupancy.holders.keys() | self._occupancy.worked.keys()
         return given if all(held.get(job, frozenset()) <= gpus <= known for job, gpus in given.items()) else {}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from opsd.collectors.lib.processes import Identity, identify, user_of
@@ -19,7 +19,8 @@ class Occupancy:
     counted as one. ``jobs`` has the user of each job that Slurm runs here, ``allocated`` the GRES indexes of the GPUs
     that Slurm gave it, ``jobs_of`` the job of each process that held a GPU when last looked at. ``ranked`` are the GPUs
     with a rank page, each with the page's job. ``instances`` are the processes on each GPU instance of the GPUs with
-    MIG, ``jobs_on`` the jobs that these were last seen in, by GPU and instance.
+    MIG, ``jobs_on`` the jobs that these were last seen in, or that Slurm gave it to, by GPU and instance. ``files`` are
+    the names of the device files of each GPU or instance that Slurm gave a job, where it has instances.
     """
 
     def __init__(self) -> None:
@@ -27,6 +28,7 @@ class Occupancy:
         self.worked: Mapping[int, float] = {}
         self.jobs: Mapping[str, int] = {}
         self.allocated: Mapping[str, frozenset[int]] = {}
+        self.files: Mapping[str, Sequence[Sequence[str]]] = {}
         self.jobs_of: Mapping[int, str] = {}
         self.ranked: frozenset[tuple[int, str]] = frozenset()
         self.instances: Mapping[int, Mapping[int, tuple[int, ...]]] = {}

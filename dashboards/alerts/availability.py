@@ -82,8 +82,10 @@ The cluster has one node less. No job runs on it.
 # A node fails again and again
 
 ## Meaning
-The node was out of service for faults more often in 30 days than chance explains (false discovery rate 10 %), and this
-cluster's own history shows that nodes which failed most go on to. Where it does not, no node is called a lemon.
+The node was out of service for faults, or jobs failed on it and ran without it, more often in 30 days than chance
+explains (false discovery rate 10 %), and this cluster's own history shows that nodes which failed most go on to. Where
+it does not, no node is called a lemon. Jobs count where `opsd_node_failed_jobs_counted` is 1: an agent with
+`policy.drain` could read Slurm's accounting and write the comments of nodes.
 
 ## Impact
 Jobs on it are interrupted more often. `opsd nodes pick` avoids it, and it is fetched as a spare if no other is free.

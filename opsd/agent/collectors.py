@@ -5,22 +5,34 @@ from __future__ import annotations
 import pwd
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Final
 
 from opsd.collectors import plugins
 from opsd.collectors.base import Collector, Context
+from opsd.collectors.lib.mig_devices import has_instances
 from opsd.collectors.slurm import NodeRecord, SlurmReport
 from opsd.config import Settings
+from opsd.slurm import gres_devices
 from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.failed_jobs import FailedJobs
 from opsd.slurm.node_faults import NodeFaults
 from opsd.slurm.port import Job, Slurm, SlurmError, SlurmMissing, SlurmUnavailable
 
+COUNT_S: Final = 60.0
+"""Seconds between two looks at whether the failures of jobs are to be counted."""
+
 
 class NodeWatch:
-    """The newest report about ``node``. Slurm is polled every ``period_s`` seconds after the first call."""
+    """The newest report about ``node``. Slurm is polled every ``period_s`` seconds after the first call.
+
+    ``gres`` returns the device files of each GPU that Slurm counts, and is asked while the driver ``has_instances``.
+    ``failed_jobs`` has this agent's part in reading Slurm's accounting.
+    """
 
     def __init__(
         self,
@@ -29,13 +41,20 @@ class NodeWatch:
         *,
         period_s: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
+        gres: Callable[[str], Sequence[Sequence[str]]] = gres_devices.read,
+        has_instances: Callable[[], bool] = has_instances,
     ) -> None:
+        self._gres, self._has_instances = gres, has_instances
+        self._devices: Sequence[Sequence[str]] = ()
+        self._filed: frozenset[str] = frozenset()
+        """The jobs whose files are known."""
         self._slurm = slurm
         self._node = node
         self._period_s = period_s
         self._clock = clock
         self._report = SlurmReport()
         self._faults = NodeFaults(slurm, node, clock=clock)
+        self.failed_jobs = FailedJobs(slurm, node, clock=clock)
         self._thread: threading.Thread | None = None
         self._ids: dict[str, int] = {}
         self._gpus: dict[tuple[int, int], frozenset[int] | None] = {}
@@ -45,6 +64,7 @@ class NodeWatch:
         if self._thread is None:
             self._thread = threading.Thread(target=self._ask_forever, name="slurm-watch", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._count_forever, name="slurm-accounting", daemon=True).start()
         return self._report
 
     def refresh(self) -> SlurmReport:
@@ -57,8 +77,9 @@ class NodeWatch:
             gpus = self._gpus_of(jobs)
             record = self._remembered() if nodes else None
             self._report = SlurmReport(
-                self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, record=record
-            )
+                self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, files=self._files_of(gpus),
+                record=record, jobs_counted=self.failed_jobs.counted,
+            )  # fmt: skip
         except SlurmMissing as error:
             self._report = SlurmReport(problem=str(error), absent=True)
         except SlurmError as error:
@@ -85,6 +106,20 @@ class NodeWatch:
                 self._gpus[job] = None
         return {str(job): gpus for (job, _), gpus in self._gpus.items() if gpus is not None}
 
+    def _files_of(self, gpus: Mapping[str, frozenset[int]]) -> dict[str, Sequence[Sequence[str]]]:
+        """The device files of each job's GPUs on a node with MIG, whose instances may change while no job has them."""
+        if not gpus or not self._has_instances():
+            self._filed = frozenset()
+            return {}
+        if gpus.keys() - self._filed:
+            try:
+                self._devices = self._gres(self._node)
+            except SlurmError:  # not root, or an order that is not known: asked again when the next job comes
+                self._devices = ()
+        self._filed = frozenset(gpus)
+        most = len(self._devices)
+        return {job: [self._devices[i] for i in sorted(own)] for job, own in gpus.items() if max(own, default=0) < most}
+
     def _user_id(self, name: str) -> int | None:
         """The id of a user; asking for it may take as long as the directory service does."""
         if name not in self._ids:
@@ -99,11 +134,24 @@ class NodeWatch:
             self.refresh()
             time.sleep(self._period_s)
 
+    def _count_forever(self) -> None:
+        """Apart from the other questions: an answer of the accounting may take a minute."""
+        while True:
+            with suppress(SlurmError):
+                self.failed_jobs.refresh()
+            time.sleep(COUNT_S)
+
 
 @cache
 def _watch(node: str, period_s: float) -> NodeWatch:
     """The same for collectors that are made again, as its thread does not end."""
     return NodeWatch(CommandSlurm(), node, period_s=period_s)
+
+
+def _reports(settings: Settings, node: str, period_s: float) -> NodeWatch:
+    watch = _watch(node, period_s)
+    watch.failed_jobs.may_ask = settings.policy.drain
+    return watch
 
 
 def build(settings: Settings, state: Path | None = None) -> list[Collector]:
@@ -112,7 +160,7 @@ def build(settings: Settings, state: Path | None = None) -> list[Collector]:
         settings,
         settings.agent.node,
         state,
-        slurm_reports=_watch,
+        slurm_reports=partial(_reports, settings),
     )
     for plugin in plugins():
         own = settings.section(plugin.settings)

@@ -50,7 +50,7 @@ from opsd.launch.run.launchers import (
     too_many_here,
 )
 from opsd.launch.run.notices import LAST_S, Notices, Sender
-from opsd.launch.run.nvlink_domain import own_domain
+from opsd.launch.run.nvlink_domain import imex_problem, own_domain
 from opsd.launch.run.readiness import spare_readiness
 from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
@@ -173,6 +173,8 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
     shape = shape_of(settings, options, launchers)
     if shape.segment > 1:
         launchers = replace(launchers, own=replace(launchers.own, domain=own_domain()))
+    if several and (problem := imex_problem(launchers.own.domain)):
+        print_message(problem)
     if launchers.members[0] == launchers.own:
         keep_plan(settings.program, folders.folder, shape.most * settings.local_size)
     return _supervise(

@@ -21,6 +21,7 @@ from opsd.launch.run.closing import resume_command
 from opsd.launch.run.launchers import Launchers, NodeCount
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import RunShape
+from opsd.launch.run.readiness import known_lemons
 from opsd.launch.run.rendezvous import RendezvousOptions
 from opsd.slurm import topology_source
 from opsd.slurm.allocation import segment_of
@@ -125,6 +126,7 @@ def shape_of(settings: Settings, options: dict[str, Any], launchers: Launchers) 
         victim_s=options["node_timeout"] + 1.0,
         topology=_topology() if have > 1 else Topology(),
         segment=_segment(settings, options) if have > 1 else 1,
+        lemons=known_lemons() if have > count.most and launchers.own == launchers.members[0] else frozenset(),
     )
 
 

@@ -18,10 +18,10 @@ from opsd.commands.output import fail, output_console, plain_table
 from opsd.commands.settings import BadConfig
 from opsd.lemons import Fault, Judgement, Lift
 from opsd.slurm import job_faults, leaf_paths
-from opsd.slurm.candidates import Candidate, candidates, due, faults, free
+from opsd.slurm.candidates import Candidate, accounting, candidates, due, faults, free
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
-from opsd.slurm.node_comment import domains
+from opsd.slurm.node_comment import Accounting, domains
 from opsd.slurm.pick import Choice, pick
 from opsd.slurm.port import Node, SlurmError
 from opsd.slurm.topology import Topology, TopologyError
@@ -29,7 +29,7 @@ from opsd.slurm.topology_source import read
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _history = option("--history", type=_FILE, help="More faults, one JSON object a line: node, kind, at, back (epoch s).")
-_jobs = option("--jobs", is_flag=True, help="Also jobs that failed on a node and ran without it, as sacct has them.")
+_jobs = option("--jobs", is_flag=True, help="Ask sacct now which jobs failed on a node and ran without it.")
 _json = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -49,14 +49,18 @@ def nodes() -> None:
 def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
     """Show the nodes that failed in the last 30 days, and whether that says anything about them here.
 
-    A stay out of service that opsd has recorded is a fault, maintenance is none. --history adds what Slurm does not
+    A stay out of service that opsd has recorded is a fault, maintenance is none; so is a job that failed on a node and
+    ran without it, which the agents read from Slurm's accounting every six hours. --history adds what Slurm does not
     know, from tickets for instance.
     """
     more = _read(history) if history else []
     found, comments = _from_slurm()
     judged = _judge(found, comments, more, jobs)
     if as_json:
-        click.echo(json.dumps(_document(judged), indent=1))
+        read = None if jobs else accounting(comments)
+        click.echo(
+            json.dumps({**_document(judged), "jobs_counted": jobs or (read is not None and read.answered)}, indent=1)
+        )
         return exitcodes.OK
     click.echo("The tenth of the nodes that failed most in a month had, in this cluster's history,")
     click.echo(_told("  in the next month", judged.soon, "so prefer others", "which is no reason to prefer others"))
@@ -68,6 +72,8 @@ def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
         table.add_row(score.node, str(score.faults), str(score.relapses), f"{score.confidence:.0%}", said)
     if table.row_count:
         output_console().print(table)
+    if not jobs:
+        click.echo(_told_of_jobs(accounting(comments)))
     if called:
         click.echo("Propose to replace the lemons: `opsd evidence` on each makes the archive for its vendor.")
     return exitcodes.OK
@@ -172,12 +178,21 @@ def _from_slurm(partition: str | None = None) -> tuple[Sequence[Node], dict[str,
 
 
 def _judge(found: Sequence[Node], comments: Mapping[str, str], more: list[Fault], jobs: bool) -> Judgement:
-    known = faults(comments) + more
     try:
-        known += job_faults.read() if jobs else []
+        known = faults(comments, job_faults.read() if jobs else ()) + more
     except SlurmError as error:
         fail(f"Slurm: {error}")
     return lemons.judge([node.name for node in found], known, time.time())
+
+
+def _told_of_jobs(read: Accounting | None) -> str:
+    """Whether the faults have the failures of jobs that the agents keep in the comments."""
+    if read is None:
+        return "Failed jobs are not counted: no agent has read the accounting; --jobs does"
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(read.at))
+    if not read.answered:
+        return f"Failed jobs are not counted: Slurm's accounting gave no answer at {at}"
+    return f"Jobs that failed on a node and ran without it are counted as of {at}"
 
 
 def _read(history: Path) -> list[Fault]:

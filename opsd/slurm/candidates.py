@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from opsd.lemons import Fault, Judgement, judge
 from opsd.slurm import node_comment
+from opsd.slurm.node_comment import Accounting, Stay
 from opsd.slurm.port import Node
 
 NO_FAULTS: Final = frozenset({"maintenance", "manual"})
 """Kinds of stays out of service that people asked for."""
+JOB: Final = "job"
+"""The kind of fault of a job that failed on a node and ran without it."""
+SAME_S: Final = 3600.0
+"""A job that fails so near a stay out of service is part of the same fault."""
 TESTED_S: Final = 30 * 86_400.0
 
 LEMON, RELAPSED, FAILED, UNTESTED = 8.0, 4.0, 2.0, 1.0
@@ -28,14 +33,30 @@ class Candidate:
     why_not: str = ""
 
 
-def faults(comments: Mapping[str, str]) -> list[Fault]:
-    """The stays out of service in the nodes' comments that were not for maintenance."""
+def faults(comments: Mapping[str, str], jobs: Iterable[Fault] = ()) -> list[Fault]:
+    """The stays out of service in the nodes' comments that were not for maintenance, and the failures of jobs there.
+
+    ``jobs`` are further failures of jobs. One that a stay explains is not counted beside it, nor any twice.
+    """
+    known = {name: node_comment.read(comment) for name, comment in comments.items()}
+    failed = dict.fromkeys(Fault(name, JOB, at, at) for name, record in known.items() for at in record.failed)
+    failed |= dict.fromkeys(jobs)
+    stays = [Fault(name, stay.kind, stay.out, stay.back) for name, record in known.items() for stay in record.stays]
+    explained = {name: record.stays for name, record in known.items()}
     return [
-        Fault(name, stay.kind, stay.out, stay.back)
-        for name, comment in comments.items()
-        for stay in node_comment.read(comment).stays
-        if stay.kind not in NO_FAULTS
+        *(fault for fault in stays if fault.kind not in NO_FAULTS),
+        *(fault for fault in failed if not any(_explains(stay, fault.at) for stay in explained.get(fault.node, ()))),
     ]
+
+
+def accounting(comments: Mapping[str, str]) -> Accounting | None:
+    """The newest reading of Slurm's accounting for all nodes that their comments tell of."""
+    told = (node_comment.read(comment).accounting for comment in comments.values())
+    return max(filter(None, told), key=lambda one: one.at, default=None)
+
+
+def _explains(stay: Stay, at: float) -> bool:
+    return stay.out - SAME_S <= at <= (stay.out if stay.back is None else stay.back) + SAME_S
 
 
 def candidates(
@@ -70,12 +91,16 @@ def candidates(
     return found
 
 
+def lemons_of(nodes: Sequence[Node], comments: Mapping[str, str], now: float) -> set[str]:
+    """The nodes that keep failing, by the comments of all."""
+    return {score.node for score in judge([node.name for node in nodes], faults(comments), now).lemons}
+
+
 def lemons_to_spare(
     nodes: Sequence[Node], comments: Mapping[str, str], pool: Collection[str], refused: Collection[str], now: float
 ) -> list[str]:
     """The lemons among the free nodes of ``pool``, if there are others that could come: who is asked for last."""
-    judged = judge([node.name for node in nodes], faults(comments), now)
-    worst = {score.node for score in judged.lemons}
+    worst = lemons_of(nodes, comments, now)
     free = {node.name for node in nodes if node.name in pool and node.state == "idle" and node.usable} - {*refused}
     return sorted(free & worst) if free - worst else []
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from opsd.lemons import Fault
+from opsd.slurm.candidates import JOB
 from opsd.slurm.hostlist import HostlistError, expand
 from opsd.slurm.output import epoch, failure
 from opsd.slurm.port import SlurmRejected
@@ -15,7 +16,6 @@ from opsd.slurm.runner import Runner, run_command
 
 DAYS: Final = 90
 DEADLINE_S: Final = 60.0
-KIND: Final = "job"
 FIELDS: Final = ("JobIDRaw", "State", "End", "NodeList")
 _REQUEUED: Final = "REQUEUED"
 _BAD: Final = frozenset({"NODE_FAIL", "FAILED", "BOOT_FAIL", _REQUEUED})
@@ -29,9 +29,9 @@ class _Run(NamedTuple):
     nodes: frozenset[str]
 
 
-def read(run: Runner = run_command, now: float | None = None) -> list[Fault]:
-    """The faults of the last 90 days. Raises SlurmError, for instance where there is no accounting."""
-    since = time.strftime("%Y-%m-%d", time.localtime((time.time() if now is None else now) - DAYS * 86_400))
+def read(run: Runner = run_command, now: float | None = None, days: float = DAYS) -> list[Fault]:
+    """The faults of the last ``days``. Raises SlurmError, for instance where there is no accounting."""
+    since = time.strftime("%Y-%m-%d", time.localtime((time.time() if now is None else now) - days * 86_400))
     argv = (
         "sacct", "--allusers", "--duplicates", "--allocations", "--noheader", "--parsable2",
         f"--starttime={since}", f"--format={','.join(FIELDS)}",
@@ -78,4 +78,4 @@ def _faults(runs: list[_Run]) -> Iterator[Fault]:
         suspects = failed.nodes - after.nodes
         by_chance = failed.state == _REQUEUED and not failed.nodes & after.nodes
         if len(suspects) == 1 and not by_chance:
-            yield Fault(next(iter(suspects)), KIND, failed.end, failed.end)
+            yield Fault(next(iter(suspects)), JOB, failed.end, failed.end)

@@ -9,18 +9,21 @@ part in brackets only::
 
 ``path=leaf7@1763710900`` is a measurement of the network from the node's own leaf switch to another, with ``!`` at its
 end if it was not well, ``?`` if it could not be made. ``nvl=UUID.CLIQUE`` is the NVLink domain that the node shares.
+``failed=1763705000,1763709000`` are jobs that failed on the node and ran without it, by Slurm's accounting, and
+``sacct=1763711000`` is when this node's agent last read that for all nodes, with ``?`` at its end if it could not.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 KEPT_STAYS = 16
 """With 8 the faults of a lemon, four a month, no longer reach back over the three windows that it is judged by."""
 KEPT_PATHS = 4
+KEPT_FAILED = 8
 KEPT_S = 90 * 86_400.0
 _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
 _STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
@@ -28,6 +31,8 @@ _TESTED = re.compile(r"tested=(\d+)")
 _SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
 _DOMAIN = re.compile(r"nvl=([\w-]+\.\d+)")
 _PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)([!?]?)")
+_FAILED: Final = re.compile(r"failed=(\d+(?:,\d+)*)")
+_SACCT: Final = re.compile(r"sacct=(\d+)(\??)")
 _MARKS: Final[dict[bool | None, str]] = {True: "", False: "!", None: "?"}
 
 
@@ -53,12 +58,22 @@ class Path:
 
 
 @dataclass(frozen=True, slots=True)
+class Accounting:
+    """When an agent last read Slurm's accounting for all nodes, epoch seconds, and whether it got an answer."""
+
+    at: float
+    answered: bool
+
+
+@dataclass(frozen=True, slots=True)
 class NodeHistory:
     """``stays`` are oldest first. ``spare`` is "" for no spare, "ready", or what it lacks, as of ``spare_at``.
 
     ``tested_at`` is when the newest preflight began that the node has passed, with ``--act`` or for its return, 0 if
     none is known. ``paths`` are the newest measurements that this node took part in, the oldest first. ``domain`` is
-    the NVLink domain, ``UUID.CLIQUE``, that the driver told in that preflight; "" if it told none.
+    the NVLink domain, ``UUID.CLIQUE``, that the driver told in that preflight; "" if it told none. ``failed`` are the
+    moments at which jobs failed here that ran elsewhere, oldest first. ``accounting`` is set on the node whose agent
+    read Slurm's accounting.
     """
 
     stays: tuple[Stay, ...] = ()
@@ -67,6 +82,8 @@ class NodeHistory:
     tested_at: float = 0.0
     paths: tuple[Path, ...] = ()
     domain: str = ""
+    failed: tuple[float, ...] = ()
+    accounting: Accounting | None = None
 
     @property
     def out(self) -> bool:
@@ -87,6 +104,11 @@ class NodeHistory:
         """The history after the way to another leaf switch was measured; surplus measurements are dropped."""
         others = [one for one in self.paths if one.leaf != path.leaf]
         return replace(self, paths=(*others, path)[-KEPT_PATHS:])
+
+    def blamed(self, failed: Iterable[float], at: float) -> NodeHistory:
+        """The history with more moments of failed jobs; those long before ``at`` and surplus ones are dropped."""
+        kept = sorted({float(round(moment)) for moment in (*self.failed, *failed) if at - moment < KEPT_S})
+        return replace(self, failed=tuple(kept[-KEPT_FAILED:]))
 
     def returned(self, at: float) -> NodeHistory:
         """The history after the node was returned to service at ``at``."""
@@ -116,9 +138,12 @@ def read(comment: str) -> NodeHistory:
     domain = next((m[1] for word in words if (m := _DOMAIN.fullmatch(word))), "")
     passed = {mark: value for value, mark in _MARKS.items()}
     paths = tuple(Path(m[1], float(m[2]), passed[m[3]]) for word in words if (m := _PATH.fullmatch(word)))
+    failed = next((tuple(map(float, m[1].split(","))) for word in words if (m := _FAILED.fullmatch(word))), ())
+    accounting = next((Accounting(float(m[1]), not m[2]) for word in words if (m := _SACCT.fullmatch(word))), None)
     return NodeHistory(
-        tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested, paths, domain
-    )
+        tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested, paths, domain, failed,
+        accounting,
+    )  # fmt: skip
 
 
 def domains(comments: Mapping[str, str]) -> dict[str, str]:
@@ -135,6 +160,8 @@ def write(comment: str, record: NodeHistory) -> str:
     words += [f"tested={record.tested_at:.0f}"] if record.tested_at else []
     words += [f"nvl={record.domain}"] if record.domain else []
     words += [f"path={path.leaf}@{path.at:.0f}{_MARKS[path.passed]}" for path in record.paths]
+    words += [f"failed={','.join(f'{moment:.0f}' for moment in record.failed)}"] if record.failed else []
+    words += [f"sacct={one.at:.0f}{'' if one.answered else '?'}"] if (one := record.accounting) else []
     words += [f"spare={record.spare}@{record.spare_at:.0f}"] if record.spare else []
     others = _RECORD.sub("", comment).strip()
     return f"{others} [opsd1 {' '.join(words)}]".strip() if words else others

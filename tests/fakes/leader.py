@@ -130,6 +130,7 @@ class LeaderHarness:
         grow_s: float = 0.0,
         topology: Topology | None = None,
         segment: int = 1,
+        lemons: frozenset[str] = frozenset(),
     ) -> None:
         self.loop = FakeLoop()
         self.group = FakeGroup(*alive)
@@ -137,7 +138,7 @@ class LeaderHarness:
         self.bad: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
         self.shape = RunShape(
             least, most, (*NODES, SPARE), join_s=60.0, wait_s=wait_s, grow_s=grow_s,
-            topology=topology or Topology(), segment=segment,
+            topology=topology or Topology(), segment=segment, lemons=lemons,
         )  # fmt: skip
         self.max_restarts = max_restarts
         self.leader = self.new_leader()

@@ -42,6 +42,23 @@ def test_the_first_ranks_are_whole_segments() -> None:
     assert assign_slots(RunShape(8, 8, ALL, topology=RACKS), (), ALL, ()) == ALL[:8]
 
 
+def test_a_lemon_is_no_node_of_the_first_ranks_where_others_are_enough() -> None:
+    """It stands by, with segments and without; of too few nodes it is one."""
+    shape = RunShape(8, 8, ALL, topology=RACKS, segment=4)
+    assert assign_slots(shape, (), ALL, (), {}, {"a2"}) == ("a1", "a3", "a4", "a5", *ALL[5:9])
+    assert assign_slots(shape, (), {*ALL} - {"a5", "b5"}, (), {}, {"a2"}) == ("a1", "a3", "a4", "a2", *ALL[5:9])
+    assert assign_slots(RunShape(8, 8, ALL), (), ALL, (), {}, {"a2"}) == ("a1", *ALL[2:9])
+
+
+def test_the_first_plan_leaves_out_what_is_known_at_the_start(tmp_path: Path) -> None:
+    """Before any node has told of itself; a node that then says otherwise is a spare like others."""
+    stage = LeaderHarness(tmp_path, "n1", "n2", "n3", "n4", lemons=frozenset({"n2"}))
+    stage.leader.take_over()
+    assert stage.begin().slots == [("n1", "n3", "n4")]
+    stage.lose("n3")
+    assert stage.slots[-1] == ("n1", "n2", "n4")
+
+
 def test_a_spare_comes_from_the_rack_of_the_segment() -> None:
     """Also where an earlier swap had to take one from elsewhere."""
     shape = RunShape(8, 8, ALL, topology=RACKS, segment=4)

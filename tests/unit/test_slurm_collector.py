@@ -10,6 +10,7 @@ from opsd.agent.collectors import NodeWatch
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.slurm import (
     CONFIDENCE,
+    COUNTED,
     FAULTS,
     LEMON,
     METRICS,
@@ -66,7 +67,7 @@ def test_state_flags_reason_and_jobs_are_exported() -> None:
     assert found["opsd_slurm_node_reason_info", "opsd:42 gpu_xid", "root"] == 1
     assert found["opsd_slurm_job_info", "7", "alice", "train", "running"] == 1
     assert found["opsd_slurm_jobs",] == 1
-    remembered = {FAULTS.name, SCORE.name, CONFIDENCE.name, LEMON.name}
+    remembered = {FAULTS.name, SCORE.name, CONFIDENCE.name, LEMON.name, COUNTED.name}
     assert {name[0] for name in found} == {metric.name for metric in METRICS} - remembered
 
 
@@ -79,6 +80,14 @@ def test_what_slurm_remembers_is_exported() -> None:
         assert (found["opsd_node_faults",], found["opsd_node_score",]) == (record.faults, record.score)
         assert found["opsd_node_lemon",] == record.lemon
         assert {v for (name, *_), v in found.items() if name == "opsd_node_lemon_confidence_ratio"} == told
+
+
+def test_whether_failed_jobs_are_counted_is_exported() -> None:
+    """Not before anybody has looked: unknown is neither yes nor no."""
+    timeline = Timeline()
+    for counted in (None, False, True):
+        timeline.report = SlurmReport(timeline.now, Node("n1", "idle"), jobs_counted=counted)
+        assert values(timeline.collect()).get((COUNTED.name,)) == counted
 
 
 def test_changes_are_events_and_the_first_answer_is_not() -> None:

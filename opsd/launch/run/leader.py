@@ -70,7 +70,7 @@ class Leader:
         self._clock = loop.time
         self._judging = 0
         """The generation whose flight recorders are being judged."""
-        self._health = NodeHealth(log, lambda: self._planner.spares, wall)
+        self._health = NodeHealth(log, lambda: self._planner.spares, wall, shape.lemons)
         self._planner = GenerationPlanner(shape, group, loop, self._health, self, say)
         self._stops = StopCoordinator(self._planner, group, self._health, log, self, say)
         self._growth = Growth(shape, self._planner, self._clock, self._stops.grow)

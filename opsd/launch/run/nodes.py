@@ -31,6 +31,7 @@ class RunShape:
     has too few waits ``wait_s``. ``grow_s`` is what ``Growth`` takes a restart to cost. After failures that all look
     like consequences of a failure on another node, that one gets ``victim_s`` to show, longer than the detection of a
     lost node takes. Each ``segment`` consecutive nodes are to be in one NVLink domain, or below one leaf switch.
+    ``lemons`` are the nodes that the cluster's history speaks against at the start, taken last.
     """
 
     least: int
@@ -43,6 +44,7 @@ class RunShape:
     victim_s: float = 3.0
     topology: Topology = field(default_factory=Topology)
     segment: int = 1
+    lemons: frozenset[str] = frozenset()
 
     def seen_by(self, launchers: Iterable[Member]) -> RunShape:
         """With the NVLink domains that the drivers of these nodes tell; they count for more than Slurm's blocks."""
@@ -76,7 +78,9 @@ def assign_slots(
     doubts = {name: (name in lemons, (flaps or {}).get(name, 0)) for name in set(alive) - set(before) - set(unfit)}
     free = sorted(doubts, key=lambda name: (*doubts[name], ranked.get(name, len(ranked)), name))
     if not places and shape.segment > 1:
-        free = shape.topology.arranged(free, shape.segment)
+        sound = [name for name in free if name not in lemons]
+        chosen = sound if len(sound) >= shape.most else free
+        free = [*shape.topology.arranged(chosen, shape.segment), *free[len(chosen) :]]
     for number, name in enumerate(places):
         if name is None and free:
             first = number // shape.segment * shape.segment
@@ -99,12 +103,16 @@ class NodeHealth:
     """
 
     def __init__(
-        self, log: RunEventLog, spares: Callable[[], Collection[str]], wall: Callable[[], float] = time.time
+        self,
+        log: RunEventLog,
+        spares: Callable[[], Collection[str]],
+        wall: Callable[[], float] = time.time,
+        lemons: Collection[str] = (),
     ) -> None:
         self.gone: set[str] = set()
         self.flaps: Counter[str] = Counter()
         """How often nodes were lost and came back."""
-        self.lemons: set[str] = set()
+        self.lemons = set(lemons)
         """Those that keep failing, as the cluster's history says."""
         self._log = log
         self._spares = spares

@@ -12,11 +12,17 @@ from opsd.launch.io.reporting import print_message
 from opsd.launch.run import messages
 from opsd.launch.run.messages import CODEC
 from opsd.slurm import node_comment
+from opsd.slurm.allocation import in_job
+from opsd.slurm.candidates import lemons_of
+from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.connect import choose
 from opsd.slurm.port import Slurm, SlurmError
 
 ANSWER_S = 60.0
 """How long a node that has been given a slot may take to determine whether it may use it."""
+
+START_ANSWER_S = 3.0
+"""What the start of a run waits for each answer about lemons; a controller that is away takes longer to be noticed."""
 
 
 class Readiness:
@@ -129,6 +135,21 @@ def given_back_at(environ: Mapping[str, str] = os.environ, connect: Callable[[],
         return node_comment.read(slurm.comments([node]).get(node, "")).back_at
     except SlurmError:
         return None
+
+
+def known_lemons(
+    environ: Mapping[str, str] = os.environ,
+    connect: Callable[[], Slurm] = lambda: CommandSlurm(deadline_s=START_ANSWER_S),
+    wall: Callable[[], float] = time.time,
+) -> frozenset[str]:
+    """The cluster's nodes that keep failing; none where that cannot be known, as a start does not wait for it."""
+    if not in_job(environ):
+        return frozenset()
+    try:
+        slurm = connect()
+        return frozenset(lemons_of(slurm.nodes(), slurm.comments(), wall()))
+    except SlurmError:
+        return frozenset()
 
 
 def is_lemon(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -81,16 +82,23 @@ class Cluster:
 
     ``shared`` is a folder that all hosts and the test see (the shared file system). Each host has its own /dev/shm,
     /run and a small disk at /mnt. ``nodes`` may lack hosts, ``controller`` is one as well. Each node has as many
-    ``gpus``, which are files to Slurm.
+    ``gpus``, which are files to Slurm, or as ``parts`` names: the type and the files of each. ``topology`` is the
+    content of a topology.conf.
     """
 
     def __init__(
-        self, names: Sequence[str] = DEFAULT_NODES, settings: Mapping[str, str] = FAST, *, gpus: int = 0
+        self,
+        names: Sequence[str] = DEFAULT_NODES,
+        settings: Mapping[str, str] = FAST,
+        *,
+        gpus: int = 0,
+        parts: Sequence[tuple[str, Sequence[str]]] = (),
+        topology: str = "",
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="opsd-slurm-"))
         self.shared = self.folder / "shared"
         self._names = (CONTROLLER, *names)
-        self._settings, self._gpus = settings, gpus
+        self._settings, self._gpus, self._parts, self._topology = settings, gpus, parts, topology
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -200,14 +208,21 @@ class Cluster:
         self.shared.chmod(0o777)
         hosts = [f"{address} {name}" for name, address in self._addresses()]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
-        gres = f" Gres=gpu:{self._gpus}" if self._gpus else ""
+        types = Counter(kind for kind, _ in self._parts)
+        told = ",".join(f"gpu:{kind}:{number}" for kind, number in types.items()) or f"gpu:{self._gpus}"
+        gres = f" Gres={told}" if self._gpus or self._parts else ""
         nodes = "\n".join(
             f"NodeName={name} NodeAddr={address} CPUs=8 RealMemory=16000{gres} State=UNKNOWN"
             for name, address in self._addresses()[1:]
         )
-        chosen = {**self._settings, **({"GresTypes": "gpu"} if self._gpus else {})}
+        chosen = {**self._settings, **({"GresTypes": "gpu"} if gres else {})}
+        if self._topology:
+            chosen["TopologyPlugin"] = "topology/tree"
+            (self.folder / "etc/topology.conf").write_text(self._topology)
         settings = "\n".join(f"{key}={value}" for key, value in chosen.items())
-        if self._gpus:
+        if self._parts:
+            (self.folder / "etc/gres.conf").write_text("".join(map(self._gres_line, self._parts)))
+        elif self._gpus:
             for number in range(self._gpus):
                 (self.folder / f"etc/gpu{number}").touch()
             devices = f"{self.folder}/etc/gpu[0-{self._gpus - 1}]"
@@ -216,6 +231,14 @@ class Cluster:
         (self.folder / "etc/slurm.conf").write_text(text)
         (self.folder / "open.sh").write_text("\n".join(_opened(self.folder / "open")) + "\n")
         (self.folder / "etc/cgroup.conf").write_text(f"CgroupPlugin={_cgroup_plugin()}\n")
+
+    def _gres_line(self, part: tuple[str, Sequence[str]]) -> str:
+        kind, files = part
+        paths = [self.folder / "etc" / name for name in files]
+        for path in paths:
+            path.touch()
+        option = "MultipleFiles" if len(paths) > 1 else "File"
+        return f"Name=gpu Type={kind} {option}={','.join(map(str, paths))}\n"
 
     def _start_munge(self) -> None:
         key = self.folder / "munge/key"

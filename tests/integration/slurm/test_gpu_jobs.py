@@ -10,6 +10,7 @@ import pytest
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.lib.gpu_jobs import GpuJobs
 from opsd.collectors.lib.occupancy import Occupancy
+from opsd.slurm import gres_devices
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
 from tests.integration.slurm.templates import SECOND_USER, USER
@@ -69,3 +70,31 @@ def test_each_gpu_is_known_as_its_jobs(cluster: Cluster) -> None:
     occupancy.allocated = {}
     occupancy.holders = {**occupancy.holders, min(mine): (first_pid,), min(theirs): (second_pid,)}
     assert GpuJobs(occupancy).look() == {min(mine): {first}, min(theirs): {second}}
+
+
+PARTS = (
+    ("3g", ("nvidia0", "nvidia-cap21", "nvidia-cap22")),
+    ("1g", ("nvidia0", "nvidia-cap12", "nvidia-cap13")),
+    ("h100", ("nvidia2",)),
+    ("1g", ("nvidia1", "nvidia-cap147", "nvidia-cap148")),
+)
+
+
+def test_each_instance_of_mig_is_known_by_its_files() -> None:
+    """Slurm numbers GPUs by type and not as gres.conf lists them; slurmd prints them as they are numbered."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Cluster(["n1"], parts=PARTS) as cluster:
+        slurm = CommandSlurm(runner_on(cluster.controller))
+        options = ["--cpus-per-task=1", "--mem=100", "--output=/dev/null", "--chdir=/tmp"]
+        kinds = ("1g", "h100", "3g", "1g")
+        jobs = [slurm.submit(SCRIPT, [f"--gres=gpu:{kind}:1", *options]) for kind in kinds]
+        wait_until(lambda: all(job.state == "running" for job in slurm.jobs(jobs)), "all jobs run")
+
+        def gres(node: str) -> tuple[gres_devices.Files, ...]:
+            return gres_devices.read(node, runner_on(cluster.nodes[node]))
+
+        found = NodeWatch(slurm, "n1", gres=gres, has_instances=lambda: True).refresh().files
+        files = {kind: {files for of, files in PARTS if of == kind} for kind in kinds}
+        assert [{*found[str(job)]} <= files[kind] for job, kind in zip(jobs, kinds, strict=True)] == [True] * 4
+        assert sorted(each for several in found.values() for each in several) == sorted(each for _, each in PARTS)

@@ -6,14 +6,19 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
 from opsd import exitcodes
-from opsd.slurm import leaf_paths, node_comment
+from opsd.lemons import Fault
+from opsd.slurm import job_faults, leaf_paths, node_comment
 from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.failed_jobs import FIRST_S, FailedJobs
 from opsd.slurm.node_comment import NodeHistory, Stay
+from opsd.slurm.port import SlurmRejected
 from opsd.slurm.topology import parse
+from tests.fakes.clock import FakeClock
 from tests.integration.slurm.cluster import Cluster, runner_on
 
 pytestmark = pytest.mark.xdist_group("slurm")
@@ -88,6 +93,30 @@ def test_faults_are_read_from_the_comments(cluster: Cluster) -> None:
     assert (without.returncode, without.stderr) == (
         exitcodes.FAILED, "opsd: Slurm: sacct: this cluster keeps no accounting (AccountingStorageType)\n",
     )  # fmt: skip
+
+
+def test_failed_jobs_are_counted_from_what_an_agent_keeps(cluster: Cluster) -> None:
+    """A cluster without accounting says that they are not, and one that has it as of when they are."""
+    run, now = runner_on(cluster.controller), time.time()
+    slurm, clock = CommandSlurm(run), FakeClock()
+
+    def agent(read: Callable[[float, float], list[Fault]]) -> FailedJobs:
+        made = FailedJobs(slurm, "n1", read=read, clock=clock.monotonic, wall=lambda: now)
+        made.may_ask = True
+        clock.advance(FIRST_S)
+        return made
+
+    assert "are not counted: no agent has read" in opsd_nodes(cluster, "lemons").stdout
+    without = agent(lambda at, days: job_faults.read(run, at, days))
+    with pytest.raises(SlurmRejected, match="keeps no accounting"):
+        without.refresh()
+    assert "are not counted: Slurm's accounting gave no answer" in opsd_nodes(cluster, "lemons").stdout
+    slurm.set_comment("n1", "")
+    agent(lambda at, days: [Fault("n3", "job", now - day * 86_400) for day in (2, 4)]).refresh()
+    assert "ran without it are counted as of" in opsd_nodes(cluster, "lemons").stdout
+    told = json.loads(opsd_nodes(cluster, "lemons", "--json").stdout)
+    assert [(one["node"], one["faults"]) for one in told["nodes"]] == [("n3", 2)]
+    assert told["jobs_counted"] is True
 
 
 def test_bad_input_is_told_in_one_sentence(cluster: Cluster) -> None:
