@@ -13,7 +13,7 @@ from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.hf.dual_chunk import FIELD
 from opsd.trainer.hf.weights import CONFIG, fill
-from tests.fakes.hf_models import DUAL_CHUNKS, TINY, WINDOWED, ours, theirs, transformers
+from tests.fakes.hf_models import DUAL_CHUNKS, TINY, WINDOWED, YARN, ours, theirs, transformers
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,10 @@ def changed(folder: Path, changes: dict[str, object]) -> None:
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "lacks factor for rope_type llama3"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": YARN | {"factor": 1.0}}, "attention_factor = 1.3 with a factor of 1"),
+        ({"rope_parameters": "yarn"}, "field of another type than transformers gives it: 'str'"),
+        ({"rope_parameters": None, "rope_theta": None}, "another type"),
+        ({"head_dim": 1}, "model.head_dim 1 is not even"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"no_rope_layers": [0, 1, 1, 0]}, r'needs model.pattern = \["nope", "global", "global", "nope"\], not'),
         ({"intermediate_size": 50}, "needs model.ffn = 50, not 48"),
@@ -112,6 +116,30 @@ def test_other_tensors_are_refused(tmp_path: Path, name: str, shape: Any, text: 
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=text):
         ours(tmp_path)
+
+
+def test_a_tied_projection_unlike_the_embedding_is_refused(tmp_path: Path) -> None:
+    """Transformers uses both then, whatever the file says; one that is stored twice is no error."""
+    from safetensors.torch import load_file, save_file
+
+    theirs("SmolLM2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    ours(tmp_path)
+    save_file({**tensors, "lm_head.weight": head + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"another lm_head.weight than model.embed_tokens.weight, while .* to false"):
+        ours(tmp_path)
+
+
+def test_two_models_in_a_folder_are_refused(tmp_path: Path) -> None:
+    """Saved in one file and then in several, transformers leaves the first and reads it; vLLM reads the others."""
+    theirs("SmolLM3", tmp_path).save_pretrained(tmp_path, max_shard_size="20KB")
+    with pytest.raises(ConfigError, match="both model.safetensors and model.safetensors.index.json"):
+        ours(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    ours(tmp_path)
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from opsd.trainer.hf.dual_chunk import FIELD, config_of_dual_chunks, settings_of
 from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.latent import config_of_latents, settings_of_latents
 from opsd.trainer.hf.rope import config_of_rope, settings_of_rope
+from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings
 
 _ACTIVATIONS: Final = {
@@ -47,6 +48,18 @@ _MOST_LAYERS: Final = 10_000
 
 def settings_of(config: Fields) -> ModelSettings:
     """The settings that compute what ``config.json`` says. Raises ConfigError if this trainer cannot."""
+    try:
+        settings = _settings_of(config)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"config.json has a field of another type than transformers gives it: {error}") from error
+    if problem := model_problem(settings):
+        raise ConfigError(f"config.json cannot be used: {problem}")
+    return settings
+
+
+def _settings_of(config: Fields) -> ModelSettings:
     architecture = architecture_of(config)
     for name, value in config.items():
         _demand_known(architecture, name, value)
@@ -142,7 +155,7 @@ def config_of(model: ModelSettings, sequence: int) -> tuple[Architecture, dict[s
         if architecture.experts and not (model.expert_layers or architecture.latent or architecture.states):
             continue
         config = _config(architecture, model, sequence)
-        if settings_of(config).architecture == model.architecture:
+        if _settings_of(config).architecture == model.architecture:
             return architecture, config
     raise ConfigError(
         "no architecture of Hugging Face that this trainer knows has this combination of settings in [model]"
