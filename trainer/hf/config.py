@@ -52,8 +52,8 @@ def settings_of(config: Fields) -> ModelSettings:
         settings = _settings_of(config)
     except ConfigError:
         raise
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"config.json has a field of another type than transformers gives it: {error}") from error
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"config.json has a field of another type, or a number, that cannot be: {error}") from error
     if problem := model_problem(settings):
         raise ConfigError(f"config.json cannot be used: {problem}")
     return settings
@@ -135,9 +135,16 @@ def _scores(architecture: Architecture, fields: Fields) -> dict[str, float]:
     return {
         "embedding_scale": math.sqrt(fields["hidden_size"]),
         "attention_scale": float(fields["query_pre_attn_scalar"]) ** -0.5,
-        "attention_softcap": float(fields.get("attn_logit_softcapping") or 0),
-        "logit_softcap": float(fields.get("final_logit_softcapping") or 0),
+        "attention_softcap": _bound(fields, "attn_logit_softcapping"),
+        "logit_softcap": _bound(fields, "final_logit_softcapping"),
     }
+
+
+def _bound(fields: Fields, name: str) -> float:
+    """The bound ``name``; 0 is none. Raises ConfigError for one of 0, with which transformers makes all values 0."""
+    if fields.get(name) == 0:
+        raise ConfigError(f"config.json has {name} = 0; null is no bound")
+    return float(fields.get(name) or 0)
 
 
 def config_of(model: ModelSettings, sequence: int) -> tuple[Architecture, dict[str, Any]]:
