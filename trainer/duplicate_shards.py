@@ -57,19 +57,30 @@ class Finding:
     correlation: float
 
 
-def comparable(stored: Stored) -> bool:
-    """Whether the tensor may have been drawn in shards: a matrix of the model, of which there is something."""
+def matrix_of(stored: Stored) -> torch.Tensor | None:
+    """The tensor if it may have been drawn in shards: a matrix of the model, of which there is something."""
     key = stored.name.rpartition(":")[2]  # files may be named after all that they have: model_optim_rng.pt
-    return len(stored.shape) - bool(stored.ranks) >= 2 and 0 not in stored.shape and not MOMENTS.search(key)
-
-
-def examine(stored: Stored) -> Finding | None:
-    """The copies found in a tensor; None without any."""
-    if not comparable(stored) or not (values := stored.read()).is_floating_point():
+    if len(stored.shape) - bool(stored.ranks) < 2 or 0 in stored.shape or MOMENTS.search(key):
         return None
-    values = values.float().flatten(1)
+    values = stored.read()
+    return values.float() if values.is_floating_point() else None
+
+
+def examine(stored: Stored, values: torch.Tensor) -> Finding | None:
+    """The copies in ``values``, the matrix of ``stored``; None without any.
+
+    Three dimensions are those of experts: each may be a copy, and each may be put together from shards.
+    """
     if stored.ranks:
+        values = values.flatten(1)
         return _compare(stored.name, values, values.std(1) > 0, 0, [stored.ranks])
+    each = enumerate(values) if values.dim() == 3 else ()
+    matrices = [(stored.name, values.flatten(1)), *((f"{stored.name}.{number}", matrix) for number, matrix in each)]
+    return next((finding for name, matrix in matrices if (finding := _copies_in(name, matrix))), None)
+
+
+def _copies_in(name: str, values: torch.Tensor) -> Finding | None:
+    """The shards of ``values`` [rows, columns] that are alike."""
     values = _without_repeated_rows(values)
     if _is_smooth(values):
         return None
@@ -80,7 +91,7 @@ def examine(stored: Stored) -> Finding | None:
         for pieces in _largest_divisors(values.shape[dimension]):
             rows, raw = (torch.stack(matrix.chunk(pieces, dimension)).flatten(1) for matrix in (centred, values))
             counts = [count for count in range(pieces, 1, -1) if pieces % count == 0]
-            finding = _compare(stored.name, rows, raw.std(1) > 0, dimension, counts)
+            finding = _compare(name, rows, raw.std(1) > 0, dimension, counts)
             if finding and not _repeats_heads(finding):
                 return finding
     return None
@@ -156,8 +167,10 @@ def main() -> None:
     try:
         for stored in stored_tensors(Path(sys.argv[1])):
             examined += 1
-            compared += comparable(stored)
-            if finding := examine(stored):
+            if (values := matrix_of(stored)) is None:
+                continue
+            compared += 1
+            if finding := examine(stored, values):
                 print(json.dumps(asdict(finding)), flush=True)
         if not compared:
             raise FormatError(

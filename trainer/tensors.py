@@ -13,7 +13,7 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -49,8 +49,12 @@ def stored_tensors(path: Path) -> Iterator[Stored]:
         if (path / METADATA).is_file():
             yield from distributed(path)
             return
-        files = [path] if path.is_file() else _files(path)
-        if not files:
+        parts = sorted(file.parent for file in path.rglob(METADATA) if file.is_file())
+        for folder in parts:
+            for stored in distributed(folder):
+                yield replace(stored, name=f"{folder.relative_to(path)}:{stored.name}")
+        files = [path] if path.is_file() else [file for file in _files(path) if not {*parts} & {*file.parents}]
+        if not files and not parts:
             raise FormatError(f"{path} holds neither a distributed checkpoint ({METADATA}) nor files of tensors")
         yield from tensors_of_files(path if path.is_dir() else path.parent, files)
     except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
@@ -95,9 +99,14 @@ def _template(pattern: re.Pattern[str], path: Path) -> tuple[str, int] | None:
 
 
 def _joined(name: str, entries: list[tuple[int | None, _Entry]]) -> Iterator[Stored]:
-    """The tensor, or several where ranks have other shapes than others, which cannot be compared."""
+    """The tensor, or several: where ranks have unlike shapes, or where the numbers are not those of ranks."""
     if entries[0][0] is None:
         yield Stored(name, entries[0][1].whole, [entry.chunk for _, entry in entries])
+        return
+    numbers = sorted({rank or 0 for rank, _ in entries})
+    if numbers != [*range(numbers[0], numbers[0] + len(numbers))] or len(numbers) == 1:
+        for number, entry in entries:
+            yield Stored(name.replace("*", str(number), 1), entry.whole, [entry.chunk])
         return
     shapes = sorted({entry.chunk.shape for _, entry in entries})
     ranks = max(rank or 0 for rank, _ in entries) + 1

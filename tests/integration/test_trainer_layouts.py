@@ -283,6 +283,8 @@ def test_weights_go_to_hugging_face_and_come_back(tmp_path: Path, shards: Path) 
     result = CliRunner().invoke(export, [*arguments, *(f"--set={name}={value}" for name, value in sets.items())])
     assert result.exit_code == 0, result.output
     assert f"of {folder_of(run.checkpoints, 4)} written" in result.output
+    again = CliRunner().invoke(export, [*arguments, *(f"--set={name}={value}" for name, value in sets.items())])
+    assert "already has a model (config.json); remove it, or name another folder" in str(again.exception)
     modes = {path.name: path.stat().st_mode for path in (tmp_path / "exported").iterdir()}
     assert len({*modes.values()}) == 1, modes
     generation = json.loads((tmp_path / "exported" / "generation_config.json").read_text())

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
 from opsd.commands.checkpoint import checkpoint
-from opsd.trainer.duplicate_shards import Finding, examine
+from opsd.trainer.duplicate_shards import Finding, examine, matrix_of
 from opsd.trainer.stored import Chunk, FormatError, Stored
 from opsd.trainer.tensors import stored_tensors
 
@@ -33,8 +33,13 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def copies(stored: Stored) -> Finding | None:
+    values = matrix_of(stored)
+    return None if values is None else examine(stored, values)
+
+
 def findings(path: Path) -> list[Finding]:
-    return [finding for each in stored_tensors(path) if (finding := examine(each))]
+    return [finding for each in stored_tensors(path) if (finding := copies(each))]
 
 
 def audit(*arguments: object) -> Result:
@@ -45,7 +50,7 @@ def audit(*arguments: object) -> Result:
 def test_copies_are_found_along_either_dimension(dimension: int, shards: int) -> None:
     """A matrix put together from one shard several times is named, with the number of shards."""
     whole = torch.cat([drawn(48, 40)] * shards, dimension)
-    finding = examine(stored(whole))
+    finding = copies(stored(whole))
     assert finding is not None
     assert (finding.dimension, finding.shards, finding.copies) == (dimension, shards, tuple(range(shards)))
     assert finding.correlation == 1.0
@@ -54,7 +59,7 @@ def test_copies_are_found_along_either_dimension(dimension: int, shards: int) ->
 def test_copies_that_drifted_apart_are_found() -> None:
     """Equal shards that were trained on, so that their bits differ, are still alike."""
     shard = drawn(48, 40)
-    finding = examine(stored(torch.cat((shard, shard + drawn(48, 40, seed=1) / 50))))
+    finding = copies(stored(torch.cat((shard, shard + drawn(48, 40, seed=1) / 50))))
     assert finding is not None
     assert 0.99 < finding.correlation < 1
 
@@ -62,7 +67,7 @@ def test_copies_that_drifted_apart_are_found() -> None:
 def test_two_copies_among_four_are_found() -> None:
     """Not all shards need to be alike."""
     first, second, third = (drawn(48, 40, seed=seed) for seed in range(3))
-    finding = examine(stored(torch.cat((first, second, first, third))))
+    finding = copies(stored(torch.cat((first, second, first, third))))
     assert finding is not None
     assert (finding.shards, finding.copies) == (4, (0, 2))
 
@@ -84,7 +89,7 @@ def test_two_copies_among_four_are_found() -> None:
 )
 def test_independent_shards_are_left_alone(values: torch.Tensor) -> None:
     """Random, constant and padded tensors, moments, and what has rows in common are no copies."""
-    assert examine(stored(values)) is None
+    assert copies(stored(values)) is None
 
 
 def repeated_heads() -> torch.Tensor:
@@ -111,12 +116,12 @@ def sinusoids() -> torch.Tensor:
 )
 def test_copies_that_are_no_fault(name: str, values: torch.Tensor) -> None:
     """Each was an alarm on somebody's good checkpoint."""
-    assert examine(stored(values, name)) is None
+    assert copies(stored(values, name)) is None
 
 
 def test_heads_that_are_all_copies_are_a_fault() -> None:
     """Repeated heads leave groups that differ; shards of keys that are all equal were drawn from one seed."""
-    finding = examine(stored(drawn(32, 48).repeat(4, 1), "self_attn.k_proj.weight"))
+    finding = copies(stored(drawn(32, 48).repeat(4, 1), "self_attn.k_proj.weight"))
     assert finding is not None
     assert finding.copies == (0, 1, 2, 3)
 
@@ -180,6 +185,38 @@ def test_whole_tensors_by_torch_save(tmp_path: Path, zipped: bool) -> None:
     assert len(list(stored_tensors(tmp_path))) == 2
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "iter_10/mp_rank_00/model_optim_rng.pt", "global_step100/mp_rank_00_model_states.pt",
+        "runs/llama-tp8/step_10/model.pt",
+    ],
+    ids=["Megatron-LM of one rank", "DeepSpeed of one rank", "a run named after its layout"],
+)  # fmt: skip
+def test_a_number_is_no_rank_without_others(tmp_path: Path, name: str) -> None:
+    """One file has the whole tensors, whatever its name: it was an all-clear, with nothing compared."""
+    (tmp_path / name).parent.mkdir(parents=True)
+    torch.save({"model": {"w": torch.cat([drawn(32, 16)] * 2)}}, tmp_path / name)
+    (finding,) = findings(tmp_path)
+    assert (finding.shards, finding.copies) == (2, (0, 1))
+    other = tmp_path / "runs/llama-tp4/step_10/model.pt"
+    other.parent.mkdir(parents=True)
+    torch.save({"model": {"w": drawn(64, 16)}}, other)
+    assert len(findings(tmp_path)) == 1
+
+
+def test_matrices_of_experts(tmp_path: Path) -> None:
+    """Each expert of a tensor may be put together from shards; experts of two ranks may be equal."""
+    whole = torch.stack([drawn(32, 16, seed=seed) for seed in range(4)])
+    assert copies(stored(whole)) is None
+    finding = copies(stored(torch.cat((whole, whole))))
+    assert finding is not None
+    assert (finding.tensor, finding.shards, finding.copies) == ("w", 2, (0, 1))
+    finding = copies(stored(torch.cat((whole, drawn(16, 16).repeat(2, 1)[None]))))
+    assert finding is not None
+    assert (finding.tensor, finding.shards, finding.copies) == ("w.4", 2, (0, 1))
+
+
 def test_an_all_clear_needs_something_compared(tmp_path: Path) -> None:
     """ZeRO-3 leaves empty tensors in the files of the model: that is no good checkpoint, and no bad one."""
     torch.save(
@@ -205,7 +242,7 @@ def test_a_saved_object_runs_no_code(tmp_path: Path) -> None:
 
 def test_moments_are_passed_over() -> None:
     """Optimiser state may be alike for good reasons, early in a run."""
-    assert examine(stored(torch.cat([drawn(32, 32)] * 2), "optimizer.exp_avg.w")) is None
+    assert copies(stored(torch.cat([drawn(32, 32)] * 2), "optimizer.exp_avg.w")) is None
 
 
 def test_files_of_tensor_parallel_ranks(tmp_path: Path) -> None:
@@ -241,6 +278,9 @@ def test_distributed_checkpoints(tmp_path: Path) -> None:
     assert "model.bad" in result.output
     assert "model.good" not in result.output
     assert "1 of 2 tensors hold copies" in result.output
+    torch.save({"ema": drawn(64, 16)}, tmp_path / "ema.pt")
+    assert [finding.tensor for finding in findings(tmp_path)] == ["c:model.bad"]
+    assert len(list(stored_tensors(tmp_path))) == 3
 
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:

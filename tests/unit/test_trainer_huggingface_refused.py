@@ -13,7 +13,7 @@ from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.hf.dual_chunk import FIELD
 from opsd.trainer.hf.weights import CONFIG, fill
-from tests.fakes.hf_models import DUAL_CHUNKS, TINY, WINDOWED, ours, theirs, transformers
+from tests.fakes.hf_models import DUAL_CHUNKS, TINY, WINDOWED, YARN, ours, theirs, transformers
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,10 @@ def changed(folder: Path, changes: dict[str, object]) -> None:
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type 'longrope'"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "lacks factor for rope_type llama3"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"rope_parameters": YARN | {"factor": 1.0}}, "attention_factor = 1.3 with a factor of 1"),
+        ({"rope_parameters": "yarn"}, "field of another type, or a number, that cannot be: 'str'"),
+        ({"rope_parameters": None, "rope_theta": None}, "another type"),
+        ({"head_dim": 1}, "model.head_dim 1 is not even"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"no_rope_layers": [0, 1, 1, 0]}, r'needs model.pattern = \["nope", "global", "global", "nope"\], not'),
         ({"intermediate_size": 50}, "needs model.ffn = 50, not 48"),
@@ -76,13 +80,21 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], te
         ("Bamba", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\]"),
         ("Bamba", {"mamba_proj_bias": True}, "mamba_proj_bias = True"),
         ("Bamba", {"mamba_d_conv": 3}, "needs model.state_conv = 3, not 4"),
+        ("Gemma 2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0; null is no bound"),
+        ("Bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu', which transformers also applies to the convolutions"),
+        (
+            "Qwen 3 Next",
+            {"hidden_act": "gelu"},
+            "hidden_act 'gelu', which transformers also applies to the convolutions",
+        ),
+        ("Qwen 3 Next", {"full_attention_interval": 0}, "a number, that cannot be"),
         ("Qwen 3 Next", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention' in layer_types"),
         ("Qwen 3 Next", {"shared_expert_intermediate_size": 18}, "which is not a multiple of moe_intermediate_size"),
         ("Qwen 3 Next", {"linear_num_key_heads": 4}, "needs model.state_key_heads = 4, not 2"),
     ],
 )
-def test_other_states_are_refused(tmp_path: Path, name: str, changes: dict[str, object], text: str) -> None:
-    """What layers with a state would compute otherwise."""
+def test_other_scores_and_states_are_refused(tmp_path: Path, name: str, changes: dict[str, object], text: str) -> None:
+    """What layers of attention, or with a state, would compute otherwise."""
     theirs(name, tmp_path)
     model = ours(tmp_path)
     changed(tmp_path, changes)
@@ -112,6 +124,30 @@ def test_other_tensors_are_refused(tmp_path: Path, name: str, shape: Any, text: 
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=text):
         ours(tmp_path)
+
+
+def test_a_tied_projection_unlike_the_embedding_is_refused(tmp_path: Path) -> None:
+    """Transformers uses both then, whatever the file says; one that is stored twice is no error."""
+    from safetensors.torch import load_file, save_file
+
+    theirs("SmolLM2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
+    ours(tmp_path)
+    save_file({**tensors, "lm_head.weight": head + 1}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"another lm_head.weight than model.embed_tokens.weight, while .* to false"):
+        ours(tmp_path)
+
+
+def test_two_models_in_a_folder_are_refused(tmp_path: Path) -> None:
+    """Saved in one file and then in several, transformers leaves the first and reads it; vLLM reads the others."""
+    theirs("SmolLM3", tmp_path).save_pretrained(tmp_path, max_shard_size="20KB")
+    with pytest.raises(ConfigError, match=r"both model\.safetensors and model.safetensors.index.json"):
+        ours(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    ours(tmp_path)
 
 
 def test_pickled_weights_are_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from opsd.trainer.hf.dual_chunk import FIELD, config_of_dual_chunks, settings_of
 from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.latent import config_of_latents, settings_of_latents
 from opsd.trainer.hf.rope import config_of_rope, settings_of_rope
+from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings
 
 _ACTIVATIONS: Final = {
@@ -47,6 +48,18 @@ _MOST_LAYERS: Final = 10_000
 
 def settings_of(config: Fields) -> ModelSettings:
     """The settings that compute what ``config.json`` says. Raises ConfigError if this trainer cannot."""
+    try:
+        settings = _settings_of(config)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"config.json has a field of another type, or a number, that cannot be: {error}") from error
+    if problem := model_problem(settings):
+        raise ConfigError(f"config.json cannot be used: {problem}")
+    return settings
+
+
+def _settings_of(config: Fields) -> ModelSettings:
     architecture = architecture_of(config)
     for name, value in config.items():
         _demand_known(architecture, name, value)
@@ -122,9 +135,16 @@ def _scores(architecture: Architecture, fields: Fields) -> dict[str, float]:
     return {
         "embedding_scale": math.sqrt(fields["hidden_size"]),
         "attention_scale": float(fields["query_pre_attn_scalar"]) ** -0.5,
-        "attention_softcap": float(fields.get("attn_logit_softcapping") or 0),
-        "logit_softcap": float(fields.get("final_logit_softcapping") or 0),
+        "attention_softcap": _bound(fields, "attn_logit_softcapping"),
+        "logit_softcap": _bound(fields, "final_logit_softcapping"),
     }
+
+
+def _bound(fields: Fields, name: str) -> float:
+    """The bound ``name``; 0 is none. Raises ConfigError for one of 0, with which transformers makes all values 0."""
+    if fields.get(name) == 0:
+        raise ConfigError(f"config.json has {name} = 0; null is no bound")
+    return float(fields.get(name) or 0)
 
 
 def config_of(model: ModelSettings, sequence: int) -> tuple[Architecture, dict[str, Any]]:
@@ -142,7 +162,7 @@ def config_of(model: ModelSettings, sequence: int) -> tuple[Architecture, dict[s
         if architecture.experts and not (model.expert_layers or architecture.latent or architecture.states):
             continue
         config = _config(architecture, model, sequence)
-        if settings_of(config).architecture == model.architecture:
+        if _settings_of(config).architecture == model.architecture:
             return architecture, config
     raise ConfigError(
         "no architecture of Hugging Face that this trainer knows has this combination of settings in [model]"

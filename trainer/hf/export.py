@@ -10,17 +10,20 @@ from typing import Any
 import torch
 
 from opsd.checkpoints.manifest import read
-from opsd.trainer.config import Config
+from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.shards import DOCUMENT, TOKENIZER
 from opsd.trainer.hf.config import config_of
-from opsd.trainer.hf.weights import parameters_in, write
+from opsd.trainer.hf.weights import CONFIG, parameters_in, write
 
 
 def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> int:
     """Write the checkpoint in ``folder`` as a model with its tokenizer to ``target``; returns the number of tensors.
 
-    Positions are those with which it was trained last. Raises CheckpointError, ConfigError or OSError.
+    Positions are those with which it was trained last. Raises CheckpointError, ConfigError or OSError; ConfigError too
+    if ``target`` has files of a model, of which programs would read some instead of these.
     """
+    if older := next((path for pattern in (CONFIG, "*.safetensors*") for path in target.glob(pattern)), None):
+        raise ConfigError(f"{target} already has a model ({older.name}); remove it, or name another folder")
     shape = settings.data.shape_at(read(folder).step)
     architecture, config = config_of(settings.model_with(shape), shape.sequence)
     tokens: dict[str, int] = {}

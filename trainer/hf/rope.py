@@ -66,6 +66,10 @@ def _yarn(rope: Fields, fields: Fields) -> dict[str, Any]:
     attention, scale, all_dim = rope.get("attention_factor"), rope.get("mscale"), rope.get("mscale_all_dim")
     if attention is None and scale and all_dim and factor > 1:
         attention = (0.1 * scale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
+    if factor == 1 and attention not in (None, 1):
+        raise ConfigError(
+            f"config.json has attention_factor = {attention} with a factor of 1, which scales nothing here"
+        )
     return {
         "yarn_factor": factor, "yarn_positions": original,
         "yarn_turns": (float(rope.get("beta_slow") or 1), float(rope.get("beta_fast") or 32)),

@@ -28,6 +28,11 @@ class StateFields:
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The settings for ``config``. Raises ConfigError for what this trainer does not compute."""
+        if config["hidden_act"] not in ("silu", "swish"):
+            raise ConfigError(
+                f"config.json has hidden_act {config['hidden_act']!r}, which transformers also applies to the "
+                "convolutions of layers with a state; this trainer computes silu there"
+            )
         found = {ours: config[theirs] for ours, theirs in self.fields.items()}
         if self.kind == "mamba":
             if found["state_heads"] * found["state_value_dim"] != config["mamba_expand"] * config["hidden_size"]:
@@ -39,7 +44,11 @@ class StateFields:
     def fit(self, model: ModelSettings) -> bool:
         """Whether the layers of ``model`` with a state can be stored so."""
         kinds = {kind for kind in model.kinds if kind in STATE_PRODUCTS}
-        return kinds == {self.kind} and not (self.kind == "mamba" and model.state_value_width % model.width)
+        return (
+            kinds == {self.kind}
+            and model.activation == "silu"
+            and not (self.kind == "mamba" and model.state_value_width % model.width)
+        )
 
     def config(self, model: ModelSettings) -> dict[str, Any]:
         """The fields for ``model``."""

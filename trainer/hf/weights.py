@@ -92,12 +92,25 @@ def _load(model: Decoder, folder: Path, architecture: Architecture, *, part: boo
     if missing or (unknown and not part):
         what = f"has no tensor {missing[0]}" if missing else f"has the tensor {unknown[0]}, which the model has not"
         raise ConfigError(f"{folder} {what} ({len(missing)} missing, {len(unknown)} unknown)")
+    for name in optional & files.keys():
+        _demand_equal(folder, files, name, architecture.place("embedding.weight", model.settings).name)
     for name, parameter in model.saved():
         region = region_of(parameter)
         for place, part_of in _parts(places[name], region).items():
             _fill(part_of, files[place.name], place)
         if offset := architecture.offset(name):
             region.local.add_(offset)
+
+
+def _demand_equal(folder: Path, files: dict[str, Path], head: str, embedding: str) -> None:
+    """Raises ConfigError if a tied output projection is not the embedding: transformers does not tie it then."""
+    with safe_open(files[head], framework="pt") as first, safe_open(files[embedding], framework="pt") as second:
+        stored, expected = first.get_tensor(head), second.get_tensor(embedding)
+    if not torch.equal(stored.to(expected.dtype), expected):
+        raise ConfigError(
+            f"{folder} has another {head} than {embedding}, while {CONFIG} has tie_word_embeddings; set that to false "
+            "to use both, or remove the tensor"
+        )
 
 
 def _parts(places: list[Place], region: Region) -> dict[Place, Region]:
@@ -123,14 +136,16 @@ def _fill(region: Region, path: Path, place: Place) -> None:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor. Raises ConfigError if there are no safetensors."""
-    index = folder / INDEX
+    """The file of each tensor. Raises ConfigError if there are no safetensors, or those of two models."""
+    index, single = folder / INDEX, folder / SINGLE
+    if index.exists() and single.exists() and single.name not in json.loads(index.read_text())["weight_map"].values():
+        raise ConfigError(f"{folder} has both {SINGLE} and {INDEX}, of which programs read one; remove the older")
     if index.exists():
         return {name: folder / Path(file).name for name, file in json.loads(index.read_text())["weight_map"].items()}
-    if not (folder / SINGLE).exists():
+    if not single.exists():
         raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}; save the model with safe_serialization=True")
-    with safe_open(folder / SINGLE, framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / SINGLE)
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
 
 
 def write(
