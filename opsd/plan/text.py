@@ -97,7 +97,17 @@ def _layouts(plan: Plan) -> list[tuple[str, str]]:
         for each in plan.found.fitting[:SHOWN]
     ]
     reasons = list(plan.found.reasons.items())
+    rows.append(("NVLink", _nvlink(plan)))
     return rows + [(f"{plural(number, 'layout')} out", reason) for reason, number in reasons[:SHOWN]]
+
+
+def _nvlink(plan: Plan) -> str:
+    """Whether what tensor and expert parallelism exchange in each layer stays in an NVLink domain."""
+    layout, domain = plan.best.layout, int(plan.hardware.nvlink_gpus.value)
+    group, spread = layout.tp * layout.ep, f"TP {layout.tp} x EP {layout.ep}"
+    if group <= domain:
+        return f"{spread} is {group} of the {domain} GPUs of a domain"
+    return f"{spread} is {group} GPUs, a domain has {domain}: experts also exchange over the network"
 
 
 def _memory(plan: Plan) -> list[tuple[str, str]]:
