@@ -86,8 +86,8 @@ def parse(path: Path, text: str, nodes: int | None) -> Trace:
         events = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FaultsError(
-            f"{path} is no JSON: give a trace in the form of InfiniteHBD, the output of sacctmgr --parsable2 show event "
-            "or another history with the columns NodeName|Start|End|State, or an agent's journal.db"
+            f"{path} is no JSON: give a trace in the form of InfiniteHBD, the output of sacctmgr --parsable2 show "
+            "event or another history with the columns NodeName|Start|End|State, or an agent's journal.db"
         ) from error
     if not isinstance(events, list) or not events:
         raise FaultsError(f"{path} has no list of events: give a trace in the form of InfiniteHBD")

@@ -194,9 +194,7 @@ def _stages(pp: int, each: int = 1) -> tuple[str, ...]:
     return ("tp=8", f"pp={pp}", *((f"stages_per_rank={each}", "schedule=interleaved") if each > 1 else ()))
 
 
-_LLAMA_3: Final = "arXiv 2407.21783, table 4; 4 stages per rank, the most with the same number of layers in nearly all"
-    "arXiv 2407.21783, table 4; the included trainer has no stage without layers, and so 4 per rank, not 8"
-)
+_LLAMA_3: Final = "arXiv 2407.21783, table 4; with 4 stages per rank, where its own schedule had a layer in each"
 _NEMOTRON: Final = "Nemotron-4 340B, arXiv 2406.11704, table 2; 8 stages per rank are assumed"
 _MEGATRON: Final = "arXiv 2205.05198, tables 3 and 5, before FlashAttention; the attention is computed again"
 RUNS: Final = (
