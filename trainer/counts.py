@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from opsd.trainer.model_settings import STATE_PRODUCTS, LayerKind, ModelSettings
 
 
+@cache
 def parameters(model: ModelSettings) -> int:
     """Number of parameters of the decoder."""
     layers = sum(layer_parameters(model, kind) for kind in model.kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Strict
@@ -253,11 +254,7 @@ class ModelSettings(Section):
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
-        if self.pattern:
-            return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.layers))
-        rotary: LayerKind = "window" if self.window else "global"
-        every = self.nope_every
-        return tuple("nope" if every and not (layer + 1) % every else rotary for layer in range(self.layers))
+        return _kinds(tuple(self.pattern), self.layers, "window" if self.window else "global", self.nope_every)
 
     @property
     def architecture(self) -> dict[str, Any]:
@@ -292,3 +289,10 @@ def yarn_attention(factor: float, weight: float = 1.0) -> float:
     ``weight`` is what DeepSeek calls mscale.
     """
     return 0.1 * weight * math.log(factor) + 1.0
+
+
+@cache
+def _kinds(pattern: tuple[LayerKind, ...], layers: int, rotary: LayerKind, nope_every: int) -> tuple[LayerKind, ...]:
+    if pattern:
+        return tuple(pattern[layer % len(pattern)] for layer in range(layers))
+    return tuple("nope" if nope_every and not (layer + 1) % nope_every else rotary for layer in range(layers))

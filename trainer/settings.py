@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Stric
 
 from opsd.trainer.model_settings import ModelSettings, Section
 
+Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
+
 
 class RunSettings(Section):
     """What to run and where."""
@@ -38,7 +40,7 @@ class ParallelSettings(Section):
     """Ranks that share each layer's matrices, and the sequence between them (tensor and sequence parallel)."""
     pp: PositiveInt = 1
     """Ranks that each have some of the layers (pipeline parallel)."""
-    schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    schedule: Schedule = "1f1b"
     """Order of micro-batches in a pipeline; all compute the same.
 
     ``interleaved`` gives ranks several stages and waits less at the ends of a step (arXiv 2104.04473), ``zero-bubble``

@@ -34,11 +34,13 @@ def divide(costs: Sequence[float], parts: int) -> list[int]:
         left = parts - part - 1
         longer = {}
         for end in range(part + 1, len(costs) - left + 1):
-            divisions = [
-                (max(largest, cost), squares + cost * cost, [*counts, end - begin])
-                for begin, (largest, squares, counts) in best.items()
-                if begin < end and (cost := sums[end] - sums[begin]) <= enough
-            ]
+            divisions = []
+            for begin in reversed(range(part, end)):
+                if (cost := sums[end] - sums[begin]) > enough:
+                    break
+                if begin in best:
+                    largest, squares, counts = best[begin]
+                    divisions.append((max(largest, cost), squares + cost * cost, [*counts, end - begin]))
             if divisions:
                 longer[end] = min(divisions)
         best = longer

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _DAYS = 30.0
 """Deadline if neither GPUs nor days are given."""
+_MOST_DAYS = 36_500.0
 _NONE = "none"
 """As ``--measured``: the defaults alone."""
 
@@ -55,7 +56,11 @@ class _Known:
 @click.command()
 @click.argument("config")
 @option("--gpus", type=click.IntRange(1), help="Plan for so many GPUs.")
-@option("--days", type=Finite(0, min_open=True), help="Find the fewest nodes that are done in so many days (30).")
+@option(
+    "--days",
+    type=Finite(0, _MOST_DAYS, min_open=True),
+    help="Find the fewest nodes that are done in so many days (30).",
+)
 @option("--gpu", "kind", type=click.Choice(GPUS), default="h100", help="Kind of the GPUs.")
 @option("--tokens", type=Finite(1, 1e18), help="Train on so many tokens instead of run.steps; 11e12 is 11 trillion.")
 @option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of the run.")
@@ -142,9 +147,11 @@ def _plan(
     from opsd.plan.plan import plan_as_is, plan_for_days, plan_for_gpus
     from opsd.plan.source import read, tokens_of
 
-    run = read(source, overrides, tokens, gpus)
+    run = read(source, overrides, tokens, gpus, lambda sentence: click.echo(f"opsd: {sentence}", err=True))
     hardware, habits = _figures(kind, run.model.dtype, known)
-    wanted = tokens or float(tokens_of(run))
+    wanted, step = tokens or float(tokens_of(run)), run.data.batch * run.data.sequence
+    if wanted < step:
+        raise click.UsageError(f"a step has {step:,} tokens, and the run only {wanted:,.0f}: give more --tokens")
     if gpus is not None:
         made = (plan_as_is if as_is else plan_for_gpus)(run, kind, gpus, wanted, hardware, habits)
     else:
@@ -179,7 +186,7 @@ def _assumed(text: str, known: Mapping[str, Figure]) -> tuple[str, Figure]:
         raise click.UsageError(f"--assume {text}: expected NAME=VALUE, a number and one of {', '.join(known)}")
     is_share = known[name].unit.startswith("share")
     least, most = (_LEAST_SHARE, 1.0) if is_share and name not in _MAY_BE_NONE else (_LEAST, 1.0 if is_share else _MOST)
-    if value and not least <= value <= most:
+    if value and (not least <= value <= most or (known[name].unit == "GPUs" and not value.is_integer())):
         raise click.UsageError(f"--assume {text}: no such {known[name].unit} can be planned with")
     if not value and name not in _MAY_BE_NONE:
         raise click.UsageError(f"--assume {text}: only {', '.join(_MAY_BE_NONE)} can be 0")

@@ -16,15 +16,15 @@ from typing import Any
 
 from opsd.collectors.lib.rights import Rights, open_as
 from opsd.ledger.curves import curves
-from opsd.ledger.ledger import make_ledger, trained_tokens
-from opsd.ledger.records import PLAN, LedgerError, Opener, lost_nodes, read_records
+from opsd.ledger.ledger import earlier_tokens, make_ledger, trained_tokens
+from opsd.ledger.records import PLAN, LedgerError, Opener, gpus_of, lost_nodes, read_records
 
 _LONGEST_PLAN = 65_536
 """Characters."""
 
 
 def records_for_user(folder: Path, user: int) -> dict[str, Any]:
-    """Ledger, curves, plan, tokens and lost nodes of the run in ``folder`` if ``user`` can read its files.
+    """Ledger, curves, plan, tokens, GPUs and lost nodes of the run in ``folder`` if ``user`` can read its files.
 
     Raises LedgerError or PermissionError.
     """
@@ -40,7 +40,8 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
     events, metrics = read_records(folder, opener)
     return {
         **make_ledger(events, metrics).as_dict(), "curves": curves(metrics), "plan": _plan(folder, opener),
-        "tokens": trained_tokens(metrics), "lost_nodes": lost_nodes(events),
+        "tokens": trained_tokens(metrics), "earlier_tokens": earlier_tokens(metrics), "lost_nodes": lost_nodes(events),
+        "gpus": gpus_of(events),
     }  # fmt: skip
 
 

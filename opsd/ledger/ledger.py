@@ -209,6 +209,18 @@ def trained_tokens(metrics: Sequence[Mapping[str, Any]]) -> int | None:
     return round(new * (done - repeated_steps(metrics)) / done) if new else None
 
 
+def earlier_tokens(metrics: Sequence[Mapping[str, Any]]) -> int:
+    """Of ``trained_tokens``, those before the first step that ``metrics`` have: of a run that came from another folder.
+
+    All steps before it are taken to be as large as it.
+    """
+    told = [line for line in metrics if isinstance(line.get("tokens"), int) and int(line.get("step") or 0) > 0]
+    if not told:
+        return 0
+    first = min(told, key=lambda line: int(line["step"]))
+    return int(first["tokens"] * max(0.0, 1 - _count(first) / int(first["step"])))
+
+
 def _again(line: Mapping[str, Any], highest: int) -> float:
     """The share of the steps of a line, which follow each other, that had been done before."""
     count = _count(line)

@@ -66,5 +66,12 @@ def lost_nodes(events: Sequence[Mapping[str, Any]]) -> int:
     return sum(event["event"] in _LOST_NODES for event in events)
 
 
+def gpus_of(events: Sequence[Mapping[str, Any]]) -> int:
+    """Those of the newest generation, 0 if nobody has told."""
+    told = (event.get("gpus") for event in reversed(events) if event["event"] == "generation_started")
+    newest = next(told, None)
+    return newest if isinstance(newest, int) else 0
+
+
 def _time(record: Mapping[str, Any]) -> float:
     return float(record["t"])

@@ -73,11 +73,16 @@ class Planned(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run is: seconds by bucket of its ledger, tokens trained on, nodes that it has lost."""
+    """How far a run is: seconds by bucket of its ledger, tokens trained on, nodes that it has lost.
+
+    ``earlier_tokens`` were trained on before the ledger begins; ``gpus`` are those it has now, 0 if that is not known.
+    """
 
     buckets: Mapping[str, float]
     tokens: float
     lost_nodes: int = 0
+    earlier_tokens: float = 0.0
+    gpus: int = 0
 
     @property
     def wall_s(self) -> float:
@@ -97,13 +102,18 @@ class Forecast:
 
     @property
     def days(self) -> float:
-        """Of the whole run."""
+        """Of the run as far as its ledger has it."""
         return (self.progress.wall_s + self.left_s) / DAY_S
+
+    @property
+    def planned_days(self) -> float:
+        """Of the plan, for the tokens that were left when the ledger began."""
+        return self.planned.days * (1 - self.progress.earlier_tokens / self.planned.tokens)
 
     @property
     def excess(self) -> float:
         """Of ``days`` over the plan's, as a share; below 0 the run is faster."""
-        return self.days / self.planned.days - 1
+        return self.days / self.planned_days - 1
 
     @property
     def planned_ettr(self) -> float:
@@ -134,14 +144,15 @@ def _spares(nodes: int, outages: float, repair_s: float, clumps: float) -> int:
 def forecast(planned: Planned, progress: Progress) -> Forecast | None:
     """How the run will end; None before its first step, and once all tokens are done."""
     productive = progress.buckets.get(PRODUCTIVE, 0.0)
-    if productive <= 0 or not 0 < progress.tokens < planned.tokens:
+    seen = progress.tokens - progress.earlier_tokens
+    if productive <= 0 or seen <= 0 or not progress.tokens < planned.tokens:
         return None
-    rest_s = productive / progress.tokens * (planned.tokens - progress.tokens)
+    rest_s = productive / seen * (planned.tokens - progress.tokens)
+    of_plan_s = DAY_S * planned.days * (1 - progress.earlier_tokens / planned.tokens)
     planned_s = {
-        name: DAY_S * planned.days * sum(planned.overheads.get(one, 0.0) for one in names)
-        for name, names in _PLANNED.items()
+        name: of_plan_s * sum(planned.overheads.get(one, 0.0) for one in names) for name, names in _PLANNED.items()
     }
-    training_s = planned.days * DAY_S - sum(planned_s.values())
+    training_s = of_plan_s - sum(planned_s.values())
     weight = planned.mttf_s
     expected = {PRODUCTIVE: productive + rest_s}
     for name in (progress.buckets.keys() | planned_s.keys()) - {PRODUCTIVE}:
@@ -158,7 +169,7 @@ def forecast(planned: Planned, progress: Progress) -> Forecast | None:
 def forecast_dict(found: Forecast) -> dict[str, Any]:
     """For JSON; times in days but for ``beyond_s``."""
     return {
-        "days_left": found.left_s / DAY_S, "days": found.days, "planned_days": found.planned.days,
+        "days_left": found.left_s / DAY_S, "days": found.days, "planned_days": found.planned_days,
         "excess": found.excess, "ettr": found.ettr, "planned_ettr": found.planned_ettr, "spares": found.spares(),
         "planned_spares": found.planned.spares, "blame": found.blame, "beyond_s": dict(found.beyond_s),
     }  # fmt: skip
@@ -174,10 +185,12 @@ def told(found: Forecast) -> list[tuple[str, str]]:
     """The forecast in words, as names with a text."""
     planned, left = found.planned, found.left_s / DAY_S
     lines = [
-        ("days left", f"{left:.1f} of {found.days:.1f} expected; {planned.days:.1f} were planned"),
+        ("days left", f"{left:.1f} of {found.days:.1f} expected; {found.planned_days:.1f} were planned"),
         ("ETTR", f"{found.ettr:.1%} expected at the end; {found.planned_ettr:.1%} planned"),
         ("spares", f"{found.spares()} advised for 99 % of the time; {planned.spares} planned"),
     ]
+    if found.progress.gpus not in (0, planned.gpus):
+        lines.append(("GPUs", f"{found.progress.gpus:,}, and the plan is of {planned.gpus:,}: see opsd plan --run"))
     if blame := found.blame:
         days = found.beyond_s[blame] / DAY_S
         what = "slower steps" if blame == PRODUCTIVE else blame.replace("_", " ")

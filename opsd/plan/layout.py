@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any, Final, Literal
 
 from opsd.trainer.config import Config
+from opsd.trainer.settings import Schedule
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")
 _DEGREES: Final = (1, 2, 4, 8, 16, 32, 64)
 _SHARDS: Final = (8, 32, 128)
+_MOST_STAGES: Final = 64
+"""GPUs of a pipeline; the longest that has been published has 64 (arXiv 2104.04473)."""
+_UNEVEN: Final = 1.1
+"""Layers of the longest stage over the mean, up to which a number of stages is worth a look."""
 _LEAST_TOKENS: Final = 2048
 """Of a sequence that context parallelism leaves on a GPU: with fewer, its products are too small."""
 
@@ -27,12 +34,17 @@ class Layout:
     replicas: int = 1
     micro_batch: int = 1
     recompute: Recompute = "none"
+    schedule: Schedule = "1f1b"
+    stages_per_rank: int = 1
 
     @classmethod
     def of(cls, config: Config) -> Layout:
         """The one that ``config`` has."""
         own = config.parallel
-        return cls(own.tp, own.pp, own.cp, own.ep, own.replicas, config.data.micro_batch, own.recompute)
+        return cls(
+            own.tp, own.pp, own.cp, own.ep, own.replicas, config.data.micro_batch, own.recompute,
+            own.schedule, own.stages_per_rank,
+        )  # fmt: skip
 
     @property
     def each(self) -> int:
@@ -61,30 +73,55 @@ class Layout:
         return {name: value for name, value in asdict(self).items() if name != "micro_batch"}
 
     def name(self, gpus: int) -> str:
-        """``DP 192 x TP 2, micro-batch 3, recompute none``."""
+        """``DP 192 x TP 2 x PP 4, interleaved 3, micro-batch 3, recompute none``: with three stages per rank."""
         parts = [f"DP {self.groups(gpus)}"]
         parts += [f"{kind.upper()} {size}" for kind in ("tp", "pp", "cp", "ep") if (size := getattr(self, kind)) > 1]
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
-        return f"{' x '.join(parts)}{replicas}, micro-batch {self.micro_batch}, recompute {self.recompute}"
+        order = "" if self.schedule == "1f1b" else f", {self.schedule} {self.stages_per_rank}"
+        return f"{' x '.join(parts)}{order}{replicas}, micro-batch {self.micro_batch}, recompute {self.recompute}"
 
 
-def spreads(config: Config, gpus: int, node: int) -> Iterator[Layout]:
-    """Every degree worth a look: tensor parallelism within a node, the others where model and GPUs divide."""
+def spreads(config: Config, gpus: int, domain: int) -> Iterator[Layout]:
+    """Every degree worth a look: tensor parallelism within an NVLink domain, the others where model and GPUs divide."""
     model, sparse = config.model, config.model.expert_layers > 0
-    for tp in (size for size in _DEGREES if size <= node):
-        for pp in (size for size in range(1, 65) if not model.layers % size and (size == 1 or size * tp <= gpus)):
-            for cp in (size for size in _DEGREES if size == 1 or config.data.sequence >= size * _LEAST_TOKENS):
-                if gpus % (tp * pp * cp):
+    for tp in (size for size in _DEGREES if size <= domain):
+        for pp, cp in product(_pipelines(model.layers), _DEGREES):
+            if gpus % (tp * pp * cp) or (cp > 1 and config.data.sequence < cp * _LEAST_TOKENS):
+                continue
+            dp = gpus // (tp * pp)
+            for ep in (size for size in _DEGREES if size == 1 or (sparse and not model.experts % size)):
+                if dp % ep:
                     continue
-                dp = gpus // (tp * pp)
-                for ep in (size for size in _DEGREES if size == 1 or (sparse and not model.experts % size)):
-                    whole = dp // ep if ep > 1 else dp
-                    if dp % ep:
-                        continue
-                    yield Layout(tp, pp, cp, ep)
-                    for shards in _SHARDS if ep == 1 else ():
-                        if shards < whole and not dp % shards and not (gpus // (tp * pp * cp)) % (dp // shards):
-                            yield Layout(tp, pp, cp, ep, dp // shards)
+                yield Layout(tp, pp, cp, ep)
+                for shards in _SHARDS if ep == 1 else ():
+                    if shards < dp and not dp % shards and not (gpus // (tp * pp * cp)) % (dp // shards):
+                        yield Layout(tp, pp, cp, ep, dp // shards)
+
+
+def _pipelines(layers: int) -> list[int]:
+    """Ranks of pipelines that divide the layers evenly, or nearly so."""
+    return [size for size in range(1, min(_MOST_STAGES, layers) + 1) if _even(layers, size)]
+
+
+def _even(layers: int, stages: int) -> bool:
+    return math.ceil(layers / stages) * stages <= _UNEVEN * layers
+
+
+def schedules(config: Config, spread: Layout) -> Iterator[Layout]:
+    """``spread`` in each order of its micro-batches that is worth a look.
+
+    Zero bubble is one only if the file has it: it rules out compilation, and what it costs to compute the gradients of
+    weights by themselves was not measured.
+    """
+    layers, pp = config.model.layers, spread.pp
+    if pp == 1:
+        yield spread
+        return
+    zero = config.parallel.schedule == "zero-bubble"
+    yield replace(spread, schedule="zero-bubble") if zero else spread
+    for each in range(2, layers // pp + 1):
+        if _even(layers, pp * each):
+            yield replace(spread, schedule="zero-bubble" if zero else "interleaved", stages_per_rank=each)
 
 
 def problem(config: Config, layout: Layout, gpus: int) -> str | None:
@@ -99,6 +136,8 @@ def problem(config: Config, layout: Layout, gpus: int) -> str | None:
         return f"data.batch {config.data.batch} is not a multiple of {groups} groups x micro-batch {layout.micro_batch}"
     if (count := layout.micro_batches(gpus, config.data.batch)) < layout.pp:
         return f"{count} micro-batches a step are fewer than the {layout.pp} stages"
+    if layout.schedule != "1f1b" and count % (count // layout.pp):
+        return f"{count} micro-batches a step, which {layout.schedule} cannot divide into {count // layout.pp} rounds"
     return None
 
 

@@ -13,11 +13,10 @@ from typing import Final
 from opsd.plan.activations import FLOAT_BYTES, half_bytes, layer_bytes
 from opsd.plan.layout import Layout
 from opsd.plan.parts import Parts
+from opsd.plan.stages import Stages, in_flight, stages_of
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.settings import ParallelSettings
-from opsd.trainer.stages import stage_ranges
 
 GIB: Final = 1 << 30
 LOGITS_BYTES: Final = 256 << 20
@@ -76,19 +75,19 @@ def state_values(config: Config) -> int:
 
 
 def stage_parameters(config: Config, layout: Layout, ep: int = 1) -> float:
-    """A rank's, before FSDP, of the pipeline stage with most; ``ep`` ranks share the experts."""
-    return max(_stages(config.model, layout.tp, layout.pp, ep, config.data.sequence))
+    """Before FSDP, of the rank of a pipeline with most; ``ep`` ranks share the experts."""
+    return max(_rank_parameters(config.model, stages_of(config, layout), layout.tp, ep))
 
 
 @cache
-def _stages(model: ModelSettings, tp: int, pp: int, ep: int, sequence: int) -> list[float]:
-    """Parameters of each stage. With one of them tied embeddings are one matrix, with more each end has a copy."""
+def _rank_parameters(model: ModelSettings, stages: Stages, tp: int, ep: int) -> list[float]:
+    """Of each rank. With one of them tied embeddings are one matrix, with more each end has a copy."""
     of_layers: list[float] = [
-        sum(layer_parameters(model, layer, tp, ep) for layer in layers) for layers in _stage_layers(model, pp, sequence)
+        sum(layer_parameters(model, layer, tp, ep) for layer in layers) for layers in stages.ranks
     ]
     matrix = model.vocab * model.width / tp
     of_layers[0] += matrix + model.positions * model.width / tp
-    of_layers[-1] += (0 if model.tied and pp == 1 else matrix) + model.width
+    of_layers[-1] += (0 if model.tied and len(stages.ranks) == 1 else matrix) + model.width
     return of_layers
 
 
@@ -104,11 +103,6 @@ def layer_parameters(model: ModelSettings, layer: int, tp: int, ep: int = 1) -> 
 @cache
 def _largest_layer(model: ModelSettings, tp: int, ep: int) -> float:
     return max(layer_parameters(model, layer, tp, ep) for layer in range(model.layers))
-
-
-def _stage_layers(model: ModelSettings, pp: int, sequence: int) -> list[range]:
-    """As the trainer divides them."""
-    return stage_ranges(model, ParallelSettings(pp=pp), sequence)
 
 
 def _gathered_bytes(config: Config, layout: Layout, shards: int, half: int, count: int) -> float:
@@ -138,27 +132,18 @@ def logits_bytes(config: Config, layout: Layout) -> float:
 
 
 def kept_bytes(config: Config, layout: Layout, count: int) -> float:
-    """What autograd keeps between the passes, of the micro-batches in flight, of the stage where it is most.
-
-    With 1F1B stage i of pp has pp - i of them in flight. With v stages per rank these are 1 + (pp - 1) / (pp v) times
-    as many (arXiv 2205.05198, 4.2.3).
-    """
+    """What autograd keeps between the passes, of the micro-batches in flight, of the rank where it is most."""
     model = config.model
-    ends = model.width * half_bytes(model) / layout.tp
-    parts = config.parallel.stages_per_rank
-    more = 1 + (layout.pp - 1) / (layout.pp * parts) if parts > 1 else 1
-    each = _stage_bytes(model, layout.tp, layout.pp, layout.recompute, config.data.sequence)
-    most = max(min(layout.pp - stage, count) * (layers + ends) for stage, layers in enumerate(each))
-    return _tokens(config, layout) * more * most
+    ends = model.width * half_bytes(model) / layout.tp * layout.stages_per_rank
+    each = _rank_bytes(model, stages_of(config, layout), layout.tp, layout.recompute)
+    most = max(in_flight(layout, rank, count) * (layers + ends) for rank, layers in enumerate(each))
+    return _tokens(config, layout) * most
 
 
 @cache
-def _stage_bytes(model: ModelSettings, tp: int, pp: int, recompute: str, sequence: int) -> list[float]:
-    """Bytes per token that the layers of each stage keep."""
-    return [
-        sum(layer_bytes(model, layer, tp, recompute) for layer in layers)
-        for layers in _stage_layers(model, pp, sequence)
-    ]
+def _rank_bytes(model: ModelSettings, stages: Stages, tp: int, recompute: str) -> list[float]:
+    """Bytes per token that the layers of each rank of a pipeline keep."""
+    return [sum(layer_bytes(model, layer, tp, recompute) for layer in layers) for layers in stages.ranks]
 
 
 def _working_bytes(config: Config, layout: Layout) -> float:

@@ -242,6 +242,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "memory_total_gib": best.memory.total / GIB,
         "memory_available_gib": plan.hardware.memory.value / GIB,
         "layout": layout_dict(best.layout, plan.gpus),
+        "nvlink": {"gpus": int(plan.hardware.nvlink_gpus.value), "group": best.layout.tp * best.layout.ep},
         "layouts": [_candidate_dict(plan, each) for each in plan.found.fitting[:_SHOWN]],
         "out": [{"layout": layout_dict(each.layout, plan.gpus), "reason": each.reason} for each in plan.found.out],
         "checkpoint_bytes": checkpoint_bytes(config),

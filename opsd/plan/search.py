@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from opsd.plan.hardware import Hardware
-from opsd.plan.layout import RECOMPUTE, Layout, micro_batches_of, problem, spreads
+from opsd.plan.layout import RECOMPUTE, Layout, micro_batches_of, problem, schedules, spreads
 from opsd.plan.memory import GIB, Memory, memory_of
 from opsd.plan.step_time import StepTime, step_time
 from opsd.trainer.config import Config
@@ -73,21 +73,23 @@ def _rank(candidate: Candidate) -> tuple[float, float]:
 
 
 def _all(config: Config, gpus: int, hardware: Hardware) -> Iterator[Candidate | Excluded]:
-    for spread in spreads(config, gpus, int(hardware.node_gpus.value)):
-        yield _best(config, spread, gpus, hardware)
+    for spread in spreads(config, gpus, int(hardware.nvlink_gpus.value)):
+        tried = [_best(config, layout, gpus, hardware) for layout in schedules(config, spread)]
+        yield min((each for each in tried if isinstance(each, Candidate)), key=_rank, default=tried[0])
 
 
 def _best(config: Config, spread: Layout, gpus: int, hardware: Hardware) -> Candidate | Excluded:
     """The fastest micro-batch and recomputation of a spread that fit, or why none does."""
-    room, least = hardware.memory.value, math.inf
+    room, least, why = hardware.memory.value, math.inf, ""
     fitting = []
     for micro_batch in micro_batches_of(config, spread, gpus):
         if micro_batch > 1 and micro_batch * config.data.sequence / spread.cp > _MOST_TOKENS:
             break
         for recompute in RECOMPUTE:
             layout = replace(spread, micro_batch=micro_batch, recompute=recompute)
-            if why := problem(config, layout, gpus):
-                return Excluded(spread, why)
+            if found := problem(config, layout, gpus):
+                why = why or found
+                continue
             memory = memory_of(config, layout, gpus)
             least = min(least, memory.total)
             if memory.total <= room:
@@ -95,8 +97,11 @@ def _best(config: Config, spread: Layout, gpus: int, hardware: Hardware) -> Cand
                 break  # more recomputation is slower
     if fitting:
         return min(fitting, key=_rank)
-    why = f"memory: a GPU needs {least / GIB:,.1f} GiB at least and has {room / GIB:.1f}"
-    return Excluded(spread, why, least - room)
+    if least == math.inf:
+        return Excluded(spread, why)
+    return Excluded(
+        spread, f"memory: a GPU needs {least / GIB:,.1f} GiB at least and has {room / GIB:.1f}", least - room
+    )
 
 
 def _hopeless(out: Sequence[Excluded]) -> str:

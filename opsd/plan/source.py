@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,13 +24,19 @@ _PLACEHOLDER: Final = 100
 """Steps, where only the tokens are known."""
 
 
-def read(source: str, overrides: Sequence[str], tokens: float | None, gpus: int | None) -> Config:
-    """The run that ``source`` describes. Raises ConfigError."""
+def read(
+    source: str,
+    overrides: Sequence[str],
+    tokens: float | None,
+    gpus: int | None,
+    note: Callable[[str], None] = lambda sentence: None,
+) -> Config:
+    """The run that ``source`` describes; ``note`` is told what is not planned of it. Raises ConfigError."""
     path = Path(source)
     if path.is_dir():
         path /= "config.json"
     if path.suffix == ".json":
-        return _of_json(path, overrides, tokens, gpus)
+        return _of_json(path, overrides, tokens, gpus, note)
     config = load(source, [*overrides, _UNREAD])
     if config.data.lengthens:
         raise ConfigError(
@@ -40,7 +46,9 @@ def read(source: str, overrides: Sequence[str], tokens: float | None, gpus: int 
     return config
 
 
-def _of_json(path: Path, overrides: Sequence[str], tokens: float | None, gpus: int | None) -> Config:
+def _of_json(
+    path: Path, overrides: Sequence[str], tokens: float | None, gpus: int | None, note: Callable[[str], None]
+) -> Config:
     """With bf16, AdamW, and the batch that scaling laws suggest; the overrides change what is not so."""
     try:
         fields = json.loads(read_settings(path))
@@ -52,6 +60,9 @@ def _of_json(path: Path, overrides: Sequence[str], tokens: float | None, gpus: i
         raise ConfigError(f"{path} is no JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} has no settings of a model")
+    if isinstance(text := fields.get("text_config"), dict):
+        note(f"{path}: the plan is of text_config alone, not of what else the model has")
+        fields = text
     if tokens is None:
         raise ConfigError(f"{path} does not say how long to train: add --tokens, for instance --tokens 1e12")
     model = settings_of({name: value for name, value in fields.items() if name not in _OF_WEIGHTS})

@@ -17,10 +17,10 @@ from opsd.plan.hardware import Hardware
 from opsd.plan.layout import Layout
 from opsd.plan.memory import stage_parameters
 from opsd.plan.parts import Parts
+from opsd.plan.stages import stages_of
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import STATE_PRODUCTS, ModelSettings
-from opsd.trainer.settings import ParallelSettings
 
 _TILE: Final = 256
 """Rows of a product that a GPU needs to have at least for its tiles (CUTLASS's largest on Hopper are 256 x 128)."""
@@ -63,11 +63,12 @@ def step_time(config: Config, layout: Layout, gpus: int, hardware: Hardware) -> 
     """The time of a step of ``config`` in ``layout`` on ``gpus`` GPUs."""
     model, count = config.model, layout.micro_batches(gpus, config.data.batch)
     tokens = layout.micro_batch * config.data.sequence * count
-    share = tokens / layout.each
+    stages = stages_of(config, layout)
+    share = tokens / (layout.tp * layout.cp) * stages.slowest
     products = share * product_flops(model) / (hardware.peak.value * _product_share(config, layout, hardware))
     attention = share * _attention_seconds(model, config.data.sequence, hardware)
     states = share * _state_seconds(model, hardware)
-    elementwise = share * _traffic(config) / hardware.bandwidth.value
+    elementwise = share * _traffic(config) / (hardware.bandwidth.value * hardware.elementwise.value)
     again = {"none": 0.0, "selective": (_SELECTIVE * elementwise + states) * _FORWARD,
              "full": (products + attention + states + elementwise) * _FORWARD}[layout.recompute]  # fmt: skip
     kernels = products + attention + states + elementwise + again
@@ -81,7 +82,7 @@ def step_time(config: Config, layout: Layout, gpus: int, hardware: Hardware) -> 
     sharding = _sharding(config, layout, gpus, count, busy, network)
     pipeline = _pipeline(config, layout, count, network)
     worked = busy + tensor + context + experts
-    bubble = worked * (layout.pp - 1) / count * bubble_share(config.parallel)
+    bubble = worked * (layout.pp - 1) / count * stages.longest / stages.slowest * waiting(layout)
     return StepTime(
         products, attention, states, elementwise, again, loop, tensor, sharding, context, experts, pipeline, bubble,
         optimizer,
@@ -89,13 +90,13 @@ def step_time(config: Config, layout: Layout, gpus: int, hardware: Hardware) -> 
     )  # fmt: skip
 
 
-def bubble_share(parallel: ParallelSettings) -> float:
-    """The bubble of a schedule as a share of that of 1F1B, (pp - 1) / micro-batches of the work.
+def waiting(layout: Layout) -> float:
+    """Of both passes through the longest stage, for which 1F1B waits pp - 1 times a step (arXiv 2104.04473, 2.2).
 
-    Several stages per rank divide it (arXiv 2104.04473, 2.2). Zero bubble has (pp - 1) (F + B - W) in place of (pp - 1)
-    (F + B + W) (ZB-H1, arXiv 2401.10241, table 2), where the passes are taken to be equally long.
+    Zero bubble waits (pp - 1) (F + B - W) in place of (pp - 1) (F + B + W) (ZB-H1, arXiv 2401.10241, table 2), where
+    the passes are taken to be equally long.
     """
-    return (1 / 3 if parallel.schedule == "zero-bubble" else 1.0) / parallel.stages_per_rank
+    return 1 / 3 if layout.schedule == "zero-bubble" else 1.0
 
 
 def product_flops(model: ModelSettings) -> float:
@@ -167,17 +168,17 @@ def _traffic(config: Config) -> float:
 
 
 class _Network:
-    """Collectives over a number of GPUs; those with the smallest ``stride`` between them share a node."""
+    """Collectives over a number of GPUs; those with the smallest ``stride`` between them share a domain."""
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self.node = int(hardware.node_gpus.value)
+        self.domain = int(hardware.nvlink_gpus.value)
 
     def time(self, size: int, moved: float, stride: int = 1) -> float:
         """Seconds in which ``size`` GPUs, each ``stride`` after the last, gather or scatter ``moved`` bytes in all."""
         if size <= 1:
             return 0.0
-        inside = max(1, min(size, self.node // stride))
+        inside = max(1, min(size, self.domain // stride))
         nodes = math.ceil(size / inside)
         hardware = self._hardware
         rate = hardware.nvlink.value if nodes == 1 else min(hardware.nvlink.value, hardware.network.value * inside)
@@ -185,10 +186,10 @@ class _Network:
         return latency + (size - 1) / size * moved / rate
 
     def exchange(self, size: int, moved: float, stride: int) -> float:
-        """Seconds of an all-to-all in which each GPU sends ``moved`` bytes; over nodes a port carries them alone."""
+        """Seconds of an all-to-all in which each GPU sends ``moved`` bytes; over domains a port carries them alone."""
         if size <= 1:
             return 0.0
-        inside = max(1, min(size, self.node // stride))
+        inside = max(1, min(size, self.domain // stride))
         nodes = math.ceil(size / inside)
         rate = self._hardware.nvlink.value if nodes == 1 else self._hardware.network.value * nodes / (nodes - 1)
         latency = self._hardware.node_latency.value + self._hardware.network_latency.value * math.log2(nodes)
@@ -200,7 +201,7 @@ def _tensor(config: Config, layout: Layout, count: int, network: _Network) -> fl
     model = config.model
     moved = layout.micro_batch * config.data.sequence / layout.cp * model.width * half_bytes(model)
     times = 8 + (2 if layout.recompute == "full" else 0)
-    return times * count * model.layers / layout.pp * network.time(layout.tp, moved)
+    return times * count * model.layers * stages_of(config, layout).slowest * network.time(layout.tp, moved)
 
 
 def _context(config: Config, layout: Layout, count: int, network: _Network) -> float:
@@ -252,5 +253,4 @@ def _pipeline(config: Config, layout: Layout, count: int, network: _Network) -> 
     if layout.pp == 1:
         return 0.0
     moved = layout.micro_batch * config.data.sequence / layout.cp * config.model.width * half_bytes(config.model)
-    hops = config.parallel.stages_per_rank
-    return 2 * (count * hops + layout.pp - 1) * network.exchange(2, 2 * moved, network.node)
+    return 2 * (count * layout.stages_per_rank + layout.pp - 1) * network.exchange(2, 2 * moved, network.domain)

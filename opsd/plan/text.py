@@ -97,24 +97,38 @@ def _layouts(plan: Plan) -> list[tuple[str, str]]:
         for each in plan.found.fitting[:SHOWN]
     ]
     reasons = list(plan.found.reasons.items())
+    rows.append(("NVLink", _nvlink(plan)))
     return rows + [(f"{plural(number, 'layout')} out", reason) for reason, number in reasons[:SHOWN]]
+
+
+def _nvlink(plan: Plan) -> str:
+    """Whether what tensor and expert parallelism exchange in each layer stays in an NVLink domain."""
+    layout, domain = plan.best.layout, int(plan.hardware.nvlink_gpus.value)
+    group, spread = layout.tp * layout.ep, f"TP {layout.tp} x EP {layout.ep}"
+    if group <= domain:
+        return f"{spread} is {group} of the {domain} GPUs of a domain"
+    return f"{spread} is {group} GPUs, a domain has {domain}: experts also exchange over the network"
 
 
 def _memory(plan: Plan) -> list[tuple[str, str]]:
     memory, most = plan.best.memory, plan.hardware.memory.value
     parts = [(name, f"{value / GIB:8.2f} GiB") for name, value in memory.parts.items()]
     kinds = ", ".join(f"{kind} {value / GIB:.2f}" for kind, value in plan.activations.items())
+    latent = plan.config.model.kv_rank and plan.best.layout.tp > 1
+    unsure = [("not sure", "activations of latent attention are predicted 9 % too high with TP")] if latent else []
     return [
         *parts,
         ("total", f"{memory.total / GIB:8.2f} of {most / GIB:.1f} GiB"),
         ("recompute", f"activations would take {kinds} GiB"),
+        *unsure,
     ]
 
 
 def _step(plan: Plan) -> list[tuple[str, str]]:
     step = plan.best.step
     parts = [(name, f"{seconds / step.total:6.1%}") for name, seconds in step.parts.items() if seconds]
-    return [*parts, ("total", duration(step.total))]
+    unsure = [("not sure", "the time of layers with a state was not measured on a GPU")] if step.states else []
+    return [*parts, ("total", duration(step.total)), *unsure]
 
 
 def _overheads(plan: Plan) -> list[tuple[str, str]]:

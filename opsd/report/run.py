@@ -12,7 +12,7 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.launch.io.run_log import EventText
-from opsd.ledger.ledger import Ledger, make_ledger, repeated_steps, trained_tokens
+from opsd.ledger.ledger import Ledger, earlier_tokens, make_ledger, repeated_steps, trained_tokens
 from opsd.ledger.records import PLAN, LedgerError, lost_nodes, read_lines, read_records
 from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
 from opsd.report.experts import ExpertLoads, read_loads
@@ -95,6 +95,7 @@ class RunReport:
     """Events that matter, in words."""
     slow: Sequence[str] = field(default_factory=tuple)
     lost_nodes: int = 0
+    earlier_tokens: int = 0
     """Lost or replaced."""
     evaluated_s: float = 0.0
     """Seconds in which the training waited for evaluations."""
@@ -136,7 +137,8 @@ class RunReport:
         """How the run will end; None without a plan, before the first step and after the last."""
         if self.planned is None or self.tokens is None:
             return None
-        return forecast(self.planned, Progress(self.ledger.buckets, self.tokens, self.lost_nodes))
+        progress = Progress(self.ledger.buckets, self.tokens, self.lost_nodes, self.earlier_tokens, self.gpus)
+        return forecast(self.planned, progress)
 
     def as_dict(self) -> dict[str, Any]:
         """The report for JSON; the steps are summed up."""
@@ -220,6 +222,7 @@ def summarize(
         evaluations=evaluations,
         incidents=list(_incidents(events)),
         lost_nodes=lost_nodes(events),
+        earlier_tokens=earlier_tokens(metrics),
         evaluated_s=sum(_number(line.get("evaluation_s")) for line in metrics),
         slow=[text for event in events if event["event"] in _SLOW and (text := EventText().sentence(event))],
     )

@@ -95,18 +95,20 @@ def of_journals(path: Path, nodes: int | None) -> Trace:
 
 def _event(path: Path, number: int, row: Mapping[str, str | None]) -> _Away:
     start, end = (_at(path, number, row, names) for names in (_STARTS, _ENDS))
+    if end < start:  # in the hour that a clock repeats in autumn
+        end = _at(path, number, row, _ENDS, fold=1)
     if math.isinf(start) or end < start:
         raise FaultsError(f"line {number} of {path} has no beginning, or ends before it: give the output of {ASK}")
     state, kind = (row["State"] or "unknown").lower().rstrip("*"), kind_of(row.get("Reason") or "")
     return _Away(start, end, state if kind == "unknown" else kind, "degraded" if "drain" in state else "lost")
 
 
-def _at(path: Path, number: int, row: Mapping[str, str | None], names: Iterable[str]) -> float:
+def _at(path: Path, number: int, row: Mapping[str, str | None], names: Iterable[str], fold: int = 0) -> float:
     text = next((found for name in names if (found := row.get(name))), "Unknown")
     if text == "Unknown":
         return math.inf
     try:
-        return datetime.fromisoformat(text).timestamp()
+        return datetime.fromisoformat(text).replace(fold=fold).timestamp()
     except ValueError as error:
         raise FaultsError(f"line {number} of {path}: {text!r} is no time; leave SLURM_TIME_FORMAT unset") from error
 

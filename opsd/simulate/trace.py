@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ _EFFECTS: Mapping[str, Effect] = {
     "GPU": "hardware", "NIC": "hardware", "Parameter Plane Cable": "hardware", "Fan": "degraded",
     "Motherboard Battery": "degraded",
 }  # fmt: skip
+_MOST_DAYS = 36_500
 """By the class of a fault; all others take the node away. The trace does not say: these are assumptions."""
 
 
@@ -84,8 +86,8 @@ def parse(path: Path, text: str, nodes: int | None) -> Trace:
         events = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FaultsError(
-            f"{path} is no JSON: give a trace in the form of InfiniteHBD, the output of "
-            "sacctmgr --parsable2 show event, or an agent's journal.db"
+            f"{path} is no JSON: give a trace in the form of InfiniteHBD, the output of sacctmgr --parsable2 show "
+            "event or another history with the columns NodeName|Start|End|State, or an agent's journal.db"
         ) from error
     if not isinstance(events, list) or not events:
         raise FaultsError(f"{path} has no list of events: give a trace in the form of InfiniteHBD")
@@ -111,20 +113,29 @@ def _event(path: Path, number: int, event: Any) -> _Event:
         raise FaultsError(
             f"event {number} of {path} lacks node_id, event_time, event_type or fault_type.Class"
         ) from error
-    if what not in ("fault_start", "fault_end") or not 0 <= at < 1e6:
-        raise FaultsError(f"event {number} of {path} is {what!r} on day {at:g}: it should be fault_start or fault_end")
+    if what not in ("fault_start", "fault_end"):
+        raise FaultsError(f"event {number} of {path} is {what!r}: it should be fault_start or fault_end")
+    if not 0 <= at < _MOST_DAYS:
+        raise FaultsError(f"event {number} of {path} is at {at:g}: event_time should be days since the trace began")
     return at * DAY_S, node, what == "fault_start", kind
 
 
 def _outages(events: list[_Event], span_s: float) -> dict[str, list[Outage]]:
-    """By node; an end without a start belongs to an outage that began before the trace."""
+    """By node; an end without a start belongs to an outage that began before the trace.
+
+    Faults of several classes that overlap are one outage, of the first class, until the last of them ends.
+    """
     by_node: dict[str, list[Outage]] = {}
     open_since: dict[str, tuple[float, str]] = {}
+    present: dict[str, set[str]] = defaultdict(set)
     for at, node, begins, kind in events:
         outages = by_node.setdefault(node, [])
         if begins:
             open_since.setdefault(node, (at, kind))
-        elif node in open_since or not outages:
+            present[node].add(kind)
+            continue
+        present[node].discard(kind)
+        if (node in open_since or not outages) and not present[node]:
             since, first = open_since.pop(node, (0.0, kind))
             outages.append(Outage(since, at, first, _EFFECTS.get(first, "lost")))
     for node, (since, kind) in open_since.items():

@@ -209,7 +209,14 @@ def test_what_was_written_into_names_has_no_effect() -> None:
 
 def test_a_run_with_a_plan_shows_its_forecast() -> None:
     """Beside the ledger that it is made from."""
-    planned = {**LEDGER, "plan": PLAN.model_dump_json(), "tokens": 1e9, "lost_nodes": 0}
+    planned = {
+        **LEDGER,
+        "plan": PLAN.model_dump_json(),
+        "tokens": 1e9,
+        "lost_nodes": 0,
+        "earlier_tokens": 0,
+        "gpus": 384,
+    }
     text = Structure(page(made=LedgerResult(planned)) or b"").text
     assert "days left" in text and "30.0 were planned" in text and "advised" in text
     assert "days left" not in Structure(page() or b"").text

@@ -158,6 +158,7 @@ def test_the_buckets_of_a_ledger_are_counters() -> None:
 
 PLANNED = {
     "buckets": {"productive": 8e5, "restart": 4e5}, "plan": PLAN.model_dump_json(), "tokens": 3.3e11, "lost_nodes": 2,
+    "earlier_tokens": 0, "gpus": 384,
 }  # fmt: skip
 
 

@@ -18,15 +18,17 @@ from opsd.checkpoints.interval import daly
 from opsd.commands.main import cli
 from opsd.plan.curve import curve, peak
 from opsd.plan.hardware import hardware_of
-from opsd.plan.layout import Layout
+from opsd.plan.layout import Layout, schedules
 from opsd.plan.memory import memory_of
 from opsd.plan.plan import plan_for_days
 from opsd.plan.reliability import HABITS, reliability, spares_for
 from opsd.plan.search import search
 from opsd.plan.source import tokens_of
+from opsd.plan.stages import in_flight, stages_of
 from opsd.plan.step_time import step_time
 from opsd.plan.write import with_settings
 from opsd.trainer.counts import flops_per_token
+from opsd.trainer.settings import Schedule
 from tests.fakes.plans import run_of
 from tests.fakes.published import CONFIGS
 
@@ -188,6 +190,9 @@ def test_what_does_not_run_has_a_reason() -> None:
         (["other.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "these can be used: llama"),
         (["typed.json", "--gpus", "8", "--tokens", "1e12"], exitcodes.USAGE, "num_hidden_layers '32'"),
         (["smollm3-3b", "--tokens", "1e300"], exitcodes.USAGE, "not in the range"),
+        (["smollm3-3b", "--tokens", "1"], exitcodes.USAGE, "a step has 2,359,296 tokens"),
+        (["smollm3-3b", "--days", "1e12"], exitcodes.USAGE, "not in the range"),
+        (["smollm3-3b", "--assume", "node_gpus=0.5"], exitcodes.USAGE, "no such GPUs"),
         (["smollm3-3b", "--assume", "gemm=7"], exitcodes.USAGE, "no such share of peak"),
         (["smollm3-3b", "--assume", "loop=1e-9"], exitcodes.USAGE, "no such share"),
         (["smollm3-3b", "--gpus", "8", "--assume", "failures=1e9"], exitcodes.FAILED, "most to restarts"),
@@ -245,15 +250,53 @@ def test_layers_with_a_state_cost_no_more_in_longer_sequences() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "parts", "share"), [
-    ("1f1b", 1, 1.0), ("interleaved", 4, 1 / 4), ("zero-bubble", 1, 1 / 3), ("zero-bubble", 2, 1 / 6),
+    ("1f1b", 1, 1.0), ("interleaved", 3, 1 / 3), ("zero-bubble", 1, 1 / 3), ("zero-bubble", 3, 1 / 9),
 ])  # fmt: skip
-def test_a_schedule_has_its_bubble(schedule: str, parts: int, share: float) -> None:
+def test_a_schedule_has_its_bubble(schedule: Schedule, parts: int, share: float) -> None:
     """Several stages per rank divide it, and gradients of weights fill two thirds of it."""
-    changed = (f"parallel.schedule={schedule}", f"parallel.stages_per_rank={parts}", "parallel.pp=4")
-    plain, run = (run_of("smollm3-3b", *overrides) for overrides in ((), changed))
-    layout = Layout(pp=4, micro_batch=1)
-    assert step_time(run, layout, 96, H100).bubble == pytest.approx(share * step_time(plain, layout, 96, H100).bubble)
-    assert (memory_of(run, layout, 96).activations > memory_of(plain, layout, 96).activations) == (parts > 1)
+    run, plain = run_of("smollm3-3b", "model.vocab=64"), Layout(pp=4)
+    layout = replace(plain, schedule=schedule, stages_per_rank=parts)
+    bubble, before = (step_time(run, each, 96, H100).bubble for each in (layout, plain))
+    assert bubble == pytest.approx(share * before, rel=0.01)
+    more = memory_of(run, layout, 96).activations > memory_of(run, plain, 96).activations
+    assert more == (parts > 1)
+
+
+def test_micro_batches_in_flight_are_no_more_than_there_are() -> None:
+    """With several stages per rank the first has most ahead: 2 (pp - 1) + (v - 1) pp + 1 steps, each of 1 / v."""
+    layout = Layout(pp=4, schedule="interleaved", stages_per_rank=2)
+    assert [in_flight(layout, rank, 64) for rank in range(4)] == [5.5, 4.5, 3.5, 2.5]
+    assert in_flight(layout, 0, 4) == 4
+    assert [in_flight(Layout(pp=4), rank, 64) for rank in range(4)] == [4, 3, 2, 1]
+
+
+def test_a_step_takes_as_long_as_its_slowest_stage() -> None:
+    """Five stages of seven layers: two of them have two layers, and all wait for these."""
+    run = run_of("smollm3-3b", "model.layers=7", "model.vocab=64", "data.batch=640")
+    stages = stages_of(run, Layout(pp=5))
+    assert sorted(map(len, stages.ranks)) == [1, 1, 1, 2, 2]
+    assert stages.slowest == stages.longest == pytest.approx(2 / 7, rel=0.01)
+    even, uneven = (step_time(run, Layout(pp=size), 20 * size, H100) for size in (7, 5))
+    assert uneven.products == pytest.approx(2 * even.products, rel=0.01)
+
+
+def test_zero_bubble_is_searched_if_the_file_has_it() -> None:
+    """And several stages per rank otherwise, where they divide the layers nearly evenly."""
+    run = run_of("llama-3-405b")
+    zero = run_of("llama-3-405b", "parallel.pp=2", "parallel.schedule=zero-bubble")
+    spread = Layout(tp=8, pp=16)
+    assert [(each.schedule, each.stages_per_rank) for each in schedules(run, spread)] == [
+        ("1f1b", 1), ("interleaved", 2), ("interleaved", 4),
+    ]  # fmt: skip
+    assert {each.schedule for each in schedules(zero, spread)} == {"zero-bubble"}
+    assert list(schedules(run, Layout(tp=8))) == [Layout(tp=8)]
+
+
+def test_experts_that_leave_the_nvlink_domain_are_named() -> None:
+    """TP x EP of the plan beside the GPUs of a domain, which --assume makes larger."""
+    words = ("smollm3-3b", "--gpus", "8", "--measured", "none", "--tokens", "1e11")
+    assert "of the 8 GPUs of a domain" in opsd(*words).output
+    assert planned(*words[:3], "--assume", "nvlink_gpus=72")["nvlink"]["gpus"] == 72
 
 
 def test_a_plan_is_of_one_shape() -> None:

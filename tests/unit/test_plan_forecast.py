@@ -12,8 +12,9 @@ from click.testing import CliRunner
 
 from opsd.commands.main import cli
 from opsd.commands.report import report
+from opsd.ledger.ledger import earlier_tokens
 from opsd.ledger.records import PLAN as FILE
-from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast
+from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast, told
 from opsd.plan.reliability import HABITS, spares_for
 from opsd.trainer.config import PRESETS
 
@@ -82,6 +83,34 @@ def test_lost_nodes_ask_for_spares() -> None:
     few, usual, many = (after(20, lost=round(factor * expected)).spares() for factor in (0, 1, 3))
     assert few < usual < many
     assert usual == pytest.approx(spares_for(48, 0.99, HABITS), abs=1)
+
+
+@pytest.mark.parametrize("days", [0.1, 2, 14])
+def test_a_run_that_came_from_another_folder_ends_as_planned(days: float) -> None:
+    """Half of the tokens were trained on before its ledger begins: half of the plan is left, and is what counts."""
+    buckets = {name: share * days * DAY for name, share in SHARES.items()}
+    found = forecast(PLAN, Progress(buckets, 0.5e12 + days / 30 * 1e12, earlier_tokens=0.5e12))
+    assert found is not None
+    assert found.planned_days == 15
+    assert found.days == pytest.approx(15)
+    assert found.left_s == pytest.approx((15 - days) * DAY)
+    assert found.blame == "" and all(abs(seconds) < 1 for seconds in found.beyond_s.values())
+
+
+def test_tokens_before_the_first_line_are_those_of_another_folder() -> None:
+    """Whose lines may be of several steps; one that begins at the beginning has none."""
+    assert earlier_tokens([{"step": 501, "tokens": 50_100}, {"step": 502, "tokens": 50_200}]) == 50_000
+    assert earlier_tokens([{"step": 10, "steps": 10, "tokens": 1_000}, {"step": 1, "tokens": 100}]) == 0
+    assert earlier_tokens([{"step": 7, "loss": 2.0}]) == 0
+
+
+def test_a_plan_of_other_gpus_is_named() -> None:
+    """The steps are slower because there are fewer GPUs, which is no fault of theirs."""
+    buckets = {name: share * 10 * DAY for name, share in SHARES.items()}
+    lines = [dict(told(found)) for gpus in (192, 384, 0)
+             if (found := forecast(PLAN, Progress(buckets, 1e12 / 6, gpus=gpus)))]  # fmt: skip
+    assert ["GPUs" in line for line in lines] == [True, False, False]
+    assert "192, and the plan is of 384" in lines[0]["GPUs"]
 
 
 def test_no_forecast_without_steps_or_with_all_of_them() -> None:

@@ -43,6 +43,16 @@ def test_events_of_slurm_are_outages(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_an_outage_may_end_in_the_hour_that_autumn_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From ten to three in the first to ten past two in the second: 20 minutes."""
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    path = tmp_path / "events.txt"
+    path.write_text("NodeName|Start|End|State\nn1|2026-10-25T02:50:00|2026-10-25T02:10:00|DOWN\n")
+    (outage,) = load(path, 1).nodes[0]
+    assert outage.end_s - outage.start_s == 20 * 60
+
+
 def test_journals_of_agents_are_outages(tmp_path: Path) -> None:
     """From the drain of the node to the end of the incident behind it."""
     at = 1_790_000_000.0

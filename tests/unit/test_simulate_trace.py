@@ -59,6 +59,17 @@ def test_a_trace_is_read_with_its_healthy_nodes(small: Path) -> None:
     ]  # fmt: skip
 
 
+def test_overlapping_faults_of_a_node_are_one_outage(tmp_path: Path) -> None:
+    """It lasts until all classes that began have ended; a class that begins twice ends once."""
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps([
+        event("a", 9, "end"), event("a", 1, "start"), event("a", 2, "start", "Fan"), event("a", 2, "start"),
+        event("a", 3, "end"), event("a", 5, "end", "Fan"), event("a", 8, "start"),
+    ]))  # fmt: skip
+    outages = [(o.start_s / DAY_S, o.end_s / DAY_S, o.kind) for o in history.load(path, 1).nodes[0]]
+    assert outages == [(1, 5, "GPU"), (8, 9, "GPU")]
+
+
 def test_a_node_has_the_same_faults_in_a_larger_cluster(small: Path) -> None:
     """So that spares are compared on the same draw; another seed is another draw."""
     for source in (history.load(small, 4), rates.published("rsc1")):
@@ -83,6 +94,8 @@ def test_a_draw_keeps_the_rate_of_the_trace(small: Path) -> None:
         ("[]", "has no list of events"),
         ('[{"node_id": "a"}]', "event 1 of .* lacks"),
         (json.dumps([event("a", 1, "strt")]), "should be fault_start or fault_end"),
+        (json.dumps([event("a", 1.764e9, "start")]), "should be days since the trace began"),
+        ("node,start,end\nn1,2026-01-01,2026-01-02", "columns NodeName|Start|End|State"),
         (json.dumps([event("a", 1, "start"), event("b", 1, "start")]), "names 2 nodes, more than --trace-nodes 1"),
     ],
 )

@@ -166,13 +166,14 @@ def forecast_of(ledger: Mapping[str, Any] | None) -> Forecast | None:
         planned = Planned.parse(ledger["plan"])
     except BadPlan:
         return None
-    return forecast(planned, Progress(ledger["buckets"], ledger["tokens"], ledger["lost_nodes"]))
+    names = ("buckets", "tokens", "lost_nodes", "earlier_tokens", "gpus")
+    return forecast(planned, Progress(*(ledger[name] for name in names)))
 
 
 def _outlook(run: str, ledger: Mapping[str, Any]) -> Iterator[Sample]:
     """Plan and forecast."""
     if (found := forecast_of(ledger)) is not None:
-        yield Sample(RUN_PLANNED, found.planned.days * _DAY_S, (run,))
+        yield Sample(RUN_PLANNED, found.planned_days * _DAY_S, (run,))
         yield Sample(RUN_FORECAST, found.days * _DAY_S, (run,))
         yield from (Sample(RUN_BEYOND, seconds, (run, bucket)) for bucket, seconds in found.beyond_s.items())
 
