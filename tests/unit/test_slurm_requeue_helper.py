@@ -106,7 +106,7 @@ def test_whether_a_job_can_do_without_its_excluded_nodes_is_seen_by_another_help
     assert {"--begin=now+30", "--deadline=now+80minutes", "--time=20", "--output=requeue.log"} <= set(options)
 
 
-@pytest.mark.parametrize("away", range(1, 20))
+@pytest.mark.parametrize("away", range(1, 36))
 def test_one_job_looks_again_whenever_the_controller_is_away(away: int) -> None:
     """A request that Slurm has not heard is repeated, and no other."""
     slurm = queue(dead=("n2",), restarts=2, operator=False, away={away})
