@@ -31,7 +31,7 @@ def read(
     """
     if path is not None:
         try:
-            return _in(path)
+            return parse(read_settings(path).decode(errors="replace"))
         except OSError as error:
             raise TopologyError(f"{path} cannot be read: {error.strerror}") from error
     own = Path(environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
@@ -39,13 +39,9 @@ def read(
     if (folder / "topology.yaml").exists():
         return _told(run)
     try:
-        return _in(folder / "topology.conf")
+        return parse((folder / "topology.conf").read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return Topology()
-
-
-def _in(file: Path) -> Topology:
-    return parse(read_settings(file).decode(errors="replace"))
 
 
 def _told(run: Runner) -> Topology:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from opsd.agent.actions import Executor
 from opsd.runbooks.base import Action
 from opsd.slurm.drainer import SlurmDrainer
-from opsd.slurm.ownership import Rules, allowance, drain_objections, held, kind_of, surplus
+from opsd.slurm.ownership import Refused, Rules, allowance, drain_objections, held, kind_of, surplus, take_over
 from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
@@ -86,6 +86,16 @@ def test_of_two_agents_that_drain_at_once_one_gives_back() -> None:
         drainer(slurm)("n07", "GPU 2 is lost")
     assert [update for _, update, _ in slurm.updates] == ["drain", "resume"]
     assert [node.name for node in held(slurm.nodes())] == ["a0"]
+
+
+def test_of_two_agents_that_take_over_at_once_one_leaves_its_node_as_it_was() -> None:
+    """Slurm had drained it, and it stays drained."""
+    mine = Node("n07", "idle", frozenset({"drain"}), "Prolog error", "slurm", 1.0)
+    slurm = Raced([Node("a0", "idle"), mine, *(Node(f"n{number:02d}", "idle") for number in range(8, 16))])
+    with pytest.raises(Refused, match="at the same time"):
+        take_over(slurm, "n07", "opsd:prolog preflight: it failed", Rules(0.05, least=1), now=2.0)
+    assert (slurm.by_name["n07"].reason, "drain" in slurm.by_name["n07"].flags) == ("Prolog error", True)
+    assert slurm.by_comment.get("n07", "") == ""
 
 
 def test_an_agent_drains_its_own_node_only(tmp_path) -> None:

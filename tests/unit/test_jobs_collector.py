@@ -101,6 +101,13 @@ def test_slurms_numbers_are_not_believed_where_they_are_not_the_drivers(
     assert jobs.look() == of(gpu0={"71"})
 
 
+def test_slurm_counts_instances_where_a_gpu_has_mig(occupancy: Occupancy, jobs: GpuJobs) -> None:
+    """Its indexes may be those of GPUs all the same, and no job has a process yet that would be seen elsewhere."""
+    occupancy.holders = {0: (), 1: ()}
+    occupancy.allocated, occupancy.instances = {"71": frozenset({1})}, {0: {1: (), 2: ()}}
+    assert jobs.look() == {}
+
+
 def test_several_jobs_may_share_a_gpu(occupancy: Occupancy, process: Process, jobs: GpuJobs) -> None:
     """As with MIG instances of one GPU."""
     occupancy.holders = {0: (10, 20)}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from opsd.simulate.account import Account
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import Cluster
 from opsd.simulate.failing_ranks import hang_judged_s
@@ -86,6 +87,22 @@ def test_corruption_of_a_spare_begins_with_its_ranks() -> None:
     spare = corruption(4, 5, 3)
     played = play("hot", spare, fault(1, 6, "lost"), setup=setup)
     assert 2 * HOUR_S - 60 < played.buckets["lost_work"] < 2 * HOUR_S + 1200
+
+
+def test_of_two_corruptions_the_second_ends_where_the_first_went_back_to() -> None:
+    """The work at 6 h, when it began, is gone since 8 h: all from 5 h to 10 h is lost, but for a person's way."""
+    played = play("hot", corruption(1, 5, 3), corruption(2, 6, 4), setup=replace(SETUP, keep=100))
+    assert played.buckets["lost_work"] == pytest.approx(5 * HOUR_S - TIMES.person_s + 0.1 * HOUR_S, abs=0.2 * HOUR_S)
+
+
+def test_steps_are_counted_from_where_a_run_went_back_to() -> None:
+    """A failure after that is none without progress: the steps beyond it were never right."""
+    account = Account(600.0, 1.0)
+    account.work(0.0, 1.0)
+    account.idle(6010.0, "person")
+    assert account.steps(10.0, 6010.0) == (600, 600)
+    account.rewind(1200.0, "sdc")
+    assert account.steps(10.0, 6010.0) == (120, 120)
 
 
 def test_an_outage_of_storage_alone_stops_nothing() -> None:

@@ -106,6 +106,14 @@ def test_whether_a_job_can_do_without_its_excluded_nodes_is_seen_by_another_help
     assert {"--begin=now+30", "--deadline=now+80minutes", "--time=20", "--output=requeue.log"} <= set(options)
 
 
+@pytest.mark.parametrize("away", range(1, 36))
+def test_one_job_looks_again_whenever_the_controller_is_away(away: int) -> None:
+    """A request that Slurm has not heard is repeated, and no other."""
+    slurm = queue(dead=("n2",), restarts=2, operator=False, away={away})
+    assert attend(slurm, ExcludedNodes(("n2",))).avoided == ("n2",)
+    assert len(slurm.submitted) == 1
+
+
 @pytest.mark.parametrize("refused", ["submit", "start_after"])
 def test_a_helper_whose_end_nobody_waits_for_stays(refused: str) -> None:
     """It sees to the start itself where Slurm refuses another job, or the order of the two."""

@@ -13,7 +13,7 @@ import pytest
 from opsd.commands.slurm_attend import attend_command, pool_options
 from opsd.lemons import DAY_S
 from opsd.slurm.allocation import allocation
-from opsd.slurm.port import Job, Node, Partition, SlurmRejected, SlurmUnavailable
+from opsd.slurm.port import Job, Node, Partition, Reservation, SlurmRejected, SlurmUnavailable
 from opsd.slurm.spare_jobs import DEFER_S, FOLDER, RETRY_S, SpareJob, SpareRequester, cancel_spares
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import running
@@ -38,10 +38,13 @@ class FakePool(FakeSlurm):
         self.submitted: list[tuple[str, Sequence[str]]] = []
         self.cancelled: list[int] = []
         self.refuses: list[Exception] = []
-        self.of_pool: Sequence[Partition] = ()
+        self.nodes_of_pool: tuple[str, ...] = ()
 
     def partitions(self) -> Sequence[Partition]:
-        return self.of_pool
+        return [Partition("spares", self.nodes_of_pool, 1, "OFF"), Partition("train", tuple(self.by_name), 1, "OFF")]
+
+    def reservations(self) -> Sequence[Reservation]:
+        return [Reservation("kept", "active", self.nodes_of_pool, 0, "", (), frozenset(), None, None)]
 
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         return [job for number, job in self.known.items() if not ids or number in ids]
@@ -64,10 +67,10 @@ class Scene:
         self.folder, self.clock, self.said = folder, FakeClock(), list[str]()
         self.pool, self.wall = FakePool(running("n1", "n2", "n3")), 1000.0
 
-    def on(self, node: str) -> SpareRequester:
+    def on(self, node: str, spare: SpareJob = SPARE) -> SpareRequester:
         """The fetcher of a node."""
         return SpareRequester(
-            self.folder, node, replace(JOB, node=node), SPARE, lambda: self.pool,
+            self.folder, node, replace(JOB, node=node), spare, lambda: self.pool,
             clock=self.clock.monotonic, wall=lambda: self.wall, say=self.said.append,
         )  # fmt: skip
 
@@ -133,16 +136,17 @@ def test_a_refused_spare_is_not_asked_for_again(scene: Scene) -> None:
     ]  # fmt: skip
 
 
-def test_a_lemon_is_the_last_that_is_asked_for(scene: Scene) -> None:
+@pytest.mark.parametrize("options", [("--partition=spares",), ("--reservation=kept", "--partition=train")])
+def test_a_lemon_is_the_last_that_is_asked_for(scene: Scene, options: tuple[str, ...]) -> None:
     """By the history of all nodes; if no other one of the pool is free, it is taken."""
     names, bad, faults = fleet(1, lemons=10)
     lemon = max(bad, key=lambda name: sum(fault.node == name for fault in faults))
     pool, scene.wall = scene.pool, 30 * DAY_S
     pool.by_name |= {name: Node(name, "idle") for name in names}
     pool.by_comment = comments_of(names, faults)
-    requester = scene.on("n1")
+    requester = scene.on("n1", replace(SPARE, pool=options))
     for others in ((next(name for name in names if name not in bad),), ()):
-        pool.of_pool = [Partition("spares", (lemon, *others), 1, "OFF")]
+        pool.nodes_of_pool = (lemon, *others)
         scene.happens(**LOST, lost_again=len(others))
         requester.look()
     excluded = [[o for o in options if o.startswith("--exclude=")] for _, options in pool.submitted]
