@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from opsd.launch.io.addresses import lookup
 from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member, ProtocolError
@@ -25,7 +26,7 @@ LAUNCHERS = 150
 class Launcher:
     """A transport, and all that it has told."""
 
-    def __init__(self, loop: Loop, member: Member, **identity: Any) -> None:
+    def __init__(self, loop: Loop, member: Member, lookup: Callable[[str], str] = lookup, **identity: Any) -> None:
         self.member = member
         self.heard: list[tuple[str, Any]] = []
         self.gone: list[str] = []
@@ -41,6 +42,7 @@ class Launcher:
             print_message=self.said.append,
             launchers=lambda: LAUNCHERS,
             opened=lambda other, incarnation: self.opened.append((other.name, incarnation)),
+            lookup=lookup,
         )  # fmt: skip
         self.transport.listen()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from opsd.launch.io.connection import Connection
 from opsd.launch.io.protocol import Member
 from opsd.launch.ranks.settings import free_port
-from tests.fakes.transport import Launcher, Launchers
+from tests.fakes.transport import NET, Launcher, Launchers
 
 
 def test_messages_arrive_in_order(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:
@@ -37,6 +39,43 @@ def test_over_ipv6() -> None:
     two.send(one)
     launchers.until(lambda: one.heard == [("n2", 1)] and two.heard == [("n1", 1)])
     launchers.close()
+
+
+def test_names_are_looked_up_when_they_are_called(launchers: Launchers) -> None:
+    """In threads: a name service that takes its time for one holds up nobody else, and what was sent arrives after."""
+    answers = {"n2": threading.Event(), "n3": threading.Event()}
+
+    def lookup(host: str) -> str:
+        answers[host].wait(20.0)
+        return f"127.{NET}.2.{host[1:]}"
+
+    one = launchers.start(1, lookup=lookup)
+    two, three = launchers.start(2), launchers.start(3)
+    for other in (two, three):
+        one.transport.send(Member(other.member.name, other.member.name, launchers.port), {"n": 7})
+    answers["n3"].set()
+    launchers.until(lambda: three.heard == [("n1", 7)])
+    assert two.heard == []
+    answers["n2"].set()
+    launchers.until(lambda: two.heard == [("n1", 7)])
+
+
+def test_a_name_without_an_address_is_said_once(launchers: Launchers) -> None:
+    """Its launcher may still call this one, and is answered then."""
+
+    def lookup(host: str) -> str:
+        raise OSError(errno.ENOENT, "Name or service not known")
+
+    one, two = launchers.start(1, lookup=lookup), launchers.start(2)
+    unknown = Member("n2", "n2", launchers.port)
+    for number in range(5):
+        one.transport.send(unknown, {"n": number})
+        launchers.pass_time(0.02)
+    assert [text.partition(";")[0] for text in one.said] == ["n2 has no address here (Name or service not known)"]
+    two.send(one)
+    launchers.until(lambda: one.heard)
+    one.transport.send(unknown, {"n": 9})
+    launchers.until(lambda: two.heard == [("n1", 9)])
 
 
 def test_one_that_has_ended_is_told_at_once(launchers: Launchers, pair: tuple[Launcher, Launcher]) -> None:

@@ -91,9 +91,48 @@ def test_a_launcher_listens_where_the_others_reach_it() -> None:
     """Not at 127.0.1.1, which is what many a machine's /etc/hosts has for its own name."""
     ways = {"192.0.2.2": "192.0.2.1"}
     launchers = find_launchers("a=127.0.1.1,b=192.0.2.2", "a", 999, {}, ways.__getitem__)
-    assert (launchers.own.address, launchers.own) == ("192.0.2.1", launchers.members[0])
-    assert find_launchers("a=127.0.1.1,b=192.0.2.2", "b", 999, {}, ways.__getitem__).own.address == "192.0.2.2"
+    assert (launchers.own.listens, launchers.own) == ("192.0.2.1", launchers.members[0])
+    assert find_launchers("a=127.0.1.1,b=192.0.2.2", "b", 999, {}, ways.__getitem__).own.listens == "192.0.2.2"
     assert source_address("127.0.0.5") == "127.0.0.1"
+
+
+class NameService:
+    """Knows the addresses of some hosts, and which were asked for."""
+
+    def __init__(self, **known: str) -> None:
+        self.known = known
+        self.asked: list[str] = []
+
+    def __call__(self, host: str) -> str:
+        self.asked.append(host)
+        if host in self.known:
+            return self.known[host]
+        raise OSError(errno.ENOENT, "Name or service not known")
+
+
+@pytest.mark.parametrize(("own", "questions"), [("192.0.2.1", 1), ("2001:db8::1", 1), ("127.0.1.1", 2)])
+def test_a_launcher_asks_for_its_own_address_and_not_for_thousands(own: str, questions: int) -> None:
+    """And for one other, to see by which address it is reached, if its own name is on loopback."""
+    names = NameService(n1=own, n2="192.0.2.2")
+    launchers = find_launchers("n[1-4096]", "n1", 999, {}, lambda _: "192.0.2.1", names)
+    assert (len(launchers.members), len(names.asked)) == (4096, questions)
+    assert launchers.own.listens == own.replace("127.0.1.1", "192.0.2.1")
+
+
+def test_names_that_another_machine_sees_otherwise_are_the_same_launchers() -> None:
+    """Each has its own /etc/hosts: what they know in common are the names as listed."""
+    one = find_launchers("n[1-2]", "n1", 999, {}, lambda _: "192.0.2.1", NameService(n1="127.0.1.1", n2="192.0.2.2"))
+    two = find_launchers("n[1-2]", "n2", 999, {}, lambda _: "192.0.2.2", NameService(n1="198.51.100.1", n2="192.0.2.2"))
+    assert one.members == two.members
+    assert start_of("r", {}, one, "x") == start_of("r", {}, two, "y")
+
+
+def test_one_whose_name_is_on_loopback_does_not_hide_there() -> None:
+    """If none of the others can be looked up it cannot know its address; one of them is enough."""
+    with pytest.raises(RendezvousError, match=r"n1 is 127\.0\.1\.1 here.*n5 cannot be reached \(Name or service not"):
+        find_launchers("n[1-9]", "n1", 999, {}, lambda _: "192.0.2.1", NameService(n1="127.0.1.1"))
+    late = NameService(n1="127.0.1.1", n3="192.0.2.3")
+    assert find_launchers("n[1-9]", "n1", 999, {}, lambda _: "192.0.2.1", late).own.listens == "192.0.2.1"
 
 
 def test_a_launcher_that_nobody_could_reach_does_not_start() -> None:
@@ -122,6 +161,7 @@ def test_a_node_from_a_pool_is_borrowed() -> None:
         ("n[1-", "n1", "cannot be read"),
         ("a=127.0.0.1", "b", "is not among the nodes of the run"),
         ("no-such-host.invalid", "no-such-host.invalid", "has no address here"),
+        ("a..b", "a..b", "this cannot be a host name"),
     ],
 )
 def test_what_is_missing_is_said(nodes: str, own: str, text: str) -> None:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from opsd.checkpoints.claims import Claim
-from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.claim_store import Plan, listening
 from opsd.launch.claims.messages import Claimed
 
 MOST_CHANGES = 64
@@ -30,7 +30,7 @@ def changes_of(claim: Claim, plan: Plan, base: Plan, size: int) -> Claimed | Non
         return None
     return Claimed(
         claim.number, base.number, claim.launcher, claim.keeps, _mark(claim.plan),
-        len(plan.slots), places, joined, left, size, sizes, dict(plan.payload),
+        len(plan.slots), places, joined, left, size, sizes, dict(plan.payload), plan.leader_listens,
     )  # fmt: skip
 
 
@@ -44,7 +44,8 @@ def claim_from(message: Claimed, base: Plan, leader: str, start: str) -> Claim |
     kept = (*base.slots, *("" for _ in message.places))
     slots = tuple(message.places.get(str(place), kept[place]) for place in range(message.slots))
     sizes = {member.name: message.sizes.get(member.name, message.size) for member in members}
-    plan = Plan(message.number, leader, slots, tuple(members), sizes, message.payload).to_json()
+    told = listening(members, leader, message.listens)
+    plan = Plan(message.number, leader, slots, told, sizes, message.payload).to_json()
     if _mark(plan) != message.mark:
         return None
     return Claim(message.number, start, message.launcher, plan=plan, keeps=message.keeps)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from opsd.checkpoints.claims import Claim
@@ -55,10 +55,17 @@ class Plan:
         """The launcher ``name``, None if it is not a member."""
         return next((member for member in self.members if member.name == name), None)
 
+    @property
+    def leader_listens(self) -> str:
+        """The IP address of the leader as it says itself, "" if it has said none."""
+        leader = self.member(self.leader)
+        return leader.listens if leader is not None else ""
+
     def to_json(self) -> dict[str, Any]:
         """The content of a claim."""
         return {
             "head": self.leader,
+            "head_listens": self.leader_listens,
             "slots": list(self.slots),
             "members": [member_to_json(member) for member in self.members],
             "sizes": dict(self.sizes),
@@ -69,11 +76,16 @@ class Plan:
     def from_json(cls, number: int, raw: Mapping[str, Any]) -> Self:
         """The plan in a claim. Raises KeyError, TypeError or ValueError if it is malformed."""
         slots, payload = tuple(map(str, raw["slots"])), raw["payload"]
-        members = tuple(member_from_json(member) for member in raw["members"])
+        members = listening(map(member_from_json, raw["members"]), str(raw["head"]), str(raw.get("head_listens", "")))
         sizes = {str(name): int(size) for name, size in raw["sizes"].items()}
         if not isinstance(payload, dict) or not set(slots) <= {member.name for member in members} & sizes.keys():
             raise ValueError(raw)
         return cls(number, str(raw["head"]), slots, members, sizes, payload)
+
+
+def listening(members: Iterable[Member], name: str, address: str) -> tuple[Member, ...]:
+    """``members``, of which ``name`` listens at the IP ``address``."""
+    return tuple(replace(one, listens=address) if one.name == name else one for one in members)
 
 
 @dataclass(frozen=True, slots=True)

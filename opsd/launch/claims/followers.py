@@ -112,7 +112,7 @@ class FollowerTracker:
         self._complete = True
         first, answers = plan.slots[0], self._answers.values()
         furthest, committed = highest(one.furthest for one in answers), highest(one.committed for one in answers)
-        return Begun(self.alive[first].address, self._answers[first].port, furthest, committed)
+        return Begun(self.alive[first].host, self._answers[first].port, furthest, committed)
 
     def begun(self, begun: Begun, now: float) -> None:
         """Let all begin."""

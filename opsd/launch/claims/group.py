@@ -6,7 +6,7 @@ and results of the store come in; messages, reads, claims and calls of the liste
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opsd.launch.claims.claim_store import Plan, StoreRead
@@ -106,10 +106,18 @@ class Group(Claimant):
         self._wake()
 
     def leave(self) -> None:
-        """Announce that this launcher ends, so that nobody waits for its timeout."""
-        for name, member in {**self._electorate, **self.alive}.items():
-            if name != self.own.name:
+        """Announce that this launcher ends, so that nobody who is in touch with it waits for its timeout."""
+        for member in self._in_touch():
+            if member.name != self.own.name:
                 self._send(member, Leave())
+
+    def _in_touch(self) -> Iterable[Member]:
+        """Those that this launcher leads, its leader, or those that seek one as it does; not all of thousands."""
+        if self.leader == self.own.name:
+            return self.alive.values()
+        if self._leader_client.leader is not None:
+            return [self._leader_client.leader]
+        return [one.member for one in self._election.reachable(self._now).values()]
 
     # -- time ------------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,8 @@ class Claimed:
     """From the leader: its claim ``number``, by what it changes in the plan of generation ``base``.
 
     0 is the plan with the expected launchers in all slots. Without ``places`` the ``slots`` are those of the base,
-    without ``sizes`` a node has ``size`` ranks; ``mark`` is the digest of the plan. See ``changes``.
+    without ``sizes`` a node has ``size`` ranks; ``mark`` is the digest of the plan. The leader ``listens`` at that IP
+    address. See ``changes``.
     """
 
     direction: ClassVar[str] = "leader to members"
@@ -144,6 +145,7 @@ class Claimed:
     size: int
     sizes: dict[str, int]
     payload: Body
+    listens: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from typing import Any
 
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
-from opsd.launch.claims.claim_store import StoreRead
+from opsd.launch.claims.claim_store import Plan, StoreRead
 from opsd.launch.claims.claimant import TIMEOUT_S
+from opsd.launch.claims.election import INITIAL_TARGETS
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import MESSAGES, GroupListener, Message
 from opsd.launch.io.handshake import Identity
@@ -88,6 +89,12 @@ class TcpGroup(Group):
             self._left = True
             super().leave()
             self._transport.close()
+
+    def _prepare(self, plan: Plan) -> None:
+        super()._prepare(plan)
+        if not self._alone:  # without this leader, those are asked first
+            first = map(plan.member, plan.slots[: INITIAL_TARGETS + 1])
+            self._transport.look_up(one for one in first if one is not None and one.name != self.own.name)
 
     def _unless_left(self, call: Callable[..., None], *args: Any) -> None:
         if not self._left:

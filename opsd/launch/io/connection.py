@@ -217,7 +217,7 @@ class Connection:
             self._out.clear()
 
     def _connect(self, target: Member) -> None:
-        result = self._sock.connect_ex((target.address, target.port))
+        result = self._sock.connect_ex((target.host, target.port))
         if result in (0, errno.EINPROGRESS):
             self._loop.watch(self._sock.fileno(), self._connected, writable=True)
         else:

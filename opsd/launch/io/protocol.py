@@ -35,14 +35,21 @@ Decode = Callable[[Any], Any]
 class Member:
     """A launcher: the name of its node and where it listens.
 
-    ``domain`` is the NVLink domain that its node shares with others, as the driver there says; "" where it says none.
-    A launcher tells its own when it connects; claims do not have it.
+    ``address`` is a host name or an IP address, as listed for the run. ``listens`` is the IP address that the launcher
+    itself has found for it, "" where it is not known. ``domain`` is the NVLink domain that its node shares with others,
+    as the driver there says; "" where it says none. A launcher tells both when it connects; claims do not have them.
     """
 
     name: str
     address: str
     port: int
     domain: str = field(default="", compare=False)
+    listens: str = field(default="", compare=False)
+
+    @property
+    def host(self) -> str:
+        """Where to reach it: its IP address if that is known, else what is listed."""
+        return self.listens or self.address
 
 
 def member_to_json(member: Member) -> list[str | int]:

@@ -6,10 +6,13 @@ import errno
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from ipaddress import ip_address
 
+from opsd.launch.io.addresses import AddressBook, lookup
 from opsd.launch.io.connection import GREETING_S, Connection, RateLimit, encode
 from opsd.launch.io.handshake import Identity, Superseded, WireError
 from opsd.launch.io.loop import Loop
@@ -26,6 +29,8 @@ BACKLOG = 4096
 PAUSE_S = 1.0
 """How long no connection is accepted if there are no descriptors."""
 CLOSING_S = 0.3
+MOST_HELD = 16
+"""Messages kept for a launcher whose address is being asked for; the oldest are dropped."""
 
 
 def _ignore(member: Member, incarnation: str) -> None:
@@ -59,7 +64,7 @@ class Transport:
     authenticated connection, before its first message, with the incarnation: another incarnation is another process of
     that name, and messages of the previous one are no longer delivered. Of two processes with one name the later one
     stays, and ``superseded`` is called in the other. ``unreachable`` is called when a launcher has ended, since its
-    machine refuses connections.
+    machine refuses connections. ``lookup`` finds the address of a host name; it is called in threads.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Transport:
         print_message: Callable[[str], None],
         launchers: Callable[[], int],
         opened: Callable[[Member, str], None] = _ignore,
+        lookup: Callable[[str], str] = lookup,
     ) -> None:
         self._own = own
         self._loop = loop
@@ -86,6 +92,11 @@ class Transport:
         self._proven: dict[str, list[Connection]] = {}
         """At most one connection made by each side; the first is used for sending."""
         self._calling: dict[str, Connection] = {}
+        self._addresses = AddressBook(loop, self._no_address, lookup)
+        self._held: dict[str, deque[bytes]] = {}
+        """Messages for launchers whose address is being asked for."""
+        self._source = ""
+        """The own address if it is one of IPv4 on loopback."""
         self._unauthenticated = UnauthenticatedConnections(launchers)
         self._rate_limits: dict[str, RateLimit] = {}
         self._refused: dict[str, int] = {}
@@ -95,8 +106,10 @@ class Transport:
     def listen(self) -> None:
         """Raises OSError if the address or port is not available."""
         member = self._own.member
-        family = socket.AF_INET6 if ":" in member.address else socket.AF_INET
-        self._listener = socket.create_server((member.address, member.port), family=family, backlog=BACKLOG)
+        family = socket.AF_INET6 if ":" in member.host else socket.AF_INET
+        self._listener = socket.create_server((member.host, member.port), family=family, backlog=BACKLOG)
+        listens = str(self._listener.getsockname()[0])
+        self._source = listens if family == socket.AF_INET and ip_address(listens).is_loopback else ""
         # The kernel keeps those who connect and say nothing, for a while, without a descriptor (tcp(7)).
         self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(GREETING_S))
         self._listener.setblocking(False)
@@ -104,12 +117,23 @@ class Transport:
 
     def send(self, member: Member, message: JsonMessage) -> None:
         """Send, connecting to the other launcher if necessary."""
-        proven = self._proven.get(member.name)
-        connection = proven[0] if proven else self._calling.get(member.name)
-        if connection is None and not self._closing:
-            connection = self._call(member)
-        if connection is not None:
+        if (connection := self._connected_to(member.name)) is not None:
             connection.send(self._payload(message))
+        elif not self._closing:
+            waits = member.name in self._held
+            self._held.setdefault(member.name, deque(maxlen=MOST_HELD)).append(self._payload(message))
+            if not waits:
+                self._addresses.find(member.host, partial(self._call, member))
+
+    def _connected_to(self, name: str) -> Connection | None:
+        """The connection that is or will be open to the launcher ``name``."""
+        proven = self._proven.get(name)
+        return proven[0] if proven else self._calling.get(name)
+
+    def look_up(self, members: Iterable[Member]) -> None:
+        """These may have to be called soon: ask for their addresses now, while there is time."""
+        for member in members:
+            self._addresses.find(member.host, lambda address: None)
 
     def drop(self, name: str) -> None:
         """Close all connections with a launcher without reporting it as gone. It may connect again."""
@@ -117,6 +141,7 @@ class Transport:
         if name in self._calling:
             leaving.append(self._calling.pop(name))
         self._refused.pop(name, None)
+        self._held.pop(name, None)
         for connection in leaving:
             connection.close()
 
@@ -156,12 +181,21 @@ class Transport:
 
     # -- calling and being called --------------------------------------------------------------------------------
 
-    def _call(self, member: Member) -> Connection | None:
+    def _call(self, member: Member, address: str | None) -> None:
+        """Connect to ``member`` at ``address`` unless it has called meanwhile, and send what was held for it."""
+        held = self._held.pop(member.name, ())
+        connection = self._connected_to(member.name)
+        if connection is None and address is not None and not self._closing:
+            connection = self._connect(replace(member, listens=address))
+        if connection is not None:
+            for payload in held:
+                connection.send(payload)
+
+    def _connect(self, member: Member) -> Connection | None:
         try:
-            sock = socket.socket(socket.AF_INET6 if ":" in member.address else socket.AF_INET)
-            own = ip_address(self._own.member.address)
-            if own.is_loopback and own.version == 4:  # else many launchers on one machine would all call from one
-                sock.bind((str(own), 0))
+            sock = socket.socket(socket.AF_INET6 if ":" in member.host else socket.AF_INET)
+            if self._source:  # else many launchers on one machine would all call from one
+                sock.bind((self._source, 0))
         except OSError as error:
             self._tell("sockets", f"no connection to {member.name}: {error.strerror}")
             return None
@@ -239,7 +273,7 @@ class Transport:
         self._unauthenticated.discard(connection)
         member = connection.peer or connection.expected
         if isinstance(why, WireError):
-            who = f"the launcher at {member.address} ({member.name})" if member is not None else "somebody who calls"
+            who = f"the launcher at {member.host} ({member.name})" if member is not None else "somebody who calls"
             self._tell(f"{who}: {why}", f"no connection with {who}: {why}")
         if isinstance(why, Superseded) and not self._closing:
             self._superseded()
@@ -278,7 +312,14 @@ class Transport:
 
     def _probe(self, member: Member) -> None:
         if member.name not in self._proven and member.name not in self._calling and not self._closing:
-            self._call(member)
+            self._addresses.find(member.host, partial(self._call, member))
+
+    def _no_address(self, host: str, error: OSError) -> None:
+        self._tell(
+            f"address of {host}",
+            f"{host} has no address here ({error.strerror}); its launcher can only call this one: "
+            f"add the name to the name service or /etc/hosts, or give it as --nodes {host}=ADDRESS",
+        )
 
     def _tell(self, key: str, text: str) -> None:
         now = time.monotonic()

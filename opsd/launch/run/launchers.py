@@ -9,7 +9,9 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
+from itertools import islice
 
+from opsd.launch.io.addresses import lookup
 from opsd.launch.io.protocol import Member
 from opsd.slurm.allocation import cloud_addresses
 from opsd.slurm.hostlist import HostlistError, expand
@@ -17,6 +19,8 @@ from opsd.slurm.hostlist import HostlistError, expand
 DEFAULT_PORT = 29_480
 _JOB_PORTS = range(20_000, 32_000)
 """Below the kernel's range of ephemeral ports."""
+ASKED_FOR = 4
+"""How many other nodes are looked up, one after the other, if the own name is on loopback."""
 
 
 BATCH = "OPSD_BATCH"
@@ -71,10 +75,11 @@ def find_launchers(
     port: int,
     environ: Mapping[str, str],
     source_address: Callable[[str], str] = source_address,
+    lookup: Callable[[str], str] = lookup,
 ) -> Launchers:
     """``nodes`` is a hostlist, optionally with addresses, ``n1=10.0.0.1,n2``; "" means the nodes of the Slurm job.
 
-    Raises RendezvousError.
+    Only the own address is looked up, those of others when they are called. Raises RendezvousError.
     """
     given = nodes or slurm_nodes(environ)
     if not given:
@@ -85,11 +90,12 @@ def find_launchers(
     told = cloud_addresses(environ)
     members: dict[str, Member] = {}
     for name, address in _pairs(given).items():
-        members[name] = Member(name, resolve(told.get(address, address), f"give it as --nodes {name}=ADDRESS"), port)
+        members[name] = Member(name, told.get(address, address), port)
     if own_name not in members:
         shown = ", ".join(list(members)[:8])
         raise RendezvousError(f"this node, {own_name}, is not among the nodes of the run ({shown}); see --node-name")
-    members[own_name] = _reachable(members, own_name, source_address)
+    listens = _own_address(members, own_name, source_address, lookup)
+    members[own_name] = replace(members[own_name], listens=listens)
     job = environ.get("SLURM_JOB_NODELIST", "")
     borrowed = bool(nodes and job) and own_name not in _pairs(job)
     return Launchers(members[own_name], tuple(members.values()), borrowed)
@@ -163,29 +169,35 @@ def _pairs(given: str) -> dict[str, str]:
     return {name: address or name for name, _, address in pairs}
 
 
-def _reachable(members: Mapping[str, Member], own_name: str, source_address: Callable[[str], str]) -> Member:
-    """The own launcher. Debian and cloud-init map the own name to 127.0.1.1, which the others cannot reach."""
-    own = members[own_name]
-    elsewhere = [member.address for member in members.values() if not ip_address(member.address).is_loopback]
-    if not ip_address(own.address).is_loopback or not elsewhere:
+def _own_address(
+    members: Mapping[str, Member], own_name: str, source_address: Callable[[str], str], lookup: Callable[[str], str]
+) -> str:
+    """Where this launcher listens. Debian and cloud-init map the own name to 127.0.1.1, out of reach for the others."""
+    own = resolve(members[own_name].address, f"give it as --nodes {own_name}=ADDRESS", lookup)
+    if not ip_address(own).is_loopback:
         return own
-    try:
-        return replace(own, address=source_address(elsewhere[0]))
-    except OSError as error:
-        raise RendezvousError(
-            f"{own_name} is {own.address} here (/etc/hosts), where no other node can reach it, and {elsewhere[0]} "
-            f"cannot be reached ({error.strerror}); give the addresses as --nodes {own_name}=ADDRESS,…"
-        ) from error
+    others = (member.address for name, member in members.items() if name != own_name)
+    unknown: OSError | None = None
+    for host in islice(others, ASKED_FOR):
+        try:
+            if not ip_address(address := lookup(host)).is_loopback:
+                return source_address(address)
+        except OSError as error:
+            unknown = OSError(error.errno, error.strerror, host)
+    if unknown is None:
+        return own
+    raise RendezvousError(
+        f"{own_name} is {own} here (/etc/hosts), where no other node can reach it, and {unknown.filename} cannot be "
+        f"reached ({unknown.strerror}); give the addresses as --nodes {own_name}=ADDRESS,…"
+    ) from unknown
 
 
-def resolve(host: str, otherwise: str) -> str:
+def resolve(host: str, otherwise: str, lookup: Callable[[str], str] = lookup) -> str:
     """The address of ``host``. Raises RendezvousError, which says what to do ``otherwise``."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return lookup(host)
     except OSError as error:
         raise RendezvousError(f"{host} has no address here ({error.strerror}); {otherwise}") from error
-    addresses = sorted((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
-    return addresses[0]
 
 
 def default_port(run: str, environ: Mapping[str, str]) -> int:
@@ -202,7 +214,7 @@ def default_port(run: str, environ: Mapping[str, str]) -> int:
 
 def cannot_listen(own: Member, error: OSError) -> str:
     """What the user can do if ``own`` cannot listen."""
-    place = f"cannot listen at {own.address}:{own.port}"
+    place = f"cannot listen at {own.host}:{own.port}"
     if error.errno == errno.EADDRINUSE:
         return f"{place}: another program does; give all launchers of the run the same --port, one that is free"
     if error.errno == errno.EADDRNOTAVAIL:
