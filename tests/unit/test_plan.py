@@ -249,6 +249,14 @@ def test_layers_with_a_state_cost_no_more_in_longer_sequences() -> None:
     assert any("have a state" in each.reason for each in found.out)
 
 
+def test_attention_in_chunks_costs_what_documents_of_their_length_do() -> None:
+    """However long the sequence."""
+    chunks = run_of("tiny", "model.pattern=['chunk']", "model.chunk=1024", "data.sequence=8192")
+    whole = run_of("tiny", "model.pattern=['global']", "data.sequence=1024")
+    one, other = (step_time(run, Layout(), 8, H100).attention / run.data.sequence for run in (chunks, whole))
+    assert 0 < one == pytest.approx(other)
+
+
 @pytest.mark.parametrize(("schedule", "parts", "share"), [
     ("1f1b", 1, 1.0), ("interleaved", 3, 1 / 3), ("zero-bubble", 1, 1 / 3), ("zero-bubble", 3, 1 / 9),
 ])  # fmt: skip

@@ -82,3 +82,11 @@ def test_activations_are_what_a_pass_leaves(preset: str, ranks: int, tp: int, re
     with rank_of(run, ranks) as (decoder, _):
         held = activation_bytes(decoder, run)
     assert kept_bytes(run, layout, 1) + of_cpu(run, layout) + loss + rotation == pytest.approx(held, rel=0.05)
+
+
+def test_only_the_first_stage_has_all_micro_batches_in_flight() -> None:
+    """The second of two keeps more of each, with its experts, and one of them at a time."""
+    run = config("tiny-moe", "parallel.pp=2", "model.layers=8", "model.dense_layers=4", "model.vocab=512")
+    layout = Layout.of(run)
+    one, two, many = (kept_bytes(run, layout, count) for count in (1, 2, 8))
+    assert one < two == many < 1.9 * one
