@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from opsd.lemons import Fault
+from opsd.lemons import DAY_S, Fault
 from opsd.slurm.candidates import JOB
 from opsd.slurm.hostlist import HostlistError, expand
 from opsd.slurm.output import epoch, failure
@@ -16,22 +16,23 @@ from opsd.slurm.runner import Runner, run_command
 
 DAYS: Final = 90
 DEADLINE_S: Final = 60.0
-FIELDS: Final = ("JobIDRaw", "State", "End", "NodeList")
+FIELDS: Final = ("JobIDRaw", "State", "End", "NodeList", "User")
 _REQUEUED: Final = "REQUEUED"
 _BAD: Final = frozenset({"NODE_FAIL", "FAILED", "BOOT_FAIL", _REQUEUED})
 
 
 class _Run(NamedTuple):
-    """One start of a job. ``end`` in epoch seconds, None while it runs."""
+    """One start of a job of ``user``. ``end`` in epoch seconds, None while it runs."""
 
     state: str
     end: float | None
     nodes: frozenset[str]
+    user: str
 
 
 def read(run: Runner = run_command, now: float | None = None, days: float = DAYS) -> list[Fault]:
     """The faults of the last ``days``. Raises SlurmError, for instance where there is no accounting."""
-    since = time.strftime("%Y-%m-%d", time.localtime((time.time() if now is None else now) - days * 86_400))
+    since = time.strftime("%Y-%m-%d", time.localtime((time.time() if now is None else now) - days * DAY_S))
     argv = (
         "sacct", "--allusers", "--duplicates", "--allocations", "--noheader", "--parsable2",
         f"--starttime={since}", f"--format={','.join(FIELDS)}",
@@ -48,29 +49,33 @@ def parse(text: str) -> list[Fault]:
     """The faults in sacct's output with ``FIELDS``, a start of a job in each line. Raises SlurmRejected.
 
     A start that failed is a node's fault if the job's next start went well without that node, and without that one
-    only. A requeue, which may be anybody's, counts for jobs of several nodes alone.
+    only. A requeue, which may be anybody's, counts for jobs of several nodes alone. A user's failures on a node count
+    once a day: a thousand tasks with one error would make a lemon of every node that they were on.
     """
     jobs: dict[str, list[_Run]] = {}
     for line in text.splitlines():
-        job, state, end, nodes = _fields(line)
-        if nodes:
-            jobs.setdefault(job, []).append(_Run(state, end, nodes))
-    return sorted((fault for runs in jobs.values() for fault in _faults(runs)), key=lambda fault: fault.at)
+        job, run = _fields(line)
+        if run.nodes:
+            jobs.setdefault(job, []).append(run)
+    found = sorted((each for runs in jobs.values() for each in _faults(runs)), key=lambda each: each[0].at)
+    first = {(fault.node, user, time.localtime(fault.at)[:3]): fault for fault, user in reversed(found)}
+    return sorted(first.values(), key=lambda fault: fault.at)
 
 
-def _fields(line: str) -> tuple[str, str, float | None, frozenset[str]]:
+def _fields(line: str) -> tuple[str, _Run]:
     fields = line.split("|")
     if len(fields) != len(FIELDS):
         raise SlurmRejected(f"sacct's answer has a line of another form: {line[:80]!r}")
-    job, state, end, nodes = fields
+    job, state, end, nodes, user = fields
     try:
         names = frozenset() if nodes.strip() in ("", "None assigned", "(null)") else frozenset(expand(nodes))
     except HostlistError as error:
         raise SlurmRejected(f"sacct's answer has a {error}") from error
-    return job, state.split(maxsplit=1)[0].rstrip("+") if state.strip() else "", epoch(end), names
+    return job, _Run(state.split(maxsplit=1)[0].rstrip("+") if state.strip() else "", epoch(end), names, user)
 
 
-def _faults(runs: list[_Run]) -> Iterator[Fault]:
+def _faults(runs: list[_Run]) -> Iterator[tuple[Fault, str]]:
+    """The faults in the starts of one job, each with its user."""
     ordered = sorted(runs, key=lambda one: (one.end is None, one.end or 0.0))
     for failed, after in pairwise(ordered):
         if failed.end is None or failed.state not in _BAD or after.state in _BAD:
@@ -78,4 +83,4 @@ def _faults(runs: list[_Run]) -> Iterator[Fault]:
         suspects = failed.nodes - after.nodes
         by_chance = failed.state == _REQUEUED and not failed.nodes & after.nodes
         if len(suspects) == 1 and not by_chance:
-            yield Fault(next(iter(suspects)), JOB, failed.end, failed.end)
+            yield Fault(next(iter(suspects)), JOB, failed.end, failed.end), failed.user

@@ -29,13 +29,24 @@ from opsd.slurm.runner import Output
 )
 def test_the_node_that_the_next_start_was_without_is_blamed(starts: list[str], blamed: list[tuple[str, float]]) -> None:
     """Only if it is one, if that start went well, and if the failure was one."""
-    faults = job_faults.parse("\n".join(starts))
+    faults = job_faults.parse("\n".join(f"{start}|ada" for start in starts))
     assert faults == [Fault(node, "job", at, at) for node, at in blamed]
+
+
+def test_a_user_blames_a_node_once_a_day() -> None:
+    """A thousand tasks with one error say no more than one does; other users and days count."""
+    failures = [("ada", 100), ("ada", 200), ("bob", 300), ("ada", 86_500)]
+    lines = [
+        f"{job}|{state}|{at + later}|{node}|{user}"
+        for job, (user, at) in enumerate(failures)
+        for state, node, later in (("FAILED", "n1", 0), ("COMPLETED", "n2", 50))
+    ]
+    assert [fault.at for fault in job_faults.parse("\n".join(lines))] == [100, 300, 86_500]
 
 
 def test_an_answer_of_another_form_is_refused() -> None:
     """Rather than read as no failure."""
-    for text in ("7|FAILED|100", "7|FAILED|100|n[3-1]"):
+    for text in ("7|FAILED|100|n1", "7|FAILED|100|n[3-1]|ada"):
         with pytest.raises(SlurmRejected, match="sacct's answer has a"):
             job_faults.parse(text)
 

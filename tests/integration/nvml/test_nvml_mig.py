@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from opsd.agent.judge import Judge
 from opsd.agent.window import Window
 from opsd.collectors.base import Reading
 from opsd.collectors.jobs import JobsCollector
+from opsd.collectors.lib.gpu_jobs import GpuJobs
 from opsd.collectors.lib.occupancy import Occupancy
 from opsd.runbooks import RUNBOOKS
 from opsd.simulated.gpus import SimulatedGpus
@@ -104,3 +106,31 @@ def test_each_xid_of_an_instance_names_its_job(
     (found,) = (one for one in Judge(RUNBOOKS, SILENT).findings(window) if one.kind == "gpu_xid")
     assert (found.culprit.gpu, found.job) == (3, "72")
     assert "GPU 3 belongs to jobs 71, 72" in [fact.text for fact in found.evidence]
+
+
+def test_an_xid_names_the_job_that_was_given_the_instance(
+    gpus: SimulatedGpus, process: DriverProcess, library: str, tmp_path: Path
+) -> None:
+    """Before it has a process there: by Slurm's device files and the driver's numbers in procfs."""
+    gpus[3].partition(["3g.40gb", "3g.40gb"])
+    for gpu in range(8):
+        information = tmp_path / f"driver/nvidia/gpus/0000:{gpu:02x}:00.0/information"
+        information.parent.mkdir(parents=True)
+        information.write_text(f"Device Minor: \t {gpu}\n")
+    for instance, minor in ((1, 417), (2, 426)):
+        access = tmp_path / f"driver/nvidia/capabilities/gpu3/mig/gi{instance}/access"
+        access.parent.mkdir(parents=True)
+        access.write_text(f"DeviceFileMinor: {minor}\n")
+    shared, occupancy = process.Holders(library), Occupancy()
+    occupancy.holders, occupancy.instances = shared.read(), shared.instances()
+    occupancy.files = {"71": [("nvidia3", "nvidia-cap417")], "72": [("nvidia3", "nvidia-cap426")]}
+    jobs = JobsCollector(occupancy, GpuJobs(occupancy, proc=tmp_path)).collect()
+    assert isinstance(jobs, Reading)
+    shared.tell(occupancy.jobs_on)
+    gpus[3].raise_xid(31, instance=2)
+    window = Window("n1", witnesses={"nvml", "jobs"})
+    window.begin(1.0, 1e9)
+    window.add("jobs", jobs)
+    window.add("nvml", shared.collect())
+    (found,) = (one for one in Judge(RUNBOOKS, SILENT).findings(window) if one.kind == "gpu_xid")
+    assert (found.culprit.gpu, found.job) == (3, "72")
