@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 
 class Section(BaseModel):
-    """Frozen and strict: unknown keys and values of another type are refused."""
+    """Frozen and strict: unknown keys, values of another type and numbers that are not finite are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 OF_LATENTS: Final = frozenset({"kv_rank", "query_rank", "value_dim"})

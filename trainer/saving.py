@@ -155,9 +155,12 @@ def persist_plan(config: Config, world: World, state: State) -> PersistPlan:
 
 
 def checkpoint_folder(config: Config, world: World) -> Path:
-    """The folder of the run's checkpoints, shared by all nodes. Raises ConfigError if it is not shared."""
+    """The folder of the run's checkpoints, shared by all nodes. Raises ConfigError if it cannot be made or shared."""
     folder = Path(config.run.folder) / CHECKPOINTS
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.folder: {folder} cannot be made: {error.strerror}") from error
     if world.nodes > 1:
         _require_shared(folder, world)
     return folder

@@ -133,8 +133,8 @@ class OptimizerSettings(Section):
     """Decoupled weight decay of matrices other than embeddings."""
     embedding_decay: NonNegativeFloat = 0.0
     """The same of embeddings and learnt positions, also where the output projection shares them."""
-    clip: float = Field(1.0, gt=0)
-    """Bound of the global gradient norm."""
+    clip: float = Field(1.0, gt=0, allow_inf_nan=True)
+    """Bound of the global gradient norm; inf is none."""
     z_loss: NonNegativeFloat = 0.0
     """Weight of log(Z)^2 in the loss (PaLM, section 5); 0 leaves it out."""
     balance_loss: NonNegativeFloat = 0.0

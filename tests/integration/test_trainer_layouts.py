@@ -262,12 +262,13 @@ def test_gradients_that_stay_infinite_end_the_run(tmp_path: Path, shards: Path) 
         ),
         (2, {"parallel__pp": 2, "data__batch": 1}, "fewer than the parallel.pp 2 stages"),
         (1, {"parallel__tp": 8}, "parallel.tp 8 does not divide model.heads 4"),
+        (1, {"run__folder": "/proc/run"}, "run.folder: /proc/run/checkpoints cannot be made"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(
+def test_what_cannot_start_is_refused(
     tmp_path: Path, shards: Path, world: int, settings: dict[str, object], text: str
 ) -> None:
-    """What does not divide is one sentence and exit code 2."""
+    """What does not divide, or cannot be written, is one sentence and exit code 2."""
     run = Run(tmp_path, shards, SHAPE)
     assert run.start(world=world, **settings).wait() == [2] * world
     log = run.log().read_text()

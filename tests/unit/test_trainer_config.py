@@ -111,6 +111,8 @@ def test_a_value_in_the_place_of_a_section_is_refused(tmp_path: Path) -> None:
         ("run.steps=many", "run.steps: "),
         ("run.steps=0", "greater than 0"),
         ("optimizer.lr=-1.0", "greater than 0"),
+        ("optimizer.lr=inf", "optimizer.lr: input should be a finite number"),
+        ("optimizer.clip=nan", "greater than 0"),
         ("model.heads=3", "does not split into 3 heads"),
         ("model.kv_heads=3", "not a multiple of model.kv_heads 3"),
         ("schedule.decay_start=900", "warmup <= decay_start < decay_end"),

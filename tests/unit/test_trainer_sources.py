@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, open_corpus, read_index
+from opsd.trainer.data.shards import DOCUMENT, INDEX, TOKENIZER, DataError, open_corpus, read_index
 from opsd.trainer.data.sources import open_sources, sizes
 from opsd.trainer.data.tokenize import load_tokenizer, make_corpus, train_tokenizer
 from opsd.trainer.data_settings import DataSettings, StageSettings
@@ -115,6 +116,31 @@ def test_another_tokenizer_than_the_wanted_one_is_refused(shards: Path, tmp_path
     open_sources(data(shards, tokenizer=str(same)), 1000)
     assert "another tokenizer than data.tokenizer" in refusal(data(shards, tokenizer=str(other)))
     assert "is not a tokenizer" in refusal(data(shards, tokenizer=str(shards / "web" / INDEX)))
+
+
+def without_ids(shards: Path, folder: Path, last: int) -> Path:
+    """A tokenizer whose ids begin with 1, and of which the greatest is ``last``."""
+    content = json.loads((shards / "web" / TOKENIZER).read_text())
+    vocab: dict[str, int] = content["model"]["vocab"]
+    del vocab[DOCUMENT]
+    vocab[max(vocab, key=lambda token: vocab[token])] = last
+    content["model"]["merges"], content["added_tokens"] = [], []
+    path = folder / "holes.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_an_id_of_two_tokens_is_refused(shards: Path, tmp_path: Path) -> None:
+    """The token between documents got the id of another, which then began a document wherever it stood."""
+    with pytest.raises(DataError, match=r"would get 289, which is that of .*; give every id"):
+        load_tokenizer(without_ids(shards, tmp_path, 289))
+
+
+def test_ids_are_counted_up_to_the_greatest(shards: Path, tmp_path: Path) -> None:
+    """A model needs a row for each, and shards a type that holds each."""
+    tokenizer = load_tokenizer(without_ids(shards, tmp_path, 70_000))
+    index = make_corpus(["some words"], tokenizer, tmp_path / "corpus", shard_tokens=300)
+    assert (index.vocab, index.dtype) == (70_001, "uint32")
 
 
 def test_more_ids_than_the_model_has_are_refused(shards: Path) -> None:

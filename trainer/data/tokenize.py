@@ -34,13 +34,28 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """An existing ``tokenizer.json``, with ``<|document|>`` added if missing. Raises DataError."""
+    """An existing ``tokenizer.json``, with ``<|document|>`` added if missing. Raises DataError.
+
+    The library gives what it adds the number of tokens as its id, which another token has where ids are left out.
+    """
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise DataError(f"{path} is not a tokenizer: {error}") from error
     tokenizer.add_special_tokens([DOCUMENT])
+    document = tokenizer.token_to_id(DOCUMENT)
+    tokens = tokenizer.get_vocab(with_added_tokens=True).items()
+    if other := next((token for token, id_ in tokens if id_ == document and token != DOCUMENT), None):
+        raise DataError(
+            f"{path} leaves out ids, so that {DOCUMENT} would get {document}, which is that of {other!r}; give every "
+            "id below the greatest a token"
+        )
     return tokenizer
+
+
+def ids_of(tokenizer: Tokenizer) -> int:
+    """The greatest id of a token, plus 1; the library counts tokens, and ids may be left out."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def make_corpus(texts: Iterable[str], tokenizer: Tokenizer, folder: Path, shard_tokens: int) -> Index:
@@ -57,14 +72,14 @@ def commit_corpus(folder: Path, tokenizer: Tokenizer, shards: Sequence[Shard]) -
     """Write the index of the ``shards`` in ``folder``. Raises DataError if there are none."""
     if not shards:
         raise DataError("the sources have no text")
-    index = Index(tokenizer.get_vocab_size(), dtype_for(tokenizer), describe(folder / TOKENIZER), tuple(shards))
+    index = Index(ids_of(tokenizer), dtype_for(tokenizer), describe(folder / TOKENIZER), tuple(shards))
     write_index(folder, index)
     return index
 
 
 def dtype_for(tokenizer: Tokenizer) -> str:
     """The smallest type for all ids."""
-    return "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
+    return "uint16" if ids_of(tokenizer) <= 1 << 16 else "uint32"
 
 
 def write_shards(
