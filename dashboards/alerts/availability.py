@@ -123,7 +123,7 @@ The cluster has one node less, which counts against `policy.max_drained_share`.
 1. On the node `opsd repair`: what was tried, and what it waits for.
 2. `systemctl status opsd-repair.path opsd-repair.service`: an order that nobody takes up means that the path unit is
    not enabled.
-3. `journalctl -u opsd-repair -n 50`: what failed, and whether Slurm answers.
+3. `journalctl -u 'opsd-repair*' -n 50`: what failed, and whether Slurm answers.
 
 ## Mitigation
 - It was ordered and nobody has begun: `systemctl enable --now opsd-repair.path`.

@@ -81,7 +81,7 @@ def test_dpkg_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) ->
     settings.write_text("mine")
     inside(machine, *install)
     assert settings.read_text() == "mine"
-    for unit in ("opsd.service", "opsd-repair.path", "opsd-targets.service", "opsd-targets.timer"):
+    for unit in ("opsd.service", "opsd-repair.path", "opsd-repair-driver@.service", "opsd-targets.timer"):
         assert (machine / "usr/lib/systemd/system" / unit).exists()
     assert (machine / "usr/share/man/man1/opsd-launch.1.gz").exists()
     pip = (machine / "opt/opsd/bin/pip").read_text().splitlines()[0]

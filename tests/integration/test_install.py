@@ -62,8 +62,9 @@ def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     assert (root / SETTINGS).stat().st_mode & 0o777 == 0o644
     assert str((root / LINK).readlink()) == "/opt/opsd/bin/opsd"
     assert (root / MANUAL).read_bytes() == (INSTALL.parent / "man/opsd-launch.1").read_bytes()
-    for unit in ("opsd-repair.service", "opsd-repair.path", "opsd-targets.service", "opsd-targets.timer"):
-        assert (root / UNIT).with_name(unit).exists()
+    units = [file.name for file in (INSTALL.parent / "systemd").iterdir() if file.suffix != ".conf"]
+    assert "opsd-repair-driver@.service" in units
+    assert all((root / UNIT).with_name(name).exists() for name in units)
     assert (root / "opt/opsd/bin/pip").read_text().startswith("#!/opt/opsd/bin/python"), "as it is found in the image"
     (root / SETTINGS).write_text("mine")
 

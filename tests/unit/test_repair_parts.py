@@ -1,0 +1,154 @@
+"""What a repair asks of the two services that have the rights over the driver and the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from opsd.repair.case_file import CaseError, CaseFile
+from opsd.repair.machine import RungError
+from opsd.repair.parts import RemoteDriver, RemoteTests, Verbs, answer, verbs_of_driver, verbs_of_tests
+from opsd.repair.retest import Retested
+
+BROKEN = "nvidia-smi --gpu-reset failed: GPU 0 is in use"
+
+
+class Driver:
+    """Its GPUs cannot be reset."""
+
+    def recovery_actions(self) -> Sequence[int]:
+        return [2]
+
+    def reset_gpus(self) -> str:
+        raise RungError(BROKEN)
+
+    def reload_driver(self) -> str:
+        return "loaded nvidia again"
+
+    def restore(self) -> None:
+        raise RungError("nothing to start")
+
+
+class Tests:
+    """A node that passes if it is tested for something."""
+
+    __test__ = False
+
+    def __call__(self, checks: Sequence[str]) -> Retested:
+        return Retested(bool(checks), ",".join(checks))
+
+    def as_spare(self) -> str:
+        return "ready as a spare"
+
+
+DRIVER = verbs_of_driver(Driver(), lambda slurm_node: f"/evidence of {slurm_node}")
+TESTS = verbs_of_tests(Tests())
+
+
+@contextmanager
+def served(path: Path, reply: Callable[[bytes], bytes]) -> Iterator[Path]:
+    """A service at ``path`` that answers each request by ``reply``."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection, connection.makefile("rb") as requests:
+                    connection.sendall(reply(requests.readline()))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield path
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(10)
+
+
+def by(verbs: Verbs) -> Callable[[bytes], bytes]:
+    return lambda line: json.dumps(answer(verbs, json.loads(line))).encode() + b"\n"
+
+
+def test_a_driver_behind_a_socket_is_a_driver(tmp_path: Path) -> None:
+    """With its answers and its reasons; what may be missing is no error."""
+    with served(tmp_path / "driver", by(DRIVER)) as path:
+        remote = RemoteDriver(path)
+        assert (remote.recovery_actions(), remote.reload_driver()) == ([2], "loaded nvidia again")
+        with pytest.raises(RungError, match=f"^{BROKEN}$"):
+            remote.reset_gpus()
+        remote.restore()
+        assert remote.evidence("NodeName=n1") == "/evidence of NodeName=n1"
+
+
+def test_tests_behind_a_socket_are_tests(tmp_path: Path) -> None:
+    """A node is good only if the service says so in so many words."""
+    with served(tmp_path / "test", by(TESTS)) as path:
+        remote = RemoteTests(path)
+        assert remote(["gpu_burn", "cpu"]) == Retested(True, "gpu_burn,cpu")
+        assert (remote([]).passed, remote.as_spare()) == (False, "ready as a spare")
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\n", b"[]\n", b"{}\n", b'{"done": {"passed": 1}}\n', b'{"done": null}\n', b"[" * 9999]
+)
+def test_a_service_that_ends_or_says_something_odd_has_not_passed_a_node(tmp_path: Path, said: bytes) -> None:
+    """Nor has it reset anything."""
+    with served(tmp_path / "test", lambda _: said) as path:
+        assert RemoteTests(path)(["cpu"]).passed is False
+        assert RemoteDriver(path).recovery_actions() == []
+    assert "journalctl -u 'opsd-repair-test@*'" in RemoteTests(tmp_path / "none/test")([]).detail
+
+
+@pytest.mark.parametrize("request_", [None, [], "reset_gpus", {}, {"do": ["reset_gpus"]}, {"do": "__class__"}])
+def test_only_what_is_on_the_list_is_done(request_: object) -> None:
+    """And what is not is told the list."""
+    assert answer(DRIVER, request_) == {
+        "failed": "a request is one of recovery_actions, reset_gpus, reload_driver, restore, evidence"
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ('{"do": "reboot"}', "a request is one of retest, as_spare"),
+        ("", "one JSON object"),
+        ("[" * 60_000, "one JSON object"),
+    ],
+)
+def test_the_service_answers_one_line(tmp_path: Path, said: str, told: str) -> None:
+    """As systemd starts it, whatever it is asked."""
+    (tmp_path / "opsd.toml").write_text("")
+    command = [sys.executable, "-P", "-m", "opsd.repair.local", "test", str(tmp_path / "opsd.toml")]
+    done = subprocess.run(command, input=f"{said}\n", capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert told in done.stdout
+    (tmp_path / "opsd.toml").write_text("[agent]\nnonsense = 1\n")
+    done = subprocess.run(command, input=said, capture_output=True, text=True, check=False, timeout=60)
+    assert "nonsense" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff\xfe", b"null", b"[" * 100_000, b'{"id": NaN}', b'{"format": 2}', b"\0" * 4096, None]
+)
+def test_a_record_that_is_none_is_one_sentence_and_stays(tmp_path: Path, content: bytes | None) -> None:
+    """Also one that is a folder: it is for a person to move away."""
+    file = tmp_path / "repair/case.json"
+    file.parent.mkdir()
+    file.mkdir() if content is None else file.write_bytes(content)
+    with pytest.raises(CaseError, match="move it away to begin a new repair"):
+        CaseFile(tmp_path).current()
+    assert os.path.lexists(file)
