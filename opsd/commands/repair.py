@@ -70,7 +70,7 @@ def repair(
     say = partial(click.echo, err=as_json)
     means = _means(settings, slurm, given, say)
     if ordered:
-        means = replace(means, paused=partial(_maintenance, settings))
+        means = replace(means, paused=partial(_maintenance, settings), by_policy=True)
     work = Repair(settings.agent.node, cases, means, Rules.of(settings.policy), limits(settings))
     try:
         if acting or ordered:

@@ -37,20 +37,22 @@ class Means:
     """What a repair works with.
 
     ``release`` has jobs give the node back that no longer use it, and says what was done. ``retest`` runs checks under
-    load, ``proof`` is the newest preflight that a return needs, ``bundle`` makes the archive of evidence and returns
-    its path, ``returned`` is called after a return and may say something. ``paused`` says why nothing may be done about
-    a kind of incident now, "" if it may.
+    load until they end or its second argument says why they must, ``proof`` is the newest preflight that a return
+    needs, ``bundle`` makes the archive of evidence and returns its path, ``returned`` is called after a return and may
+    say something. ``paused`` says why nothing may be done about a kind of incident now, "" if it may. ``by_policy``:
+    nobody has begun it by hand, so that it waits where people are at work.
     """
 
     slurm: Slurm
     machine: Machine
     release: Callable[[Sequence[Job]], str]
-    retest: Callable[[Sequence[str]], Retested]
+    retest: Callable[[Sequence[str], Callable[[], str]], Retested]
     proof: Callable[[], PreflightResult | None]
     bundle: Callable[[Case], str]
     returned: Callable[[], str]
     say: Callable[[str], None]
     paused: Callable[[str, float], str] = lambda _kind, _now: ""
+    by_policy: bool = False
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
 
@@ -153,7 +155,8 @@ class Repair:
         if step.do == "retest":
             say(f"{ladder.RETEST}: {case.kind}")
             case = self._recorded(ladder.begun(case, ladder.RETEST, facts))
-            found = self._means.retest(FAULTS[case.kind].checks if case.kind in FAULTS else ())
+            checks = FAULTS[case.kind].checks if case.kind in FAULTS else ()
+            found = self._means.retest(checks, lambda: self._taken(case.kind))
             return self._ended(case, found.passed, found.detail)
         if step.do == "return":
             return self._return(case, facts)
@@ -234,7 +237,17 @@ class Repair:
         relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
         rebooting = found is not None and bool(found.flags & {"reboot_requested", "reboot_issued"})
         recent, paused = self._file.recent(now), self._means.paused(kind, now)
+        if self._means.by_policy and found is not None and "maintenance" in found.flags:
+            paused = paused or "Slurm has it in a reservation for maintenance"
         return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused), found
+
+    def _taken(self, kind: str) -> str:
+        """Why a test that puts load on the node must end: it is somebody else's now. "" if not, or if Slurm is away."""
+        facts, _ = self._look(kind)
+        if facts.busy:
+            return f"a job is on {self._node}"
+        texts = {"ours": "", "unknown": "", "nobody": f"{self._node} is in service"}
+        return texts.get(facts.hold, facts.hold_text)
 
     def _drain_again(self, found: Node) -> None:
         """A node that has rebooted is only down, from which Slurm may resume it by itself (ReturnToService)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,6 +44,7 @@ class Bench:
     said: list[str] = field(default_factory=list)
     cured: bool = False
     waits: int = 0
+    by_policy: bool = False
 
     def boot(self) -> str:
         return f"boot-{self.boots}"
@@ -73,7 +74,7 @@ class Bench:
         self.cured |= rung is self.cured_by
         return "done"
 
-    def retest(self, checks: Sequence[str]) -> Retested:
+    def retest(self, checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         assert "gpu_health" in checks
         current = self.cases.current()
         assert current is not None and current.last is not None
@@ -109,6 +110,7 @@ class Bench:
             say=self.said.append,
             clock=lambda: self.now,
             sleep=self.sleep,
+            by_policy=self.by_policy,
         )
         return Repair("n1", self.cases, means, Rules(), Limits())
 
@@ -168,7 +170,7 @@ def test_a_node_that_dies_under_load_is_not_tested_for_ever(tmp_path: Path) -> N
     bench = Bench(tmp_path)
     boots = 0
 
-    def retest(checks: Sequence[str]) -> Retested:
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         nonlocal boots
         boots += 1
         bench.boots += 1
@@ -237,13 +239,55 @@ def test_a_node_that_somebody_takes_meanwhile_is_left_to_them(tmp_path: Path) ->
     """After the reset a person has drained it for a reason of their own."""
     bench = Bench(tmp_path, cured_by=Rung.RESET)
 
-    def retest(checks: Sequence[str]) -> Retested:
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         bench.slurm.by_name["n1"] = replace(DRAINED, reason="mine now", reason_by="ann")
         return Retested(True, "passed")
 
     bench.retest = retest  # type: ignore[method-assign]
     case = bench.run()
     assert (case.end, "by ann: mine now" in case.verdict, bench.slurm.updates) == ("left", True, [])
+
+
+@pytest.mark.parametrize(
+    ("taken", "why"),
+    [
+        (Node("n1", "allocated"), "a job is on n1"),
+        (Node("n1", "idle"), "n1 is in service"),
+        (replace(DRAINED, reason="mine now", reason_by="ann"), "by ann: mine now"),
+    ],
+)
+def test_a_test_ends_where_somebody_takes_the_node_in_the_middle(tmp_path: Path, taken: Node, why: str) -> None:
+    """A profile takes hours under full load; who resumes the node by hand has no idea of it, nor has the next job."""
+    bench = Bench(tmp_path, cured_by=Rung.RESET)
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        assert stop() == ""
+        bench.slurm.error = SlurmUnavailable("no answer")
+        assert stop() == "", "who is not known to have taken it has not"
+        bench.slurm.error = None
+        bench.slurm.by_name["n1"] = taken
+        return Retested(False, stop())
+
+    bench.retest = retest  # type: ignore[method-assign]
+    case = bench.run()
+    assert case.last is not None
+    assert why in case.last.detail
+    assert (case.end, bench.done, bench.slurm.updates) == ("left", ["reset_gpus"], [])
+
+
+def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: Path) -> None:
+    """People flash firmware there: no reset, no reboot, no load, but what a person orders by hand."""
+    serviced = replace(DRAINED, flags=frozenset({"drain", "maintenance", "reserved"}))
+    assert Bench(tmp_path / "hand", cured_by=Rung.RESET, slurm=FakeSlurm([serviced])).run().end == "returned"
+    bench = Bench(tmp_path / "policy", cured_by=Rung.RESET, slurm=FakeSlurm([serviced]), by_policy=True)
+
+    def sleep(_seconds: float) -> None:
+        assert not bench.done
+        bench.slurm.by_name["n1"] = DRAINED
+
+    bench.sleep = sleep  # type: ignore[method-assign, assignment]
+    assert bench.run().end == "returned"
+    assert bench.said[0] == "waiting: Slurm has it in a reservation for maintenance"
 
 
 def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
@@ -306,7 +350,7 @@ def test_a_node_that_refused_a_job_is_repaired_as_opsds_own(tmp_path: Path) -> N
     """Slurm has drained it for the word of opsd's prolog: the drain is in the node's history like any of opsd's."""
     bench = Bench(tmp_path, cured_by=Rung.RESET, slurm=FakeSlurm([BY_PROLOG, Node("n2", "idle")]))
 
-    def retest(checks: Sequence[str]) -> Retested:
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         assert checks == ()
         return Retested(bench.cured, "passed")
 
