@@ -23,6 +23,9 @@ from opsd.commands.return_ import proofs
 from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.notify.receiver import NotifyError, read_receivers
+from opsd.preflight.engine import SelectionError
+from opsd.preflight.history import HistoryError
+from opsd.preflight.report import ReportError
 from opsd.repair import evidence, nvml_state
 from opsd.repair.attend import Means, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
@@ -36,6 +39,7 @@ from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
+from opsd.spares import state, verdict
 from opsd.spares.eligibility import has_requirements
 
 ENDS = {"returned": "repaired and back in service", "rma": "has to be replaced", "left": "not repaired by opsd"}
@@ -180,12 +184,22 @@ def _means(settings: Settings, slurm: Slurm, given: Sequence[str], say: Callable
             say(f"the evidence for {case.id} could not be kept: {error.strerror or error}")
             return ""
 
-    def returned() -> str:
+    def as_spare(stop: Callable[[], str]) -> str:
         try:
             was_spare = bool(node_comment.read(slurm.comments([node]).get(node, "")).spare)
         except SlurmError:
             was_spare = False
-        return preflight.as_spare() if was_spare or has_requirements(settings.spare) else ""
+        if not was_spare and not has_requirements(settings.spare):
+            return ""
+        failed = preflight.as_spare(stop)
+        try:
+            known = state.read(settings.agent.state_dir) or state.SpareState()
+            found = verdict.assess(settings, known, "", time.time())
+            verdict.publish(settings, found, lambda: slurm)
+        except (HistoryError, ReportError, SelectionError, SlurmError, OSError) as error:
+            return f"whether it is a ready spare is not known: {error}"
+        lacks = failed or found.why_not_ready(found.checked_at)
+        return f"no ready spare: {lacks}" if lacks else "ready as a spare"
 
     return Means(
         slurm=slurm,
@@ -194,6 +208,6 @@ def _means(settings: Settings, slurm: Slurm, given: Sequence[str], say: Callable
         retest=preflight,
         proof=lambda: proofs(settings, [node], []).get(node),
         bundle=bundle,
-        returned=returned,
+        as_spare=as_spare,
         say=say,
     )

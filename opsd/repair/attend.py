@@ -38,9 +38,9 @@ class Means:
 
     ``release`` has jobs give the node back that no longer use it, and says what was done. ``retest`` runs checks under
     load until they end or its second argument says why they must, ``proof`` is the newest preflight that a return
-    needs, ``bundle`` makes the archive of evidence and returns its path, ``returned`` is called after a return and may
-    say something. ``paused`` says why nothing may be done about a kind of incident now, "" if it may. ``by_policy``:
-    nobody has begun it by hand, so that it waits where people are at work.
+    needs, ``bundle`` makes the archive of evidence and returns its path, ``as_spare`` tests the node as a spare before
+    its return, where it is one, and may say something. ``paused`` says why nothing may be done about a kind of incident
+    now, "" if it may. ``by_policy``: nobody has begun it by hand, so that it waits where people are at work.
     """
 
     slurm: Slurm
@@ -49,7 +49,7 @@ class Means:
     retest: Callable[[Sequence[str], Callable[[], str]], Retested]
     proof: Callable[[], PreflightResult | None]
     bundle: Callable[[Case], str]
-    returned: Callable[[], str]
+    as_spare: Callable[[Callable[[], str]], str]
     say: Callable[[str], None]
     paused: Callable[[str, float], str] = lambda _kind, _now: ""
     by_policy: bool = False
@@ -186,6 +186,8 @@ class Repair:
     def _return(self, case: Case, facts: Facts) -> Case:
         if case.last is None or case.last.what != ladder.RETURN:
             case = self._recorded(ladder.begun(case, ladder.RETURN, facts))
+        # Before the return: that test is a load, too, and a job may be there within a second.
+        said = self._means.as_spare(lambda: self._taken(case.kind)) if facts.hold == "ours" else ""
         proof = self._means.proof()
         checked = {self._node: proof} if proof else {}
         try:
@@ -194,7 +196,6 @@ class Repair:
             raise
         except SlurmError as error:
             return self._ended(case, False, str(error))
-        said = self._means.returned()
         verdict = f"returned after {', '.join(dict.fromkeys(attempt.what for attempt in case.rungs))}"
         self._means.say(f"{verdict}; {said}" if said else verdict)
         now = self._means.clock()

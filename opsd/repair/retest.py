@@ -62,12 +62,10 @@ class Preflight:
             return Retested(False, f"none of {', '.join(checks)} could be run, which would prove that it is over")
         return Retested(True, f"passed {', '.join(fitting)} and preflight {self.profile}")
 
-    def as_spare(self) -> str:
-        """Test whether the node is a ready spare, which marks it in Slurm, and say how that ended."""
-        report, problem = self._run("spare", "--act")
-        if report is None:
-            return problem
-        return "ready as a spare" if report.passed else f"no ready spare: {_failures(report)}"
+    def as_spare(self, stop: Callable[[], str] = str) -> str:
+        """Test the node as a spare until ``stop`` says why that must end, and say what failed, "" for nothing."""
+        report, problem = self._run("spare", stop=stop)
+        return problem if report is None else "" if report.passed else _failures(report)
 
     def _run(self, profile: str, *options: str, stop: Callable[[], str] = str) -> tuple[Report | None, str]:
         with tempfile.TemporaryDirectory(prefix="opsd-repair-") as folder:

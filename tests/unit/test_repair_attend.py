@@ -10,7 +10,7 @@ import pytest
 
 from opsd.repair.attend import Means, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.ladder import Case, Limits, Rung
+from opsd.repair.ladder import RETURN, Attempt, Case, Limits, Rung
 from opsd.repair.machine import RungError
 from opsd.repair.order import Ordering
 from opsd.repair.retest import Retested
@@ -45,6 +45,7 @@ class Bench:
     cured: bool = False
     waits: int = 0
     by_policy: bool = False
+    loads: list[str] = field(default_factory=list)
 
     def boot(self) -> str:
         return f"boot-{self.boots}"
@@ -82,6 +83,11 @@ class Bench:
         self.done.append("retest")
         return Retested(self.cured, "gpu_health passed" if self.cured else "gpu_health failed")
 
+    def as_spare(self, stop: Callable[[], str]) -> str:
+        assert (stop(), self.slurm.by_name["n1"].out_of_service) == ("", True), "a load on a node in service"
+        self.loads.append("spare")
+        return "ready as a spare"
+
     def sleep(self, seconds: float) -> None:
         """Time goes by; a reboot that was asked for takes the node and this program down."""
         self.now += seconds
@@ -106,7 +112,7 @@ class Bench:
             retest=self.retest,
             proof=lambda: PreflightResult(self.now, self.cured),
             bundle=lambda case: f"/evidence/{case.node}.tar.gz",
-            returned=lambda: "ready as a spare",
+            as_spare=self.as_spare,
             say=self.said.append,
             clock=lambda: self.now,
             sleep=self.sleep,
@@ -133,7 +139,7 @@ def test_a_reset_that_helps_ends_in_a_return(tmp_path: Path) -> None:
     bench = Bench(tmp_path, cured_by=Rung.RESET)
     bench.slurm.by_comment["n1"] = "[opsd1 gpu_xid=100-]"
     case = bench.run()
-    assert (case.end, bench.done) == ("returned", ["reset_gpus", "retest"])
+    assert (case.end, bench.done, bench.loads) == ("returned", ["reset_gpus", "retest"], ["spare"])
     assert bench.slurm.by_name["n1"].usable
     history = node_comment.read(bench.slurm.by_comment["n1"])
     assert [stay.back for stay in history.stays] == [bench.now]
@@ -323,6 +329,15 @@ def test_what_a_cut_off_reset_may_have_stopped_is_started(tmp_path: Path) -> Non
     bench.cases.keep(begun(case, Rung.RESET, Facts(bench.now, bench.boot(), "ours")))
     assert bench.run().end == "returned"
     assert bench.done == ["restore", "reload_driver", "retest"]
+
+
+def test_a_return_that_was_cut_off_loads_no_node_that_is_back_in_service(tmp_path: Path) -> None:
+    """The program was killed once Slurm had the node back, and the next job is there."""
+    bench = Bench(tmp_path, cured_by=Rung.RESET, cured=True)
+    case = replace(bench.repair().proposed(), attempts=(Attempt(RETURN, bench.now, bench.boot()),))
+    bench.cases.keep(case)
+    bench.slurm.by_name["n1"] = Node("n1", "allocated")
+    assert (bench.run().end, bench.loads) == ("returned", [])
 
 
 def test_only_one_program_repairs(tmp_path: Path) -> None:
