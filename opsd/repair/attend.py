@@ -151,7 +151,9 @@ class Repair:
         if step.do == "rung":
             assert step.rung is not None
             say(f"{step.rung}: because of {step.why}")
-            return self._climb(self._recorded(ladder.begun(case, step.rung, facts)), step.rung)
+            if case.last is None or case.last.ok is not None:
+                case = self._recorded(ladder.begun(case, step.rung, facts))
+            return self._climb(case, step.rung)
         if step.do == "retest":
             say(f"{ladder.RETEST}: {case.kind}")
             case = self._recorded(ladder.begun(case, ladder.RETEST, facts))
@@ -170,9 +172,12 @@ class Repair:
         try:
             if rung is Rung.REBOOT:
                 self._reboot(case.reason)
-                return case  # it ends with this boot of the node
+                return self._recorded(ladder.noted(case, ""))  # it ends with this boot of the node
             remedies = {Rung.PROCESSES: machine.end_processes, Rung.RESET: machine.reset_gpus}
             done = remedies.get(rung, machine.reload_driver)()
+        except SlurmUnavailable:
+            self._recorded(ladder.noted(case, ladder.UNANSWERED))
+            raise
         except (RungError, SlurmError, OSError) as error:
             return self._ended(case, False, str(error))
         return self._ended(case, True, done)

@@ -157,6 +157,33 @@ def test_a_repair_goes_on_after_the_reboot(tmp_path: Path) -> None:
     assert [update for _, update, _ in bench.slurm.updates] == ["drain", "resume"]
 
 
+@pytest.mark.parametrize("carried_out", [True, False])
+def test_an_order_to_reboot_that_slurm_has_not_answered_is_no_failed_one(tmp_path: Path, carried_out: bool) -> None:
+    """A controller that fails over would make two of them at once, and a healthy node one to be replaced."""
+    lost = replace(DRAINED, reason="opsd:gpu_lost-1 gpu_lost: GPU 3")
+    slurm = HalfDeaf([lost], config=REBOOTS)
+    slurm.carried_out = carried_out
+    bench = Bench(tmp_path, cured_by=Rung.REBOOT, slurm=slurm)
+    case = bench.run()
+    assert (case.end, bench.done, len(case.rungs)) == ("returned", ["reboot", "retest"], 1)
+    assert len(slurm.reboots) == 1
+
+
+class HalfDeaf(FakeSlurm):
+    """Its answers to the first three orders to reboot are lost; the first may be ``carried_out`` all the same."""
+
+    carried_out = False
+    lost = 0
+
+    def reboot(self, name: str, reason: str) -> None:
+        if self.lost == 3:
+            return super().reboot(name, reason)
+        self.lost += 1
+        if self.carried_out:
+            super().reboot(name, reason)
+        raise SlurmUnavailable("scontrol reboot: Socket timed out on send/recv operation")
+
+
 def test_a_node_that_nothing_cures_has_to_be_replaced(tmp_path: Path) -> None:
     """After three attempts; the reason in Slurm says so and where the evidence is, and nothing is tried again."""
     bench = Bench(tmp_path)
