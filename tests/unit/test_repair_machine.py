@@ -110,6 +110,22 @@ def test_the_driver_s_modules_are_unloaded_in_order_and_loaded_again(node: Node)
     assert node.ran == ["modprobe --remove nvidia_uvm", *load]
 
 
+def test_modules_of_others_that_use_the_driver_are_unloaded_before_it(node: Node) -> None:
+    """GDRCopy and GPUDirect Storage: with them the driver's own module stays in use."""
+    (node.proc / "modules").write_text(
+        "gdrdrv 36864 0 - Live 0x0 (OE)\n"
+        "nvidia_fs 323584 0 - Live 0x0 (OE)\n"
+        "nvidia_drm 131072 0 - Live 0x0 (POE)\n"
+        "nvidia_modeset 1724416 1 nvidia_drm, Live 0x0 (POE)\n"
+        "drm_kms_helper 315392 1 nvidia_drm, Live 0x0\n"
+        "nvidia 9695232 2 gdrdrv,nvidia_fs,nvidia_modeset,[permanent], Live 0x0 (POE)\n"
+    )
+    node.machine().reload_driver()
+    order = [command.split()[-1] for command in node.ran if "--remove" in command]
+    assert order == ["gdrdrv", "nvidia_fs", "nvidia_drm", "nvidia_modeset", "nvidia"]
+    assert [command.split()[-1] for command in node.ran if "--remove" not in command] == order[::-1]
+
+
 def test_a_fabric_manager_that_had_failed_is_started_with_the_driver(node: Node) -> None:
     """Stopped for the driver if it runs, and untouched by a reset, which may need it."""
     (node.proc / "modules").write_text("nvidia 1 1 - Live\n")
