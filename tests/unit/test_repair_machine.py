@@ -271,7 +271,7 @@ def _others(name: str) -> list[str]:
     return [check.name for check in CHECKS if check.name != name]
 
 
-@pytest.mark.parametrize(
+SECRETS = pytest.mark.parametrize(
     "text",
     [
         '{"log": "{\\"password\\": \\"hunter2\\"}"}',
@@ -282,8 +282,29 @@ def _others(name: str) -> list[str]:
         "Authorization: hunter2",
         "https://hunter2@host/",
         "private_key=hunter2",
+        "SLURM_JWT=hunter2",
+        "MYSQL_PWD=hunter2",
+        "SSHPASS=hunter2 sshpass -e ssh",
+        "CIFS: mount of //server with pass=hunter2,vers=3",
+        "python train.py --wandb-key hunter2",
+        "python train.py --wandb_key=hunter2",
+        '["python", "train.py", "--hf-token", "hunter2"]',
+        '{"stack": "[\\"--hf-token\\", \\"hunter2\\"]"}',
+        "huggingface-cli login hf_hunter2hunter2hunter2hunter2",
+        "glpat-hunter2hunter2hunter2",
+        "sent eyJhunter2hunter2hunter2.hunter2.hunter2_hunter2",
+        "-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2\n-----END OPENSSH PRIVATE KEY-----",
     ],
 )
+
+
+def test_what_only_looks_like_a_secret_stays() -> None:
+    """Verdicts of checks, addresses and keys of hashes are what a vendor needs."""
+    text = '{"passed": true, "verdict": "pass", "task-0": 1} iommu: bypass: on\nkey 0x3 of gpu 0, disk-sda, skew 3'
+    assert evidence.without_secrets(text) == text
+
+
+@SECRETS
 def test_secrets_are_left_out_however_they_are_quoted(text: str) -> None:
     """Incidents are JSON that quotes logs, which may quote JSON themselves."""
     assert "hunter2" not in evidence.without_secrets(text)
