@@ -17,7 +17,7 @@ import pytest
 
 from opsd.repair import evidence
 from opsd.repair.case_file import CaseFile
-from opsd.repair.machine import NvidiaMachine, RungError, run_command
+from opsd.repair.machine import SAID_BYTES, NvidiaMachine, RungError, run_command
 from opsd.repair.retest import Preflight, Retested
 from opsd.settings.repair import RepairSettings
 
@@ -170,6 +170,15 @@ def test_a_command_that_hangs_or_fails_is_one_sentence() -> None:
         run_command(["sleep", "60"], 0.2)
     with pytest.raises(RungError, match="cannot be run: No such file"):
         run_command(["opsd-no-such-program"], 1.0)
+
+
+def test_a_command_that_prints_without_end_fills_no_memory() -> None:
+    """Its end is kept, within the deadline."""
+    said = run_command(["sh", "-c", "yes garbage | head -c 50000000; echo the end"], 60.0)
+    assert len(said) <= SAID_BYTES
+    assert said.endswith("the end\n")
+    with pytest.raises(RungError, match=r"has not ended within 0\.3 s"):
+        run_command(["yes"], 0.3)
 
 
 def test_an_archive_of_evidence_is_bounded_and_has_no_secrets(tmp_path: Path) -> None:
