@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from opsd.words import reason
 
 TIMEOUT_S = 5.0
 MAX_ANSWER = 65_536
+LOOK_S = 10.0
+"""How often who waits for an answer looks whether to go on waiting."""
 
 _CREDENTIALS = struct.Struct("=iII")
 """``struct ucred`` of unix(7): pid, uid, gid."""
@@ -24,15 +26,27 @@ class ControlError(Exception):
     """A launcher that does not answer, or with something else than an answer; the message is one sentence."""
 
 
+class GivenUpError(Exception):
+    """The answer was no longer waited for; the message is why."""
+
+
 def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
     """Send one request to a launcher's control socket and return its answer; see ``ask``."""
     return ask(control, request, timeout_s, "the launcher")
 
 
-def ask(path: Path, request: Mapping[str, object], timeout_s: float, who: str) -> dict[str, Any]:
+def ask(
+    path: Path,
+    request: Mapping[str, object],
+    timeout_s: float,
+    who: str,
+    stop: Callable[[], str] = str,
+    look_s: float = LOOK_S,
+) -> dict[str, Any]:
     """Send one request to the socket at ``path`` and return the answer, which takes ``timeout_s`` at most.
 
-    The owner of its folder has to answer. Raises ControlError, which speaks of ``who``.
+    The owner of its folder has to answer. Raises ControlError, which speaks of ``who``, and GivenUpError as soon as
+    ``stop``, which is asked every ``look_s``, says why; the connection is closed then.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -44,7 +58,7 @@ def ask(path: Path, request: Mapping[str, object], timeout_s: float, who: str) -
             if peer != owner:
                 raise ControlError(f"{path} is answered by another user than its folder's")
             connection.sendall(json.dumps(request).encode() + b"\n")
-            answer = json.loads(_read_line(connection, deadline))
+            answer = json.loads(_read_line(connection, deadline, stop, look_s))
     except OSError as error:
         raise ControlError(f"{who} at {path} does not answer: {reason(error)}") from error
     except (ValueError, RecursionError) as error:
@@ -64,15 +78,20 @@ def _connect(connection: socket.socket, control: Path) -> int:
         os.close(folder)
 
 
-def _read_line(connection: socket.socket, deadline: float) -> bytes:
+def _read_line(connection: socket.socket, deadline: float, stop: Callable[[], str], look_s: float) -> bytes:
     """The first line. A limit for each read alone would let a launcher hold its caller by a byte now and then."""
     line = b""
     while b"\n" not in line and len(line) < MAX_ANSWER:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("timed out")
-        connection.settimeout(left_s)
-        part = connection.recv(MAX_ANSWER - len(line))
+        connection.settimeout(min(left_s, look_s))
+        try:
+            part = connection.recv(MAX_ANSWER - len(line))
+        except TimeoutError:
+            if why := stop():
+                raise GivenUpError(why) from None
+            continue
         if not part:
             break
         line += part

@@ -22,6 +22,9 @@ from opsd.commands.return_ import proofs
 from opsd.commands.settings import load
 from opsd.config import Settings
 from opsd.notify.receiver import NotifyError, read_receivers
+from opsd.preflight.engine import SelectionError
+from opsd.preflight.history import HistoryError
+from opsd.preflight.report import ReportError
 from opsd.repair import evidence
 from opsd.repair.attend import Means, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
@@ -36,6 +39,7 @@ from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
+from opsd.spares import state, verdict
 from opsd.spares.eligibility import has_requirements
 
 ENDS = {"returned": "repaired and back in service", "rma": "has to be replaced", "left": "not repaired by opsd"}
@@ -81,7 +85,7 @@ def repair(
     say = partial(click.echo, err=as_json)
     means = _means(settings, slurm, given, helpers, say)
     if ordered:
-        means = replace(means, paused=partial(_maintenance, settings))
+        means = replace(means, paused=partial(_maintenance, settings), by_policy=True)
     work = Repair(settings.agent.node, cases, means, Rules.of(settings.policy), limits(settings))
     try:
         if acting or ordered:
@@ -193,12 +197,22 @@ def _means(
             say(f"the evidence for {case.id} could not be kept: {error}")
             return ""
 
-    def returned() -> str:
+    def as_spare(stop: Callable[[], str]) -> str:
         try:
             was_spare = bool(node_comment.read(slurm.comments([node]).get(node, "")).spare)
         except SlurmError:
             was_spare = False
-        return tests.as_spare() if was_spare or has_requirements(settings.spare) else ""
+        if not was_spare and not has_requirements(settings.spare):
+            return ""
+        failed = tests.as_spare(stop)
+        try:
+            known = state.read(settings.agent.state_dir) or state.SpareState()
+            found = verdict.assess(settings, known, "", time.time())
+            verdict.publish(settings, found, lambda: slurm)
+        except (HistoryError, ReportError, SelectionError, SlurmError, OSError) as error:
+            return f"whether it is a ready spare is not known: {error}"
+        lacks = failed or found.why_not_ready(found.checked_at)
+        return f"no ready spare: {lacks}" if lacks else "ready as a spare"
 
     return Means(
         slurm=slurm,
@@ -207,7 +221,7 @@ def _means(
         retest=tests,
         proof=lambda: proofs(settings, [node], []).get(node),
         bundle=bundle,
-        returned=returned,
+        as_spare=as_spare,
         say=say,
     )
 

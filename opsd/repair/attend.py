@@ -37,20 +37,22 @@ class Means:
     """What a repair works with.
 
     ``release`` has jobs give the node back that no longer use it, and says what was done. ``retest`` runs checks under
-    load, ``proof`` is the newest preflight that a return needs, ``bundle`` makes the archive of evidence and returns
-    its path, ``returned`` is called after a return and may say something. ``paused`` says why nothing may be done about
-    a kind of incident now, "" if it may.
+    load until they end or its second argument says why they must, ``proof`` is the newest preflight that a return
+    needs, ``bundle`` makes the archive of evidence and returns its path, ``as_spare`` tests the node as a spare before
+    its return, where it is one, and may say something. ``paused`` says why nothing may be done about a kind of incident
+    now, "" if it may. ``by_policy``: nobody has begun it by hand, so that it waits where people are at work.
     """
 
     slurm: Slurm
     machine: Machine
     release: Callable[[Sequence[Job]], str]
-    retest: Callable[[Sequence[str]], Retested]
+    retest: Callable[[Sequence[str], Callable[[], str]], Retested]
     proof: Callable[[], PreflightResult | None]
     bundle: Callable[[Case], str]
-    returned: Callable[[], str]
+    as_spare: Callable[[Callable[[], str]], str]
     say: Callable[[str], None]
     paused: Callable[[str, float], str] = lambda _kind, _now: ""
+    by_policy: bool = False
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
 
@@ -149,11 +151,14 @@ class Repair:
         if step.do == "rung":
             assert step.rung is not None
             say(f"{step.rung}: because of {step.why}")
-            return self._climb(self._recorded(ladder.begun(case, step.rung, facts)), step.rung)
+            if case.last is None or case.last.ok is not None:
+                case = self._recorded(ladder.begun(case, step.rung, facts))
+            return self._climb(case, step.rung)
         if step.do == "retest":
             say(f"{ladder.RETEST}: {case.kind}")
             case = self._recorded(ladder.begun(case, ladder.RETEST, facts))
-            found = self._means.retest(FAULTS[case.kind].checks if case.kind in FAULTS else ())
+            checks = FAULTS[case.kind].checks if case.kind in FAULTS else ()
+            found = self._means.retest(checks, lambda: self._taken(case.kind))
             return self._ended(case, found.passed, found.detail)
         if step.do == "return":
             return self._return(case, facts)
@@ -167,9 +172,12 @@ class Repair:
         try:
             if rung is Rung.REBOOT:
                 self._reboot(case.reason)
-                return case  # it ends with this boot of the node
+                return self._recorded(ladder.noted(case, ""))  # it ends with this boot of the node
             remedies = {Rung.PROCESSES: machine.end_processes, Rung.RESET: machine.reset_gpus}
             done = remedies.get(rung, machine.reload_driver)()
+        except SlurmUnavailable:
+            self._recorded(ladder.noted(case, ladder.UNANSWERED))
+            raise
         except (RungError, SlurmError, OSError) as error:
             return self._ended(case, False, str(error))
         return self._ended(case, True, done)
@@ -183,6 +191,8 @@ class Repair:
     def _return(self, case: Case, facts: Facts) -> Case:
         if case.last is None or case.last.what != ladder.RETURN:
             case = self._recorded(ladder.begun(case, ladder.RETURN, facts))
+        # Before the return: that test is a load, too, and a job may be there within a second.
+        said = self._means.as_spare(lambda: self._taken(case.kind)) if facts.hold == "ours" else ""
         proof = self._means.proof()
         checked = {self._node: proof} if proof else {}
         try:
@@ -191,7 +201,6 @@ class Repair:
             raise
         except SlurmError as error:
             return self._ended(case, False, str(error))
-        said = self._means.returned()
         verdict = f"returned after {', '.join(dict.fromkeys(attempt.what for attempt in case.rungs))}"
         self._means.say(f"{verdict}; {said}" if said else verdict)
         now = self._means.clock()
@@ -234,7 +243,17 @@ class Repair:
         relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
         rebooting = found is not None and bool(found.flags & {"reboot_requested", "reboot_issued"})
         recent, paused = self._file.recent(now), self._means.paused(kind, now)
+        if self._means.by_policy and found is not None and "maintenance" in found.flags:
+            paused = paused or "Slurm has it in a reservation for maintenance"
         return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused), found
+
+    def _taken(self, kind: str) -> str:
+        """Why a test that puts load on the node must end: it is somebody else's now. "" if not, or if Slurm is away."""
+        facts, _ = self._look(kind)
+        if facts.busy:
+            return f"a job is on {self._node}"
+        texts = {"ours": "", "unknown": "", "nobody": f"{self._node} is in service"}
+        return texts.get(facts.hold, facts.hold_text)
 
     def _drain_again(self, found: Node) -> None:
         """A node that has rebooted is only down, from which Slurm may resume it by itself (ReturnToService)."""

@@ -10,8 +10,8 @@ from typing import Final
 from opsd.repair import nvml_state
 from opsd.repair.machine import Run, RungError, run_command
 
-MODULES: Final = ("nvidia_peermem", "nvidia_uvm", "nvidia_drm", "nvidia_modeset", "nvidia")
-"""The driver's modules, each before those that it needs."""
+MODULE: Final = "nvidia"
+"""The driver's; those that use it (nvidia_uvm, nvidia_peermem, gdrdrv, nvidia_fs …) are unloaded before it."""
 FABRIC: Final = "nvidia-fabricmanager"
 """Stays for a reset: before Hopper it is needed for one. Holds the driver's modules."""
 RESET_S, MODULES_S, SERVICE_S = 300.0, 120.0, 90.0
@@ -45,7 +45,7 @@ class NvidiaDriver:
         return "reset all GPUs"
 
     def reload_driver(self) -> str:
-        loaded = [name for name in MODULES if name in self._modules()]
+        loaded = self._modules()
         if not loaded:
             raise RungError("no module of the NVIDIA driver is loaded")
         with self._without((*self._services, FABRIC)):
@@ -67,12 +67,24 @@ class NvidiaDriver:
             self._run(["systemctl", "is-enabled", "--quiet", name], SERVICE_S)
             self._run(["systemctl", "start", name], SERVICE_S)
 
-    def _modules(self) -> set[str]:
+    def _modules(self) -> list[str]:
+        """The driver's module and all that use it, each before those that it needs; empty if it is not loaded."""
         try:
             lines = (self._proc / "modules").read_text(encoding="ascii").splitlines()
         except OSError as error:
             raise RungError(f"{self._proc / 'modules'}: {error.strerror}") from error
-        return {line.split(maxsplit=1)[0] for line in lines if line}
+        users = {name: by.split(",") for name, _, _, by, *_ in map(str.split, filter(None, lines))}
+        found: list[str] = []
+
+        def visit(name: str) -> None:
+            for user in users[name]:
+                if user in users and user not in found:
+                    visit(user)
+            found.append(name)
+
+        if MODULE in users:
+            visit(MODULE)
+        return found
 
     @contextmanager
     def _without(self, services: Iterable[str]) -> Iterator[None]:

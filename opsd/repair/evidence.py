@@ -41,13 +41,18 @@ KERNEL_LOG: Final = (
     "journalctl", "_TRANSPORT=kernel", "--lines=20000", "--no-pager", "--output=short-iso",
 )  # fmt: skip
 """Of all boots: --dmesg reads one boot, unless --boot=all is there, which older systemds refuse."""
-_WORDS: Final = r"(?: passw(?:or)?d | passphrase | secret | token | (?:api|access|private)[_-]?key | credentials? )"
+_WORDS: Final = r"""(?: passw(?:or)?d | passphrase | (?:\b|ssh)pass(?= \s{0,4} [=:]) | [_-]pwd | jwt | secret | token
+    | api-?key | [_-]key | credentials? )"""
 _QUOTE: Final = r"""\\{0,7}["']"""
 """Also as it stands in JSON within JSON, with backslashes before it."""
 _SECRET: Final = re.compile(
     rf"""(?ix) (?P<name> {_WORDS} [\w.-]{{0,40}} (?:{_QUOTE})? \s{{0,4}} [=:] \s{{0,4}} )
         (?: (?P<quote> {_QUOTE}) (?: (?!(?P=quote)) . ){{0,4096}} | [^\s"',&\\]+ )
-    | (?P<option> -- (?:\w{{1,20}}-){{0,4}} {_WORDS} [\w-]{{0,40}} [ ]{{1,4}} ) [^\s"\\]+
+    | (?P<option> -- (?:[a-z0-9]{{1,20}}[_-]){{0,4}} (?: {_WORDS} | key ) [\w-]{{0,40}}
+        (?: [ ]{{1,4}} | {_QUOTE} ,? [ ]{{0,4}} {_QUOTE} ) ) [^\s"'\\]+
+    | (?P<bare> \b (?-i: hf_ | gh[opsu]_ | github_pat_ | glpat- | sk- | eyJ ) ) [\w-]{{16,4096}}
+        (?: \. [\w-]{{1,4096}} ){{0,4}}
+    | (?P<block> -----BEGIN [ ] [A-Z ]{{0,20}} PRIVATE [ ] KEY----- ) [^-]{{1,16384}}
     | (?P<scheme> authorization (?:{_QUOTE})? \s{{0,4}} : \s{{0,4}} (?:{_QUOTE})?
         (?: (?:bearer|basic|digest|negotiate|token) \s{{1,4}} )? ) [^"\n\\]{{1,4096}}
     | (?P<user> :// (?:[^\s/:@]{{1,100}} :)? ) [^\s/@]{{1,1000}} (?= @ )"""
@@ -81,7 +86,7 @@ def without_secrets(text: str) -> str:
     """``text`` with "(left out)" for what stands behind words like password, token or Authorization, and in URLs."""
 
     def left_out(found: re.Match[str]) -> str:
-        kept = found["name"] or found["option"] or found["scheme"] or found["user"]
+        kept = found[str(found.lastgroup)] if found["quote"] is None else found["name"]
         return f"{kept}{found['quote'] or ''}(left out)"
 
     return _SECRET.sub(left_out, text)

@@ -32,6 +32,8 @@ TRIES: Final = {Rung.PROCESSES: 1, Rung.RESET: 1, Rung.RELOAD: 1, Rung.REBOOT: 2
 """How often each rung is tried: two reboots without success mean hardware (NVIDIA's guide to Xid errors)."""
 RETEST, RETURN = "retest", "return"
 CUT_OFF = "cut off by the end of the program"
+UNANSWERED = "Slurm has not answered the order"
+"""The reboot may be under way or not; the order is given again once it is known that it is not."""
 CUT_OFF_RETESTS: Final = 2
 """A test that was cut off so often while the node kept running is a failed one."""
 
@@ -142,6 +144,12 @@ def ended(case: Case, ok: bool, detail: str, now: float) -> Case:
     return replace(case, attempts=(*before, replace(last, ended_at=now, ok=ok, detail=detail)))
 
 
+def noted(case: Case, detail: str) -> Case:
+    """The case with what is known of the attempt under way."""
+    *before, last = case.attempts
+    return replace(case, attempts=(*before, replace(last, detail=detail)))
+
+
 def closed(case: Case, end: End, verdict: str, now: float, bundle: str = "") -> Case:
     """The case at its end."""
     return replace(case, end=end, verdict=verdict, ended_at=now, bundle=bundle)
@@ -179,6 +187,8 @@ def _interrupted(case: Case, facts: Facts) -> Step | None:
         texts = {"nobody": f"{case.node} is in service", "rma": f"{case.node} waits for its replacement"}
         return Step("left", texts.get(facts.hold) or facts.hold_text or f"somebody else holds {case.node}")
     if last is not None and last.ok is None:
+        if last.detail == UNANSWERED and not facts.busy and not facts.rebooting:
+            return Step("rung", UNANSWERED, Rung(last.what))
         return Step("wait", "it reboots" if last.what == Rung.REBOOT else f"{last.what} is under way")
     if facts.busy:
         return Step("wait", "a job is still on it")

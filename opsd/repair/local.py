@@ -7,6 +7,7 @@ from stdin, and the answer goes to stdout.
 from __future__ import annotations
 
 import json
+import select
 import signal
 import sys
 import time
@@ -44,13 +45,20 @@ def sources_of(settings: Settings) -> evidence.Sources:
 def _verbs(part: str, file: str) -> Verbs:
     settings = load(Path(file))
     if part == "test":
-        return verbs_of_tests(tests_of(settings, [f"--config={file}"]))
+        return verbs_of_tests(tests_of(settings, [f"--config={file}"]), _hung_up)
     sources = sources_of(settings)
 
     def archive(slurm_node: str) -> str:
         return str(evidence.make(replace(sources, slurm_node=slurm_node), time.time()))
 
     return verbs_of_driver(driver_of(settings), archive)
+
+
+def _hung_up() -> str:
+    """Why the answer is wanted no more, "" if it is: the load ends with the connection."""
+    asker = select.poll()
+    asker.register(sys.stdin, select.POLLRDHUP)
+    return "nobody waits for it any more" if asker.poll(0) else ""
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import time
@@ -16,6 +17,8 @@ from opsd.preflight.checks.leftovers import gpu_holders
 SYSTEM_UIDS: Final = 1000
 """User ids below are no users' (login.defs(5)): their services are stopped by name, and not killed."""
 TERM_S, KILL_S = 10.0, 20.0
+SAID_BYTES: Final = 16 << 20
+"""Four times the longest part of evidence; a broken program may print without end."""
 
 
 class RungError(Exception):
@@ -53,7 +56,10 @@ Run = Callable[[Sequence[str], float], str]
 
 
 def run_command(argv: Sequence[str], deadline_s: float) -> str:
-    """See ``Run``. Returns by the deadline even if the command hangs in the driver, where no signal ends it."""
+    """See ``Run``. Returns by the deadline even if the command hangs in the driver, where no signal ends it.
+
+    Of what it prints the last ``SAID_BYTES`` are kept.
+    """
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
@@ -61,7 +67,7 @@ def run_command(argv: Sequence[str], deadline_s: float) -> str:
     except OSError as error:
         raise RungError(f"{argv[0]} cannot be run: {error.strerror}") from error
     try:
-        said, _ = process.communicate(timeout=deadline_s)
+        said = _last_words(process, deadline_s)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -77,6 +83,21 @@ def run_command(argv: Sequence[str], deadline_s: float) -> str:
         last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
         raise RungError(f"{' '.join(argv)} failed: {last[:300]}")
     return text
+
+
+def _last_words(process: subprocess.Popen[bytes], deadline_s: float) -> bytes:
+    """The end of what the process prints, once it has ended. Raises subprocess.TimeoutExpired."""
+    assert process.stdout is not None
+    deadline, kept = time.monotonic() + deadline_s, bytearray()
+    while select.select([process.stdout], [], [], left := max(0.0, deadline - time.monotonic()))[0] and left:
+        chunk = os.read(process.stdout.fileno(), 1 << 20)
+        if not chunk:
+            process.stdout.close()
+            process.wait(left)
+            return bytes(kept)
+        kept += chunk
+        del kept[:-SAID_BYTES]
+    raise subprocess.TimeoutExpired(process.args, deadline_s)
 
 
 class NodeMachine:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from opsd.control import ControlError, ask
+from opsd.control import LOOK_S, ControlError, GivenUpError, ask
 from opsd.repair.machine import Driver, RungError
 from opsd.repair.retest import RETEST_S, Retested, Tests
 
@@ -57,30 +57,43 @@ class RemoteDriver:
 
 @dataclass(frozen=True, slots=True)
 class RemoteTests:
-    """``Tests`` whose service listens at ``socket``."""
+    """``Tests`` whose service listens at ``socket``, and ends its test when the connection is closed."""
 
     socket: Path
+    look_s: float = LOOK_S
 
-    def __call__(self, checks: Sequence[str]) -> Retested:
+    def __call__(self, checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         try:
-            found = _asked(self.socket, {"do": "retest", "checks": [*checks]}, TEST_S)
+            found = self._ask({"do": "retest", "checks": [*checks]}, stop)
             return Retested(found["passed"] is True, str(found["detail"]))
         except RungError as error:
             return Retested(False, str(error))
         except (KeyError, TypeError):
             return Retested(False, "the test's service answered something else than a result")
 
-    def as_spare(self) -> str:
+    def as_spare(self, stop: Callable[[], str]) -> str:
         try:
-            return str(_asked(self.socket, {"do": "as_spare"}, TEST_S))
+            return str(self._ask({"do": "as_spare"}, stop))
         except RungError as error:
             return str(error)
 
+    def _ask(self, request: Mapping[str, object], stop: Callable[[], str]) -> Any:
+        try:
+            return _asked(self.socket, request, TEST_S, stop, self.look_s)
+        except GivenUpError as error:
+            raise RungError(f"the test was stopped: {error}") from error
 
-def _asked(socket: Path, request: Mapping[str, object], timeout_s: float) -> Any:
+
+def _asked(
+    socket: Path,
+    request: Mapping[str, object],
+    timeout_s: float,
+    stop: Callable[[], str] = str,
+    look_s: float = LOOK_S,
+) -> Any:
     name = f"opsd-repair-{socket.name}"
     try:
-        answer = ask(socket, request, timeout_s, name)
+        answer = ask(socket, request, timeout_s, name, stop, look_s)
     except ControlError as error:
         raise RungError(f"{error}; see journalctl -u '{name}@*'") from error
     if "done" not in answer:
@@ -102,11 +115,11 @@ def verbs_of_driver(driver: Driver, evidence: Callable[[str], str]) -> Verbs:
     }
 
 
-def verbs_of_tests(tests: Tests) -> Verbs:
-    """What the part ``test`` does."""
+def verbs_of_tests(tests: Tests, stop: Callable[[], str]) -> Verbs:
+    """What the part ``test`` does, until ``stop`` says why that must end."""
     return {
-        "retest": lambda told: asdict(tests([str(name) for name in told.get("checks", ())])),
-        "as_spare": lambda _: tests.as_spare(),
+        "retest": lambda told: asdict(tests([str(name) for name in told.get("checks", ())], stop)),
+        "as_spare": lambda _: tests.as_spare(stop),
     }
 
 

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from opsd.preflight.report import Report, ReportError
 
 RETEST_S = 4 * 3600.0
 """Longer than any profile that ends by itself; then the test has failed."""
+LOOK_S, TIDY_S = 10.0, 15.0
+"""Seconds between two looks whether the test may go on, and those that it has to end its load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +32,13 @@ class Retested:
 
 
 class Tests(Protocol):
-    """The tests of the node. Raise nothing."""
+    """The tests of the node, until ``stop`` says why they must end, "" if not. Raise nothing."""
 
-    def __call__(self, checks: Sequence[str]) -> Retested:
+    def __call__(self, checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         """Whether the node is good, by ``checks`` and all that a return needs."""
 
-    def as_spare(self) -> str:
-        """Test whether the node is a ready spare, which marks it in Slurm, and say how that ended."""
+    def as_spare(self, stop: Callable[[], str]) -> str:
+        """Test the node as a spare, and say what failed, "" for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +52,19 @@ class Preflight:
     profile: str
     skip: Sequence[str] = ()
     deadline_s: float = RETEST_S
+    look_s: float = LOOK_S
 
-    def __call__(self, checks: Sequence[str]) -> Retested:
-        """Run ``checks``, and if they pass, the whole profile.
+    def __call__(self, checks: Sequence[str], stop: Callable[[], str] = str) -> Retested:
+        """Run ``checks``, and if they pass, the whole profile, until ``stop`` says why they must end, "" if not.
 
         One of ``checks`` has to have passed, not only not failed: a node without a working driver has none that apply.
         """
         possible = [name for name in checks if name not in self.skip]
         if possible:
-            report, problem = self._run(self.profile, "--only", ",".join(possible))
+            report, problem = self._run(self.profile, "--only", ",".join(possible), stop=stop)
             if report is None or not report.passed:
                 return Retested(False, problem if report is None else _failures(report))
-        whole, problem = self._run(self.profile)
+        whole, problem = self._run(self.profile, stop=stop)
         if whole is None or not whole.passed:
             return Retested(False, problem if whole is None else _failures(whole))
         proved = [r.check for r in whole.results if r.verdict in (Verdict.PASS, Verdict.WARN)]
@@ -69,14 +73,12 @@ class Preflight:
             return Retested(False, f"none of {', '.join(checks)} could be run, which would prove that it is over")
         return Retested(True, f"passed {', '.join(fitting)} and preflight {self.profile}")
 
-    def as_spare(self) -> str:
-        """Test whether the node is a ready spare, which marks it in Slurm, and say how that ended."""
-        report, problem = self._run("spare", "--act")
-        if report is None:
-            return problem
-        return "ready as a spare" if report.passed else f"no ready spare: {_failures(report)}"
+    def as_spare(self, stop: Callable[[], str] = str) -> str:
+        """Test the node as a spare until ``stop`` says why that must end, and say what failed, "" for nothing."""
+        report, problem = self._run("spare", stop=stop)
+        return problem if report is None else "" if report.passed else _failures(report)
 
-    def _run(self, profile: str, *options: str) -> tuple[Report | None, str]:
+    def _run(self, profile: str, *options: str, stop: Callable[[], str] = str) -> tuple[Report | None, str]:
         with tempfile.TemporaryDirectory(prefix="opsd-repair-") as folder:
             file = Path(folder) / "report.json"
             command = [sys.executable, "-P", "-m", "opsd", "preflight", "--quiet", f"--json={file}"]
@@ -85,16 +87,43 @@ class Preflight:
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             try:
-                _, said = process.communicate(timeout=self.deadline_s)
-            except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                return None, f"preflight {profile} has not ended within {self.deadline_s:g} s"
+                said = self._watched(process, stop)
+            except _StoppedError as error:
+                return None, f"preflight {profile} {error}"
+            finally:  # also when this program is ended: the load goes with it
+                _end(process)
             try:
                 return Report.from_json(file.read_bytes()), ""
             except (OSError, ReportError):
                 last = said.decode(errors="replace").strip().splitlines()[-1:]
                 return None, f"preflight {profile} made no report: {''.join(last)[:300] or 'it said nothing'}"
+
+    def _watched(self, process: subprocess.Popen[bytes], stop: Callable[[], str]) -> bytes:
+        """What the process has said at its end. Raises _StoppedError where that is not to be waited for."""
+        deadline = time.monotonic() + self.deadline_s
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return process.communicate(timeout=min(left, self.look_s))[1]
+            except subprocess.TimeoutExpired:
+                if why := stop():
+                    raise _StoppedError(f"was stopped: {why}") from None
+        raise _StoppedError(f"has not ended within {self.deadline_s:g} s")
+
+
+class _StoppedError(Exception):
+    """A test that may not or will not come to its end."""
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the preflight end its checks, then kill it; its checks die with it."""
+    if process.poll() is not None:
+        return
+    with suppress(subprocess.TimeoutExpired):
+        process.terminate()
+        process.wait(TIDY_S)
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _failures(report: Report) -> str:

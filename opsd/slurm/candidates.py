@@ -19,7 +19,7 @@ SAME_S: Final = 3600.0
 """A job that fails so near a stay out of service is part of the same fault."""
 TESTED_S: Final = 30 * 86_400.0
 
-LEMON, RELAPSED, FAILED, UNTESTED = 8.0, 4.0, 2.0, 1.0
+PLANNED, LEMON, RELAPSED, FAILED, UNTESTED = 16.0, 8.0, 4.0, 2.0, 1.0
 """The order in which nodes are avoided, most first; any of these outweighs all below it."""
 
 
@@ -79,6 +79,7 @@ def candidates(
     for node in nodes:
         record, score = known.get(node.name), recent.get(node.name)
         against = {
+            "Slurm keeps it for another job": PLANNED * ("planned" in node.flags),
             "a lemon": LEMON * (node.name in lemons),
             "failed again soon after a repair": RELAPSED * (score is not None and score.relapses > 0),
             "failed in the last 30 days": FAILED * (score is not None),

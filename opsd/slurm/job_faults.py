@@ -19,6 +19,8 @@ DEADLINE_S: Final = 60.0
 FIELDS: Final = ("JobIDRaw", "State", "End", "NodeList", "User")
 _REQUEUED: Final = "REQUEUED"
 _BAD: Final = frozenset({"NODE_FAIL", "FAILED", "BOOT_FAIL", _REQUEUED})
+_WELL: Final = frozenset({"COMPLETED", "COMPLETING", "RUNNING", "SUSPENDED", "TIMEOUT"})
+"""A start that was cancelled or ran out of memory shows nothing of the node that it was without."""
 
 
 class _Run(NamedTuple):
@@ -78,7 +80,7 @@ def _faults(runs: list[_Run]) -> Iterator[tuple[Fault, str]]:
     """The faults in the starts of one job, each with its user."""
     ordered = sorted(runs, key=lambda one: (one.end is None, one.end or 0.0))
     for failed, after in pairwise(ordered):
-        if failed.end is None or failed.state not in _BAD or after.state in _BAD:
+        if failed.end is None or failed.state not in _BAD or after.state not in _WELL:
             continue
         suspects = failed.nodes - after.nodes
         by_chance = failed.state == _REQUEUED and not failed.nodes & after.nodes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 
 class SlurmError(Exception):
@@ -47,6 +47,16 @@ OLDEST = Version(22, 5)
 """The oldest release that opsd is tested with."""
 
 
+_BLOCKING: Final = frozenset(
+    {"drain", "fail", "not_responding", "maintenance", "power_down", "powered_down", "powering_down", "invalid_reg"}
+)
+_SOON_ELSEWHERE: Final = frozenset(
+    {"reserved", "completing", "reboot_requested", "reboot_issued", "power_up", "powering_up", "blocked"}
+)
+"""Flags of idle nodes that no job gets at once, as in Slurm's slurm_protocol_defs.c: an epilog that has not ended, a
+reboot that waits for the node, one that boots in the cloud, one that another job's exclusive use blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A node as the controller knows it.
@@ -76,13 +86,12 @@ class Node:
     @property
     def free(self) -> bool:
         """Whether a job that may use any node could have it at once."""
-        return self.state == "idle" and self.usable and "reserved" not in self.flags
+        return self.state == "idle" and self.usable and not self.flags & _SOON_ELSEWHERE
 
     @property
     def usable(self) -> bool:
         """Whether the node could get a job now, or once its present jobs end."""
-        blocking = {"drain", "fail", "not_responding", "maintenance", "powered_down", "powering_down", "invalid_reg"}
-        return self.state in ("idle", "allocated", "mixed") and not self.flags & blocking
+        return self.state in ("idle", "allocated", "mixed") and not self.flags & _BLOCKING
 
 
 @dataclass(frozen=True, slots=True)

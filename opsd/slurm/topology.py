@@ -17,7 +17,8 @@ from typing import Final
 
 from opsd.slurm.hostlist import HostlistError, expand
 
-_PAIR: Final = re.compile(r"([A-Za-z]+)\s*=\s*(\S+)")
+_PAIR: Final = re.compile(r'([A-Za-z]+)\s*=\s*(?:"([^"]*)"|([^\s="]+)(?!\S*\s*=))')
+"""A value may be quoted; what stands before another sign of equality is the next name, after an empty value."""
 _CONTINUED: Final = re.compile(r"\\[ \t]*\r?\n")
 """A line that the next one continues, as in all files of Slurm (``_strip_continuation`` in its parse_config.c)."""
 
@@ -154,7 +155,8 @@ def parse(text: str) -> Topology:
     domain: dict[str, str] = {}
     try:
         for line in _CONTINUED.sub(" ", text).splitlines():
-            told = {key.lower(): value for key, value in _PAIR.findall(line.partition("#")[0])}
+            pairs = _PAIR.findall(line.partition("#")[0])
+            told = {key.lower(): quoted or plain for key, quoted, plain in pairs if plain != "(null)"}
             nodes = expand(told.get("nodes", ""))
             if block := told.get("blockname"):
                 domain.update(dict.fromkeys(nodes, block))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 
 from opsd.repair.attend import Means, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.ladder import Case, Limits, Rung
+from opsd.repair.ladder import RETURN, Attempt, Case, Limits, Rung
 from opsd.repair.machine import RungError
 from opsd.repair.order import Ordering
 from opsd.repair.retest import Retested
@@ -44,6 +44,8 @@ class Bench:
     said: list[str] = field(default_factory=list)
     cured: bool = False
     waits: int = 0
+    by_policy: bool = False
+    loads: list[str] = field(default_factory=list)
 
     def boot(self) -> str:
         return f"boot-{self.boots}"
@@ -73,13 +75,18 @@ class Bench:
         self.cured |= rung is self.cured_by
         return "done"
 
-    def retest(self, checks: Sequence[str]) -> Retested:
+    def retest(self, checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         assert "gpu_health" in checks
         current = self.cases.current()
         assert current is not None and current.last is not None
         assert (current.last.what, current.last.ok) == ("retest", None), "it is on the disk before it begins"
         self.done.append("retest")
         return Retested(self.cured, "gpu_health passed" if self.cured else "gpu_health failed")
+
+    def as_spare(self, stop: Callable[[], str]) -> str:
+        assert (stop(), self.slurm.by_name["n1"].out_of_service) == ("", True), "a load on a node in service"
+        self.loads.append("spare")
+        return "ready as a spare"
 
     def sleep(self, seconds: float) -> None:
         """Time goes by; a reboot that was asked for takes the node and this program down."""
@@ -105,10 +112,11 @@ class Bench:
             retest=self.retest,
             proof=lambda: PreflightResult(self.now, self.cured),
             bundle=lambda case: f"/evidence/{case.node}.tar.gz",
-            returned=lambda: "ready as a spare",
+            as_spare=self.as_spare,
             say=self.said.append,
             clock=lambda: self.now,
             sleep=self.sleep,
+            by_policy=self.by_policy,
         )
         return Repair("n1", self.cases, means, Rules(), Limits())
 
@@ -131,7 +139,7 @@ def test_a_reset_that_helps_ends_in_a_return(tmp_path: Path) -> None:
     bench = Bench(tmp_path, cured_by=Rung.RESET)
     bench.slurm.by_comment["n1"] = "[opsd1 gpu_xid=100-]"
     case = bench.run()
-    assert (case.end, bench.done) == ("returned", ["reset_gpus", "retest"])
+    assert (case.end, bench.done, bench.loads) == ("returned", ["reset_gpus", "retest"], ["spare"])
     assert bench.slurm.by_name["n1"].usable
     history = node_comment.read(bench.slurm.by_comment["n1"])
     assert [stay.back for stay in history.stays] == [bench.now]
@@ -147,6 +155,33 @@ def test_a_repair_goes_on_after_the_reboot(tmp_path: Path) -> None:
     assert (case.end, bench.done) == ("returned", ["reset_gpus", "retest", "reload_driver", "reboot", "retest"])
     assert bench.slurm.reboots == [("n1", REASON)]
     assert [update for _, update, _ in bench.slurm.updates] == ["drain", "resume"]
+
+
+@pytest.mark.parametrize("carried_out", [True, False])
+def test_an_order_to_reboot_that_slurm_has_not_answered_is_no_failed_one(tmp_path: Path, carried_out: bool) -> None:
+    """A controller that fails over would make two of them at once, and a healthy node one to be replaced."""
+    lost = replace(DRAINED, reason="opsd:gpu_lost-1 gpu_lost: GPU 3")
+    slurm = HalfDeaf([lost], config=REBOOTS)
+    slurm.carried_out = carried_out
+    bench = Bench(tmp_path, cured_by=Rung.REBOOT, slurm=slurm)
+    case = bench.run()
+    assert (case.end, bench.done, len(case.rungs)) == ("returned", ["reboot", "retest"], 1)
+    assert len(slurm.reboots) == 1
+
+
+class HalfDeaf(FakeSlurm):
+    """Its answers to the first three orders to reboot are lost; the first may be ``carried_out`` all the same."""
+
+    carried_out = False
+    lost = 0
+
+    def reboot(self, name: str, reason: str) -> None:
+        if self.lost == 3:
+            return super().reboot(name, reason)
+        self.lost += 1
+        if self.carried_out:
+            super().reboot(name, reason)
+        raise SlurmUnavailable("scontrol reboot: Socket timed out on send/recv operation")
 
 
 def test_a_node_that_nothing_cures_has_to_be_replaced(tmp_path: Path) -> None:
@@ -168,7 +203,7 @@ def test_a_node_that_dies_under_load_is_not_tested_for_ever(tmp_path: Path) -> N
     bench = Bench(tmp_path)
     boots = 0
 
-    def retest(checks: Sequence[str]) -> Retested:
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         nonlocal boots
         boots += 1
         bench.boots += 1
@@ -237,13 +272,55 @@ def test_a_node_that_somebody_takes_meanwhile_is_left_to_them(tmp_path: Path) ->
     """After the reset a person has drained it for a reason of their own."""
     bench = Bench(tmp_path, cured_by=Rung.RESET)
 
-    def retest(checks: Sequence[str]) -> Retested:
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         bench.slurm.by_name["n1"] = replace(DRAINED, reason="mine now", reason_by="ann")
         return Retested(True, "passed")
 
     bench.retest = retest  # type: ignore[method-assign]
     case = bench.run()
     assert (case.end, "by ann: mine now" in case.verdict, bench.slurm.updates) == ("left", True, [])
+
+
+@pytest.mark.parametrize(
+    ("taken", "why"),
+    [
+        (Node("n1", "allocated"), "a job is on n1"),
+        (Node("n1", "idle"), "n1 is in service"),
+        (replace(DRAINED, reason="mine now", reason_by="ann"), "by ann: mine now"),
+    ],
+)
+def test_a_test_ends_where_somebody_takes_the_node_in_the_middle(tmp_path: Path, taken: Node, why: str) -> None:
+    """A profile takes hours under full load; who resumes the node by hand has no idea of it, nor has the next job."""
+    bench = Bench(tmp_path, cured_by=Rung.RESET)
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        assert stop() == ""
+        bench.slurm.error = SlurmUnavailable("no answer")
+        assert stop() == "", "who is not known to have taken it has not"
+        bench.slurm.error = None
+        bench.slurm.by_name["n1"] = taken
+        return Retested(False, stop())
+
+    bench.retest = retest  # type: ignore[method-assign]
+    case = bench.run()
+    assert case.last is not None
+    assert why in case.last.detail
+    assert (case.end, bench.done, bench.slurm.updates) == ("left", ["reset_gpus"], [])
+
+
+def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: Path) -> None:
+    """People flash firmware there: no reset, no reboot, no load, but what a person orders by hand."""
+    serviced = replace(DRAINED, flags=frozenset({"drain", "maintenance", "reserved"}))
+    assert Bench(tmp_path / "hand", cured_by=Rung.RESET, slurm=FakeSlurm([serviced])).run().end == "returned"
+    bench = Bench(tmp_path / "policy", cured_by=Rung.RESET, slurm=FakeSlurm([serviced]), by_policy=True)
+
+    def sleep(_seconds: float) -> None:
+        assert not bench.done
+        bench.slurm.by_name["n1"] = DRAINED
+
+    bench.sleep = sleep  # type: ignore[method-assign, assignment]
+    assert bench.run().end == "returned"
+    assert bench.said[0] == "waiting: Slurm has it in a reservation for maintenance"
 
 
 def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
@@ -281,6 +358,15 @@ def test_what_a_cut_off_reset_may_have_stopped_is_started(tmp_path: Path) -> Non
     assert bench.done == ["restore", "reload_driver", "retest"]
 
 
+def test_a_return_that_was_cut_off_loads_no_node_that_is_back_in_service(tmp_path: Path) -> None:
+    """The program was killed once Slurm had the node back, and the next job is there."""
+    bench = Bench(tmp_path, cured_by=Rung.RESET, cured=True)
+    case = replace(bench.repair().proposed(), attempts=(Attempt(RETURN, bench.now, bench.boot()),))
+    bench.cases.keep(case)
+    bench.slurm.by_name["n1"] = Node("n1", "allocated")
+    assert (bench.run().end, bench.loads) == ("returned", [])
+
+
 def test_only_one_program_repairs(tmp_path: Path) -> None:
     """The second says so."""
     cases = CaseFile(tmp_path)
@@ -306,7 +392,7 @@ def test_a_node_that_refused_a_job_is_repaired_as_opsds_own(tmp_path: Path) -> N
     """Slurm has drained it for the word of opsd's prolog: the drain is in the node's history like any of opsd's."""
     bench = Bench(tmp_path, cured_by=Rung.RESET, slurm=FakeSlurm([BY_PROLOG, Node("n2", "idle")]))
 
-    def retest(checks: Sequence[str]) -> Retested:
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         assert checks == ()
         return Retested(bench.cured, "passed")
 

@@ -15,6 +15,7 @@ from opsd.repair.ladder import (
     RETEST,
     RETURN,
     TRIES,
+    UNANSWERED,
     Attempt,
     Case,
     Facts,
@@ -44,7 +45,7 @@ all_facts = st.builds(
 )  # fmt: skip
 attempts = st.builds(
     Attempt, st.sampled_from([*LADDER, RETEST, RETURN]), st.floats(0, 1e6), st.sampled_from(["boot-1", "boot-2"]),
-    st.just(None), st.sampled_from([None, True, False]), st.sampled_from(["", CUT_OFF]),
+    st.just(None), st.sampled_from([None, True, False]), st.sampled_from(["", CUT_OFF, UNANSWERED]),
 )  # fmt: skip
 cases = st.builds(
     replace, st.just(CASE), first=st.sampled_from(LADDER), attempts=st.lists(attempts, max_size=8).map(tuple)

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from opsd.repair import evidence
 from opsd.repair.case_file import CaseFile
 from opsd.repair.driver import NvidiaDriver
-from opsd.repair.machine import NodeMachine, RungError, run_command
-from opsd.repair.retest import Preflight
+from opsd.repair.machine import SAID_BYTES, NodeMachine, RungError, run_command
+from opsd.repair.retest import Preflight, Retested
 from opsd.settings.repair import RepairSettings
 
 
@@ -108,6 +109,22 @@ def test_the_driver_s_modules_are_unloaded_in_order_and_loaded_again(node: Node)
     assert node.ran == ["modprobe --remove nvidia_uvm", *load]
 
 
+def test_modules_of_others_that_use_the_driver_are_unloaded_before_it(node: Node) -> None:
+    """GDRCopy and GPUDirect Storage: with them the driver's own module stays in use."""
+    (node.proc / "modules").write_text(
+        "gdrdrv 36864 0 - Live 0x0 (OE)\n"
+        "nvidia_fs 323584 0 - Live 0x0 (OE)\n"
+        "nvidia_drm 131072 0 - Live 0x0 (POE)\n"
+        "nvidia_modeset 1724416 1 nvidia_drm, Live 0x0 (POE)\n"
+        "drm_kms_helper 315392 1 nvidia_drm, Live 0x0\n"
+        "nvidia 9695232 2 gdrdrv,nvidia_fs,nvidia_modeset,[permanent], Live 0x0 (POE)\n"
+    )
+    node.machine().reload_driver()
+    order = [command.split()[-1] for command in node.ran if "--remove" in command]
+    assert order == ["gdrdrv", "nvidia_fs", "nvidia_drm", "nvidia_modeset", "nvidia"]
+    assert [command.split()[-1] for command in node.ran if "--remove" not in command] == order[::-1]
+
+
 def test_a_fabric_manager_that_had_failed_is_started_with_the_driver(node: Node) -> None:
     """Stopped for the driver if it runs, and untouched by a reset, which may need it."""
     (node.proc / "modules").write_text("nvidia 1 1 - Live\n")
@@ -153,6 +170,15 @@ def test_a_command_that_hangs_or_fails_is_one_sentence() -> None:
         run_command(["sleep", "60"], 0.2)
     with pytest.raises(RungError, match="cannot be run: No such file"):
         run_command(["opsd-no-such-program"], 1.0)
+
+
+def test_a_command_that_prints_without_end_fills_no_memory() -> None:
+    """Its end is kept, within the deadline."""
+    said = run_command(["sh", "-c", "yes garbage | head -c 50000000; echo the end"], 60.0)
+    assert len(said) <= SAID_BYTES
+    assert said.endswith("the end\n")
+    with pytest.raises(RungError, match=r"has not ended within 0\.3 s"):
+        run_command(["yes"], 0.3)
 
 
 def test_an_archive_of_evidence_is_bounded_and_has_no_secrets(tmp_path: Path) -> None:
@@ -219,16 +245,42 @@ def test_a_retest_that_could_check_nothing_has_failed(tmp_path: Path) -> None:
     """Unknown is not healthy: none of the checks for the fault applies to this machine, or all are skipped."""
     skip = ("gpu_health",)
     whole = ["--set=agent.node=n1", f"--set=agent.state_dir={tmp_path}"]
-    from opsd.preflight.checks import CHECKS
-
-    others = [check.name for check in CHECKS if check.name != "numa"]
-    found = Preflight([*whole, f"--set=preflight.skip={others}"], "quick", skip)(["gpu_health"])
+    found = Preflight([*whole, f"--set=preflight.skip={_others('numa')}"], "quick", skip)(["gpu_health"])
     assert (found.passed, "none of gpu_health could be run" in found.detail) == (False, True), found
     broken = Preflight(["--set=agent.nonsense=1"], "quick")([])
     assert (broken.passed, "unknown key agent.nonsense" in broken.detail) == (False, True), broken
 
 
-@pytest.mark.parametrize(
+def test_a_retest_that_must_end_takes_its_load_with_it(tmp_path: Path) -> None:
+    """Within seconds, not at the end of a profile of hours."""
+    here = psutil.Process()
+    before = {*here.children(recursive=True)}
+
+    def stop() -> str:
+        """Once a check works."""
+        loads = {*here.children(recursive=True)} - before
+        return "n1 is in service" if any("opsd.preflight.worker" in _command(load) for load in loads) else ""
+
+    own = ["--set=agent.node=n1", f"--set=agent.state_dir={tmp_path}"]
+    found = Preflight([*own, f"--set=preflight.skip={_others('cpu')}"], "standard", look_s=0.1)(["cpu"], stop)
+    assert found == Retested(False, "preflight standard was stopped: n1 is in service")
+    assert not {child for child in here.children(recursive=True) if child.is_running()} - before
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _others(name: str) -> list[str]:
+    from opsd.preflight.checks import CHECKS
+
+    return [check.name for check in CHECKS if check.name != name]
+
+
+SECRETS = pytest.mark.parametrize(
     "text",
     [
         '{"log": "{\\"password\\": \\"hunter2\\"}"}',
@@ -239,8 +291,29 @@ def test_a_retest_that_could_check_nothing_has_failed(tmp_path: Path) -> None:
         "Authorization: hunter2",
         "https://hunter2@host/",
         "private_key=hunter2",
+        "SLURM_JWT=hunter2",
+        "MYSQL_PWD=hunter2",
+        "SSHPASS=hunter2 sshpass -e ssh",
+        "CIFS: mount of //server with pass=hunter2,vers=3",
+        "python train.py --wandb-key hunter2",
+        "python train.py --wandb_key=hunter2",
+        '["python", "train.py", "--hf-token", "hunter2"]',
+        '{"stack": "[\\"--hf-token\\", \\"hunter2\\"]"}',
+        "huggingface-cli login hf_hunter2hunter2hunter2hunter2",
+        "glpat-hunter2hunter2hunter2",
+        "sent eyJhunter2hunter2hunter2.hunter2.hunter2_hunter2",
+        "-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2\n-----END OPENSSH PRIVATE KEY-----",
     ],
 )
+
+
+def test_what_only_looks_like_a_secret_stays() -> None:
+    """Verdicts of checks, addresses and keys of hashes are what a vendor needs."""
+    text = '{"passed": true, "verdict": "pass", "task-0": 1} iommu: bypass: on\nkey 0x3 of gpu 0, disk-sda, skew 3'
+    assert evidence.without_secrets(text) == text
+
+
+@SECRETS
 def test_secrets_are_left_out_however_they_are_quoted(text: str) -> None:
     """Incidents are JSON that quotes logs, which may quote JSON themselves."""
     assert "hunter2" not in evidence.without_secrets(text)

@@ -43,15 +43,15 @@ class Tests:
 
     __test__ = False
 
-    def __call__(self, checks: Sequence[str]) -> Retested:
+    def __call__(self, checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         return Retested(bool(checks), ",".join(checks))
 
-    def as_spare(self) -> str:
-        return "ready as a spare"
+    def as_spare(self, stop: Callable[[], str]) -> str:
+        return "data failed"
 
 
 DRIVER = verbs_of_driver(Driver(), lambda slurm_node: f"/evidence of {slurm_node}")
-TESTS = verbs_of_tests(Tests())
+TESTS = verbs_of_tests(Tests(), str)
 
 
 @contextmanager
@@ -98,8 +98,43 @@ def test_tests_behind_a_socket_are_tests(tmp_path: Path) -> None:
     """A node is good only if the service says so in so many words."""
     with served(tmp_path / "test", by(TESTS)) as path:
         remote = RemoteTests(path)
-        assert remote(["gpu_burn", "cpu"]) == Retested(True, "gpu_burn,cpu")
-        assert (remote([]).passed, remote.as_spare()) == (False, "ready as a spare")
+        assert remote(["gpu_burn", "cpu"], str) == Retested(True, "gpu_burn,cpu")
+        assert (remote([], str).passed, remote.as_spare(str)) == (False, "data failed")
+
+
+def test_a_test_that_must_end_is_hung_up_on(tmp_path: Path) -> None:
+    """The service sees the end of the connection."""
+    ended: list[bytes] = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "test"))
+        listener.listen()
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.makefile("rb").readline()
+                ended.append(connection.recv(1))
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        reasons = iter(["", "a job is on n1"])
+        found = RemoteTests(tmp_path / "test", look_s=0.05)(["cpu"], lambda: next(reasons))
+        thread.join(10)
+    assert found == Retested(False, "the test was stopped: a job is on n1")
+    assert ended == [b""]
+
+
+def test_the_service_ends_its_load_with_the_connection(tmp_path: Path) -> None:
+    """Nobody would hear its answer, and the node may be somebody else's."""
+    (tmp_path / "opsd.toml").write_text(f'[agent]\nstate_dir = "{tmp_path}"\n')
+    asker, ours = socket.socketpair()
+    command = [sys.executable, "-P", "-m", "opsd.repair.local", "test", str(tmp_path / "opsd.toml")]
+    with asker, ours, subprocess.Popen(command, stdin=ours.fileno(), stdout=subprocess.PIPE, text=True) as service:
+        ours.close()
+        asker.sendall(b'{"do": "retest", "checks": []}\n')
+        asker.close()
+        assert service.stdout is not None
+        assert "was stopped: nobody waits for it any more" in service.stdout.read()
 
 
 @pytest.mark.parametrize(
@@ -108,9 +143,9 @@ def test_tests_behind_a_socket_are_tests(tmp_path: Path) -> None:
 def test_a_service_that_ends_or_says_something_odd_has_not_passed_a_node(tmp_path: Path, said: bytes) -> None:
     """Nor has it reset anything."""
     with served(tmp_path / "test", lambda _: said) as path:
-        assert RemoteTests(path)(["cpu"]).passed is False
+        assert RemoteTests(path)(["cpu"], str).passed is False
         assert RemoteDriver(path).recovery_actions() == []
-    assert "journalctl -u 'opsd-repair-test@*'" in RemoteTests(tmp_path / "none/test")([]).detail
+    assert "journalctl -u 'opsd-repair-test@*'" in RemoteTests(tmp_path / "none/test")([], str).detail
 
 
 @pytest.mark.parametrize("request_", [None, [], "reset_gpus", {}, {"do": ["reset_gpus"]}, {"do": "__class__"}])
@@ -128,6 +163,7 @@ def test_only_what_is_on_the_list_is_done(request_: object) -> None:
         ("", "one JSON object"),
         ("[" * 60_000, "one JSON object"),
     ],
+    ids=["unknown", "empty", "deep"],
 )
 def test_the_service_answers_one_line(tmp_path: Path, said: str, told: str) -> None:
     """As systemd starts it, whatever it is asked."""

@@ -6,7 +6,9 @@ from opsd.lemons import Judgement, Lift, Score
 from opsd.slurm import node_comment
 from opsd.slurm.candidates import LEMON, TESTED_S, candidates, due, faults, free
 from opsd.slurm.node_comment import NodeHistory, Stay
+from opsd.slurm.pick import pick
 from opsd.slurm.port import Node
+from opsd.slurm.topology import Topology
 
 NOW = 1_763_711_000.0
 PROVEN, UNPROVEN = Lift(3.0, 2.0, 4.0, 9, 50, 3), Lift(1.0, 0.5, 2.0, 9, 50, 3)
@@ -58,6 +60,17 @@ def test_what_cannot_be_had_says_why() -> None:
     assert [one.why_not for one in found] == [
         "Slurm has it as allocated", "Slurm has it as idle+drain", "Slurm has it as idle+reserved", "it is a spare", "",
     ]  # fmt: skip
+
+
+def test_a_node_that_slurm_keeps_for_another_job_comes_last() -> None:
+    """A job of a higher priority waits for it: a lemon can be had sooner."""
+    nodes = [Node("a", "idle"), Node("b", "idle", frozenset({"planned"})), Node("c", "idle")]
+    found = candidates(nodes, {}, Judgement(PROVEN, PROVEN, 0.5, SCORES), NOW)
+    assert max(found, key=lambda one: one.badness).node == "b"
+    assert found[1].remarks[0] == "Slurm keeps it for another job"
+    choice = pick(free(found), 2, Topology())
+    assert choice is not None
+    assert choice.nodes == ("a", "c")
 
 
 def test_idle_nodes_are_due_for_a_test_the_longest_untested_first() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opsd.slurm.drain import NotOurs, drain, give_back, owned, take_down
+from opsd.slurm.output import parse_nodes
 from opsd.slurm.port import Node, SlurmRejected
 from tests.fakes.slurm import FakeSlurm
 
@@ -102,3 +103,26 @@ def test_unknown_nodes_are_refused(name: str) -> None:
 def test_usable_nodes_could_get_a_job(node: Node, usable: bool) -> None:
     """Drained, silent, down and unknown nodes are not usable."""
     assert node.usable is usable
+
+
+@pytest.mark.parametrize(
+    ("state", "free"),
+    [
+        ("IDLE", True),
+        ("IDLE+PLANNED", True),
+        ("IDLE+CLOUD+DYNAMIC_NORM", True),
+        ("IDLE+COMPLETING", False),
+        ("IDLE+REBOOT_REQUESTED", False),
+        ("IDLE+CLOUD+POWER_DOWN", False),
+        ("IDLE+CLOUD+POWERED_DOWN", False),
+        ("IDLE+CLOUD+POWERING_UP", False),
+        ("IDLE+CLOUD+POWERED_DOWN+POWER_UP", False),
+        ("IDLE+BLOCKED", False),
+        ("IDLE+MAINTENANCE+RESERVED", False),
+        ("MIXED+PLANNED", False),
+    ],
+)
+def test_free_nodes_could_run_a_job_at_once(state: str, free: bool) -> None:
+    """One that still ends a job, boots or waits for its reboot could not, though Slurm calls it idle."""
+    (node,) = parse_nodes(f"n1|{state}|Unknown|Unknown|none|\n", "|")
+    assert node.free is free

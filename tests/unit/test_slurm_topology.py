@@ -218,3 +218,24 @@ def test_the_topology_of_slurm_is_found(tmp_path: Path) -> None:
         raise SlurmUnavailable("scontrol has not answered within 5 s")
 
     assert find(silent) == Topology()
+
+
+def test_values_may_be_quoted_and_empty() -> None:
+    """As Slurm's own reader of its files allows, and as scontrol shows a block whose nodes are all gone."""
+    quoted = parse('SwitchName="leaf0" Nodes="n[0-1]"\nSwitchName = top Switches = "leaf0"\n')
+    assert (quoted.leaf, quoted.above) == ({"n0": "leaf0", "n1": "leaf0"}, {"leaf0": "top"})
+    gone = "BlockName=b0 BlockIndex=0 Nodes= BlockSize=2\nBlockName=b1 BlockIndex=1 Nodes=(null) BlockSize=2\n"
+    assert parse(gone).nodes == {}
+    assert parse("SwitchName=top Level=1 LinkSpeed=1 Nodes= Switches=leaf[0-1]").above.keys() == {"leaf0", "leaf1"}
+
+
+def test_a_topology_of_blocks_as_releases_with_yaml_show_it() -> None:
+    """Names of nodes may be addresses; an aggregate of blocks is no NVLink domain."""
+    shown = (
+        "BlockName=rack_b0 BlockIndex=0 Nodes=10.140.71.[103,115] BlockSize=2\n"
+        "BlockName=rack_b1 BlockIndex=1 Nodes=10.140.79.152,10.140.93.120 BlockSize=2\n"
+        "AggregatedBlock=rack_b[0-1] BlockIndex=2 Nodes=10.140.71.[103,115],10.140.79.152,10.140.93.120 BlockSize=4\n"
+    )
+    assert parse(shown).domain == {
+        "10.140.71.103": "rack_b0", "10.140.71.115": "rack_b0", "10.140.79.152": "rack_b1", "10.140.93.120": "rack_b1",
+    }  # fmt: skip

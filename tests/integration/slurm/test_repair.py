@@ -65,7 +65,7 @@ def test_a_faulty_node_comes_back_as_a_spare(room: tuple[Cluster, MachineRoom]) 
     ]  # fmt: skip
     assert machines.reboots == [victim]
     assert machines.commands(victim) == ["nvidia-smi --gpu-reset"]
-    assert slurm.nodes([victim])[0].usable
+    wait_until(lambda: slurm.nodes([victim])[0].usable, "a ping has shown that it responds")
     told = node_comment.read(slurm.comments()[victim])
     assert (told.spare, [stay.back is not None for stay in told.stays]) == ("ready", [True])
     (still,) = slurm.jobs([job])
