@@ -87,6 +87,11 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], te
             {"hidden_act": "gelu"},
             "hidden_act 'gelu', which transformers also applies to the convolutions",
         ),
+        (
+            "Qwen 3 Next",
+            {"rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 0.0},
+            "factor = 0.0; without",
+        ),
         ("Qwen 3 Next", {"full_attention_interval": 0}, "a number, that cannot be"),
         ("Qwen 3 Next", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention' in layer_types"),
         ("Qwen 3 Next", {"shared_expert_intermediate_size": 18}, "which is not a multiple of moe_intermediate_size"),

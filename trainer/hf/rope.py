@@ -27,7 +27,12 @@ def settings_of_rope(architecture: Architecture, fields: Fields) -> dict[str, An
     theta = float(rope.pop("rope_theta", None) or fields["rope_theta"])
     found: dict[str, Any] = {"rope_theta": theta}
     if architecture.partial:
-        share = rope.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor") or architecture.partial
+        share = {"partial_rotary_factor": architecture.partial, **fields, **rope}["partial_rotary_factor"]
+        rope.pop("partial_rotary_factor", None)
+        if not share:
+            raise ConfigError(
+                f"config.json has partial_rotary_factor = {share!r}; without it {architecture.partial} is used"
+            )
         channels = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
         found["rope_dim"] = int(channels * share)
     found |= _scaling(rope, fields)
