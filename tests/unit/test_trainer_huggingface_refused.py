@@ -82,6 +82,12 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], te
         ("Bamba", {"mamba_d_conv": 3}, "needs model.state_conv = 3, not 4"),
         ("Gemma 2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0; null is no bound"),
         ("DeepSeek-V3", {"head_dim": 2}, "head_dim 2, which is not qk_rope_head_dim"),
+        ("Gemma 3", {"attn_logit_softcapping": 0.5}, "attn_logit_softcapping = 0.5, which this trainer does not"),
+        (
+            "Gemma 3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "a form that transformers does not read",
+        ),
         ("Bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu', which transformers also applies to the convolutions"),
         (
             "Qwen 3 Next",
