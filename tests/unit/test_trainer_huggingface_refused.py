@@ -81,11 +81,23 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], te
         ("Bamba", {"mamba_proj_bias": True}, "mamba_proj_bias = True"),
         ("Bamba", {"mamba_d_conv": 3}, "needs model.state_conv = 3, not 4"),
         ("Gemma 2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0; null is no bound"),
+        ("DeepSeek-V3", {"head_dim": 2}, "head_dim 2, which is not qk_rope_head_dim"),
+        ("Gemma 3", {"attn_logit_softcapping": 0.5}, "attn_logit_softcapping = 0.5, which this trainer does not"),
+        (
+            "Gemma 3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "a form that transformers does not read",
+        ),
         ("Bamba", {"hidden_act": "gelu"}, "hidden_act 'gelu', which transformers also applies to the convolutions"),
         (
             "Qwen 3 Next",
             {"hidden_act": "gelu"},
             "hidden_act 'gelu', which transformers also applies to the convolutions",
+        ),
+        (
+            "Qwen 3 Next",
+            {"rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 0.0},
+            "factor = 0.0; without",
         ),
         ("Qwen 3 Next", {"full_attention_interval": 0}, "a number, that cannot be"),
         ("Qwen 3 Next", {"layer_types": ["sliding_attention"] * 4}, "'sliding_attention' in layer_types"),

@@ -256,8 +256,9 @@ ARCHITECTURES: Final = (
     Architecture(
         "gemma3_text", "Gemma3",
         _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "_sliding_window_pattern": 6},
-        {"norms": "both", "qk_norm": True}, kinds.gemma, _WINDOW | _GEMMA_ONLY | {"rope_local_base_freq"}, _BIASED,
-        one_plus=True, activation="hidden_activation",
+        {"norms": "both", "qk_norm": True}, kinds.gemma,
+        _WINDOW | _GEMMA_ONLY - {"attn_logit_softcapping"} | {"rope_local_base_freq"}, _BIASED, one_plus=True,
+        activation="hidden_activation",
     ),
 )  # fmt: skip
 """In the order in which they are tried for an export."""

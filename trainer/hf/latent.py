@@ -27,6 +27,10 @@ def settings_of_latents(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"config.json has num_key_value_heads {config['num_key_value_heads']}, which is not num_attention_heads"
         )
+    if config.get("head_dim") not in (None, config["qk_rope_head_dim"]):
+        raise ConfigError(
+            f"config.json has head_dim {config['head_dim']}, which is not qk_rope_head_dim as in transformers"
+        )
     found = {ours: config[theirs] or 0 for ours, theirs in _FIELDS.items()}
     return {**found, "head_dim": config[_NOPE] + config["qk_rope_head_dim"]}
 

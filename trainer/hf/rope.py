@@ -23,11 +23,23 @@ def settings_of_rope(architecture: Architecture, fields: Fields) -> dict[str, An
     """The settings for the rotary positions of ``fields``. Raises ConfigError for those that this trainer lacks."""
     given = fields.get("rope_parameters") or {}
     by_layer = {name: given[name] for name in ("full_attention", "sliding_attention") if name in given}
+    if "rope_local_base_freq" in architecture.defaults and (
+        (given and not by_layer) or "type" in (fields.get("rope_scaling") or {})
+    ):
+        raise ConfigError(
+            f"config.json scales positions in a form that transformers does not read for {architecture.kind}; give "
+            "rope_parameters by kind of layer, or rope_type in rope_scaling"
+        )
     rope = {**(by_layer.get("full_attention", {}) if by_layer else given), **(fields.get("rope_scaling") or {})}
     theta = float(rope.pop("rope_theta", None) or fields["rope_theta"])
     found: dict[str, Any] = {"rope_theta": theta}
     if architecture.partial:
-        share = rope.pop("partial_rotary_factor", None) or fields.get("partial_rotary_factor") or architecture.partial
+        share = {"partial_rotary_factor": architecture.partial, **fields, **rope}["partial_rotary_factor"]
+        rope.pop("partial_rotary_factor", None)
+        if not share:
+            raise ConfigError(
+                f"config.json has partial_rotary_factor = {share!r}; without it {architecture.partial} is used"
+            )
         channels = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
         found["rope_dim"] = int(channels * share)
     found |= _scaling(rope, fields)
