@@ -234,7 +234,7 @@ class ModelSettings(Section):
     @property
     def has_states(self) -> bool:
         """Whether there are layers with a state."""
-        return any(kind in STATE_PRODUCTS for kind in self.kinds)
+        return not set(STATE_PRODUCTS).isdisjoint(self.kinds)
 
     @property
     def state_shared_by(self) -> int:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _DAYS = 30.0
 """Deadline if neither GPUs nor days are given."""
-_MOST_DAYS = 36_500.0
+_MOST_DAYS = 36_500
 _NONE = "none"
 """As ``--measured``: the defaults alone."""
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from opsd.plan.reliability import DAY_S, HABITS, spares_for
+from opsd.words import duration
 
 TOLERANCE: Final = 0.1
 """Of the plan's days, by which a forecast may exceed them."""
@@ -181,18 +182,24 @@ def brief(found: Forecast) -> str:
     return f"{found.left_s / DAY_S:.1f} days left, ETTR {found.ettr:.1%}, {found.spares()} spares advised{late}"
 
 
+def _spans(*days: float) -> list[str]:
+    """In days, or all in smaller units if none of them is one."""
+    return [f"{each:.1f}" if max(days) >= 1 else duration(each * DAY_S) for each in days]
+
+
 def told(found: Forecast) -> list[tuple[str, str]]:
     """The forecast in words, as names with a text."""
     planned, left = found.planned, found.left_s / DAY_S
     lines = [
-        ("days left", f"{left:.1f} of {found.days:.1f} expected; {found.planned_days:.1f} were planned"),
+        ("days left", "{} of {} expected; {} were planned".format(*_spans(left, found.days, found.planned_days))),
         ("ETTR", f"{found.ettr:.1%} expected at the end; {found.planned_ettr:.1%} planned"),
         ("spares", f"{found.spares()} advised for 99 % of the time; {planned.spares} planned"),
     ]
     if found.progress.gpus not in (0, planned.gpus):
         lines.append(("GPUs", f"{found.progress.gpus:,}, and the plan is of {planned.gpus:,}: see opsd plan --run"))
     if blame := found.blame:
-        days = found.beyond_s[blame] / DAY_S
         what = "slower steps" if blame == PRODUCTIVE else blame.replace("_", " ")
-        lines.append(("beyond the plan", f"{found.excess:.0%}, most of it by {what}: {days:+.1f} days"))
+        lines.append(
+            ("beyond the plan", f"{found.excess:.0%}, most of it by {what}: {duration(found.beyond_s[blame])}")
+        )
     return lines

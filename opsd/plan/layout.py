@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, Final, Literal
 
@@ -70,7 +70,7 @@ class Layout:
 
     def spread(self) -> dict[str, Any]:
         """All but the micro-batch."""
-        return {name: value for name, value in asdict(self).items() if name != "micro_batch"}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "micro_batch"}
 
     def name(self, gpus: int) -> str:
         """``DP 192 x TP 2 x PP 4, interleaved 3, micro-batch 3, recompute none``: with three stages per rank."""

@@ -89,6 +89,8 @@ def _best(config: Config, spread: Layout, gpus: int, hardware: Hardware) -> Cand
             layout = replace(spread, micro_batch=micro_batch, recompute=recompute)
             if found := problem(config, layout, gpus):
                 why = why or found
+                if recompute == "none":
+                    break  # the others have no fewer demands
                 continue
             memory = memory_of(config, layout, gpus)
             least = min(least, memory.total)
