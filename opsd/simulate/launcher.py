@@ -109,7 +109,15 @@ class Launcher:
         self._leader: Leader | None = None
         store = _Store(world, self._calls)
         self._group = store.group = _SharingGroup(
-            own, (), partial(world.send, own.name), store, self._wake, size=8, start="simulated", launcher=own.name
+            own,
+            (),
+            partial(world.send, own.name),
+            store,
+            self._wake,
+            size=8,
+            start="simulated",
+            launcher=own.name,
+            now=start_s,
         )
         self._group.share(world)
         self._started = False

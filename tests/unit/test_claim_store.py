@@ -7,7 +7,16 @@ from itertools import pairwise
 import pytest
 
 from opsd.checkpoints.claims import Claim
-from opsd.launch.claims.claim_store import CLAIM_RETRY_S, POLL_S, REPOLL_S, ClaimWriter, StorePoller, StoreRead
+from opsd.launch.claims.claim_store import (
+    CLAIM_RETRY_S,
+    MANY,
+    POLL_S,
+    REPOLL_S,
+    TELLING_S,
+    ClaimWriter,
+    StorePoller,
+    StoreRead,
+)
 from opsd.launch.claims.group import CUT_OFF_S
 
 
@@ -100,6 +109,34 @@ def test_a_lease_is_idle_only_as_far_as_it_was_seen() -> None:
     assert poller.lease_idle_s(9.0) == 0.0
     poller.answered(60.0, seen(1, 2), 1)
     assert poller.lease_idle_s(60.5) == 0.0
+
+
+def test_a_look_on_request_does_not_make_many_launchers_look_again_soon() -> None:
+    """All of them are asked at once when a generation begins; the next regular look is as rare as ever."""
+    folder, many = Asked(), 64 * MANY
+    poller = StorePoller(folder, 0.0)
+    poller.tick(0.0, many)
+    poller.answered(0.1, seen(1), 1)
+    poller.request(1.0)
+    poller.answered(1.1, seen(1), 1)
+    for second in range(2, 60):
+        poller.tick(float(second), many)
+        poller.answered(second + 0.1, StoreRead((1, second), None, False), 1)
+    assert folder.fulls.count(True) == 2
+
+
+@pytest.mark.parametrize(("launchers", "at_once"), [(MANY, True), (MANY + 1, False)])
+def test_a_claim_of_which_others_know_is_being_told(launchers: int, at_once: bool) -> None:
+    """Many do not read it meanwhile, but do if the telling does not come."""
+    folder = Asked()
+    poller = StorePoller(folder, 0.0)
+    poller.tick(0.0, launchers)
+    poller.answered(0.1, seen(1), 1)
+    poller.expect(0.2, launchers)
+    poller.expect(0.3, launchers)
+    assert (len(folder.fulls) == 2) is at_once
+    poller.answered(0.3, seen(2), 1) if at_once else poller.tick(0.2 + TELLING_S, launchers)
+    assert folder.fulls[:2] == [True, True]
 
 
 class Wishes:

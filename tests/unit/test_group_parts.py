@@ -140,6 +140,26 @@ def test_of_many_launchers_each_asks_few(answers: tuple[str, ...], most: int) ->
     assert answers or "n0064" in sent
 
 
+@pytest.mark.parametrize("launchers", [256, 4096])
+def test_a_claim_waits_for_those_who_answer_the_next_questions(launchers: int) -> None:
+    """Many ask in step and less often: a majority that answered one round is not all that are there."""
+    others = {f"n{number:04d}": member(f"n{number:04d}") for number in range(launchers)}
+    order = ("own", *others)
+    view = ElectionView("own", order, {**others, "own": member("own")}, (), "", True, False, 0.0, bool, bool)
+    election, names, sent_at = Election(0.0), list(others), set[float]()
+    for tick in range(20):
+        now = 0.05 * tick
+        election.ask(now, view, others, lambda to, _, now=now: sent_at.add(now), Seek(0, 8))
+    next_round = sorted(sent_at)[1]
+    for name in names[: launchers * 2 // 3]:
+        election.note(others[name], SeekReply(0, 8), 0.0)
+    assert not election.should_claim(0.0, view, 1.5)
+    assert not election.should_claim(next_round, view, 1.5)
+    for name in names[launchers * 2 // 3 :]:
+        election.note(others[name], SeekReply(0, 8), next_round)
+    assert election.should_claim(next_round, view, 1.5)
+
+
 class Others:
     """Whom a leader speaks to: what each has heard of its orders, and what the leader has found."""
 

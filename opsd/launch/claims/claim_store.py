@@ -16,6 +16,8 @@ REPOLL_S = 0.2
 """After a read that failed or returned an older state than is known."""
 MANY = 64
 """With more launchers the claims are read less often; the lease names the newest generation as well."""
+TELLING_S = 0.5
+"""For so long the maker of a claim may be telling many launchers of it; who hears that it exists need not read it."""
 UNLED_POLL_S = 2.0
 """Who hears no leader has the folder alone, and looks this often among any number of launchers."""
 GAP_S = 3.0
@@ -135,6 +137,7 @@ class StorePoller:
         """The newest full read that has found no newer claim than the one known."""
         self._folder = folder
         self._pending = False
+        self._launchers = 0
         self._begun = 0
         """Number of full reads begun."""
         self._due = self._whole_due = self._asked_at = now
@@ -148,25 +151,29 @@ class StorePoller:
         self._go(now, full=True)
         return first
 
+    def expect(self, now: float, launchers: int) -> None:
+        """There is a newer claim, which its maker may be about to tell; among a few launchers it is read at once."""
+        if launchers <= MANY:
+            self.request(now)
+        else:
+            self._due = self._whole_due = min(self._due, now + TELLING_S)
+
     def tick(self, now: float, launchers: int, *, led: bool = True) -> None:
         """Read if it is due; ``led``: a leader is heard from."""
+        self._launchers = launchers
         due = self._due if led else min(self._due, self._asked_at + UNLED_POLL_S)
         if now < due or self._pending:
             return
-        full = now >= self._whole_due
-        self._due = now + POLL_S * max(1.0, launchers / (4 * MANY))
-        if full:
-            self._whole_due = now + POLL_S * max(1.0, launchers / MANY)
-        self._go(now, full=full)
+        self._go(now, full=now >= self._whole_due)
 
     def _go(self, now: float, *, full: bool) -> None:
         if self._pending:
             return
         self._pending = True
         self._asked_at = now
-        self._due = max(self._due, now + POLL_S)
+        self._due = now + POLL_S * max(1.0, self._launchers / (4 * MANY))
         if full:
-            self._whole_due = max(self._whole_due, self._due)
+            self._whole_due = now + POLL_S * max(1.0, self._launchers / MANY)
             self._begun += 1
         self._folder.read(full=full)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, ParamSpec
 
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.changes import changes_of, claim_from
-from opsd.launch.claims.claim_store import ClaimStore, ClaimWriter, Plan, StorePoller, StoreRead, is_older
+from opsd.launch.claims.claim_store import TELLING_S, ClaimStore, ClaimWriter, Plan, StorePoller, StoreRead, is_older
 from opsd.launch.claims.election import Election
 from opsd.launch.claims.followers import FollowerTracker
 from opsd.launch.claims.messages import Begun, Claimed, GroupListener, Heartbeat, Message, Ready
@@ -178,7 +178,7 @@ class Claimant:
         if self.phase == "claiming":
             self._followers.discount_stall(self._now - self._chosen_at)  # nobody has been asked meanwhile
         self.phase = "leading"
-        self._lease_at = self._now
+        self._lease_at = self._now + TELLING_S  # the claim shows as much; whoever polls the lease has been told by then
         self._prepare(self.plan)
         changes = changes_of(claim, self.plan, before or self._expected, self._size)
         self._followers.claimed(self.plan, self._now, changes)

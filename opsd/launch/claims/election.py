@@ -94,6 +94,11 @@ def _by_precedence(order: Sequence[str], known: Collection[str], left: Collectio
     yield from (name for name in known if name not in placed and name not in left)
 
 
+def _ask_interval_s(launchers: int) -> float:
+    """Seconds between two rounds of questions."""
+    return SEEK_S * min(MAX_SLOWDOWN, max(1.0, launchers / MANY))
+
+
 class Election:
     """One election, from the loss of the leader until there is another."""
 
@@ -130,7 +135,7 @@ class Election:
         left = {*view.gone} - {view.leader} | {view.own}  # the leader does not look for others
         count = len(known) - sum(name in known for name in left)
         names = _by_precedence(view.order, known, left)
-        self._ask_at = now + SEEK_S * min(MAX_SLOWDOWN, max(1.0, count / MANY))
+        self._ask_at = now + _ask_interval_s(count)
         for name in names if count <= MANY else self._targets(now, names, view):
             if not self.heard_recently(name, now):
                 send(known[name], message)
@@ -214,4 +219,5 @@ class Election:
         if view.leader == view.own or back:
             return RESUME_S
         at_work = view.settled and not (view.fresh and all(one.fresh for one in reachable.values()))
-        return ELECTION_WAIT_S if at_work else START_WAIT_S
+        # Between two rounds of questions nobody answers: the others may come with the next one.
+        return (ELECTION_WAIT_S if at_work else START_WAIT_S) + _ask_interval_s(len(view.electorate)) - SEEK_S

@@ -48,6 +48,8 @@ class FollowerTracker:
         self._heartbeat_at = 0.0
         self._claimed_at = 0.0
         self._plan: Plan | None = None
+        self._changes: Claimed | None = None
+        """What the claim of the plan has changed."""
         self._answers: dict[str, Ready] = {}
         """The nodes that are ready for the plan …"""
         self._awaited: set[str] = set()
@@ -88,11 +90,17 @@ class FollowerTracker:
         """``plan`` is the newest; its nodes must become ready. ``changes`` tells them its claim."""
         self._plan, self._answers, self._awaited, self._complete = plan, {}, set(plan.slots), False
         self._claimed_at = now
+        self._changes = changes
         if changes is not None:
             for peer in self.peers.values():
                 self._send(peer.member, changes)
         self.send_heartbeat(Heartbeat(plan.number), now)
         self._note_change(now)
+
+    def tell_claim(self, sender: Member, number: int) -> None:
+        """Tell a launcher that knows generation ``number`` of the newest claim, if it came too late to be told."""
+        if self._changes is not None and number < self._changes.number:
+            self._send(sender, self._changes)
 
     def send_heartbeat(self, beat: Heartbeat, now: float) -> None:
         """Send ``heartbeat`` to all at once."""

@@ -271,11 +271,13 @@ class Group(Claimant):
         if not isinstance(message, Leave):
             self._gone.discard(sender.name)
         if isinstance(message, Seek | SeekReply | Join | Heartbeat | HeartbeatReply) and message.number > self.number:
-            self._poller.request(now)
+            self._look_for_newer(sender, message)
         match message:
             case Leave():
                 self.unreachable(now, sender.name)
             case Seek() if self.phase not in ("starting", "over"):  # it would not know for its own what counts it in
+                if self.phase == "leading":
+                    self._followers.tell_claim(sender, message.number)
                 self._send(sender, SeekReply(**self._view()))
                 if self.phase == "electing" and not self._election.heard_recently(sender.name, now):
                     self._send(sender, Seek(**self._view()))
@@ -284,6 +286,7 @@ class Group(Claimant):
             case Heartbeat() if self.phase in ("following", "electing"):
                 self._handle_heartbeat(sender, message)
             case Join() if self.phase == "leading":
+                self._followers.tell_claim(sender, message.number)
                 self._followers.join(sender, now)
             case HeartbeatReply() if self.phase == "leading":
                 self._handle_heartbeat_reply(sender, message)
@@ -303,6 +306,14 @@ class Group(Claimant):
             case _:
                 pass
         self.flush()
+
+    def _look_for_newer(self, sender: Member, message: Seek | SeekReply | Join | Heartbeat | HeartbeatReply) -> None:
+        """``sender`` knows a newer claim than this launcher does; its maker has told what it changes before that."""
+        hearsay = isinstance(message, Seek | SeekReply) and message.leader != sender
+        if hearsay:
+            self._poller.expect(self._now, len(self._electorate))
+        else:
+            self._poller.request(self._now)
 
     def _change_members(self, changes: MemberChanges) -> None:
         if self.plan is not None and self.plan.number == changes.number:
