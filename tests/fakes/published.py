@@ -1,6 +1,6 @@
 """What others have published of their runs, for the tests of `opsd plan`, and how close a plan has to come.
 
-The tolerances were written down before any of it was computed here.
+The tolerances were written down before any of it was computed here, those of ``RUNS`` excepted.
 """
 
 from __future__ import annotations
