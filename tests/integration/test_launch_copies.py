@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,8 @@ def test_the_older_copy_does_not_restart(tmp_path: Path) -> None:
         one.event("generation_started")
         with copy_of(tmp_path, "two", 100_000) as two:
             two.event("generation_started")
-            assert one.ask(cmd="restart") == {"ok": True}
+            with suppress(OSError, ValueError):  # it may have noticed the other by then
+                assert one.ask(cmd="restart") == {"ok": True}
             assert one.wait() == exitcodes.FENCED
     assert claims(tmp_path) == [1, 2]
 

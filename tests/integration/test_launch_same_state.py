@@ -174,6 +174,7 @@ import os
 from accelerate import Accelerator, PartialState
 from accelerate.utils import get_int_from_env
 state = PartialState(cpu=True)
+state.wait_for_everyone()
 show([state.process_index, state.local_process_index, state.num_processes, state.is_main_process, str(state.device),
       str(state.distributed_type)])
 """
