@@ -16,8 +16,8 @@ from opsd.launch.claims.claim_store import Plan, listening
 from opsd.launch.claims.messages import Claimed
 
 MOST_CHANGES = 256
-"""With more, every launcher reads the file. So many, 128 nodes that were replaced, are 3.5 kB to each launcher, which cost
-the leader of 10,000 measured 0.12 s; the file would be 0.55 MB to each."""
+"""With more, every launcher reads the file, 0.55 MB among 10,000. So many, 128 nodes that were replaced, are 3.5 kB,
+and take 0.12 s of the leader of 10,000."""
 
 
 def changes_of(claim: Claim, plan: Plan, base: Plan, size: int) -> Claimed | None:
