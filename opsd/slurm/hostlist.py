@@ -52,6 +52,21 @@ def compress(names: Iterable[str]) -> str:
     return ",".join(items)
 
 
+def compress_in_order(names: Iterable[str]) -> str:
+    """A hostlist of ``names`` in their order, with duplicates; names that count up by one are merged."""
+
+    def key(place_and_name: tuple[int, str]) -> tuple[str, int, int]:
+        place, name = place_and_name
+        match = _NUMBERED.fullmatch(name)
+        return (match[1], len(match[2]), int(match[2]) - place) if match else (name, 0, place)
+
+    items = []
+    for (prefix, width, _), run in groupby(enumerate(names), key):
+        (_, first), *others = run
+        items.append(f"{prefix}[{first[-width:]}-{others[-1][1][-width:]}]" if others else first)
+    return ",".join(items)
+
+
 def _split(hostlist: str) -> Iterator[str]:
     """The parts between commas outside brackets."""
     depth, item = 0, ""

@@ -60,6 +60,27 @@ def test_names_are_looked_up_when_they_are_called(launchers: Launchers) -> None:
     launchers.until(lambda: two.heard == [("n1", 7)])
 
 
+def test_a_name_that_was_looked_up_in_time_is_called_without_a_name_service(launchers: Launchers) -> None:
+    """Nothing is sent before there is something to say."""
+    asked: list[str] = []
+
+    def lookup(host: str) -> str:
+        asked.append(host)
+        if len(asked) > 1:
+            raise OSError(errno.ENOENT, "Name or service not known")
+        return f"127.{NET}.2.{host[1:]}"
+
+    one, two = launchers.start(1, lookup=lookup), launchers.start(2)
+    named = Member("n2", "n2", launchers.port)
+    one.transport.look_up([named])
+    launchers.until(lambda: asked)
+    launchers.pass_time(0.1)
+    assert two.opened == []
+    one.transport.send(named, {"n": 7})
+    launchers.until(lambda: two.heard == [("n1", 7)])
+    assert asked == ["n2"]
+
+
 def test_a_name_without_an_address_is_said_once(launchers: Launchers) -> None:
     """Its launcher may still call this one, and is answered then."""
 

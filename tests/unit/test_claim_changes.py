@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.changes import MOST_CHANGES, changes_of, claim_from
-from opsd.launch.claims.claim_store import Plan
+from opsd.launch.claims.claim_store import Plan, listening
 from opsd.launch.claims.messages import MESSAGES, Claimed, Message
 from opsd.launch.io.protocol import Codec, Member
 from opsd.simulate.launchers import Launchers
@@ -68,6 +68,43 @@ def test_much_that_changes_is_not_told() -> None:
     assert changes_of(claim_of(plan), plan, plan_of(4, ["n0"], 1), 8) is None
 
 
+def test_the_loss_of_128_nodes_is_told_in_few_bytes() -> None:
+    """Racks that lose their power: of a claim of 4,096 launchers each would read fifty times as much."""
+    names = [f"n{number:05d}" for number in range(4096)]
+    base = plan_of(4, names, 3968)
+    lost = set(base.slots[31::31][:128])
+    spares = iter(names[3968:])
+    there = plan_of(5, [name for name in names if name not in lost], 0)
+    plan = replace(there, slots=tuple(next(spares) if name in lost else name for name in base.slots))
+    message = changes_of(claim_of(plan), plan, base, 8)
+    assert message is not None
+    told = len(json.dumps(CODEC.encode(message)))
+    assert 50 * told < len(json.dumps(claim_of(plan).plan))
+    assert claim_from(message, base, plan.leader, "start") == claim_of(plan)
+
+
+@pytest.mark.parametrize("how", ["read", "told"])
+def test_a_claim_says_where_its_leader_listens(how: str) -> None:
+    """A launcher that was given names alone calls the leader without a name service; who leads next is said anew."""
+    base = plan_of(4, ["n0", "n1", "n2"], 2)
+    plan = replace(plan_of(5, ["n1", "n2"], 2), members=listening(base.members[1:], "n1", "192.0.2.7"))
+    claim: Claim | None = claim_of(plan)
+    if how == "told":
+        told = changes_of(claim_of(plan), plan, base, 8)
+        assert told is not None
+        claim = claim_from(CODEC.decode(json.loads(json.dumps(CODEC.encode(told)))), base, "n1", "start")
+    assert claim is not None
+    members = Plan.from_json(5, claim.plan).members
+    assert [(one.name, one.host) for one in members] == [("n1", "192.0.2.7"), ("n2", "10.0.0.2")]
+
+
+def test_a_claim_of_a_version_that_does_not_say_where_its_leader_listens() -> None:
+    """Its address is the one that is listed."""
+    raw = claim_of(plan_of(4, ["n1", "n2"], 2)).plan
+    members = Plan.from_json(4, {key: each for key, each in raw.items() if key != "head_listens"}).members
+    assert [one.host for one in members] == ["10.0.0.1", "10.0.0.2"]
+
+
 def test_the_folder_says_which_claim_holds(tmp_path: Path) -> None:
     """A claim that was told counts once its file is there, and no longer than until the next one."""
     told = claims.Found(Claim(1, "run", "told"), None)
@@ -101,3 +138,27 @@ def test_nobody_reads_what_was_told(kind: type[Launchers], readers: int) -> None
     world.lose(lost)
     world.until_agreed(without=[lost])
     assert world.bytes_read == readers * world.claim_bytes
+
+
+class Late(Launchers):
+    """One launcher and the successor of a lost leader do not hear each other until that has claimed."""
+
+    late = ""
+    newest = 0
+
+    def send(self, source: str, target: Member, message: Message) -> None:
+        if self.late not in (source, target.name) or len(self.claims) > self.newest:
+            super().send(source, target, message)
+
+
+def test_who_was_not_heard_in_time_is_told_when_it_asks() -> None:
+    """It does not read the claim either."""
+    world = Late(MANY, 2)
+    world.until_agreed()
+    world.pass_time(2.0)
+    leader = world.leader.name
+    world.late, world.newest = world.claims[-1].plan["slots"][-1], len(world.claims)
+    world.lose(leader)
+    world.until_agreed(without=[leader])
+    assert world.late not in world.claims[-1].plan["slots"]
+    assert world.bytes_read == 0

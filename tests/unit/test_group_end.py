@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from opsd.checkpoints.claims import Claim, End
+from opsd.launch.claims.messages import Leave, Message
+from opsd.launch.io.protocol import Member
 from opsd.launch.run.nodes import RunShape
 from tests.fakes.group import Launcher, World
 from tests.fakes.group_run import JOB, Run, claim_of
@@ -32,6 +34,40 @@ def test_the_end_is_obeyed_by_all(fault: str) -> None:
     run.world.run(2.0)
     told = run.others("n1") if fault == "killed leader" else run.names
     assert {run[name].left for name in told} == {End(0, "done")}
+
+
+class Leaving(World):
+    """Notes who tells whom that it leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, str]] = []
+
+    def send(self, source: str, target: Member, message: Message) -> None:
+        if isinstance(message, Leave):
+            self.told.append((source, target.name))
+        super().send(source, target, message)
+
+
+@pytest.mark.parametrize(
+    ("who", "lost", "told"),
+    [("n1", (), ("n2", "n3", "n4", "n5", "n6")), ("n3", (), ("n1",)), ("n4", ("n1", "n2", "n3"), ("n5", "n6"))],
+    ids=["leader", "follower", "without a leader"],
+)
+def test_who_leaves_tells_those_with_whom_it_was_in_touch(
+    who: str, lost: tuple[str, ...], told: tuple[str, ...]
+) -> None:
+    """Once each, and nobody else: in a large run it has connections with few, and calls nobody at its end."""
+    run = Run(6, 3, 6, world=Leaving()).rests()
+    for name in lost:
+        run[name].kill()
+    if lost:
+        run.world.until(lambda: run[who].core.phase == "electing")
+        run.world.run(1.0)
+        assert run[who].core.phase == "electing", "half without the leader waits for the lease"
+    run[who].core.leave()
+    assert isinstance(run.world, Leaving)
+    assert sorted(run.world.told) == [(who, name) for name in told]
 
 
 def test_a_run_may_begin_again_after_its_end() -> None:

@@ -193,3 +193,21 @@ def test_orders_are_heard_by_who_has_not_noticed_that_it_was_lost(how: str) -> N
     others.answer("n2", "n3", now=3.0)
     others.leader.broadcast({"say": 2})
     assert others.heard == {name: [{"say": 1}, {"say": 2}] for name in ("n2", "n3")}
+
+
+def test_who_has_not_confirmed_the_members_is_told_the_changes_again() -> None:
+    """Not all of thousands: what has changed since the claim."""
+    sent: list[tuple[str, Message]] = []
+    leader = FollowerTracker(member("n1"), 1, lambda target, message: sent.append((target.name, message)), 2.0)
+    leader.begin([(member("n2"), 1, "n2-1"), (member("n3"), 1, "n3-1")], 0.0)
+    names = ("n1", "n2", "n3")
+    leader.claimed(Plan(1, "n1", names, tuple(map(member, names)), dict.fromkeys(names, 1)), 0.0)
+    leader.tick(0.5)
+    leader.handle_reply(member("n4"), HeartbeatReply(1, 1, "n4-1"), 1.0)
+    leader.tick(1.5)
+    news = MemberChanges(1, 1, (member("n4"),), ())
+    assert [to for to, message in sent if message == news] == ["n2", "n3", "n4"]
+    sent.clear()
+    leader.handle_reply(member("n2"), HeartbeatReply(1, 1, "n2-1", members_version=1), 3.0)
+    leader.handle_reply(member("n3"), HeartbeatReply(1, 1, "n3-1"), 3.0)
+    assert sent == [("n3", news)]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from opsd.launch.io.protocol import Member
 from opsd.launch.run.launchers import Launchers
 from opsd.launch.run.rendezvous import BEAT_S, FOLDER, Meeting, RendezvousOptions
 from opsd.launch.run.roster import FOLDER as ROSTER
-from opsd.launch.run.roster import SILENT_S
+from opsd.launch.run.roster import SILENT_S, Roster, SharedRoster
 
 START = "r, at n0:29400"
 
@@ -45,7 +48,7 @@ def test_all_find_the_same_launchers(tmp_path: Path) -> None:
     found = Nodes().go([meeting(tmp_path, own, 20, 20) for own in everybody], 10)
     assert [known and known.own for known in found] == everybody
     assert {known and known.members for known in found} == {tuple(sorted(everybody, key=lambda one: one.name))}
-    assert [path.name for path in (tmp_path / FOLDER / ROSTER).iterdir()] == ["1.json"]
+    assert [path.name for path in (tmp_path / FOLDER / ROSTER).iterdir()] == ["1.json.gz"]
 
 
 def test_only_the_author_reads_the_files_of_the_others(tmp_path: Path) -> None:
@@ -80,7 +83,7 @@ def test_who_takes_over_from_a_silent_author(tmp_path: Path) -> None:
     others.append(meeting(tmp_path, member(3), 3, 4))
     found = nodes.go(others, 10)
     assert {known and known.members for known in found} == {(member(1), member(2), member(3))}
-    assert sorted(path.name for path in (tmp_path / FOLDER / ROSTER).iterdir()) == ["1.json", "2.json"]
+    assert sorted(path.name for path in (tmp_path / FOLDER / ROSTER).iterdir()) == ["1.json.gz", "2.json.gz"]
 
 
 def test_a_roster_left_over_is_not_used(tmp_path: Path) -> None:
@@ -125,3 +128,56 @@ def test_the_last_call_waits_for_more_and_ends(tmp_path: Path) -> None:
     assert nodes.go(meetings, 3.0) == [None, None]
     found = nodes.go(meetings, 5.0)
     assert {known and known.members for known in found} == {(member(0), member(1))}
+
+
+def roster_of(folder: Path, members: Sequence[Member]) -> Path:
+    """The file in which ``members`` are listed."""
+    rosters = folder / ROSTER
+    rosters.mkdir(parents=True)
+    shared = SharedRoster(folder, members[0])
+    assert shared.is_author(0.0)
+    shared.write(len(members), members)
+    (path,) = rosters.iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [Member("n9", "10.0.0.9", 1), Member("n10", "10.0.0.9", 2), Member("n2", "10.0.0.2", 1)],
+        [Member("a", "fe80::1%eth0", 1), Member("b1", "fe80::2%eth0", 65_535)],
+        [Member("n1", "no address", 1), Member("n2", "x[1", 1), Member("n3", "y,z", 1), Member("n4", "", 1)],
+    ],
+    ids=["order", "IPv6", "unusual"],
+)
+def test_a_roster_lists_whoever_came(tmp_path: Path, members: list[Member]) -> None:
+    """In their order, whatever a user gave as an address."""
+    roster = Roster.read(roster_of(tmp_path, members))
+    assert roster is not None
+    assert roster.members == tuple(members)
+
+
+def test_a_roster_of_thousands_is_short(tmp_path: Path) -> None:
+    """All of them read it at once: at most three bytes for each, which are those of ports that nobody chose."""
+    everybody = [Member(f"n{k:05d}", f"10.0.{k >> 8}.{k & 255}", 32_768 + k * 7919 % 28_000) for k in range(4096)]
+    path = roster_of(tmp_path, everybody)
+    assert path.stat().st_size < 3 * len(everybody)
+    roster = Roster.read(path)
+    assert roster is not None
+    assert roster.members == tuple(everybody)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "not gzip", "not JSON", "columns of other lengths"])
+def test_a_damaged_roster_is_none(tmp_path: Path, damage: str) -> None:
+    """Whoever reads it goes on as if it did not change."""
+    path = roster_of(tmp_path, [member(0), member(1)])
+    whole = path.read_bytes()
+    content = {
+        "cut off": whole[:-12],
+        "not gzip": gzip.decompress(whole),
+        "not JSON": gzip.compress(b"{"),
+        "columns of other lengths": gzip.compress(gzip.decompress(whole).replace(b"n[0-1]", b"n[0-2]")),
+    }[damage]
+    assert content != whole
+    path.write_bytes(content)
+    assert Roster.read(path) is None

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.slurm.hostlist import MAX_HOSTS, HostlistError, compress, expand
+from opsd.slurm.hostlist import MAX_HOSTS, HostlistError, compress, compress_in_order, expand
 
 names = st.builds(
     lambda prefix, number, width: f"{prefix}{str(number).zfill(width)}",
@@ -85,3 +85,18 @@ def test_nothing_is_lost_or_invented(hosts: list[str]) -> None:
     back = expand(compress(hosts))
     assert len(back) == len(set(back))
     assert set(back) == set(hosts)
+
+
+@given(st.lists(names, max_size=60))
+def test_an_order_is_kept(hosts: list[str]) -> None:
+    """Expanding gives the same names in the same places, duplicates too."""
+    assert expand(compress_in_order(hosts)) == tuple(hosts)
+
+
+def test_what_counts_up_in_order_is_merged() -> None:
+    """Where the width changes a new bracket begins; what counts down is listed one by one."""
+    assert compress_in_order(["n8", "n9", "n10", "n11", "login", "n3", "n2"]) == "n[8-9],n[10-11],login,n3,n2"
+    assert (
+        compress_in_order(f"10.0.{k >> 8}.{k & 255}" for k in range(100, 300))
+        == "10.0.0.[100-255],10.0.1.[0-9],10.0.1.[10-43]"
+    )

@@ -15,8 +15,9 @@ from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.claim_store import Plan, listening
 from opsd.launch.claims.messages import Claimed
 
-MOST_CHANGES = 64
-"""With more, every launcher reads the file: the leader would send as much as the file server."""
+MOST_CHANGES = 256
+"""With more, every launcher reads the file, 0.55 MB among 10,000. So many, 128 nodes that were replaced, are 3.5 kB,
+and take 0.12 s of the leader of 10,000."""
 
 
 def changes_of(claim: Claim, plan: Plan, base: Plan, size: int) -> Claimed | None:

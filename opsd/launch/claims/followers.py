@@ -55,9 +55,10 @@ class FollowerTracker:
         self._awaited: set[str] = set()
         """… and those with ranks that are not yet."""
         self._complete = False
-        self._member_list = MemberList(0, 0, ())
-        self._member_list_at: float | None = None
-        self._member_list_sent_at = 0.0
+        self._news: MemberList | MemberChanges = MemberList(0, 0, ())
+        """Of the members, as last sent to all."""
+        self._news_at: float | None = None
+        self._news_sent_at = 0.0
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -134,8 +135,8 @@ class FollowerTracker:
         if now >= self._heartbeat_at:
             self.send_heartbeat(self._heartbeat, now)
         self._coming = {name: peer for name, peer in self._coming.items() if now - peer.heard < self._timeout_s}
-        if self._member_list_at is not None and now >= self._member_list_at:
-            self._send_member_list(now)
+        if self._news_at is not None and now >= self._news_at:
+            self._send_news(now)
 
     def discount_stall(self, stall_s: float) -> None:
         """This launcher was held up for so long: silence during that time does not count."""
@@ -213,8 +214,8 @@ class FollowerTracker:
         if peer.resend_due(now):
             for envelope in peer.broadcasts.unconfirmed():
                 self._send(sender, Broadcast(*envelope))
-            if peer.members_version < self._member_list.version and now - self._member_list_sent_at >= REPEAT_S:
-                self._send(sender, self._member_list)
+            if peer.members_version < self._news.version and now - self._news_sent_at >= REPEAT_S:
+                self._send(sender, self._news)
         return joined
 
     def awaits(self, sender: Member, message: HeartbeatReply) -> bool:
@@ -237,21 +238,21 @@ class FollowerTracker:
             self._send(peer.member, Broadcast(*peer.broadcasts.add(body)))
 
     def _note_change(self, now: float) -> None:
-        if self._member_list_at is None:
-            self._member_list_at = now + MEMBER_LIST_S
+        if self._news_at is None:
+            self._news_at = now + MEMBER_LIST_S
 
-    def _send_member_list(self, now: float) -> None:
-        self._member_list_at = None
+    def _send_news(self, now: float) -> None:
+        self._news_at = None
         self.electorate = dict(self.alive)
         number, plan = self._heartbeat.number, self._plan
-        if plan is not None and self._member_list.number != number and {*plan.members} == {*self.electorate.values()}:
-            self._member_list = MemberList(number, 0, ())  # who obeys the claim has read as much in it
+        if plan is not None and self._news.number != number and {*plan.members} == {*self.electorate.values()}:
+            self._news = MemberList(number, 0, ())  # who obeys the claim has read as much in it
             return
-        self._member_list = MemberList(number, self._member_list.version + 1, tuple(self.electorate.values()))
-        self._member_list_sent_at = now
-        message = self._member_list if plan is None else _changes(plan, self._member_list)
+        listed = MemberList(number, self._news.version + 1, tuple(self.electorate.values()))
+        self._news = listed if plan is None else _changes(plan, listed)
+        self._news_sent_at = now
         for peer in self.peers.values():
-            self._send(peer.member, message)
+            self._send(peer.member, self._news)
 
 
 def _changes(plan: Plan, news: MemberList) -> MemberChanges:

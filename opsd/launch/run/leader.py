@@ -187,8 +187,9 @@ class Leader:
         self._note_progress(begun.furthest, begun.committed)
         if plan.payload["keep"]:
             return
+        joined = {*plan.slots} - {*before} if before else ()
         for place, name in enumerate(plan.slots):
-            if before and name not in before:
+            if name in joined:
                 cost = swap_cost(self._shape.topology, before, plan.slots, place)
                 self._log.emit("spare_joined", joined=name, place=place, **cost)
         size = sum(plan.sizes[name] for name in plan.slots)
