@@ -19,6 +19,7 @@ from opsd.trainer.hf.config import settings_of
 from opsd.trainer.hf.export import export_checkpoint
 from opsd.trainer.hf.verify import compare
 from opsd.trainer.hf.weights import config_in
+from opsd.trainer.stored import FormatError
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -82,7 +83,7 @@ def run(command: Callable[[], object] = main) -> None:
     """Entry point: errors that the user can fix are one sentence."""
     try:
         command()
-    except (ConfigError, CheckpointError, OSError, KeyError) as error:
+    except (ConfigError, CheckpointError, FormatError, OSError, KeyError) as error:
         click.echo(f"opsd: {error}", err=True)
         sys.exit(2)
     except Different as error:

@@ -9,10 +9,11 @@ ranks.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,12 @@ _TP_RANK: Final = re.compile(
 )
 """The rank in names like ``tp-rank-0-of-2``, ``mp_rank_00_001`` (its first number) and ``consolidated.00.pth``."""
 _ANY_RANK: Final = re.compile(r"(?<![a-z])(?:rank|shard)[-_]?(\d+)", re.IGNORECASE)
-_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_UNREADABLE: Final = (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError)
+_FILES: Final = frozenset({".safetensors", ".bin", ".pt", ".pth", ".ckpt"})
+_NO_WEIGHTS: Final = re.compile(
+    r"(?:optimizer|scheduler|scaler|sampler|rng_state|training_args|dl_state_dict)(?:_\d+)*\.(?:bin|pt|pth)"
+)
+"""What Hugging Face's Trainer and Accelerate save beside the weights, rank by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,24 +55,45 @@ def stored_tensors(path: Path) -> Iterator[Stored]:
         if (path / METADATA).is_file():
             yield from distributed(path)
             return
-        parts = sorted(file.parent for file in path.rglob(METADATA) if file.is_file())
+        folders = [*_folders(path)] if path.is_dir() else []
+        parts = sorted(folder for folder in folders if (folder / METADATA).is_file())
         for folder in parts:
             for stored in distributed(folder):
                 yield replace(stored, name=f"{folder.relative_to(path)}:{stored.name}")
-        files = [path] if path.is_file() else [file for file in _files(path) if not {*parts} & {*file.parents}]
+        files = [path] if path.is_file() else [*_files(folder for folder in folders if folder not in parts)]
         if not files and not parts:
             raise FormatError(f"{path} holds neither a distributed checkpoint ({METADATA}) nor files of tensors")
         yield from tensors_of_files(path if path.is_dir() else path.parent, files)
-    except (OSError, SafetensorError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise FormatError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files with tensors below ``folder``; where a folder has the weights in both formats, safetensors only."""
-    safe = sorted(folder.rglob("*.safetensors"))
-    folders = {path.parent for path in safe}
-    pickled = (path for pattern in _PICKLES for path in folder.rglob(pattern) if path.is_file())
-    return [*safe, *sorted(path for path in pickled if path.parent not in folders)]
+def _folders(path: Path) -> Iterator[Path]:
+    """``path`` and the folders below it, each once; links to folders are followed after the folders themselves."""
+    seen: set[str] = set()
+    links = [path]
+    while links:
+        for parent, names, _ in os.walk(links.pop(0), onerror=_raise):
+            folder = Path(parent)
+            if (real := os.path.realpath(folder)) in seen:
+                names.clear()
+                continue
+            seen.add(real)
+            names.sort()
+            links += [folder / name for name in names if (folder / name).is_symlink()]
+            yield folder
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _files(folders: Iterable[Path]) -> Iterator[Path]:
+    """The files with tensors in these ``folders``."""
+    for folder in folders:
+        for file in sorted(folder.iterdir()):
+            if file.suffix in _FILES and file.is_file() and not _NO_WEIGHTS.fullmatch(file.name):
+                yield file
 
 
 def tensors_of_files(root: Path, files: Sequence[Path]) -> Iterator[Stored]:
@@ -74,7 +101,7 @@ def tensors_of_files(root: Path, files: Sequence[Path]) -> Iterator[Stored]:
     named: dict[str, list[tuple[int | None, _Entry]]] = defaultdict(list)
     by_key: dict[str, list[_Entry]] = defaultdict(list)
     for path in files:
-        for entry in _safetensors(path) if path.suffix == ".safetensors" else _saved(path):
+        for entry in _entries(path):
             if (place := _template(_TP_RANK, path.relative_to(root))) is not None:
                 named[f"{place[0]}:{entry.key}"].append((place[1], entry))
             else:
@@ -117,6 +144,17 @@ def _joined(name: str, entries: list[tuple[int | None, _Entry]]) -> Iterator[Sto
             if entry.chunk.shape == shape
         ]
         yield Stored(name if len(shapes) == 1 else f"{name} {list(shape)}", (ranks, *shape), parts, ranks)
+
+
+def _entries(path: Path) -> list[_Entry]:
+    try:
+        return [*(_safetensors(path) if path.suffix == ".safetensors" else _saved(path))]
+    except _UNREADABLE as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> FormatError:
+    return FormatError(f"{path} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}")
 
 
 def _safetensors(path: Path) -> Iterator[_Entry]:

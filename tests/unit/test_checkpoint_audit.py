@@ -227,6 +227,30 @@ def test_an_all_clear_needs_something_compared(tmp_path: Path) -> None:
     assert "has no matrices that could be compared (2 tensors)" in str(result.exception.message)  # type: ignore[attr-defined]
 
 
+def test_both_formats_in_a_folder(tmp_path: Path) -> None:
+    """A pickle beside safetensors is read, but for those in which Hugging Face's Trainer has no weights."""
+    save_file({"a": drawn(64, 16)}, tmp_path / "adapter.safetensors")
+    torch.save({"w": torch.cat([drawn(32, 16)] * 2)}, tmp_path / "model.pt")
+    for name in ("optimizer.pt", "optimizer_1.bin", "scheduler.pt", "training_args.bin", "rng_state_0.pth"):
+        (tmp_path / name).write_bytes(b"no weights")
+    assert [finding.tensor for finding in findings(tmp_path)] == ["w"]
+    (tmp_path / "tokens.bin").write_bytes(b"no weights")
+    with pytest.raises(FormatError, match=r"tokens\.bin holds objects that cannot be read"):
+        list(stored_tensors(tmp_path))
+
+
+def test_folders_behind_links(tmp_path: Path) -> None:
+    """They are followed, each folder once: links may lead to where the walk has been."""
+    (tmp_path / "elsewhere/deep").mkdir(parents=True)
+    (tmp_path / "run/step-10").mkdir(parents=True)
+    save_file({"w": torch.cat([drawn(32, 16)] * 2)}, tmp_path / "elsewhere/deep/m.safetensors")
+    save_file({"a": drawn(64, 16)}, tmp_path / "run/step-10/m.safetensors")
+    for name, target in (("latest", "step-10"), ("up", ".."), ("far", "../elsewhere")):
+        (tmp_path / "run" / name).symlink_to(target)
+    assert [finding.tensor for finding in findings(tmp_path / "run")] == ["w"]
+    assert sorted(stored.name for stored in stored_tensors(tmp_path / "run")) == ["a", "w"]
+
+
 def test_a_saved_object_runs_no_code(tmp_path: Path) -> None:
     """What a file of torch.save wants to call is not called; a class that it names is not imported."""
 

@@ -85,6 +85,18 @@ def test_their_files_can_be_read(tmp_path: Path) -> None:
         assert torch.equal(one.bfloat16().float(), other)
 
 
+def test_both_forms_of_rotary_positions(tmp_path: Path) -> None:
+    """The earlier form replaces the later one whole, the base of the rotation included."""
+    theirs("SmolLM2", tmp_path)
+    config = json.loads((tmp_path / CONFIG).read_text())
+    config.pop("rope_theta", None)
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+    config |= {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(logits(ours(tmp_path)), logits(again), rtol=0, atol=1e-5 * logits(again).abs().max())
+
+
 def test_smollm3_as_published() -> None:
     """The configuration of SmolLM3-3B-Base becomes the settings of our preset."""
     config = transformers.SmolLM3Config(rope_parameters={"rope_type": "default", "rope_theta": 5e4}).to_dict()

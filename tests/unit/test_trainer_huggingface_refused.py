@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def changed(folder: Path, changes: dict[str, object]) -> None:
         ({"rope_parameters": YARN | {"factor": 1.0}}, "attention_factor = 1.3 with a factor of 1"),
         ({"rope_parameters": "yarn"}, "field of another type, or a number, that cannot be: 'str'"),
         ({"rope_parameters": None, "rope_theta": None}, "another type"),
+        ({"rope_parameters": {"rope_theta": math.nan}}, "rope_parameters = .* which is no finite number"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps = inf, which is no finite number"),
         ({"head_dim": 1}, "model.head_dim 1 is not even"),
         ({"hidden_act": "relu"}, "hidden_act 'relu'"),
         ({"no_rope_layers": [0, 1, 1, 0]}, r'needs model.pattern = \["nope", "global", "global", "nope"\], not'),
@@ -80,7 +83,15 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], te
         ("Bamba", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit = \[0.0, 0.1\]"),
         ("Bamba", {"mamba_proj_bias": True}, "mamba_proj_bias = True"),
         ("Bamba", {"mamba_d_conv": 3}, "needs model.state_conv = 3, not 4"),
+        (
+            "Bamba",
+            {"rope_parameters": None, "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            "partial_rotary_factor = 1.0, in place of which transformers takes 0.5",
+        ),
         ("Gemma 2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0; null is no bound"),
+        ("Gemma 2", {"layer_types": None, "_sliding_window_pattern": 3}, "= 3, in place of which transformers takes 2"),
+        ("Gemma 3", {"layer_types": None, "_sliding_window_pattern": 3}, "= 3, in place of which transformers takes 6"),
+        ("Mistral", {"sliding_window": 0}, "sliding_window = 0; null is no window"),
         ("DeepSeek-V3", {"head_dim": 2}, "head_dim 2, which is not qk_rope_head_dim"),
         ("Gemma 3", {"attn_logit_softcapping": 0.5}, "attn_logit_softcapping = 0.5, which this trainer does not"),
         (

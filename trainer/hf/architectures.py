@@ -48,7 +48,8 @@ class Architecture:
     they set, ``extra`` other fields that are read, and ``only`` those that must have one value. ``experts`` is for
     those that have experts, ``latent`` says that keys and values are computed from a latent, ``states`` is for those
     with states in some layers. ``partial`` is the share of a head's channels that have positions, where the file
-    decides it, ``gated`` says that queries are stored with a gate. ``names`` are those of weights that are unusual.
+    decides it, ``partial_in_rope`` that it does so in ``rope_parameters`` only. ``gated`` says that queries are stored
+    with a gate. ``names`` are those of weights that are unusual.
     """
 
     kind: str
@@ -65,6 +66,7 @@ class Architecture:
     only: Fields = field(default_factory=dict)
     states: StateFields | None = None
     partial: float = 0.0
+    partial_in_rope: bool = False
     gated: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -231,6 +233,7 @@ ARCHITECTURES: Final = (
             "time_step_limit",
         }),
         {**_BIASED, "mlp_bias": ("ffn_bias",)}, only={"mamba_proj_bias": False}, states=MAMBA, partial=0.5,
+        partial_in_rope=True,
         names={
             "norm": "model.final_layernorm", "ffn_norm": "pre_ff_layernorm", "ffn.gate": "feed_forward.gate_proj",
             "ffn.up": "feed_forward.up_proj", "ffn.down": "feed_forward.down_proj",
@@ -250,13 +253,13 @@ ARCHITECTURES: Final = (
     ),
     Architecture(
         "gemma2", "Gemma2",
-        _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "_sliding_window_pattern": 2},
-        {"norms": "both"}, kinds.gemma, _WINDOW | _GEMMA_ONLY, _BIASED, one_plus=True, activation="hidden_activation",
+        _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+        {"norms": "both"}, kinds.gemma2, _WINDOW | _GEMMA_ONLY, _BIASED, one_plus=True, activation="hidden_activation",
     ),
     Architecture(
         "gemma3_text", "Gemma3",
-        _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "_sliding_window_pattern": 6},
-        {"norms": "both", "qk_norm": True}, kinds.gemma,
+        _GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        {"norms": "both", "qk_norm": True}, kinds.gemma3,
         _WINDOW | _GEMMA_ONLY - {"attn_logit_softcapping"} | {"rope_local_base_freq"}, _BIASED, one_plus=True,
         activation="hidden_activation",
     ),

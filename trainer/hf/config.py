@@ -86,7 +86,7 @@ def _settings_of(config: Fields) -> ModelSettings:
             **(settings_of_latents(fields) if architecture.latent else {}),
             **(architecture.states.settings(fields) if architecture.states else {}),
             "activation": _activation(architecture, fields),
-            "window": fields["sliding_window"] if any("window" in kind for kind in kinds) else 0,
+            "window": _window(architecture, fields, kinds),
         })  # fmt: skip
     except ValidationError as error:
         wrong = error.errors()[0]
@@ -96,6 +96,8 @@ def _settings_of(config: Fields) -> ModelSettings:
 
 
 def _demand_known(architecture: Architecture, name: str, value: object) -> None:
+    if not _finite(value) and name != "time_step_limit":
+        raise ConfigError(f"config.json has {name} = {value!r}, which is no finite number")
     if name in architecture.known or name in _NO_CHANGE:
         return
     only = {**_ONE_VALUE, **architecture.only}
@@ -105,6 +107,13 @@ def _demand_known(architecture: Architecture, name: str, value: object) -> None:
         f"config.json has {name} = {value!r}, which this trainer does not compute for {architecture.kind}; if it "
         "changes nothing in the model, remove it from the file"
     )
+
+
+def _finite(value: object) -> bool:
+    """Whether no number in ``value`` is one of NaN and Infinity, which Python reads from JSON."""
+    if isinstance(value, dict | list):
+        return all(map(_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _activation(architecture: Architecture, fields: Fields) -> str:
@@ -126,6 +135,14 @@ def _pattern(kinds: list[LayerKind]) -> dict[str, Any]:
         if all(kind == kinds[layer % length] for layer, kind in enumerate(kinds)):
             return {"pattern": tuple(kinds[:length]), "nope_every": 0}
     raise AssertionError
+
+
+def _window(architecture: Architecture, fields: Fields, kinds: list[LayerKind]) -> int:
+    """The tokens of a window, 0 without one. Raises ConfigError for 0 in the file, with which none sees itself."""
+    window, used = fields.get("sliding_window"), fields.get("use_sliding_window", True)
+    if "sliding_window" in architecture.extra and window == 0 and used:
+        raise ConfigError("config.json has sliding_window = 0; null is no window")
+    return fields["sliding_window"] if any("window" in kind for kind in kinds) else 0
 
 
 def _scores(architecture: Architecture, fields: Fields) -> dict[str, float]:

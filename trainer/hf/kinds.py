@@ -48,11 +48,25 @@ def qwen(config: Fields) -> list[LayerKind]:
     return ["window" if layer >= full else "global" for layer in range(config["num_hidden_layers"])]
 
 
-def gemma(config: Fields) -> list[LayerKind]:
-    """Of each so many layers all but the last have a window."""
+def gemma2(config: Fields) -> list[LayerKind]:
+    """Every second layer sees its whole document. Raises ConfigError for another pattern without ``layer_types``."""
+    return _last_of_each(2, config, "sliding_window_pattern", "_sliding_window_pattern")
+
+
+def gemma3(config: Fields) -> list[LayerKind]:
+    """Of each so many layers all but the last have a window. Raises ConfigError as ``gemma2``."""
+    return _last_of_each(config.get("sliding_window_pattern", 6), config, "_sliding_window_pattern")
+
+
+def _last_of_each(every: int, config: Fields, *not_read: str) -> list[LayerKind]:
     if config.get("layer_types"):
         return by_type(config)
-    every = config.get("sliding_window_pattern") or config["_sliding_window_pattern"]
+    for name in not_read:
+        if config.get(name, every) != every:
+            raise ConfigError(
+                f"config.json has {name} = {config[name]!r}, in place of which transformers takes {every} for "
+                f"{config['model_type']}; give layer_types, or leave it out"
+            )
     return ["window" if (layer + 1) % every else "global" for layer in range(config["num_hidden_layers"])]
 
 

@@ -21,27 +21,19 @@ _LLAMA3: Final = {"factor", "original_max_position_embeddings", "low_freq_factor
 
 def settings_of_rope(architecture: Architecture, fields: Fields) -> dict[str, Any]:
     """The settings for the rotary positions of ``fields``. Raises ConfigError for those that this trainer lacks."""
-    given = fields.get("rope_parameters") or {}
+    given, scaling = fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}
     by_layer = {name: given[name] for name in ("full_attention", "sliding_attention") if name in given}
-    if "rope_local_base_freq" in architecture.defaults and (
-        (given and not by_layer) or "type" in (fields.get("rope_scaling") or {})
-    ):
+    if "rope_local_base_freq" in architecture.defaults and ((given and not by_layer) or "type" in scaling):
         raise ConfigError(
             f"config.json scales positions in a form that transformers does not read for {architecture.kind}; give "
             "rope_parameters by kind of layer, or rope_type in rope_scaling"
         )
-    rope = {**(by_layer.get("full_attention", {}) if by_layer else given), **(fields.get("rope_scaling") or {})}
+    rope = {**by_layer.get("full_attention", {}), **scaling} if by_layer else {**(scaling or given)}
     theta = float(rope.pop("rope_theta", None) or fields["rope_theta"])
     found: dict[str, Any] = {"rope_theta": theta}
     if architecture.partial:
-        share = {"partial_rotary_factor": architecture.partial, **fields, **rope}["partial_rotary_factor"]
-        rope.pop("partial_rotary_factor", None)
-        if not share:
-            raise ConfigError(
-                f"config.json has partial_rotary_factor = {share!r}; without it {architecture.partial} is used"
-            )
         channels = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-        found["rope_dim"] = int(channels * share)
+        found["rope_dim"] = int(channels * _rotated(architecture, rope, fields))
     found |= _scaling(rope, fields)
     if architecture.latent and "yarn_factor" in found:
         found["yarn_scores"] = float(rope.get("mscale_all_dim") or 0)
@@ -53,6 +45,21 @@ def settings_of_rope(architecture: Architecture, fields: Fields) -> dict[str, An
     elif by_layer:
         raise ConfigError(f"config.json has rope_parameters by kind of layer, which {architecture.kind} has not")
     return found
+
+
+def _rotated(architecture: Architecture, rope: dict[str, Any], fields: Fields) -> float:
+    """The share of a head's channels that have positions, which is taken out of ``rope``."""
+    default = architecture.partial
+    share = fields.get("partial_rotary_factor", default)
+    if "partial_rotary_factor" not in rope and architecture.partial_in_rope and share != default:
+        raise ConfigError(
+            f"config.json has partial_rotary_factor = {share!r}, in place of which transformers takes {default} for "
+            f"{architecture.kind}; give it in rope_parameters, or leave it out"
+        )
+    share = rope.pop("partial_rotary_factor", share)
+    if not share:
+        raise ConfigError(f"config.json has partial_rotary_factor = {share!r}; without it {default} is used")
+    return float(share)
 
 
 def _scaling(rope: dict[str, Any], fields: Fields) -> dict[str, Any]:
