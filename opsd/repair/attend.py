@@ -152,7 +152,10 @@ class Repair:
             assert step.rung is not None
             say(f"{step.rung}: because of {step.why}")
             if case.last is None or case.last.ok is not None:
-                case = self._recorded(ladder.begun(case, step.rung, facts))
+                case = ladder.begun(case, step.rung, facts)
+            else:
+                case = ladder.repeated(case, facts)
+            self._recorded(case)
             return self._climb(case, step.rung)
         if step.do == "retest":
             say(f"{ladder.RETEST}: {case.kind}")
@@ -221,7 +224,9 @@ class Repair:
         return self._recorded(ladder.closed(case, "rma", why, self._means.clock(), bundle))
 
     def _ended(self, case: Case, ok: bool, detail: str) -> Case:
-        after = ladder.ended(case, ok, detail, self._means.clock())
+        assert case.last is not None
+        took_s = self._means.machine.uptime_s() - case.last.uptime_s
+        after = ladder.ended(case, ok, detail, self._means.clock(), took_s)
         assert after.last is not None
         self._means.say(f"{after.last.what}: {'done' if ok else 'failed'}: {detail}")
         return self._recorded(after)
@@ -232,20 +237,20 @@ class Repair:
 
     def _look(self, kind: str) -> tuple[Facts, Node | None]:
         """What is known now, and the node as Slurm has it. Changes nothing."""
-        now, boot = self._means.clock(), self._means.machine.boot()
+        now, boot, uptime_s = self._means.clock(), self._means.machine.boot(), self._means.machine.uptime_s()
         try:
             found = self._found()
             busy = found is not None and (found.busy or bool(self._jobs()))
             comment = self._means.slurm.comments([self._node]).get(self._node, "")
         except SlurmError:
-            return Facts(now, boot, "unknown"), None
+            return Facts(now, boot, "unknown", uptime_s=uptime_s), None
         hold, text = held_by(found)
         relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
         rebooting = found is not None and bool(found.flags & {"reboot_requested", "reboot_issued"})
         recent, paused = self._file.recent(now), self._means.paused(kind, now)
         if self._means.by_policy and found is not None and "maintenance" in found.flags:
             paused = paused or "Slurm has it in a reservation for maintenance"
-        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused), found
+        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused, uptime_s), found
 
     def _taken(self, kind: str) -> str:
         """Why a test that puts load on the node must end: it is somebody else's now. "" if not, or if Slurm is away."""

@@ -97,7 +97,7 @@ class CaseFile:
 
     def recent(self, now: float) -> int:
         """How many repairs of the last week returned the node."""
-        return sum(case.end == "returned" and now - case.opened_at < WEEK_S for case in self.past())
+        return sum(case.end == "returned" and 0 <= now - case.opened_at < WEEK_S for case in self.past())
 
     @contextmanager
     def alone(self) -> Iterator[None]:

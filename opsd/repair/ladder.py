@@ -46,7 +46,8 @@ End = Literal["returned", "rma", "left"]
 class Attempt:
     """Something that was done: a rung, a retest, or the return. Epoch seconds; ``ok`` is None until it has ended.
 
-    ``boot`` identifies the boot of the node in which it began.
+    ``boot`` identifies the boot of the node in which it began, ``uptime_s`` after that. ``took_s`` is 0 if that is not
+    known: clocks are set after a boot, so that epoch seconds tell people, and decide nothing.
     """
 
     what: str
@@ -55,6 +56,8 @@ class Attempt:
     ended_at: float | None = None
     ok: bool | None = None
     detail: str = ""
+    uptime_s: float = 0.0
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known at the epoch second ``now``. ``hold_text`` says who holds the node, if others do.
+    """What is known at the epoch second ``now``, ``uptime_s`` after the boot. ``hold_text`` says who else holds the node.
 
     ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``recent`` are earlier repairs of the
     last week. ``relapsed`` says why returns of this node do not last, "" if nothing speaks against one;
@@ -108,13 +111,14 @@ class Facts:
     recent: int = 0
     relapsed: str = ""
     paused: str = ""
+    uptime_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``rungs`` are those allowed, ``attempts`` how many remedies a repair may try, ``a_week`` how many repairs a node.
 
-    Seconds: a reboot has ``reboot_s``; ``total_s`` after its first remedy a repair is given up.
+    Seconds: a reboot has ``reboot_s``; after ``total_s`` of remedies and tests a repair is given up. Waiting is free.
     """
 
     rungs: tuple[Rung, ...] = LADDER
@@ -135,13 +139,19 @@ class Step:
 
 def begun(case: Case, what: str, facts: Facts) -> Case:
     """The case when ``what`` begins, to be recorded before it does."""
-    return replace(case, attempts=(*case.attempts, Attempt(what, facts.now, facts.boot)))
+    return replace(case, attempts=(*case.attempts, Attempt(what, facts.now, facts.boot, uptime_s=facts.uptime_s)))
 
 
-def ended(case: Case, ok: bool, detail: str, now: float) -> Case:
+def repeated(case: Case, facts: Facts) -> Case:
+    """The case when the attempt under way begins anew."""
+    *before, last = case.attempts
+    return noted(begun(replace(case, attempts=tuple(before)), last.what, facts), last.detail)
+
+
+def ended(case: Case, ok: bool, detail: str, now: float, took_s: float = 0.0) -> Case:
     """The case after the end of what was begun last."""
     *before, last = case.attempts
-    return replace(case, attempts=(*before, replace(last, ended_at=now, ok=ok, detail=detail)))
+    return replace(case, attempts=(*before, replace(last, ended_at=now, ok=ok, detail=detail, took_s=took_s)))
 
 
 def noted(case: Case, detail: str) -> Case:
@@ -165,9 +175,13 @@ def settled(case: Case, facts: Facts, limits: Limits) -> Case:
         why = "the node booted meanwhile" if booted and last.what != RETURN else CUT_OFF
         return ended(case, False, why, facts.now)
     if booted and not facts.rebooting:
-        return ended(case, True, f"booted again after {facts.now - last.at:.0f} s", facts.now)
-    if not booted and facts.now - last.at > limits.reboot_s:
-        return ended(case, False, f"has not rebooted within {limits.reboot_s:.0f} s", facts.now)
+        took_s = facts.now - last.at
+        if not 0 <= took_s <= limits.reboot_s:  # the clock was set, or the node was off
+            return ended(case, True, "booted again", facts.now)
+        return ended(case, True, f"booted again after {took_s:.0f} s", facts.now, took_s)
+    took_s = facts.uptime_s - last.uptime_s
+    if not booted and last.detail != UNANSWERED and took_s > limits.reboot_s:
+        return ended(case, False, f"has not rebooted within {limits.reboot_s:.0f} s", facts.now, took_s)
     return case
 
 
@@ -208,8 +222,8 @@ def _given_up(case: Case, facts: Facts, limits: Limits) -> Step | None:
         return Step("rma", facts.relapsed)
     if not case.rungs and facts.recent >= limits.a_week:
         return Step("rma", f"{facts.recent} repairs within a week did not last")
-    if case.rungs and facts.now - case.rungs[0].at > limits.total_s:
-        return Step("rma", f"not over after {limits.total_s / 3600:.0f} h")
+    if sum(attempt.took_s for attempt in case.attempts) > limits.total_s:
+        return Step("rma", f"not over after {limits.total_s / 3600:.0f} h of remedies and tests")
     return None
 
 

@@ -47,6 +47,9 @@ class Machine(Driver, Protocol):
     def boot(self) -> str:
         """Identifies the boot of the node."""
 
+    def uptime_s(self) -> float:
+        """Seconds since the boot, by a clock that nobody sets."""
+
     def end_processes(self) -> str:
         """End what still holds a GPU. Raises RungError."""
 
@@ -117,6 +120,9 @@ class NodeMachine:
 
     def boot(self) -> str:
         return (self._proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+    def uptime_s(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def recovery_actions(self) -> Sequence[int]:
         return self._driver.recovery_actions()
