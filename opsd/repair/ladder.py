@@ -34,6 +34,8 @@ RETEST, RETURN = "retest", "return"
 CUT_OFF = "cut off by the end of the program"
 UNANSWERED = "Slurm has not answered the order"
 """The reboot may be under way or not; the order is given again once it is known that it is not."""
+STOPPED = "stopped: "
+"""Begins what is said of a test that had to make way for somebody else; it says nothing of the node."""
 CUT_OFF_RETESTS: Final = 2
 """A test that was cut off so often while the node kept running is a failed one."""
 
@@ -65,7 +67,7 @@ class Case:
     """One repair of ``node``, which was drained with ``reason`` for a fault of ``kind``; ``first`` is where it begins.
 
     A person has begun it ``by_hand``, or the policy. ``end`` is None while it is under way, ``verdict`` says in one
-    sentence why it ended so.
+    sentence why it ended so. ``paused`` says why opsd may do nothing at this time; until ``resumed_at`` it did so last.
     """
 
     id: str
@@ -80,6 +82,8 @@ class Case:
     verdict: str = ""
     bundle: str = ""
     by_hand: bool = False
+    paused: str = ""
+    resumed_at: float = 0.0
     format: Literal[1] = 1
 
     @property
@@ -165,6 +169,13 @@ def closed(case: Case, end: End, verdict: str, now: float, bundle: str = "") -> 
     return replace(case, end=end, verdict=verdict, ended_at=now, bundle=bundle)
 
 
+def paused(case: Case, facts: Facts) -> Case:
+    """The case with what pauses it now, if anything does."""
+    if not case.paused or facts.paused:
+        return replace(case, paused=facts.paused)
+    return replace(case, paused="", resumed_at=facts.now)
+
+
 def settled(case: Case, facts: Facts, limits: Limits) -> Case:
     """The case once it is known what became of an attempt that an earlier program began; unchanged while it is not."""
     last = case.last
@@ -238,8 +249,10 @@ def _onward(case: Case, limits: Limits) -> Step:
 
 
 def _retest_again(case: Case) -> bool:
-    """Whether the last retest was cut off though the node kept running, and not too often."""
+    """Whether the last retest made way, or was cut off though the node kept running, and that not too often."""
     cut_off = 0
+    if case.last is not None and case.last.detail.startswith(STOPPED):
+        return case.last.what == RETEST
     for attempt in reversed(case.attempts):
         if attempt.what != RETEST or attempt.detail != CUT_OFF:
             break

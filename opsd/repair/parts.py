@@ -55,6 +55,10 @@ class RemoteDriver:
         return _asked(self.socket, {"do": do, **told}, DRIVER_S)
 
 
+class _StoppedError(RungError):
+    """A test that had to make way."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteTests:
     """``Tests`` whose service listens at ``socket``, and ends its test when the connection is closed."""
@@ -66,6 +70,8 @@ class RemoteTests:
         try:
             found = self._ask({"do": "retest", "checks": [*checks]}, stop)
             return Retested(found["passed"] is True, str(found["detail"]))
+        except _StoppedError as error:
+            return Retested(False, str(error), stopped=True)
         except RungError as error:
             return Retested(False, str(error))
         except (KeyError, TypeError):
@@ -81,7 +87,7 @@ class RemoteTests:
         try:
             return _asked(self.socket, request, TEST_S, stop, self.look_s)
         except GivenUpError as error:
-            raise RungError(f"the test was stopped: {error}") from error
+            raise _StoppedError(f"the test was stopped: {error}") from error
 
 
 def _asked(

@@ -325,6 +325,26 @@ def test_a_test_ends_where_somebody_takes_the_node_in_the_middle(tmp_path: Path,
     assert (case.end, bench.done, bench.slurm.updates) == ("left", ["reset_gpus"], [])
 
 
+def test_a_test_that_made_way_for_a_job_is_made_again_after_it(tmp_path: Path) -> None:
+    """However often: the node is opsd's all the time, and nothing was found against the remedy."""
+    bench = Bench(tmp_path, cured_by=Rung.RESET)
+    taken = iter([True, True, True, False])
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        if next(taken):
+            bench.slurm.by_name["n1"] = replace(DRAINED, state="allocated")
+            return Retested(False, stop(), stopped=True)
+        bench.cured = True
+        return Retested(True, "passed")
+
+    def sleep(seconds: float) -> None:
+        bench.slurm.by_name["n1"] = DRAINED
+
+    bench.retest, bench.sleep = retest, sleep  # type: ignore[method-assign]
+    case = bench.run()
+    assert (case.end, bench.done, len(case.attempts)) == ("returned", ["reset_gpus"], 6)
+
+
 def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: Path) -> None:
     """People flash firmware there: no reset, no reboot, no load, but what a person orders by hand."""
     serviced = replace(DRAINED, flags=frozenset({"drain", "maintenance", "reserved"}))
@@ -333,10 +353,14 @@ def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: P
 
     def sleep(_seconds: float) -> None:
         assert not bench.done
+        current = bench.cases.current()
+        assert current is not None and "maintenance" in current.paused
+        bench.now += 86_400.0
         bench.slurm.by_name["n1"] = DRAINED
 
     bench.sleep = sleep  # type: ignore[method-assign, assignment]
-    assert bench.run().end == "returned"
+    case = bench.run()
+    assert (case.end, case.paused, case.resumed_at) == ("returned", "", 87_400.0)
     assert bench.said[0] == "waiting: Slurm has it in a reservation for maintenance"
 
 

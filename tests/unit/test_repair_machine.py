@@ -263,7 +263,7 @@ def test_a_retest_that_must_end_takes_its_load_with_it(tmp_path: Path) -> None:
 
     own = ["--set=agent.node=n1", f"--set=agent.state_dir={tmp_path}"]
     found = Preflight([*own, f"--set=preflight.skip={_others('cpu')}"], "standard", look_s=0.1)(["cpu"], stop)
-    assert found == Retested(False, "preflight standard was stopped: n1 is in service")
+    assert found == Retested(False, "preflight standard was stopped: n1 is in service", stopped=True)
     assert not {child for child in here.children(recursive=True) if child.is_running()} - before
 
 

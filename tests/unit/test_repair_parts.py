@@ -120,7 +120,7 @@ def test_a_test_that_must_end_is_hung_up_on(tmp_path: Path) -> None:
         reasons = iter(["", "a job is on n1"])
         found = RemoteTests(tmp_path / "test", look_s=0.05)(["cpu"], lambda: next(reasons))
         thread.join(10)
-    assert found == Retested(False, "the test was stopped: a job is on n1")
+    assert found == Retested(False, "the test was stopped: a job is on n1", stopped=True)
     assert ended == [b""]
 
 
