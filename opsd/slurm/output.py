@@ -173,6 +173,7 @@ def parse_partitions(text: str) -> tuple[Partition, ...]:
                     tier=_integer(values.get("PriorityTier", "1")),
                     preempt_mode=values.get("PreemptMode", "OFF"),
                     grace_s=_integer(values.get("GraceTime", "0")),
+                    state=values.get("State", "UP").lower(),
                 )
             )
     return tuple(found)
