@@ -99,7 +99,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known at the epoch second ``now``, ``uptime_s`` after the boot. ``hold_text`` says who else holds the node.
+    """What is known at the epoch second ``now``, ``uptime_s`` after the boot. ``hold_text`` says who holds the node.
 
     ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``recent`` are earlier repairs of the
     last week. ``relapsed`` says why returns of this node do not last, "" if nothing speaks against one;

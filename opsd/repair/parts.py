@@ -37,11 +37,11 @@ class RemoteDriver:
         except (RungError, TypeError, ValueError):
             return []
 
-    def reset_gpus(self) -> str:
-        return str(self._ask("reset_gpus"))
+    def reset_gpus(self, services: Sequence[str] = ()) -> str:
+        return str(self._ask("reset_gpus", services=[*services]))
 
-    def reload_driver(self) -> str:
-        return str(self._ask("reload_driver"))
+    def reload_driver(self, services: Sequence[str] = ()) -> str:
+        return str(self._ask("reload_driver", services=[*services]))
 
     def restore(self) -> None:
         with suppress(RungError):
@@ -114,8 +114,8 @@ def verbs_of_driver(driver: Driver, evidence: Callable[[str], str]) -> Verbs:
     """What the part ``driver`` does. Raise RungError and OSError."""
     return {
         "recovery_actions": lambda _: [*driver.recovery_actions()],
-        "reset_gpus": lambda _: driver.reset_gpus(),
-        "reload_driver": lambda _: driver.reload_driver(),
+        "reset_gpus": lambda told: driver.reset_gpus([str(name) for name in told.get("services", ())]),
+        "reload_driver": lambda told: driver.reload_driver([str(name) for name in told.get("services", ())]),
         "restore": lambda _: driver.restore(),
         "evidence": lambda told: evidence(str(told.get("slurm_node", ""))),
     }

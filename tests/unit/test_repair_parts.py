@@ -28,10 +28,10 @@ class Driver:
     def recovery_actions(self) -> Sequence[int]:
         return [2]
 
-    def reset_gpus(self) -> str:
+    def reset_gpus(self, services: Sequence[str] = ()) -> str:
         raise RungError(BROKEN)
 
-    def reload_driver(self) -> str:
+    def reload_driver(self, services: Sequence[str] = ()) -> str:
         return "loaded nvidia again"
 
     def restore(self) -> None:
