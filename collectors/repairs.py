@@ -25,8 +25,11 @@ PAST: Final = "repair-*.json"
 
 REMEDIES: Final = ("end_processes", "reset_gpus", "reload_driver", "reboot")
 OUTCOMES: Final = ("returned", "rma", "left")
-STATES: Final = ("ordered", "waiting", *REMEDIES, "retest", "return", *OUTCOMES, "unknown")
-"""Of the newest repair: ordered but not begun, what is being done, how it ended; ``unknown`` if it cannot be read."""
+STATES: Final = ("ordered", "waiting", "paused", *REMEDIES, "retest", "return", *OUTCOMES, "unknown")
+"""Of the newest repair: ordered but not begun, what is being done, how it ended; ``unknown`` if it cannot be read.
+
+``paused`` by a time or a reservation for maintenance.
+"""
 
 SETTLED_S: Final = 1.0
 """A folder that changed so lately may change again with the same time stamp."""
@@ -35,13 +38,13 @@ STATE = Metric("opsd_repair_state", "1 for the state of this node's newest repai
 ATTEMPTS = Metric("opsd_repair_attempts", "Remedies that this node's newest repair has tried.")
 AGE = Metric(
     "opsd_repair_age_seconds",
-    "Time since the first remedy of the repair under way, or since its order.",
+    "Time since the first remedy of the repair under way, its order, or its last pause.",
     unit="seconds",
 )
 ENDED = Metric("opsd_repair_ended", "Repairs of this node that are on record, by how they ended.", labels=("outcome",))
 
 METRICS: Final = (STATE, ATTEMPTS, AGE, ENDED)
-LABELS: Final = {"state": "states of a repair, 12 known", "outcome": "returned, rma or left"}
+LABELS: Final = {"state": "states of a repair, 13 known", "outcome": "returned, rma or left"}
 
 
 class RepairsSettings(CollectorSettings):
@@ -50,7 +53,7 @@ class RepairsSettings(CollectorSettings):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The newest repair, and how many ended how. ``since`` is None once it has ended."""
+    """The newest repair, and how many ended how. ``since`` is None once it has ended, and while it is paused."""
 
     state: str
     attempts: int
@@ -102,14 +105,15 @@ def _newest(case: Mapping[str, Any] | None, ended: Mapping[str, int]) -> Known:
     try:
         attempts: Sequence[Mapping[str, Any]] = case["attempts"]
         remedies = [attempt for attempt in attempts if attempt["what"] in REMEDIES]
-        doing = attempts[-1]["what"] if attempts and attempts[-1]["ok"] is None else "waiting"
-        since = float(remedies[0]["at"] if remedies else case["opened_at"])
+        waiting = "paused" if case.get("paused") else "waiting"
+        doing = attempts[-1]["what"] if attempts and attempts[-1]["ok"] is None else waiting
+        since = float(max(remedies[0]["at"] if remedies else case["opened_at"], case.get("resumed_at", 0.0)))
         state = case["end"] or doing
     except (KeyError, TypeError, ValueError):
         return unknown
     if state not in STATES:
         return unknown
-    return Known(state, len(remedies), None if case["end"] else since, ended)
+    return Known(state, len(remedies), None if case["end"] or doing == "paused" else since, ended)
 
 
 def _parse(content: bytes) -> Mapping[str, Any] | None:

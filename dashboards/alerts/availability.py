@@ -104,7 +104,8 @@ Jobs on it are interrupted more often. `opsd nodes pick` avoids it, and it is fe
         Alert(
             "RepairStuck",
             "max by (cluster, instance) (opsd_repair_age_seconds) > 21600\n  "
-            "unless on (cluster, instance) max by (cluster, instance) (opsd_slurm_jobs) > 0",
+            "unless on (cluster, instance) max by (cluster, instance) (opsd_slurm_jobs) > 0\n  "
+            'unless on (cluster, instance) max by (cluster, instance) (opsd_repair_state{state="paused"}) > 0',
             severity="warning",
             hold="30m",
             summary="The repair of {{ $labels.instance }} has taken {{ $value | humanizeDuration }}",
@@ -113,8 +114,8 @@ Jobs on it are interrupted more often. `opsd nodes pick` avoids it, and it is fe
 # A repair takes too long
 
 ## Meaning
-A repair of the node was ordered, or its first remedy began, more than six hours ago. It has not ended, though no job
-has been on the node for half an hour.
+A repair of the node was ordered, its first remedy began, or its last pause ended more than six hours ago. It has not
+ended, though no job has been on the node for half an hour. Times and reservations for maintenance pause a repair.
 
 ## Impact
 The cluster has one node less, which counts against `policy.max_drained_share`.
@@ -127,7 +128,6 @@ The cluster has one node less, which counts against `policy.max_drained_share`.
 
 ## Mitigation
 - It was ordered and nobody has begun: `systemctl enable --now opsd-repair.path`.
-- It waits for the end of a maintenance (`policy.maintenance`): nothing is wrong.
 - A retest takes so long by itself (`policy.return_profile`): raise the limit in a rule of your own.
 - It will not end: `scontrol update nodename=NODE state=drain reason="mine"` takes the node over; opsd then leaves it.
 """),

@@ -22,8 +22,8 @@ from opsd.slurm.candidates import Candidate, accounting, candidates, due, faults
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.node_comment import Accounting, domains
-from opsd.slurm.pick import Choice, pick
-from opsd.slurm.port import Node, SlurmError
+from opsd.slurm.pick import Choice, pick_in_one
+from opsd.slurm.port import Node, Partition, SlurmError
 from opsd.slurm.topology import Topology, TopologyError
 from opsd.slurm.topology_source import read
 
@@ -93,19 +93,23 @@ def pick_nodes(
 
     NVLink domains are those that the nodes' drivers told in their last test, otherwise Slurm's blocks.
 
-    Prints a hostlist for sbatch's --nodelist. Nodes that failed lately are avoided where failures of the past foretold
-    later ones in this cluster (`opsd nodes lemons`); spares and reserved nodes are left out.
+    Prints a hostlist for sbatch's --nodelist, of nodes of one partition that is up, which is named beside it. Nodes
+    that failed lately are avoided where failures of the past foretold later ones in this cluster (`opsd nodes lemons`);
+    spares and reserved nodes are left out.
     """
     tree = _tree(topology)
     more_faults = _read(history) if history else []
     found, comments = _from_slurm(partition)
+    up = _up(partition)
     judged = _judge(found, comments, more_faults, jobs)
-    known = candidates(found, comments, judged, time.time())
-    choice = pick(free(known), count, tree.with_domains(domains(comments)))
+    offered = {name for one in up for name in one.nodes}
+    known = [one for one in candidates(found, comments, judged, time.time()) if one.node in offered]
+    choice = pick_in_one(up, free(known), count, tree.with_domains(domains(comments)))
     if choice is None:
         taken = [f"{one.node}: {one.why_not}" for one in known if one.why_not]
         more = f" ({'; '.join(taken[:3])}{'; …' if len(taken) > 3 else ''})" if taken else ""
-        fail(f"{len(known) - len(taken)} of {len(known)} nodes can be had now, {count} are wanted{more}")
+        of = f"partition {up[0].name}" if len(up) == 1 else f"{len(up)} partitions, of which a job has one"
+        fail(f"{len(known) - len(taken)} of {len(known)} nodes can be had now in {of}, {count} are wanted{more}")
     _show(choice, {one.node: one for one in known}, as_json)
     return exitcodes.OK
 
@@ -160,7 +164,7 @@ def _show(choice: Choice, known: dict[str, Candidate], as_json: bool) -> None:
     click.echo(hostlist)
     below = f"all below switch {choice.switch}" if choice.switch else "no switch above all of them is known"
     within = f"in NVLink domain {choice.domain}, " if choice.domain else ""
-    click.echo(f"{len(choice.nodes)} nodes, {within}{below}", err=True)
+    click.echo(f"{len(choice.nodes)} nodes of partition {choice.partition}, {within}{below}", err=True)
     for node, remarks in against.items():
         click.echo(f"{node}: {', '.join(remarks)}", err=True)
 
@@ -175,6 +179,20 @@ def _from_slurm(partition: str | None = None) -> tuple[Sequence[Node], dict[str,
         return slurm.nodes(of), dict(slurm.comments(of))
     except SlurmError as error:
         fail(f"Slurm: {error}")
+
+
+def _up(partition: str | None) -> list[Partition]:
+    """The partitions that start jobs, or the one that was asked for, if it does."""
+    try:
+        known = [one for one in choose().slurm.partitions() if partition in (None, one.name)]
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+    up = [one for one in known if one.state == "up"]
+    if not up and partition and known:
+        fail(f"partition {partition} is {known[0].state}, so no job starts there; `sinfo -s` lists those that are up")
+    if not up:
+        fail("no partition is up, so no job starts; `sinfo -s` lists them")
+    return up
 
 
 def _judge(found: Sequence[Node], comments: Mapping[str, str], more: list[Fault], jobs: bool) -> Judgement:

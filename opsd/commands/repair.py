@@ -90,7 +90,7 @@ def repair(
     try:
         if acting or ordered:
             return _do(work, cases, settings, ordered, as_json)
-        return _show(work, cases, as_json)
+        return _show(work, cases.current_of(settings.agent.node), as_json)
     except (CaseError, RepairError) as error:
         fail(str(error))
     except SlurmError as error:
@@ -107,7 +107,7 @@ def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_jso
         raise RepairError("a repair needs root")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # services that were stopped are started all the same
     with cases.alone():
-        case = cases.current()
+        case = cases.current_of(settings.agent.node)
         if case is None:
             if ordered and not cases.ordered:
                 click.echo("no repair was ordered", err=as_json)
@@ -148,8 +148,7 @@ def tell(settings: Settings, case: Case) -> None:
         click.echo(f"nobody was told: {error}", err=True)
 
 
-def _show(work: Repair, cases: CaseFile, as_json: bool) -> int:
-    under_way = cases.current()
+def _show(work: Repair, under_way: Case | None, as_json: bool) -> int:
     case = under_way or work.proposed()
     step = work.next(case)
     if as_json:

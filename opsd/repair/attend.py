@@ -113,6 +113,8 @@ class Repair:
             if case != before:
                 self._taken_up(case)
             step = ladder.next_step(case, facts, self._limits)
+            if facts.hold == "ours" and case.paused != facts.paused:
+                case = self._recorded(ladder.paused(case, facts))
             if step.do == "wait":
                 told = self._wait(step, facts, told)
                 continue
@@ -122,7 +124,7 @@ class Repair:
             except SlurmUnavailable as error:
                 self._means.say(f"Slurm: {error}")
                 self._means.sleep(POLL_S)
-                case = self._file.current() or case
+                case = self._file.current_of(self._node) or case
         return case
 
     def _wait(self, step: Step, facts: Facts, told: str) -> str:
@@ -152,14 +154,17 @@ class Repair:
             assert step.rung is not None
             say(f"{step.rung}: because of {step.why}")
             if case.last is None or case.last.ok is not None:
-                case = self._recorded(ladder.begun(case, step.rung, facts))
+                case = ladder.begun(case, step.rung, facts)
+            else:
+                case = ladder.repeated(case, facts)
+            self._recorded(case)
             return self._climb(case, step.rung)
         if step.do == "retest":
             say(f"{ladder.RETEST}: {case.kind}")
             case = self._recorded(ladder.begun(case, ladder.RETEST, facts))
             checks = FAULTS[case.kind].checks if case.kind in FAULTS else ()
             found = self._means.retest(checks, lambda: self._taken(case.kind))
-            return self._ended(case, found.passed, found.detail)
+            return self._ended(case, found.passed, ladder.STOPPED * found.stopped + found.detail)
         if step.do == "return":
             return self._return(case, facts)
         if step.do == "rma":
@@ -221,7 +226,9 @@ class Repair:
         return self._recorded(ladder.closed(case, "rma", why, self._means.clock(), bundle))
 
     def _ended(self, case: Case, ok: bool, detail: str) -> Case:
-        after = ladder.ended(case, ok, detail, self._means.clock())
+        assert case.last is not None
+        took_s = 0.0 if detail.startswith(ladder.STOPPED) else self._means.machine.uptime_s() - case.last.uptime_s
+        after = ladder.ended(case, ok, detail, self._means.clock(), took_s)
         assert after.last is not None
         self._means.say(f"{after.last.what}: {'done' if ok else 'failed'}: {detail}")
         return self._recorded(after)
@@ -232,20 +239,20 @@ class Repair:
 
     def _look(self, kind: str) -> tuple[Facts, Node | None]:
         """What is known now, and the node as Slurm has it. Changes nothing."""
-        now, boot = self._means.clock(), self._means.machine.boot()
+        now, boot, uptime_s = self._means.clock(), self._means.machine.boot(), self._means.machine.uptime_s()
         try:
             found = self._found()
             busy = found is not None and (found.busy or bool(self._jobs()))
             comment = self._means.slurm.comments([self._node]).get(self._node, "")
         except SlurmError:
-            return Facts(now, boot, "unknown"), None
+            return Facts(now, boot, "unknown", uptime_s=uptime_s), None
         hold, text = held_by(found)
         relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
         rebooting = found is not None and bool(found.flags & {"reboot_requested", "reboot_issued"})
-        recent, paused = self._file.recent(now), self._means.paused(kind, now)
+        recent, paused = self._file.recent(self._node, now), self._means.paused(kind, now)
         if self._means.by_policy and found is not None and "maintenance" in found.flags:
             paused = paused or "Slurm has it in a reservation for maintenance"
-        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused), found
+        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused, uptime_s), found
 
     def _taken(self, kind: str) -> str:
         """Why a test that puts load on the node must end: it is somebody else's now. "" if not, or if Slurm is away."""

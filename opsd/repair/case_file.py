@@ -64,7 +64,7 @@ class CaseFile:
             (self.folder / ORDER).unlink(missing_ok=True)
 
     def current(self) -> Case | None:
-        """The repair under way."""
+        """The repair under way, of whatever node."""
         try:
             return _CASE.validate_json(self._current.read_bytes())
         except FileNotFoundError:
@@ -95,9 +95,19 @@ class CaseFile:
                 found.append(_CASE.validate_json(path.read_bytes()))
         return found
 
-    def recent(self, now: float) -> int:
-        """How many repairs of the last week returned the node."""
-        return sum(case.end == "returned" and now - case.opened_at < WEEK_S for case in self.past())
+    def current_of(self, node: str) -> Case | None:
+        """The repair under way, which has to be one of ``node``: state folders are copied with the disks of nodes."""
+        case = self.current()
+        if case is not None and case.node != node:
+            raise CaseError(
+                f"{self._current} is a repair of {case.node}, and this is {node}: move it away if the disk is a copy"
+            )
+        return case
+
+    def recent(self, node: str, now: float) -> int:
+        """How many repairs of the last week returned ``node``."""
+        ours = (case for case in self.past() if case.node == node and case.end == "returned")
+        return sum(0 <= now - case.opened_at < WEEK_S for case in ours)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -38,17 +38,17 @@ class NvidiaDriver:
     def recovery_actions(self) -> Sequence[int]:
         return nvml_state.recovery_actions(self._library, self._run) if self._ask else []
 
-    def reset_gpus(self) -> str:
+    def reset_gpus(self, services: Sequence[str] = ()) -> str:
         """All of them: the node is empty, and GPUs that NVLink connects may only be resettable together."""
-        with self._without(self._services):
+        with self._without((*self._services, *self._dynamic(services))):
             self._run(["nvidia-smi", "--gpu-reset"], RESET_S)
         return "reset all GPUs"
 
-    def reload_driver(self) -> str:
+    def reload_driver(self, services: Sequence[str] = ()) -> str:
         loaded = self._modules()
         if not loaded:
             raise RungError("no module of the NVIDIA driver is loaded")
-        with self._without((*self._services, FABRIC)):
+        with self._without((*self._services, *self._dynamic(services), FABRIC)):
             try:
                 for name in loaded:
                     self._run(["modprobe", "--remove", name], MODULES_S)
@@ -61,6 +61,17 @@ class NvidiaDriver:
     def restore(self) -> None:
         for name in (FABRIC, *self._services):
             self._start_enabled(name)
+
+    def _dynamic(self, services: Sequence[str]) -> list[str]:
+        """Those of ``services`` that have DynamicUser=: who decides a repair may have no others stopped."""
+        return [name for name in services if self._has_dynamic_user(name)]
+
+    def _has_dynamic_user(self, name: str) -> bool:
+        try:
+            shown = self._run(["systemctl", "show", "--property=DynamicUser", "--value", "--", name], SERVICE_S)
+        except RungError:
+            return False
+        return shown.strip() == "yes"
 
     def _start_enabled(self, name: str) -> None:
         with suppress(RungError):  # it is not enabled, or shows in the retest

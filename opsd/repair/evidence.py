@@ -55,6 +55,10 @@ _SECRET: Final = re.compile(
     | (?P<block> -----BEGIN [ ] [A-Z ]{{0,20}} PRIVATE [ ] KEY----- ) [^-]{{1,16384}}
     | (?P<scheme> authorization (?:{_QUOTE})? \s{{0,4}} : \s{{0,4}} (?:{_QUOTE})?
         (?: (?:bearer|basic|digest|negotiate|token) \s{{1,4}} )? ) [^"\n\\]{{1,4096}}
+    | (?P<cookie> \b (?:set-)? cookie (?:{_QUOTE})? \s{{0,4}} : \s{{0,4}} (?:{_QUOTE})? ) [^"\n\\]{{1,4096}}
+    | (?P<query> [?&;] (?: sig | x-(?:amz|goog)-[a-z-]{{1,20}} | signature ) = ) [^\s"'&\\]+
+    | (?P<login> (?<=\s) (?: -[fgiklsv]{{0,6}}u | --(?:proxy-)?user ) [ =]{{0,4}} (?:{_QUOTE})? [^\s:"'\\]{{1,100}} : )
+        [^\s"'\\]+
     | (?P<user> :// (?:[^\s/:@]{{1,100}} :)? ) [^\s/@]{{1,1000}} (?= @ )"""
 )
 """Bounded everywhere: a long line costs no more than many short ones."""

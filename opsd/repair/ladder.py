@@ -34,6 +34,8 @@ RETEST, RETURN = "retest", "return"
 CUT_OFF = "cut off by the end of the program"
 UNANSWERED = "Slurm has not answered the order"
 """The reboot may be under way or not; the order is given again once it is known that it is not."""
+STOPPED = "stopped: "
+"""Begins what is said of a test that had to make way for somebody else; it says nothing of the node."""
 CUT_OFF_RETESTS: Final = 2
 """A test that was cut off so often while the node kept running is a failed one."""
 
@@ -46,7 +48,8 @@ End = Literal["returned", "rma", "left"]
 class Attempt:
     """Something that was done: a rung, a retest, or the return. Epoch seconds; ``ok`` is None until it has ended.
 
-    ``boot`` identifies the boot of the node in which it began.
+    ``boot`` identifies the boot of the node in which it began, ``uptime_s`` after that. ``took_s`` is 0 if that is not
+    known: clocks are set after a boot, so that epoch seconds tell people, and decide nothing.
     """
 
     what: str
@@ -55,6 +58,8 @@ class Attempt:
     ended_at: float | None = None
     ok: bool | None = None
     detail: str = ""
+    uptime_s: float = 0.0
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class Case:
     """One repair of ``node``, which was drained with ``reason`` for a fault of ``kind``; ``first`` is where it begins.
 
     A person has begun it ``by_hand``, or the policy. ``end`` is None while it is under way, ``verdict`` says in one
-    sentence why it ended so.
+    sentence why it ended so. ``paused`` says why opsd may do nothing at this time; until ``resumed_at`` it did so last.
     """
 
     id: str
@@ -77,6 +82,8 @@ class Case:
     verdict: str = ""
     bundle: str = ""
     by_hand: bool = False
+    paused: str = ""
+    resumed_at: float = 0.0
     format: Literal[1] = 1
 
     @property
@@ -92,7 +99,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known at the epoch second ``now``. ``hold_text`` says who holds the node, if others do.
+    """What is known at the epoch second ``now``, ``uptime_s`` after the boot. ``hold_text`` says who holds the node.
 
     ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``recent`` are earlier repairs of the
     last week. ``relapsed`` says why returns of this node do not last, "" if nothing speaks against one;
@@ -108,13 +115,14 @@ class Facts:
     recent: int = 0
     relapsed: str = ""
     paused: str = ""
+    uptime_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """``rungs`` are those allowed, ``attempts`` how many remedies a repair may try, ``a_week`` how many repairs a node.
 
-    Seconds: a reboot has ``reboot_s``; ``total_s`` after its first remedy a repair is given up.
+    Seconds: a reboot has ``reboot_s``; after ``total_s`` of remedies and tests a repair is given up. Waiting is free.
     """
 
     rungs: tuple[Rung, ...] = LADDER
@@ -135,13 +143,19 @@ class Step:
 
 def begun(case: Case, what: str, facts: Facts) -> Case:
     """The case when ``what`` begins, to be recorded before it does."""
-    return replace(case, attempts=(*case.attempts, Attempt(what, facts.now, facts.boot)))
+    return replace(case, attempts=(*case.attempts, Attempt(what, facts.now, facts.boot, uptime_s=facts.uptime_s)))
 
 
-def ended(case: Case, ok: bool, detail: str, now: float) -> Case:
+def repeated(case: Case, facts: Facts) -> Case:
+    """The case when the attempt under way begins anew."""
+    *before, last = case.attempts
+    return noted(begun(replace(case, attempts=tuple(before)), last.what, facts), last.detail)
+
+
+def ended(case: Case, ok: bool, detail: str, now: float, took_s: float = 0.0) -> Case:
     """The case after the end of what was begun last."""
     *before, last = case.attempts
-    return replace(case, attempts=(*before, replace(last, ended_at=now, ok=ok, detail=detail)))
+    return replace(case, attempts=(*before, replace(last, ended_at=now, ok=ok, detail=detail, took_s=took_s)))
 
 
 def noted(case: Case, detail: str) -> Case:
@@ -155,6 +169,13 @@ def closed(case: Case, end: End, verdict: str, now: float, bundle: str = "") -> 
     return replace(case, end=end, verdict=verdict, ended_at=now, bundle=bundle)
 
 
+def paused(case: Case, facts: Facts) -> Case:
+    """The case with what pauses it now, if anything does."""
+    if not case.paused or facts.paused:
+        return replace(case, paused=facts.paused)
+    return replace(case, paused="", resumed_at=facts.now)
+
+
 def settled(case: Case, facts: Facts, limits: Limits) -> Case:
     """The case once it is known what became of an attempt that an earlier program began; unchanged while it is not."""
     last = case.last
@@ -165,9 +186,13 @@ def settled(case: Case, facts: Facts, limits: Limits) -> Case:
         why = "the node booted meanwhile" if booted and last.what != RETURN else CUT_OFF
         return ended(case, False, why, facts.now)
     if booted and not facts.rebooting:
-        return ended(case, True, f"booted again after {facts.now - last.at:.0f} s", facts.now)
-    if not booted and facts.now - last.at > limits.reboot_s:
-        return ended(case, False, f"has not rebooted within {limits.reboot_s:.0f} s", facts.now)
+        took_s = facts.now - last.at
+        if not 0 <= took_s <= limits.reboot_s:  # the clock was set, or the node was off
+            return ended(case, True, "booted again", facts.now)
+        return ended(case, True, f"booted again after {took_s:.0f} s", facts.now, took_s)
+    took_s = facts.uptime_s - last.uptime_s
+    if not booted and last.detail != UNANSWERED and took_s > limits.reboot_s:
+        return ended(case, False, f"has not rebooted within {limits.reboot_s:.0f} s", facts.now, took_s)
     return case
 
 
@@ -208,8 +233,8 @@ def _given_up(case: Case, facts: Facts, limits: Limits) -> Step | None:
         return Step("rma", facts.relapsed)
     if not case.rungs and facts.recent >= limits.a_week:
         return Step("rma", f"{facts.recent} repairs within a week did not last")
-    if case.rungs and facts.now - case.rungs[0].at > limits.total_s:
-        return Step("rma", f"not over after {limits.total_s / 3600:.0f} h")
+    if sum(attempt.took_s for attempt in case.attempts) > limits.total_s:
+        return Step("rma", f"not over after {limits.total_s / 3600:.0f} h of remedies and tests")
     return None
 
 
@@ -224,8 +249,10 @@ def _onward(case: Case, limits: Limits) -> Step:
 
 
 def _retest_again(case: Case) -> bool:
-    """Whether the last retest was cut off though the node kept running, and not too often."""
+    """Whether the last retest made way, or was cut off though the node kept running, and that not too often."""
     cut_off = 0
+    if case.last is not None and case.last.detail.startswith(STOPPED):
+        return case.last.what == RETEST
     for attempt in reversed(case.attempts):
         if attempt.what != RETEST or attempt.detail != CUT_OFF:
             break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -16,6 +17,9 @@ from opsd.preflight.checks.leftovers import gpu_holders
 
 SYSTEM_UIDS: Final = 1000
 """User ids below are no users' (login.defs(5)): their services are stopped by name, and not killed."""
+DYNAMIC_UIDS: Final = range(61184, 65520)
+"""User ids that systemd gives to services with DynamicUser=, and to nobody else (its UIDS-GIDS.md)."""
+_SERVICE: Final = re.compile(r"/system\.slice/(?:system-[^/]+\.slice/)?([^/]+\.service)(?:/|$)")
 TERM_S, KILL_S = 10.0, 20.0
 SAID_BYTES: Final = 16 << 20
 """Four times the longest part of evidence; a broken program may print without end."""
@@ -31,24 +35,39 @@ class Driver(Protocol):
     def recovery_actions(self) -> Sequence[int]:
         """What the driver asks for, for each GPU that answers; empty if it does not say."""
 
-    def reset_gpus(self) -> str:
-        """Reset all GPUs of the node. No process of users holds one."""
+    def reset_gpus(self, services: Sequence[str] = ()) -> str:
+        """Reset all GPUs of the node. No process of users holds one; of ``services`` with DynamicUser= some do."""
 
-    def reload_driver(self) -> str:
-        """Unload the driver's modules and load them again. No process of users holds a GPU."""
+    def reload_driver(self, services: Sequence[str] = ()) -> str:
+        """Unload the driver's modules and load them again. Nobody holds a GPU, but ``services`` as for a reset."""
 
     def restore(self) -> None:
         """Start what a remedy that was cut off may have stopped. Raises nothing."""
 
 
-class Machine(Driver, Protocol):
-    """The node. Its remedies end the processes first that hold a GPU."""
+class Machine(Protocol):
+    """The node. Its remedies end the processes first that hold a GPU; they raise RungError."""
 
     def boot(self) -> str:
         """Identifies the boot of the node."""
 
+    def uptime_s(self) -> float:
+        """Seconds since the boot, by a clock that nobody sets."""
+
+    def recovery_actions(self) -> Sequence[int]:
+        """As a ``Driver``'s."""
+
     def end_processes(self) -> str:
-        """End what still holds a GPU. Raises RungError."""
+        """End what still holds a GPU."""
+
+    def reset_gpus(self) -> str:
+        """Reset all GPUs of the node."""
+
+    def reload_driver(self) -> str:
+        """Unload the driver's modules and load them again."""
+
+    def restore(self) -> None:
+        """As a ``Driver``'s."""
 
 
 Run = Callable[[Sequence[str], float], str]
@@ -118,6 +137,9 @@ class NodeMachine:
     def boot(self) -> str:
         return (self._proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
+    def uptime_s(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
     def recovery_actions(self) -> Sequence[int]:
         return self._driver.recovery_actions()
 
@@ -136,26 +158,35 @@ class NodeMachine:
 
     def reset_gpus(self) -> str:
         self.end_processes()
-        return self._driver.reset_gpus()
+        return self._driver.reset_gpus(self._services())
 
     def reload_driver(self) -> str:
         self.end_processes()
-        return self._driver.reload_driver()
+        return self._driver.reload_driver(self._services())
 
     def restore(self) -> None:
         self._driver.restore()
 
     def _holders(self) -> list[int]:
         """Processes of users, and of root outside of services, that hold a GPU."""
-        return [pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()) and not self._is_service(pid)]
+        return [pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()) and not self._service(pid)[0]]
 
-    def _is_service(self, pid: int) -> bool:
-        """Whether systemd started it as a service of the system, and not for a user or a job."""
+    def _services(self) -> list[str]:
+        """Services with a user id from systemd that hold a GPU."""
+        found = (self._service(pid) for pid, _ in gpu_holders(self._proc))
+        return sorted({unit for unit, uid in found if unit and uid in DYNAMIC_UIDS})
+
+    def _service(self, pid: int) -> tuple[str, int]:
+        """The service of the system that systemd started it for, and its user id; "" for a user's, a job's, a scope's.
+
+        Root's containers are scopes in the same slice.
+        """
         try:
             uid = (self._proc / str(pid)).stat().st_uid
             groups = (self._proc / str(pid) / "cgroup").read_text(encoding="utf-8", errors="replace")
         except OSError:
-            return False
+            return "", -1
         path = groups.splitlines()[-1].rpartition(":")[2] if groups else ""
-        unit = path.removeprefix("/system.slice/")
-        return uid < SYSTEM_UIDS and unit != path and not unit.startswith("slurmstepd")
+        unit = _SERVICE.match(path)
+        ours = unit is not None and (uid < SYSTEM_UIDS or uid in DYNAMIC_UIDS)
+        return (unit[1] if unit and ours else ""), uid

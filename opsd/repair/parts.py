@@ -37,11 +37,11 @@ class RemoteDriver:
         except (RungError, TypeError, ValueError):
             return []
 
-    def reset_gpus(self) -> str:
-        return str(self._ask("reset_gpus"))
+    def reset_gpus(self, services: Sequence[str] = ()) -> str:
+        return str(self._ask("reset_gpus", services=[*services]))
 
-    def reload_driver(self) -> str:
-        return str(self._ask("reload_driver"))
+    def reload_driver(self, services: Sequence[str] = ()) -> str:
+        return str(self._ask("reload_driver", services=[*services]))
 
     def restore(self) -> None:
         with suppress(RungError):
@@ -55,6 +55,10 @@ class RemoteDriver:
         return _asked(self.socket, {"do": do, **told}, DRIVER_S)
 
 
+class _StoppedError(RungError):
+    """A test that had to make way."""
+
+
 @dataclass(frozen=True, slots=True)
 class RemoteTests:
     """``Tests`` whose service listens at ``socket``, and ends its test when the connection is closed."""
@@ -66,6 +70,8 @@ class RemoteTests:
         try:
             found = self._ask({"do": "retest", "checks": [*checks]}, stop)
             return Retested(found["passed"] is True, str(found["detail"]))
+        except _StoppedError as error:
+            return Retested(False, str(error), stopped=True)
         except RungError as error:
             return Retested(False, str(error))
         except (KeyError, TypeError):
@@ -81,7 +87,7 @@ class RemoteTests:
         try:
             return _asked(self.socket, request, TEST_S, stop, self.look_s)
         except GivenUpError as error:
-            raise RungError(f"the test was stopped: {error}") from error
+            raise _StoppedError(f"the test was stopped: {error}") from error
 
 
 def _asked(
@@ -108,8 +114,8 @@ def verbs_of_driver(driver: Driver, evidence: Callable[[str], str]) -> Verbs:
     """What the part ``driver`` does. Raise RungError and OSError."""
     return {
         "recovery_actions": lambda _: [*driver.recovery_actions()],
-        "reset_gpus": lambda _: driver.reset_gpus(),
-        "reload_driver": lambda _: driver.reload_driver(),
+        "reset_gpus": lambda told: driver.reset_gpus([str(name) for name in told.get("services", ())]),
+        "reload_driver": lambda told: driver.reload_driver([str(name) for name in told.get("services", ())]),
         "restore": lambda _: driver.restore(),
         "evidence": lambda told: evidence(str(told.get("slurm_node", ""))),
     }

@@ -25,10 +25,14 @@ LOOK_S, TIDY_S = 10.0, 15.0
 
 @dataclass(frozen=True, slots=True)
 class Retested:
-    """Whether the node is proved good, and in one sentence what was found."""
+    """Whether the node is proved good, and in one sentence what was found.
+
+    ``stopped``: the test had to make way, and has found nothing.
+    """
 
     passed: bool
     detail: str
+    stopped: bool = False
 
 
 class Tests(Protocol):
@@ -59,14 +63,20 @@ class Preflight:
 
         One of ``checks`` has to have passed, not only not failed: a node without a working driver has none that apply.
         """
+        told: list[str] = []
+
+        def noting() -> str:
+            told.append(stop())
+            return told[-1]
+
         possible = [name for name in checks if name not in self.skip]
         if possible:
-            report, problem = self._run(self.profile, "--only", ",".join(possible), stop=stop)
+            report, problem = self._run(self.profile, "--only", ",".join(possible), stop=noting)
             if report is None or not report.passed:
-                return Retested(False, problem if report is None else _failures(report))
-        whole, problem = self._run(self.profile, stop=stop)
+                return Retested(False, problem if report is None else _failures(report), report is None and any(told))
+        whole, problem = self._run(self.profile, stop=noting)
         if whole is None or not whole.passed:
-            return Retested(False, problem if whole is None else _failures(whole))
+            return Retested(False, problem if whole is None else _failures(whole), whole is None and any(told))
         proved = [r.check for r in whole.results if r.verdict in (Verdict.PASS, Verdict.WARN)]
         fitting = [name for name in proved if not checks or name in checks]
         if not fitting:

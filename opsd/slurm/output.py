@@ -168,11 +168,12 @@ def parse_partitions(text: str) -> tuple[Partition, ...]:
             values = dict(word.partition("=")[::2] for word in line.split())
             found.append(
                 Partition(
-                    name=values["PartitionName"],
+                    name=line.removeprefix("PartitionName=").partition(" AllowGroups=")[0],
                     nodes=_hosts(_set(values, "Nodes")),
                     tier=_integer(values.get("PriorityTier", "1")),
                     preempt_mode=values.get("PreemptMode", "OFF"),
                     grace_s=_integer(values.get("GraceTime", "0")),
+                    state=values.get("State", "UP").lower(),
                 )
             )
     return tuple(found)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from opsd.slurm.port import Partition
 from opsd.slurm.topology import Topology
 
 
@@ -12,12 +14,27 @@ from opsd.slurm.topology import Topology
 class Choice:
     """The nodes that were picked, by name, the lowest switch above all of them and the NVLink domain that all share.
 
-    Both are "" if there is none, or none is known.
+    Both are "" if there is none, or none is known. ``partition`` is the one to which all belong.
     """
 
     nodes: tuple[str, ...]
     switch: str
     domain: str = ""
+    partition: str = ""
+
+
+def pick_in_one(
+    partitions: Iterable[Partition], badness: Mapping[str, float], count: int, topology: Topology
+) -> Choice | None:
+    """The best ``pick`` within one of ``partitions``, as a job has one: of the least badness, then the nearest."""
+    found: list[tuple[float, bool, float, Choice]] = []
+    for partition in partitions:
+        offered = {name: badness[name] for name in partition.nodes if name in badness}
+        if choice := pick(offered, count, topology):
+            height = topology.height(choice.switch) if choice.switch else math.inf
+            bad = _least(badness, choice.nodes, count)
+            found.append((bad, not choice.domain, height, replace(choice, partition=partition.name)))
+    return min(found, key=lambda one: one[:3])[-1] if found else None
 
 
 def pick(badness: Mapping[str, float], count: int, topology: Topology) -> Choice | None:

@@ -135,6 +135,7 @@ class Reservation:
 class Partition:
     """A partition. If Slurm preempts by partition, jobs of a higher ``tier`` preempt those of a lower one.
 
+    ``state`` is up, or down, drain or inactive, in which no job starts.
     ``preempt_mode`` is what happens to its own jobs then, in Slurm's spelling (REQUEUE, CANCEL, OFF …), after
     ``grace_s`` seconds.
     """
@@ -144,6 +145,7 @@ class Partition:
     tier: int
     preempt_mode: str
     grace_s: int = 0
+    state: str = "up"
 
 
 NodeUpdate = Literal["drain", "resume", "down"]

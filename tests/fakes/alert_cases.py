@@ -234,6 +234,11 @@ CASES: Mapping[str, Case] = {
         [
             {f"opsd_repair_age_seconds{{{NODE}}}": "600+15x250"},
             {f"opsd_repair_age_seconds{{{NODE}}}": "22000+15x250", f"opsd_slurm_jobs{{{NODE}}}": "1x250"},
+            {
+                f"opsd_repair_age_seconds{{{NODE}}}": "22000+15x250",
+                f'opsd_repair_state{{{NODE},state="paused"}}': "1x250",
+            },
+            {f"opsd_repair_age_seconds{{{NODE}}}": "22000+15x20 _x230"},
         ],
         at="40m",
     ),

@@ -44,11 +44,16 @@ class Bench:
     said: list[str] = field(default_factory=list)
     cured: bool = False
     waits: int = 0
+    uptime: float = 50.0
     by_policy: bool = False
     loads: list[str] = field(default_factory=list)
+    clock_step: float = 0.0
 
     def boot(self) -> str:
         return f"boot-{self.boots}"
+
+    def uptime_s(self) -> float:
+        return self.uptime
 
     def recovery_actions(self) -> Sequence[int]:
         return self.asks
@@ -91,10 +96,13 @@ class Bench:
     def sleep(self, seconds: float) -> None:
         """Time goes by; a reboot that was asked for takes the node and this program down."""
         self.now += seconds
+        self.uptime += seconds
         self.waits += 1
         if self.slurm.reboots and "reboot" not in self.done:
             self.done.append("reboot")
             self.boots += 1
+            self.now += self.clock_step
+            self.uptime = 30.0
             self.cured |= self.cured_by is Rung.REBOOT
             down = Node("n1", "down", frozenset(), f"{REASON} : reboot issued : reboot complete", "root", 100.0)
             self.slurm.by_name["n1"] = down
@@ -155,6 +163,15 @@ def test_a_repair_goes_on_after_the_reboot(tmp_path: Path) -> None:
     assert (case.end, bench.done) == ("returned", ["reset_gpus", "retest", "reload_driver", "reboot", "retest"])
     assert bench.slurm.reboots == [("n1", REASON)]
     assert [update for _, update, _ in bench.slurm.updates] == ["drain", "resume"]
+
+
+@pytest.mark.parametrize("days", [-30, -1, 1, 30])
+def test_a_clock_that_is_set_at_the_boot_ends_no_repair(tmp_path: Path, days: int) -> None:
+    """A node with an empty battery comes back in another year."""
+    bench = Bench(tmp_path, cured_by=Rung.REBOOT, refused=[Rung.RELOAD], clock_step=days * 86_400.0)
+    bench.now = 1e9
+    case = bench.run()
+    assert (case.end, [attempt.detail for attempt in case.rungs][-1]) == ("returned", "booted again")
 
 
 @pytest.mark.parametrize("carried_out", [True, False])
@@ -308,6 +325,26 @@ def test_a_test_ends_where_somebody_takes_the_node_in_the_middle(tmp_path: Path,
     assert (case.end, bench.done, bench.slurm.updates) == ("left", ["reset_gpus"], [])
 
 
+def test_a_test_that_made_way_for_a_job_is_made_again_after_it(tmp_path: Path) -> None:
+    """However often: the node is opsd's all the time, and nothing was found against the remedy."""
+    bench = Bench(tmp_path, cured_by=Rung.RESET)
+    taken = iter([True, True, True, False])
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        if next(taken):
+            bench.slurm.by_name["n1"] = replace(DRAINED, state="allocated")
+            return Retested(False, stop(), stopped=True)
+        bench.cured = True
+        return Retested(True, "passed")
+
+    def sleep(seconds: float) -> None:
+        bench.slurm.by_name["n1"] = DRAINED
+
+    bench.retest, bench.sleep = retest, sleep  # type: ignore[method-assign]
+    case = bench.run()
+    assert (case.end, bench.done, len(case.attempts)) == ("returned", ["reset_gpus"], 6)
+
+
 def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: Path) -> None:
     """People flash firmware there: no reset, no reboot, no load, but what a person orders by hand."""
     serviced = replace(DRAINED, flags=frozenset({"drain", "maintenance", "reserved"}))
@@ -316,10 +353,14 @@ def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: P
 
     def sleep(_seconds: float) -> None:
         assert not bench.done
+        current = bench.cases.current()
+        assert current is not None and "maintenance" in current.paused
+        bench.now += 86_400.0
         bench.slurm.by_name["n1"] = DRAINED
 
     bench.sleep = sleep  # type: ignore[method-assign, assignment]
-    assert bench.run().end == "returned"
+    case = bench.run()
+    assert (case.end, case.paused, case.resumed_at) == ("returned", "", 87_400.0)
     assert bench.said[0] == "waiting: Slurm has it in a reservation for maintenance"
 
 

@@ -50,6 +50,19 @@ def test_another_node_is_repaired_there(options: list[str]) -> None:
     assert "this is n1: run the command on n2" in CliRunner().invoke(evidence, ["n2", *options]).stderr
 
 
+def test_the_record_of_another_node_is_no_repair_of_this_one(options: list[str], tmp_path: Path) -> None:
+    """A disk was copied with the state folder on it."""
+    cases = CaseFile(tmp_path / "state")
+    cases.keep(replace(CASE, node="n2"))
+    for how in ([], ["--act"], ["--ordered"]):
+        done = CliRunner().invoke(repair, [*how, *options])
+        assert (done.exit_code, done.stdout) == (exitcodes.FAILED, "")
+        assert "case.json is a repair of n2, and this is n1: move it away" in done.stderr
+    cases.keep(closed(replace(CASE, node="n2"), "returned", "", 1000.0))
+    assert (cases.recent("n1", 1001.0), cases.recent("n2", 1001.0)) == (0, 1)
+    assert cases.recent("n2", 999.0) == 0, "opened in the future: the clock was set"
+
+
 def test_an_order_counts_only_where_the_policy_says_so(options: list[str], tmp_path: Path) -> None:
     """Otherwise it is dropped, or the unit would start again and again."""
     cases = CaseFile(tmp_path / "state")

@@ -24,6 +24,8 @@ from opsd.repair.ladder import (
     begun,
     ended,
     next_step,
+    noted,
+    repeated,
     settled,
 )
 
@@ -138,8 +140,33 @@ def test_a_reboot_is_over_once_the_node_has_another_boot() -> None:
     assert settled(waiting, replace(booted, rebooting=True), LIMITS) == waiting
     (attempt,) = settled(waiting, booted, LIMITS).attempts
     assert (attempt.ok, attempt.detail) == (True, "booted again after 100 s")
-    (late,) = settled(waiting, replace(FREE, now=1001.0 + LIMITS.reboot_s), LIMITS).attempts
+    (late,) = settled(waiting, replace(FREE, uptime_s=1.0 + LIMITS.reboot_s), LIMITS).attempts
     assert late.ok is False
+
+
+def test_a_clock_that_is_set_fails_no_reboot_and_no_repair() -> None:
+    """Neither during the boot in which it was asked for, nor by the next one; hours of waiting are no work either."""
+    waiting = begun(CASE, Rung.REBOOT, FREE)
+    for now in (1000.0 - 86_400, 1000.0 + 86_400):
+        assert settled(waiting, replace(FREE, now=now), LIMITS) == waiting
+        booted = settled(waiting, replace(FREE, now=now, boot="boot-2"), LIMITS)
+        assert (booted.attempts[0].ok, booted.attempts[0].detail) == (True, "booted again")
+        assert next_step(booted, replace(FREE, now=now, boot="boot-2"), LIMITS).do == "retest"
+
+
+def test_a_repair_that_has_worked_for_a_day_is_given_up() -> None:
+    """By the time that remedies and tests took."""
+    worked = ended(begun(CASE, Rung.RESET, FREE), True, "", 1000.0, LIMITS.total_s + 1)
+    assert next_step(worked, FREE, LIMITS).why == "not over after 24 h of remedies and tests"
+
+
+def test_an_order_that_slurm_has_not_answered_does_not_run_out_of_time() -> None:
+    """Slurm may be away for longer than a reboot takes; the time counts from the order that it took."""
+    unanswered = noted(begun(CASE, Rung.REBOOT, FREE), UNANSWERED)
+    late = replace(FREE, uptime_s=1.0 + LIMITS.reboot_s)
+    assert settled(unanswered, late, LIMITS) == unanswered
+    again = noted(repeated(unanswered, late), "")
+    assert settled(again, late, LIMITS) == again
 
 
 def test_a_test_that_was_cut_off_is_repeated_once() -> None:

@@ -34,12 +34,15 @@ class Node:
     killed: list[tuple[int, int]] = field(default_factory=list)
     enabled: set[str] = field(default_factory=set)
     given_s: list[float] = field(default_factory=list)
+    dynamic: tuple[str, ...] = ()
     stubborn: bool = False
     now: float = 0.0
 
     def run(self, argv: Sequence[str], deadline_s: float) -> str:
         command = " ".join(argv)
         self.given_s.append(deadline_s)
+        if argv[1:2] == ["show"]:
+            return "yes\n" if argv[-1] in self.dynamic else "no\n"
         if argv[0] == "systemctl" and argv[1].startswith("is-"):
             if argv[-1] not in (self.active if argv[1] == "is-active" else self.enabled):
                 raise RungError("inactive")
@@ -54,12 +57,14 @@ class Node:
         if not self.stubborn or number == signal.SIGKILL:
             (self.proc / str(pid) / "fd/3").unlink()
 
-    def holds(self, pid: int, cgroup: str) -> None:
-        """A process of the cgroup that has a GPU open."""
+    def holds(self, pid: int, cgroup: str, uid: int = 0) -> None:
+        """A process of the cgroup and the user that has a GPU open."""
         (self.proc / str(pid) / "fd").mkdir(parents=True)
         (self.proc / str(pid) / "fd/3").symlink_to("/dev/nvidia0")
         (self.proc / str(pid) / "comm").write_text("python\n")
         (self.proc / str(pid) / "cgroup").write_text(f"0::{cgroup}\n")
+        if uid:
+            os.chown(self.proc / str(pid), uid, uid)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -87,6 +92,31 @@ def test_what_jobs_have_left_is_ended_and_services_are_not(node: Node) -> None:
     assert {pid for pid, _ in node.killed} == {102, 103}
     assert (102, signal.SIGTERM) in node.killed
     assert (102, signal.SIGKILL) in node.killed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id")
+def test_a_container_of_root_s_is_ended_as_a_job_is(node: Node) -> None:
+    """Docker's are scopes beside the services; a job's process in slurmd's group is no service either."""
+    node.holds(101, "/system.slice/docker-8f1c.scope")
+    node.holds(102, "/system.slice/docker-8f1c.scope/system.slice/inner.service")
+    node.holds(103, "/system.slice/slurmd.service", uid=1007)
+    node.holds(104, "/system.slice/system-exporter.slice/exporter@0.service")
+    assert node.machine().end_processes() == "ended 3 processes"
+    assert {pid for pid, _ in node.killed} == {101, 102, 103}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id")
+def test_a_service_with_a_dynamic_user_is_stopped_for_a_reset_and_not_killed(node: Node) -> None:
+    """Killed, it would be started again by systemd at once, while the GPUs are reset."""
+    node.holds(101, "/system.slice/gpu-exporter.service", uid=64000)
+    assert node.machine().end_processes() == "no process holds a GPU"
+    node.active, node.dynamic = {"gpu-exporter.service", "sshd.service"}, ("gpu-exporter.service",)
+    node.machine().reset_gpus()
+    stop, start = (f"systemctl {do} gpu-exporter.service" for do in ("stop", "start"))
+    assert (node.ran, node.killed) == ([stop, "nvidia-smi --gpu-reset", start], [])
+    node.ran = []
+    NvidiaDriver(ask=False, run=node.run, proc=node.proc).reset_gpus(["sshd.service"])
+    assert node.ran == ["nvidia-smi --gpu-reset"]
 
 
 def test_services_that_hold_gpus_are_stopped_for_a_reset(node: Node) -> None:
@@ -263,7 +293,7 @@ def test_a_retest_that_must_end_takes_its_load_with_it(tmp_path: Path) -> None:
 
     own = ["--set=agent.node=n1", f"--set=agent.state_dir={tmp_path}"]
     found = Preflight([*own, f"--set=preflight.skip={_others('cpu')}"], "standard", look_s=0.1)(["cpu"], stop)
-    assert found == Retested(False, "preflight standard was stopped: n1 is in service")
+    assert found == Retested(False, "preflight standard was stopped: n1 is in service", stopped=True)
     assert not {child for child in here.children(recursive=True) if child.is_running()} - before
 
 
@@ -292,6 +322,17 @@ SECRETS = pytest.mark.parametrize(
         "https://hunter2@host/",
         "private_key=hunter2",
         "SLURM_JWT=hunter2",
+        "curl -u ann:hunter2 https://host/",
+        "curl --user ann:hunter2 https://host/",
+        "curl -sfuann:hunter2 https://host/",
+        "curl --proxy-user=ann:hunter2 https://host/",
+        "Cookie: session=hunter2; other=hunter2",
+        "Set-Cookie: id=hunter2; HttpOnly",
+        '{"cookie": "session=hunter2"}',
+        "https://account.blob.core.windows.net/c/b?sv=2022&sig=hunter2%3D&se=2026",
+        "https://bucket.s3.amazonaws.com/key?X-Amz-Signature=hunter2&X-Amz-Expires=60",
+        "https://bucket.s3.amazonaws.com/key?X-Amz-Credential=hunter2&x=1",
+        "https://storage.googleapis.com/b/o?X-Goog-Signature=hunter2",
         "MYSQL_PWD=hunter2",
         "SSHPASS=hunter2 sshpass -e ssh",
         "CIFS: mount of //server with pass=hunter2,vers=3",

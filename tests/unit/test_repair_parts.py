@@ -28,10 +28,10 @@ class Driver:
     def recovery_actions(self) -> Sequence[int]:
         return [2]
 
-    def reset_gpus(self) -> str:
+    def reset_gpus(self, services: Sequence[str] = ()) -> str:
         raise RungError(BROKEN)
 
-    def reload_driver(self) -> str:
+    def reload_driver(self, services: Sequence[str] = ()) -> str:
         return "loaded nvidia again"
 
     def restore(self) -> None:
@@ -120,7 +120,7 @@ def test_a_test_that_must_end_is_hung_up_on(tmp_path: Path) -> None:
         reasons = iter(["", "a job is on n1"])
         found = RemoteTests(tmp_path / "test", look_s=0.05)(["cpu"], lambda: next(reasons))
         thread.join(10)
-    assert found == Retested(False, "the test was stopped: a job is on n1")
+    assert found == Retested(False, "the test was stopped: a job is on n1", stopped=True)
     assert ended == [b""]
 
 

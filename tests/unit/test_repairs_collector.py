@@ -53,6 +53,15 @@ def test_a_repair_is_followed_from_step_to_step_to_its_end(tmp_path: Path) -> No
     assert series(source) == {("state", "returned"): 1.0, ("attempts",): 1.0, ("ended", "returned"): 1.0}
 
 
+def test_a_paused_repair_has_no_age_and_begins_anew_after_it(tmp_path: Path) -> None:
+    """It waits for people, who know."""
+    cases, source = CaseFile(tmp_path), collector(tmp_path)
+    cases.keep(replace(OPEN, attempts=(RESET,), paused="maintenance: firmware"))
+    assert series(source) == {("state", "paused"): 1.0, ("attempts",): 1.0}
+    cases.keep(replace(OPEN, attempts=(RESET,), resumed_at=1450.0))
+    assert series(source) == {("state", "waiting"): 1.0, ("attempts",): 1.0, ("age_seconds",): 50.0}
+
+
 def test_the_end_of_the_newest_repair_is_the_state(tmp_path: Path) -> None:
     """The earlier ones are counted."""
     for number, end in enumerate(OUTCOMES):

@@ -7,8 +7,16 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from opsd.slurm.commands import CommandSlurm, random_separator
-from opsd.slurm.output import failure, parse_configuration, parse_gpus, parse_jobs, parse_nodes, parse_version
-from opsd.slurm.port import SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
+from opsd.slurm.output import (
+    failure,
+    parse_configuration,
+    parse_gpus,
+    parse_jobs,
+    parse_nodes,
+    parse_partitions,
+    parse_version,
+)
+from opsd.slurm.port import Partition, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.runner import Output
 from tests.fakes.slurm import RECORDED, SEPARATOR, RecordedRunner
 
@@ -261,3 +269,15 @@ def test_a_node_is_down_after_a_reboot() -> None:
 
     CommandSlurm(run).reboot("n1", "opsd:x gpu_xid: Xid 95")
     assert asked == [("scontrol", "reboot", "ASAP", "nextstate=down", "reason=opsd:x gpu_xid: Xid 95", "n1")]
+
+
+def test_reads_partitions_as_24_11_prints_them() -> None:
+    """With node sets, a state in which no job starts, no nodes, and a name of several words."""
+    rest = "AllowGroups=ALL AllocNodes=ALL Default=NO ExclusiveTopo=NO GraceTime=120 MinNodes=0 NodeSets=racks"
+    after = "PriorityJobFactor=1 PriorityTier=7 RootOnly=NO PreemptMode=REQUEUE State={} TotalNodes=3"
+    train, empty = parse_partitions(
+        f"PartitionName=train {rest} Nodes=gh[101-103] {after.format('DRAIN')}\n"
+        f"PartitionName=CPU nodes (amd) {rest} Nodes=(null) {after.format('UP')}\n"
+    )
+    assert train == Partition("train", ("gh101", "gh102", "gh103"), 7, "REQUEUE", 120, "drain")
+    assert (empty.name, empty.nodes, empty.state) == ("CPU nodes (amd)", (), "up")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from opsd.slurm.pick import Choice, pick
-from opsd.slurm.port import SlurmUnavailable
+from opsd.slurm.pick import Choice, pick, pick_in_one
+from opsd.slurm.port import Partition, SlurmUnavailable
 from opsd.slurm.runner import Output, Runner
 from opsd.slurm.topology import Topology, TopologyError, even, parse
 from opsd.slurm.topology_source import read
@@ -239,3 +239,13 @@ def test_a_topology_of_blocks_as_releases_with_yaml_show_it() -> None:
     assert parse(shown).domain == {
         "10.140.71.103": "rack_b0", "10.140.71.115": "rack_b0", "10.140.79.152": "rack_b1", "10.140.93.120": "rack_b1",
     }  # fmt: skip
+
+
+def test_nodes_of_one_partition_are_picked() -> None:
+    """Those of the least badness, wherever; a job has one partition."""
+    halves = [Partition("a", ("n1", "n2"), 1, "OFF"), Partition("b", ("n3", "n5"), 1, "OFF")]
+    assert pick_in_one(halves, all_equal(1, 2, 3, 5), 3, TREE) is None
+    near = pick_in_one(halves[::-1], all_equal(1, 2, 3, 5), 2, TREE)
+    assert near == Choice(("n1", "n2"), "leaf1", partition="a")
+    better = pick_in_one(halves, {"n1": 0.0, "n2": 4.0, "n3": 1.0, "n5": 1.0}, 2, TREE)
+    assert better is not None and better.partition == "b"

@@ -36,7 +36,7 @@ def test_nodes_are_picked_by_what_slurm_knows(cluster: Cluster) -> None:
     tree.write_text("SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\nSwitchName=s Switches=a,b\n")
     first = opsd_nodes(cluster, "pick", "2", f"--topology={tree}")
     assert (first.returncode, first.stdout) == (exitcodes.OK, "n[1-2]\n")
-    assert "2 nodes, all below switch a" in first.stderr
+    assert "2 nodes of partition train, all below switch a" in first.stderr
     slurm.set_comment("n3", node_comment.write("rack 12", NodeHistory(tested_at=time.time() - 60)))
     tested = json.loads(opsd_nodes(cluster, "pick", "2", "--json", f"--topology={tree}").stdout)
     assert (tested["hostlist"], tested["switch"]) == ("n[3-4]", "b")
@@ -45,7 +45,21 @@ def test_nodes_are_picked_by_what_slurm_knows(cluster: Cluster) -> None:
     slurm.update_nodes(["n2"], "drain", "a fan")
     few = opsd_nodes(cluster, "pick", "3", f"--topology={tree}")
     assert few.returncode == exitcodes.FAILED
-    assert "2 of 4 nodes can be had now, 3 are wanted (n2: Slurm has it as idle+drain; n4: it is a spare)" in few.stderr
+    told = "3 are wanted (n2: Slurm has it as idle+drain; n4: it is a spare)"
+    assert f"2 of 4 nodes can be had now in 2 partitions, of which a job has one, {told}" in few.stderr
+
+
+def test_nodes_of_a_partition_that_starts_no_jobs_are_not_picked(cluster: Cluster) -> None:
+    """A job would wait there for ever; nor are nodes of two partitions picked, which no job has."""
+    cluster.controller.run("scontrol", "update", "PartitionName=train", "State=DOWN")
+    try:
+        down = opsd_nodes(cluster, "pick", "1", "--partition=train")
+        assert down.returncode == exitcodes.FAILED
+        assert "partition train is down, so no job starts there" in down.stderr
+        other = opsd_nodes(cluster, "pick", "1")
+        assert "1 nodes of partition dev" in other.stderr
+    finally:
+        cluster.controller.run("scontrol", "update", "PartitionName=train", "State=UP")
 
 
 def test_nodes_that_told_the_same_nvlink_domain_are_picked(cluster: Cluster) -> None:
@@ -58,7 +72,7 @@ def test_nodes_that_told_the_same_nvlink_domain_are_picked(cluster: Cluster) -> 
         slurm.set_comment(name, node_comment.write("rack 12", NodeHistory(domain=domain)))
     picked = opsd_nodes(cluster, "pick", "2", f"--topology={tree}")
     assert (picked.returncode, picked.stdout) == (exitcodes.OK, "n[1,3]\n")
-    assert f"2 nodes, in NVLink domain {domain}, all below switch s" in picked.stderr
+    assert f"2 nodes of partition train, in NVLink domain {domain}, all below switch s" in picked.stderr
 
 
 def test_pairs_of_leaf_switches_come_due(cluster: Cluster) -> None:
