@@ -1,0 +1,152 @@
+"""The archive of evidence: what is in it, how much, and what is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from opsd.repair import evidence
+from opsd.repair.case_file import CaseFile
+from opsd.repair.machine import RungError, run_command
+
+
+def test_an_archive_of_evidence_is_bounded_and_has_no_secrets(tmp_path: Path) -> None:
+    """Long parts keep their end; what is missing stands in the index; names come from opsd alone."""
+
+    def run(argv: Sequence[str], _deadline_s: float) -> str:
+        if argv[0] == "dmesg":
+            return "x" * (evidence.PART_BYTES + 10) + "\nWANDB_API_KEY=abc123 and the end"
+        if argv[0] == "scontrol":
+            return "Reason=login with https://ann:hunter2@host Authorization: Bearer xyz"
+        raise RungError(f"{argv[0]} cannot be run: No such file or directory")
+
+    sources = evidence.Sources("../n 1", tmp_path, tmp_path / "preflight.sqlite", run=run, nvidia_report="none")
+    path = evidence.make(sources, 1_763_700_000.0)
+    assert path == tmp_path / "evidence" / "evidence-_n_1-20251121T044000Z.tar.gz"
+    assert path.stat().st_mode & 0o077 == 0
+    with tarfile.open(path) as archive:
+        parts = {Path(member.name).name: archive.extractfile(member) for member in archive}
+        texts = {name: file.read().decode() for name, file in parts.items() if file is not None}
+        assert all(member.isreg() and not member.name.startswith(("/", ".")) for member in archive)
+    assert len(texts["kernel-ring.txt"]) == evidence.PART_BYTES
+    assert texts["kernel-ring.txt"].endswith("WANDB_API_KEY=(left out) and the end")
+    assert "hunter2" not in texts["slurm-node.txt"]
+    assert "xyz" not in texts["slurm-node.txt"]
+    index = json.loads(texts["index.json"])["parts"]
+    assert index["kernel-ring.txt"]["cut"] is True
+    assert index["nvidia-smi.txt"] == {"missing": "nvidia-smi cannot be run: No such file or directory"}
+    assert index["nvidia-bug-report.log.gz"] == {"missing": "none is not installed"}
+
+
+def test_a_program_s_own_report_is_taken_along(tmp_path: Path) -> None:
+    """As it is, compressed by its own program."""
+    program = tmp_path / "report"
+    program.write_text('#!/bin/sh\n[ "$1 $2" = "--safe-mode --output-file" ] && echo all >"$3.gz"\n')
+    program.chmod(0o755)
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "preflight.sqlite", nvidia_report=str(program))
+
+    def run(argv: Sequence[str], deadline_s: float) -> str:
+        return run_command(argv, deadline_s) if argv[0] == str(program) else ""
+
+    path = evidence.make(evidence.Sources(**{**_fields(sources), "run": run}), 0.0, tmp_path / "out.tar.gz")
+    with tarfile.open(path) as archive:
+        (name,) = [name for name in archive.getnames() if "bug-report" in name]
+        file = archive.extractfile(name)
+        assert file is not None
+        assert file.read() == b"all\n"
+
+
+def _fields(sources: evidence.Sources) -> dict[str, object]:
+    return {name: getattr(sources, name) for name in ("node", "state_dir", "preflights", "library", "nvidia_report")}
+
+
+def test_only_the_newest_archives_and_cases_are_kept(tmp_path: Path) -> None:
+    """Nodes that fail for months fill no disk."""
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "none", run=lambda _argv, _s: "", nvidia_report="none")
+    for number in range(evidence.KEPT + 3):
+        path = evidence.make(sources, 1e9 + number)
+        os.utime(path, (number, number))
+    assert len([*(tmp_path / "evidence").glob("*.tar.gz")]) == evidence.KEPT
+    assert CaseFile(tmp_path).past() == []
+
+
+SECRETS = pytest.mark.parametrize(
+    "text",
+    [
+        '{"log": "{\\"password\\": \\"hunter2\\"}"}',
+        'token: "three words hunter2"',
+        "PASSWORD=a;hunter2",
+        "mount.cifs --password hunter2 //server",
+        '{"Authorization": "Bearer hunter2"}',
+        "Authorization: hunter2",
+        "https://hunter2@host/",
+        "private_key=hunter2",
+        "SLURM_JWT=hunter2",
+        "curl -u ann:hunter2 https://host/",
+        "curl --user ann:hunter2 https://host/",
+        "curl -sfuann:hunter2 https://host/",
+        "curl --proxy-user=ann:hunter2 https://host/",
+        "Cookie: session=hunter2; other=hunter2",
+        "Set-Cookie: id=hunter2; HttpOnly",
+        '{"cookie": "session=hunter2"}',
+        "https://account.blob.core.windows.net/c/b?sv=2022&sig=hunter2%3D&se=2026",
+        "https://bucket.s3.amazonaws.com/key?X-Amz-Signature=hunter2&X-Amz-Expires=60",
+        "https://bucket.s3.amazonaws.com/key?X-Amz-Credential=hunter2&x=1",
+        "https://storage.googleapis.com/b/o?X-Goog-Signature=hunter2",
+        "MYSQL_PWD=hunter2",
+        "SSHPASS=hunter2 sshpass -e ssh",
+        "CIFS: mount of //server with pass=hunter2,vers=3",
+        "python train.py --wandb-key hunter2",
+        "python train.py --wandb_key=hunter2",
+        '["python", "train.py", "--hf-token", "hunter2"]',
+        '{"stack": "[\\"--hf-token\\", \\"hunter2\\"]"}',
+        "huggingface-cli login hf_hunter2hunter2hunter2hunter2",
+        "glpat-hunter2hunter2hunter2",
+        "sent eyJhunter2hunter2hunter2.hunter2.hunter2_hunter2",
+        "-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2\n-----END OPENSSH PRIVATE KEY-----",
+    ],
+)
+
+
+def test_what_only_looks_like_a_secret_stays() -> None:
+    """Verdicts of checks, addresses and keys of hashes are what a vendor needs."""
+    text = '{"passed": true, "verdict": "pass", "task-0": 1} iommu: bypass: on\nkey 0x3 of gpu 0, disk-sda, skew 3'
+    assert evidence.without_secrets(text) == text
+
+
+@SECRETS
+def test_secrets_are_left_out_however_they_are_quoted(text: str) -> None:
+    """Incidents are JSON that quotes logs, which may quote JSON themselves."""
+    assert "hunter2" not in evidence.without_secrets(text)
+
+
+def test_of_too_many_incidents_the_newest_are_kept(tmp_path: Path) -> None:
+    """A part that is too long loses its beginning."""
+    with sqlite3.connect(tmp_path / "journal.db") as database:
+        database.execute("CREATE TABLE incidents (document TEXT, opened_at REAL)")
+        rows = [(json.dumps({"id": at, "text": "x" * 20_000}), at) for at in range(220)]
+        database.executemany("INSERT INTO incidents VALUES (?, ?)", rows)
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "none", run=lambda *_: "", nvidia_report="none")
+    with tarfile.open(evidence.make(sources, 1_763_700_000.0)) as archive:
+        member = next(one for one in archive if one.name.endswith("/incidents.json"))
+        file = archive.extractfile(member)
+        assert file is not None
+        assert '"id": 219' in file.read().decode()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_an_archive_takes_the_place_of_files_only(tmp_path: Path, kind: str) -> None:
+    """Root could otherwise rename one over /dev/null."""
+    out = tmp_path / "out"
+    os.mkfifo(out) if kind == "pipe" else out.mkdir()
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "none", run=lambda *_: "", nvidia_report="none")
+    with pytest.raises(OSError, match="not a regular file"):
+        evidence.make(sources, 1_763_700_000.0, out)
+    assert not out.is_file()
+    assert [one.name for one in tmp_path.iterdir()] == ["out"]

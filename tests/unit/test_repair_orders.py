@@ -1,0 +1,82 @@
+"""How a repair begins: with the agent's drain, or with a job that the node refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from opsd.repair.attend import RepairError
+from opsd.repair.case_file import CaseFile
+from opsd.repair.ladder import Rung
+from opsd.repair.order import Ordering
+from opsd.repair.retest import Retested
+from opsd.slurm import node_comment
+from opsd.slurm.port import Node, SlurmUnavailable
+from tests.fakes.repair_bench import DRAINED, REASON, Bench
+from tests.fakes.slurm import FakeSlurm
+
+REFUSED_AT = 900.0
+BY_PROLOG = Node("n1", "idle", frozenset({"drain"}), "Prolog error", "slurm", REFUSED_AT + 3)
+
+
+def test_the_agent_orders_a_repair_with_the_drain(tmp_path: Path) -> None:
+    """In mode act a file is all that it leaves; in mode recommend it says what could be done."""
+    acting = Ordering(lambda node, _reason: f"drained {node}", tmp_path, acting=True)
+    assert acting("n1", REASON) == "drained n1; its repair is ordered"
+    assert CaseFile(tmp_path).ordered
+    CaseFile(tmp_path).drop_order()
+    assert "opsd repair --act" in Ordering(lambda node, _reason: node, tmp_path, acting=False)("n1", REASON)
+    assert not CaseFile(tmp_path).ordered
+
+
+def test_a_node_that_refused_a_job_is_repaired_as_opsds_own(tmp_path: Path) -> None:
+    """Slurm has drained it for the word of opsd's prolog: the drain is in the node's history like any of opsd's."""
+    bench = Bench(tmp_path, cured_by=Rung.RESET, slurm=FakeSlurm([BY_PROLOG, Node("n2", "idle")]))
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        assert checks == ()
+        return Retested(bench.cured, "passed")
+
+    bench.retest = retest  # type: ignore[method-assign]
+    bench.repair().adopt(REFUSED_AT)
+    assert bench.slurm.by_name["n1"].reason.startswith("opsd:prolog preflight: ")
+    case = bench.run()
+    assert (case.kind, case.end, bench.done) == ("preflight", "returned", ["reset_gpus"])
+    (stay,) = node_comment.read(bench.slurm.by_comment["n1"]).stays
+    assert (stay.kind, stay.out, stay.back) == ("preflight", 1000.0, bench.now)
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        replace(BY_PROLOG, reason="replace the fan", reason_by="ann"),
+        replace(BY_PROLOG, reason_at=REFUSED_AT - 3600.0),
+        replace(BY_PROLOG, reason_at=None),
+        DRAINED,
+    ],
+)
+def test_a_drain_for_something_else_is_not_taken_over(tmp_path: Path, node: Node) -> None:
+    """A person's, opsd's own, and those of other failures of a prolog."""
+    bench = Bench(tmp_path, slurm=FakeSlurm([node]))
+    bench.repair().adopt(REFUSED_AT)
+    assert bench.slurm.updates == []
+
+
+def test_slurm_drains_a_node_some_time_after_its_prolog_refused_a_job(tmp_path: Path) -> None:
+    """The order waits for that, but not for ever."""
+    bench = Bench(tmp_path, slurm=FakeSlurm([Node("n1", "idle")]))
+    with pytest.raises(SlurmUnavailable, match="is not drained yet"):
+        bench.repair().adopt(bench.now - 1)
+    bench.repair().adopt(bench.now - 301)
+    assert bench.slurm.updates == []
+
+
+def test_opsd_takes_over_no_more_nodes_than_it_may_hold(tmp_path: Path) -> None:
+    """The others stay drained, as Slurm has them."""
+    bench = Bench(tmp_path, slurm=FakeSlurm([BY_PROLOG, replace(DRAINED, name="n2")]))
+    with pytest.raises(RepairError, match="opsd holds 1 of 2 nodes already"):
+        bench.repair().adopt(REFUSED_AT)
+    assert bench.slurm.by_name["n1"] == BY_PROLOG

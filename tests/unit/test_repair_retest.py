@@ -1,0 +1,48 @@
+"""The test after a remedy, by a real preflight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from opsd.repair.retest import Preflight, Retested
+
+
+def test_a_retest_that_could_check_nothing_has_failed(tmp_path: Path) -> None:
+    """Unknown is not healthy: none of the checks for the fault applies to this machine, or all are skipped."""
+    skip = ("gpu_health",)
+    whole = ["--set=agent.node=n1", f"--set=agent.state_dir={tmp_path}"]
+    found = Preflight([*whole, f"--set=preflight.skip={_others('numa')}"], "quick", skip)(["gpu_health"])
+    assert (found.passed, "none of gpu_health could be run" in found.detail) == (False, True), found
+    broken = Preflight(["--set=agent.nonsense=1"], "quick")([])
+    assert (broken.passed, "unknown key agent.nonsense" in broken.detail) == (False, True), broken
+
+
+def test_a_retest_that_must_end_takes_its_load_with_it(tmp_path: Path) -> None:
+    """Within seconds, not at the end of a profile of hours."""
+    here = psutil.Process()
+    before = {*here.children(recursive=True)}
+
+    def stop() -> str:
+        """Once a check works."""
+        loads = {*here.children(recursive=True)} - before
+        return "n1 is in service" if any("opsd.preflight.worker" in _command(load) for load in loads) else ""
+
+    own = ["--set=agent.node=n1", f"--set=agent.state_dir={tmp_path}"]
+    found = Preflight([*own, f"--set=preflight.skip={_others('cpu')}"], "standard", look_s=0.1)(["cpu"], stop)
+    assert found == Retested(False, "preflight standard was stopped: n1 is in service", stopped=True)
+    assert not {child for child in here.children(recursive=True) if child.is_running()} - before
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _others(name: str) -> list[str]:
+    from opsd.preflight.checks import CHECKS
+
+    return [check.name for check in CHECKS if check.name != name]
