@@ -24,22 +24,27 @@ _POLL_S = 0.05
 
 
 class RecorderJudge:
-    """Judges the dumps that the launchers of a run have put into its ``folder``."""
+    """Judges the dumps that the launchers of a run have put into its ``folder``, once for each hang."""
 
     def __init__(self, folder: Path, loop: Loop) -> None:
         self._folder = folder
         self._loop = loop
+        self._question: object = None
+        """That which is being judged."""
 
-    def judge(self, generation: int, world: int, *, alone: bool, then: Callable[[Verdict | None], None]) -> None:
+    def judge(self, generation: int, world: int, *, alone: bool, then: Callable[[Verdict | None], None]) -> bool:
         """Call ``then`` once, with None if the dumps say nothing or are not to be had in time.
 
-        ``alone``: all ranks are on this node, so that no further dump will come.
+        ``alone``: all ranks are on this node, so that no further dump will come. False if it is asked already.
         """
-        waiting = [then]
+        if self._question is not None:
+            return False
+        question = self._question = object()
 
         def done(verdict: Verdict | None) -> None:
-            if waiting:
-                waiting.pop()(verdict)
+            if self._question is question:
+                self._question = None
+                then(verdict)
 
         wait_s = 0.0 if alone else OTHERS_S
         self._loop.later(JUDGE_S + wait_s, lambda: done(None))
@@ -47,6 +52,11 @@ class RecorderJudge:
             lambda: judge_folder(self._folder, generation, world, wait_s),
             lambda found: done(found if isinstance(found, Verdict) else None),
         )
+        return True
+
+    def forget(self) -> None:
+        """The hang is over: its verdict is not waited for."""
+        self._question = None
 
 
 def judge_folder(folder: Path, generation: int, world: int, wait_s: float = 0.0) -> Verdict | None:

@@ -6,7 +6,6 @@ nodes report their state again to a new leader.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,13 +26,12 @@ from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain
-from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, Stacks, rank_statuses, reports
 from opsd.launch.run.growth import Growth
 from opsd.launch.run.messages import CODEC, Stop, ToLeader
 from opsd.launch.run.nodes import GenerationPlanner, NodeHealth, RunShape
-from opsd.launch.run.placement import split_segments, swap_cost
+from opsd.launch.run.placement import begun_events
 from opsd.launch.run.slow_ranks import SlowRankWatch
 from opsd.launch.run.stops import StopCoordinator
 
@@ -68,8 +66,6 @@ class Leader:
         self._interrupted = interrupted
         self._say = say
         self._clock = loop.time
-        self._judging = 0
-        """The generation whose flight recorders are being judged."""
         self._health = NodeHealth(log, lambda: self._planner.spares, wall, shape.lemons)
         self._planner = GenerationPlanner(shape, group, loop, self._health, self, say)
         self._stops = StopCoordinator(self._planner, group, self._health, log, self, say)
@@ -187,19 +183,8 @@ class Leader:
         self._note_progress(begun.furthest, begun.committed)
         if plan.payload["keep"]:
             return
-        joined = {*plan.slots} - {*before} if before else ()
-        for place, name in enumerate(plan.slots):
-            if name in joined:
-                cost = swap_cost(self._shape.topology, before, plan.slots, place)
-                self._log.emit("spare_joined", joined=name, place=place, **cost)
-        size = sum(plan.sizes[name] for name in plan.slots)
-        gpus = gpu_count(os.environ) * len({*plan.slots, *plan.spares})
-        self._log.emit(
-            "generation_started", world_size=size, gpus=gpus, nodes=list(plan.slots), spares=list(plan.spares)
-        )
-        topology = self._shape.seen_by(self._group.alive.values()).topology
-        for fields in split_segments(topology, plan.slots, self._shape.segment):
-            self._log.emit("segment_split", **fields)
+        for event, fields in begun_events(self._shape, plan, before, self._group.alive.values()):
+            self._log.emit(event, **fields)
 
     def _know(self, plan: Plan) -> None:
         self._log.generation = plan.generation
@@ -318,19 +303,14 @@ class Leader:
     def _hung(self, hang: Hang, stacks: Stacks) -> None:
         """Ask the flight recorders before the ranks are killed."""
         generation, alone = self._log.generation, len(self._first_rank) == 1
+
+        def judged(verdict: Verdict | None) -> None:
+            self._end_hang(with_verdict(hang, verdict), stacks)
+
         if self._recorder is None:
-            self._end_hang(hang, stacks)
-        elif self._judging != generation:
-            self._judging = generation
-            if not alone:
-                self._group.tell_all(CODEC.encode(messages.DumpsWanted(generation)))
-
-            def judged(verdict: Verdict | None) -> None:
-                if self._judging == generation and not self._finished:
-                    self._judging = 0
-                    self._end_hang(with_verdict(hang, verdict), stacks)
-
-            self._recorder.judge(generation, self._world_size, alone=alone, then=judged)
+            judged(None)
+        elif self._recorder.judge(generation, self._world_size, alone=alone, then=judged) and not alone:
+            self._group.tell_all(CODEC.encode(messages.DumpsWanted(generation)))
 
     def _end_hang(self, hang: Hang, stacks: Stacks) -> None:
         rank = hang.rank if hang.rank is not None else 0
@@ -367,7 +347,8 @@ class Leader:
         """Forget what was known of the generation that ends."""
         self._failures.forget()
         self._hangs.forget()
-        self._judging = 0
+        if self._recorder is not None:
+            self._recorder.forget()
         self._slow.forget()
         self._stops.forget()
         self._growth.forget()

@@ -1,14 +1,35 @@
-"""What the events of a run say of the places of its nodes: what a swap costs, and which segments are split. Pure."""
+"""What the events of a run say of the places of its nodes: what a swap costs, and which segments are split."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from opsd.launch.claims.claim_store import Plan
+from opsd.launch.io.protocol import Member
+from opsd.launch.ranks.settings import gpu_count
+from opsd.launch.run.nodes import RunShape
 from opsd.slurm.topology import Topology
 
 
-def swap_cost(topology: Topology, before: Sequence[str], slots: Sequence[str], place: int) -> dict[str, Any]:
+def begun_events(
+    shape: RunShape, plan: Plan, before: Sequence[str], launchers: Iterable[Member]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of a generation that starts: which spares came in for those of ``before``, and where all nodes are."""
+    for place, name in enumerate(plan.slots):
+        if before and name not in before:
+            cost = _swap_cost(shape.topology, before, plan.slots, place)
+            yield "spare_joined", {"joined": name, "place": place, **cost}
+    size = sum(plan.sizes[name] for name in plan.slots)
+    gpus = gpu_count(os.environ) * len({*plan.slots, *plan.spares})
+    nodes = {"nodes": list(plan.slots), "spares": list(plan.spares)}
+    yield "generation_started", {"world_size": size, "gpus": gpus, **nodes}
+    for fields in _split_segments(shape.seen_by(launchers).topology, plan.slots, shape.segment):
+        yield "segment_split", fields
+
+
+def _swap_cost(topology: Topology, before: Sequence[str], slots: Sequence[str], place: int) -> dict[str, Any]:
     """Whose place ``slots[place]`` has, and the mean hops of both to the other nodes, as far as they are known."""
     old = before[place] if place < len(before) and before[place] not in slots else None
     if old is None:
@@ -17,7 +38,7 @@ def swap_cost(topology: Topology, before: Sequence[str], slots: Sequence[str], p
     return {"replaces": old} | ({"hops_before": hops[0], "hops": hops[1]} if hops is not None else {})
 
 
-def split_segments(topology: Topology, slots: Sequence[str], segment: int) -> list[dict[str, Any]]:
+def _split_segments(topology: Topology, slots: Sequence[str], segment: int) -> list[dict[str, Any]]:
     """The segments that are in several NVLink domains or below several leaf switches, by their first node rank."""
     found = []
     for group in topology.split_groups(slots, segment):

@@ -12,11 +12,12 @@ import pytest
 
 from opsd.agent.judge import Judge
 from opsd.agent.window import Window
-from opsd.collectors.base import Reading
+from opsd.collectors.base import NoData, Reading
 from opsd.collectors.jobs import JobsCollector
 from opsd.collectors.lib.gpu_jobs import GpuJobs
 from opsd.collectors.lib.occupancy import Occupancy
 from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import Finding
 from opsd.simulated.gpus import SimulatedGpus
 from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
@@ -39,6 +40,17 @@ def pids() -> Iterator[list[int]]:
             stack.callback(sleep.kill)
             found.append(sleep.pid)
         yield found
+
+
+def the_xid(jobs: Reading | NoData, driver: Reading | NoData) -> Finding:
+    """The only finding of what the collectors of jobs and of the driver read."""
+    assert isinstance(jobs, Reading) and isinstance(driver, Reading)
+    window = Window("n1", witnesses={"nvml", "jobs"})
+    window.begin(1.0, 1e9)
+    window.add("jobs", jobs)
+    window.add("nvml", driver)
+    (found,) = (one for one in Judge(RUNBOOKS, SILENT).findings(window) if one.kind == "gpu_xid")
+    return found
 
 
 def test_instances_are_told_with_their_processes(gpus: SimulatedGpus, process: DriverProcess, library: str) -> None:
@@ -98,12 +110,7 @@ def test_each_xid_of_an_instance_names_its_job(
 
     shared.tell(occupancy.jobs_on)
     gpus[3].raise_xid(31, instance=2)
-    assert isinstance(jobs, Reading)
-    window = Window("n1", witnesses={"nvml", "jobs"})
-    window.begin(1.0, 1e9)
-    window.add("jobs", jobs)
-    window.add("nvml", shared.collect())
-    (found,) = (one for one in Judge(RUNBOOKS, SILENT).findings(window) if one.kind == "gpu_xid")
+    found = the_xid(jobs, shared.collect())
     assert (found.culprit.gpu, found.job) == (3, "72")
     assert "GPU 3 belongs to jobs 71, 72" in [fact.text for fact in found.evidence]
 
@@ -125,12 +132,7 @@ def test_an_xid_names_the_job_that_was_given_the_instance(
     occupancy.holders, occupancy.instances = shared.read(), shared.instances()
     occupancy.files = {"71": [("nvidia3", "nvidia-cap417")], "72": [("nvidia3", "nvidia-cap426")]}
     jobs = JobsCollector(occupancy, GpuJobs(occupancy, proc=tmp_path)).collect()
-    assert isinstance(jobs, Reading)
     shared.tell(occupancy.jobs_on)
     gpus[3].raise_xid(31, instance=2)
-    window = Window("n1", witnesses={"nvml", "jobs"})
-    window.begin(1.0, 1e9)
-    window.add("jobs", jobs)
-    window.add("nvml", shared.collect())
-    (found,) = (one for one in Judge(RUNBOOKS, SILENT).findings(window) if one.kind == "gpu_xid")
+    found = the_xid(jobs, shared.collect())
     assert (found.culprit.gpu, found.job) == (3, "72")
