@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from opsd import exitcodes
@@ -137,7 +140,9 @@ class GiveUp:
     reason: str
 
 
-def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str) -> str:
+def explain(
+    stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str, environ: Mapping[str, str] = os.environ
+) -> str:
     """Why the run stops, in one paragraph: the rule, the rank, its error, its log and the end of the log.
 
     ``log`` is "" where there is none to point to: of a lost node, and of a rank that said nothing about its hang.
@@ -148,9 +153,19 @@ def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str) ->
         lines = []  # the cause says the same
     tail = "\n".join(f"    {line}" for line in lines)
     text = f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}."
+    if cause.error is not None and cause.error.type == "ModuleNotFoundError":
+        text += _other_python(environ)
     if not log:
         return text
     return f"{text} Its log is {log}" + (f"; it ends in\n{tail}" if tail else ".")
+
+
+def _other_python(environ: Mapping[str, str]) -> str:
+    """That the environment which the user has activated is not the one in which the ranks look for modules."""
+    active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
+    if not active or "PYTHON_EXEC" in environ or Path(active).resolve() == Path(sys.prefix).resolve():
+        return ""
+    return f" The ranks run with {sys.executable}; PYTHON_EXEC=python takes that of {active}, which is active."
 
 
 class RestartPolicy:
