@@ -14,9 +14,9 @@ def _prefer_own_packages() -> None:
     words = iter(sys.orig_argv[1:])
     started = next((word for word in words if word == "-m" or not word.startswith("-")), "")
     if (next(words, "").partition(".")[0] if started == "-m" else os.path.basename(started)) == __name__:
-        home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        own = (sys.prefix, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         named = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-        sys.path.sort(key=lambda path: named.count(path) and 1 + (path != home))
+        sys.path.sort(key=lambda path: named.count(path) and 1 + (not path.startswith(own)))
 
 
 _prefer_own_packages()

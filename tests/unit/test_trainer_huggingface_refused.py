@@ -41,6 +41,15 @@ def changed(folder: Path, changes: dict[str, object]) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def refused(folder: Path, name: str, changes: dict[str, object], text: str) -> None:
+    """Weights that one has exported under ``name`` are refused with ``text`` once their configuration has changed."""
+    theirs(name, folder)
+    model = ours(folder)
+    changed(folder, changes)
+    with pytest.raises(ConfigError, match=text):
+        fill(model, folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -69,11 +78,7 @@ def changed(folder: Path, changes: dict[str, object]) -> None:
 )
 def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], text: str) -> None:
     """Weights that would be misread are refused in one sentence."""
-    theirs("SmolLM3", tmp_path)
-    model = ours(tmp_path)
-    changed(tmp_path, changes)
-    with pytest.raises(ConfigError, match=text):
-        fill(model, tmp_path)
+    refused(tmp_path, "SmolLM3", changes, text)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +123,7 @@ def test_another_model_is_refused(tmp_path: Path, changes: dict[str, object], te
 )
 def test_other_scores_and_states_are_refused(tmp_path: Path, name: str, changes: dict[str, object], text: str) -> None:
     """What layers of attention, or with a state, would compute otherwise."""
-    theirs(name, tmp_path)
-    model = ours(tmp_path)
-    changed(tmp_path, changes)
-    with pytest.raises(ConfigError, match=text):
-        fill(model, tmp_path)
+    refused(tmp_path, name, changes, text)
 
 
 @pytest.mark.parametrize(
