@@ -8,6 +8,7 @@ import secrets
 import select
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
@@ -44,6 +45,15 @@ def read_settings(path: Path, *, follow: bool = True) -> bytes:
                 return content
             content += chunk
     raise OSError(errno.EFBIG, f"larger than {MAX_SETTINGS >> 20} MiB", str(path))
+
+
+def open_regular(path: str, flags: int, opener: Callable[[str, int], int] = os.open) -> int:
+    """For open() as its ``opener``: nothing is waited for, such as somebody who writes into a pipe. Raises OSError."""
+    descriptor = opener(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", path)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -5,16 +5,16 @@ The files are read with the rights of the run's user.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pwd
-import stat
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from opsd.collectors.lib.rights import Rights, open_as
+from opsd.files import open_regular
 from opsd.ledger.curves import curves
 from opsd.ledger.ledger import earlier_tokens, make_ledger, trained_tokens
 from opsd.ledger.records import PLAN, LedgerError, Opener, gpus_of, lost_nodes, read_records
@@ -30,13 +30,7 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
     """
     rights = Rights(user, groups_of(user))
 
-    def opener(path: str, flags: int) -> int:
-        descriptor = open_as(rights, path, flags | os.O_NONBLOCK)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file", path)
-
+    opener = partial(open_regular, opener=partial(open_as, rights))
     events, metrics = read_records(folder, opener)
     return {
         **make_ledger(events, metrics).as_dict(), "curves": curves(metrics), "plan": _plan(folder, opener),

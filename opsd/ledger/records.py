@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from opsd.files import open_regular
+
 EVENTS, METRICS, STEPS, PLAN = "events.jsonl", "metrics.jsonl", "steps.jsonl", "plan.json"
 _NUMBERS: Final = (
     "t", "generation", "step", "steps", "tokens", "new_tokens", "step_s", "data_s", "checkpoint_s", "evaluation_s",
@@ -23,7 +25,7 @@ class LedgerError(Exception):
     """There is no data for a ledger; the message says what is missing."""
 
 
-def read_records(folder: Path, opener: Opener | None = None) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def read_records(folder: Path, opener: Opener = open_regular) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The events of the run in ``folder``, and the lines about its steps, each in the order of time.
 
     ``opener`` opens the files, as in open(). Raises LedgerError if there are no events.
@@ -39,7 +41,7 @@ def read_records(folder: Path, opener: Opener | None = None) -> tuple[list[dict[
     return sorted(events, key=_time), sorted(metrics, key=_time)
 
 
-def read_lines(path: Path, required: Sequence[str], opener: Opener | None = None) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, required: Sequence[str], opener: Opener = open_regular) -> Iterator[dict[str, Any]]:
     """The JSON objects of ``path`` that have all ``required`` keys. Raises OSError.
 
     Lines that a crash has cut off are skipped, as are those in which a number is none, or no length of time or count.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,10 @@ def test_command_without_a_run(tmp_path: Path) -> None:
     assert result.return_value == exitcodes.USAGE
     assert result.output.count("\n") == 1
     assert "not a run folder" in result.output
+
+
+def test_nobody_is_waited_for(tmp_path: Path) -> None:
+    """A pipe in the place of the events, into which nobody writes, held up a report for good."""
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(LedgerError, match=r"events.jsonl: not a regular file"):
+        read_ledger(tmp_path)
