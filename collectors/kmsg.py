@@ -264,7 +264,7 @@ class KmsgCollector:
         pid = what.data.get("pid")
         if what.kind == "oom_kill" and isinstance(pid, int):
             data["cgroup"] = group = self._victims.pop(pid, "")
-            data["job"] = job_of_group(group)
+            data["job"] = self._occupancy.number(job_of_group(group))
         return Event(what.kind, at, message, data)
 
     def _samples(self, log: KernelLog, position: Position) -> Iterator[Sample]:

@@ -112,10 +112,10 @@ class SlurmReport:
 
     ``answered_at`` is the time of the last answer, from which ``node`` (None if Slurm does not know it) and ``jobs``
     are; ``users`` has the user id of each job, ``gpus`` the GRES indexes of its GPUs here where they are known,
-    ``files`` the device files of each of these where the node has instances of MIG. ``record`` is what Slurm remembers
-    of the node, None while that is not known; ``jobs_counted`` is whether failures of jobs are in it, None while nobody
-    has looked. ``problem`` is why the last question
-    was not answered, "" if it was; ``absent`` means that this machine has no Slurm.
+    ``files`` the device files of each of these where the node has instances of MIG, ``sluids`` each job by its SLUID.
+    ``record`` is what Slurm remembers of the node, None while that is not known; ``jobs_counted`` is whether failures
+    of jobs are in it, None while nobody has looked. ``problem`` is why the last question was not answered, "" if it
+    was; ``absent`` means that this machine has no Slurm.
     """
 
     answered_at: float | None = None
@@ -125,6 +125,7 @@ class SlurmReport:
     absent: bool = False
     users: Mapping[str, int] = field(default_factory=dict)
     gpus: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    sluids: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     record: NodeRecord | None = None
     jobs_counted: bool | None = None
@@ -171,7 +172,7 @@ class SlurmCollector:
         report, now = self._latest(), self._clock()
         if self._began is None:
             self._began = now
-        self._occupancy.jobs = report.users
+        self._occupancy.jobs, self._occupancy.sluids = report.users, report.sluids
         if report.absent:
             return NoData(report.problem)
         if report.answered_at is None and not report.problem:

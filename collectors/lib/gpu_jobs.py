@@ -117,12 +117,12 @@ class GpuJobs:
         identity = identify(pid, self._proc)
         if identity is None:
             return None
-        claimed = "" if identity.job else _job_in_environment(pid, self._proc)
+        claimed = "" if identity.job.isdecimal() else _job_in_environment(pid, self._proc)
         return _Known(start, identity, claimed, now + RENEW_S)
 
     def _job(self, known: _Known) -> str:
         user, job = known.identity
-        return job or (known.claimed if self._occupancy.confirms(known.claimed, user) else "")
+        return self._occupancy.number(job) or (known.claimed if self._occupancy.confirms(known.claimed, user) else "")
 
 
 def _job_in_environment(pid: int, proc: Path) -> str:

@@ -16,17 +16,19 @@ class Occupancy:
 
     ``holders`` are the processes that hold each GPU by index, as the driver lists them; a GPU that is left out is
     unknown. ``worked`` is the monotonic second at which each GPU was last seen with a kernel, the first look at it
-    counted as one. ``jobs`` has the user of each job that Slurm runs here, ``allocated`` the GRES indexes of the GPUs
-    that Slurm gave it, ``jobs_of`` the job of each process that held a GPU when last looked at. ``ranked`` are the GPUs
-    with a rank page, each with the page's job. ``instances`` are the processes on each GPU instance of the GPUs with
-    MIG, ``jobs_on`` the jobs that these were last seen in, or that Slurm gave it to, by GPU and instance. ``files`` are
-    the names of the device files of each GPU or instance that Slurm gave a job, where it has instances.
+    counted as one. ``jobs`` has the user of each job that Slurm runs here, ``sluids`` the job of each SLUID,
+    ``allocated`` the GRES indexes of the GPUs that Slurm gave a job, ``jobs_of`` the job of each process that held a
+    GPU when last looked at. ``ranked`` are the GPUs with a rank page, each with the page's job. ``instances`` are the
+    processes on each GPU instance of the GPUs with MIG, ``jobs_on`` the jobs that these were last seen in, or that
+    Slurm gave it to, by GPU and instance. ``files`` are the names of the device files of each GPU or instance that
+    Slurm gave a job, where it has instances.
     """
 
     def __init__(self) -> None:
         self.holders: Mapping[int, tuple[int, ...]] = {}
         self.worked: Mapping[int, float] = {}
         self.jobs: Mapping[str, int] = {}
+        self.sluids: Mapping[str, str] = {}
         self.allocated: Mapping[str, frozenset[int]] = {}
         self.files: Mapping[str, Sequence[Sequence[str]]] = {}
         self.jobs_of: Mapping[int, str] = {}
@@ -54,6 +56,10 @@ class Occupancy:
             return True
         found = [holder for pid in pids if (holder := user_of(pid)) is not None]
         return user in found or (bool(pids) and not found)
+
+    def number(self, job: str) -> str:
+        """The number of a job which the kernel names by that, or by a SLUID; "" for one that Slurm has not told."""
+        return job if job.isdecimal() else self.sluids.get(job, "")
 
     def confirms(self, job: str, user: int) -> bool:
         """True if Slurm runs this job of this user here."""
@@ -87,8 +93,8 @@ class Proof:
 
     def job(self, claimed: str) -> str:
         """The Slurm job that the process is in; ``claimed`` if Slurm runs it here for the owner; else ""."""
-        if self._identity is not None and self._identity.job:
-            return self._identity.job
+        if self._identity is not None and (job := self._occupancy.number(self._identity.job)):
+            return job
         return claimed if claimed and self._occupancy.confirms(claimed, self._owner) else ""
 
     def gpu(self, claimed: int | None) -> int | None:

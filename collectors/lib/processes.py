@@ -13,13 +13,15 @@ DEAD: Final = (None, "Z", "X")
 """What ``process_letter`` answers for a process that runs no more."""
 
 _PROC: Final = Path("/proc")
-_JOB: Final = re.compile(r"/[^/]+\.slice/[^/]*slurmstepd\.scope/job_(\d+)(?:/|$)|/slurm[^/]*/uid_\d+/job_(\d+)(?:/|$)")
+_JOB: Final = re.compile(
+    r"(?:/[^/]+\.slice)+/[^/]*slurmstepd\.scope/(?:job_(\d+)|(s[0-9A-Z]{13}))(?:/|$)|/slurm[^/]*/uid_\d+/job_(\d+)(?:/|$)"
+)
 """Slurm's control groups, v2 and v1. Matched from the root, where only root can make a group: users make groups of any
-name below their own."""
+name below their own, which are in a service. Since 26.05 those of v2 have a SLUID for a name (cgroup.conf(5))."""
 
 
 class Identity(NamedTuple):
-    """Real user id of a process, and the Slurm job in whose control group it is, "" outside one."""
+    """Real user id of a process, and the Slurm job in whose control group it is, by its number or SLUID, "" outside."""
 
     user: int
     job: str
@@ -53,14 +55,14 @@ def read_kernel_text(path: str | Path) -> str:
 
 
 def slurm_job(groups: str) -> str:
-    """The Slurm job in the content of /proc/PID/cgroup, "" if there is none."""
+    """The Slurm job in the content of /proc/PID/cgroup, by its number or SLUID, "" if there is none."""
     return next((job for line in groups.split("\n") if (job := job_of_group(line.split(":", 2)[-1]))), "")
 
 
 def job_of_group(path: str) -> str:
-    """The Slurm job whose control group has this path below the root, "" if it is no job's."""
+    """The Slurm job, by number or SLUID, whose control group has this path below the root, "" if it is no job's."""
     match = _JOB.match(path)
-    return (match[1] or match[2]) if match else ""
+    return str(match[match.lastindex or 0]) if match else ""
 
 
 def process_letter(pid: int, proc: Path = _PROC) -> str | None:

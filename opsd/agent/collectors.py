@@ -21,7 +21,7 @@ from opsd.slurm import gres_devices
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.failed_jobs import FailedJobs
 from opsd.slurm.node_faults import NodeFaults
-from opsd.slurm.port import Job, Slurm, SlurmError, SlurmMissing, SlurmUnavailable
+from opsd.slurm.port import Given, Job, Slurm, SlurmError, SlurmMissing, SlurmUnavailable
 
 COUNT_S: Final = 60.0
 """Seconds between two looks at whether the failures of jobs are to be counted."""
@@ -57,7 +57,7 @@ class NodeWatch:
         self.failed_jobs = FailedJobs(slurm, node, clock=clock)
         self._thread: threading.Thread | None = None
         self._ids: dict[str, int] = {}
-        self._gpus: dict[tuple[int, int], frozenset[int] | None] = {}
+        self._given: dict[tuple[int, int], Given] = {}
 
     def __call__(self) -> SlurmReport:
         """The newest report; returns at once."""
@@ -74,11 +74,14 @@ class NodeWatch:
             nodes = self._slurm.nodes([self._node])
             jobs = self._slurm.jobs(node=self._node) if nodes else ()
             users = {str(job.id): user for job in jobs if (user := self._user_id(job.user)) is not None}
-            gpus = self._gpus_of(jobs)
+            given = self._given_to(jobs)
+            running = {str(job.id) for job in jobs if job.state == "running"}
+            gpus = {job: one.gpus for job, one in given.items() if one.gpus is not None and job in running}
             record = self._remembered() if nodes else None
             self._report = SlurmReport(
                 self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, files=self._files_of(gpus),
-                record=record, jobs_counted=self.failed_jobs.counted,
+                sluids={one.sluid: job for job, one in given.items() if one.sluid}, record=record,
+                jobs_counted=self.failed_jobs.counted,
             )  # fmt: skip
         except SlurmMissing as error:
             self._report = SlurmReport(problem=str(error), absent=True)
@@ -93,18 +96,18 @@ class NodeWatch:
         except SlurmError:
             return None
 
-    def _gpus_of(self, jobs: Sequence[Job]) -> dict[str, frozenset[int]]:
-        """The GPUs that Slurm gave each running job on this node, as far as it tells; they do not change."""
-        running = {(job.id, job.restarts) for job in jobs if job.state == "running"}
-        self._gpus = {job: gpus for job, gpus in self._gpus.items() if job in running}
-        for job in sorted(running - self._gpus.keys()):
+    def _given_to(self, jobs: Sequence[Job]) -> dict[str, Given]:
+        """What Slurm gave each job on this node, as far as it tells; that does not change."""
+        known = {(job.id, job.restarts) for job in jobs}
+        self._given = {job: given for job, given in self._given.items() if job in known}
+        for job in sorted(known - self._given.keys()):
             try:
-                self._gpus[job] = self._slurm.gpus(job[0], self._node)
+                self._given[job] = self._slurm.given(job[0], self._node)
             except SlurmUnavailable:  # the next look asks again
                 break
             except SlurmError:  # it has ended meanwhile, or is not shown to this user
-                self._gpus[job] = None
-        return {str(job): gpus for (job, _), gpus in self._gpus.items() if gpus is not None}
+                self._given[job] = Given(None)
+        return {str(job): given for (job, _), given in self._given.items()}
 
     def _files_of(self, gpus: Mapping[str, frozenset[int]]) -> dict[str, Sequence[Sequence[str]]]:
         """The device files of each job's GPUs on a node with MIG, whose instances may change while no job has them."""

@@ -20,7 +20,7 @@ from opsd.slurm.output import (
     parse_comments,
     parse_configuration,
     parse_excluded,
-    parse_gpus,
+    parse_given,
     parse_job_comments,
     parse_job_id,
     parse_jobs,
@@ -31,6 +31,7 @@ from opsd.slurm.output import (
     parse_version,
 )
 from opsd.slurm.port import (
+    Given,
     Job,
     Node,
     NodeUpdate,
@@ -138,8 +139,8 @@ class CommandSlurm:
         )
         return parse_steps(output.stdout, separator)
 
-    def gpus(self, job: int, node: str) -> frozenset[int] | None:
-        return parse_gpus(self._run("scontrol", "--details", "show", "job", str(job)).stdout, node)
+    def given(self, job: int, node: str) -> Given:
+        return parse_given(self._run("scontrol", "--details", "show", "job", str(job)).stdout, node)
 
     def requeue(self, job: int) -> None:
         self._run("scontrol", "requeue", str(job))

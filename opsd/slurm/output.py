@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from opsd.slurm.hostlist import HostlistError, expand
 from opsd.slurm.port import (
     OLDEST,
+    Given,
     Job,
     Node,
     Partition,
@@ -39,6 +40,7 @@ JOB_FIELDS = (
 JOB_COMMENT_FIELDS = ("JobID", "Comment", "admin_comment")
 STEP_FIELDS = ("StepID", "Nodes")
 _DETAILS = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S+ GRES=(\S*)", re.MULTILINE)
+_SLUID = re.compile(r"^ +SLUID=(s[0-9A-Z]{13})$", re.MULTILINE)
 _GPUS = re.compile(r"(?:^|,)gpu(?:(?::(?:\(null\)|[^:(),]+))?:(\d+)(?:\(IDX:([\d,-]+)\))?)?")
 """``gpu:h100:2(IDX:0-1)``, one for each type of GPU; its name may be (null). What is of another form has no count."""
 CONFIGURED_NOT = ("(null)", "none", "")
@@ -112,11 +114,16 @@ def parse_steps(text: str, separator: str) -> dict[str, frozenset[str]]:
     return {name: frozenset(_hosts(nodes)) for name, nodes in steps if name not in ("batch", "extern")}
 
 
-def parse_gpus(text: str, node: str) -> frozenset[int] | None:
-    """The indexes of the GPUs of ``node`` in the output of ``scontrol --details show job``, none without GPUs.
+def parse_given(text: str, node: str) -> Given:
+    """What is told of ``node`` in the output of ``scontrol --details show job``.
 
-    None where Slurm does not number them, or where two lines speak of the node: a job's name may hold a forged one.
+    Two lines that say the same of a job are worth nothing: its name may hold a forged one.
     """
+    sluids = _SLUID.findall(text)
+    return Given(_gpus(text, node), sluids[0] if len(sluids) == 1 else "")
+
+
+def _gpus(text: str, node: str) -> frozenset[int] | None:
     lines = [match[2] for match in _DETAILS.finditer(text) if node in _hosts(match[1])]
     if len(lines) != 1:
         return None

@@ -117,6 +117,18 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """What a job has been given on one node. ``gpus`` are indexes of the node's GRES; none if it has no GPU there.
+
+    None where Slurm does not number them (a ``gres.conf`` without files) or its answer is ambiguous. ``sluid`` is the
+    other name of this start of the job, "" where Slurm does not tell it (before 25.11) or its answer is ambiguous.
+    """
+
+    gpus: frozenset[int] | None
+    sluid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """A reservation. ``state`` is active or inactive; ``flags`` are in Slurm's spelling (REPLACE_DOWN …)."""
 
@@ -193,11 +205,8 @@ class Slurm(SlurmNodes, Protocol):
         Empty for a job that is not running.
         """
 
-    def gpus(self, job: int, node: str) -> frozenset[int] | None:
-        """The GPUs of ``node`` that the job has, as indexes of the node's GRES; none if it has none there.
-
-        None where Slurm does not number them (a ``gres.conf`` without files) or its answer is ambiguous.
-        """
+    def given(self, job: int, node: str) -> Given:
+        """What the job has on ``node``."""
 
     def reboot(self, name: str, reason: str) -> None:
         """Have a node rebooted once its jobs have ended; it is down for ``reason`` then, until somebody resumes it.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from opsd.slurm.port import (
+    Given,
     Job,
     Node,
     NodeUpdate,
@@ -56,6 +57,7 @@ class FakeSlurm:
         self.by_comment: dict[str, str] = {}
         self.summaries: dict[int, str] = {}
         self.by_gpu: dict[tuple[int, str], frozenset[int] | None] = {}
+        self.sluids: dict[int, str] = {}
         self._jobs = list(jobs)
         self._partitions = partitions
         self._config = config or {}
@@ -112,9 +114,9 @@ class FakeSlurm:
     def steps(self, job: int) -> Mapping[str, frozenset[str]]:
         return {str(step): frozenset(found.nodes) for step, found in enumerate(self.jobs([job]))}
 
-    def gpus(self, job: int, node: str) -> frozenset[int] | None:
+    def given(self, job: int, node: str) -> Given:
         self._answer()
-        return self.by_gpu.get((job, node))
+        return Given(self.by_gpu.get((job, node)), self.sluids.get(job, ""))
 
     def requeue(self, job: int) -> None:
         self._answer()

@@ -61,13 +61,15 @@ def of(**gpus: set[str]) -> Mapping[int, frozenset[str]]:
 def test_the_control_group_of_who_holds_a_gpu_names_its_job(
     occupancy: Occupancy, process: Process, jobs: GpuJobs
 ) -> None:
-    """Both versions of control groups, two users on one node, and a process of no job."""
-    occupancy.holders = {0: (10, 11), 1: (10,), 2: (20,), 3: (30,)}
+    """Both versions of control groups, with number or SLUID, two users on one node, and a process of no job."""
+    occupancy.holders = {0: (10, 11), 1: (10,), 2: (20,), 3: (30, 31)}
+    occupancy.sluids = {"sEKNKTV3WPV500": "72"}
     process(10, ADA, V2.format(71))
     process(11, ADA, V2.format(71))
     process(20, BOB, V1.format(72))
     process(30, 0)
-    assert jobs.look() == of(gpu0={"71"}, gpu1={"71"}, gpu2={"72"})
+    process(31, BOB, "0::/system.slice/slurmstepd.scope/sEKNKTV3WPV500/step_0/user/task_0\n", b"SLURM_JOB_ID=73\0")
+    assert jobs.look() == of(gpu0={"71"}, gpu1={"71"}, gpu2={"72"}, gpu3={"72"})
 
 
 def test_without_control_groups_the_environment_counts_if_slurm_agrees(

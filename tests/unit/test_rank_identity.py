@@ -68,6 +68,17 @@ def test_the_control_group_decides_about_the_job(occupancy: Occupancy) -> None:
     assert proof.owns(pid, start + 1, 1.0, None) is None
 
 
+def test_a_control_group_with_a_sluid_is_the_job_that_slurm_names(occupancy: Occupancy) -> None:
+    """Since 26.05; while Slurm has not told which it is, the page's claim needs Slurm's word as outside of a group."""
+    proof = Proof(ME, occupancy, lambda _pid: Identity(ME, "sEKNKTV3WPV500"))
+    proof.owns(os.getpid(), 1, 0.0, os.getpid())
+    assert proof.job("4242") == ""
+    occupancy.jobs = {"4242": ME}
+    assert proof.job("4242") == "4242"
+    occupancy.sluids = {"sEKNKTV3WPV500": "77"}
+    assert proof.job("4242") == "77"
+
+
 def test_a_gpu_is_who_holds_its(run: Path, collector: RanksCollector, occupancy: Occupancy, other: int) -> None:
     """A page's claim stands unless the driver lists only other users' processes, or says that nobody is on the GPU."""
     reporter(run, gpu=3)

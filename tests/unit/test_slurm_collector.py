@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.base import NoData, Reading
@@ -19,7 +20,7 @@ from opsd.collectors.slurm import (
     SlurmCollector,
     SlurmReport,
 )
-from opsd.slurm.port import Job, Node, SlurmDenied, SlurmError, SlurmMissing, SlurmUnavailable
+from opsd.slurm.port import Given, Job, Node, SlurmDenied, SlurmError, SlurmMissing, SlurmUnavailable
 from tests.fakes.slurm import FakeSlurm
 
 
@@ -163,10 +164,10 @@ def test_gpus_that_slurm_does_not_tell_hide_neither_node_nor_jobs() -> None:
     errors: dict[int, SlurmError] = {7: SlurmDenied("not yours"), 8: SlurmUnavailable("away")}
 
     class Hesitant(FakeSlurm):
-        def gpus(self, job: int, node: str) -> frozenset[int] | None:
+        def given(self, job: int, node: str) -> Given:
             if job in errors:
                 raise errors[job]
-            return super().gpus(job, node)
+            return super().given(job, node)
 
     slurm = Hesitant([Node("n1", "idle")], jobs=[job(7), job(8), job(9)])
     slurm.by_gpu = {(8, "n1"): frozenset({1}), (9, "n1"): frozenset({2, 3})}
@@ -175,6 +176,15 @@ def test_gpus_that_slurm_does_not_tell_hide_neither_node_nor_jobs() -> None:
     assert (report.node, len(report.jobs), report.gpus, report.problem) == (Node("n1", "idle"), 3, {}, "")
     del errors[8]
     assert watch.refresh().gpus == {"8": {1}, "9": {2, 3}}
+
+
+def test_the_sluid_of_a_job_that_ends_is_still_known() -> None:
+    """What it has left on a GPU is in its control group, while the GPU is no longer given to it."""
+    slurm = FakeSlurm([Node("n1", "idle")], jobs=[job(7), replace(job(8), state="completing")])
+    slurm.by_gpu = {(7, "n1"): frozenset({0}), (8, "n1"): frozenset({1})}
+    slurm.sluids = {7: "sEKNKTV3WPV500", 8: "sEKNKTV3WPV501"}
+    report = NodeWatch(slurm, "n1", clock=lambda: 5.0).refresh()
+    assert (report.gpus, report.sluids) == ({"7": {0}}, {"sEKNKTV3WPV500": "7", "sEKNKTV3WPV501": "8"})
 
 
 def test_a_comment_that_cannot_be_read_hides_neither_node_nor_jobs() -> None:

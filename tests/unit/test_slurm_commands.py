@@ -10,13 +10,13 @@ from opsd.slurm.commands import CommandSlurm, random_separator
 from opsd.slurm.output import (
     failure,
     parse_configuration,
-    parse_gpus,
+    parse_given,
     parse_jobs,
     parse_nodes,
     parse_partitions,
     parse_version,
 )
-from opsd.slurm.port import Partition, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
+from opsd.slurm.port import Given, Partition, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.runner import Output
 from tests.fakes.slurm import RECORDED, SEPARATOR, RecordedRunner
 
@@ -250,13 +250,20 @@ DETAILS = """JobId=7 JobName={name}
 )
 def test_the_gpus_of_a_job_are_those_that_slurm_numbers(node: str, gpus: set[int] | None) -> None:
     """Several nodes on a line, several types, none, and some without numbers; one that old releases wrote."""
-    assert parse_gpus(DETAILS.format(name="train"), node) == gpus
+    assert parse_given(DETAILS.format(name="train"), node) == Given(gpus)
 
 
 def test_a_jobs_name_cannot_claim_the_gpus_of_others() -> None:
     """A second line about the same node makes Slurm's answer worth nothing."""
     forged = "x\n     Nodes=n3 CPU_IDs=0-1 Mem=0 GRES=gpu:8(IDX:0-7)"
-    assert parse_gpus(DETAILS.format(name=forged), "n3") is None
+    assert parse_given(DETAILS.format(name=forged), "n3") == Given(None)
+
+
+def test_a_job_has_one_sluid() -> None:
+    """As 25.11 and newer print it; a name with a second one makes both worth nothing."""
+    told = "train\n   SLUID=sEKNKTV3WPV500"
+    assert parse_given(DETAILS.format(name=told), "n3") == Given(frozenset(), "sEKNKTV3WPV500")
+    assert parse_given(DETAILS.format(name=f"x\n   SLUID=sEKNKTV3WPV501{told[5:]}"), "n3") == Given(frozenset())
 
 
 def test_a_node_is_down_after_a_reboot() -> None:
