@@ -17,8 +17,9 @@ def begun_events(
     shape: RunShape, plan: Plan, before: Sequence[str], launchers: Iterable[Member]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The events of a generation that starts: which spares came in for those of ``before``, and where all nodes are."""
+    joined = {*plan.slots} - {*before} if before else ()
     for place, name in enumerate(plan.slots):
-        if before and name not in before:
+        if name in joined:
             cost = _swap_cost(shape.topology, before, plan.slots, place)
             yield "spare_joined", {"joined": name, "place": place, **cost}
     size = sum(plan.sizes[name] for name in plan.slots)
