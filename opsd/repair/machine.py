@@ -120,11 +120,12 @@ def _last_words(process: subprocess.Popen[bytes], deadline_s: float) -> bytes:
 
 
 class NodeMachine:
-    """This node, with a ``driver``."""
+    """This node, with a ``driver`` that stops the units ``services`` for a reset, whoever runs them."""
 
     def __init__(
         self,
         driver: Driver,
+        services: Sequence[str] = (),
         *,
         proc: Path = Path("/proc"),
         kill: Callable[[int, int], None] = os.kill,
@@ -132,6 +133,7 @@ class NodeMachine:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._driver, self._proc = driver, proc
+        self._stopped = frozenset(f"{name.removesuffix('.service')}.service" for name in services)
         self._kill, self._clock, self._sleep = kill, clock, sleep
 
     def boot(self) -> str:
@@ -153,7 +155,7 @@ class NodeMachine:
             while self._holders() and self._clock() < deadline:
                 self._sleep(0.2)
         if left := self._holders():
-            raise RungError(f"processes that hold a GPU do not end: {', '.join(map(str, left))}")
+            raise RungError(f"processes that hold a GPU do not end: {', '.join(map(self._named, sorted(left)))}")
         return f"ended {len(ended)} processes" if ended else "no process holds a GPU"
 
     def reset_gpus(self) -> str:
@@ -169,14 +171,23 @@ class NodeMachine:
 
     def _holders(self) -> list[int]:
         """Processes of users, and of root outside of services, that hold a GPU."""
-        return [pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()) and not self._service(pid)[0]]
+        return [pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()) and not self._is_service(pid)]
 
     def _services(self) -> list[str]:
         """Services with a user id from systemd that hold a GPU."""
-        found = (self._service(pid) for pid, _ in gpu_holders(self._proc))
+        found = (self._unit(pid) for pid, _ in gpu_holders(self._proc))
         return sorted({unit for unit, uid in found if unit and uid in DYNAMIC_UIDS})
 
-    def _service(self, pid: int) -> tuple[str, int]:
+    def _is_service(self, pid: int) -> bool:
+        """Whether it is a service's own: by another user's id it may as well be a job's, in the group of slurmd."""
+        unit, uid = self._unit(pid)
+        return unit in self._stopped or (bool(unit) and (uid < SYSTEM_UIDS or uid in DYNAMIC_UIDS))
+
+    def _named(self, pid: int) -> str:
+        unit, _ = self._unit(pid)
+        return f"{pid} ({unit})" if unit else str(pid)
+
+    def _unit(self, pid: int) -> tuple[str, int]:
         """The service of the system that systemd started it for, and its user id; "" for a user's, a job's, a scope's.
 
         Root's containers are scopes in the same slice.
@@ -186,7 +197,5 @@ class NodeMachine:
             groups = (self._proc / str(pid) / "cgroup").read_text(encoding="utf-8", errors="replace")
         except OSError:
             return "", -1
-        path = groups.splitlines()[-1].rpartition(":")[2] if groups else ""
-        unit = _SERVICE.match(path)
-        ours = unit is not None and (uid < SYSTEM_UIDS or uid in DYNAMIC_UIDS)
-        return (unit[1] if unit and ours else ""), uid
+        unit = _SERVICE.match(groups.splitlines()[-1].rpartition(":")[2] if groups else "")
+        return (unit[1] if unit else ""), uid
