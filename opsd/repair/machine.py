@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 import subprocess
@@ -13,13 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
+from opsd.collectors.lib.processes import is_dynamic, is_of_system, service_of, user_of
 from opsd.preflight.checks.leftovers import gpu_holders
 
-SYSTEM_UIDS: Final = 1000
-"""User ids below are no users' (login.defs(5)): their services are stopped by name, and not killed."""
-DYNAMIC_UIDS: Final = range(61184, 65520)
-"""User ids that systemd gives to services with DynamicUser=, and to nobody else (its UIDS-GIDS.md)."""
-_SERVICE: Final = re.compile(r"/system\.slice/(?:system-[^/]+\.slice/)?([^/]+\.service)(?:/|$)")
 TERM_S, KILL_S = 10.0, 20.0
 SAID_BYTES: Final = 16 << 20
 """Four times the longest part of evidence; a broken program may print without end."""
@@ -175,27 +170,14 @@ class NodeMachine:
 
     def _services(self) -> list[str]:
         """Services with a user id from systemd that hold a GPU."""
-        found = (self._unit(pid) for pid, _ in gpu_holders(self._proc))
-        return sorted({unit for unit, uid in found if unit and uid in DYNAMIC_UIDS})
+        found = {pid: service_of(pid, self._proc) for pid, _ in gpu_holders(self._proc)}
+        return sorted({unit for pid, unit in found.items() if unit and is_dynamic(user_of(pid, self._proc))})
 
     def _is_service(self, pid: int) -> bool:
         """Whether it is a service's own: by another user's id it may as well be a job's, in the group of slurmd."""
-        unit, uid = self._unit(pid)
-        return unit in self._stopped or (bool(unit) and (uid < SYSTEM_UIDS or uid in DYNAMIC_UIDS))
+        unit = service_of(pid, self._proc)
+        return unit in self._stopped or (bool(unit) and is_of_system(user_of(pid, self._proc)))
 
     def _named(self, pid: int) -> str:
-        unit, _ = self._unit(pid)
+        unit = service_of(pid, self._proc)
         return f"{pid} ({unit})" if unit else str(pid)
-
-    def _unit(self, pid: int) -> tuple[str, int]:
-        """The service of the system that systemd started it for, and its user id; "" for a user's, a job's, a scope's.
-
-        Root's containers are scopes in the same slice.
-        """
-        try:
-            uid = (self._proc / str(pid)).stat().st_uid
-            groups = (self._proc / str(pid) / "cgroup").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return "", -1
-        unit = _SERVICE.match(groups.splitlines()[-1].rpartition(":")[2] if groups else "")
-        return (unit[1] if unit else ""), uid

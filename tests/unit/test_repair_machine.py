@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -59,8 +58,7 @@ class Node:
         (self.proc / str(pid) / "fd/3").symlink_to("/dev/nvidia0")
         (self.proc / str(pid) / "comm").write_text("python\n")
         (self.proc / str(pid) / "cgroup").write_text(f"0::{cgroup}\n")
-        if uid:
-            os.chown(self.proc / str(pid), uid, uid)
+        (self.proc / str(pid) / "status").write_text(f"Name:\tpython\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n")
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -76,7 +74,6 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path / "proc")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id, root's here")
 def test_what_jobs_have_left_is_ended_and_services_are_not(node: Node) -> None:
     """A step of Slurm's that root has run counts as a job's; one that ignores SIGTERM is killed."""
     node.stubborn = True
@@ -90,7 +87,6 @@ def test_what_jobs_have_left_is_ended_and_services_are_not(node: Node) -> None:
     assert (102, signal.SIGKILL) in node.killed
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id")
 def test_a_container_of_root_s_is_ended_as_a_job_is(node: Node) -> None:
     """Docker's are scopes beside the services; a job's process in slurmd's group is no service either."""
     node.holds(101, "/system.slice/docker-8f1c.scope")
@@ -101,7 +97,16 @@ def test_a_container_of_root_s_is_ended_as_a_job_is(node: Node) -> None:
     assert {pid for pid, _ in node.killed} == {101, 102, 103}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id")
+@pytest.mark.parametrize("mark", [":", "\r", "\v", ":\r0::"])
+def test_a_user_s_group_that_is_named_like_a_service_is_none(node: Node, mark: str) -> None:
+    """Users name the groups below their own, and a set-user-id program of theirs has its folder in /proc from root."""
+    own = f"/user.slice/user-1007.slice/user@1007.service/x{mark}"
+    node.holds(101, f"{own}/system.slice/nvidia-persistenced.service", uid=1007)
+    node.holds(102, f"{own}/system.slice/gpu-exporter.service", uid=1007)
+    node.holds(103, "/system.slice/slurmd.service", uid=1007)
+    assert node.machine("gpu-exporter").end_processes() == "ended 3 processes"
+
+
 def test_a_service_with_a_dynamic_user_is_stopped_for_a_reset_and_not_killed(node: Node) -> None:
     """Killed, it would be started again by systemd at once, while the GPUs are reset."""
     node.holds(101, "/system.slice/gpu-exporter.service", uid=64000)
@@ -115,7 +120,6 @@ def test_a_service_with_a_dynamic_user_is_stopped_for_a_reset_and_not_killed(nod
     assert node.ran == ["nvidia-smi --gpu-reset"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id")
 def test_a_service_of_an_ordinary_user_id_that_the_settings_name_is_not_killed(node: Node) -> None:
     """As an exporter of the site's own; of others, and of names within other groups, it is not known."""
     node.holds(101, "/system.slice/gpu-exporter.service", uid=1001)
