@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
-from opsd.collectors.lib.processes import is_dynamic, is_of_system, service_of, user_of
+from opsd.collectors.lib.processes import identify, is_dynamic, is_of_system, service_of, start_time, user_of
 from opsd.preflight.checks.leftovers import gpu_holders
 
+TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 TERM_S, KILL_S = 10.0, 20.0
 SAID_BYTES: Final = 16 << 20
 """Four times the longest part of evidence; a broken program may print without end."""
@@ -141,10 +142,11 @@ class NodeMachine:
         return self._driver.recovery_actions()
 
     def end_processes(self) -> str:
-        ended = self._holders()
+        began, ended = self.uptime_s(), self._holders()
         for number, patience_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
             deadline = self._clock() + patience_s
             for pid in self._holders():
+                self._spare_new_job(pid, began)
                 with suppress(ProcessLookupError):
                     self._kill(pid, number)
             while self._holders() and self._clock() < deadline:
@@ -167,6 +169,12 @@ class NodeMachine:
     def _holders(self) -> list[int]:
         """Processes of users, and of root outside of services, that hold a GPU."""
         return [pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()) and not self._is_service(pid)]
+
+    def _spare_new_job(self, pid: int, began_s: float) -> None:
+        """Raise RungError for a job's process that has begun since: somebody has given the node back meanwhile."""
+        ticks, identity = start_time(pid, self._proc), identify(pid, self._proc)
+        if ticks is not None and identity is not None and identity.job and ticks / TICKS_A_SECOND > began_s:
+            raise RungError(f"process {pid} of job {identity.job} has begun meanwhile")
 
     def _services(self) -> list[str]:
         """Services with a user id from systemd that hold a GPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -59,6 +60,10 @@ class Node:
         (self.proc / str(pid) / "comm").write_text("python\n")
         (self.proc / str(pid) / "cgroup").write_text(f"0::{cgroup}\n")
         (self.proc / str(pid) / "status").write_text(f"Name:\tpython\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n")
+
+    def started(self, pid: int, seconds_ago: float) -> None:
+        ticks = (time.clock_gettime(time.CLOCK_BOOTTIME) - seconds_ago) * os.sysconf("SC_CLK_TCK")
+        (self.proc / str(pid) / "stat").write_text(f"{pid} (python) S {' '.join(['0'] * 18)} {ticks:.0f} 0\n")
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -130,6 +135,27 @@ def test_a_service_of_an_ordinary_user_id_that_the_settings_name_is_not_killed(n
     node.restarts = True
     with pytest.raises(RungError, match=r"do not end: 101 \(gpu-exporter.service\), 102 \(gpu-agent.service\)$"):
         node.machine().end_processes()
+
+
+def test_a_job_that_has_begun_since_is_left_alone(node: Node) -> None:
+    """Somebody has resumed the node while a remedy was ending what an earlier job had left."""
+    job = "/system.slice/slurmstepd.scope/job_{}/step_0/user/task_0"
+    node.holds(101, job.format(7))
+    node.started(101, seconds_ago=600)
+    node.stubborn = True
+
+    def resumed(seconds: float) -> None:
+        if not node.now:
+            node.holds(102, job.format(8))
+            node.started(102, seconds_ago=-5)
+        node.sleep(seconds)
+
+    machine = NodeMachine(
+        NvidiaDriver(ask=False, run=node.run), proc=node.proc, kill=node.kill, clock=lambda: node.now, sleep=resumed
+    )
+    with pytest.raises(RungError, match="process 102 of job 8 has begun meanwhile"):
+        machine.end_processes()
+    assert 102 not in {pid for pid, _ in node.killed}
 
 
 def test_services_that_hold_gpus_are_stopped_for_a_reset(node: Node) -> None:
