@@ -22,7 +22,7 @@ from opsd.slurm.candidates import Candidate, accounting, candidates, due, faults
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.node_comment import Accounting, domains
-from opsd.slurm.pick import Choice, pick_in_one
+from opsd.slurm.pick import Choice, for_runs, pick_in_one
 from opsd.slurm.port import Node, Partition, SlurmError
 from opsd.slurm.topology import Topology, TopologyError
 from opsd.slurm.topology_source import read
@@ -94,7 +94,8 @@ def pick_nodes(
 
     NVLink domains are those that the nodes' drivers told in their last test, otherwise Slurm's blocks.
 
-    Prints a hostlist for sbatch's --nodelist, of nodes of one partition that is up, which is named beside it. Nodes
+    Prints a hostlist for sbatch's --nodelist, of nodes of one partition that is up, which is named beside it; of one
+    whose jobs give way to all others (PriorityTier=0) only if --partition names it or there is no other. Nodes
     that failed lately are avoided where failures of the past foretold later ones in this cluster (`opsd nodes lemons`);
     spares and reserved nodes are left out.
     """
@@ -183,12 +184,12 @@ def _from_slurm(partition: str | None = None) -> tuple[Sequence[Node], dict[str,
 
 
 def _up(partition: str | None) -> list[Partition]:
-    """The partitions that start jobs, or the one that was asked for, if it does."""
+    """The partitions for runs, or the one that was asked for, if it starts jobs."""
     try:
         known = [one for one in choose().slurm.partitions() if partition in (None, one.name)]
     except SlurmError as error:
         fail(f"Slurm: {error}")
-    up = [one for one in known if one.state == "up"]
+    up = for_runs(known)
     if not up and partition and known:
         fail(f"partition {partition} is {known[0].state}, so no job starts there; `sinfo -s` lists those that are up")
     if not up:
