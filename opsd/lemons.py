@@ -129,7 +129,7 @@ def _apart(faults: Iterable[Fault]) -> list[Fault]:
     """
     found: list[Fault] = []
     out_until: dict[str, float] = {}
-    for fault in sorted(faults, key=lambda fault: (fault.at, -(fault.back or fault.at))):
+    for fault in sorted(faults, key=lambda fault: (fault.at, -(fault.back or fault.at), fault.kind)):
         if fault.at >= out_until.get(fault.node, -math.inf):
             found.append(fault)
             out_until[fault.node] = max(fault.back or fault.at, math.nextafter(fault.at, math.inf))
