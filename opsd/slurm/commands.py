@@ -237,7 +237,7 @@ def _avoided_in(comment: str) -> dict[str, float]:
 
 
 def _with_summary(comment: str, text: str, topic: str) -> str:
-    """``comment`` with ``text`` in place of what it has about ``topic``, and of the notes that are more than ``NOTES``."""
+    """``comment`` with ``text`` in place of what it has about ``topic``, without the oldest notes beyond ``NOTES``."""
     plain = printable(text).replace("[", "(").replace("]", ")")
     others = re.sub(rf"\s*\[opsd {re.escape(topic)}: [^\[\]]*\]", "", comment)
     alike = re.findall(rf"\s*\[opsd {re.escape(topic.split()[0])} [^:\[\]]*: [^\[\]]*\]", others)
