@@ -31,6 +31,7 @@ STATES: Final = ("ordered", "waiting", "paused", *REMEDIES, "retest", "return", 
 ``paused`` by a time or a reservation for maintenance.
 """
 
+BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 SETTLED_S: Final = 1.0
 """A folder that changed so lately may change again with the same time stamp."""
 
@@ -53,12 +54,24 @@ class RepairsSettings(CollectorSettings):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The newest repair, and how many ended how. ``since`` is None once it has ended, and while it is paused."""
+    """The newest repair, and how many ended how. ``since`` is None once it has ended, and while it is paused.
+
+    ``seen`` are the beginnings of its attempts: the boot of the node, the uptime, and the epoch second by its clock.
+    """
 
     state: str
     attempts: int
     since: float | None
     ended: Mapping[str, int]
+    seen: tuple[tuple[str, float, float], ...] = ()
+
+    def age_s(self, now: float, boot: str, uptime_s: float) -> float | None:
+        """Seconds since ``since``, by the uptime as far as that goes back: clocks are set."""
+        if self.since is None:
+            return None
+        seen = (one for one in self.seen if one[0] == boot and one[2] >= (self.since or 0.0))
+        _, then_s, at = next(seen, (boot, uptime_s, now))
+        return max(0.0, at - self.since) + max(0.0, uptime_s - then_s)
 
 
 class RepairsCollector:
@@ -68,8 +81,15 @@ class RepairsCollector:
     metrics = METRICS
     interval_s = 10.0
 
-    def __init__(self, folder: Path | None, *, wall: Callable[[], float] = time.time) -> None:
-        self._folder, self._wall = folder, wall
+    def __init__(
+        self,
+        folder: Path | None,
+        *,
+        wall: Callable[[], float] = time.time,
+        uptime: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
+        boot: Callable[[], str] = lambda: BOOT.read_text(encoding="ascii").strip(),
+    ) -> None:
+        self._folder, self._wall, self._uptime, self._boot = folder, wall, uptime, boot
         self._changed = 0
         self._known: Known | None = None
 
@@ -84,7 +104,8 @@ class RepairsCollector:
             self._changed = changed if self._wall() - changed / 1e9 > SETTLED_S else 0
         if self._known is None:
             return NoData("this node was never repaired by opsd")
-        return Reading(samples(self._known, self._wall()))
+        age_s = self._known.age_s(self._wall(), self._boot(), self._uptime())
+        return Reading(samples(self._known, age_s))
 
 
 def read(folder: Path) -> Known | None:
@@ -109,11 +130,12 @@ def _newest(case: Mapping[str, Any] | None, ended: Mapping[str, int]) -> Known:
         doing = attempts[-1]["what"] if attempts and attempts[-1]["ok"] is None else waiting
         since = float(max(remedies[0]["at"] if remedies else case["opened_at"], case.get("resumed_at", 0.0)))
         state = case["end"] or doing
+        seen = tuple((str(one["boot"]), float(one["uptime_s"]), float(one["at"])) for one in attempts)
     except (KeyError, TypeError, ValueError):
         return unknown
     if state not in STATES:
         return unknown
-    return Known(state, len(remedies), None if case["end"] or doing == "paused" else since, ended)
+    return Known(state, len(remedies), None if case["end"] or doing == "paused" else since, ended, seen)
 
 
 def _parse(content: bytes) -> Mapping[str, Any] | None:
@@ -123,9 +145,9 @@ def _parse(content: bytes) -> Mapping[str, Any] | None:
     return None
 
 
-def samples(known: Known, now: float) -> tuple[Sample, ...]:
-    """The series at the epoch second ``now``."""
-    age = () if known.since is None else (Sample(AGE, max(0.0, now - known.since)),)
+def samples(known: Known, age_s: float | None) -> tuple[Sample, ...]:
+    """The series of a repair of this age, None for one that has none."""
+    age = () if age_s is None else (Sample(AGE, age_s),)
     return (
         *(Sample(STATE, float(state == known.state), (state,)) for state in STATES),
         Sample(ATTEMPTS, float(known.attempts)),

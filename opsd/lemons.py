@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 DAY_S: Final = 86_400.0
@@ -49,7 +49,8 @@ class Lift:
     """How many times as many failures the top tenth of the nodes had later as chance explains, with its 95 % interval.
 
     ``low`` is 0 and ``high`` infinite where too little has happened to tell; ``failed`` nodes of the top tenth failed
-    later, ``later`` failures of all nodes were counted, at ``moments`` of the past.
+    later, ``later`` failures of all nodes were counted, at ``moments`` of the past. Before and after such a moment
+    failures are counted for ``window_s``, those after it once ``lag_s`` have passed.
     """
 
     value: float
@@ -58,6 +59,8 @@ class Lift:
     failed: int
     later: int
     moments: int
+    window_s: float = WINDOW_S
+    lag_s: float = 0.0
 
     @property
     def proven(self) -> bool:
@@ -106,13 +109,31 @@ def weight(faults: float, relapses: float) -> float:
 def judge(nodes: Collection[str], faults: Iterable[Fault], now: float, window_s: float = WINDOW_S) -> Judgement:
     """Who of ``nodes`` is a lemon at ``now``. Faults of other nodes and later ones are left out.
 
-    Of a history of less than three windows each window is a third.
+    Of a history of less than three windows each window is a third, and the one that is left out no shorter than the
+    time in which a fault comes back after a repair that did not last.
     """
     known = frozenset(nodes)
-    past = sorted((fault for fault in faults if fault.node in known and fault.at <= now), key=lambda fault: fault.at)
-    part_s = min(window_s, (now - past[0].at) / 3) if past else 0.0
-    soon, lasting = (lift_of(known, past, now, part_s, lag_s) for lag_s in (0.0, part_s))
+    past = _apart(fault for fault in faults if fault.node in known and fault.at <= now)
+    span_s = now - past[0].at if past else 0.0
+    part_s = min(window_s, span_s / 3)
+    lag_s = max(part_s, min(RELAPSE_S, window_s))
+    soon = lift_of(known, past, now, part_s, 0.0)
+    lasting = lift_of(known, past, now, min(part_s, max(0.0, span_s - lag_s) / 2), lag_s)
     return Judgement(soon, lasting, *_scores(known, past, now, window_s))
+
+
+def _apart(faults: Iterable[Fault]) -> list[Fault]:
+    """The faults by time, without those of a node that is out already: a node fails again once it is back.
+
+    Several sources tell of one outage, in words of their own, or one twice.
+    """
+    found: list[Fault] = []
+    out_until: dict[str, float] = {}
+    for fault in sorted(faults, key=lambda fault: (fault.at, -(fault.back or fault.at), fault.kind)):
+        if fault.at >= out_until.get(fault.node, -math.inf):
+            found.append(fault)
+            out_until[fault.node] = max(fault.back or fault.at, math.nextafter(fault.at, math.inf))
+    return found
 
 
 def lift_of(nodes: Collection[str], faults: Sequence[Fault], now: float, window_s: float, lag_s: float) -> Lift:
@@ -127,7 +148,7 @@ def lift_of(nodes: Collection[str], faults: Sequence[Fault], now: float, window_
         after = Counter(fault.node for fault in faults if cut + lag_s < fault.at <= cut + lag_s + window_s)
         pairs.append((_top(nodes, _weights(faults, cut - window_s, cut)), after))
         cut -= window_s
-    return _lift(len(nodes), pairs)
+    return replace(_lift(len(nodes), pairs), window_s=window_s, lag_s=lag_s)
 
 
 def _lift(nodes: int, pairs: Sequence[tuple[Mapping[str, float], Counter[str]]]) -> Lift:

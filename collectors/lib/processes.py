@@ -20,6 +20,13 @@ _JOB: Final = re.compile(
 name below their own, which are in a service. Since 26.05 those of v2 have a SLUID for a name (cgroup.conf(5))."""
 
 
+_SERVICE: Final = re.compile(r"/system\.slice/(?:system-[^/]+\.slice/)?([^/]+\.service)(?:/|$)")
+_SYSTEM_UIDS: Final = 1000
+"""User ids below are no users' (login.defs(5))."""
+_DYNAMIC_UIDS: Final = range(61184, 65520)
+"""User ids that systemd gives to services with DynamicUser=, and to nobody else (its UIDS-GIDS.md)."""
+
+
 class Identity(NamedTuple):
     """Real user id of a process, and the Slurm job in whose control group it is, by its number or SLUID, "" outside."""
 
@@ -52,6 +59,30 @@ def read_kernel_text(path: str | Path) -> str:
     """
     with open(path, "rb", buffering=0) as file:
         return file.read().decode(errors="replace")
+
+
+def service_of(pid: int, proc: Path = _PROC) -> str:
+    """The service of the system that systemd started the process for, "" for a user's, a scope's or none.
+
+    Root's containers are scopes in the same slice. A job's processes are in the service of slurmd where Slurm makes no
+    control groups, and those of cron's and at's users in that of cron and atd.
+    """
+    try:
+        groups = read_kernel_text(f"{proc}/{pid}/cgroup").rstrip("\n").split("\n")
+    except OSError:
+        return ""
+    match = _SERVICE.match(groups[-1].split(":", 2)[-1])
+    return match[1] if match else ""
+
+
+def is_dynamic(user: int | None) -> bool:
+    """Whether systemd has made this user id for a service."""
+    return user in _DYNAMIC_UIDS
+
+
+def is_of_system(user: int | None) -> bool:
+    """Whether this user id is a service's and no person's."""
+    return user is not None and (user < _SYSTEM_UIDS or is_dynamic(user))
 
 
 def slurm_job(groups: str) -> str:

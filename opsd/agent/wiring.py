@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from opsd.agent import collectors
 from opsd.agent.actions import Drainer, Executor, Notifier
@@ -40,9 +40,9 @@ def build_journal(settings: Settings, log: Log) -> Journal:
     return Journal(settings.agent.state_dir, say)
 
 
-def _comment_job(job: int, text: str) -> None:
-    """Tell the owner of a job that its GPUs are idle, through this machine's Slurm."""
-    choose().slurm.summarize(job, text, "idle")
+def _comment_job(node: str, job: int, text: str) -> None:
+    """Tell the owner of a job that its GPUs of ``node`` are idle, through this machine's Slurm."""
+    choose().slurm.summarize(job, text, f"idle {node}")
 
 
 def _drainer(settings: Settings) -> Drainer:
@@ -75,7 +75,7 @@ def _executor(settings: Settings, journal: Journal, notifier: Notifier) -> Execu
         notify=notifier,
         set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
         drain_node=_drainer(settings) if settings.policy.drain else None,
-        comment_job=_comment_job,
+        comment_job=partial(_comment_job, settings.agent.node),
     )
 
 

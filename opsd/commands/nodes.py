@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from opsd import exitcodes, lemons
 from opsd.commands.options import Finite, Group, option
 from opsd.commands.output import fail, output_console, plain_table
 from opsd.commands.settings import BadConfig
-from opsd.lemons import Fault, Judgement, Lift
+from opsd.lemons import DAY_S, LEAST_NODES, Fault, Judgement, Lift
 from opsd.slurm import job_faults, leaf_paths
 from opsd.slurm.candidates import Candidate, accounting, candidates, due, faults, free
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.node_comment import Accounting, domains
-from opsd.slurm.pick import Choice, pick_in_one
+from opsd.slurm.pick import Choice, for_runs, pick_in_one
 from opsd.slurm.port import Node, Partition, SlurmError
 from opsd.slurm.topology import Topology, TopologyError
 from opsd.slurm.topology_source import read
@@ -55,6 +55,7 @@ def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
     """
     more = _read(history) if history else []
     found, comments = _from_slurm()
+    _warn_of_useless(more, {node.name for node in found}, time.time())
     judged = _judge(found, comments, more, jobs)
     if as_json:
         read = None if jobs else accounting(comments)
@@ -62,9 +63,9 @@ def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
             json.dumps({**_document(judged), "jobs_counted": jobs or (read is not None and read.answered)}, indent=1)
         )
         return exitcodes.OK
-    click.echo("The tenth of the nodes that failed most in a month had, in this cluster's history,")
-    click.echo(_told("  in the next month", judged.soon, "so prefer others", "which is no reason to prefer others"))
-    click.echo(_told("  in the one after", judged.lasting, "so there are lemons", "which shows no lemons"))
+    click.echo("The tenth of the nodes that failed most had, in this cluster's history,")
+    click.echo(_told(judged.soon, "so prefer others", "which is no reason to prefer others"))
+    click.echo(_told(judged.lasting, "so there are lemons", "which shows no lemons"))
     called = {score.node for score in judged.lemons}
     table = plain_table("node", "faults", "soon after a repair", "not by chance", "")
     for score in judged.scores:
@@ -93,7 +94,8 @@ def pick_nodes(
 
     NVLink domains are those that the nodes' drivers told in their last test, otherwise Slurm's blocks.
 
-    Prints a hostlist for sbatch's --nodelist, of nodes of one partition that is up, which is named beside it. Nodes
+    Prints a hostlist for sbatch's --nodelist, of nodes of one partition that is up, which is named beside it; of one
+    whose jobs give way to all others (PriorityTier=0) only if --partition names it or there is no other. Nodes
     that failed lately are avoided where failures of the past foretold later ones in this cluster (`opsd nodes lemons`);
     spares and reserved nodes are left out.
     """
@@ -182,12 +184,12 @@ def _from_slurm(partition: str | None = None) -> tuple[Sequence[Node], dict[str,
 
 
 def _up(partition: str | None) -> list[Partition]:
-    """The partitions that start jobs, or the one that was asked for, if it does."""
+    """The partitions for runs, or the one that was asked for, if it starts jobs."""
     try:
         known = [one for one in choose().slurm.partitions() if partition in (None, one.name)]
     except SlurmError as error:
         fail(f"Slurm: {error}")
-    up = [one for one in known if one.state == "up"]
+    up = for_runs(known)
     if not up and partition and known:
         fail(f"partition {partition} is {known[0].state}, so no job starts there; `sinfo -s` lists those that are up")
     if not up:
@@ -201,6 +203,16 @@ def _judge(found: Sequence[Node], comments: Mapping[str, str], more: list[Fault]
     except SlurmError as error:
         fail(f"Slurm: {error}")
     return lemons.judge([node.name for node in found], known, time.time())
+
+
+def _warn_of_useless(more: Sequence[Fault], names: Collection[str], now: float) -> None:
+    """Say which faults of a file do not count: under another name, or in milliseconds, they would look like health."""
+    strange = sorted({fault.node for fault in more} - {*names})
+    if strange:
+        listed = f"{', '.join(strange[:3])}{', …' if len(strange) > 3 else ''}"
+        click.echo(f"Slurm has no node {listed}; faults of unknown nodes do not count", err=True)
+    if late := sum(fault.at > now for fault in more):
+        click.echo(f"faults in the future do not count ({late}): times are epoch seconds", err=True)
 
 
 def _told_of_jobs(read: Accounting | None) -> str:
@@ -233,9 +245,12 @@ def _read(history: Path) -> list[Fault]:
     return found
 
 
-def _told(when: str, lift: Lift, proven: str, otherwise: str) -> str:
+def _told(lift: Lift, proven: str, otherwise: str) -> str:
+    days, lag = (f"{seconds / DAY_S:.2g} days" for seconds in (lift.window_s, lift.lag_s))
+    when = f"  in {days}, {lag} later" if lift.lag_s else f"  in the {days} that follow"
     if not math.isfinite(lift.high):
-        return f"{when}: {lift.later} later faults in the history are too few to tell"
+        few = f"on {lift.failed} of these nodes; fewer than {LEAST_NODES} are too few to tell"
+        return f"{when}: faults of all nodes: {lift.later}, {few}"
     value = f"{lift.value:.1f} times the failures of all nodes (95 %: {lift.low:.1f} to {lift.high:.1f})"
     return f"{when}: {value}, {proven if lift.proven else otherwise}"
 

@@ -215,7 +215,7 @@ def _means(
 
     return Means(
         slurm=slurm,
-        machine=NodeMachine(driver),
+        machine=NodeMachine(driver, settings.repair.services),
         release=lambda jobs: release(slurm, node, jobs, settings.section(RanksSettings).root),
         retest=tests,
         proof=lambda: proofs(settings, [node], []).get(node),

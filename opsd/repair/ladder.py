@@ -36,6 +36,8 @@ UNANSWERED = "Slurm has not answered the order"
 """The reboot may be under way or not; the order is given again once it is known that it is not."""
 STOPPED = "stopped: "
 """Begins what is said of a test that had to make way for somebody else; it says nothing of the node."""
+LEFT_BEHIND: Final = "leftovers failed: "
+"""Begins what is said of a test that has found nothing but what users have on the node, which is no hardware."""
 CUT_OFF_RETESTS: Final = 2
 """A test that was cut off so often while the node kept running is a failed one."""
 
@@ -264,12 +266,13 @@ def _next_rung(case: Case, limits: Limits) -> Step:
     tried = [Rung(attempt.what) for attempt in case.rungs]
     last = case.last
     why = last.detail if last is not None else case.reason
+    without: Literal["rma", "left"] = "left" if why.startswith(LEFT_BEHIND) else "rma"
     if len(tried) >= limits.attempts:
-        return Step("rma", f"{len(tried)} attempts without success; the last: {why}")
+        return Step(without, f"{len(tried)} attempts without success; the last: {why}")
     lowest = LADDER.index(tried[-1] if tried else case.first)
     for rung in LADDER[lowest:]:
         if rung in limits.rungs and tried.count(rung) < TRIES[rung]:
             return Step("rung", why, rung)
     if not tried:
         return Step("left", "no remedy that is allowed fits (repair.rungs)")
-    return Step("rma", f"no remedy is left after {len(tried)} attempt{'s' * (len(tried) != 1)}; the last: {why}")
+    return Step(without, f"no remedy is left after {len(tried)} attempt{'s' * (len(tried) != 1)}; the last: {why}")

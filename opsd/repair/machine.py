@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 import subprocess
@@ -13,13 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
+from opsd.collectors.lib.processes import identify, is_dynamic, is_of_system, service_of, start_time, user_of
 from opsd.preflight.checks.leftovers import gpu_holders
 
-SYSTEM_UIDS: Final = 1000
-"""User ids below are no users' (login.defs(5)): their services are stopped by name, and not killed."""
-DYNAMIC_UIDS: Final = range(61184, 65520)
-"""User ids that systemd gives to services with DynamicUser=, and to nobody else (its UIDS-GIDS.md)."""
-_SERVICE: Final = re.compile(r"/system\.slice/(?:system-[^/]+\.slice/)?([^/]+\.service)(?:/|$)")
+TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 TERM_S, KILL_S = 10.0, 20.0
 SAID_BYTES: Final = 16 << 20
 """Four times the longest part of evidence; a broken program may print without end."""
@@ -120,11 +116,12 @@ def _last_words(process: subprocess.Popen[bytes], deadline_s: float) -> bytes:
 
 
 class NodeMachine:
-    """This node, with a ``driver``."""
+    """This node, with a ``driver`` that stops the units ``services`` for a reset, whoever runs them."""
 
     def __init__(
         self,
         driver: Driver,
+        services: Sequence[str] = (),
         *,
         proc: Path = Path("/proc"),
         kill: Callable[[int, int], None] = os.kill,
@@ -132,6 +129,7 @@ class NodeMachine:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._driver, self._proc = driver, proc
+        self._stopped = frozenset(f"{name.removesuffix('.service')}.service" for name in services)
         self._kill, self._clock, self._sleep = kill, clock, sleep
 
     def boot(self) -> str:
@@ -144,16 +142,17 @@ class NodeMachine:
         return self._driver.recovery_actions()
 
     def end_processes(self) -> str:
-        ended = self._holders()
+        began, ended = self.uptime_s(), self._holders()
         for number, patience_s in ((signal.SIGTERM, TERM_S), (signal.SIGKILL, KILL_S)):
             deadline = self._clock() + patience_s
             for pid in self._holders():
+                self._spare_new_job(pid, began)
                 with suppress(ProcessLookupError):
                     self._kill(pid, number)
             while self._holders() and self._clock() < deadline:
                 self._sleep(0.2)
         if left := self._holders():
-            raise RungError(f"processes that hold a GPU do not end: {', '.join(map(str, left))}")
+            raise RungError(f"processes that hold a GPU do not end: {', '.join(map(self._named, sorted(left)))}")
         return f"ended {len(ended)} processes" if ended else "no process holds a GPU"
 
     def reset_gpus(self) -> str:
@@ -169,24 +168,24 @@ class NodeMachine:
 
     def _holders(self) -> list[int]:
         """Processes of users, and of root outside of services, that hold a GPU."""
-        return [pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()) and not self._service(pid)[0]]
+        return [pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()) and not self._is_service(pid)]
+
+    def _spare_new_job(self, pid: int, began_s: float) -> None:
+        """Raise RungError for a job's process that has begun since: somebody has given the node back meanwhile."""
+        ticks, identity = start_time(pid, self._proc), identify(pid, self._proc)
+        if ticks is not None and identity is not None and identity.job and ticks / TICKS_A_SECOND > began_s:
+            raise RungError(f"process {pid} of job {identity.job} has begun meanwhile")
 
     def _services(self) -> list[str]:
         """Services with a user id from systemd that hold a GPU."""
-        found = (self._service(pid) for pid, _ in gpu_holders(self._proc))
-        return sorted({unit for unit, uid in found if unit and uid in DYNAMIC_UIDS})
+        found = {pid: service_of(pid, self._proc) for pid, _ in gpu_holders(self._proc)}
+        return sorted({unit for pid, unit in found.items() if unit and is_dynamic(user_of(pid, self._proc))})
 
-    def _service(self, pid: int) -> tuple[str, int]:
-        """The service of the system that systemd started it for, and its user id; "" for a user's, a job's, a scope's.
+    def _is_service(self, pid: int) -> bool:
+        """Whether it is a service's own: by another user's id it may as well be a job's, in the group of slurmd."""
+        unit = service_of(pid, self._proc)
+        return unit in self._stopped or (bool(unit) and is_of_system(user_of(pid, self._proc)))
 
-        Root's containers are scopes in the same slice.
-        """
-        try:
-            uid = (self._proc / str(pid)).stat().st_uid
-            groups = (self._proc / str(pid) / "cgroup").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return "", -1
-        path = groups.splitlines()[-1].rpartition(":")[2] if groups else ""
-        unit = _SERVICE.match(path)
-        ours = unit is not None and (uid < SYSTEM_UIDS or uid in DYNAMIC_UIDS)
-        return (unit[1] if unit and ours else ""), uid
+    def _named(self, pid: int) -> str:
+        unit = service_of(pid, self._proc)
+        return f"{pid} ({unit})" if unit else str(pid)

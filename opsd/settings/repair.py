@@ -30,5 +30,6 @@ class RepairSettings(Section):
     services: tuple[str, ...] = Field(
         default=("nvidia-persistenced", "nvidia-dcgm", "dcgm-exporter", "opsd"),
         strict=False,
-        description="Services that hold GPUs open: stopped for a reset, then started again.",
+        description="Services that hold GPUs open: stopped for a reset, then started again. Of a service with a user "
+        "id of 1000 or more that is not named here the processes are ended, as those of users are.",
     )

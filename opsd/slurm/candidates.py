@@ -72,7 +72,7 @@ def candidates(
     """
     known = {name: node_comment.read(comment) for name, comment in comments.items()}
     at = {name: max(record.tested_at, (tested or {}).get(name, 0.0)) for name, record in known.items()}
-    anyone = any(now - moment < TESTED_S for moment in at.values())
+    anyone = any(abs(now - moment) < TESTED_S for moment in at.values())
     recent = {score.node: score for score in judged.scores} if judged.soon.proven else {}
     lemons = {score.node for score in judged.lemons}
     found = []
@@ -83,7 +83,7 @@ def candidates(
             "a lemon": LEMON * (node.name in lemons),
             "failed again soon after a repair": RELAPSED * (score is not None and score.relapses > 0),
             "failed in the last 30 days": FAILED * (score is not None),
-            "not tested in the last 30 days": UNTESTED * (anyone and now - at.get(node.name, 0.0) >= TESTED_S),
+            "not tested in the last 30 days": UNTESTED * (anyone and abs(now - at.get(node.name, 0.0)) >= TESTED_S),
         }
         spare = record is not None and bool(record.spare)
         why_not = _why_not(node) or ("it is a spare" if spare else "")
@@ -107,9 +107,12 @@ def lemons_to_spare(
 
 
 def due(nodes: Sequence[Node], comments: Mapping[str, str], now: float, age_s: float) -> list[str]:
-    """The idle nodes whose last test is older than ``age_s`` at ``now``, the longest ago first; spares are left out."""
+    """The idle nodes whose last test is older than ``age_s`` at ``now``, the longest ago first; spares are left out.
+
+    One that is so far in the future was told by a clock that was wrong.
+    """
     known = {node.name: node_comment.read(comments.get(node.name, "")) for node in nodes if not _why_not(node)}
-    old = [name for name, record in known.items() if not record.spare and now - record.tested_at >= age_s]
+    old = [name for name, record in known.items() if not record.spare and abs(now - record.tested_at) >= age_s]
     return sorted(old, key=lambda name: (known[name].tested_at, name))
 
 

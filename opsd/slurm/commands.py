@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from typing import Final
 
 from opsd.slurm.hostlist import compress
 from opsd.slurm.output import (
@@ -47,6 +48,8 @@ from opsd.words import printable
 
 DEADLINE_S = 12.0
 """A little more than the 9 to 10 s that Slurm's commands need to notice that no controller answers."""
+NOTES: Final = 8
+"""Of the nodes of a job, those about which a note is kept in its comment."""
 _AVOIDED = re.compile(r"\s*\[opsd1 avoids([^\[\]]*)\]")
 """What opsd says of a run in a comment of its job."""
 _NODE = re.compile(r"([\w.-]+)@(\d+)")
@@ -234,10 +237,13 @@ def _avoided_in(comment: str) -> dict[str, float]:
 
 
 def _with_summary(comment: str, text: str, topic: str) -> str:
-    """``comment`` with ``text`` in place of what opsd said in it about ``topic`` before."""
+    """``comment`` with ``text`` in place of what it has about ``topic``, without the oldest notes beyond ``NOTES``."""
     plain = printable(text).replace("[", "(").replace("]", ")")
-    others = re.sub(rf"\s*\[opsd {topic}: [^\[\]]*\]", "", comment).strip()
-    return f"{others} [opsd {topic}: {plain}]".strip()
+    others = re.sub(rf"\s*\[opsd {re.escape(topic)}: [^\[\]]*\]", "", comment)
+    alike = re.findall(rf"\s*\[opsd {re.escape(topic.split()[0])} [^:\[\]]*: [^\[\]]*\]", others)
+    for note in alike[: max(0, len(alike) + 1 - NOTES)]:
+        others = others.replace(note, "", 1)
+    return f"{others.strip()} [opsd {topic}: {plain}]".strip()
 
 
 def _with_avoided(comment: str, avoided: Mapping[str, float]) -> str:

@@ -34,9 +34,13 @@ def due(
 
     A measurement that could not be made counts as one: what it lacks, it would lack again a few minutes later. Pairs
     that no two of the ``idle`` nodes can measure beside the others come another time. Of several nodes the one
-    that measured least recently is taken, so that a bad node is not taken for a bad way.
+    that measured least recently is taken, so that a bad node is not taken for a bad way. What lies as far in the future
+    was told by a clock that was wrong.
     """
-    known = {name: node_comment.read(comment).paths for name, comment in comments.items()}
+    known = {
+        name: [path for path in node_comment.read(comment).paths if path.at - now < age_s]
+        for name, comment in comments.items()
+    }
     newest = _newest(known, topology)
     free: dict[str, list[str]] = {}
     for name in sorted(idle, key=lambda name: (max((path.at for path in known.get(name, ())), default=0.0), name)):

@@ -118,10 +118,11 @@ class NodeHistory:
     def relapses(self, within_s: float) -> list[tuple[Stay, Stay]]:
         """Pairs of consecutive stays where the second began less than ``within_s`` seconds after the end of the first.
 
-        If a node was resumed without opsd, the time of its drain stands for the unknown time of its return.
+        If a node was resumed without opsd, the time of its drain stands for the unknown time of its return. Times by
+        a clock that was wrong since are none.
         """
         pairs = zip(self.stays, self.stays[1:], strict=False)
-        return [(one, next_one) for one, next_one in pairs if next_one.out - (one.back or one.out) < within_s]
+        return [(one, next_one) for one, next_one in pairs if abs(next_one.out - (one.back or one.out)) < within_s]
 
 
 def read(comment: str) -> NodeHistory:

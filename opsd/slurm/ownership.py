@@ -230,14 +230,15 @@ def give_back(
     return back
 
 
-def note_test(slurm: SlurmNodes, name: str, at: float, domain: str = "") -> bool:
+def note_test(slurm: SlurmNodes, name: str, at: float, domain: str = "", now: float | None = None) -> bool:
     """Keep in the node's history that it passed a preflight begun at ``at``, and the NVLink ``domain`` that it told.
 
-    False if a later one is known. Raises SlurmError.
+    False if a later one is known; one that is still to come at ``now`` was told by a clock that was wrong. Raises
+    SlurmError.
     """
     comment = slurm.comments([name]).get(name, "")
     record = node_comment.read(comment)
-    if at <= record.tested_at:
+    if at <= record.tested_at <= (time.time() if now is None else now):
         return False
     slurm.set_comment(name, node_comment.write(comment, replace(record, tested_at=at, domain=domain)))
     return True
@@ -263,7 +264,7 @@ def _unrecorded(nodes: Sequence[Node], records: Mapping[str, NodeHistory], told:
 
 def _resting(name: str, history: NodeHistory, rules: Rules, now: float) -> str:
     last = max((stay.back or stay.out for stay in history.stays), default=None)
-    if last is None or now - last >= rules.cooldown_s:
+    if last is None or abs(now - last) >= rules.cooldown_s:
         return ""
     return (
         f"{name} was last taken out or given back by opsd at {day(last)}; it may be drained again "

@@ -23,6 +23,12 @@ class Choice:
     partition: str = ""
 
 
+def for_runs(partitions: Iterable[Partition]) -> list[Partition]:
+    """Those that start jobs; none of a tier below Slurm's default, whose jobs give way to all, if there are others."""
+    up = [one for one in partitions if one.state == "up"]
+    return [one for one in up if one.tier > 0] or up
+
+
 def pick_in_one(
     partitions: Iterable[Partition], badness: Mapping[str, float], count: int, topology: Topology
 ) -> Choice | None:

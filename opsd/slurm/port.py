@@ -245,7 +245,8 @@ class Slurm(SlurmNodes, Protocol):
     def summarize(self, job: int, text: str, topic: str = "run") -> None:
         """Put ``text`` into the job's AdminComment, or its Comment if this user may not.
 
-        It replaces what opsd said there about the same ``topic``, a word; all other text stays.
+        It replaces what opsd said there about the same ``topic``, a word, or a word and a node's name, of which the
+        newest few are kept; all other text stays.
         """
 
     def shrink(self, job: int, names: Sequence[str]) -> None:

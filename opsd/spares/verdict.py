@@ -29,7 +29,7 @@ def assess(
     """
     found = replace(found, software=software(settings.agent.node))
     history = History(settings.agent.state_dir / HISTORY)
-    preflight = newest(settings.agent.node, PROFILE, CHECKS, settings.preflight, history, reports)
+    preflight = newest(settings.agent.node, PROFILE, CHECKS, settings.preflight, history, reports, now)
     return assessed(found, source_digest, preflight, settings.spare, now)
 
 

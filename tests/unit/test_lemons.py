@@ -146,6 +146,28 @@ def test_a_bad_month_of_all_nodes_is_no_lift() -> None:
     assert lift.low < 1 < lift.high
 
 
+def test_a_fault_that_comes_back_within_a_fortnight_makes_no_lemon() -> None:
+    """Each comes back once, after twelve days, in a history so short that its thirds are shorter than that."""
+    for seed in range(10):
+        names, _, first = fleet(seed, lemons=0)
+        again = [Fault(fault.node, fault.kind, fault.at + 12 * DAY_S) for fault in first]
+        judged = judge(names, first + again, 30 * DAY_S)
+        assert judged.soon.proven and not judged.lasting.proven
+
+
+def test_an_outage_that_several_tell_of_is_one_fault() -> None:
+    """In any order, in words of their own; what happens once the node is back is another, and a relapse."""
+    day = DAY_S
+    stay = Fault("a", "gpu", 20 * day, 22 * day)
+    again = Fault("a", "gpu", 23 * day)
+    told = [again, stay, Fault("a", "ticket", 20.5 * day, 21 * day), stay, Fault("a", "gpu", 21 * day), again]
+    (score,) = judge(["a", "b"], told, 30 * day).scores
+    assert (score.faults, score.relapses) == (2, 1)
+    both = [Fault("a", "job", 5 * day, 5 * day), Fault("a", "job", 5 * day, 5 * day)]
+    (score,) = judge(["a", "b"], both, 30 * day).scores
+    assert (score.faults, score.relapses) == (1, 0)
+
+
 def test_a_repair_that_did_not_last_counts_for_more() -> None:
     """The same kind soon after the return, not another kind, and not much later."""
     day = DAY_S

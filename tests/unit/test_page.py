@@ -140,7 +140,7 @@ def test_a_repair_is_shown_until_the_node_is_back() -> None:
     """What is done and for how long, and a node that has to be replaced while it is drained."""
 
     def shown(known: repairs.Known, drained: bool) -> str:
-        samples = (*repairs.samples(known, now=800.0), Sample(FLAG, float(drained), ("drain",)))
+        samples = (*repairs.samples(known, known.age_s(800.0, "", 0.0)), Sample(FLAG, float(drained), ("drain",)))
         return re.sub(r"\s+", " ", Structure(page(snapshot(samples=(samples,)))).text)
 
     assert "repair retest, remedy 2, for 12 min" in shown(repairs.Known("retest", 2, 80.0, {}), drained=True)

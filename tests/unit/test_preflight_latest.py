@@ -43,6 +43,16 @@ def test_only_a_whole_preflight_proves_anything(
     assert newest("node-1", "quick", CHECKS, settings, history) == proof
 
 
+def test_a_preflight_that_is_still_to_come_proves_nothing(tmp_path: Path) -> None:
+    """It was made while the clock was wrong, and would be the newest until then."""
+    reports = [report(*WHOLE), report(*WHOLE, started=9_000.0)]
+    history = History(tmp_path / "preflight.sqlite")
+    for now, at in ((5_000.0, 1_000.0), (9_000.0, 9_000.0)):
+        assert newest("node-1", "quick", CHECKS, PreflightSettings(), history, reports, now) == PreflightResult(
+            at, True
+        )
+
+
 def test_what_the_settings_skip_is_not_required(tmp_path: Path) -> None:
     """The node's own configuration says what belongs to its profile."""
     settings = PreflightSettings(skip=("infiniband",))

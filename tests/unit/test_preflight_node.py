@@ -249,12 +249,16 @@ def test_the_clock_of_this_machine_is_read_for_real(tmp_path: Path):
     assert outcome.measurements or outcome.findings
 
 
-def process(root: Path, pid: int, name: str, *files: str) -> None:
+def process(root: Path, pid: int, name: str, *files: str, uid: int = 0, group: str = "/", thread: str = "") -> None:
+    """``thread`` is the one that has the files, the process if none is named."""
     folder = root / str(pid)
-    (folder / "fd").mkdir(parents=True)
-    (folder / "comm").write_text(name + "\n", encoding="utf-8")
+    texts = {"comm": name, "status": f"Name:\t{name}\nUid:\t{uid}\t{uid}\t{uid}\t{uid}", "cgroup": f"0::{group}"}
+    tree(folder, texts)
+    (folder / "fd").mkdir()
+    of = folder / "task" / thread / "fd" if thread else folder / "fd"
+    of.mkdir(parents=True, exist_ok=True)
     for number, target in enumerate(files):
-        (folder / "fd" / str(number)).symlink_to(target)
+        (of / str(number)).symlink_to(target)
 
 
 def test_processes_that_hold_a_gpu_fail_the_node_but_the_driver_s_own_do_not(tmp_path: Path):
@@ -265,6 +269,20 @@ def test_processes_that_hold_a_gpu_fail_the_node_but_the_driver_s_own_do_not(tmp
     process(tmp_path, 101, "bash", "/dev/nvidiactl-like", "/dev/pts/0")
     outcome = look(leftovers, tmp_path)
     assert summaries(outcome.findings) == ["process 4242 (python) holds a GPU open"]
+
+
+def test_no_user_s_process_may_hold_a_gpu_by_its_name(tmp_path: Path):
+    """Nor one whose first thread has ended; an exporter of the site's own user is a service by its unit."""
+    (tmp_path / "shm").mkdir()
+    process(
+        tmp_path, 100, "nv-hostengine", "/dev/nvidia0", uid=1007, group="/user.slice/user-1007.slice/session-1.scope"
+    )
+    process(tmp_path, 101, "python", "/dev/nvidia0", uid=1007, thread="102")
+    process(tmp_path, 103, "dcgm-exporter", "/dev/nvidia0", uid=1001, group="/system.slice/dcgm-exporter.service")
+    found = sorted(summaries(look(leftovers, tmp_path).findings))
+    assert found == [
+        f"process {pid} ({name}) holds a GPU open" for pid, name in ((100, "nv-hostengine"), (101, "python"))
+    ]
 
 
 def test_old_files_in_shared_memory_are_counted(tmp_path: Path):

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.preflight.checks import leftovers
 from opsd.repair.faults import FAULTS, begin_at, curable
 from opsd.repair.ladder import (
     CUT_OFF,
     LADDER,
+    LEFT_BEHIND,
     RETEST,
     RETURN,
     TRIES,
@@ -108,6 +110,17 @@ def test_the_ladder_is_climbed_rung_by_rung() -> None:
     assert next_step(after(*tried, (RETEST, True)), FREE, LIMITS).do == "return"
     last = next_step(after(*tried, (RETEST, False)), FREE, LIMITS)
     assert (last.do, last.why) == ("rma", "3 attempts without success; the last: retest ended")
+
+
+def test_what_users_keep_on_a_node_makes_no_broken_hardware_of_it() -> None:
+    """Their processes come back after every remedy, reboots included: people have to look, and nothing is replaced."""
+    assert f"{leftovers.CHECK.name} failed: " == LEFT_BEHIND
+    tried = after((Rung.RESET, True), (RETEST, False), (Rung.RELOAD, True), (RETEST, False), (Rung.REBOOT, True))
+    said = f"{LEFT_BEHIND}process 4242 (python) holds a GPU open"
+    for end, detail in (("left", said), ("rma", said.replace(" failed", ", gpu_health failed"))):
+        case = ended(begun(tried, RETEST, FREE), False, detail, 1000.0)
+        step = next_step(case, FREE, LIMITS)
+        assert (step.do, step.why) == (end, f"3 attempts without success; the last: {detail}")
 
 
 def test_nothing_is_done_in_a_time_of_maintenance() -> None:

@@ -29,6 +29,7 @@ class Node:
     given_s: list[float] = field(default_factory=list)
     dynamic: tuple[str, ...] = ()
     stubborn: bool = False
+    restarts: bool = False
     now: float = 0.0
 
     def run(self, argv: Sequence[str], deadline_s: float) -> str:
@@ -47,6 +48,8 @@ class Node:
 
     def kill(self, pid: int, number: int) -> None:
         self.killed.append((pid, number))
+        if self.restarts:
+            return
         if not self.stubborn or number == signal.SIGKILL:
             (self.proc / str(pid) / "fd/3").unlink()
 
@@ -56,15 +59,18 @@ class Node:
         (self.proc / str(pid) / "fd/3").symlink_to("/dev/nvidia0")
         (self.proc / str(pid) / "comm").write_text("python\n")
         (self.proc / str(pid) / "cgroup").write_text(f"0::{cgroup}\n")
-        if uid:
-            os.chown(self.proc / str(pid), uid, uid)
+        (self.proc / str(pid) / "status").write_text(f"Name:\tpython\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n")
+
+    def started(self, pid: int, seconds_ago: float) -> None:
+        ticks = (time.clock_gettime(time.CLOCK_BOOTTIME) - seconds_ago) * os.sysconf("SC_CLK_TCK")
+        (self.proc / str(pid) / "stat").write_text(f"{pid} (python) S {' '.join(['0'] * 18)} {ticks:.0f} 0\n")
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
     def machine(self, *services: str) -> NodeMachine:
         driver = NvidiaDriver(ask=False, services=services, run=self.run, proc=self.proc)
-        return NodeMachine(driver, proc=self.proc, kill=self.kill, clock=lambda: self.now, sleep=self.sleep)
+        return NodeMachine(driver, services, proc=self.proc, kill=self.kill, clock=lambda: self.now, sleep=self.sleep)
 
 
 @pytest.fixture
@@ -73,7 +79,6 @@ def node(tmp_path: Path) -> Node:
     return Node(tmp_path / "proc")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id, root's here")
 def test_what_jobs_have_left_is_ended_and_services_are_not(node: Node) -> None:
     """A step of Slurm's that root has run counts as a job's; one that ignores SIGTERM is killed."""
     node.stubborn = True
@@ -87,7 +92,6 @@ def test_what_jobs_have_left_is_ended_and_services_are_not(node: Node) -> None:
     assert (102, signal.SIGKILL) in node.killed
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id")
 def test_a_container_of_root_s_is_ended_as_a_job_is(node: Node) -> None:
     """Docker's are scopes beside the services; a job's process in slurmd's group is no service either."""
     node.holds(101, "/system.slice/docker-8f1c.scope")
@@ -98,7 +102,16 @@ def test_a_container_of_root_s_is_ended_as_a_job_is(node: Node) -> None:
     assert {pid for pid, _ in node.killed} == {101, 102, 103}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="whose a service is says its user id")
+@pytest.mark.parametrize("mark", [":", "\r", "\v", ":\r0::"])
+def test_a_user_s_group_that_is_named_like_a_service_is_none(node: Node, mark: str) -> None:
+    """Users name the groups below their own, and a set-user-id program of theirs has its folder in /proc from root."""
+    own = f"/user.slice/user-1007.slice/user@1007.service/x{mark}"
+    node.holds(101, f"{own}/system.slice/nvidia-persistenced.service", uid=1007)
+    node.holds(102, f"{own}/system.slice/gpu-exporter.service", uid=1007)
+    node.holds(103, "/system.slice/slurmd.service", uid=1007)
+    assert node.machine("gpu-exporter").end_processes() == "ended 3 processes"
+
+
 def test_a_service_with_a_dynamic_user_is_stopped_for_a_reset_and_not_killed(node: Node) -> None:
     """Killed, it would be started again by systemd at once, while the GPUs are reset."""
     node.holds(101, "/system.slice/gpu-exporter.service", uid=64000)
@@ -110,6 +123,39 @@ def test_a_service_with_a_dynamic_user_is_stopped_for_a_reset_and_not_killed(nod
     node.ran = []
     NvidiaDriver(ask=False, run=node.run, proc=node.proc).reset_gpus(["sshd.service"])
     assert node.ran == ["nvidia-smi --gpu-reset"]
+
+
+def test_a_service_of_an_ordinary_user_id_that_the_settings_name_is_not_killed(node: Node) -> None:
+    """As an exporter of the site's own; of others, and of names within other groups, it is not known."""
+    node.holds(101, "/system.slice/gpu-exporter.service", uid=1001)
+    node.holds(102, "/system.slice/gpu-agent.service", uid=1001)
+    node.holds(103, "/user.slice/user-1001.slice/user@1001.service/app.slice/gpu-exporter.service", uid=1001)
+    assert node.machine("gpu-exporter", "gpu-agent.service").end_processes() == "ended 1 processes"
+    assert {pid for pid, _ in node.killed} == {103}
+    node.restarts = True
+    with pytest.raises(RungError, match=r"do not end: 101 \(gpu-exporter.service\), 102 \(gpu-agent.service\)$"):
+        node.machine().end_processes()
+
+
+def test_a_job_that_has_begun_since_is_left_alone(node: Node) -> None:
+    """Somebody has resumed the node while a remedy was ending what an earlier job had left."""
+    job = "/system.slice/slurmstepd.scope/job_{}/step_0/user/task_0"
+    node.holds(101, job.format(7))
+    node.started(101, seconds_ago=600)
+    node.stubborn = True
+
+    def resumed(seconds: float) -> None:
+        if not node.now:
+            node.holds(102, job.format(8))
+            node.started(102, seconds_ago=-5)
+        node.sleep(seconds)
+
+    machine = NodeMachine(
+        NvidiaDriver(ask=False, run=node.run), proc=node.proc, kill=node.kill, clock=lambda: node.now, sleep=resumed
+    )
+    with pytest.raises(RungError, match="process 102 of job 8 has begun meanwhile"):
+        machine.end_processes()
+    assert 102 not in {pid for pid, _ in node.killed}
 
 
 def test_services_that_hold_gpus_are_stopped_for_a_reset(node: Node) -> None:

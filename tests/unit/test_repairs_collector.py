@@ -53,6 +53,22 @@ def test_a_repair_is_followed_from_step_to_step_to_its_end(tmp_path: Path) -> No
     assert series(source) == {("state", "returned"): 1.0, ("attempts",): 1.0, ("ended", "returned"): 1.0}
 
 
+def test_a_step_of_the_clock_makes_no_repair_old(tmp_path: Path) -> None:
+    """Nor young, from its first remedy in this boot on; of an earlier one what the clock said then counts."""
+    cases = CaseFile(tmp_path)
+    rebooted = Attempt("reboot", 1300.0, "boot", 2000.0, True, uptime_s=90.0)
+    for attempts, age_s in (
+        ((replace(RESET, uptime_s=50.0),), 120.0),
+        ((replace(RESET, boot="before", uptime_s=5000.0), rebooted), 200.0 + 80.0),
+        ((replace(RESET, boot="before", uptime_s=5000.0),), 86_400.0),
+    ):
+        cases.keep(replace(OPEN, attempts=attempts))
+        source = RepairsCollector(
+            tmp_path / "repair", wall=lambda: 1100.0 + 86_400.0, uptime=lambda: 170.0, boot=lambda: "boot"
+        )
+        assert series(source)["age_seconds",] == age_s
+
+
 def test_a_paused_repair_has_no_age_and_begins_anew_after_it(tmp_path: Path) -> None:
     """It waits for people, who know."""
     cases, source = CaseFile(tmp_path), collector(tmp_path)

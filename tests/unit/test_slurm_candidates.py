@@ -6,9 +6,11 @@ from opsd.lemons import Judgement, Lift, Score
 from opsd.slurm import node_comment
 from opsd.slurm.candidates import LEMON, TESTED_S, candidates, due, faults, free
 from opsd.slurm.node_comment import NodeHistory, Stay
+from opsd.slurm.ownership import note_test
 from opsd.slurm.pick import pick
 from opsd.slurm.port import Node
 from opsd.slurm.topology import Topology
+from tests.fakes.slurm import FakeSlurm
 
 NOW = 1_763_711_000.0
 PROVEN, UNPROVEN = Lift(3.0, 2.0, 4.0, 9, 50, 3), Lift(1.0, 0.5, 2.0, 9, 50, 3)
@@ -82,3 +84,19 @@ def test_idle_nodes_are_due_for_a_test_the_longest_untested_first() -> None:
         "d": node_comment.write("", NodeHistory(spare="ready", spare_at=NOW)),
     }
     assert due(nodes, comments, NOW, 7 * 86_400) == ["e", "c", "a"]
+
+
+def test_a_test_of_next_year_is_none() -> None:
+    """The clock of the node was wrong when it was tested; an hour's difference is no matter."""
+    nodes = [Node("a", "idle"), Node("b", "idle")]
+    told = (NOW + 365 * 86_400, NOW + 3600)
+    comments = {
+        node.name: node_comment.write("", NodeHistory(tested_at=at)) for node, at in zip(nodes, told, strict=True)
+    }
+    assert due(nodes, comments, NOW, 7 * 86_400) == ["a"]
+    assert remarks(Judgement(UNPROVEN, UNPROVEN, 0.0, ()), comments)["a"] == ("not tested in the last 30 days",)
+    slurm = FakeSlurm(nodes)
+    slurm.by_comment = dict(comments)
+    assert note_test(slurm, "a", NOW - 60, now=NOW)
+    assert due(nodes, slurm.by_comment, NOW, 7 * 86_400) == []
+    assert not note_test(slurm, "a", NOW - 120, now=NOW)

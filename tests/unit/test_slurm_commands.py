@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from opsd.slurm.commands import CommandSlurm, random_separator
+from opsd.slurm.commands import NOTES, CommandSlurm, random_separator
 from opsd.slurm.output import (
     failure,
     parse_configuration,
@@ -220,6 +220,28 @@ def test_the_summary_of_a_run_leaves_other_words_in_the_comments(operator: bool)
         assert kept == {"comment": "mine [opsd1 avoids n2@1763711000]", "admincomment": f"site 5 {summary}"}
     else:
         assert kept == {"comment": f"mine [opsd1 avoids n2@1763711000] {summary}", "admincomment": "site 5"}
+
+
+def test_each_node_of_a_job_has_a_note_of_its_own() -> None:
+    """The newest few: a job may have a thousand nodes. One node's replaces its own only."""
+    kept = "site 5"
+
+    def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        nonlocal kept
+        if argv[0] == "squeue":
+            return Output(0, SEPARATOR.join(["7", "", kept, "\n"]), "")
+        kept = argv[3].partition("=")[2]
+        return Output(0, "", "")
+
+    slurm = CommandSlurm(answer, separator=lambda: SEPARATOR)
+    for node, text in (("n1", "a"), ("n10", "b"), ("n1", "c")):
+        slurm.summarize(7, text, f"idle {node}")
+    slurm.summarize(7, "ended")
+    assert kept == "site 5 [opsd idle n10: b] [opsd idle n1: c] [opsd run: ended]"
+    for number in range(20, 20 + NOTES):
+        slurm.summarize(7, "d", f"idle n{number}")
+    assert kept.startswith("site 5 [opsd run: ended] [opsd idle n20: d]")
+    assert kept.count("[opsd idle") == NOTES
 
 
 DETAILS = """JobId=7 JobName={name}

@@ -43,6 +43,15 @@ def test_every_pair_of_leaves_comes_once_a_week() -> None:
     assert due(slurm, tree=Topology()) == []
 
 
+def test_a_measurement_of_next_year_is_none() -> None:
+    """The clock of a node was wrong; that of another one counts, and an hour's difference is no matter."""
+    slurm = cluster()
+    measure(slurm, "a1", "b1", NOW + 365 * 86_400)
+    assert (A, B) in [leaves for leaves, _ in due(slurm)]
+    measure(slurm, "a2", "b2", NOW + 3600)
+    assert (A, B) not in [leaves for leaves, _ in due(slurm)]
+
+
 def test_a_way_that_was_not_well_stays_due_and_gets_other_nodes() -> None:
     """A bad node must not look like a bad way."""
     slurm = cluster()

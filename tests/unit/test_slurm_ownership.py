@@ -89,6 +89,20 @@ def test_a_node_rests_between_two_drains() -> None:
     assert ownership.drain(slurm, ["n01"], "opsd:manual x", RULES, now=NOW + 3600) == ("n01",)
 
 
+def test_what_a_wrong_clock_has_written_keeps_no_node_in_service() -> None:
+    """Neither as a cool-down of a year, nor as a return that did not last."""
+    slurm = cluster()
+    year = 365 * DAY_S
+    stays = [
+        f"gpu_xid={NOW + year:.0f}-{NOW + year + 60:.0f}",
+        f"gpu_xid={NOW + 2 * year:.0f}-{NOW + 2 * year + 60:.0f}",
+    ]
+    slurm.by_comment["n01"] = f"[opsd1 {' '.join(stays)}]"
+    assert ownership.drain(slurm, ["n01"], "opsd:gpu_xid-1 gpu_xid: x", RULES, now=NOW) == ("n01",)
+    history = node_comment.read(slurm.by_comment["n01"])
+    assert not ownership.relapse_objection("n01", history, Rules(max_returns=1))
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_other_peoples_nodes_are_theirs_even_by_force(force: bool) -> None:
     """Neither drained nor given back."""

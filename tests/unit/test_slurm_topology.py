@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.slurm.pick import Choice, pick, pick_in_one
+from opsd.slurm.pick import Choice, for_runs, pick, pick_in_one
 from opsd.slurm.port import Partition, SlurmUnavailable
 from opsd.slurm.runner import Output, Runner
 from opsd.slurm.topology import Topology, TopologyError, even, parse
@@ -239,6 +239,14 @@ def test_a_topology_of_blocks_as_releases_with_yaml_show_it() -> None:
     assert parse(shown).domain == {
         "10.140.71.103": "rack_b0", "10.140.71.115": "rack_b0", "10.140.79.152": "rack_b1", "10.140.93.120": "rack_b1",
     }  # fmt: skip
+
+
+def test_the_partition_of_the_idle_checks_is_for_no_run() -> None:
+    """It has all nodes, and its jobs give way to all others; one that is alone, or asked for, is taken."""
+    checks = Partition("checks", ("n1", "n2", "n3", "n5"), 0, "REQUEUE")
+    train, down = (Partition(name, ("n1", "n2"), 1, "OFF", state=state) for name, state in (("a", "up"), ("b", "down")))
+    assert for_runs([checks, train, down]) == [train]
+    assert for_runs([checks, down]) == [checks]
 
 
 def test_nodes_of_one_partition_are_picked() -> None:

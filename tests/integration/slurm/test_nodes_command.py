@@ -101,8 +101,21 @@ def test_faults_are_read_from_the_comments(cluster: Cluster) -> None:
     assert [(one["node"], one["faults"], one["relapses"]) for one in told["nodes"]] == [("n2", 3, 2), ("n1", 1, 0)]
     assert (told["lemons"], told["lasting"]["proven"], told["lasting"]["high"]) == ([], False, None)
     said = opsd_nodes(cluster, "lemons").stdout
-    assert "are too few to tell" in said
+    assert (
+        "in the 3 days that follow: faults of all nodes: 1, on 1 of these nodes; fewer than 5 are too few to tell"
+        in said
+    )
     assert "n2" in said
+    strange = [{"node": "n1.cluster", "at": now - 60}, {"node": "n1", "at": now * 1000}]
+    more.write_text("\n".join(json.dumps({"kind": "job", **fault}) for fault in strange))
+    warned = opsd_nodes(cluster, "lemons", f"--history={more}")
+    assert (warned.returncode, warned.stderr.splitlines()) == (
+        exitcodes.OK,
+        [
+            "Slurm has no node n1.cluster; faults of unknown nodes do not count",
+            "faults in the future do not count (1): times are epoch seconds",
+        ],
+    )
     without = opsd_nodes(cluster, "lemons", "--jobs")
     assert (without.returncode, without.stderr) == (
         exitcodes.FAILED, "opsd: Slurm: sacct: this cluster keeps no accounting (AccountingStorageType)\n",
