@@ -23,9 +23,7 @@ from opsd.slurm.topology_source import CONFIGLESS
 DEADLINE_S: Final = 10.0
 """It may have to initialize the driver."""
 Files = tuple[str, ...]
-_LINE: Final = re.compile(
-    r"^.* Gres Name=gpu Type=\S* Count=(\d+) (?:Index=-?\d+ )?ID=\d+ File=(\S+)", re.MULTILINE
-)
+_LINE: Final = re.compile(r"^.* Gres Name=gpu Type=\S* Count=(\d+) (?:Index=-?\d+ )?ID=\d+ File=(\S+)", re.MULTILINE)
 """A log line: it begins with ``slurmd:`` on 22.05, with the time in brackets on 25.11 and 26.05."""
 _FOLDER: Final = re.compile(r"[^,\[\]]*/")
 
