@@ -25,8 +25,8 @@ _BAD: Final = frozenset({"NODE_FAIL", _FAILED, "BOOT_FAIL", _REQUEUED})
 _WELL: Final = frozenset({"COMPLETED", "COMPLETING", "RUNNING", "SUSPENDED", "TIMEOUT"})
 """A start that was cancelled or ran out of memory shows nothing of the node that it was without.
 
-Nor does RESIZING say why a job has fewer nodes than before: one with ``--no-kill`` may have lost a node, or its user may
-have shrunk it (22.05.8, 26.05.3).
+Nor does RESIZING say why a job has fewer nodes than before: one with ``--no-kill`` may have lost a node, or its user
+may have shrunk it (22.05.8, 26.05.3).
 """
 
 
