@@ -21,11 +21,14 @@ class Failures:
         self._root = CommandSlurm(runner_on(cluster.controller))
         self._user = CommandSlurm(runner_on(cluster.controller, "nobody"))
 
-    def play(self) -> None:
-        """Returns once every job has ended; n3 has no power then."""
-        slow = self._submit("sleep 100", "--job-name=timeout", "--time=1")
+    def run_too_long(self) -> None:
+        """Begin a job that Slurm ends for its time limit, which it looks at every 30 s."""
+        slow = self._submit("sleep 100", "--time=1")
         self._wait([slow], "running")
         self._cluster.controller.run("scontrol", "update", f"jobid={slow}", "endtime=now")
+
+    def play(self) -> None:
+        """Returns once every job has ended; n3 has no power then."""
         self._submit("true", "--job-name=a|b\nCOMPLETED|c", "--comment=7|FAILED\n|d", "--array=1-2")
         self._user.submit(_HETEROGENEOUS, ["--output=/dev/null", "--mem=100"])
         self._move()

@@ -110,7 +110,9 @@ def _ask_in_vain(slurm: CommandSlurm, user: CommandSlurm) -> None:
 def _accounting() -> dict[str, Output]:
     """What sacct prints, asked as of ``ASKED_AT``: all jobs are from after that."""
     with Cluster(failures.NAMES, failures.SETTINGS, dbd={}) as cluster:
-        failures.Failures(cluster).play()
+        played = failures.Failures(cluster)
+        played.run_too_long()
+        played.play()
         recorder = Recorder(runner_on(cluster.controller))
         job_faults.read(recorder, ASKED_AT)
     return recorder.recorded

@@ -35,7 +35,7 @@ def lemons(cluster: Cluster, user: str = "root") -> subprocess.CompletedProcess[
 
 
 def test_nodes_are_blamed_for_the_starts_that_failed_on_them(accounted: Cluster) -> None:
-    """By an exit code on n1, by another and a loss of power on n3; not for what was cancelled, requeued or too long."""
+    """By an exit code on n1, by another and a loss of power on n3; not for what was cancelled or requeued."""
     faults = job_faults.read(runner_on(accounted.controller))
     assert sorted(fault.node for fault in faults) == ["n1", "n3", "n3"]
     told = json.loads(lemons(accounted).stdout)
