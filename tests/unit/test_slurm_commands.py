@@ -29,12 +29,10 @@ from opsd.slurm.port import (
     Version,
 )
 from opsd.slurm.runner import Output
-from tests.fakes.slurm import RECORDED, SEPARATOR, RecordedRunner
-
-VERSIONS = sorted(path.stem for path in RECORDED.glob("*.json"))
+from tests.fakes.slurm import RELEASES, SEPARATOR, RecordedRunner
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=RELEASES)
 def slurm(request: pytest.FixtureRequest) -> CommandSlurm:
     """The port on one recorded release."""
     return CommandSlurm(RecordedRunner(request.param), separator=lambda: SEPARATOR)
@@ -42,13 +40,13 @@ def slurm(request: pytest.FixtureRequest) -> CommandSlurm:
 
 def test_the_oldest_and_newest_supported_releases_are_recorded() -> None:
     """The tests below cover 22.05 and 26.05."""
-    assert VERSIONS[0].startswith("22.05")
-    assert VERSIONS[-1].startswith("26.05")
+    assert RELEASES[0].startswith("22.05")
+    assert RELEASES[-1].startswith("26.05")
 
 
 def test_reads_the_release(slurm: CommandSlurm) -> None:
     """The version is that of the file the answers were recorded in."""
-    assert str(slurm.version) in VERSIONS
+    assert str(slurm.version) in RELEASES
 
 
 def test_reads_nodes_with_state_and_reason(slurm: CommandSlurm) -> None:
@@ -123,7 +121,7 @@ def test_reads_steps_and_gpus(slurm: CommandSlurm) -> None:
     assert bool(given.sluid) is (slurm.version >= Version(25, 11))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RELEASES)
 def test_reads_what_other_commands_print(version: str) -> None:
     """The device files, in their order; the switches; and the node on which each start failed."""
     run = RecordedRunner(version)
