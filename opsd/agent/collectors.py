@@ -97,17 +97,22 @@ class NodeWatch:
             return None
 
     def _given_to(self, jobs: Sequence[Job]) -> dict[str, Given]:
-        """What Slurm gave each job on this node, as far as it tells; that does not change."""
-        known = {(job.id, job.restarts) for job in jobs}
-        self._given = {job: given for job, given in self._given.items() if job in known}
-        for job in sorted(known - self._given.keys()):
+        """What Slurm gave each job on this node, as far as it tells.
+
+        That is known once the job runs. One that is requeued has its next restart count while it still ends, and gets
+        its next GPUs and SLUID later (tested on 26.05.3).
+        """
+        running = {(job.id, job.restarts): job.state == "running" for job in jobs}
+        found = {job: given for job, given in self._given.items() if job in running}
+        for job in sorted(running.keys() - found.keys()):
             try:
-                self._given[job] = self._slurm.given(job[0], self._node)
+                found[job] = self._slurm.given(job[0], self._node)
             except SlurmUnavailable:  # the next look asks again
                 break
             except SlurmError:  # it has ended meanwhile, or is not shown to this user
-                self._given[job] = Given(None)
-        return {str(job): given for (job, _), given in self._given.items()}
+                found[job] = Given(None)
+        self._given = {job: given for job, given in found.items() if running[job]}
+        return {str(job): given for (job, _), given in found.items()}
 
     def _files_of(self, gpus: Mapping[str, frozenset[int]]) -> dict[str, Sequence[Sequence[str]]]:
         """The device files of each job's GPUs on a node with MIG, whose instances may change while no job has them."""

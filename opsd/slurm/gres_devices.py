@@ -3,7 +3,7 @@
 Neither version of control groups tells it: v1 shows a group that begins with all devices as ``a *:* rwm`` whatever was
 denied since (devcgroup_seq_show in the kernel's security/device_cgroup.c), v2 has a program in place of a list. But
 ``slurmd -G`` prints the GPUs in the order in which ``scontrol --details show job`` numbers them, found by NVML or not
-(tested on 22.05.8). Its ``Index=`` is the number in the file's name.
+(tested on 22.05.8, 24.11.5, 25.11.7 and 26.05.3). Its ``Index=`` is the number in the file's name.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from opsd.slurm.topology_source import CONFIGLESS
 DEADLINE_S: Final = 10.0
 """It may have to initialize the driver."""
 Files = tuple[str, ...]
-_LINE: Final = re.compile(
-    r"^slurmd\S* Gres Name=gpu Type=\S* Count=(\d+) (?:Index=-?\d+ )?ID=\d+ File=(\S+)", re.MULTILINE
-)
+_LINE: Final = re.compile(r"^.* Gres Name=gpu Type=\S* Count=(\d+) (?:Index=-?\d+ )?ID=\d+ File=(\S+)", re.MULTILINE)
+"""A log line: it begins with ``slurmd:`` on 22.05, with the time in brackets on 25.11 and 26.05."""
 _FOLDER: Final = re.compile(r"[^,\[\]]*/")
 
 

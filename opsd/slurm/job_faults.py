@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,20 +13,29 @@ from opsd.lemons import DAY_S, Fault
 from opsd.slurm.candidates import JOB
 from opsd.slurm.hostlist import HostlistError, expand
 from opsd.slurm.output import epoch, failure
-from opsd.slurm.port import SlurmRejected
+from opsd.slurm.port import SlurmDenied, SlurmRejected
 from opsd.slurm.runner import Runner, run_command
 
 DAYS: Final = 90
 DEADLINE_S: Final = 60.0
-FIELDS: Final = ("JobIDRaw", "State", "End", "NodeList", "User")
+FIELDS: Final = ("JobIDRaw", "State", "ExitCode", "End", "NodeList", "User")
+_FAILED: Final = "FAILED"
 _REQUEUED: Final = "REQUEUED"
-_BAD: Final = frozenset({"NODE_FAIL", "FAILED", "BOOT_FAIL", _REQUEUED})
+_BAD: Final = frozenset({"NODE_FAIL", _FAILED, "BOOT_FAIL", _REQUEUED})
 _WELL: Final = frozenset({"COMPLETED", "COMPLETING", "RUNNING", "SUSPENDED", "TIMEOUT"})
-"""A start that was cancelled or ran out of memory shows nothing of the node that it was without."""
+"""A start that was cancelled or ran out of memory shows nothing of the node that it was without.
+
+Nor does RESIZING say why a job has fewer nodes than before: one with ``--no-kill`` may have lost a node, or its user
+may have shrunk it (22.05.8, 26.05.3).
+"""
 
 
 class _Run(NamedTuple):
-    """One start of a job of ``user``. ``end`` in epoch seconds, None while it runs."""
+    """One start of a job of ``user``. ``end`` in epoch seconds, None while it runs.
+
+    A start that had failed before it was requeued is FAILED: its state is REQUEUED in 22.05, and after an exit code of
+    ``RequeueExit`` also in 26.05, but its exit code is its own. That of one which was requeued while it ran is 0:0.
+    """
 
     state: str
     end: float | None
@@ -32,11 +43,17 @@ class _Run(NamedTuple):
     user: str
 
 
-def read(run: Runner = run_command, now: float | None = None, days: float = DAYS) -> list[Fault]:
-    """The faults of the last ``days``. Raises SlurmError, for instance where there is no accounting."""
+def read(
+    run: Runner = run_command, now: float | None = None, days: float = DAYS, user: str | None = None
+) -> list[Fault]:
+    """The faults of the last ``days``. Raises SlurmError, for instance where there is no accounting.
+
+    ``user`` is who asks, "" for root. With PrivateData=jobs in slurmdbd.conf sacct shows an ordinary user no job of
+    others and does not say why; nor does ``sacctmgr show config`` of 26.05.3. Such an answer is SlurmDenied.
+    """
     since = time.strftime("%Y-%m-%d", time.localtime((time.time() if now is None else now) - days * DAY_S))
     argv = (
-        "sacct", "--allusers", "--duplicates", "--allocations", "--noheader", "--parsable2",
+        "sacct", "--allusers", "--local", "--duplicates", "--allocations", "--noheader", "--parsable2",
         f"--starttime={since}", f"--format={','.join(FIELDS)}",
     )  # fmt: skip
     output = run(argv, DEADLINE_S)
@@ -44,7 +61,22 @@ def read(run: Runner = run_command, now: float | None = None, days: float = DAYS
         raise SlurmRejected("sacct: this cluster keeps no accounting (AccountingStorageType)")
     if output.code:
         raise failure(argv, output)
+    asker = _asker() if user is None else user
+    if asker and {line.rpartition("|")[2] for line in output.stdout.splitlines()} <= {asker}:
+        raise SlurmDenied(
+            f"sacct shows {asker} no job of another user (PrivateData=jobs in slurmdbd.conf?), so failed jobs cannot "
+            "be counted; this needs root or an operator"
+        )
     return parse(output.stdout)
+
+
+def _asker() -> str:
+    """The name of the user who asks, "" for root; an id without a name is a name too."""
+    user = os.geteuid()
+    try:
+        return pwd.getpwuid(user).pw_name if user else ""
+    except KeyError:
+        return str(user)
 
 
 def parse(text: str) -> list[Fault]:
@@ -68,12 +100,15 @@ def _fields(line: str) -> tuple[str, _Run]:
     fields = line.split("|")
     if len(fields) != len(FIELDS):
         raise SlurmRejected(f"sacct's answer has a line of another form: {line[:80]!r}")
-    job, state, end, nodes, user = fields
+    job, told, code, end, nodes, user = fields
+    state = told.split(maxsplit=1)[0].rstrip("+") if told.strip() else ""
+    if state == _REQUEUED and code != "0:0":
+        state = _FAILED
     try:
         names = frozenset() if nodes.strip() in ("", "None assigned", "(null)") else frozenset(expand(nodes))
     except HostlistError as error:
         raise SlurmRejected(f"sacct's answer has a {error}") from error
-    return job, _Run(state.split(maxsplit=1)[0].rstrip("+") if state.strip() else "", epoch(end), names, user)
+    return job, _Run(state, epoch(end), names, user)
 
 
 def _faults(runs: list[_Run]) -> Iterator[tuple[Fault, str]]:

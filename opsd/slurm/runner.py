@@ -35,7 +35,7 @@ def clean_environment(env: Mapping[str, str]) -> dict[str, str]:
 
     Inside a job these variables would select its own job, node list and output formats.
     """
-    meddling = ("SLURM", "SBATCH_", "SQUEUE_", "SINFO_", "SCANCEL_", "SALLOC_", "SCONTROL_")
+    meddling = ("SLURM", "SBATCH_", "SQUEUE_", "SINFO_", "SCANCEL_", "SALLOC_", "SCONTROL_", "SACCT_")
     kept = {name: value for name, value in env.items() if name in _LENT or not name.startswith(meddling)}
     return {**kept, "SLURM_TIME_FORMAT": "%s", "LC_ALL": "C"}
 

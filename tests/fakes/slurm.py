@@ -22,6 +22,7 @@ from opsd.slurm.port import (
 from opsd.slurm.runner import Output
 
 RECORDED = Path(__file__).parent / "slurm_recorded"
+RELEASES = sorted(path.stem for path in RECORDED.glob("*.json"))
 SEPARATOR = "\x1fopsd\x1f"
 RELEASE = Version(22, 5, 8)
 

@@ -31,6 +31,12 @@ NEWER = (
     "File=/dev/nvidia[0-1] Links=(null) Flags=HAS_FILE,HAS_TYPE,ENV_NVML,ENV_RSMI\n"
 )
 """The form that stackhpc/ansible-slurm-appliance#656 shows."""
+TIMED = """\
+[2026-11-23T23:59:53.061] error: /dev/nvidia0 is not a valid character or block device, fix your gres.conf
+[2026-11-23T23:59:53.062] Gres Name=gpu Type=3g Count=1 Index=22 ID=7696487 File=/dev/nvidia0,/dev/nvidia-cap21,/dev/nvidia-cap22 Links=(null) Flags=HAS_FILE,HAS_TYPE,ENV_NVML,ENV_RSMI,ENV_ONEAPI,ENV_OPENCL,ENV_DEFAULT
+[2026-11-23T23:59:53.062] Gres Name=gpu Type=h100 Count=1 Index=2 ID=7696487 File=/dev/nvidia2 Links=(null) Flags=HAS_FILE,HAS_TYPE,ENV_NVML,ENV_RSMI,ENV_ONEAPI,ENV_OPENCL,ENV_DEFAULT
+"""  # noqa: E501
+"""Of 26.05.3, with other folders; 25.11.7 prints the same."""
 SMALL, OTHER, LARGE, WHOLE = gres_devices.parse(RECORDED)
 
 
@@ -69,6 +75,7 @@ def test_the_files_of_each_gpu_are_in_slurms_order() -> None:
     assert SMALL == ("nvidia0", "nvidia-cap12", "nvidia-cap13")
     assert (OTHER[0], LARGE[1], WHOLE) == ("nvidia1", "nvidia-cap21", ("nvidia2",))
     assert gres_devices.parse(NEWER) == (("nvidia0",), ("nvidia1",))
+    assert gres_devices.parse(TIMED) == (("nvidia0", "nvidia-cap21", "nvidia-cap22"), ("nvidia2",))
     assert gres_devices.parse("") == ()
 
 

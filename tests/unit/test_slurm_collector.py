@@ -187,6 +187,24 @@ def test_the_sluid_of_a_job_that_ends_is_still_known() -> None:
     assert (report.gpus, report.sluids) == ({"7": {0}}, {"sEKNKTV3WPV500": "7", "sEKNKTV3WPV501": "8"})
 
 
+def test_a_requeued_job_is_asked_for_again_once_it_runs() -> None:
+    """While its last start ends it has the next restart count already, no GPUs, and still the SLUID of that start."""
+    jobs = [replace(job(7), state="completing", restarts=1)]
+
+    class Requeued(FakeSlurm):
+        def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
+            return jobs
+
+    slurm = Requeued([Node("n1", "idle")])
+    slurm.by_gpu, slurm.sluids = {(7, "n1"): frozenset()}, {7: "s3AHM85DAGQ600"}
+    watch = NodeWatch(slurm, "n1", clock=lambda: 5.0)
+    assert watch.refresh().sluids == {"s3AHM85DAGQ600": "7"}
+    jobs[:] = [replace(job(7), restarts=1)]
+    slurm.by_gpu, slurm.sluids = {(7, "n1"): frozenset({0, 1})}, {7: "s3AHM85DAV9400"}
+    report = watch.refresh()
+    assert (report.gpus, report.sluids) == ({"7": {0, 1}}, {"s3AHM85DAV9400": "7"})
+
+
 def test_a_comment_that_cannot_be_read_hides_neither_node_nor_jobs() -> None:
     """What Slurm remembers of the node is unknown until it tells; the rest of its answer stands."""
     problem: list[SlurmError] = [SlurmDenied("not yours")]

@@ -1,11 +1,13 @@
-"""The port on top of Slurm's commands, on outputs recorded from three releases."""
+"""The port on top of Slurm's commands, on outputs recorded from four releases."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
+from opsd.slurm import gres_devices, job_faults, topology
 from opsd.slurm.commands import NOTES, CommandSlurm, random_separator
 from opsd.slurm.output import (
     failure,
@@ -16,28 +18,35 @@ from opsd.slurm.output import (
     parse_partitions,
     parse_version,
 )
-from opsd.slurm.port import Given, Partition, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
+from opsd.slurm.port import (
+    Given,
+    Partition,
+    SlurmDenied,
+    SlurmError,
+    SlurmMissing,
+    SlurmRejected,
+    SlurmUnavailable,
+    Version,
+)
 from opsd.slurm.runner import Output
-from tests.fakes.slurm import RECORDED, SEPARATOR, RecordedRunner
-
-VERSIONS = sorted(path.stem for path in RECORDED.glob("*.json"))
+from tests.fakes.slurm import RELEASES, SEPARATOR, RecordedRunner
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=RELEASES)
 def slurm(request: pytest.FixtureRequest) -> CommandSlurm:
     """The port on one recorded release."""
     return CommandSlurm(RecordedRunner(request.param), separator=lambda: SEPARATOR)
 
 
 def test_the_oldest_and_newest_supported_releases_are_recorded() -> None:
-    """The tests below cover 22.05 and 25.11."""
-    assert VERSIONS[0].startswith("22.05")
-    assert VERSIONS[-1].startswith("25.11")
+    """The tests below cover 22.05 and 26.05."""
+    assert RELEASES[0].startswith("22.05")
+    assert RELEASES[-1].startswith("26.05")
 
 
 def test_reads_the_release(slurm: CommandSlurm) -> None:
     """The version is that of the file the answers were recorded in."""
-    assert str(slurm.version) in VERSIONS
+    assert str(slurm.version) in RELEASES
 
 
 def test_reads_nodes_with_state_and_reason(slurm: CommandSlurm) -> None:
@@ -90,6 +99,41 @@ def test_reads_reservations(slurm: CommandSlurm) -> None:
     assert spares.ends_at == spares.starts_at + 3600
 
 
+def test_reads_comments(slurm: CommandSlurm) -> None:
+    """Of nodes whole, and of jobs the nodes that opsd keeps them off, whatever else is in the comment."""
+    none = dict.fromkeys(("n1", "n2", "n3"), "")
+    assert slurm.comments() == {**none, "n4": 'rack 12, "opsd1" | Comment=x'}
+    assert (slurm.excluded(1), slurm.excluded(2)) == ({}, {"n3": 1_763_711_000.0})
+
+
+def test_reads_partitions(slurm: CommandSlurm) -> None:
+    """What 26.05 has renamed in between (``Exclusive=``) is none of what is read."""
+    train, dev = slurm.partitions()
+    assert train == Partition("train", ("n1", "n2", "n3", "n4"), 10, "REQUEUE", 0, "up")
+    assert (dev.name, dev.tier) == ("dev", 1)
+
+
+def test_reads_steps_and_gpus(slurm: CommandSlurm) -> None:
+    """The batch script is no step; a line end in the name and the comment of the job hides nothing."""
+    assert (slurm.steps(1), slurm.steps(999)) == ({"0": {"n2"}}, {})
+    given = slurm.given(1, "n1")
+    assert given.gpus == {0, 1}
+    assert bool(given.sluid) is (slurm.version >= Version(25, 11))
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_reads_what_other_commands_print(version: str) -> None:
+    """The device files, in their order; the switches; and the node on which each start failed."""
+    run = RecordedRunner(version)
+    assert gres_devices.read("n1", run, environ={}, configless=Path("/nowhere")) == (("gpu0",), ("gpu1",))
+    tree = topology.parse(run(["scontrol", "show", "topology"], 1.0).stdout)
+    assert (tree.leaf, tree.above) == (
+        {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}, {"a": "s", "b": "s"},
+    )  # fmt: skip
+    faults = job_faults.read(run, 1_700_049_600.0, user="")
+    assert sorted(fault.node for fault in faults) == ["n1", "n3", "n3"]
+
+
 def test_reads_the_configuration(slurm: CommandSlurm) -> None:
     """Settings are found under their names, unset ones are missing."""
     config = slurm.configuration()
@@ -103,7 +147,10 @@ def test_reads_the_configuration(slurm: CommandSlurm) -> None:
     ("refuse", "kind", "words"),
     [
         (lambda s: s.update_nodes(["n1"], "drain", "opsd:1 refused"), SlurmDenied, "root, SlurmUser, an operator"),
+        (lambda s: s.set_comment("n1", "refused"), SlurmDenied, "root, SlurmUser, an operator"),
         (lambda s: s.requeue(999), SlurmRejected, "Invalid job id"),
+        (lambda s: s.given(999, "n1"), SlurmRejected, "Invalid job id"),
+        (lambda s: s.unreserve("nothing"), SlurmRejected, "reservation is invalid"),
         (lambda s: s.update_nodes(["n9"], "resume"), SlurmRejected, "Invalid node name"),
         (lambda s: s.submit("#!/bin/sh\n", ["--partition=nowhere"]), SlurmRejected, "Invalid partition name"),
     ],

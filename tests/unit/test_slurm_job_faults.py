@@ -8,26 +8,28 @@ import pytest
 
 from opsd.lemons import Fault
 from opsd.slurm import job_faults
-from opsd.slurm.port import SlurmMissing, SlurmRejected
+from opsd.slurm.port import SlurmDenied, SlurmMissing, SlurmRejected
 from opsd.slurm.runner import Output
 
 
 @pytest.mark.parametrize(
     ("starts", "blamed"),
     [
-        (["7|NODE_FAIL|100|n[1-3]", "7|COMPLETED|900|n[1-2,4]"], [("n3", 100.0)]),
-        (["7|RUNNING|Unknown|n[1-2,4]", "7|FAILED|100|n[1-3]"], [("n3", 100.0)]),
-        (["7|FAILED|100|n1", "7|COMPLETED|900|n2"], [("n1", 100.0)]),
-        (["7|FAILED|100|n1", "7|FAILED|900|n2"], []),
-        (["7|FAILED|100|n[1-4]", "7|COMPLETED|900|n[5-8]"], []),
-        (["7|FAILED|100|n[1-4]", "7|COMPLETED|900|n[1-4]"], []),
-        (["7|CANCELLED by 1000|100|n1", "7|COMPLETED|900|n2"], []),
-        (["7|REQUEUED|100|n[1-3]", "7|RUNNING|Unknown|n[1-2,4]"], [("n3", 100.0)]),
-        (["7|FAILED|100|n1", "7|CANCELLED by 1000|900|n2"], []),
-        (["7|FAILED|100|n1", "7|OUT_OF_MEMORY|900|n2"], []),
-        (["7|NODE_FAIL|100|n[1-2]", "7|TIMEOUT|900|n1"], [("n2", 100.0)]),
-        (["7|REQUEUED|100|n1", "7|RUNNING|Unknown|n2"], []),
-        (["7|FAILED|100|n1", "8|COMPLETED|900|n2", "9|FAILED|5|None assigned"], []),
+        (["7|NODE_FAIL|0:0|100|n[1-3]", "7|COMPLETED|0:0|900|n[1-2,4]"], [("n3", 100.0)]),
+        (["7|RUNNING|0:0|Unknown|n[1-2,4]", "7|FAILED|1:0|100|n[1-3]"], [("n3", 100.0)]),
+        (["7|FAILED|1:0|100|n1", "7|COMPLETED|0:0|900|n2"], [("n1", 100.0)]),
+        (["7|FAILED|1:0|100|n1", "7|FAILED|1:0|900|n2"], []),
+        (["7|FAILED|1:0|100|n[1-4]", "7|COMPLETED|0:0|900|n[5-8]"], []),
+        (["7|FAILED|1:0|100|n[1-4]", "7|COMPLETED|0:0|900|n[1-4]"], []),
+        (["7|CANCELLED by 1000|0:0|100|n1", "7|COMPLETED|0:0|900|n2"], []),
+        (["7|REQUEUED|0:0|100|n[1-3]", "7|RUNNING|0:0|Unknown|n[1-2,4]"], [("n3", 100.0)]),
+        (["7|FAILED|1:0|100|n1", "7|CANCELLED by 1000|0:0|900|n2"], []),
+        (["7|FAILED|1:0|100|n1", "7|OUT_OF_MEMORY|0:0|900|n2"], []),
+        (["7|NODE_FAIL|0:0|100|n[1-2]", "7|TIMEOUT|0:0|900|n1"], [("n2", 100.0)]),
+        (["7|REQUEUED|0:0|100|n1", "7|RUNNING|0:0|Unknown|n2"], []),
+        (["7|REQUEUED|9:0|100|n1", "7|RUNNING|0:0|Unknown|n2"], [("n1", 100.0)]),
+        (["7|RESIZING|0:0|100|n[1-2]", "7|COMPLETED|0:0|900|n1"], []),
+        (["7|FAILED|1:0|100|n1", "8|COMPLETED|0:0|900|n2", "9|FAILED|1:0|5|None assigned"], []),
     ],
 )
 def test_the_node_that_the_next_start_was_without_is_blamed(starts: list[str], blamed: list[tuple[str, float]]) -> None:
@@ -40,7 +42,7 @@ def test_a_user_blames_a_node_once_a_day() -> None:
     """A thousand tasks with one error say no more than one does; other users and days count."""
     failures = [("ada", 100), ("ada", 200), ("bob", 300), ("ada", 86_500)]
     lines = [
-        f"{job}|{state}|{at + later}|{node}|{user}"
+        f"{job}|{state}|0:0|{at + later}|{node}|{user}"
         for job, (user, at) in enumerate(failures)
         for state, node, later in (("FAILED", "n1", 0), ("COMPLETED", "n2", 50))
     ]
@@ -49,7 +51,7 @@ def test_a_user_blames_a_node_once_a_day() -> None:
 
 def test_an_answer_of_another_form_is_refused() -> None:
     """Rather than read as no failure."""
-    for text in ("7|FAILED|100|n1", "7|FAILED|100|n[3-1]|ada"):
+    for text in ("7|FAILED|1:0|100|n1", "7|FAILED|1:0|100|n[3-1]|ada"):
         with pytest.raises(SlurmRejected, match="sacct's answer has a"):
             job_faults.parse(text)
 
@@ -69,3 +71,17 @@ def test_a_cluster_without_accounting_says_so() -> None:
             answer(Output(code, "", "Slurm accounting storage is disabled\n"))
     with pytest.raises(SlurmMissing):
         answer(Output(1, "", "sacct: fatal: Could not establish a configuration source"))
+
+
+def test_an_answer_without_jobs_of_others_is_none() -> None:
+    """With PrivateData=jobs sacct leaves them out for an ordinary user and says nothing; root is shown all."""
+    own = "7|FAILED|1:0|100|n1|ada\n7|COMPLETED|0:0|900|n2|ada\n"
+
+    def read(text: str, user: str) -> list[Fault]:
+        return job_faults.read(lambda *_: Output(0, text, ""), 1e9, user=user)
+
+    for text in ("", own):
+        with pytest.raises(SlurmDenied, match="sacct shows ada no job of another user"):
+            read(text, "ada")
+    blamed = [Fault("n1", "job", 100.0, 100.0)]
+    assert (read("", ""), read(own, ""), read(f"{own}8|RUNNING|0:0|Unknown|n1|bob\n", "ada")) == ([], blamed, blamed)

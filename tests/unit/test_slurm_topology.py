@@ -249,6 +249,13 @@ def test_the_partition_of_the_idle_checks_is_for_no_run() -> None:
     assert for_runs([checks, down]) == [checks]
 
 
+def test_rings_and_tori_are_unknown() -> None:
+    """As 26.05.3 shows those of a topology.yaml: they have no switches, and none of their nodes is taken for near."""
+    ring = "RingName=r1 Nodes=n[1-4] RingSize=4\n"
+    torus = "TorusName=pod1 Dims=2x2x1 Nodes=n[1-4]\n  TorusName=pod1 PlacementDims=2x1x1(2) Anchors=2\n"
+    assert parse(ring) == parse(torus) == Topology()
+
+
 def test_nodes_of_one_partition_are_picked() -> None:
     """Those of the least badness, wherever; a job has one partition."""
     halves = [Partition("a", ("n1", "n2"), 1, "OFF"), Partition("b", ("n3", "n5"), 1, "OFF")]

@@ -12,7 +12,7 @@ from opsd.commands.main import cli
 from opsd.commands.targets import discover, replace
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import Node, SlurmError, SlurmUnavailable
-from tests.fakes.slurm import SEPARATOR, FakeSlurm, RecordedRunner
+from tests.fakes.slurm import RELEASES, SEPARATOR, FakeSlurm, RecordedRunner
 
 NODES = (Node("node-2", "idle"), Node("node-1", "down"), Node("node-9", "future"))
 
@@ -28,7 +28,7 @@ def test_every_node_is_a_target_and_one_that_is_down_too() -> None:
     ]
 
 
-@pytest.mark.parametrize("version", ["22.05.8", "24.11.5", "25.11.7"])
+@pytest.mark.parametrize("version", RELEASES)
 def test_it_reads_what_each_release_of_slurm_answers(version: str) -> None:
     """From recorded answers of Slurm's own commands."""
     slurm = CommandSlurm(RecordedRunner(version), separator=lambda: SEPARATOR)

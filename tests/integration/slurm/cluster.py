@@ -17,6 +17,8 @@ from typing import Self
 from opsd.commands.checkout import ROOT
 from opsd.slurm.port import Version
 from opsd.slurm.runner import Output, Runner, run_command
+from tests.integration.slurm.accounting import SETTINGS as ACCOUNTED
+from tests.integration.slurm.accounting import Accounting
 from tests.integration.slurm.host import USUAL_DEADLINE_S, Host, Network
 
 KEEPS_REASON = Version(25, 11)
@@ -83,8 +85,10 @@ class Cluster:
     ``shared`` is a folder that all hosts and the test see (the shared file system). Each host has its own /dev/shm,
     /run and a small disk at /mnt. ``nodes`` may lack hosts, ``controller`` is one as well. Each node has as many
     ``gpus``, which are files to Slurm, or as ``parts`` names: the type and the files of each. ``topology`` is the
-    content of a topology.conf.
+    content of a topology.conf. With ``dbd``, settings of slurmdbd.conf, the cluster has ``accounting``.
     """
+
+    accounting: Accounting
 
     def __init__(
         self,
@@ -94,11 +98,13 @@ class Cluster:
         gpus: int = 0,
         parts: Sequence[tuple[str, Sequence[str]]] = (),
         topology: str = "",
+        dbd: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="opsd-slurm-"))
         self.shared = self.folder / "shared"
         self._names = (CONTROLLER, *names)
-        self._settings, self._gpus, self._parts, self._topology = settings, gpus, parts, topology
+        self._settings = settings if dbd is None else {**settings, **ACCOUNTED}
+        self._gpus, self._parts, self._topology, self._dbd = gpus, parts, topology, dbd
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -111,6 +117,9 @@ class Cluster:
             for host in self.hosts.values():
                 stack.callback(host.close)
                 host.connect()
+            if self._dbd is not None:
+                self.accounting = Accounting(self.controller, self.folder, self._dbd)
+                self.accounting.start()
             self.start_controller()
             for node in self.nodes.values():
                 self.start_node(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,11 +79,15 @@ def test_two_runs_of_one_job(cluster: Cluster, folder: Path, kind: str) -> None:
 
 
 def test_a_job_that_exports_nothing_ends_as_its_run(cluster: Cluster, folder: Path) -> None:
-    """The steps of such a job have no environment by default; the launchers and ranks have that of the batch script."""
-    slurm = CommandSlurm(runner_on(cluster.controller, USER))
+    """The steps of such a job have no environment by default; the launchers and ranks have that of the batch script.
+
+    It is root's: Slurm takes the environment of a login shell, and 25.11 holds the job of a user who has none.
+    """
+    slurm = CommandSlurm(runner_on(cluster.controller))
     program = "import os, pathlib; pathlib.Path('seen-' + os.environ['RANK']).write_text(os.environ['LOADED'])"
     script = (
-        f"#!/bin/bash\nexport HOME={folder} PYTHONPATH={':'.join(sys.path)} LOADED='a module'\n"
+        f"#!/bin/bash\nexport HOME={folder} PATH={os.environ['PATH']} PYTHONPATH={':'.join(sys.path)}\n"
+        "export LOADED='a module'\n"
         f'exec {sys.executable} -m opsd slurm run --run-id r --no-python -- {sys.executable} -c "{program}"\n'
     )
     options = ["--export=NONE", "--requeue", "--no-kill", "--nodes=2", f"--chdir={folder}", "--output=job.out"]

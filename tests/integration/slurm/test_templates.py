@@ -260,9 +260,10 @@ def test_a_signal_stops_the_run_and_has_it_run_again(submit: Submit, options: tu
     """To whom it may be sent: each launcher gets one, since a second would have it wait less long."""
     run = submit("train-requeue.sbatch")
     run.began()
+    nodes = [node for node, _ in run.calls()]
     run.signal(*options)
     run.until(lambda: (job := run.job()) is not None and job.restarts == 1, "the job was put back")
-    caught = {(run.folder / f"caught-{node}").read_text() for node in ("n1", "n2", "n3")}
+    caught = {(run.folder / f"caught-{node}").read_text() for node in nodes}
     assert caught == {"SIGUSR1"}
     run.until(run.requeued, "the job runs again", 60)
 
