@@ -25,7 +25,7 @@ _LIBRARIES = tuple(sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "
 _HARMLESS = frozenset(
     [
         *("collections", "contextvars", "dataclasses", "datetime", "decimal", "enum", "fractions", "functools"),
-        *("itertools", "logging", "math", "numpy", "operator", "pathlib", "posixpath", "pydantic", "re"),
+        *("itertools", "logging", "math", "numpy", "operator", "opsd", "pathlib", "posixpath", "pydantic", "re"),
         *("string", "struct", "textwrap", "time", "torch", "types", "typing", "uuid"),
     ]
 )
