@@ -13,7 +13,7 @@ from opsd import exitcodes
 from opsd.slurm import job_faults
 from opsd.slurm.port import SlurmDenied, SlurmUnavailable
 from tests.integration.slurm import accounting, failures
-from tests.integration.slurm.cluster import Cluster, missing, runner_on
+from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
 
 pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -25,6 +25,8 @@ def accounted() -> Iterator[Cluster]:
         pytest.skip(reason)
     with Cluster(failures.NAMES, failures.SETTINGS, dbd={"PrivateData": "jobs,users"}) as cluster:
         failures.Failures(cluster).play()
+        run = runner_on(cluster.controller)
+        wait_until(lambda: len(job_faults.read(run)) == 3, "slurmctld has told slurmdbd of all that happened", 60)
         yield cluster
 
 
@@ -63,4 +65,4 @@ def test_an_accounting_that_is_away_is_no_history_without_failures(accounted: Cl
         assert (away.returncode, away.stdout, len(away.stderr.splitlines())) == (exitcodes.FAILED, "", 1)
     finally:
         accounted.accounting.start_daemon()
-    assert job_faults.read(run)
+    wait_until(lambda: job_faults.read(run), "it answers with what it was told before", 60)
