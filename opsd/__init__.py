@@ -4,4 +4,7 @@ from opsd.own_packages import prefer_own_packages
 
 __version__ = "0.1.0"
 OWN_PROCESS = prefer_own_packages()
-"""Whether this is a process of opsd, and no program that imports opsd."""
+"""Whether this is a process of opsd, and no program that imports opsd.
+
+An assignment: what a standby imports beforehand ends at a statement that is a call (``launch/ranks/imports.py``).
+"""

@@ -18,8 +18,6 @@ _JOB: Final = re.compile(
 )
 """Slurm's control groups, v2 and v1. Matched from the root, where only root can make a group: users make groups of any
 name below their own, which are in a service. Since 26.05 those of v2 have a SLUID for a name (cgroup.conf(5))."""
-
-
 _SERVICE: Final = re.compile(r"/system\.slice/(?:system-[^/]+\.slice/)?([^/]+\.service)(?:/|$)")
 _SYSTEM_UIDS: Final = 1000
 """User ids below are no users' (login.defs(5))."""
