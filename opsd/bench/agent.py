@@ -24,7 +24,7 @@ from pathlib import Path
 import psutil
 
 from opsd.client import Reporter, process_start
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
 from opsd.stack.ports import Port
 

@@ -23,7 +23,7 @@ import psutil
 
 from opsd.bench import BenchError
 from opsd.bench.launchers import States
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 
 NODES = 1024
 TRIALS = 3

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opsd.demo.world import RunSnapshot
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, SimulationError, build
 
 SIMULATED_GPUS = 8

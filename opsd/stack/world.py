@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any, Self
 import yaml
 
 from opsd.dashboards.alerts.build import rendered
+from opsd.ports import free_port
 from opsd.preflight.inbox import Inbox
 from opsd.stack.node import StackNode
 
@@ -29,17 +29,6 @@ START_S = 30.0
 
 class StackError(Exception):
     """The stack could not be started; the message says what is missing or which log to read."""
-
-
-def free_ports(number: int) -> list[int]:
-    """Currently free ports."""
-    probes = [socket.socket() for _ in range(number)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 class Stack:
@@ -62,7 +51,7 @@ class Stack:
         self._node_exporters, self._silent, self._named = node_exporters, silent, bool(nodes)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._nodes = nodes or (StackNode(folder),)
-        prometheus, alertmanager, self._nowhere, *agents = free_ports(3 + len(self._nodes))
+        prometheus, alertmanager, self._nowhere, *agents = (free_port() for _ in range(3 + len(self._nodes)))
         self.prometheus, self.alertmanager, self.agent = (
             f"http://127.0.0.1:{port}" for port in (prometheus, alertmanager, agents[0])
         )

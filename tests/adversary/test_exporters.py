@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from tests.adversary.attacker import Attacker
 from tests.adversary.attacks import false_exporter, invent_run
 from tests.adversary.node import NAME, Node

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-
+from opsd.ports import free_port
 from tests.adversary.attacker import NOBODY, Attacker
 from tests.adversary.attacks import false_ras, invent_run
 from tests.adversary.node import Node
@@ -15,9 +14,7 @@ VICTIM = NOBODY - 1
 
 def test_a_false_ras_speaks_for_no_other_users_run(node: Node, attacker: Attacker) -> None:
     """It is not asked while the runs here are another's."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     node.configure("[nccl]", f'ras = ["127.0.0.1:{port}"]', "interval_s = 1.0")
     victim = Attacker(VICTIM)
     try:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from opsd.rank_page import read_page
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def tokens_of_ranks(
         for rank, page in enumerate(pages)
     ]
     try:
-        assert [process.wait(timeout=300) for process in started] == [0] * ranks
+        assert [process.wait(timeout=150) for process in started] == [0] * ranks
     finally:
         for process in started:
             process.kill()

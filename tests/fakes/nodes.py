@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from tests.fakes.clock import until
 
 

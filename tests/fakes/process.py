@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus
 from tests.fakes.clock import eventually
 

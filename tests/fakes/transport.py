@@ -15,7 +15,7 @@ from opsd.launch.io.handshake import Identity
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.transport import Transport
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 
 SECRET = b"s" * 32
 

@@ -16,7 +16,7 @@ from torch import nn
 from trainer_world import CONTEXT
 
 from opsd.client import Reporter, events_path
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from opsd.trainer.accumulate import accumulator, micro_batches
 from opsd.trainer.config import Config, load
 from opsd.trainer.data.loader import Batch

@@ -21,7 +21,7 @@ from opsd.launch.claims.claimant import TIMEOUT_S
 from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from tests.fakes import group_process
 from tests.fakes.clock import eventually
 from tests.fakes.group_process import PrintingListener

@@ -13,7 +13,7 @@ import pytest
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import newest_number
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 
 PROGRAM = """
 import os

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from opsd.bench.namespaces import Namespaces, NoNamespacesError
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from opsd.preflight.report import Report
 from tests.fakes.clock import eventually
 

@@ -12,7 +12,7 @@ import pytest
 
 from opsd.launch.io.connection import Connection
 from opsd.launch.io.protocol import Member
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from tests.fakes.transport import NET, Launcher, Launchers
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.client import events_path
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from opsd.rank_page import PageError, RankPage, read_page
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 from tests.fakes.clock import until

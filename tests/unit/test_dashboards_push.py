@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ pytest.importorskip("grafana_foundation_sdk")
 pytest.importorskip("grafana_client")
 
 from opsd.commands.main import cli
+from opsd.ports import free_port
 from tests.fakes.grafana import TOKEN, FakeGrafana
 
 UIDS = [f"opsd-{name}" for name in ("cluster", "job", "node", "goodput", "incidents", "training", "preflight")]
@@ -110,9 +110,7 @@ def test_an_older_grafana_is_refused_before_anything_is_written() -> None:
 
 def test_a_grafana_that_is_down_is_one_sentence() -> None:
     """Nobody listens at the address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    url = f"http://127.0.0.1:{free_port()}"
     done = push(url)
     assert done.exit_code == 1
     assert done.output.startswith(f"opsd: {url} does not answer like a Grafana")

@@ -1,8 +1,7 @@
-"""The ranks' environment, GPUs and ports."""
+"""The ranks' environment and GPUs."""
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from opsd.launch.ranks.settings import (
     Program,
     Settings,
     flight_recorder,
-    free_port,
     gpu_count,
     gpu_of,
 )
@@ -87,11 +85,3 @@ def test_gpu_of_a_rank(tmp_path: Path, visible: str | None, local_rank: int, gpu
 def test_no_driver_no_gpus(tmp_path: Path) -> None:
     """A node without the driver has no GPUs."""
     assert gpu_count({}, str(tmp_path)) == 0
-
-
-def test_port_can_be_bound() -> None:
-    """A fresh port is free to bind, and outside the range of ports for outgoing connections."""
-    port = free_port()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", port))
-    assert port < 32_768

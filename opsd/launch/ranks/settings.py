@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -247,21 +245,6 @@ def own_gpu_only(environment: Mapping[str, str], local_rank: int) -> dict[str, s
     gpus = [gpu.strip() for gpu in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu.strip()]
     own = gpus[local_rank] if local_rank < len(gpus) else str(local_rank)
     return {**environment, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": own}
-
-
-def free_port(first: int = 20_000, last: int = 30_000) -> int:
-    """A TCP port that nobody listens on, below the kernel's ephemeral range. Raises OSError if there is none.
-
-    A port from the ephemeral range could be taken before the rank binds it.
-    """
-    for port in random.sample(range(first, last), k=last - first):
-        with socket.socket(socket.AF_INET) as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port
-    raise OSError(f"no free TCP port between {first} and {last}")
 
 
 def gpu_of(env: Mapping[str, str], local_rank: int, proc: str = "/proc") -> int | None:

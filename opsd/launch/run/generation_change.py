@@ -11,11 +11,12 @@ from opsd.launch.claims.followers import highest
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Ready
 from opsd.launch.ranks.ranks import Recovery
-from opsd.launch.ranks.settings import Assignment, free_port
+from opsd.launch.ranks.settings import Assignment
 from opsd.launch.run.messages import CODEC, Waiting
 from opsd.launch.run.readiness import Readiness
 from opsd.launch.run.shutdown import Shutdown
 from opsd.launch.run.supervisor import Supervisor
+from opsd.ports import ReservedPort
 
 
 class GenerationChange:
@@ -41,6 +42,7 @@ class GenerationChange:
         self._readiness = readiness
         self._shutdown = shutdown
         self._port = port
+        self._reserved: ReservedPort | None = None
         self._placed = placed
         self._proposed: Plan | None = None
         self._noticed = 0.0
@@ -89,12 +91,17 @@ class GenerationChange:
         if self._proposed is None or self._proposed.number != plan.number:
             return
         try:
-            port = self._port or free_port()
+            port = self._port or self._reserve_port()
         except OSError as error:
             self._shutdown.leave(exitcodes.FAILED, str(error))
             return
         progress = self._node.progress
         self._group.ready(plan.number, Ready(port, progress.furthest, progress.committed))
+
+    def _reserve_port(self) -> int:
+        """Another than that of the last generation, whose ranks may still be bound to it."""
+        self._reserved = ReservedPort()
+        return self._reserved.number
 
     def begin(self, plan: Plan, begun: Begun | None) -> None:
         """Start this node's ranks, if it has any."""

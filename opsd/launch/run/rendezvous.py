@@ -22,10 +22,10 @@ from opsd.checkpoints.claims import newest
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
-from opsd.launch.ranks.settings import free_port
 from opsd.launch.run.launchers import Launchers, RendezvousError, resolve, source_address
 from opsd.launch.run.roster import FOLDER as ROSTERS
 from opsd.launch.run.roster import SharedRoster
+from opsd.ports import free_port
 
 FOLDER = "launchers"
 BEAT_S = 0.5

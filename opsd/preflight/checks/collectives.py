@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 
+from opsd.ports import free_port
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, NotApplicableError, Outcome, Progress
 from opsd.preflight.network import plan
@@ -21,17 +21,11 @@ def run(context: Context, progress: Progress) -> Outcome:
         raise NotApplicableError("a single GPU has no peers")
     how = plan.effort("quick" if context.profile == "quick" else "standard", gpus=on_gpus)
     participant = Participant(
-        Place((context.node,), 0, "127.0.0.1", _free_port()), processes, "nccl" if on_gpus else "gloo", 60.0
+        Place((context.node,), 0, "127.0.0.1", free_port()), processes, "nccl" if on_gpus else "gloo", 60.0
     )
     with leading(participant, how.deadline_s) as coordinator:
         coordinator.gather(participant.join_s)
         return plan.collectives(coordinator, [0], processes, how, lambda what: progress(0.5, what))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 CHECK = Check(

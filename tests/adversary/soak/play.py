@@ -22,7 +22,7 @@ from typing import Any
 
 from opsd.agent.store import MAX_ENDED, Store
 from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, XidAction
-from opsd.launch.ranks.settings import free_port
+from opsd.ports import free_port
 from opsd.runbooks.base import Evidence, Incident, State
 from opsd.simulated.gpus import SimulatedGpus, build
 from tests.adversary.attacker import NOBODY, Attacker
