@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
+from opsd.collectors.lib.gpu_holders import gpu_holders
 from opsd.collectors.lib.processes import identify, is_dynamic, is_of_system, service_of, start_time, user_of
-from opsd.preflight.checks.leftovers import gpu_holders
 
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 TERM_S, KILL_S = 10.0, 20.0

@@ -1,7 +1,7 @@
 """A machine of namespaces on which systemd is the first process and runs the units of a repair as they are installed.
 
 opsd is that of the checkout, /var/lib/opsd a folder of the test. Slurm's commands, nvidia-smi and the service that
-holds GPUs are a few lines each; Slurm knows this one node. /dev/nvidia0 is an empty file.
+holds GPUs are a few lines each; Slurm knows this one node. /dev/nvidia0 is a device without a driver.
 """
 
 from __future__ import annotations

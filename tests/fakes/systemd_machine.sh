@@ -25,7 +25,7 @@ done
 mkdir /run/dev/{shm,pts,mqueue}
 mount -t tmpfs none /run/dev/shm
 mkdir /run/dev/shm/opsd
-touch /run/dev/nvidia0
+mknod -m 666 /run/dev/nvidia0 c 195 0
 ln -s /proc/self/fd /run/dev/fd
 ln -s pts/ptmx /run/dev/ptmx
 mount --move /run/dev /dev

@@ -28,6 +28,7 @@ from opsd.preflight.checks import (
 )
 from opsd.preflight.topology import parse_list
 from opsd.runbooks import RUNBOOKS
+from tests.fakes.gpu_device import gpu_device
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -264,9 +265,10 @@ def process(root: Path, pid: int, name: str, *files: str, uid: int = 0, group: s
 def test_processes_that_hold_a_gpu_fail_the_node_but_the_driver_s_own_do_not(tmp_path: Path):
     """A rank that outlived its job is named with its pid; persistenced and the agent may hold GPUs open."""
     (tmp_path / "shm").mkdir()
-    process(tmp_path, 4242, "python", "/dev/null", "/dev/nvidia3")
-    process(tmp_path, 100, "nvidia-persiste", "/dev/nvidia0")
-    process(tmp_path, 101, "bash", "/dev/nvidiactl-like", "/dev/pts/0")
+    gpu = gpu_device(tmp_path)
+    process(tmp_path, 4242, "python", "/dev/tty", gpu)
+    process(tmp_path, 100, "nvidia-persiste", gpu)
+    process(tmp_path, 101, "bash", "/dev/tty", "/dev/nvidia0")
     outcome = look(leftovers, tmp_path)
     assert summaries(outcome.findings) == ["process 4242 (python) holds a GPU open"]
 
@@ -274,11 +276,10 @@ def test_processes_that_hold_a_gpu_fail_the_node_but_the_driver_s_own_do_not(tmp
 def test_no_user_s_process_may_hold_a_gpu_by_its_name(tmp_path: Path):
     """Nor one whose first thread has ended; an exporter of the site's own user is a service by its unit."""
     (tmp_path / "shm").mkdir()
-    process(
-        tmp_path, 100, "nv-hostengine", "/dev/nvidia0", uid=1007, group="/user.slice/user-1007.slice/session-1.scope"
-    )
-    process(tmp_path, 101, "python", "/dev/nvidia0", uid=1007, thread="102")
-    process(tmp_path, 103, "dcgm-exporter", "/dev/nvidia0", uid=1001, group="/system.slice/dcgm-exporter.service")
+    gpu = gpu_device(tmp_path)
+    process(tmp_path, 100, "nv-hostengine", gpu, uid=1007, group="/user.slice/user-1007.slice/session-1.scope")
+    process(tmp_path, 101, "python", gpu, uid=1007, thread="102")
+    process(tmp_path, 103, "dcgm-exporter", gpu, uid=1001, group="/system.slice/dcgm-exporter.service")
     found = sorted(summaries(look(leftovers, tmp_path).findings))
     assert found == [
         f"process {pid} ({name}) holds a GPU open" for pid, name in ((100, "nv-hostengine"), (101, "python"))

@@ -14,6 +14,7 @@ import pytest
 from opsd.repair.driver import NvidiaDriver
 from opsd.repair.machine import SAID_BYTES, NodeMachine, RungError, run_command
 from opsd.settings.repair import RepairSettings
+from tests.fakes.gpu_device import gpu_device
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Node:
     def holds(self, pid: int, cgroup: str, uid: int = 0) -> None:
         """A process of the cgroup and the user that has a GPU open."""
         (self.proc / str(pid) / "fd").mkdir(parents=True)
-        (self.proc / str(pid) / "fd/3").symlink_to("/dev/nvidia0")
+        (self.proc / str(pid) / "fd/3").symlink_to(gpu_device(self.proc))
         (self.proc / str(pid) / "comm").write_text("python\n")
         (self.proc / str(pid) / "cgroup").write_text(f"0::{cgroup}\n")
         (self.proc / str(pid) / "status").write_text(f"Name:\tpython\nUid:\t{uid}\t{uid}\t{uid}\t{uid}\n")

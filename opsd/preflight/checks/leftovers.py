@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from opsd.collectors.lib.gpu_holders import gpu_holders
 from opsd.collectors.lib.processes import is_of_system, service_of, user_of
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
 from opsd.rundir import KEEP_FINISHED_S
 
-_GPU_NODE: Final = re.compile(r"/dev/nvidia\d+$")
 _SYSTEM: Final = frozenset({"nvidia-persiste", "nv-fabricmanage", "dcgm", "nv-hostengine", "dcgm-exporter", "opsd"})
 """Process names, cut at 15 characters as the kernel does, that may hold a GPU open if they are no user's."""
 _OLD_S: Final = 600.0
@@ -44,34 +41,6 @@ def _may_hold(pid: int, name: str, proc: Path) -> bool:
     """Whether it is what its name says: anybody can choose that. Services may be of any user's id."""
     user = user_of(pid, proc)
     return name in _SYSTEM and (is_of_system(user) or user == os.getuid() or service_of(pid, proc) == f"{name}.service")
-
-
-def gpu_holders(proc: Path) -> Iterator[tuple[int, str]]:
-    """Pid and name of every visible process with an open /dev/nvidiaN; those of other users need root."""
-    for process in proc.iterdir():
-        if not process.name.isdecimal():
-            continue
-        try:
-            open_files = _open_files(process)
-            name = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
-        except OSError:
-            continue
-        if any(_GPU_NODE.match(path) for path in open_files):
-            yield int(process.name), name
-
-
-def _open_files(process: Path) -> list[str]:
-    """What a process has open. Raises OSError.
-
-    Once its first thread has ended, its own list is empty, and that of any other thread has them.
-    """
-    return [*_targets((process / "fd").iterdir())] or [*_targets(process.glob("task/*/fd/*"))]
-
-
-def _targets(links: Iterable[Path]) -> Iterator[str]:
-    for link in links:
-        with suppress(OSError):  # closed meanwhile; a process that closes one all the time has others
-            yield str(link.readlink())
 
 
 def _old_bytes(folder: Path, now: float) -> tuple[int, int, int]:

@@ -1,0 +1,83 @@
+"""Which processes have a GPU open: by the number of the device, whatever the name under which they have opened it.
+
+In a container, or in a mount namespace of a user's own, the device file of a GPU may have any name (mknod(1), bind
+mounts). What counts are the devices of GPUs alone. The driver's others are open in processes that use no GPU:
+``nvidiactl`` and ``nvidia-uvm`` in whatever has asked for the number of GPUs, ``nvidia-modeset`` in display servers,
+the capabilities of MIG and IMEX (``nvidia-caps``) in the services that manage them; who works on an instance of MIG has
+its GPU open as well. A mapping without an open file is not looked for: the kernel's list of mappings waits for a
+process that hangs in one, and the driver refuses a reset and its own unloading while there is any.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import stat
+import struct
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+MAJOR: Final = 195
+"""Of NVIDIA's driver, in the kernel's Documentation/admin-guide/devices.txt."""
+GPU_MINORS: Final = range(248)
+"""Of GPUs; those above are the driver's own (nv-chardev-numbers.h of its open modules)."""
+_REGISTERED: Final = re.compile(r"^\s*(\d+) nvidia(?:-frontend)?$", re.MULTILINE)
+"""In /proc/devices, by newer and by older drivers."""
+
+_LIBC: Final = ctypes.CDLL(None)
+_AT_FDCWD, _AT_STATX_DONT_SYNC, _STATX_TYPE = -100, 0x4000, 1
+_STATX_BYTES: Final = 256
+_MODE, _DEVICE = struct.Struct("=28xH"), struct.Struct("=128xII")
+"""``stx_mode``, ``stx_rdev_major`` and ``stx_rdev_minor`` of statx(2)."""
+
+
+def gpu_holders(proc: Path = Path("/proc")) -> Iterator[tuple[int, str]]:
+    """Pid and name of every visible process with a GPU open; those of other users need root."""
+    majors = _majors(proc)
+    for process in proc.iterdir():
+        if not process.name.isdecimal():
+            continue
+        try:
+            holds = any(_is_gpu(device, majors) for device in _open_devices(process))
+            name = (process / "comm").read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            continue
+        if holds:
+            yield int(process.name), name
+
+
+def character_device(path: str | Path) -> tuple[int, int] | None:
+    """Major and minor of the character device at ``path``, None for any other file.
+
+    Of a file on a server that does not answer the type is known here: os.stat would wait for the server.
+    """
+    found = ctypes.create_string_buffer(_STATX_BYTES)
+    if _LIBC.statx(_AT_FDCWD, os.fsencode(path), _AT_STATX_DONT_SYNC, _STATX_TYPE, found) != 0:
+        return None
+    if not stat.S_ISCHR(_MODE.unpack_from(found)[0]):
+        return None
+    major, minor = _DEVICE.unpack_from(found)
+    return major, minor
+
+
+def _majors(proc: Path) -> frozenset[int]:
+    with suppress(OSError):
+        characters = (proc / "devices").read_text(encoding="ascii", errors="replace").partition("Block devices:")[0]
+        return frozenset({MAJOR, *map(int, _REGISTERED.findall(characters))})
+    return frozenset({MAJOR})
+
+
+def _is_gpu(device: tuple[int, int], majors: Collection[int]) -> bool:
+    return device[0] in majors and device[1] in GPU_MINORS
+
+
+def _open_devices(process: Path) -> Iterator[tuple[int, int]]:
+    """The character devices that a process has open. Raises OSError.
+
+    Once its first thread has ended, its own list is empty, and that of any other thread has them.
+    """
+    links: Iterable[Path] = [*(process / "fd").iterdir()] or process.glob("task/*/fd/*")
+    return (device for link in links if (device := character_device(link)) is not None)
