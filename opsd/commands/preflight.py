@@ -119,7 +119,7 @@ def preflight(
 
     The word of --verdict is for scripts: "unfit" only if a check ended and failed, "unknown" if one that is not
     optional could not run. Slurm's prolog goes by it, so that an unfit node is drained: with policy.drain and
-    policy.repair = act, its repair is ordered if all checks that failed are of GPUs.
+    policy.repair = act, its repair is ordered if all checks that failed are of GPUs, or of processes left on them.
     """
     settings = ctx.obj = load(file, overrides)
     if ctx.invoked_subcommand is not None:

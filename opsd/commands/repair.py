@@ -115,8 +115,8 @@ def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_jso
             if DeferredUpdates(settings.agent.state_dir).pending():
                 raise SlurmUnavailable("the drain of this node waits until Slurm answers")
             try:
-                if ordered and (refused_at := cases.refused_at) is not None:
-                    work.adopt(refused_at)
+                if ordered and (refusal := cases.refusal) is not None:
+                    work.adopt(refusal)
                 case = work.proposed()
             except RepairError:
                 cases.drop_order()

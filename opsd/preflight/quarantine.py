@@ -31,9 +31,7 @@ Drain = Callable[[str, str], str]
 
 def reason_for(report: Report, evidence: Path) -> str:
     """The reason of the drain on one line: the failed checks, and where the evidence is."""
-    failed = [result.check for result in report.results if result.failed]
-    names = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
-    return f"{MARK} {report.profile} failed: {names or 'no check ran'}; see {evidence}"
+    return f"{MARK} {report.failures}; see {evidence}"
 
 
 def act(

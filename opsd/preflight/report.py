@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,6 +86,13 @@ class Report:
         return "fit" if self.passed else "unknown"
 
     @property
+    def failures(self) -> str:
+        """The profile and the first checks that failed, for reasons in Slurm; ``failed_checks`` reads it back."""
+        failed = [result.check for result in self.results if result.failed]
+        names = ", ".join(failed[:3]) + (f" and {len(failed) - 3} more" if len(failed) > 3 else "")
+        return f"{self.profile} failed: {names or 'no check ran'}"
+
+    @property
     def counts(self) -> Counter[Verdict]:
         """How many checks ended with each verdict."""
         return Counter(result.verdict for result in self.results)
@@ -115,7 +123,14 @@ class Report:
         return report
 
 
+def failed_checks(reason: str) -> list[str]:
+    """The checks that the failures of a report name in ``reason``, the first three; empty if there are none in it."""
+    found = _FAILURES.search(reason)
+    return found[1].split(", ") if found else []
+
+
 _ADAPTER = TypeAdapter(Report)
+_FAILURES: Final = re.compile(r"\w failed: (\w+(?:, \w+)*)(?: and \d+ more)?(?:;|$)")
 _WORDS: Final = (
     (Verdict.FAIL, "failed"),
     (Verdict.COULD_NOT_RUN, "could not run"),

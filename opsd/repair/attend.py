@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from opsd.repair import ladder
-from opsd.repair.case_file import CaseFile, new_id
+from opsd.repair.case_file import CaseFile, Refusal, new_id
 from opsd.repair.faults import FAULTS, begin_at
 from opsd.repair.ladder import Case, Facts, Hold, Limits, Rung, Step
 from opsd.repair.machine import Machine, RungError
@@ -75,23 +75,23 @@ class Repair:
         fault = FAULTS.get(kind)
         if fault is None:
             raise RepairError(f"no remedy fits {kind}; a person has to look: {found.reason}")
-        first = begin_at(fault, self._means.machine.recovery_actions())
+        first = begin_at(fault, found.reason, self._means.machine.recovery_actions())
         return Case(new_id(now), self._node, kind, found.reason, now, first)
 
-    def adopt(self, refused_at: float) -> None:
-        """Hold the node in opsd's name if Slurm has drained it because opsd's prolog refused a job at ``refused_at``.
+    def adopt(self, refusal: Refusal) -> None:
+        """Hold the node in opsd's name if Slurm has drained it because opsd's prolog has refused a job.
 
         Raises SlurmUnavailable while Slurm has not drained it yet, RepairError if opsd may hold no more nodes, and
         SlurmError.
         """
         now, found = self._means.clock(), self._found()
-        if found is None or (not found.out_of_service and now - refused_at >= DRAINED_WITHIN_S):
+        if found is None or (not found.out_of_service and now - refusal.at >= DRAINED_WITHIN_S):
             return
         if not found.out_of_service:
             raise SlurmUnavailable("this node has refused a job and is not drained yet")
-        if not found.reason.startswith(SLURMS_REASON) or abs((found.reason_at or 0.0) - refused_at) > DRAINED_WITHIN_S:
+        if not found.reason.startswith(SLURMS_REASON) or abs((found.reason_at or 0.0) - refusal.at) > DRAINED_WITHIN_S:
             return
-        told = ownership.reason("preflight", "it failed in Slurm's prolog, which refused a job", incident="prolog")
+        told = ownership.reason("preflight", f"{refusal.failures}; Slurm's prolog refused a job", incident="prolog")
         try:
             ownership.take_over(self._means.slurm, self._node, told, self._rules, now=now)
         except ownership.Refused as error:

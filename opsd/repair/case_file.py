@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -25,12 +25,19 @@ KEPT = 100
 WEEK_S = 7 * 86_400.0
 
 _CASE = TypeAdapter(Case)
-_REFUSED: Final = "job refused\n"
-"""The content of the order of a node that Slurm's prolog has found unfit."""
+_REFUSED: Final = "job refused: "
+"""Begins the order of a node that Slurm's prolog has found unfit; what has failed follows."""
 
 
 class CaseError(Exception):
     """The repair cannot be recorded or read; the message says why and what to do. Nothing is done without a record."""
+
+
+class Refusal(NamedTuple):
+    """The epoch second at which Slurm's prolog refused a job, and what had failed (``Report.failures``)."""
+
+    at: float
+    failures: str
 
 
 class CaseFile:
@@ -40,11 +47,11 @@ class CaseFile:
         self.folder = state_dir / FOLDER
         self._current = self.folder / CASE
 
-    def order(self, *, refused: bool = False) -> None:
-        """Ask for a repair of this node, which is drained, or has ``refused`` a job, for which Slurm drains it."""
+    def order(self, refused_for: str = "") -> None:
+        """Ask for a repair of this node, which is drained, or has refused a job ``refused_for`` these failures."""
         with self._reporting():
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (self.folder / ORDER).write_text(_REFUSED * refused, encoding="ascii")
+            write_text(self.folder / ORDER, f"{_REFUSED}{refused_for}\n" if refused_for else "")
 
     @property
     def ordered(self) -> bool:
@@ -52,10 +59,12 @@ class CaseFile:
         return (self.folder / ORDER).exists()
 
     @property
-    def refused_at(self) -> float | None:
-        """The epoch second at which a repair was asked for because the node had refused a job; None if not for that."""
-        with suppress(OSError), open(self.folder / ORDER, encoding="ascii", errors="replace") as file:
-            return os.fstat(file.fileno()).st_mtime if file.read() == _REFUSED else None
+    def refusal(self) -> Refusal | None:
+        """Why a repair was asked for if that is because the node has refused a job, for which Slurm drains it."""
+        with suppress(OSError), open(self.folder / ORDER, encoding="utf-8", errors="replace") as file:
+            told = file.read()
+            if told.startswith(_REFUSED):
+                return Refusal(os.fstat(file.fileno()).st_mtime, told.removeprefix(_REFUSED).strip())
         return None
 
     def drop_order(self) -> None:

@@ -6,14 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from opsd.preflight.report import failed_checks
 from opsd.repair.ladder import LADDER, Rung
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``first`` is the lowest rung that can help. ``checks`` load or read what failed; one of them has to pass."""
+    """``first`` is the lowest rung that can help, None if checks that failed say so.
 
-    first: Rung
+    ``checks`` load or read what failed; one of them has to pass.
+    """
+
+    first: Rung | None
     checks: tuple[str, ...]
 
 
@@ -36,12 +40,14 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "kernel_lockup": Fault(Rung.REBOOT, ("kernel_log", "cpu", "memory")),
     "machine_check": Fault(Rung.REBOOT, ("kernel_log", "cpu", "memory")),
     "nic_failed": Fault(Rung.REBOOT, ("infiniband",)),
-    "preflight": Fault(Rung.RESET, ()),
+    "preflight": Fault(None, ()),
 }
 """By the kind of incident in the reason of the drain. What is not here is no matter for the ladder: fans, cables,
 disks, power, and whatever a person has drained a node for."""
 
-_OF_GPUS: Final = frozenset({*_GPU, *_LINKS, "gpu_burn_fp8", "gpu_host_copy", "nvbandwidth", "nccl_tests", "dcgm"})
+_OF_GPUS: Final = (*_GPU, *_LINKS, "gpu_burn_fp8", "gpu_host_copy", "nvbandwidth", "nccl_tests", "dcgm")
+_BY_CHECK: Final = {"leftovers": Rung.PROCESSES, **dict.fromkeys(_OF_GPUS, Rung.RESET)}
+"""The lowest rung that can help where a check has failed."""
 
 _ASKS: Final = {1: Rung.RESET, 4: Rung.RESET, 6: Rung.RESET, 2: Rung.REBOOT, 7: Rung.REBOOT}
 """What the driver's recovery action (nvmlDeviceGpuRecoveryAction_t) asks for."""
@@ -50,10 +56,12 @@ _ASKS: Final = {1: Rung.RESET, 4: Rung.RESET, 6: Rung.RESET, 2: Rung.REBOOT, 7: 
 def curable(failed: Iterable[str]) -> bool:
     """Whether a preflight that ``failed`` in these checks is a matter for the ladder: a missing mount is none."""
     checks = frozenset(failed)
-    return bool(checks) and checks <= _OF_GPUS
+    return bool(checks) and checks <= _BY_CHECK.keys()
 
 
-def begin_at(fault: Fault, recovery_actions: Iterable[int]) -> Rung:
-    """Where to begin: the fault's own rung, or a higher one that the driver asks for."""
+def begin_at(fault: Fault, reason: str, recovery_actions: Iterable[int]) -> Rung:
+    """Where to begin: the fault's own rung or that of the checks in the drain's ``reason``; higher if the driver asks."""
+    failed = (_BY_CHECK.get(check, Rung.RESET) for check in failed_checks(reason))
+    first = fault.first or max(failed, default=Rung.RESET, key=LADDER.index)
     asked = (_ASKS[action] for action in recovery_actions if action in _ASKS)
-    return max((fault.first, *asked), key=LADDER.index)
+    return max((first, *asked), key=LADDER.index)

@@ -231,10 +231,11 @@ def _given_up(case: Case, facts: Facts, limits: Limits) -> Step | None:
         return Step("left", f"it has passed its retest, and its return was refused: {last.detail}")
     if last is not None and last.what == RETEST and last.ok:
         return None
+    again: Literal["rma", "left"] = "left" if case.first is Rung.PROCESSES else "rma"  # nothing says it is hardware
     if not case.rungs and facts.relapsed:
-        return Step("rma", facts.relapsed)
+        return Step(again, facts.relapsed)
     if not case.rungs and facts.recent >= limits.a_week:
-        return Step("rma", f"{facts.recent} repairs within a week did not last")
+        return Step(again, f"{facts.recent} repairs within a week did not last")
     if sum(attempt.took_s for attempt in case.attempts) > limits.total_s:
         return Step("rma", f"not over after {limits.total_s / 3600:.0f} h of remedies and tests")
     return None

@@ -24,6 +24,20 @@ CLOCK = Result(
     "clock", "Clock", Verdict.WARN, findings=(Finding(Verdict.WARN, "no <service> keeps the clock", "start chronyd"),)
 )
 DISK = Result("storage", "Storage", Verdict.COULD_NOT_RUN, reason="fio is not installed; apt-get install fio")
+LEFTOVERS = Result(
+    "leftovers",
+    "Processes and shared memory left by earlier jobs",
+    Verdict.FAIL,
+    values=(Value("stale_shm", "", 0.0, "bytes", Verdict.PASS, 4 << 30, "lower"),),
+    findings=(Finding(Verdict.FAIL, "process 4242 (python) holds a GPU open", "end it: kill 4242"),),
+)
+FULL_MEMORY = Result(
+    "leftovers",
+    LEFTOVERS.title,
+    Verdict.FAIL,
+    values=(Value("stale_shm", "", 80 << 30, "bytes", Verdict.FAIL, 64 << 30, "lower"),),
+    findings=(Finding(Verdict.FAIL, "Old files in /dev/shm is 86 GB", "remove what dead jobs left in /dev/shm"),),
+)
 ABSENT = Result("infiniband", "InfiniBand", Verdict.NOT_APPLICABLE, reason="no adapter")
 VERSIONS = Result("versions", "Versions", Verdict.PASS, facts={"kernel": "6.8", "NCCL": "2.27"}, started=999.0)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from opsd.config import load
+from opsd.preflight.base import Verdict
 from opsd.preflight.quarantine import act
 from opsd.preflight.report import Report, Result
 from opsd.repair.after_preflight import order_for_refused_job, ordering
@@ -16,12 +17,13 @@ from opsd.slurm import node_comment
 from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Node, SlurmError
-from tests.fakes.preflight_reports import DISK, GEMM, VERSIONS, report
+from tests.fakes.preflight_reports import DISK, FULL_MEMORY, GEMM, LEFTOVERS, VERSIONS, report
 from tests.fakes.slurm import FakeSlurm
 
 EVIDENCE = Path("/var/lib/opsd/preflight.json")
 DRAIN = frozenset({"drain"})
 FAILED = "opsd: preflight quick failed: gpu_burn; see /old.json"
+UNSEEN = replace(LEFTOVERS, verdict=Verdict.COULD_NOT_RUN, findings=(), reason="/proc cannot be read")
 
 
 def verdict(passed: bool, **fields: object) -> Report:
@@ -124,12 +126,21 @@ def test_somebody_elses_node_is_not_drained_again() -> None:
 
 @pytest.mark.parametrize(
     ("failed", "policy", "ordered"),
-    [((GEMM,), "act", True), ((GEMM,), "recommend", False), ((GEMM,), "observe", False), ((GEMM, DISK), "act", False)],
+    [
+        ((GEMM,), "act", True),
+        ((GEMM,), "recommend", False),
+        ((GEMM,), "observe", False),
+        ((GEMM, DISK), "act", False),
+        ((LEFTOVERS,), "act", True),
+        ((LEFTOVERS,), "recommend", False),
+        ((GEMM, FULL_MEMORY), "act", False),
+        ((UNSEEN,), "act", False),
+    ],
 )
-def test_a_node_whose_gpus_failed_is_repaired_if_it_may_be(
+def test_a_node_whose_gpus_failed_or_are_held_is_repaired_if_it_may_be(
     tmp_path: Path, failed: tuple[Result, ...], policy: str, ordered: bool
 ) -> None:
-    """With the drain, and not for what no reset cures; nor for a node that was not drained."""
+    """With the drain, and not for what no remedy cures, as old files; nor for a node that was not drained."""
     found, slurm = report(*failed, node="n01"), cluster()
     settings = load(None, (f"policy.repair={policy}", f"agent.state_dir={tmp_path}"))
     drain = ordering(found, settings, SlurmDrainer(lambda: slurm, "n01", Rules()))
@@ -147,6 +158,10 @@ def test_a_node_whose_gpus_failed_is_repaired_if_it_may_be(
     ("failed", "changed", "ordered"),
     [
         ((GEMM,), (), True),
+        ((LEFTOVERS,), (), True),
+        ((LEFTOVERS, GEMM), (), True),
+        ((FULL_MEMORY,), (), False),
+        ((LEFTOVERS,), ("policy.repair=recommend",), False),
         ((GEMM,), ("policy.drain=false",), False),
         ((GEMM,), ("policy.repair=recommend",), False),
         ((GEMM, DISK), (), False),
@@ -159,6 +174,8 @@ def test_a_node_that_refuses_a_job_orders_its_repair(
     """Where opsd may drain and repair; the order says since when Slurm may have drained the node for it."""
     given = ("policy.drain=true", "policy.repair=act", f"agent.state_dir={tmp_path}", *changed)
     order_for_refused_job(report(*failed, node="n01"), load(None, given))
-    assert (CaseFile(tmp_path).refused_at is not None) is CaseFile(tmp_path).ordered is ordered
+    refusal = CaseFile(tmp_path).refusal
+    assert (refusal is not None) is CaseFile(tmp_path).ordered is ordered
+    assert refusal is None or refusal.failures == f"quick failed: {', '.join(one.check for one in failed)}"
     CaseFile(tmp_path).order()
-    assert CaseFile(tmp_path).refused_at is None
+    assert CaseFile(tmp_path).refusal is None

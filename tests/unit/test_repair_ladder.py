@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.preflight.base import Verdict
 from opsd.preflight.checks import leftovers
+from opsd.preflight.quarantine import reason_for
+from opsd.preflight.report import Result
 from opsd.repair.faults import FAULTS, begin_at, curable
 from opsd.repair.ladder import (
     CUT_OFF,
@@ -30,6 +34,7 @@ from opsd.repair.ladder import (
     repeated,
     settled,
 )
+from tests.fakes.preflight_reports import report
 
 CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 0.0, Rung.RESET)
 FREE = Facts(1000.0, "boot-1", "ours")
@@ -123,6 +128,13 @@ def test_what_users_keep_on_a_node_makes_no_broken_hardware_of_it() -> None:
         assert (step.do, step.why) == (end, f"3 attempts without success; the last: {detail}")
 
 
+def test_users_who_leave_processes_every_day_make_no_broken_hardware() -> None:
+    """The limits of repairs hold for them as well, and people look at it."""
+    case = replace(CASE, kind="preflight", first=Rung.PROCESSES)
+    for facts in (replace(FREE, recent=LIMITS.a_week), replace(FREE, relapsed="it failed again twice")):
+        assert next_step(case, facts, LIMITS).do == "left"
+
+
 def test_nothing_is_done_in_a_time_of_maintenance() -> None:
     """Not even a return: people work on the node or on the cluster."""
     for case in (CASE, after((Rung.RESET, True)), after((Rung.RESET, True), (RETEST, True))):
@@ -205,15 +217,43 @@ def test_a_return_that_was_cut_off_is_completed() -> None:
 
 def test_the_driver_is_asked_where_to_begin() -> None:
     """It knows better than the kind of the incident, but never less than that asks for."""
-    assert begin_at(FAULTS["gpu_xid"], [0, 0, 1]) is Rung.RESET
-    assert begin_at(FAULTS["gpu_xid"], [0, 2]) is Rung.REBOOT
-    assert begin_at(FAULTS["gpu_lost"], [1]) is Rung.REBOOT
-    assert begin_at(FAULTS["gpu_xid"], [99]) is Rung.RESET
+    assert begin_at(FAULTS["gpu_xid"], "", [0, 0, 1]) is Rung.RESET
+    assert begin_at(FAULTS["gpu_xid"], "", [0, 2]) is Rung.REBOOT
+    assert begin_at(FAULTS["gpu_lost"], "", [1]) is Rung.REBOOT
+    assert begin_at(FAULTS["gpu_xid"], "", [99]) is Rung.RESET
+
+
+@pytest.mark.parametrize(
+    ("failed", "first"),
+    [
+        (["leftovers"], Rung.PROCESSES),
+        (["gpu_burn"], Rung.RESET),
+        (["leftovers", "gpu_burn"], Rung.RESET),
+        (["leftovers", "gpu_health", "gpu_burn", "gpu_memory"], Rung.RESET),
+        (["storage_shared"], Rung.RESET),
+        ([], Rung.RESET),
+    ],
+)
+def test_a_failed_preflight_begins_where_its_checks_say(failed: list[str], first: Rung) -> None:
+    """They stand in the reason of the drain, by the preflight's own word and by that of the prolog."""
+    found = report(*(Result(name, name, Verdict.FAIL) for name in failed))
+    by_prolog = f"opsd:prolog preflight: {found.failures}; Slurm's prolog refused a job"
+    for told in (f"opsd: {reason_for(found, Path('/x.json'))}", by_prolog):
+        assert begin_at(FAULTS["preflight"], told, []) is first
+    assert begin_at(FAULTS["preflight"], told, [2]) is Rung.REBOOT
 
 
 @pytest.mark.parametrize(
     ("failed", "takes_on"),
-    [(["gpu_burn"], True), (["gpu_health", "nccl_tests"], True), (["gpu_burn", "storage_shared"], False), ([], False)],
+    [
+        (["gpu_burn"], True),
+        (["gpu_health", "nccl_tests"], True),
+        (["leftovers"], True),
+        (["leftovers", "gpu_burn"], True),
+        (["gpu_burn", "storage_shared"], False),
+        (["leftovers", "limits"], False),
+        ([], False),
+    ],
 )
 def test_of_failed_preflights_those_of_gpus_are_for_the_ladder(failed: list[str], takes_on: bool) -> None:
     """No reset mounts a file system, and a preflight in which no check ran says nothing."""

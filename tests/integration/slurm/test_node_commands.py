@@ -89,7 +89,7 @@ def test_a_node_that_refused_a_job_becomes_opsds_to_repair(tmp_path: Path) -> No
         cases.order()
         left = opsd(cluster, "n1", "repair", "--ordered", *settings)
         assert "Prolog error; opsd leaves it alone" in left.stderr
-        cases.order(refused=True)
+        cases.order("quick failed: gpu_burn")
         taken = opsd(cluster, "n1", "repair", "--ordered", *settings)
         assert "no remedy that is allowed fits" in taken.stdout
         assert slurm.nodes(["n1"])[0].reason.startswith("opsd:prolog preflight: ")
