@@ -38,6 +38,8 @@ STOPPED = "stopped: "
 """Begins what is said of a test that had to make way for somebody else; it says nothing of the node."""
 LEFT_BEHIND: Final = "leftovers failed: "
 """Begins what is said of a test that has found nothing but what users have on the node, which is no hardware."""
+HELD: Final = "processes that hold a GPU do not end: "
+"""Begins what is said of a remedy that has ended there: of the others only a reboot can do without their end."""
 CUT_OFF_RETESTS: Final = 2
 """A test that was cut off so often while the node kept running is a failed one."""
 
@@ -270,7 +272,7 @@ def _next_rung(case: Case, limits: Limits) -> Step:
     without: Literal["rma", "left"] = "left" if why.startswith(LEFT_BEHIND) else "rma"
     if len(tried) >= limits.attempts:
         return Step(without, f"{len(tried)} attempts without success; the last: {why}")
-    lowest = LADDER.index(tried[-1] if tried else case.first)
+    lowest = LADDER.index(Rung.REBOOT if why.startswith(HELD) else tried[-1] if tried else case.first)
     for rung in LADDER[lowest:]:
         if rung in limits.rungs and tried.count(rung) < TRIES[rung]:
             return Step("rung", why, rung)

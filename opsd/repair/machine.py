@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from opsd.collectors.lib.gpu_holders import gpu_holders
 from opsd.collectors.lib.processes import identify, is_dynamic, is_of_system, service_of, start_time, user_of
+from opsd.repair.ladder import HELD
 
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 TERM_S, KILL_S = 10.0, 20.0
@@ -152,7 +153,7 @@ class NodeMachine:
             while self._holders() and self._clock() < deadline:
                 self._sleep(0.2)
         if left := self._holders():
-            raise RungError(f"processes that hold a GPU do not end: {', '.join(map(self._named, sorted(left)))}")
+            raise RungError(f"{HELD}{', '.join(map(self._named, sorted(left)))}")
         return f"ended {len(ended)} processes" if ended else "no process holds a GPU"
 
     def reset_gpus(self) -> str:

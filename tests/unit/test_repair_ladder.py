@@ -16,6 +16,7 @@ from opsd.preflight.report import Result
 from opsd.repair.faults import FAULTS, begin_at, curable
 from opsd.repair.ladder import (
     CUT_OFF,
+    HELD,
     LADDER,
     LEFT_BEHIND,
     RETEST,
@@ -126,6 +127,15 @@ def test_what_users_keep_on_a_node_makes_no_broken_hardware_of_it() -> None:
         case = ended(begun(tried, RETEST, FREE), False, detail, 1000.0)
         step = next_step(case, FREE, LIMITS)
         assert (step.do, step.why) == (end, f"3 attempts without success; the last: {detail}")
+
+
+def test_processes_that_do_not_end_leave_only_a_reboot() -> None:
+    """A reset and a reload end them first, and would fail alike: they are no attempts."""
+    stuck = replace(CASE, first=Rung.PROCESSES)
+    case = ended(begun(stuck, Rung.PROCESSES, FREE), False, f"{HELD}4242", 1000.0)
+    assert next_step(case, FREE, LIMITS).rung is Rung.REBOOT
+    without = replace(LIMITS, rungs=LADDER[:-1])
+    assert next_step(case, FREE, without).why == f"no remedy is left after 1 attempt; the last: {HELD}4242"
 
 
 def test_users_who_leave_processes_every_day_make_no_broken_hardware() -> None:
