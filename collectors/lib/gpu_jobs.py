@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from opsd.collectors.lib.mig_devices import MigDevices
 from opsd.collectors.lib.occupancy import RENEW_S, Occupancy
@@ -20,6 +20,8 @@ from opsd.collectors.lib.processes import Identity, identify, start_time
 ENVIRONMENT_BYTES: Final = 256 << 10
 """Of a process's environment no more is read; Slurm puts its variables in front of most."""
 _JOB_ID: Final = b"SLURM_JOB_ID="
+_Place = TypeVar("_Place")
+"""A GPU by its index, or that and the number of its instance."""
 
 
 class _Known(NamedTuple):
@@ -41,37 +43,39 @@ class GpuJobs:
         self._known: dict[int, _Known] = {}
 
     def look(self) -> Mapping[int, frozenset[str]]:
-        """The jobs of each GPU by its index. GPUs of no job are left out."""
-        held = self._held()
-        given = self._given_files(held) if self._occupancy.instances else self._given(held)
-        found: dict[int, set[str]] = {}
-        for job, gpus in (*held.items(), *given.items()):
+        """The jobs of each GPU by its index: those that it was given to, and those that are on it, if there are any."""
+        seen = self._seen()
+        given = self._given_files(seen) if self._occupancy.instances else self._given(seen)
+        found = {gpu: set(jobs) for gpu, jobs in seen.items()}
+        for job, gpus in given.items():
             for gpu in gpus:
                 found.setdefault(gpu, set()).add(job)
-        return {gpu: frozenset(jobs) for gpu, jobs in sorted(found.items())}
+        return {gpu: frozenset(jobs) for gpu, jobs in sorted(found.items()) if jobs}
 
-    def _given_files(self, held: Mapping[str, frozenset[int]]) -> Mapping[str, frozenset[int]]:
+    def _given_files(self, seen: Mapping[int, frozenset[str]]) -> Mapping[str, frozenset[int]]:
         """The GPUs that Slurm gave each job by its device files; the instances among them are added to ``jobs_on``.
 
-        None of them is believed while a file is not the driver's, or a job is seen on another instance than its own.
+        None of them is believed while a file is not the driver's, or jobs are on others than their own (``_agrees``).
         """
         devices, known = MigDevices(self._proc), self._occupancy.instances
         told = {job: [devices.instance(files) for files in several] for job, several in self._occupancy.files.items()}
         places = {job: {place for place in several if place is not None} for job, several in told.items()}
         if any(None in several for several in told.values()) or not self._exist({*chain(*places.values())}):
             return {}
-        given = {job: frozenset(gpu for gpu, _ in several) for job, several in places.items()}
-        seen = self._occupancy.jobs_on
-        strays = {job for place, jobs in seen.items() for job in jobs if job in places and place not in places[job]}
-        if strays or any(not held.get(job, frozenset()) <= gpus for job, gpus in given.items()):
+        seen_on = self._occupancy.jobs_on
+        on: dict[tuple[int, int | None], frozenset[str]] = {
+            (gpu, None): jobs for gpu, jobs in seen.items() if gpu not in known
+        }
+        on.update(seen_on.items())
+        if not _agrees(places, on):
             return {}
         self._occupancy.jobs_on = {
-            (gpu, number): seen.get((gpu, number), frozenset())
+            (gpu, number): seen_on.get((gpu, number), frozenset())
             | {job for job in places if (gpu, number) in places[job]}
             for gpu, instances in known.items()
             for number in instances
         }
-        return given
+        return {job: frozenset(gpu for gpu, _ in several) for job, several in places.items()}
 
     def _exist(self, places: Collection[tuple[int, int | None]]) -> bool:
         """Whether there are these GPUs without instances, and instances of the others."""
@@ -80,17 +84,17 @@ class GpuJobs:
             gpu in whole - known.keys() if number is None else number in known.get(gpu, ()) for gpu, number in places
         )
 
-    def _given(self, held: Mapping[str, frozenset[int]]) -> Mapping[str, frozenset[int]]:
+    def _given(self, seen: Mapping[int, frozenset[str]]) -> Mapping[str, frozenset[int]]:
         """The GPUs that Slurm gave each job, none if its indexes are not the driver's.
 
-        They are not where ``gres.conf`` lists the devices in another order: then there are more of them than GPUs, or a
-        job is seen on others than its own.
+        They are not where ``gres.conf`` lists the devices in another order: then there are more of them than GPUs, or
+        jobs are on others than their own (``_agrees``).
         """
         given, known = self._occupancy.allocated, self._occupancy.holders.keys() | self._occupancy.worked.keys()
-        return given if all(held.get(job, frozenset()) <= gpus <= known for job, gpus in given.items()) else {}
+        return given if all(gpus <= known for gpus in given.values()) and _agrees(given, seen) else {}
 
-    def _held(self) -> dict[str, frozenset[int]]:
-        """The GPUs on which each job has processes."""
+    def _seen(self) -> dict[int, frozenset[str]]:
+        """The jobs that have processes on each GPU."""
         holders, now = self._occupancy.holders, self._clock()
         self._known = {
             pid: known
@@ -103,11 +107,7 @@ class GpuJobs:
             for gpu, instances in self._occupancy.instances.items()
             for number, pids in instances.items()
         }
-        found: dict[str, frozenset[int]] = {}
-        for gpu, pids in holders.items():
-            for job in {jobs[pid] for pid in pids if pid in jobs}:
-                found[job] = found.get(job, frozenset()) | {gpu}
-        return found
+        return {gpu: frozenset(jobs[pid] for pid in pids if pid in jobs) for gpu, pids in holders.items()}
 
     def _look_up(self, pid: int, now: float) -> _Known | None:
         start = start_time(pid, self._proc)
@@ -123,6 +123,20 @@ class GpuJobs:
     def _job(self, known: _Known) -> str:
         user, job = known.identity
         return self._occupancy.number(job) or (known.claimed if self._occupancy.confirms(known.claimed, user) else "")
+
+
+def _agrees(given: Mapping[str, Collection[_Place]], seen: Mapping[_Place, Collection[str]]) -> bool:
+    """Whether the GPUs or instances ``given`` to jobs are those that jobs are ``seen`` on, and not in another order.
+
+    Nothing keeps a job's processes off the GPUs of others without ConstrainDevices. Who is on a GPU of its own is no
+    less there for being on another as well, and no order makes one GPU that of two jobs. A GPU tells of another order
+    if it has a job that is missing on one of its own, and none that it was given to: the order is Slurm's while more
+    GPUs have their own jobs than tell so.
+    """
+    own = {place for place, jobs in seen.items() if any(place in given.get(job, ()) for job in jobs)}
+    missing = {job for job, places in given.items() if any(job not in seen.get(place, ()) for place in places)}
+    other = [place for place, jobs in seen.items() if place not in own and not missing.isdisjoint(jobs)]
+    return not other or len(own) > len(other)
 
 
 def _job_in_environment(pid: int, proc: Path) -> str:

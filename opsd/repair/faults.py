@@ -60,7 +60,7 @@ def curable(failed: Iterable[str]) -> bool:
 
 
 def begin_at(fault: Fault, reason: str, recovery_actions: Iterable[int]) -> Rung:
-    """Where to begin: the fault's own rung or that of the checks in the drain's ``reason``; higher if the driver asks."""
+    """The rung to begin at: the fault's own, or that of checks in the drain's ``reason``; higher if the driver asks."""
     failed = (_BY_CHECK.get(check, Rung.RESET) for check in failed_checks(reason))
     first = fault.first or max(failed, default=Rung.RESET, key=LADDER.index)
     asked = (_ASKS[action] for action in recovery_actions if action in _ASKS)

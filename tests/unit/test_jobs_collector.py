@@ -103,6 +103,53 @@ def test_slurms_numbers_are_not_believed_where_they_are_not_the_drivers(
     assert jobs.look() == of(gpu0={"71"})
 
 
+@pytest.mark.parametrize(
+    ("of_71", "found"),
+    [
+        ({0, 1}, {0: {"71"}, 1: {"71", "72"}, 2: {"73"}}),
+        ({0, 3}, {0: {"71"}, 1: {"72"}, 2: {"73"}, 3: {"71"}}),
+        ({1}, {0: {"71"}, 1: {"71", "72"}, 2: {"73"}}),
+        ({0, 1, 2, 3}, {0: {"71"}, 1: {"71", "72"}, 2: {"71", "73"}, 3: {"71"}}),
+    ],
+    ids=["besides its own", "on one of nobody", "in place of its own", "on all"],
+)
+def test_a_job_on_the_gpu_of_another_contests_that_one_only(
+    occupancy: Occupancy, process: Process, jobs: GpuJobs, of_71: set[int], found: Mapping[int, set[str]]
+) -> None:
+    """Without ConstrainDevices nothing keeps it off: both have that GPU, and the others theirs, begun on it or not.
+    A rank page that claims a GPU changes none of it.
+    """
+    occupancy.holders = {gpu: (10,) * (gpu in of_71) + (20,) * (gpu == 1) for gpu in range(4)}
+    occupancy.jobs = {**occupancy.jobs, "73": BOB}
+    occupancy.allocated = {"71": frozenset({0}), "72": frozenset({1}), "73": frozenset({2})}
+    occupancy.ranked = frozenset({(3, "72"), (0, "73")})
+    process(10, ADA, V2.format(71))
+    process(20, BOB, V2.format(72))
+    assert jobs.look() == found
+
+
+@pytest.mark.parametrize("at_home", [0, 1, 2])
+def test_most_gpus_say_whether_slurm_counts_as_the_driver_does(
+    occupancy: Occupancy, process: Process, jobs: GpuJobs, at_home: int
+) -> None:
+    """A job on a free GPU in place of its own has strayed, or Slurm has another order: the other jobs decide."""
+    occupancy.holders = {0: (), 1: (20,) * (at_home > 0), 2: (30,) * (at_home > 1), 3: (10,), 4: ()}
+    occupancy.allocated = {str(71 + gpu): frozenset({gpu}) for gpu in (0, 1, 2)} | {"75": frozenset({4})}
+    for job in (71, 72, 73):
+        process((job - 70) * 10, ADA, V2.format(job))
+    seen = {3: {"71"}, **{gpu: {str(71 + gpu)} for gpu in (1, 2)[:at_home]}}
+    assert jobs.look() == ({0: {"71"}, **seen, 4: {"75"}} if at_home == 2 else seen)
+
+
+def test_gpus_that_have_changed_places_are_another_order(occupancy: Occupancy, process: Process, jobs: GpuJobs) -> None:
+    """As many say so as not: the GPU of the job that has not begun is not known."""
+    occupancy.holders = {0: (20,), 1: (10,), 2: (30,), 3: ()}
+    occupancy.allocated = {str(71 + gpu): frozenset({gpu}) for gpu in range(4)}
+    for job in (71, 72, 73):
+        process((job - 70) * 10, ADA, V2.format(job))
+    assert jobs.look() == of(gpu0={"72"}, gpu1={"71"}, gpu2={"73"})
+
+
 def test_slurm_counts_instances_where_a_gpu_has_mig(occupancy: Occupancy, jobs: GpuJobs) -> None:
     """Its indexes may be those of GPUs all the same, and no job has a process yet that would be seen elsewhere."""
     occupancy.holders = {0: (), 1: ()}

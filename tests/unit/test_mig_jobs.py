@@ -146,6 +146,18 @@ def test_a_process_on_another_instance_disproves_the_files(occupancy: Occupancy,
         assert bool(occupancy.job_on(0, 1)) is (instance == 1)
 
 
+def test_a_job_on_the_instance_of_another_contests_that_one_only(occupancy: Occupancy, proc: Path) -> None:
+    """The instance of the other stays its own as well, and the third, on which nothing runs, that of its job."""
+    run_by(proc, 10, "71")
+    run_by(proc, 20, "72")
+    occupancy.files = {"71": [SMALL], "72": [LARGE], "73": [OTHER]}
+    occupancy.holders = {0: (), 1: (10, 20), 2: ()}
+    occupancy.instances = {0: {1: ()}, 1: {1: (10,), 2: (10, 20)}}
+    assert GpuJobs(occupancy, proc=proc).look() == {0: {"73"}, 1: {"71", "72"}}
+    assert occupancy.jobs_on == {(0, 1): {"73"}, (1, 1): {"71"}, (1, 2): {"71", "72"}}
+    assert occupancy.job_on(1, 2) == ""
+
+
 @pytest.mark.parametrize("files", [("nvidia0",), ("nvidia2", "nvidia-cap12"), ("nvidia1", "nvidia-cap21")])
 def test_files_that_do_not_fit_the_driver_say_nothing(occupancy: Occupancy, proc: Path, files: tuple[str, ...]) -> None:
     """A whole GPU that is parted, an instance of one that is not, or one that is not there: nor do those of others."""
