@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.base import Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.boot import boot_id
 from opsd.collectors.lib.kernel.log import (
     KERNEL,
     MESSAGE_CHARS,
@@ -179,8 +180,7 @@ class KmsgCollector:
         return Reading(tuple(self._samples(log, position)), events, limited=position.problem)
 
     def _open(self) -> tuple[KernelLog, Position]:
-        boot_id = (self._proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        position = Position(self._state, boot_id)
+        position = Position(self._state, boot_id(self._proc))
         log = KernelLog(self._open_device(self._path), position.sequence)
         if position.skip:
             log.skip()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from opsd.collectors.base import Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.boot import boot_id, uptime_s
 from opsd.settings.section import CollectorSettings
 
 FOLDER: Final = "repair"
@@ -31,7 +32,6 @@ STATES: Final = ("ordered", "waiting", "paused", *REMEDIES, "retest", "return", 
 ``paused`` by a time or a reservation for maintenance.
 """
 
-BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 SETTLED_S: Final = 1.0
 """A folder that changed so lately may change again with the same time stamp."""
 
@@ -86,8 +86,8 @@ class RepairsCollector:
         folder: Path | None,
         *,
         wall: Callable[[], float] = time.time,
-        uptime: Callable[[], float] = lambda: time.clock_gettime(time.CLOCK_BOOTTIME),
-        boot: Callable[[], str] = lambda: BOOT.read_text(encoding="ascii").strip(),
+        uptime: Callable[[], float] = uptime_s,
+        boot: Callable[[], str] = boot_id,
     ) -> None:
         self._folder, self._wall, self._uptime, self._boot = folder, wall, uptime, boot
         self._changed = 0

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
+from opsd.collectors.lib.boot import boot_id, uptime_s
 from opsd.collectors.lib.gpu_holders import gpu_holders
 from opsd.collectors.lib.processes import identify, is_dynamic, is_of_system, service_of, start_time, user_of
 from opsd.repair.ladder import HELD
@@ -134,10 +135,10 @@ class NodeMachine:
         self._kill, self._clock, self._sleep = kill, clock, sleep
 
     def boot(self) -> str:
-        return (self._proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return boot_id(self._proc)
 
     def uptime_s(self) -> float:
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
+        return uptime_s()
 
     def recovery_actions(self) -> Sequence[int]:
         return self._driver.recovery_actions()
