@@ -155,7 +155,7 @@ class NodeMachine:
                 self._sleep(0.2)
         if left := self._holders():
             raise RungError(f"{HELD}{', '.join(map(self._named, sorted(left)))}")
-        return f"ended {len(ended)} processes" if ended else "no process holds a GPU"
+        return f"ended {len(ended)} process{'es' * (len(ended) != 1)}" if ended else "no process holds a GPU"
 
     def reset_gpus(self) -> str:
         self.end_processes()

@@ -131,7 +131,7 @@ def test_a_service_of_an_ordinary_user_id_that_the_settings_name_is_not_killed(n
     node.holds(101, "/system.slice/gpu-exporter.service", uid=1001)
     node.holds(102, "/system.slice/gpu-agent.service", uid=1001)
     node.holds(103, "/user.slice/user-1001.slice/user@1001.service/app.slice/gpu-exporter.service", uid=1001)
-    assert node.machine("gpu-exporter", "gpu-agent.service").end_processes() == "ended 1 processes"
+    assert node.machine("gpu-exporter", "gpu-agent.service").end_processes() == "ended 1 process"
     assert {pid for pid, _ in node.killed} == {103}
     node.restarts = True
     with pytest.raises(RungError, match=r"do not end: 101 \(gpu-exporter.service\), 102 \(gpu-agent.service\)$"):

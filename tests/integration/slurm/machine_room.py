@@ -23,7 +23,7 @@ from opsd.simulated.gpus import STATE_ENV, SimulatedGpus
 from tests.integration.slurm.cluster import Cluster
 
 Cure = Literal["reset", "reboot", "nothing"]
-CHECKED = ("gpu_inventory", "gpu_health", "numa")
+CHECKED = ("gpu_inventory", "gpu_health", "leftovers", "numa")
 """What a preflight can judge on simulated GPUs within a second."""
 GPUS = 2
 
@@ -59,7 +59,7 @@ return_profile = "quick"
 skip = {skip}
 gpus = {gpus}
 [repair]
-rungs = ["reset_gpus", "reboot"]
+rungs = ["end_processes", "reset_gpus", "reboot"]
 [spare]
 software = {{opsd = "0"}}
 """

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from opsd.collectors.lib.gpu_holders import MAJOR
 from opsd.commands.checkout import ROOT
 from opsd.repair.case_file import CaseFile
+from opsd.repair.ladder import Case
 from opsd.slurm import node_comment
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import FAST, Cluster, missing, runner_on, wait_until
@@ -23,10 +28,13 @@ SETTINGS = {
 }
 
 
-def test_a_job_that_a_bad_node_refuses_starts_there_once_it_is_repaired(tmp_path: Path, library: str) -> None:
-    """The shipped prolog finds a GPU that asks for a reset, Slurm drains the node, the order makes that opsd's, the
-    reset helps, the node is tested and returned, and the job, which wants that node, runs.
-    """
+HOLDS = "import os, sys, time; os.open(sys.argv[1], os.O_PATH); time.sleep(600)"
+NAMES = ("n1", "n2")
+
+
+@pytest.fixture
+def rooms(tmp_path: Path, library: str) -> Iterator[tuple[Cluster, MachineRoom]]:
+    """Two nodes with the prolog that is shipped, which are repaired and have no agents."""
     if reason := missing():
         pytest.skip(reason)
     for folder in (tmp_path, *tmp_path.parents[:2]):
@@ -37,26 +45,53 @@ def test_a_job_that_a_bad_node_refuses_starts_there_once_it_is_repaired(tmp_path
         f"exec {ROOT / 'deploy/slurm/prolog.sh'}\n"
     )
     prolog.chmod(0o755)
-    names = ("n1", "n2")
     with (
-        Cluster(names, {**SETTINGS, "Prolog": str(prolog)}) as cluster,
-        MachineRoom(cluster, tmp_path, Path(library), names, agents=False) as machines,
+        Cluster(NAMES, {**SETTINGS, "Prolog": str(prolog)}) as cluster,
+        MachineRoom(cluster, tmp_path, Path(library), NAMES, agents=False) as machines,
     ):
-        slurm, cases = CommandSlurm(runner_on(cluster.controller)), CaseFile(machines.state("n1"))
-        machines.fail("n1", cured_by="reset")
-        ran = cluster.shared / "ran"
-        cluster.controller.run("sbatch", "--nodelist=n1", f"--wrap=hostname >{ran}", "--output=/dev/null")
-        try:
-            wait_until(cases.past, "the repair has ended", 240)
-            wait_until(lambda: ran.exists() and ran.read_text() == "n1\n", "the job has run", 120)
-        except TimeoutError as error:
-            raise TimeoutError(f"{error}; {slurm.nodes(['n1'])}\n{machines.log('n1')}") from error
-        (case,) = cases.past()
-        assert (case.end, [attempt.what for attempt in case.attempts]) == (
-            "returned", ["reset_gpus", "retest", "return"],
-        )  # fmt: skip
-        assert case.reason.startswith("opsd:prolog preflight: ")
-        assert machines.commands("n1") == ["nvidia-smi --gpu-reset"]
-        (stay,) = node_comment.read(slurm.comments()["n1"]).stays
-        assert (stay.kind, stay.back is not None, cases.ordered) == ("preflight", True, False)
-        assert all(node.usable for node in slurm.nodes())
+        yield cluster, machines
+
+
+def refused_and_repaired(cluster: Cluster, machines: MachineRoom) -> Case:
+    """The repair of n1 after it has refused a job that wants that node, and which has run there since."""
+    slurm, cases = CommandSlurm(runner_on(cluster.controller)), CaseFile(machines.state("n1"))
+    ran = cluster.shared / "ran"
+    cluster.controller.run("sbatch", "--nodelist=n1", f"--wrap=hostname >{ran}", "--output=/dev/null")
+    try:
+        wait_until(cases.past, "the repair has ended", 240)
+        wait_until(lambda: ran.exists() and ran.read_text() == "n1\n", "the job has run", 120)
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}; {slurm.nodes(['n1'])}\n{machines.log('n1')}") from error
+    (case,) = cases.past()
+    (stay,) = node_comment.read(slurm.comments()["n1"]).stays
+    assert (stay.kind, stay.back is not None, cases.ordered) == ("preflight", True, False)
+    assert all(node.usable for node in slurm.nodes())
+    return case
+
+
+def test_a_job_that_a_bad_node_refuses_starts_there_once_it_is_repaired(rooms: tuple[Cluster, MachineRoom]) -> None:
+    """The shipped prolog finds a GPU that asks for a reset, Slurm drains the node, the order makes that opsd's, the
+    reset helps, the node is tested and returned, and the job, which wants that node, runs.
+    """
+    cluster, machines = rooms
+    machines.fail("n1", cured_by="reset")
+    case = refused_and_repaired(cluster, machines)
+    assert (case.end, [attempt.what for attempt in case.attempts]) == ("returned", ["reset_gpus", "retest", "return"])
+    assert case.reason == "opsd:prolog preflight: quick failed: gpu_health; Slurm's prolog refused a job"
+    assert machines.commands("n1") == ["nvidia-smi --gpu-reset"]
+
+
+def test_a_process_that_a_job_has_left_is_ended_before_the_next_one(
+    rooms: tuple[Cluster, MachineRoom], tmp_path: Path
+) -> None:
+    """It has a GPU open, under a name of its own; no GPU is reset for it."""
+    cluster, machines = rooms
+    os.mknod(tmp_path / "mine", 0o20666, os.makedev(MAJOR, 0))
+    with cluster.nodes["n1"].process(sys.executable, "-c", HOLDS, str(tmp_path / "mine")) as holder:
+        case = refused_and_repaired(cluster, machines)
+        assert holder.wait(30) != 0
+    ending, *after = case.attempts
+    assert (case.end, ending.what, ending.detail) == ("returned", "end_processes", "ended 1 process")
+    assert [attempt.what for attempt in after] == ["retest", "return"]
+    assert case.reason == "opsd:prolog preflight: quick failed: leftovers; Slurm's prolog refused a job"
+    assert machines.commands("n1") == []
