@@ -135,6 +135,13 @@ def test_ranks_run_with_the_python_of_conda(tmp_path: Path, conda: dict[str, str
 
 def test_the_other_python_is_named_when_a_module_is_missing(tmp_path: Path, conda: dict[str, str]) -> None:
     """What is installed in the environment that is active is not there for ranks that run with opsd's Python."""
-    with Launched(tmp_path, "import conda_code", env=conda) as launched:
+    with Launched(tmp_path, "import conda_code", env=conda | {"VIRTUAL_ENV": "/left/by/the/shell"}) as launched:
         assert launched.wait() != exitcodes.OK
         assert f"PYTHON_EXEC=python takes that of {conda['CONDA_PREFIX']}" in launched.event("finished")["reason"]
+
+
+def test_the_other_python_is_named_when_the_program_is_a_module_of_it(tmp_path: Path, conda: dict[str, str]) -> None:
+    """``-m`` of what is installed there."""
+    with Launched(tmp_path, "", "-m", program=("conda_code",), env=conda) as launched:
+        assert launched.wait() == exitcodes.NOT_FOUND
+        assert f"PYTHON_EXEC=python takes that of {conda['CONDA_PREFIX']}" in launched.err

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from string import Template
 from typing import Literal
 
 from opsd.launch.io.console import STDERR, STDOUT, Routing
+from opsd.launch.ranks.interpreters import python_with, why_unfit
 from opsd.launch.ranks.leftovers import LAUNCHER
 from opsd.launch.ranks.process import launcher_mark
 from opsd.rundir import RECORDER
@@ -36,9 +36,6 @@ GENERATION_VARIABLES = RESTART_VARIABLES | frozenset(
     ]
 )
 """All variables of ``Settings.generation_environment``."""
-OLDEST_PYTHON = (3, 11)
-"""The first that can run ``worker.py``."""
-_ANSWER_S = 60.0
 
 
 class ProgramNotFound(Exception):
@@ -93,41 +90,13 @@ class Program:
             if found is None:
                 raise ProgramNotFound(f"there is no program {name} that can be executed")
             name = str(Path(found).absolute()) if os.sep in name else found
-        if python := os.environ.get("PYTHON_EXEC", ""):
-            _try_interpreter(python)
+        python = os.environ.get("PYTHON_EXEC", "")
+        if python and (refusal := why_unfit(python)):
+            raise ProgramNotFound(f"the interpreter {python}, named by PYTHON_EXEC, {refusal}")
         python = python or sys.executable
         if kind == "module" and python == sys.executable and not _is_importable(name.partition(".")[0], cwd):
-            raise ProgramNotFound(f"there is no module {name}")
+            raise ProgramNotFound(f"there is no module {name}" + python_with(name))
         return cls(kind, name, args, python, cwd, given)
-
-
-def _try_interpreter(python: str) -> None:
-    """Raises ProgramNotFound if ``python``, named by PYTHON_EXEC, cannot run ranks; one that does not say may do so."""
-    refused = f"the interpreter {python}, named by PYTHON_EXEC,"
-    if shutil.which(python) is None:
-        raise ProgramNotFound(f"{refused} cannot be executed")
-    ask = [python, "-c", "import sys; print(*sys.version_info[:2])"]
-    try:
-        said = subprocess.run(
-            ask,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ANSWER_S,
-            check=True,
-        )
-        version = tuple(map(int, said.stdout.splitlines()[-1].split()))
-    except subprocess.CalledProcessError as error:
-        why = (error.stderr.splitlines() or [f"exit code {error.returncode}"])[-1]
-        raise ProgramNotFound(f"{refused} does not start: {why}") from None
-    except OSError as error:
-        raise ProgramNotFound(f"{refused} cannot be executed: {error.strerror}") from None
-    except (subprocess.TimeoutExpired, ValueError, IndexError):
-        return
-    if version < OLDEST_PYTHON:
-        oldest, found = (".".join(map(str, each)) for each in (OLDEST_PYTHON, version))
-        raise ProgramNotFound(f"{refused} is Python {found}; ranks need {oldest} or later")
 
 
 def _is_importable(name: str, cwd: Path) -> bool:
