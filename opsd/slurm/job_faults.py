@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -62,7 +63,7 @@ def read(
     if output.code:
         raise failure(argv, output)
     asker = _asker() if user is None else user
-    if asker and {line.rpartition("|")[2] for line in output.stdout.splitlines()} <= {asker}:
+    if asker and {line.rpartition("|")[2].lower() for line in _lines(output.stdout)} <= {asker.lower()}:
         raise SlurmDenied(
             f"sacct shows {asker} no job of another user (PrivateData=jobs in slurmdbd.conf?), so failed jobs cannot "
             "be counted; this needs root or an operator"
@@ -71,7 +72,10 @@ def read(
 
 
 def _asker() -> str:
-    """The name of the user who asks, "" for root; an id without a name is a name too."""
+    """The name of the user who asks, "" for root; an id without a name is a name too.
+
+    slurmdbd writes names in lower case unless told otherwise (PreserveCaseUser).
+    """
     user = os.geteuid()
     try:
         return pwd.getpwuid(user).pw_name if user else ""
@@ -84,24 +88,41 @@ def parse(text: str) -> list[Fault]:
 
     A start that failed is a node's fault if the job's next start went well without that node, and without that one
     only. A requeue, which may be anybody's, counts for jobs of several nodes alone. A user's failures on a node count
-    once a day: a thousand tasks with one error would make a lemon of every node that they were on.
+    once a day: a thousand tasks with one error would make a lemon of every node that they were on. A number that two
+    users have had is that of two jobs: Slurm begins again at the last one, or once its state is lost.
     """
-    jobs: dict[str, list[_Run]] = {}
-    for line in text.splitlines():
+    jobs: dict[tuple[str, str], list[_Run]] = {}
+    for line in _of_restarted(text):
         job, run = _fields(line)
         if run.nodes:
-            jobs.setdefault(job, []).append(run)
+            jobs.setdefault((job, run.user), []).append(run)
     found = sorted((each for runs in jobs.values() for each in _faults(runs)), key=lambda each: each[0].at)
     first = {(fault.node, user, time.localtime(fault.at)[:3]): fault for fault, user in reversed(found)}
     return sorted(first.values(), key=lambda fault: fault.at)
 
 
-def _fields(line: str) -> tuple[str, _Run]:
-    fields = line.split("|")
-    if len(fields) != len(FIELDS):
+def _lines(text: str) -> Iterator[str]:
+    """The lines of ``text`` without a list of them: of months of accounting there may be millions."""
+    return (match[0] for match in re.finditer(".+", text))
+
+
+def _of_restarted(text: str) -> Iterator[str]:
+    """The lines of jobs with a start that failed and another one that went well, the only ones to look into."""
+    failed = {job for job, state in map(_job_and_state, _lines(text)) if state in _BAD}
+    again = {job for job, state in map(_job_and_state, _lines(text)) if job in failed and state in _WELL}
+    return (line for line in _lines(text) if line.partition("|")[0] in again)
+
+
+def _job_and_state(line: str) -> tuple[str, str]:
+    if line.count("|") != len(FIELDS) - 1:
         raise SlurmRejected(f"sacct's answer has a line of another form: {line[:80]!r}")
-    job, told, code, end, nodes, user = fields
-    state = told.split(maxsplit=1)[0].rstrip("+") if told.strip() else ""
+    job, told, _ = line.split("|", 2)
+    return job, told.split(maxsplit=1)[0].rstrip("+") if told.strip() else ""
+
+
+def _fields(line: str) -> tuple[str, _Run]:
+    job, state = _job_and_state(line)
+    _, _, code, end, nodes, user = line.split("|")
     if state == _REQUEUED and code != "0:0":
         state = _FAILED
     try:
