@@ -31,6 +31,11 @@ may have shrunk it (22.05.8, 26.05.3).
 """
 
 
+_PROVEN_S: Final = DAY_S
+"""Seconds from a failure after which a start that still runs is taken to go well: a program that fails again and again
+does so within hours."""
+
+
 class _Run(NamedTuple):
     """One start of a job of ``user``. ``end`` in epoch seconds, None while it runs.
 
@@ -52,7 +57,8 @@ def read(
     ``user`` is who asks, "" for root. With PrivateData=jobs in slurmdbd.conf sacct shows an ordinary user no job of
     others and does not say why; nor does ``sacctmgr show config`` of 26.05.3. Such an answer is SlurmDenied.
     """
-    since = time.strftime("%Y-%m-%d", time.localtime((time.time() if now is None else now) - days * DAY_S))
+    now = time.time() if now is None else now
+    since = time.strftime("%Y-%m-%d", time.localtime(now - days * DAY_S))
     argv = (
         "sacct", "--allusers", "--local", "--duplicates", "--allocations", "--noheader", "--parsable2",
         f"--starttime={since}", f"--format={','.join(FIELDS)}",
@@ -68,7 +74,7 @@ def read(
             f"sacct shows {asker} no job of another user (PrivateData=jobs in slurmdbd.conf?), so failed jobs cannot "
             "be counted; this needs root or an operator"
         )
-    return parse(output.stdout)
+    return parse(output.stdout, now)
 
 
 def _asker() -> str:
@@ -83,8 +89,8 @@ def _asker() -> str:
         return str(user)
 
 
-def parse(text: str) -> list[Fault]:
-    """The faults in sacct's output with ``FIELDS``, a start of a job in each line. Raises SlurmRejected.
+def parse(text: str, now: float) -> list[Fault]:
+    """The faults in sacct's output of ``now`` with ``FIELDS``, a start of a job in each line. Raises SlurmRejected.
 
     A start that failed is a node's fault if the job's next start went well without that node, and without that one
     only. A requeue, which may be anybody's, counts for jobs of several nodes alone. A user's failures on a node count
@@ -96,7 +102,7 @@ def parse(text: str) -> list[Fault]:
         job, run = _fields(line)
         if run.nodes:
             jobs.setdefault((job, run.user), []).append(run)
-    found = sorted((each for runs in jobs.values() for each in _faults(runs)), key=lambda each: each[0].at)
+    found = sorted((each for runs in jobs.values() for each in _faults(runs, now)), key=lambda each: each[0].at)
     first = {(fault.node, user, time.localtime(fault.at)[:3]): fault for fault, user in reversed(found)}
     return sorted(first.values(), key=lambda fault: fault.at)
 
@@ -132,11 +138,13 @@ def _fields(line: str) -> tuple[str, _Run]:
     return job, _Run(state, epoch(end), names, user)
 
 
-def _faults(runs: list[_Run]) -> Iterator[tuple[Fault, str]]:
+def _faults(runs: list[_Run], now: float) -> Iterator[tuple[Fault, str]]:
     """The faults in the starts of one job, each with its user."""
     ordered = sorted(runs, key=lambda one: (one.end is None, one.end or 0.0))
     for failed, after in pairwise(ordered):
         if failed.end is None or failed.state not in _BAD or after.state not in _WELL:
+            continue
+        if after.end is None and now - failed.end < _PROVEN_S:
             continue
         suspects = failed.nodes - after.nodes
         by_chance = failed.state == _REQUEUED and not failed.nodes & after.nodes
