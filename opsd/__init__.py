@@ -1,10 +1,12 @@
 """opsd keeps a training run on a GPU cluster at full speed: node agent, job launcher and the tools around them."""
 
-from opsd.own_packages import prefer_own_packages
+import sys
+
+from opsd.own_packages import is_module_of_opsd, prefer_own_packages
 
 __version__ = "0.1.0"
-OWN_PROCESS = prefer_own_packages()
-"""Whether this is a process of opsd, and no program that imports opsd.
+OWN_PROCESS = is_module_of_opsd(getattr(sys, "orig_argv", []), sys.argv) and prefer_own_packages()
+"""Whether this is ``python -m`` with a module of opsd, and no program that imports opsd, which keeps its order.
 
 An assignment: what a standby imports beforehand ends at a statement that is a call (``launch/ranks/imports.py``).
 """

@@ -56,17 +56,18 @@ def open_regular(path: str, flags: int, opener: Callable[[str, int], int] = os.o
     raise OSError(errno.EINVAL, "not a regular file", path)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, text: str, *, in_place: bool = True) -> None:
     """Write ``text`` to ``path``, "-" being stdout. Raises OSError.
 
     A regular file is replaced by rename after its content is durable; a symbolic link is replaced, not followed.
-    Devices and pipes are written to as they are.
+    Devices and pipes are written to as they are, also behind a link, unless ``in_place`` is off: they are replaced too
+    then, because another user than the one who chose ``path`` may have put them there.
     """
     if str(path) == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+    if in_place and path.exists() and not stat.S_ISREG(path.stat().st_mode):
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return

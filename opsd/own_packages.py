@@ -1,47 +1,38 @@
-"""Which packages a process of opsd imports where PYTHONPATH names those of another Python."""
+"""Which packages a process of opsd imports where PYTHONPATH names those of another Python.
 
-import os.path
+Imports what the interpreter itself has imported, and has annotations in quotes: it runs before anything else of opsd,
+with a standard library that may be another Python's, and in one that is too old.
+"""
+
+import os
+import site
 import sys
-from collections.abc import Sequence
 
 
-def prefer_own_packages() -> bool:
-    """Let what PYTHONPATH names come last if this process is one of opsd's own, and return whether it is.
-
-    ``module load`` of another Python puts its packages there, which may be too old, or compiled for that Python.
-    Programs that import opsd keep their order.
-    """
-    if started(sys.orig_argv) != "opsd":
+def is_module_of_opsd(called: "list[str]", argv: "list[str]") -> bool:
+    """Whether ``python -m`` runs a module of opsd, or a rank does: its ``called`` (``sys.orig_argv``) says the same."""
+    given = max(len(called) - len(argv), -1)
+    option, module = ("", "", *called[: given + 1])[-2:]
+    if "-m" not in (option, *argv[:1]):
         return False
-    own = (sys.prefix, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    named = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = foreign_last(sys.path, named, own)
+    return (module.partition("m")[2] if module.startswith("-") else module).partition(".")[0] == "opsd"
+
+
+def prefer_own_packages(path: "list[str]" = sys.path, named: str = os.environ.get("PYTHONPATH", "")) -> bool:
+    """Let the folders ``named`` come last in ``path``, unless opsd or this Python is installed there; returns True.
+
+    ``module load`` of another Python names its packages, which may be too old, or compiled for that Python.
+    """
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    kept = {own, os.path.dirname(os.__file__), site.getusersitepackages(), *site.getsitepackages()}
+    folders = {os.path.normpath(os.path.join(_here(), name)) for name in named.split(os.pathsep)} if named else set()
+    path.sort(key=(folders - kept).__contains__)
     return True
 
 
-def started(argv: Sequence[str]) -> str:
-    """What a command line of Python starts: the top package of a module, the name of a file, or "" for neither.
-
-    Short options may be one word; c, m, W and X take the rest of theirs, or the next one (Python/getopt.c in CPython).
-    """
-    words = iter(argv[1:])
-    for word in words:
-        if word == "--":
-            return os.path.basename(next(words, ""))
-        if not word.startswith("-") or word == "-":
-            return os.path.basename(word)
-        if word.startswith("--"):
-            if word == "--check-hash-based-pycs":
-                next(words, "")
-            continue
-        option = next((letter for letter in word if letter in "cmWX"), "")
-        value = option and (word.partition(option)[2] or next(words, ""))
-        if option in ("c", "m"):
-            return value.partition(".")[0] if option == "m" else ""
-    return ""
-
-
-def foreign_last(paths: Sequence[str], named: Sequence[str], own: Sequence[str]) -> list[str]:
-    """``paths`` with those ``named`` at the end, of which those below the folders ``own`` come before others."""
-    folders = tuple(os.path.join(folder, "") for folder in own)
-    return sorted(paths, key=lambda path: path in named and 1 + (not os.path.join(path, "").startswith(folders)))
+def _here() -> str:
+    """The working directory, "" if it does not exist any more."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""

@@ -73,10 +73,10 @@ def rank_table(ranks: Iterable[Mapping[str, Any]]) -> Table:
     return table
 
 
-def written(path: Path, text: str, what: str) -> bool:
+def written(path: Path, text: str, what: str, *, in_place: bool = True) -> bool:
     """Write ``text`` as write_text does, or say that ``what`` could not be."""
     try:
-        write_text(path, text)
+        write_text(path, text, in_place=in_place)
     except OSError as error:
         click.echo(f"opsd: {what} could not be written to {path}: {error.strerror or error}", err=True)
         return False

@@ -39,7 +39,7 @@ def report(run: str | None, as_text: bool, as_json: bool, out: Path | None, file
         click.echo("\n".join(text_report(found, price)))
     else:
         target = out or found.folder / PAGE
-        if not written(target, report_page(found, price), "the report"):
+        if not written(target, report_page(found, price), "the report", in_place=out is not None):
             return exitcodes.FAILED
         if str(target) != "-":
             click.echo(target)

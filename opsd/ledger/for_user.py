@@ -17,10 +17,7 @@ from opsd.collectors.lib.rights import Rights, open_as
 from opsd.files import open_regular
 from opsd.ledger.curves import curves
 from opsd.ledger.ledger import earlier_tokens, make_ledger, trained_tokens
-from opsd.ledger.records import PLAN, LedgerError, Opener, gpus_of, lost_nodes, read_records
-
-_LONGEST_PLAN = 65_536
-"""Characters."""
+from opsd.ledger.records import LedgerError, Opener, gpus_of, lost_nodes, read_plan, read_records
 
 
 def records_for_user(folder: Path, user: int) -> dict[str, Any]:
@@ -40,10 +37,9 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
 
 
 def _plan(folder: Path, opener: Opener) -> str | None:
-    """The text of the run's plan, as long as it can be, None without one that can be read."""
+    """The text of the run's plan, None without one that can be read."""
     try:
-        with open(folder / PLAN, encoding="utf-8", errors="replace", opener=opener) as file:
-            return file.read(_LONGEST_PLAN)
+        return read_plan(folder, opener)
     except OSError:
         return None
 

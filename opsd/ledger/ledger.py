@@ -31,8 +31,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from opsd.files import open_regular
-from opsd.ledger.records import LedgerError, Opener, read_records
+from opsd.ledger.records import LedgerError, Opener, open_run_file, read_records
 
 BUCKETS = (
     "productive",
@@ -288,7 +287,7 @@ def _ns(seconds: float) -> int:
     return round(float(seconds) * _NS)
 
 
-def read_ledger(folder: Path, opener: Opener = open_regular) -> Ledger:
+def read_ledger(folder: Path, opener: Opener = open_run_file) -> Ledger:
     """The ledger of the run in ``folder``, from its events.jsonl and metrics.jsonl, or else steps.jsonl.
 
     ``opener`` opens the files, as in open(). Raises LedgerError if there are no events.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +19,9 @@ _NUMBERS: Final = (
     "load_s", "noticed_s", "silent_s", "stuck_s",
 )  # fmt: skip
 _BELOW: Final = 1e18
+_LONGEST_LINE: Final = 1 << 24
+_LONGEST_PLAN: Final = 1 << 16
+"""Characters."""
 _LOST_NODES: Final = ("node_lost", "node_retired")
 
 Opener = Callable[[str, int], int]
@@ -25,7 +31,22 @@ class LedgerError(Exception):
     """There is no data for a ledger; the message says what is missing."""
 
 
-def read_records(folder: Path, opener: Opener = open_regular) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def open_run_file(path: str, flags: int) -> int:
+    """For open() as its ``opener``: a regular file of a run. Raises OSError.
+
+    For root no link in the folder of another user is followed: what is read may be shown there (``report.html``).
+    """
+    if os.geteuid() or Path(path).parent.stat().st_uid == 0:
+        return open_regular(path, flags)
+    try:
+        return open_regular(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "a link of another user, which root does not follow", path) from None
+        raise
+
+
+def read_records(folder: Path, opener: Opener = open_run_file) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The events of the run in ``folder``, and the lines about its steps, each in the order of time.
 
     ``opener`` opens the files, as in open(). Raises LedgerError if there are no events.
@@ -41,19 +62,26 @@ def read_records(folder: Path, opener: Opener = open_regular) -> tuple[list[dict
     return sorted(events, key=_time), sorted(metrics, key=_time)
 
 
-def read_lines(path: Path, required: Sequence[str], opener: Opener = open_regular) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, required: Sequence[str], opener: Opener = open_run_file) -> Iterator[dict[str, Any]]:
     """The JSON objects of ``path`` that have all ``required`` keys. Raises OSError.
 
-    Lines that a crash has cut off are skipped, as are those in which a number is none, or no length of time or count.
+    Lines that a crash has cut off are skipped, as are those in which a number is none, or no length of time or count,
+    and lines of more than 16 Mi characters: one without end would fill the memory.
     """
     with open(path, encoding="utf-8", errors="replace", opener=opener) as file:
-        for line in file:
+        for line in iter(partial(file.readline, _LONGEST_LINE), ""):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and all(record.get(key) is not None for key in required) and _is_sound(record):
                 yield record
+
+
+def read_plan(folder: Path, opener: Opener = open_run_file) -> str:
+    """The text of the run's plan, as long as it can be. Raises OSError."""
+    with open(folder / PLAN, encoding="utf-8", errors="replace", opener=opener) as file:
+        return file.read(_LONGEST_PLAN)
 
 
 def _is_sound(record: Mapping[str, Any]) -> bool:

@@ -30,7 +30,7 @@ def main(folder: Path, resume: str) -> int:
     file: Path | None = folder / PAGE
     assert file is not None
     try:
-        write_text(file, report_page(run, price))
+        write_text(file, report_page(run, price), in_place=False)
     except OSError as error:
         print(f"the report is not written to {file}: {error.strerror}", file=sys.stderr)
         file = None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from opsd.ledger.records import open_run_file
+
 FILE: Final = "experts.jsonl"
 STARVED: Final = 0.1
 """An expert with less than this share of the mean of its layer hardly learns."""
@@ -79,9 +81,9 @@ class ExpertLoads:
 
 def read_loads(folder: Path) -> ExpertLoads | None:
     """The newest loads of the run in ``folder``; None without any that can be read."""
-    with suppress(OSError), open(folder / FILE, "rb") as file:
+    with suppress(OSError), open(folder / FILE, "rb", opener=open_run_file) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _END_BYTES))
-        for line in reversed(file.read().splitlines()):
+        for line in reversed((file.read() or b"").splitlines()):  # None: a file of /proc that waits
             with suppress(ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
                 return _parsed(json.loads(line))
     return None

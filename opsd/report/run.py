@@ -13,7 +13,7 @@ from typing import Any
 from opsd import exitcodes
 from opsd.launch.io.run_log import EventText
 from opsd.ledger.ledger import Ledger, earlier_tokens, make_ledger, repeated_steps, trained_tokens
-from opsd.ledger.records import PLAN, LedgerError, lost_nodes, read_lines, read_records
+from opsd.ledger.records import PLAN, LedgerError, lost_nodes, read_lines, read_plan, read_records
 from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
 from opsd.report.experts import ExpertLoads, read_loads
 
@@ -181,7 +181,7 @@ def read_run(folder: Path) -> RunReport:
         evaluations = list(read_lines(folder / EVALUATIONS, ("t", "step", "results")))
     run = replace(summarize(folder, events, metrics, evaluations, ledger), experts=read_loads(folder))
     try:
-        return replace(run, planned=Planned.parse((folder / PLAN).read_text(encoding="utf-8", errors="replace")))
+        return replace(run, planned=Planned.parse(read_plan(folder)))
     except FileNotFoundError:
         return run
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -30,6 +31,11 @@ may have shrunk it (22.05.8, 26.05.3).
 """
 
 
+_PROVEN_S: Final = DAY_S
+"""Seconds from a failure after which a start that still runs is taken to go well: a program that fails again and again
+does so within hours."""
+
+
 class _Run(NamedTuple):
     """One start of a job of ``user``. ``end`` in epoch seconds, None while it runs.
 
@@ -51,7 +57,8 @@ def read(
     ``user`` is who asks, "" for root. With PrivateData=jobs in slurmdbd.conf sacct shows an ordinary user no job of
     others and does not say why; nor does ``sacctmgr show config`` of 26.05.3. Such an answer is SlurmDenied.
     """
-    since = time.strftime("%Y-%m-%d", time.localtime((time.time() if now is None else now) - days * DAY_S))
+    now = time.time() if now is None else now
+    since = time.strftime("%Y-%m-%d", time.localtime(now - days * DAY_S))
     argv = (
         "sacct", "--allusers", "--local", "--duplicates", "--allocations", "--noheader", "--parsable2",
         f"--starttime={since}", f"--format={','.join(FIELDS)}",
@@ -62,16 +69,19 @@ def read(
     if output.code:
         raise failure(argv, output)
     asker = _asker() if user is None else user
-    if asker and {line.rpartition("|")[2] for line in output.stdout.splitlines()} <= {asker}:
+    if asker and {line.rpartition("|")[2].lower() for line in _lines(output.stdout)} <= {asker.lower()}:
         raise SlurmDenied(
             f"sacct shows {asker} no job of another user (PrivateData=jobs in slurmdbd.conf?), so failed jobs cannot "
             "be counted; this needs root or an operator"
         )
-    return parse(output.stdout)
+    return parse(output.stdout, now)
 
 
 def _asker() -> str:
-    """The name of the user who asks, "" for root; an id without a name is a name too."""
+    """The name of the user who asks, "" for root; an id without a name is a name too.
+
+    slurmdbd writes names in lower case unless told otherwise (PreserveCaseUser).
+    """
     user = os.geteuid()
     try:
         return pwd.getpwuid(user).pw_name if user else ""
@@ -79,29 +89,46 @@ def _asker() -> str:
         return str(user)
 
 
-def parse(text: str) -> list[Fault]:
-    """The faults in sacct's output with ``FIELDS``, a start of a job in each line. Raises SlurmRejected.
+def parse(text: str, now: float) -> list[Fault]:
+    """The faults in sacct's output of ``now`` with ``FIELDS``, a start of a job in each line. Raises SlurmRejected.
 
     A start that failed is a node's fault if the job's next start went well without that node, and without that one
     only. A requeue, which may be anybody's, counts for jobs of several nodes alone. A user's failures on a node count
-    once a day: a thousand tasks with one error would make a lemon of every node that they were on.
+    once a day: a thousand tasks with one error would make a lemon of every node that they were on. A number that two
+    users have had is that of two jobs: Slurm begins again at the last one, or once its state is lost.
     """
-    jobs: dict[str, list[_Run]] = {}
-    for line in text.splitlines():
+    jobs: dict[tuple[str, str], list[_Run]] = {}
+    for line in _of_restarted(text):
         job, run = _fields(line)
         if run.nodes:
-            jobs.setdefault(job, []).append(run)
-    found = sorted((each for runs in jobs.values() for each in _faults(runs)), key=lambda each: each[0].at)
+            jobs.setdefault((job, run.user), []).append(run)
+    found = sorted((each for runs in jobs.values() for each in _faults(runs, now)), key=lambda each: each[0].at)
     first = {(fault.node, user, time.localtime(fault.at)[:3]): fault for fault, user in reversed(found)}
     return sorted(first.values(), key=lambda fault: fault.at)
 
 
-def _fields(line: str) -> tuple[str, _Run]:
-    fields = line.split("|")
-    if len(fields) != len(FIELDS):
+def _lines(text: str) -> Iterator[str]:
+    """The lines of ``text`` without a list of them: of months of accounting there may be millions."""
+    return (match[0] for match in re.finditer(".+", text))
+
+
+def _of_restarted(text: str) -> Iterator[str]:
+    """The lines of jobs with a start that failed and another one that went well, the only ones to look into."""
+    failed = {job for job, state in map(_job_and_state, _lines(text)) if state in _BAD}
+    again = {job for job, state in map(_job_and_state, _lines(text)) if job in failed and state in _WELL}
+    return (line for line in _lines(text) if line.partition("|")[0] in again)
+
+
+def _job_and_state(line: str) -> tuple[str, str]:
+    if line.count("|") != len(FIELDS) - 1:
         raise SlurmRejected(f"sacct's answer has a line of another form: {line[:80]!r}")
-    job, told, code, end, nodes, user = fields
-    state = told.split(maxsplit=1)[0].rstrip("+") if told.strip() else ""
+    job, told, _ = line.split("|", 2)
+    return job, told.split(maxsplit=1)[0].rstrip("+") if told.strip() else ""
+
+
+def _fields(line: str) -> tuple[str, _Run]:
+    job, state = _job_and_state(line)
+    _, _, code, end, nodes, user = line.split("|")
     if state == _REQUEUED and code != "0:0":
         state = _FAILED
     try:
@@ -111,11 +138,13 @@ def _fields(line: str) -> tuple[str, _Run]:
     return job, _Run(state, epoch(end), names, user)
 
 
-def _faults(runs: list[_Run]) -> Iterator[tuple[Fault, str]]:
+def _faults(runs: list[_Run], now: float) -> Iterator[tuple[Fault, str]]:
     """The faults in the starts of one job, each with its user."""
     ordered = sorted(runs, key=lambda one: (one.end is None, one.end or 0.0))
     for failed, after in pairwise(ordered):
         if failed.end is None or failed.state not in _BAD or after.state not in _WELL:
+            continue
+        if after.end is None and now - failed.end < _PROVEN_S:
             continue
         suspects = failed.nodes - after.nodes
         by_chance = failed.state == _REQUEUED and not failed.nodes & after.nodes

@@ -62,6 +62,34 @@ def test_program_that_ends_at_once(tmp_path: Path) -> None:
         assert launched.event("finished")["reason"] == "all ranks finished"
 
 
+@pytest.mark.parametrize(
+    ("does", "says"),
+    [
+        ("echo 3 10", "is Python 3.10; ranks need 3.11 or later"),
+        ("echo loading... >&2; echo no libpython3.12.so >&2; exit 127", "does not start: no libpython3.12.so"),
+        ("kill -SEGV $$", "does not start: exit code -11"),
+    ],
+)
+def test_interpreter_that_cannot_run_ranks(tmp_path: Path, does: str, says: str) -> None:
+    """It is refused in a sentence, before there is a run."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{does}\n")
+    python.chmod(0o755)
+    with Launched(tmp_path, "", env={"PYTHON_EXEC": str(python)}) as launched:
+        assert launched.wait() == exitcodes.NOT_FOUND
+        assert launched.err == f"opsd: the interpreter {python}, named by PYTHON_EXEC, {says}\n"
+
+
+def test_interpreter_that_ends_before_it_takes_an_order(tmp_path: Path) -> None:
+    """What it ended with is the failure, not the broken channel to it."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\ntest $1 = -c && echo 3 11 || exit 5\n")
+    python.chmod(0o755)
+    with Launched(tmp_path, "", "--nproc-per-node=4", env={"PYTHON_EXEC": str(python)}) as launched:
+        assert launched.wait() == exitcodes.FAILED
+        assert "with exit code 5" in launched.event("finished")["reason"]
+
+
 def test_interpreter_that_does_not_exist(tmp_path: Path) -> None:
     """An interpreter for the ranks that is not there is refused like a program that is not there."""
     with Launched(tmp_path, "", env={"PYTHON_EXEC": "/no/such/python"}) as launched:

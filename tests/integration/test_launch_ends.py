@@ -129,7 +129,9 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
 def test_ranks_whose_launcher_was_killed_before_they_ran_never_do(tmp_path: Path) -> None:
     """Its interpreter may need seconds to start on a busy node; nobody would ever end such a rank."""
     slow = tmp_path / "slow-python"
-    slow.write_text(f'#!/bin/sh\ntouch {tmp_path}/starting\nsleep 1\nexec {sys.executable} "$@"\n')
+    slow.write_text(
+        f'#!/bin/sh\ntest "$1" = -c || {{ touch {tmp_path}/starting; sleep 1; }}\nexec {sys.executable} "$@"\n'
+    )
     slow.chmod(0o755)
     program = f"open({str(tmp_path / 'ran')!r}, 'w').close()"
     with Launched(tmp_path, program, env={"PYTHON_EXEC": str(slow)}) as launched:

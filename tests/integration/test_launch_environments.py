@@ -65,6 +65,8 @@ def test_a_loaded_module_of_another_python(tmp_path: Path, loaded: tuple[str, ..
     [
         (str(Path(sys.executable).with_name("opsd")), "--version"),
         (sys.executable, "-m", "opsd", "runbook", "list"),
+        (sys.executable, "-X", "dev", "-W", "ignore", "-um", "opsd", "runbook", "list"),
+        (sys.executable, "-c", "from opsd.commands.main import main; main()", "runbook", "list"),
         (sys.executable, "-P", "-m", "opsd.launch.run.nvlink_domain"),
         (sys.executable, "-u", "-m", "opsd.trainer", "--help"),
     ],
@@ -72,6 +74,28 @@ def test_a_loaded_module_of_another_python(tmp_path: Path, loaded: tuple[str, ..
 def test_each_process_of_opsd_has_its_own_packages(loaded: tuple[str, ...], command: tuple[str, ...]) -> None:
     """The command, however it is called, what it starts, and the trainer."""
     done = subprocess.run([*loaded, *command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_modules
+def test_a_program_that_is_called_opsd_has_the_packages_that_the_user_loaded(
+    tmp_path: Path, loaded: tuple[str, ...]
+) -> None:
+    """Its name makes it none of opsd's own processes."""
+    program = tmp_path / "opsd"
+    program.write_text("import opsd.client\nimport click\n")
+    command = [*loaded, sys.executable, "-P", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "click is that of another Python" in done.stderr
+
+
+def test_an_empty_name_in_pythonpath(tmp_path: Path) -> None:
+    """``PYTHONPATH=/apps:$PYTHONPATH`` names the working directory, whose modules come last as well."""
+    for name in FOREIGN:
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a file of the user')\n")
+    command = [Path(sys.executable).with_name("opsd"), "runbook", "list"]
+    environ = {**os.environ, "PYTHONPATH": "/apps:"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -111,6 +135,13 @@ def test_ranks_run_with_the_python_of_conda(tmp_path: Path, conda: dict[str, str
 
 def test_the_other_python_is_named_when_a_module_is_missing(tmp_path: Path, conda: dict[str, str]) -> None:
     """What is installed in the environment that is active is not there for ranks that run with opsd's Python."""
-    with Launched(tmp_path, "import conda_code", env=conda) as launched:
+    with Launched(tmp_path, "import conda_code", env=conda | {"VIRTUAL_ENV": "/left/by/the/shell"}) as launched:
         assert launched.wait() != exitcodes.OK
         assert f"PYTHON_EXEC=python takes that of {conda['CONDA_PREFIX']}" in launched.event("finished")["reason"]
+
+
+def test_the_other_python_is_named_when_the_program_is_a_module_of_it(tmp_path: Path, conda: dict[str, str]) -> None:
+    """``-m`` of what is installed there."""
+    with Launched(tmp_path, "", "-m", program=("conda_code",), env=conda) as launched:
+        assert launched.wait() == exitcodes.NOT_FOUND
+        assert f"PYTHON_EXEC=python takes that of {conda['CONDA_PREFIX']}" in launched.err

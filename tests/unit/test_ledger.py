@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,32 @@ def test_nobody_is_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(LedgerError, match=r"events.jsonl: not a regular file"):
         read_ledger(tmp_path)
+
+
+def test_a_line_without_end_fills_no_memory(tmp_path: Path) -> None:
+    """A file of zeros, as some file systems leave after a crash, is no line; what comes before and after it counts."""
+    lines = [event(0, "generation_started"), event(3, "finished")]
+    file = tmp_path / "events.jsonl"
+    file.write_text(json.dumps(lines[0]) + "\n")
+    os.truncate(file, 1 << 27)
+    with file.open("a") as end:
+        end.write("\n" + json.dumps(lines[1]) + "\n")
+    tracemalloc.start()
+    try:
+        assert read_ledger(tmp_path).wall_s == 3.0
+        assert tracemalloc.get_traced_memory()[1] < 1 << 26
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may read the files of others")
+def test_root_follows_no_link_of_another_user(tmp_path: Path) -> None:
+    """The report would tell in the user's folder what only root may read."""
+    secret, theirs = tmp_path / "secret.jsonl", tmp_path / "run"
+    secret.write_text(json.dumps(event(0, "generation_started")) + "\n")
+    theirs.mkdir()
+    (theirs / "events.jsonl").symlink_to(secret)
+    assert read_ledger(theirs).wall_s == 0.0
+    os.chown(theirs, 65_534, 65_534)
+    with pytest.raises(LedgerError, match=r"events.jsonl: a link of another user, which root does not follow"):
+        read_ledger(theirs)

@@ -1,62 +1,49 @@
-"""What is a process of opsd by its command line, and whose packages come first in one."""
+"""Which packages come first where PYTHONPATH names those of another Python."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import site
 from pathlib import Path
 
 import pytest
 
-from opsd.own_packages import foreign_last, started
+import opsd
+from opsd.own_packages import is_module_of_opsd, prefer_own_packages
+
+OWN = str(Path(opsd.__file__).parents[1])
+SITE = site.getsitepackages()[0]
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("named", "path", "expected"),
     [
-        ("-m opsd runbook list", "opsd"),
-        ("-mopsd", "opsd"),
-        ("-Im opsd", "opsd"),
-        ("-ImOpsd", "Opsd"),
-        ("-P -m opsd.slurm.pyslurm_worker", "opsd"),
-        ("-X dev -m opsd", "opsd"),
-        ("-Xdev -uW error -Bm opsd", "opsd"),
-        ("-IXm -m opsd", "opsd"),
-        ("--check-hash-based-pycs never -m opsd", "opsd"),
-        ("/opt/opsd/bin/opsd status", "opsd"),
-        ("-X importtime -- /opt/opsd/bin/opsd", "opsd"),
-        ("-X opsd train.py", "train.py"),
-        ("-W opsd -m train opsd", "train"),
-        ("-m train -m opsd", "train"),
-        ("train.py -m opsd", "train.py"),
-        ("-c opsd opsd", ""),
-        ("-copsd opsd", ""),
-        ("-Im", ""),
-        ("-X", ""),
-        ("", ""),
-        ("- opsd", "-"),
+        ("/apps/python", ["/apps/python", "/lib", SITE], ["/lib", SITE, "/apps/python"]),
+        (f"/apps/a/:{OWN}", ["/apps/a", OWN, "/lib", SITE], [OWN, "/lib", SITE, "/apps/a"]),
+        (f"/apps/a:{SITE}", ["/apps/a", SITE, "/lib"], [SITE, "/lib", "/apps/a"]),
+        ("", ["/work", "/lib"], ["/work", "/lib"]),
+    ],
+    ids=["a module", "pip install --target", "its own site-packages", "nothing"],
+)
+def test_what_pythonpath_names_comes_last(named: str, path: list[str], expected: list[str]) -> None:
+    """But for what opsd itself is installed in, which comes before an older package of the Python that runs it."""
+    prefer_own_packages(path, named)
+    assert path == expected
+
+
+@pytest.mark.parametrize(
+    ("called", "argv", "answer"),
+    [
+        ("python -m opsd top", "-m top", True),
+        ("python -X dev -W ignore -Pm opsd.trainer c.toml", "-m c.toml", True),
+        ("python -X importtime -umopsd.trainer", "-m", True),
+        ("python -u -m opsd.trainer c.toml", "/site/opsd/trainer/__main__.py c.toml", True),
+        ("python -m opsdata -m opsd", "-m -m opsd", False),
+        ("python opsd top", "opsd top", False),
+        ("python -m pytest", "-m", False),
+        ("python train.py", "train.py --with more than there was", False),
+        ("", "", False),
     ],
 )
-def test_what_a_command_line_of_python_starts(words: str, what: str) -> None:
-    """However its options are joined: those that take a word hide no module, and what they take is none."""
-    assert started(["python", *words.split()]) == what
-
-
-@pytest.mark.parametrize("call", ["-m opsd", "-X utf8 -m opsd", "-Bum opsd", "-W default -mopsd"])
-def test_opsd_has_its_own_packages_however_it_is_called(tmp_path: Path, call: str) -> None:
-    """Where a module of another Python has put its own in front."""
-    (tmp_path / "click.py").write_text("raise ImportError('that of another Python')\n")
-    command, env = [sys.executable, *call.split(), "--version"], {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_own_folders_come_before_others_that_are_named() -> None:
-    """A folder beside them whose name only begins like theirs is another's; what is not named stays in front."""
-    paths = ["/apps/lib", "/opt/opsd-1/lib", "/opt/opsd/lib", "/opt/opsd", "/usr/lib", ""]
-    named = ["/apps/lib", "/opt/opsd-1/lib", "/opt/opsd/lib", "/opt/opsd"]
-    assert foreign_last(paths, named, ["/opt/opsd"]) == [
-        "/usr/lib", "", "/opt/opsd/lib", "/opt/opsd", "/apps/lib", "/opt/opsd-1/lib",
-    ]  # fmt: skip
-    assert foreign_last(["/b", "/a"], ["/b"], ["/"]) == ["/a", "/b"]
+def test_a_module_of_opsd_is_known_by_its_command_line(called: str, argv: str, answer: bool) -> None:
+    """However the options of Python are written, and as a rank, which has the command line of its program."""
+    assert is_module_of_opsd(called.split(), argv.split()) is answer

@@ -19,7 +19,7 @@ from opsd.commands.report import report
 from opsd.report.compare import compare_page, compare_text, losses_part
 from opsd.report.cost import Price, cost_line
 from opsd.report.page import report_page
-from opsd.report.run import NoReport, read_run
+from opsd.report.run import PAGE, NoReport, read_run
 from opsd.report.text import closing_block, text_report
 from opsd.words import count, duration, reason
 
@@ -208,3 +208,19 @@ def test_loads_of_experts(folder: Path) -> None:
     assert any(said in text for text in text_report(run, Price()))
     assert "0 (1.95 x mean)" in report_page(run, Price())
     assert run.as_dict()["experts"] == {"step": 200, "steps": 100, "loads": {1: [10, 10], 2: [39, 1]}}
+
+
+def test_pipes_in_place_of_a_runs_files_hold_nothing_up(folder: Path) -> None:
+    """Nobody writes into them or reads from them. One in the place of the report is replaced by it."""
+    for name in ("plan.json", "experts.jsonl", "evaluations.jsonl", PAGE):
+        os.mkfifo(folder / name)
+    assert read_run(folder).plan_problem == "plan.json cannot be read: not a regular file"
+    assert CliRunner().invoke(report, [str(folder)]).output == f"{folder / PAGE}\n"
+    assert (folder / PAGE).read_text().startswith("<!doctype html>")
+
+
+def test_a_link_to_a_device_is_replaced_by_the_report(folder: Path) -> None:
+    """Root would have written the page of a user's run to a disk of that user's choice."""
+    (folder / PAGE).symlink_to(os.devnull)
+    CliRunner().invoke(report, [str(folder)])
+    assert not (folder / PAGE).is_symlink()

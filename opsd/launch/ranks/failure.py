@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from opsd import exitcodes
@@ -38,6 +35,7 @@ _ENVIRONMENT = re.compile(
 )
 _SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 """gloo, in the rank that receives more than it asked for; the rank whose size is wrong only loses a connection."""
+_MISSING = re.compile(r"No module named '([\w.]+)'")
 _VARIABLE = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
@@ -140,10 +138,8 @@ class GiveUp:
     reason: str
 
 
-def explain(
-    stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str, environ: Mapping[str, str] = os.environ
-) -> str:
-    """Why the run stops, in one paragraph: the rule, the rank, its error, its log and the end of the log.
+def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str, hint: str = "") -> str:
+    """Why the run stops, in one paragraph: the rule, the rank, its error, a hint, its log and the end of the log.
 
     ``log`` is "" where there is none to point to: of a lost node, and of a rank that said nothing about its hang.
     """
@@ -152,20 +148,19 @@ def explain(
     if len(lines) == 1 and cause.error is not None and cause.error.message in lines[0]:
         lines = []  # the cause says the same
     tail = "\n".join(f"    {line}" for line in lines)
-    text = f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}."
-    if cause.error is not None and cause.error.type == "ModuleNotFoundError":
-        text += _other_python(environ)
+    text = f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}{hint}."
     if not log:
         return text
     return f"{text} Its log is {log}" + (f"; it ends in\n{tail}" if tail else ".")
 
 
-def _other_python(environ: Mapping[str, str]) -> str:
-    """That the environment which the user has activated is not the one in which the ranks look for modules."""
-    active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX")
-    if not active or "PYTHON_EXEC" in environ or Path(active).resolve() == Path(sys.prefix).resolve():
-        return ""
-    return f" The ranks run with {sys.executable}; PYTHON_EXEC=python takes that of {active}, which is active."
+def missing_module(error: RankError | None) -> str:
+    """The module that the failed rank's Python does not have, "" if it failed for another reason.
+
+    One that a file of the program hides ("…; 'x' is not a package") is missing in any Python.
+    """
+    found = _MISSING.fullmatch(error.message.strip()) if error and error.type == "ModuleNotFoundError" else None
+    return found[1] if found else ""
 
 
 class RestartPolicy:

@@ -14,6 +14,7 @@ from string import Template
 from typing import Literal
 
 from opsd.launch.io.console import STDERR, STDOUT, Routing
+from opsd.launch.ranks.interpreters import python_with, why_unfit
 from opsd.launch.ranks.leftovers import LAUNCHER
 from opsd.launch.ranks.process import launcher_mark
 from opsd.rundir import RECORDER
@@ -89,12 +90,12 @@ class Program:
             if found is None:
                 raise ProgramNotFound(f"there is no program {name} that can be executed")
             name = str(Path(found).absolute()) if os.sep in name else found
-        python = os.environ.get("PYTHON_EXEC") or sys.executable
-        if shutil.which(python) is None:
-            named = ", named by PYTHON_EXEC," if os.environ.get("PYTHON_EXEC") else ""
-            raise ProgramNotFound(f"the interpreter {python}{named} cannot be executed")
+        python = os.environ.get("PYTHON_EXEC", "")
+        if python and (refusal := why_unfit(python)):
+            raise ProgramNotFound(f"the interpreter {python}, named by PYTHON_EXEC, {refusal}")
+        python = python or sys.executable
         if kind == "module" and python == sys.executable and not _is_importable(name.partition(".")[0], cwd):
-            raise ProgramNotFound(f"there is no module {name}")
+            raise ProgramNotFound(f"there is no module {name}" + python_with(name))
         return cls(kind, name, args, python, cwd, given)
 
 

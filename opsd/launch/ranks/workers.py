@@ -5,6 +5,7 @@ They run ``worker.py``, which documents the protocol.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -170,7 +171,8 @@ class StandbyPool:
                     print_message(f"a standby worker died when needed ({error}); starting cold")
             member.worker.discard()
         cold = Worker.start(self._settings.program, env, *outputs)
-        cold.run(env, outputs)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: its exit says more
+            cold.run(env, outputs)
         return cold, False
 
     def close(self) -> None:

@@ -25,7 +25,8 @@ from opsd.launch.io.loop import Timers
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
-from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain
+from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain, missing_module
+from opsd.launch.ranks.interpreters import python_with
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, Stacks, rank_statuses, reports
 from opsd.launch.run.growth import Growth
@@ -287,7 +288,8 @@ class Leader:
             return
         verdict = self._policy.judge(cause, report.node, furthest=self.furthest, committed=self._committed)
         if verdict is not None:
-            self.end(verdict.code, explain(verdict, cause, report.node, report.log, report.tail))
+            hint = python_with(missing_module(cause.error))
+            self.end(verdict.code, explain(verdict, cause, report.node, report.log, report.tail, hint))
             return
         when = "before its first step" if cause.step is None else f"after step {cause.step}"
         said = said or f"rank {cause.rank} on {report.node} failed {when} with {cause.cause}"
