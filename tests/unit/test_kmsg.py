@@ -135,6 +135,20 @@ def test_a_message_in_two_pieces_is_put_together(node: Node) -> None:
     assert [event.message for event in read(agent).events] == ["nfs: server 10.0.0.1 not responding, still trying"]
 
 
+def test_a_piece_without_its_beginning_is_nothing(node: Node) -> None:
+    """Another processor's message may separate the name of a cpuset, any text of a user's, from what it continues."""
+    agent = node.agent()
+    read(agent)
+    node.say(XID_31)
+    node.say(XID_79, flag="c")
+    node.say(XID_79[:30], flag="c")
+    node.say(XID_79[30:], flag="c")
+    node.say("oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=")
+    node.say("usb 1-1: reset high-speed USB device number 2")
+    node.say(XID_79, flag="c")
+    assert codes(read(agent)) == [31]
+
+
 def test_the_oom_killer_names_process_and_cgroup(node: Node) -> None:
     """An out-of-memory kill is one event that says who was killed in which cgroup."""
     agent = node.agent()
