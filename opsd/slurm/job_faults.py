@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
 import time
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from itertools import islice, pairwise
 from typing import Final, NamedTuple
 
 from opsd.lemons import DAY_S, Fault
@@ -18,6 +19,8 @@ from opsd.slurm.runner import Runner, run_command
 
 DAYS: Final = 90
 DEADLINE_S: Final = 60.0
+MOST: Final = 50_000
+"""Jobs with a failed start that are kept at once, the newest: 30 MiB."""
 FIELDS: Final = ("JobIDRaw", "State", "ExitCode", "End", "NodeList", "User")
 _FAILED: Final = "FAILED"
 _REQUEUED: Final = "REQUEUED"
@@ -31,7 +34,7 @@ may have shrunk it (22.05.8, 26.05.3).
 
 
 class _Run(NamedTuple):
-    """One start of a job of ``user``. ``end`` in epoch seconds, None while it runs.
+    """One start of a job of ``user`` on the hostlist ``nodes``. ``end`` in epoch seconds, None while it runs.
 
     A start that had failed before it was requeued is FAILED: its state is REQUEUED in 22.05, and after an exit code of
     ``RequeueExit`` also in 26.05, but its exit code is its own. That of one which was requeued while it ran is 0:0.
@@ -39,35 +42,49 @@ class _Run(NamedTuple):
 
     state: str
     end: float | None
-    nodes: frozenset[str]
+    nodes: str
     user: str
 
 
 def read(
     run: Runner = run_command, now: float | None = None, days: float = DAYS, user: str | None = None
 ) -> list[Fault]:
-    """The faults of the last ``days``. Raises SlurmError, for instance where there is no accounting.
+    """The faults of the last ``days``, asked for one by one. Raises SlurmError, as where there is no accounting.
 
     ``user`` is who asks, "" for root. With PrivateData=jobs in slurmdbd.conf sacct shows an ordinary user no job of
     others and does not say why; nor does ``sacctmgr show config`` of 26.05.3. Such an answer is SlurmDenied.
     """
-    since = time.strftime("%Y-%m-%d", time.localtime((time.time() if now is None else now) - days * DAY_S))
+    asker, users, found = _asker() if user is None else user, set[str](), _Failed()
+    at = time.time() if now is None else now
+    for day in reversed(range(math.ceil(days) + 1)):
+        text = _day(run, at - day * DAY_S, last=not day)
+        found.take(text)
+        users.update(line.rpartition("|")[2] for line in text.splitlines())
+    if asker and users <= {asker}:
+        raise SlurmDenied(
+            f"sacct shows {asker} no job of another user (PrivateData=jobs in slurmdbd.conf?), so failed jobs cannot "
+            "be counted; this needs root or an operator"
+        )
+    return found.faults()
+
+
+def _day(run: Runner, at: float, *, last: bool) -> str:
+    """What sacct says of the jobs of the day of ``at``, or of those since: it keeps all that it says in memory."""
+    until = () if last else (f"--endtime={_date(at + DAY_S)}",)
     argv = (
         "sacct", "--allusers", "--local", "--duplicates", "--allocations", "--noheader", "--parsable2",
-        f"--starttime={since}", f"--format={','.join(FIELDS)}",
+        f"--starttime={_date(at)}", *until, f"--format={','.join(FIELDS)}",
     )  # fmt: skip
     output = run(argv, DEADLINE_S)
     if "accounting storage is disabled" in (output.stdout + output.stderr).lower():
         raise SlurmRejected("sacct: this cluster keeps no accounting (AccountingStorageType)")
     if output.code:
         raise failure(argv, output)
-    asker = _asker() if user is None else user
-    if asker and {line.rpartition("|")[2] for line in output.stdout.splitlines()} <= {asker}:
-        raise SlurmDenied(
-            f"sacct shows {asker} no job of another user (PrivateData=jobs in slurmdbd.conf?), so failed jobs cannot "
-            "be counted; this needs root or an operator"
-        )
-    return parse(output.stdout)
+    return output.stdout
+
+
+def _date(at: float) -> str:
+    return time.strftime("%Y-%m-%d", time.localtime(at))
 
 
 def _asker() -> str:
@@ -86,14 +103,33 @@ def parse(text: str) -> list[Fault]:
     only. A requeue, which may be anybody's, counts for jobs of several nodes alone. A user's failures on a node count
     once a day: a thousand tasks with one error would make a lemon of every node that they were on.
     """
-    jobs: dict[str, list[_Run]] = {}
-    for line in text.splitlines():
-        job, run = _fields(line)
-        if run.nodes:
-            jobs.setdefault(job, []).append(run)
-    found = sorted((each for runs in jobs.values() for each in _faults(runs)), key=lambda each: each[0].at)
-    first = {(fault.node, user, time.localtime(fault.at)[:3]): fault for fault, user in reversed(found)}
-    return sorted(first.values(), key=lambda fault: fault.at)
+    found = _Failed()
+    found.take(text)
+    return found.faults()
+
+
+class _Failed:
+    """The jobs with a failed start among what sacct says, day after day; of all others nothing is kept."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, dict[_Run, None]] = {}
+
+    def take(self, text: str) -> None:
+        """Add the starts in sacct's output; one that is known already is the same. Raises SlurmRejected."""
+        for job, run in map(_fields, text.splitlines()):
+            if run.state in _BAD and run.nodes:
+                self._jobs.setdefault(job, {})
+        for job, run in map(_fields, text.splitlines()):
+            if job in self._jobs and run.nodes:
+                self._jobs[job][run] = None
+        for job in [*islice(self._jobs, max(0, len(self._jobs) - MOST))]:
+            del self._jobs[job]
+
+    def faults(self) -> list[Fault]:
+        """The faults so far, a user's once a day and node."""
+        found = sorted((each for runs in self._jobs.values() for each in _faults(runs)), key=lambda each: each[0].at)
+        first = {(fault.node, user, time.localtime(fault.at)[:3]): fault for fault, user in reversed(found)}
+        return sorted(first.values(), key=lambda fault: fault.at)
 
 
 def _fields(line: str) -> tuple[str, _Run]:
@@ -104,20 +140,24 @@ def _fields(line: str) -> tuple[str, _Run]:
     state = told.split(maxsplit=1)[0].rstrip("+") if told.strip() else ""
     if state == _REQUEUED and code != "0:0":
         state = _FAILED
-    try:
-        names = frozenset() if nodes.strip() in ("", "None assigned", "(null)") else frozenset(expand(nodes))
-    except HostlistError as error:
-        raise SlurmRejected(f"sacct's answer has a {error}") from error
-    return job, _Run(state, epoch(end), names, user)
+    return job, _Run(state, epoch(end), "" if nodes.strip() in ("None assigned", "(null)") else nodes.strip(), user)
 
 
-def _faults(runs: list[_Run]) -> Iterator[tuple[Fault, str]]:
+def _faults(runs: Iterable[_Run]) -> Iterator[tuple[Fault, str]]:
     """The faults in the starts of one job, each with its user."""
     ordered = sorted(runs, key=lambda one: (one.end is None, one.end or 0.0))
     for failed, after in pairwise(ordered):
         if failed.end is None or failed.state not in _BAD or after.state not in _WELL:
             continue
-        suspects = failed.nodes - after.nodes
-        by_chance = failed.state == _REQUEUED and not failed.nodes & after.nodes
+        before, then = _names(failed.nodes), _names(after.nodes)
+        suspects = before - then
+        by_chance = failed.state == _REQUEUED and not before & then
         if len(suspects) == 1 and not by_chance:
             yield Fault(next(iter(suspects)), JOB, failed.end, failed.end), failed.user
+
+
+def _names(hostlist: str) -> frozenset[str]:
+    try:
+        return frozenset(expand(hostlist))
+    except HostlistError as error:
+        raise SlurmRejected(f"sacct's answer has a {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 
 import pytest
@@ -51,9 +52,31 @@ def test_a_user_blames_a_node_once_a_day() -> None:
 
 def test_an_answer_of_another_form_is_refused() -> None:
     """Rather than read as no failure."""
-    for text in ("7|FAILED|1:0|100|n1", "7|FAILED|1:0|100|n[3-1]|ada"):
+    for text in ("7|FAILED|1:0|100|n1", "7|FAILED|1:0|100|n[3-1]|ada\n7|RUNNING|0:0|Unknown|n1|ada"):
         with pytest.raises(SlurmRejected, match="sacct's answer has a"):
             job_faults.parse(text)
+
+
+def test_the_jobs_of_a_quarter_do_not_fill_the_memory() -> None:
+    """Each answer is of a day, of which failed jobs are kept; their next start may be in the answer of another."""
+    asked: list[tuple[str, ...]] = []
+    starts = ["7|FAILED|1:0|100|n[1-3]|ada\n", "7|RUNNING|0:0|Unknown|n[1-2,4]|ada\n"]
+    answers = [
+        start + "".join(f"{number}|{state}|0:0|50|n[1-500]|eve\n" for number in range(1000 * day, 1000 * day + 8_000))
+        for day, (start, state) in enumerate(zip(starts, ("COMPLETED", "FAILED"), strict=True), 1)
+    ]
+
+    def run(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        asked.append(tuple(word for word in argv if word.startswith(("--starttime", "--endtime"))))
+        return Output(0, answers[len(asked) - 1], "")
+
+    tracemalloc.start()
+    try:
+        assert job_faults.read(run, 1_700_049_600.0, days=1, user="") == [Fault("n3", "job", 100.0, 100.0)]
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert asked == [("--starttime=2023-11-14", "--endtime=2023-11-15"), ("--starttime=2023-11-15",)]
 
 
 def test_a_cluster_without_accounting_says_so() -> None:
