@@ -7,7 +7,7 @@ import random
 import socket
 from typing import Final
 
-MOST_MARKED: Final = 1000
+MOST_MARKED: Final = 200
 """Marks beyond which they are somebody's who wants to leave none to others, and count no longer."""
 
 _for_good: list[ReservedPort] = []
