@@ -211,14 +211,13 @@ class KmsgCollector:
 
     def _parse(self, record: LogRecord) -> tuple[Finding | None, str]:
         """What the record reports, and its text, put together with the one before if it continues that."""
-        if (victim := parse_oom_victim(record.text)) is not None:
-            if len(self._victims) >= _MAX_VICTIMS:
-                self._victims.clear()
-            self._victims[victim[0]] = victim[1]
-            return None, record.text
         if record.continued and not self._unfinished:  # any text may be in the middle, as the name of a cpuset
             return None, record.text
         text = (self._unfinished + record.text)[:MESSAGE_CHARS] if record.continued else record.text
+        if not record.continued and (victim := parse_oom_victim(text)) is not None:
+            if len(self._victims) >= _MAX_VICTIMS:
+                self._victims.clear()
+            self._victims[victim[0]] = victim[1]
         what = parse_message(text)
         self._unfinished = text if what is None else ""
         return self._of_record(what), text

@@ -165,6 +165,19 @@ def test_the_oom_killer_names_process_and_cgroup(node: Node) -> None:
     assert values(reading, "opsd_kernel_events_total")["oom_kill",] == 1
 
 
+def test_a_cpuset_cannot_name_another_job_as_the_victims(node: Node) -> None:
+    """Its name is a piece of the message; with a process called like the beginning it is not whole either."""
+    agent = node.agent()
+    read(agent)
+    forged = "task_memcg=/slurm/uid_0/job_42/step_0,task=a,pid=77,uid=0"
+    node.say("usb 1-1: reset high-speed USB device number 2")
+    node.say(f"oom-kill:constraint=x,{forged}", flag="c")
+    node.say(f"oom-kill:[77]: segfault at 0 ip 0 sp 0 error 4 in ,{forged}[7f88+1000]")
+    node.say("Memory cgroup out of memory: Killed process 77 (python) total-vm:1kB, anon-rss:2kB, file-rss:0kB")
+    events = read(agent).events
+    assert [(event.kind, event.data.get("cgroup")) for event in events] == [("segfault", None), ("oom_kill", "")]
+
+
 def test_sxids_count_by_severity(node: Node) -> None:
     """An NVSwitch's error is an event with its link, counted by severity; the lines of data after it are not."""
     agent = node.agent()

@@ -255,7 +255,7 @@ RULES: Final = (*_GPU, *_PROCESSES, *_PROCESSORS, *_DEVICES, *_FILESYSTEMS)
 
 KINDS: Final = tuple(dict.fromkeys(rule.kind for rule in RULES))
 
-_VICTIM = re.compile(r"oom-kill:.*?,task_memcg=(?P<cgroup>[^,]*),task=.*,pid=(?P<pid>\d+),uid=", re.ASCII)
+_VICTIM = re.compile(r"oom-kill:constraint=.*?,task_memcg=(?P<cgroup>[^,]*),task=.*,pid=(?P<pid>\d+),uid=", re.ASCII)
 
 
 class Trouble(NamedTuple):
