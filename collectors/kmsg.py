@@ -25,7 +25,7 @@ from opsd.collectors.lib.kernel.log import (
     LogRecord,
     Position,
 )
-from opsd.collectors.lib.kernel.messages import KINDS, Trouble, parse_oom_victim, parse_trouble
+from opsd.collectors.lib.kernel.messages import KINDS, Trouble, by_firewall, parse_oom_victim, parse_trouble
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
 from opsd.collectors.lib.occupancy import Occupancy
@@ -92,7 +92,7 @@ class _Found:
 
 def parse_message(text: str) -> Finding | None:
     """What a message reports, or None if it is of no interest."""
-    return parse_xid(text) or parse_sxid(text) or parse_trouble(text)
+    return None if by_firewall(text) else parse_xid(text) or parse_sxid(text) or parse_trouble(text)
 
 
 def _identity(what: Finding) -> Hashable:
@@ -211,16 +211,14 @@ class KmsgCollector:
 
     def _parse(self, record: LogRecord) -> tuple[Finding | None, str]:
         """What the record reports, and its text, put together with the one before if it continues that."""
-        if (victim := parse_oom_victim(record.text)) is not None:
+        if record.continued and not self._unfinished:  # any text may be in the middle, as the name of a cpuset
+            return None, record.text
+        text = (self._unfinished + record.text)[:MESSAGE_CHARS] if record.continued else record.text
+        if not record.continued and (victim := parse_oom_victim(text)) is not None:
             if len(self._victims) >= _MAX_VICTIMS:
                 self._victims.clear()
             self._victims[victim[0]] = victim[1]
-            return None, record.text
-        what = parse_message(record.text)
-        text = record.text
-        if what is None and record.continued and self._unfinished:
-            text = (self._unfinished + record.text)[:MESSAGE_CHARS]
-            what = parse_message(text)
+        what = parse_message(text)
         self._unfinished = text if what is None else ""
         return self._of_record(what), text
 

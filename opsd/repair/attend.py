@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from opsd.repair import ladder
 from opsd.repair.case_file import CaseFile, Refusal, new_id
 from opsd.repair.faults import FAULTS, begin_at
-from opsd.repair.ladder import Case, Facts, Hold, Limits, Rung, Step
+from opsd.repair.ladder import Case, End, Facts, Hold, Limits, Rung, Step
 from opsd.repair.machine import Machine, RungError
 from opsd.repair.retest import Retested
 from opsd.slurm import drain, node_comment, ownership
@@ -155,6 +155,8 @@ class Repair:
             say(f"{step.rung}: because of {step.why}")
             if case.last is None or case.last.ok is not None:
                 case = ladder.begun(case, step.rung, facts)
+                if step.rung is Rung.REBOOT:  # until Slurm has taken the order, this program may be killed
+                    case = ladder.noted(case, ladder.UNANSWERED)
             else:
                 case = ladder.repeated(case, facts)
             self._recorded(case)
@@ -170,7 +172,8 @@ class Repair:
         if step.do == "rma":
             return self._give_up(case, step.why)
         say(f"left to people: {step.why}")
-        return self._recorded(ladder.closed(case, "left", step.why, self._means.clock()))
+        end: End = "rma" if facts.hold == "rma" else "left"
+        return self._recorded(ladder.closed(case, end, step.why, self._means.clock(), case.bundle))
 
     def _climb(self, case: Case, rung: Rung) -> Case:
         machine = self._means.machine
@@ -181,7 +184,6 @@ class Repair:
             remedies = {Rung.PROCESSES: machine.end_processes, Rung.RESET: machine.reset_gpus}
             done = remedies.get(rung, machine.reload_driver)()
         except SlurmUnavailable:
-            self._recorded(ladder.noted(case, ladder.UNANSWERED))
             raise
         except (RungError, SlurmError, OSError) as error:
             return self._ended(case, False, str(error))

@@ -8,6 +8,7 @@ superseded is dropped.
 from __future__ import annotations
 
 import hashlib
+import math
 import stat
 import threading
 import time
@@ -147,11 +148,13 @@ def _apply(update: DeferredUpdate, slurm: Slurm, rules: Rules, now: float) -> st
 
 
 def _is_superseded(update: DeferredUpdate, slurm: Slurm) -> bool:
-    """Whether one of the nodes was returned, or drained again, after the update was requested."""
+    """Whether the update was carried out, or one of the nodes returned or drained again, since it was requested."""
     if update.verb == "return":
         return any((node.reason_at or 0.0) > update.at for node in slurm.nodes(update.names))
-    stays = [stay for comment in slurm.comments(update.names).values() for stay in node_comment.read(comment).stays]
-    return any(stay.back is not None and stay.back > update.at for stay in stays)
+    histories = [node_comment.read(comment).stays for comment in slurm.comments(update.names).values()]
+    returned = any(stay.back is not None and stay.back > update.at for stays in histories for stay in stays)
+    drained = [any(stay.out >= math.floor(update.at) for stay in stays) for stays in histories]
+    return returned or (bool(drained) and all(drained))
 
 
 def _read(path: Path) -> DeferredUpdate | None:

@@ -7,13 +7,16 @@ Slurm: ``r[1-2]n[1-2]`` is r1n1, r1n2, r2n1, r2n2.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from itertools import groupby, product
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice, product
 
 MAX_HOSTS = 65_536
 """Slurm's own limit (MAX_SLURM_NODES in slurm.h); keeps a typing error from filling the memory."""
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+MAX_NAME = 253
+"""Longest name of a host in the DNS."""
+
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 _NUMBERED = re.compile(r"(.*?)(\d{1,18})")
 
 
@@ -25,10 +28,8 @@ def expand(hostlist: str) -> tuple[str, ...]:
     """The names in ``hostlist``, in its order, with duplicates. Raises HostlistError."""
     names: list[str] = []
     for item in _split(hostlist):
-        for name in _expand_item(item, hostlist):
-            names.append(name)
-            if len(names) > MAX_HOSTS:
-                raise HostlistError(f"{_shown(hostlist)}: more than {MAX_HOSTS} hosts")
+        choices = _choices(item, hostlist, MAX_HOSTS - len(names))
+        names += ("".join(parts) for parts in product(*choices))
     return tuple(names)
 
 
@@ -91,12 +92,18 @@ def _checked(item: str, hostlist: str) -> str:
     return item
 
 
-def _expand_item(item: str, hostlist: str) -> Iterator[str]:
-    literal_or_ranges = re.split(r"\[(.*?)\]", item)
-    choices: list[Iterable[str]] = [
-        [part] if index % 2 == 0 else list(_numbers(part, hostlist)) for index, part in enumerate(literal_or_ranges)
-    ]
-    return ("".join(parts) for parts in product(*choices))
+def _choices(item: str, hostlist: str, most: int) -> list[Sequence[str]]:
+    """What stands at each place of the names in ``item``, which are ``most`` at most; nothing longer is built first."""
+    found: list[Sequence[str]] = []
+    count = 1
+    for index, part in enumerate(re.split(r"\[(.*?)\]", item)):
+        found.append([part] if index % 2 == 0 else list(islice(_numbers(part, hostlist), most + 1)))
+        count *= len(found[-1])
+        if count > most:
+            raise HostlistError(f"{_shown(hostlist)}: more than {MAX_HOSTS} hosts")
+    if sum(len(parts[-1]) for parts in found) > MAX_NAME:
+        raise HostlistError(f"{_shown(hostlist)}: the name of a host is longer than {MAX_NAME} characters")
+    return found
 
 
 def _numbers(ranges: str, hostlist: str) -> Iterator[str]:

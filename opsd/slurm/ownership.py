@@ -213,7 +213,8 @@ def give_back(
     """Resume the nodes and return those that opsd had held; ``checked`` holds what is known of their preflights.
 
     ``force`` overrides the checks and the rule about relapses, but never someone else's drain. Raises Refused (and
-    resumes none), NotOurs and SlurmError.
+    resumes none), NotOurs and SlurmError. A repeated return, after one that was interrupted once Slurm had resumed the
+    nodes, adds what is missing in their history.
     """
     at = time.time() if now is None else now
     comments = slurm.comments(names)
@@ -223,7 +224,8 @@ def give_back(
     if any(against) and not force:
         raise Refused("; ".join(filter(None, against)))
     back = effects.give_back(slurm, names)
-    for name in back:
+    resumed = {node.name for node in nodes if not node.out_of_service and records[node.name].out}
+    for name in sorted({*back, *resumed}):
         record, proof = records[name].returned(at), checked.get(name)
         tested_at = proof.at if proof is not None and proof.passed else record.tested_at
         slurm.set_comment(name, node_comment.write(comments[name], replace(record, tested_at=tested_at)))

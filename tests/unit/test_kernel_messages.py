@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.lib.kernel.messages import KINDS, RULES, parse_oom_victim, parse_trouble
-from opsd.collectors.lib.kernel.xid import parse_sxid, parse_xid
+from opsd.collectors.kmsg import parse_message
+from opsd.collectors.lib.kernel.messages import KINDS, RULES, Trouble, parse_oom_victim, parse_trouble
+from opsd.collectors.lib.kernel.xid import Xid
 
 MESSAGES = [
     (
@@ -259,17 +260,34 @@ USERS_TEXT = (
     "traps: {process}[6139] trap invalid opcode ip:7f88 sp:7ffd error:0 in {text}[7f88+1000]",
     "cgroup: fork rejected by pids controller in /user.slice/{text}",
     "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),oom_memcg=/{text},task=x,pid=1,uid=65534",
+    "{process}: page allocation failure: order:9, mode:0xcc0(GFP_KERNEL), nodemask=(null),cpuset={text},mems_allowed=0",
+    "{process}: vmalloc error: size 4096, failed to allocate pages, mode:0xcc0, nodemask=(null){text}",
+    "{process} cpuset={text} mems_allowed=0",
+    "{process} invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0{text}",
+    "{text}IN= OUT=lo SRC=127.0.0.1 DST=127.0.0.1 LEN=30 TOS=0x00 PREC=0x00 TTL=64 ID=40121 DF PROTO=UDP LEN=10 ",
 )
-"""Where the kernel writes what a user has chosen: names of processes, files and control groups."""
+"""Where the kernel writes what a user has chosen: names of processes, files, control groups and cpusets, and the prefix
+of a rule of iptables or nftables, which a user may set in namespaces with net.netfilter.nf_log_all_netns."""
+
+
+XIDS = ("NVRM: Xid (0000:3b:00): 79, ", "nvidia-nvswitch0: SXid (PCI:0000:05:00.0): 20034, Fatal, Link 3")
 
 
 @pytest.mark.parametrize("place", USERS_TEXT)
-@pytest.mark.parametrize("text", [message for message, *_ in MESSAGES], ids=lambda text: text[:40])
+@pytest.mark.parametrize("text", [*(message for message, *_ in MESSAGES), *XIDS], ids=lambda text: text[:40])
 def test_a_user_cannot_have_the_kernel_report_a_fault(place: str, text: str) -> None:
     """Whatever message is put into a name: it is a crash at most, and no Xid."""
-    for process in ("python", text[:15]):
-        message = place.format(process=process, text=text)
-        found = parse_trouble(message)
-        assert found is None or found.kind == "segfault"
-        assert parse_xid(message) is None
-        assert parse_sxid(message) is None
+    for process in ("python", text[:15], f"{text.partition(':')[0]}"[:14]):
+        found = parse_message(place.format(process=process, text=text))
+        assert found is None or (isinstance(found, Trouble) and found.kind == "segfault")
+
+
+@pytest.mark.parametrize(
+    "name", ["cpuset=", " cpuset=x mems_", "IN= OUT= ", "IN= OUT= SRC=a", "x[1]: ", "IN=a OUT=b MAC="]
+)
+def test_the_name_of_a_process_hides_nothing(name: str) -> None:
+    """Nor may a user whose process has an Xid, or is killed, name it so that the message looks like another."""
+    found = parse_message(f"NVRM: Xid (PCI:0000:3b:00): 79, pid=77, name={name}, GPU has fallen off the bus.")
+    assert isinstance(found, Xid) and (found.code, found.pid) == (79, 77)
+    killed = parse_message(f"Out of memory: Killed process 77 ({name}) total-vm:9kB, anon-rss:5kB")
+    assert isinstance(killed, Trouble) and (killed.kind, killed.data["pid"]) == ("oom_kill", 77)

@@ -135,6 +135,20 @@ def test_a_message_in_two_pieces_is_put_together(node: Node) -> None:
     assert [event.message for event in read(agent).events] == ["nfs: server 10.0.0.1 not responding, still trying"]
 
 
+def test_a_piece_without_its_beginning_is_nothing(node: Node) -> None:
+    """Another processor's message may separate the name of a cpuset, any text of a user's, from what it continues."""
+    agent = node.agent()
+    read(agent)
+    node.say(XID_31)
+    node.say(XID_79, flag="c")
+    node.say(XID_79[:30], flag="c")
+    node.say(XID_79[30:], flag="c")
+    node.say("oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=")
+    node.say("usb 1-1: reset high-speed USB device number 2")
+    node.say(XID_79, flag="c")
+    assert codes(read(agent)) == [31]
+
+
 def test_the_oom_killer_names_process_and_cgroup(node: Node) -> None:
     """An out-of-memory kill is one event that says who was killed in which cgroup."""
     agent = node.agent()
@@ -149,6 +163,19 @@ def test_the_oom_killer_names_process_and_cgroup(node: Node) -> None:
     (event,) = reading.events
     assert {"pid": 77, "process": "python", "cgroup": "/job_42/step_0"}.items() <= event.data.items()
     assert values(reading, "opsd_kernel_events_total")["oom_kill",] == 1
+
+
+def test_a_cpuset_cannot_name_another_job_as_the_victims(node: Node) -> None:
+    """Its name is a piece of the message; with a process called like the beginning it is not whole either."""
+    agent = node.agent()
+    read(agent)
+    forged = "task_memcg=/slurm/uid_0/job_42/step_0,task=a,pid=77,uid=0"
+    node.say("usb 1-1: reset high-speed USB device number 2")
+    node.say(f"oom-kill:constraint=x,{forged}", flag="c")
+    node.say(f"oom-kill:[77]: segfault at 0 ip 0 sp 0 error 4 in ,{forged}[7f88+1000]")
+    node.say("Memory cgroup out of memory: Killed process 77 (python) total-vm:1kB, anon-rss:2kB, file-rss:0kB")
+    events = read(agent).events
+    assert [(event.kind, event.data.get("cgroup")) for event in events] == [("segfault", None), ("oom_kill", "")]
 
 
 def test_sxids_count_by_severity(node: Node) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack, suppress
 
 import pytest
 
-from opsd.ports import ReservedPort, free_port
+from opsd.ports import MOST_MARKED, ReservedPort, free_port
 
 
 def test_a_free_port_can_be_bound() -> None:
@@ -31,6 +32,17 @@ def test_a_reserved_port_is_chosen_by_nobody_else() -> None:
     assert "no free TCP port" in other.stderr
     del reserved
     assert ReservedPort(*only).number == only[0]
+
+
+def test_who_marks_all_ports_leaves_them_to_others() -> None:
+    """Any user can, and bind none of them."""
+    first = 16_500
+    with ExitStack() as ending:
+        for number in range(first, first + MOST_MARKED + 2):
+            mark = ending.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            with suppress(OSError):
+                mark.bind(f"\0opsd-port-{number}")
+        assert ReservedPort(first, first + MOST_MARKED + 2).number >= first
 
 
 def test_a_port_that_somebody_listens_on_is_not_free() -> None:

@@ -13,7 +13,7 @@ from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.ladder import RETURN, Attempt, Rung
 from opsd.repair.retest import Retested
 from opsd.slurm import node_comment
-from opsd.slurm.port import Node, SlurmUnavailable
+from opsd.slurm.port import Node, NodeUpdate, SlurmUnavailable
 from tests.fakes.repair_bench import DRAINED, REASON, REBOOTS, Bench, PowerLoss
 from tests.fakes.slurm import FakeSlurm
 
@@ -175,3 +175,44 @@ def test_only_one_program_repairs(tmp_path: Path) -> None:
     cases = CaseFile(tmp_path)
     with cases.alone(), pytest.raises(CaseError, match="under way"), CaseFile(tmp_path).alone():
         pass
+
+
+class Killed(FakeSlurm):
+    """Its ``call`` of so many that change a node ends the program, before or after Slurm has taken it."""
+
+    def __init__(self, call: int, *, taken: bool) -> None:
+        super().__init__([DRAINED, Node("n2", "idle")], config=REBOOTS)
+        self.by_comment["n1"] = "[opsd1 gpu_xid=100-]"
+        self._left, self._taken = call, taken
+
+    def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
+        self._once(lambda: super(Killed, self).update_nodes(names, update, reason))
+
+    def set_comment(self, name: str, text: str) -> None:
+        self._once(lambda: super(Killed, self).set_comment(name, text))
+
+    def reboot(self, name: str, reason: str) -> None:
+        self._once(lambda: super(Killed, self).reboot(name, reason))
+
+    def _once(self, change: Callable[[], None]) -> None:
+        self._left -= 1
+        if self._left or self._taken:
+            change()
+        if not self._left:
+            raise PowerLoss
+
+
+@pytest.mark.parametrize("taken", [False, True])
+@pytest.mark.parametrize("call", range(1, 5))
+@pytest.mark.parametrize("cured_by", [Rung.REBOOT, None])
+def test_a_repair_killed_at_an_order_to_slurm_ends_as_if_it_had_not_been(
+    tmp_path: Path, call: int, taken: bool, cured_by: Rung | None
+) -> None:
+    """Also the node's history, and a node that was not rebooted at all has none to be replaced for."""
+    bench = Bench(tmp_path, cured_by=cured_by, refused=[Rung.RELOAD], slurm=Killed(call, taken=taken))
+    case = bench.run()
+    assert bench.done == ["reset_gpus", "retest", "reload_driver", "reboot", "retest"]
+    assert [one.end for one in bench.cases.past()] == [case.end]
+    assert (case.end, case.bundle) == (("returned", "") if cured_by else ("rma", "/evidence/n1.tar.gz"))
+    assert bench.slurm.by_name["n1"].usable is bool(cured_by)
+    assert node_comment.read(bench.slurm.by_comment["n1"]).out is not bool(cured_by)

@@ -130,7 +130,7 @@ def test_reads_what_other_commands_print(version: str) -> None:
     assert (tree.leaf, tree.above) == (
         {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}, {"a": "s", "b": "s"},
     )  # fmt: skip
-    faults = job_faults.read(run, 1_700_049_600.0, user="")
+    faults = job_faults.read(run, 1_692_273_600.0, days=0, user="")
     assert sorted(fault.node for fault in faults) == ["n1", "n3", "n3"]
 
 

@@ -161,6 +161,19 @@ def test_an_order_that_was_overtaken_is_dropped(tmp_path: Path) -> None:
     assert (slurm.updates, updates.pending()) == ([], [])
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_an_order_that_comes_again_takes_no_node_out_again(tmp_path: Path, force: bool) -> None:
+    """On a disk that became read-only it could not be removed; an administrator has resumed the node since."""
+    slurm, updates = cluster(), DeferredUpdates(tmp_path)
+    order = DeferredUpdate("drain", ("n01", "n02"), NOW, "opsd:manual x", force)
+    updates.put(order)
+    updates.apply(slurm, Rules(share=0.5), NOW + 60)
+    slurm.update_nodes(["n01", "n02"], "resume")
+    updates.put(order)
+    (said,) = updates.apply(slurm, Rules(share=0.5), NOW + 2 * 3600)
+    assert ("no longer up to date" in said, slurm.by_name["n01"].usable) == (True, True)
+
+
 def test_an_order_that_slurm_refuses_is_given_up(tmp_path: Path) -> None:
     """So is a file that is none, and one of the day before yesterday."""
     slurm, updates = cluster(operator=False), DeferredUpdates(tmp_path)

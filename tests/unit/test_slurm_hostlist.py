@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +65,28 @@ def test_refuses_more_hosts_than_slurm_has() -> None:
     """Brackets that multiply do not fill the memory."""
     with pytest.raises(HostlistError, match=str(MAX_HOSTS)):
         expand("r[1-1000]n[1-1000]")
+
+
+@pytest.mark.parametrize(
+    "hostlist",
+    [
+        f"n[{','.join(['0-65535'] * 120)}]",
+        "n" + "[0-65535]" * 100,
+        f"n[{'0' * 900}-65535]",
+        f"{'n' * 900}[0-65535]",
+        ",".join(["n[0-65535]"] * 100),
+    ],
+    ids=["ranges", "brackets", "digits", "prefix", "items"],
+)
+def test_a_short_list_does_not_fill_the_memory(hostlist: str) -> None:
+    """A user's job name of a thousand characters, with a line like Slurm's, took 600 MiB of the agent."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(HostlistError):
+            expand(hostlist)
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_ten_thousand_nodes_are_a_few_characters() -> None:

@@ -242,15 +242,20 @@ _FILESYSTEMS = (
 )
 
 _OF_A_PROCESS = tuple(rule for rule in _PROCESSES if rule.kind == "segfault")
-_NAMED = re.compile(r".{0,15}\[\d+\]:? ", re.DOTALL)
+_NAMED = re.compile(
+    r".{0,15}(?:\[\d+\]:? | invoked oom-killer: |: page allocation failure: |: vmalloc error: | cpuset=)", re.DOTALL
+)
 """A message about a process, which begins with its name: 15 characters that its user chooses."""
+
+_FIREWALL: Final = re.compile(r"IN=\S* OUT=\S* (?:[A-Z]+=\S* )*(?:SRC=\S+ DST=|ARP HTYPE=|TRUNCATED|$)", re.ASCII)
+"""What follows the prefix that a rule of the firewall has. No name of a process is that long."""
 
 RULES: Final = (*_GPU, *_PROCESSES, *_PROCESSORS, *_DEVICES, *_FILESYSTEMS)
 """The first row that matches decides."""
 
 KINDS: Final = tuple(dict.fromkeys(rule.kind for rule in RULES))
 
-_VICTIM = re.compile(r"oom-kill:.*?,task_memcg=(?P<cgroup>[^,]*),task=.*,pid=(?P<pid>\d+),uid=", re.ASCII)
+_VICTIM = re.compile(r"oom-kill:constraint=.*?,task_memcg=(?P<cgroup>[^,]*),task=.*,pid=(?P<pid>\d+),uid=", re.ASCII)
 
 
 class Trouble(NamedTuple):
@@ -264,13 +269,19 @@ def parse_trouble(message: str) -> Trouble | None:
     """The trouble that ``message`` reports, or None if its kind is unknown.
 
     A user may have the kernel write any text in the middle of a message, as the name of a file in which a program
-    crashes. So the beginning decides, which is the kernel's or a driver's, or the name of a process.
+    crashes. So the beginning decides, which is the kernel's or a driver's, or the name of a process. See also
+    ``by_firewall``.
     """
     for rule in _OF_A_PROCESS if _NAMED.match(message) else RULES:
         if rule.literal in message and (match := rule.pattern.match(message)):
             named = {name: _value(name, text) for name, text in match.groupdict().items() if text}
             return Trouble(rule.kind, {**named, **rule.data})
     return None
+
+
+def by_firewall(message: str) -> bool:
+    """Whether it tells of a packet. It begins as a rule says, which may be one of a user's network namespace."""
+    return _FIREWALL.search(message) is not None
 
 
 def _value(name: str, text: str) -> object:

@@ -115,8 +115,8 @@ def _look(manager: Alertmanager, fired: Mapping[str, Alert], before: Notified, i
     listed = {by_place[found.labels["instance"]]: found for found in manager.listed(MARK, mark) if found.processed}
     arrived = None
     if inbox is not None:
-        mine = [alert["labels"]["instance"] for alert in inbox.firing() if alert["labels"].get(MARK) == mark]
-        arrived = Counter(by_place[place] for place in mine)
+        mine = [alert["labels"].get("instance") for alert in inbox.firing() if alert["labels"].get(MARK) == mark]
+        arrived = Counter(by_place[place] for place in mine if place in by_place)
     return Seen(fired, listed, manager.notified().since(before), arrived)
 
 

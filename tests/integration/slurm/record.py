@@ -24,7 +24,7 @@ SEPARATOR = "\x1fopsd\x1f"
 JOB = "#!/bin/sh\nsrun --nodes=1 --ntasks=1 --nodelist=n2 --overlap sleep 1000 &\nexec sleep 1000\n"
 TREE = "SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\nSwitchName=s Switches=a,b\n"
 EXCLUDED_AT = 1_763_711_000.0
-ASKED_AT = 1_700_049_600.0
+ASKED_AT = 1_692_273_600.0
 
 
 class Recorder:
@@ -114,7 +114,7 @@ def _accounting() -> dict[str, Output]:
         played.run_too_long()
         played.play()
         recorder = Recorder(runner_on(cluster.controller))
-        job_faults.read(recorder, ASKED_AT)
+        job_faults.read(recorder, ASKED_AT, days=0)
     return recorder.recorded
 
 
