@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import time
@@ -51,10 +50,9 @@ class Stalled:
 
     def _rank(self, number: int, folder: Path, cleanup: ExitStack) -> Rank:
         process = subprocess.Popen(["sleep", "1000"])
-        cleanup.callback(process.wait)
-        cleanup.callback(process.kill)
         child = Child(process)
-        cleanup.callback(os.close, child.pidfd)
+        cleanup.callback(child.reap)
+        cleanup.callback(process.kill)
         ours, theirs = socket.socketpair()
         cleanup.callback(ours.close)
         cleanup.callback(theirs.close)

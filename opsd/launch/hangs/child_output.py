@@ -17,7 +17,6 @@ class ChildOutput:
     """Runs ``command`` and calls ``ended`` with its standard output, at most 4 MiB of it. Raises OSError."""
 
     def __init__(self, command: Sequence[str], loop: Loop, ended: Callable[[str], None]) -> None:
-        self._loop = loop
         self._ended = ended
         self._output = os.memfd_create("output")
         try:
@@ -27,7 +26,7 @@ class ChildOutput:
         except OSError:
             os.close(self._output)
             raise
-        loop.watch(self._child.pidfd, self._collect)
+        self._child.watch(loop, self._collect)
 
     @property
     def pid(self) -> int:
@@ -40,7 +39,6 @@ class ChildOutput:
 
     def close(self, limit_s: float) -> None:
         """Kill it and wait for its end for at most ``limit_s`` seconds; ``ended`` is not called."""
-        self._loop.unwatch(self._child.pidfd)
         self._child.kill_group()
         self._child.reap(limit_s)
         os.close(self._output)

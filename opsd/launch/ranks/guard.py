@@ -44,8 +44,6 @@ class Guard:
     def close(self) -> None:
         """The launcher is about to end, and has ended its ranks."""
         self._say(leftovers.DONE)
-        if self._child is not None:
-            self._loop.unwatch(self._child.pidfd)
         self._collect()
 
     def _start(self) -> None:
@@ -64,11 +62,9 @@ class Guard:
                 return
         self._channel = ours
         ours.setblocking(False)
-        self._loop.watch(self._child.pidfd, self._ended)
+        self._child.watch(self._loop, self._ended)
 
     def _ended(self) -> None:
-        assert self._child is not None
-        self._loop.unwatch(self._child.pidfd)
         self._collect()
         self._loop.later(_AGAIN_S, self._start)
 

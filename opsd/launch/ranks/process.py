@@ -13,10 +13,12 @@ from functools import cache
 from pathlib import Path
 
 from opsd.client import process_start
+from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.leftovers import LAUNCHER
 
 GONE_S = 0.5
 """How long the loop waits for a killed process to end."""
+_TRACED_S = 0.1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -82,7 +84,7 @@ class Exit:
 
 
 class Child:
-    """A process in its own session, with a descriptor that becomes readable when it ends.
+    """A process in its own session, whose end the event loop is told of.
 
     Its exit can be read without collecting it until ``reap()``: until then neither its pid nor its process group can be
     reused, so ``kill_group()`` cannot hit another process.
@@ -91,10 +93,34 @@ class Child:
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._popen = popen
         self.pid = popen.pid
-        self.pidfd = os.pidfd_open(popen.pid)
+        self._pidfd = os.pidfd_open(popen.pid)
+        self._stop_watching: Callable[[], None] | None = None
+
+    def watch(self, loop: Loop, ended: Callable[[], None]) -> None:
+        """Call ``ended`` once, when the process has ended and ``exit()`` knows how.
+
+        Its descriptor is readable as soon as it has ended. But while a debugger is attached, as py-spy is for a moment,
+        its exit is the debugger's alone (``wait_consider_task`` in Linux' kernel/exit.c).
+        """
+
+        def readable() -> None:
+            self.unwatch()
+            if self.exit() is not None:
+                ended()
+            else:
+                self._stop_watching = loop.later(_TRACED_S, lambda: self.watch(loop, ended)).cancel
+
+        loop.watch(self._pidfd, readable)
+        self._stop_watching = lambda: loop.unwatch(self._pidfd)
+
+    def unwatch(self) -> None:
+        """Tell nobody of its end."""
+        if self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
 
     def exit(self) -> Exit | None:
-        """How it ended, None while it runs."""
+        """How it ended, None while it runs or a debugger keeps its exit."""
         info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if info is None:
             return None
@@ -118,9 +144,10 @@ class Child:
         A process that has not ended after ``limit_s`` seconds is left to ``collect_orphans``: the kernel may hold a
         killed process for as long as a file system hangs.
         """
+        self.unwatch()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(limit_s)
-        os.close(self.pidfd)
+        os.close(self._pidfd)
 
 
 def spawn(

@@ -227,12 +227,7 @@ class StandbyPool:
         child = worker.child
         worker.kill()
         self._killed[child.pid] = child
-
-        def ended() -> None:
-            self._loop.unwatch(child.pidfd)
-            self._killed.pop(child.pid).reap()
-
-        self._loop.watch(child.pidfd, ended)
+        child.watch(self._loop, lambda: self._killed.pop(child.pid).reap())
 
     def _failed(self, why: str) -> None:
         self._failures += 1

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Literal
 
 from opsd import exitcodes
@@ -133,8 +134,8 @@ class Supervisor:
         if self._hangs is not None:
             self._hangs.new_generation()
         for rank in self.generation.ranks:
-            self.loop.watch(rank.child.pidfd, lambda rank=rank: self._exited(rank))  # type: ignore[misc]
-            self.loop.watch(rank.channel.fileno(), lambda rank=rank: self._failing(rank))  # type: ignore[misc]
+            rank.child.watch(self.loop, partial(self._exited, rank))
+            self.loop.watch(rank.channel.fileno(), partial(self._failing, rank))
 
     def _poll(self) -> None:
         if self._teardown is None:
@@ -210,7 +211,6 @@ class Supervisor:
         rank.exit = rank.child.exit()
         self._note_end(rank)
         self._close_channel(rank)
-        self.loop.unwatch(rank.child.pidfd)
         if self._teardown is not None:
             self._teardown.advance()
         elif rank.exit is not None and not rank.exit.ok and not self._stop.explains(rank):
