@@ -19,7 +19,7 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.dumps import fit_environment, socket_of
 from opsd.rundir import RunFolders
 
-ANSWER_S = 1.5
+ANSWER_S = 60.0
 EMPTY = json.dumps({"entries": [], "pg_config": {}})
 
 
