@@ -115,7 +115,7 @@ class RasQuery:
             self.close()
             raise RasError("RAS has not answered in time") from None
         except OSError as error:
-            # Before the connection stands, sending on a socket says so with EAGAIN or ENOTCONN.
+            # Before the connection stands, its other end has no name yet.
             if error.errno == errno.ENOTCONN and now < self._deadline:
                 return None
             self.close()
@@ -128,8 +128,11 @@ class RasQuery:
 
     def _find_user(self, now: float) -> bool:
         """True once it is known whose process has accepted. Raises RasError if it is nobody's of ``uids``, OSError."""
-        if self._refused not in (0, errno.EINPROGRESS):
-            raise OSError(self._refused, os.strerror(self._refused))
+        refused = self._refused
+        if refused == errno.EINPROGRESS:
+            refused = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if refused:
+            raise OSError(refused, os.strerror(refused))
         self.user = peer_uid(self._socket)
         if self.user is None:
             if now < self._deadline:
