@@ -274,16 +274,28 @@ def test_processes_that_hold_a_gpu_fail_the_node_but_the_driver_s_own_do_not(tmp
 
 
 def test_no_user_s_process_may_hold_a_gpu_by_its_name(tmp_path: Path):
-    """Nor one whose first thread has ended; an exporter of the site's own user is a service by its unit."""
+    """Nor one whose first thread has ended, nor one of a job in the group of slurmd."""
     (tmp_path / "shm").mkdir()
     gpu = gpu_device(tmp_path)
     process(tmp_path, 100, "nv-hostengine", gpu, uid=1007, group="/user.slice/user-1007.slice/session-1.scope")
     process(tmp_path, 101, "python", gpu, uid=1007, thread="102")
-    process(tmp_path, 103, "dcgm-exporter", gpu, uid=1001, group="/system.slice/dcgm-exporter.service")
+    process(tmp_path, 103, "opsd", gpu, uid=1007, group="/system.slice/slurmd.service")
     found = sorted(summaries(look(leftovers, tmp_path).findings))
     assert found == [
-        f"process {pid} ({name}) holds a GPU open" for pid, name in ((100, "nv-hostengine"), (101, "python"))
+        f"process {pid} ({name}) holds a GPU open"
+        for pid, name in ((100, "nv-hostengine"), (101, "python"), (103, "opsd"))
     ]
+
+
+def test_what_a_repair_would_not_end_is_no_leftover(tmp_path: Path):
+    """A service of the system under whatever name, and one of the site's own user that the settings name."""
+    (tmp_path / "shm").mkdir()
+    gpu = gpu_device(tmp_path)
+    process(tmp_path, 100, "telegraf", gpu, uid=998, group="/system.slice/telegraf.service")
+    process(tmp_path, 101, "python", gpu, uid=1001, group="/system.slice/gpu-exporter.service")
+    process(tmp_path, 102, "python", gpu, uid=1001, group="/system.slice/gpu-agent.service")
+    found = look(leftovers, tmp_path, services=("gpu-exporter", "dcgm-exporter.service")).findings
+    assert summaries(found) == ["process 102 (python) holds a GPU open"]
 
 
 def test_old_files_in_shared_memory_are_counted(tmp_path: Path):
