@@ -140,11 +140,12 @@ def lift_of(nodes: Collection[str], faults: Sequence[Fault], now: float, window_
     """How well the score of a window foretold the failures of another one that began ``lag_s`` after its end.
 
     The windows of several moments follow each other, the last one ends at ``now``; ``faults`` are ordered by time. Each
-    moment is compared with the fleet at that moment, so that a bad month of all nodes is no lift.
+    moment is compared with the fleet at that moment, so that a bad month of all nodes is no lift. A window of less than
+    a second, the precision of the times, tells nothing.
     """
     pairs: list[tuple[Mapping[str, float], Counter[str]]] = []
     cut = now - lag_s - window_s
-    while faults and window_s > 0 and cut - window_s >= faults[0].at - 1:
+    while faults and window_s >= 1 and cut - window_s >= faults[0].at - 1:
         after = Counter(fault.node for fault in faults if cut + lag_s < fault.at <= cut + lag_s + window_s)
         pairs.append((_top(nodes, _weights(faults, cut - window_s, cut)), after))
         cut -= window_s

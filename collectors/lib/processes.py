@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -71,6 +72,13 @@ def service_of(pid: int, proc: Path = _PROC) -> str:
         return ""
     match = _SERVICE.match(groups[-1].split(":", 2)[-1])
     return match[1] if match else ""
+
+
+def is_service(pid: int, named: Collection[str] = (), proc: Path = _PROC) -> bool:
+    """Whether it is a service's own, or in one of the ``named``; with a person's user id it may as well be a job's."""
+    unit = service_of(pid, proc)
+    known = unit in named or unit.removesuffix(".service") in named
+    return bool(unit) and (known or is_of_system(user_of(pid, proc)))
 
 
 def is_dynamic(user: int | None) -> bool:

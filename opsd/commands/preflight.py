@@ -139,6 +139,7 @@ def preflight(
         sbatch=str(sbatch.absolute()) if sbatch else "",
         fire_alerts=fire_alerts,
         nvml_library=settings.section(NvmlSettings).library,
+        services=settings.repair.services,
     )
     request = Request(context, only, skip, settings.agent.state_dir, targets, hours)
     to_stdout = any(str(path) == "-" for path in targets.values())

@@ -133,6 +133,8 @@ class Context:
     device: str = "cuda"
     gpus: int | None = None
     """How many GPUs the node must have; None if not given."""
+    services: tuple[str, ...] = ()
+    """Those that may hold GPUs, whatever user runs them (``repair.services``)."""
     demand: Demand = Demand()
     local_dir: str = ""
     shared_dir: str = ""

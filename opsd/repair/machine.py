@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 from opsd.collectors.lib.boot import boot_id, uptime_s
 from opsd.collectors.lib.gpu_holders import gpu_holders
-from opsd.collectors.lib.processes import identify, is_dynamic, is_of_system, service_of, start_time, user_of
+from opsd.collectors.lib.processes import identify, is_dynamic, is_service, service_of, start_time, user_of
 from opsd.repair.ladder import HELD
 
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
@@ -131,7 +131,7 @@ class NodeMachine:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._driver, self._proc = driver, proc
-        self._stopped = frozenset(f"{name.removesuffix('.service')}.service" for name in services)
+        self._stopped = services
         self._kill, self._clock, self._sleep = kill, clock, sleep
 
     def boot(self) -> str:
@@ -170,7 +170,8 @@ class NodeMachine:
 
     def _holders(self) -> list[int]:
         """Processes of users, and of root outside of services, that hold a GPU."""
-        return [pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()) and not self._is_service(pid)]
+        found = (pid for pid, _ in gpu_holders(self._proc) if pid not in (1, os.getpid()))
+        return [pid for pid in found if not is_service(pid, self._stopped, self._proc)]
 
     def _spare_new_job(self, pid: int, began_s: float) -> None:
         """Raise RungError for a job's process that has begun since: somebody has given the node back meanwhile."""
@@ -182,11 +183,6 @@ class NodeMachine:
         """Services with a user id from systemd that hold a GPU."""
         found = {pid: service_of(pid, self._proc) for pid, _ in gpu_holders(self._proc)}
         return sorted({unit for pid, unit in found.items() if unit and is_dynamic(user_of(pid, self._proc))})
-
-    def _is_service(self, pid: int) -> bool:
-        """Whether it is a service's own: by another user's id it may as well be a job's, in the group of slurmd."""
-        unit = service_of(pid, self._proc)
-        return unit in self._stopped or (bool(unit) and is_of_system(user_of(pid, self._proc)))
 
     def _named(self, pid: int) -> str:
         unit = service_of(pid, self._proc)

@@ -31,5 +31,5 @@ class RepairSettings(Section):
         default=("nvidia-persistenced", "nvidia-dcgm", "dcgm-exporter", "opsd"),
         strict=False,
         description="Services that hold GPUs open: stopped for a reset, then started again. Of a service with a user "
-        "id of 1000 or more that is not named here the processes are ended, as those of users are.",
+        "id of 1000 or more that is not named here the processes fail a preflight and are ended, as those of users.",
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from opsd import exitcodes
@@ -126,18 +128,32 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
         assert launched.events("generation_started")[-1]["generation"] == 2
 
 
+@contextmanager
+def held(launched: Launched) -> Iterator[None]:
+    """Meanwhile the guard of the launcher does nothing; it ends then."""
+    children = psutil.Process(launched.process.pid).children()
+    (guard,) = (child for child in children if any("leftovers.py" in word for word in child.cmdline()))
+    guard.suspend()
+    try:
+        yield
+    finally:
+        guard.kill()
+
+
 def test_ranks_whose_launcher_was_killed_before_they_ran_never_do(tmp_path: Path) -> None:
-    """Its interpreter may need seconds to start on a busy node; nobody would ever end such a rank."""
-    slow = tmp_path / "slow-python"
-    slow.write_text(
-        f'#!/bin/sh\ntest "$1" = -c || {{ touch {tmp_path}/starting; sleep 1; }}\nexec {sys.executable} "$@"\n'
-    )
+    """Its interpreter may need seconds to start on a busy node. It looks itself, without the guard of the launcher."""
+    slow, started, gate = (tmp_path / name for name in ("slow-python", "started", "gate"))
+    waits = f"echo $$ >>{started}; until test -e {gate}; do sleep 0.1; done"
+    slow.write_text(f'#!/bin/sh\ntest "$1" = -c || {{ {waits}; }}\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
     program = f"open({str(tmp_path / 'ran')!r}, 'w').close()"
     with Launched(tmp_path, program, env={"PYTHON_EXEC": str(slow)}) as launched:
-        launched.until(lambda: (tmp_path / "starting").exists())
-        launched.process.kill()
-        time.sleep(3)
+        launched.until(started.exists)
+        with held(launched):
+            launched.process.kill()
+            launched.process.wait()
+            gate.touch()
+            launched.until(lambda: not any(alive(int(pid)) for pid in started.read_text().split()))
     assert not (tmp_path / "ran").exists()
 
 

@@ -31,7 +31,7 @@ services = ["nvidia-persistenced"]
 """
 CAP_KILL, CAP_SYS_MODULE, CAP_SYS_ADMIN = 5, 16, 21
 USER = 65_533
-HOLDS = "import os, time; os.open('/dev/nvidia0', os.O_PATH); time.sleep(600)"
+HOLDS = "import os, time; os.open('/dev/nvidia0', os.O_PATH); print('open', flush=True); time.sleep(600)"
 """No driver opens it otherwise."""
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
@@ -60,7 +60,9 @@ def test_an_order_is_carried_out_with_the_rights_of_each_part(machine: SystemdMa
     network. At the end nobody listens.
     """
     machine.drain("opsd:gpu_xid-1 preflight: Xid 95")
-    holder = subprocess.Popen(machine.command("/opt/opsd/bin/python", "-c", HOLDS, user=USER))
+    command = machine.command("/opt/opsd/bin/python", "-c", HOLDS, user=USER)
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline() == b"open\n"
     cases = CaseFile(machine.state)
     cases.order()
     until(cases.past, "the repair has ended", machine)

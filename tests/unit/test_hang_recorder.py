@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from opsd.collectors.lib.nccl.stuck import BETWEEN, MISMATCHED, NEVER_CALLED, NO_DUMP, Verdict
 from opsd.launch.hangs.culprit import CERTAIN, Hang, RankStatus
-from opsd.launch.hangs.recorder import dump_path, judge_folder, with_verdict
+from opsd.launch.hangs.recorder import RecorderJudge, dump_path, judge_folder, with_verdict
+from opsd.launch.io.loop import Callback, Timer
+
+T = TypeVar("T")
+
+
+class Held:
+    """A loop whose timers and threads are called back by the test."""
+
+    def __init__(self) -> None:
+        self.timers: list[Callback] = []
+        self.threads: list[Callback] = []
+
+    def time(self) -> float:
+        return time.monotonic()
+
+    def later(self, delay_s: float, callback: Callback) -> Timer:
+        self.timers.append(callback)
+        return Timer(delay_s, callback)
+
+    def run_in_thread(self, work: Callable[[], T], done: Callable[[T | OSError], None], *, key: str = "") -> bool:
+        self.threads.append(lambda: done(work()))
+        return True
 
 
 def status(rank: int, process: str = "S") -> RankStatus:
@@ -100,3 +125,33 @@ def test_damaged_dumps_are_no_evidence(tmp_path: Path) -> None:
     dump_path(tmp_path, 0).parent.mkdir()
     dump_path(tmp_path, 0).write_bytes(b'{"entries": [{, "opsd_generation": 1}')
     assert judge_folder(tmp_path, 1, 2) is None
+
+
+def test_each_hang_is_judged_once(tmp_path: Path) -> None:
+    """By the dumps or, where they are not to be had in time, without; not while it is asked already."""
+    loop, said = Held(), list[Verdict | None]()
+    judge = RecorderJudge(tmp_path, loop)
+    for rank, calls in enumerate((5, 5, 4)):
+        dump(tmp_path, rank, calls, generation=1)
+    for number, first in enumerate((loop.threads, loop.timers), start=1):
+        assert judge.judge(1, 3, alone=True, then=said.append)
+        assert not judge.judge(1, 3, alone=True, then=said.append)
+        first[-1]()
+        loop.timers[-1]()
+        loop.threads[-1]()
+        assert len(said) == number
+    assert said[0] is not None
+    assert (said[0].culprits, said[1]) == ((2,), None)
+
+
+def test_the_verdict_of_a_hang_that_is_over_is_of_no_other(tmp_path: Path) -> None:
+    """It comes when the next generation hangs, and is asked about."""
+    loop, said = Held(), list[str]()
+    judge = RecorderJudge(tmp_path, loop)
+    judge.judge(1, 1, alone=True, then=lambda _: said.append("first"))
+    judge.forget()
+    assert judge.judge(2, 1, alone=True, then=lambda _: said.append("second"))
+    loop.threads[0]()
+    assert said == []
+    loop.threads[1]()
+    assert said == ["second"]

@@ -35,9 +35,9 @@ def test_a_module_that_the_active_python_has(active: Path, module: str) -> None:
     assert f"PYTHON_EXEC=python takes that of {active}, which has {module}" in python_with(module, environ(active))
 
 
-@pytest.mark.parametrize("module", ["", "numpy", "apex.other", "utils", "one"])
+@pytest.mark.parametrize("module", ["", "numpy", "apex.other", "utils", "one", "..", "/etc", "**", "a\0b"])
 def test_a_module_that_it_has_not(active: Path, module: str) -> None:
-    """Another Python would not help."""
+    """Another Python would not help, least of all with what names no module: a slip after ``-m``."""
     assert python_with(module, environ(active)) == ""
 
 

@@ -72,6 +72,15 @@ def test_the_control_group_of_who_holds_a_gpu_names_its_job(
     assert jobs.look() == of(gpu0={"71"}, gpu1={"71"}, gpu2={"72"}, gpu3={"72"})
 
 
+def test_a_sluid_that_slurm_has_not_told_leaves_the_environment(
+    occupancy: Occupancy, process: Process, jobs: GpuJobs
+) -> None:
+    """As outside of a control group: the job that it names counts if Slurm runs it for this user."""
+    occupancy.holders = {0: (20,)}
+    process(20, BOB, "0::/system.slice/slurmstepd.scope/sEKNKTV3WPV500/step_0/user/task_0\n", b"SLURM_JOB_ID=72\0")
+    assert jobs.look() == of(gpu0={"72"})
+
+
 def test_without_control_groups_the_environment_counts_if_slurm_agrees(
     occupancy: Occupancy, process: Process, jobs: GpuJobs
 ) -> None:

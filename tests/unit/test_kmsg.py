@@ -165,6 +165,22 @@ def test_the_oom_killer_names_process_and_cgroup(node: Node) -> None:
     assert values(reading, "opsd_kernel_events_total")["oom_kill",] == 1
 
 
+@pytest.mark.parametrize(
+    ("group", "job"), [("job_42", "42"), ("sEKNKTV3WPV500", "71"), ("sEKNKTV3WPV501", ""), ("system", "")]
+)
+def test_the_victim_s_control_group_names_its_job(node: Node, group: str, job: str) -> None:
+    """By its number, or by a SLUID that Slurm has told."""
+    occupancy = Occupancy()
+    occupancy.sluids = {"sEKNKTV3WPV500": "71"}
+    agent = node.agent(occupancy=occupancy)
+    read(agent)
+    of = f"task_memcg=/system.slice/slurmstepd.scope/{group}/step_0/user/task_0,task=python,pid=77,uid=1000"
+    node.say(f"oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=c,mems_allowed=0,oom_memcg=/a,{of}")
+    node.say("Memory cgroup out of memory: Killed process 77 (python) total-vm:1kB, anon-rss:2kB, file-rss:0kB")
+    (event,) = read(agent).events
+    assert event.data["job"] == job
+
+
 def test_a_cpuset_cannot_name_another_job_as_the_victims(node: Node) -> None:
     """Its name is a piece of the message; with a process called like the beginning it is not whole either."""
     agent = node.agent()

@@ -155,6 +155,14 @@ def test_a_fault_that_comes_back_within_a_fortnight_makes_no_lemon() -> None:
         assert judged.soon.proven and not judged.lasting.proven
 
 
+@pytest.mark.parametrize("span_s", [0.0, 1e-9, 1e-6, 14 * DAY_S + 1e-9])
+def test_a_history_that_has_just_begun_tells_nothing(span_s: float) -> None:
+    """Its windows are of no length, of which there would be millions."""
+    judged = judge(["a", "b"], [Fault("a", "gpu", 0.0)], span_s)
+    assert not judged.lasting.moments
+    assert not judged.soon.proven
+
+
 def test_an_outage_that_several_tell_of_is_one_fault() -> None:
     """In any order, in words of their own; what happens once the node is back is another, and a relapse."""
     day = DAY_S

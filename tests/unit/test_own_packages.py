@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import site
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import opsd
+from opsd import exitcodes
 from opsd.own_packages import is_module_of_opsd, prefer_own_packages
 
 OWN = str(Path(opsd.__file__).parents[1])
@@ -47,3 +51,17 @@ def test_what_pythonpath_names_comes_last(named: str, path: list[str], expected:
 def test_a_module_of_opsd_is_known_by_its_command_line(called: str, argv: str, answer: bool) -> None:
     """However the options of Python are written, and as a rank, which has the command line of its program."""
     assert is_module_of_opsd(called.split(), argv.split()) is answer
+
+
+def test_an_older_python_says_so() -> None:
+    """In a sentence, as a checkout has no installer that would."""
+    program = "import sys; sys.version_info = (3, 10, 4); import opsd.commands.main"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    said = f"opsd: {sys.executable} is Python 3.10; opsd needs 3.11 or later\n"
+    assert (done.returncode, done.stderr) == (exitcodes.USAGE, said)
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "__main__.py", "own_packages.py", "commands/__init__.py"])
+def test_what_an_older_python_reads_until_then_it_understands(name: str) -> None:
+    """By the grammar of 3.7."""
+    ast.parse(Path(OWN, "opsd", name).read_text(), feature_version=(3, 7))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.preflight import fio, storage
-from opsd.preflight.base import PROFILES, Context, CouldNotRunError, Demand, NotApplicableError, Verdict
+from opsd.preflight.base import PROFILES, CouldNotRunError, Demand, NotApplicableError, Verdict
 from opsd.preflight.checks import (
     CHECKS,
     clock,
     hugepages,
     infiniband,
     kernel_log,
-    leftovers,
     limits,
     numa,
     pressure,
@@ -28,26 +26,7 @@ from opsd.preflight.checks import (
 )
 from opsd.preflight.topology import parse_list
 from opsd.runbooks import RUNBOOKS
-from tests.fakes.gpu_device import gpu_device
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    """Write ``files`` (path to content) below ``root``."""
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content + "\n", encoding="utf-8")
-    return root
-
-
-def look(check, root: Path, **fields):
-    """Run a check's function on the fixture tree ``root``."""
-    context = Context("node-1", "quick", 0.1, proc=str(root), sys=str(root), dev=str(root), **fields)
-    return check.run(context, lambda share, subject: None)
-
-
-def summaries(findings) -> list[str]:
-    return [finding.summary for finding in findings]
+from tests.fakes.fixture_tree import look, summaries, tree
 
 
 def test_checks_have_distinct_names_known_profiles_and_runbooks_that_exist():
@@ -248,62 +227,6 @@ def test_the_clock_of_this_machine_is_read_for_real(tmp_path: Path):
     """Adjtimex answers: either the clock is synchronised and has an error bound, or that is a finding."""
     outcome = look(clock, tmp_path)
     assert outcome.measurements or outcome.findings
-
-
-def process(root: Path, pid: int, name: str, *files: str, uid: int = 0, group: str = "/", thread: str = "") -> None:
-    """``thread`` is the one that has the files, the process if none is named."""
-    folder = root / str(pid)
-    texts = {"comm": name, "status": f"Name:\t{name}\nUid:\t{uid}\t{uid}\t{uid}\t{uid}", "cgroup": f"0::{group}"}
-    tree(folder, texts)
-    (folder / "fd").mkdir()
-    of = folder / "task" / thread / "fd" if thread else folder / "fd"
-    of.mkdir(parents=True, exist_ok=True)
-    for number, target in enumerate(files):
-        (of / str(number)).symlink_to(target)
-
-
-def test_processes_that_hold_a_gpu_fail_the_node_but_the_driver_s_own_do_not(tmp_path: Path):
-    """A rank that outlived its job is named with its pid; persistenced and the agent may hold GPUs open."""
-    (tmp_path / "shm").mkdir()
-    gpu = gpu_device(tmp_path)
-    process(tmp_path, 4242, "python", "/dev/tty", gpu)
-    process(tmp_path, 100, "nvidia-persiste", gpu)
-    process(tmp_path, 101, "bash", "/dev/tty", "/dev/nvidia0")
-    outcome = look(leftovers, tmp_path)
-    assert summaries(outcome.findings) == ["process 4242 (python) holds a GPU open"]
-
-
-def test_no_user_s_process_may_hold_a_gpu_by_its_name(tmp_path: Path):
-    """Nor one whose first thread has ended; an exporter of the site's own user is a service by its unit."""
-    (tmp_path / "shm").mkdir()
-    gpu = gpu_device(tmp_path)
-    process(tmp_path, 100, "nv-hostengine", gpu, uid=1007, group="/user.slice/user-1007.slice/session-1.scope")
-    process(tmp_path, 101, "python", gpu, uid=1007, thread="102")
-    process(tmp_path, 103, "dcgm-exporter", gpu, uid=1001, group="/system.slice/dcgm-exporter.service")
-    found = sorted(summaries(look(leftovers, tmp_path).findings))
-    assert found == [
-        f"process {pid} ({name}) holds a GPU open" for pid, name in ((100, "nv-hostengine"), (101, "python"))
-    ]
-
-
-def test_old_files_in_shared_memory_are_counted(tmp_path: Path):
-    """What a running job has just written is not old."""
-    tree(tmp_path, {"shm/nccl-old": "x" * 5000, "shm/new": "x" * 5000})
-    os.utime(tmp_path / "shm/nccl-old", (1, 1))
-    values = {m.measure: m.value for m in look(leftovers, tmp_path).measurements}
-    assert values["stale_shm_files"] == 1
-    assert values["stale_shm"] >= 5000
-
-
-def test_what_a_run_left_in_memory_on_purpose_is_no_leftover_for_a_day(tmp_path: Path):
-    """A job that was put back into the queue meets its own checkpoints, and goes on from them."""
-    tree(tmp_path, {"shm/opsd/smol/rank-0000.state": "x" * 5000, "shm/opsd/old/rank-0000.state": "x" * 9000})
-    for run, hours in (("smol", 23), ("old", 25)):
-        at = time.time() - hours * 3600
-        os.utime(tmp_path / "shm/opsd" / run / "rank-0000.state", (at, at))
-    values = {m.measure: m.value for m in look(leftovers, tmp_path).measurements}
-    assert values["stale_shm_files"] == 1
-    assert 5000 <= values["kept_shm"] < 9000 <= values["stale_shm"]
 
 
 def test_versions_come_from_the_system_without_importing_anything(tmp_path: Path):

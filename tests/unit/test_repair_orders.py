@@ -76,6 +76,14 @@ def test_a_drain_for_something_else_is_not_taken_over(tmp_path: Path, node: Node
     assert bench.slurm.updates == []
 
 
+def test_an_order_of_something_else_is_no_refusal(tmp_path: Path) -> None:
+    """Whoever makes the file by hand asks for the repair of a node that is drained."""
+    cases = CaseFile(tmp_path)
+    cases.order()
+    (tmp_path / "repair/order").write_text("please\n")
+    assert (cases.ordered, cases.refusal) == (True, None)
+
+
 def test_slurm_drains_a_node_some_time_after_its_prolog_refused_a_job(tmp_path: Path) -> None:
     """The order waits for that, but not for ever."""
     bench = Bench(tmp_path, slurm=FakeSlurm([Node("n1", "idle")]))

@@ -57,12 +57,13 @@ def test_a_step_of_the_clock_makes_no_repair_old(tmp_path: Path) -> None:
     """Nor young, from its first remedy in this boot on; of an earlier one what the clock said then counts."""
     cases = CaseFile(tmp_path)
     rebooted = Attempt("reboot", 1300.0, "boot", 2000.0, True, uptime_s=90.0)
-    for attempts, age_s in (
-        ((replace(RESET, uptime_s=50.0),), 120.0),
-        ((replace(RESET, boot="before", uptime_s=5000.0), rebooted), 200.0 + 80.0),
-        ((replace(RESET, boot="before", uptime_s=5000.0),), 86_400.0),
+    for attempts, resumed_at, age_s in (
+        ((replace(RESET, uptime_s=50.0),), 0.0, 120.0),
+        ((replace(RESET, boot="before", uptime_s=5000.0), rebooted), 0.0, 200.0 + 80.0),
+        ((replace(RESET, boot="before", uptime_s=5000.0),), 0.0, 86_400.0),
+        ((replace(RESET, uptime_s=50.0),), 87_100.0, 400.0),
     ):
-        cases.keep(replace(OPEN, attempts=attempts))
+        cases.keep(replace(OPEN, attempts=attempts, resumed_at=resumed_at))
         source = RepairsCollector(
             tmp_path / "repair", wall=lambda: 1100.0 + 86_400.0, uptime=lambda: 170.0, boot=lambda: "boot"
         )

@@ -94,7 +94,9 @@ def test_a_test_of_next_year_is_none() -> None:
         node.name: node_comment.write("", NodeHistory(tested_at=at)) for node, at in zip(nodes, told, strict=True)
     }
     assert due(nodes, comments, NOW, 7 * 86_400) == ["a"]
-    assert remarks(Judgement(UNPROVEN, UNPROVEN, 0.0, ()), comments)["a"] == ("not tested in the last 30 days",)
+    unknown = Judgement(UNPROVEN, UNPROVEN, 0.0, ())
+    assert remarks(unknown, comments)["a"] == ("not tested in the last 30 days",)
+    assert remarks(unknown, {"a": comments["a"]})["a"] == (), "nobody tests nodes here"
     slurm = FakeSlurm(nodes)
     slurm.by_comment = dict(comments)
     assert note_test(slurm, "a", NOW - 60, now=NOW)

@@ -165,13 +165,23 @@ def test_an_order_that_was_overtaken_is_dropped(tmp_path: Path) -> None:
 def test_an_order_that_comes_again_takes_no_node_out_again(tmp_path: Path, force: bool) -> None:
     """On a disk that became read-only it could not be removed; an administrator has resumed the node since."""
     slurm, updates = cluster(), DeferredUpdates(tmp_path)
-    order = DeferredUpdate("drain", ("n01", "n02"), NOW, "opsd:manual x", force)
+    order = DeferredUpdate("drain", ("n01", "n02"), NOW + 0.2, "opsd:manual x", force)
     updates.put(order)
-    updates.apply(slurm, Rules(share=0.5), NOW + 60)
+    updates.apply(slurm, Rules(share=0.5), NOW + 0.4)  # comments have whole seconds
     slurm.update_nodes(["n01", "n02"], "resume")
     updates.put(order)
     (said,) = updates.apply(slurm, Rules(share=0.5), NOW + 2 * 3600)
     assert ("no longer up to date" in said, slurm.by_name["n01"].usable) == (True, True)
+
+
+def test_an_order_is_carried_out_while_a_node_of_it_is_left(tmp_path: Path) -> None:
+    """Another has been drained for something else meanwhile."""
+    slurm, updates = cluster(), DeferredUpdates(tmp_path)
+    updates.put(DeferredUpdate("drain", ("n01", "n02"), NOW, "opsd:manual x"))
+    slurm.update_nodes(["n01"], "drain", "opsd:ib_link-1 ib_link: down")
+    slurm.by_comment["n01"] = f"[opsd1 ib_link={NOW + 10:.0f}-]"
+    updates.apply(slurm, Rules(share=0.5), NOW + 30)
+    assert not slurm.by_name["n02"].usable
 
 
 def test_an_order_that_slurm_refuses_is_given_up(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_the_environment_of_a_job_does_not_leak_into_commands() -> None:
         "SQUEUE_FORMAT": "%i",
         "SBATCH_PARTITION": "dev",
         "SINFO_FORMAT": "%n",
+        "SACCT_FORMAT": "JobID",
     }
     assert clean_environment(env) == {
         "PATH": "/bin",

@@ -10,7 +10,7 @@ from pathlib import Path
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
 from opsd.collectors.lib.nccl.stuck import BETWEEN, Verdict, evidence, judge
 from opsd.launch.hangs.culprit import CERTAIN, Hang
-from opsd.launch.io.loop import Loop
+from opsd.launch.io.loop import Timers
 from opsd.rundir import RECORDER
 
 OTHERS_S = 4.0
@@ -26,7 +26,7 @@ _POLL_S = 0.05
 class RecorderJudge:
     """Judges the dumps that the launchers of a run have put into its ``folder``, once for each hang."""
 
-    def __init__(self, folder: Path, loop: Loop) -> None:
+    def __init__(self, folder: Path, loop: Timers) -> None:
         self._folder = folder
         self._loop = loop
         self._question: object = None

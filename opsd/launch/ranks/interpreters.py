@@ -47,7 +47,8 @@ def python_with(module: str, environ: Mapping[str, str] = os.environ, own: str =
     Looks at files and runs nothing. ``own`` is the prefix of the ranks' Python, as ``sys.prefix`` is.
     """
     python = shutil.which("python", path=environ.get("PATH"))
-    if not (module and python) or environ.get("PYTHON_EXEC"):
+    named = all(part.isidentifier() for part in module.split("."))
+    if not (named and python) or environ.get("PYTHON_EXEC"):
         return ""
     prefix = Path(python).absolute().parent.parent
     try:

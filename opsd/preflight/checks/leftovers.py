@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.lib.gpu_holders import gpu_holders
-from opsd.collectors.lib.processes import is_of_system, service_of, user_of
+from opsd.collectors.lib.processes import is_of_system, is_service, user_of
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
 from opsd.rundir import KEEP_FINISHED_S
 
@@ -20,7 +20,11 @@ _OLD_S: Final = 600.0
 def run(context: Context, progress: Progress) -> Outcome:
     """Search /proc for open GPUs, and /dev/shm for files that were not written for ten minutes."""
     proc = Path(context.proc)
-    holders = [(pid, name) for pid, name in gpu_holders(proc) if not _may_hold(pid, name, proc)]
+    holders = [
+        (pid, name)
+        for pid, name in gpu_holders(proc)
+        if not (_may_hold(name, user_of(pid, proc)) or is_service(pid, context.services, proc))
+    ]
     stale, files, kept = _old_bytes(Path(context.dev, "shm"), time.time())
     findings = [
         Finding(Verdict.FAIL, f"process {pid} ({name}) holds a GPU open", f"end it: kill {pid}; then kill -9 {pid}")
@@ -37,10 +41,9 @@ def run(context: Context, progress: Progress) -> Outcome:
     )
 
 
-def _may_hold(pid: int, name: str, proc: Path) -> bool:
-    """Whether it is what its name says: anybody can choose that. Services may be of any user's id."""
-    user = user_of(pid, proc)
-    return name in _SYSTEM and (is_of_system(user) or user == os.getuid() or service_of(pid, proc) == f"{name}.service")
+def _may_hold(name: str, user: int | None) -> bool:
+    """Whether it is what its name says, which anybody can choose; in a container it need not be a service."""
+    return name in _SYSTEM and (is_of_system(user) or user == os.getuid())
 
 
 def _old_bytes(folder: Path, now: float) -> tuple[int, int, int]:

@@ -28,7 +28,7 @@ SETTINGS = {
 }
 
 
-HOLDS = "import os, sys, time; os.open(sys.argv[1], os.O_PATH); time.sleep(600)"
+HOLDS = "import os, sys, time; os.open(sys.argv[1], os.O_PATH); open(sys.argv[2], 'w').close(); time.sleep(600)"
 NAMES = ("n1", "n2")
 
 
@@ -86,8 +86,10 @@ def test_a_process_that_a_job_has_left_is_ended_before_the_next_one(
 ) -> None:
     """It has a GPU open, under a name of its own; no GPU is reset for it."""
     cluster, machines = rooms
-    os.mknod(tmp_path / "mine", 0o20666, os.makedev(MAJOR, 0))
-    with cluster.nodes["n1"].process(sys.executable, "-c", HOLDS, str(tmp_path / "mine")) as holder:
+    mine, opened = tmp_path / "mine", tmp_path / "opened"
+    os.mknod(mine, 0o20666, os.makedev(MAJOR, 0))
+    with cluster.nodes["n1"].process(sys.executable, "-c", HOLDS, str(mine), str(opened)) as holder:
+        wait_until(opened.exists, "it has the GPU open", 60)
         case = refused_and_repaired(cluster, machines)
         assert holder.wait(30) != 0
     ending, *after = case.attempts
