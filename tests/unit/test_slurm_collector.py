@@ -187,6 +187,13 @@ def test_the_sluid_of_a_job_that_ends_is_still_known() -> None:
     assert (report.gpus, report.sluids) == ({"7": {0}}, {"sEKNKTV3WPV500": "7", "sEKNKTV3WPV501": "8"})
 
 
+def test_a_suspended_job_keeps_its_gpus() -> None:
+    """What happens to them is its own; Slurm gives them to no other job."""
+    slurm = FakeSlurm([Node("n1", "idle")], jobs=[replace(job(7), state="suspended"), replace(job(8), state="stopped")])
+    slurm.by_gpu = {(7, "n1"): frozenset({0}), (8, "n1"): frozenset({1})}
+    assert NodeWatch(slurm, "n1", clock=lambda: 5.0).refresh().gpus == {"7": {0}, "8": {1}}
+
+
 def test_a_requeued_job_is_asked_for_again_once_it_runs() -> None:
     """While its last start ends it has the next restart count already, no GPUs, and still the SLUID of that start."""
     jobs = [replace(job(7), state="completing", restarts=1)]
