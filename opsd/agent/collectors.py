@@ -78,10 +78,13 @@ class NodeWatch:
             users = {str(job.id): user for job in jobs if (user := self._user_id(job.user)) is not None}
             given = self._given_to(jobs)
             holding = {str(job.id) for job in jobs if job.state in HOLDING}
-            gpus = {job: one.gpus for job, one in given.items() if one.gpus is not None and job in holding}
+            held = {job: one for job, one in given.items() if one.gpus is not None and job in holding}
+            gpus = {job: (one.gpus or frozenset()) | one.shares for job, one in held.items()}
+            shares = {job: one.shares for job, one in held.items() if one.shares}
             record = self._remembered() if nodes else None
             self._report = SlurmReport(
-                self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, files=self._files_of(gpus),
+                self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, shares=shares,
+                files=self._files_of(gpus),
                 sluids={one.sluid: job for job, one in given.items() if one.sluid}, record=record,
                 jobs_counted=self.failed_jobs.counted,
             )  # fmt: skip

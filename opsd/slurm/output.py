@@ -43,6 +43,8 @@ _DETAILS = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S+ GRES=(\S*)", re.MULTI
 _SLUID = re.compile(r"^ +SLUID=(s[0-9A-Z]{13})$", re.MULTILINE)
 _GPUS = re.compile(r"(?:^|,)gpu(?:(?::(?:\(null\)|[^:(),]+))?:(\d+)(?:\(IDX:([\d,-]+)\))?)?")
 """``gpu:h100:2(IDX:0-1)``, one for each type of GPU; its name may be (null). What is of another form has no count."""
+_SHARES = re.compile(r"(?:^|,)(?:shard|mps)(?::(?:\(null\)|[^:(),]+))?:\d+\((?:IDX:([\d,-]+)|([\d/,]+))\)")
+"""``shard:3(3/4,0/4)``: three of the four parts of the first of two GPUs; 22.05.8 prints ``shard:3(IDX:0)``."""
 CONFIGURED_NOT = ("(null)", "none", "")
 
 
@@ -120,15 +122,22 @@ def parse_given(text: str, node: str) -> Given:
     Two lines that say the same of a job are worth nothing: its name may hold a forged one.
     """
     sluids = _SLUID.findall(text)
-    return Given(_gpus(text, node), sluids[0] if len(sluids) == 1 else "")
-
-
-def _gpus(text: str, node: str) -> frozenset[int] | None:
+    sluid = sluids[0] if len(sluids) == 1 else ""
     lines = [match[2] for match in _DETAILS.finditer(text) if node in _hosts(match[1])]
-    if len(lines) != 1:
-        return None
+    return Given(_gpus(lines[0]), sluid, _shares(lines[0])) if len(lines) == 1 else Given(None, sluid)
+
+
+def _shares(gres: str) -> frozenset[int]:
+    found = set[int]()
+    for indexes, parts in _SHARES.findall(gres):
+        found.update(map(int, _hosts(f"[{indexes}]") if indexes else ()))
+        found.update(gpu for gpu, part in enumerate(parts.split(",")) if part.partition("/")[0].strip("0"))
+    return frozenset(found)
+
+
+def _gpus(gres: str) -> frozenset[int] | None:
     counted, found = 0, set[int]()
-    for count, indexes in _GPUS.findall(lines[0]):
+    for count, indexes in _GPUS.findall(gres):
         if not count:
             return None
         counted += int(count)

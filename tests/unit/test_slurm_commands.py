@@ -298,7 +298,6 @@ DETAILS = """JobId=7 JobName={name}
      Nodes=n3 CPU_IDs=0-1 Mem=0 GRES=
      Nodes=n4 CPU_IDs=0-1 Mem=0 GRES=gpu:1g.10gb:1(IDX:4),gpu:h100:1(IDX:0)
      Nodes=n5 CPU_IDs=0-1 Mem=0 GRES=gpu:2
-     Nodes=n6 CPU_IDs=0-1 Mem=0 GRES=gpu:(null):2(IDX:0-1),shard:2(IDX:5)
      Nodes=n7 CPU_IDs=0-1 Mem=0 GRES=gpu(IDX:4-7)
    Command=/home/ada/train.sh
 """
@@ -312,7 +311,6 @@ DETAILS = """JobId=7 JobName={name}
         ("n3", set()),
         ("n4", {0, 4}),
         ("n5", None),
-        ("n6", {0, 1}),
         ("n7", None),
         ("n8", None),
     ],
@@ -320,6 +318,22 @@ DETAILS = """JobId=7 JobName={name}
 def test_the_gpus_of_a_job_are_those_that_slurm_numbers(node: str, gpus: set[int] | None) -> None:
     """Several nodes on a line, several types, none, and some without numbers; one that old releases wrote."""
     assert parse_given(DETAILS.format(name="train"), node) == Given(gpus)
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus", "shares"),
+    [
+        ("shard:3(IDX:0)", set(), {0}),
+        ("shard:a100:14(4/4,0/4,10/10,0/4)", set(), {0, 2}),
+        ("mps:50(0/100,50/100)", set(), {1}),
+        ("gpu:b:1(IDX:2),shard:2(IDX:0-1)", {2}, {0, 1}),
+        ("gpu:(null):2(IDX:0-1),shard:2(CNT:2)", {0, 1}, set()),
+    ],
+)
+def test_parts_of_gpus_are_told_from_whole_ones(gres: str, gpus: set[int], shares: set[int]) -> None:
+    """By their numbers on 22.05.8, by what is taken of each GPU on 25.11.7 and 26.05.3."""
+    shown = f"JobId=7 JobName=x\n     Nodes=n1 CPU_IDs=0 Mem=100 GRES={gres}\n"
+    assert parse_given(shown, "n1") == Given(frozenset(gpus), "", frozenset(shares))
 
 
 def test_a_jobs_name_cannot_claim_the_gpus_of_others() -> None:
