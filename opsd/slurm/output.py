@@ -38,6 +38,7 @@ JOB_FIELDS = (
     "RestartCnt", "Name",
 )  # fmt: skip
 JOB_COMMENT_FIELDS = ("JobID", "Comment", "admin_comment")
+NAME_FIELDS = ("JobID", "JobArrayID")
 STEP_FIELDS = ("StepID", "Nodes")
 _DETAILS = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S+ GRES=(\S*)", re.MULTILINE)
 _SLUID = re.compile(r"^ +SLUID=(s[0-9A-Z]{13})$", re.MULTILINE)
@@ -110,6 +111,17 @@ def parse_jobs(text: str, separator: str) -> tuple[Job, ...]:
     return tuple(sorted(jobs, key=lambda job: job.id))
 
 
+def parse_name(text: str, separator: str, job: int) -> str:
+    """The name of ``job`` in squeue's output with ``NAME_FIELDS``, asked for by its number: 7, 7_3 or 7+0.
+
+    Raises SlurmRejected if Slurm has only others under that number.
+    """
+    names = dict(records(text, separator, len(NAME_FIELDS)))
+    if names and str(job) not in names:
+        raise SlurmRejected(f"Slurm has forgotten job {job}, and not the others of its array")
+    return names.get(str(job), str(job))
+
+
 def parse_steps(text: str, separator: str) -> dict[str, frozenset[str]]:
     """The nodes of each step in squeue's output with ``STEP_FIELDS``, by its name. Raises SlurmRejected."""
     steps = ((id.rpartition(".")[2], nodes) for id, nodes in records(text, separator, len(STEP_FIELDS)))
@@ -145,11 +157,12 @@ def _gpus(gres: str) -> frozenset[int] | None:
     return frozenset(found) if len(found) == counted else None
 
 
-def parse_job_comments(text: str, separator: str) -> tuple[str, str]:
-    """Comment and AdminComment of a job in squeue's output with ``JOB_COMMENT_FIELDS``. Raises SlurmRejected."""
-    for _, *comments in records(text, separator, len(JOB_COMMENT_FIELDS)):
-        own, admin = ("" if comment.strip() in CONFIGURED_NOT else comment.strip() for comment in comments)
-        return own, admin
+def parse_job_comments(text: str, separator: str, job: int) -> tuple[str, str]:
+    """Comment and AdminComment of ``job`` in squeue's output with ``JOB_COMMENT_FIELDS``. Raises SlurmRejected."""
+    for number, *comments in records(text, separator, len(JOB_COMMENT_FIELDS)):
+        if number == str(job):
+            own, admin = ("" if comment.strip() in CONFIGURED_NOT else comment.strip() for comment in comments)
+            return own, admin
     return "", ""
 
 

@@ -72,6 +72,17 @@ def test_each_gpu_is_known_as_its_jobs(cluster: Cluster) -> None:
     assert GpuJobs(occupancy).look() == {min(mine): {first}, min(theirs): {second}}
 
 
+def test_each_task_of_an_array_has_its_own_gpu(cluster: Cluster) -> None:
+    """Also the last one, by whose number ``scontrol show job`` shows all of them."""
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    options = ["--array=1-3", "--gres=gpu:1", "--cpus-per-task=1", "--mem=100", "--output=/dev/null"]
+    last = slurm.submit(SCRIPT, options)
+    wait_until(lambda: [job.state for job in slurm.jobs()] == ["running"] * 3, "all tasks run")
+    given = NodeWatch(slurm, "n1").refresh().gpus
+    assert given.keys() == {str(last), str(last + 1), str(last + 2)}
+    assert sorted(gpu for gpus in given.values() for gpu in gpus) == [0, 1, 2]
+
+
 PAIR = """#!/bin/sh
 # opsd with a pair of nodes that is due, and a measurement that tells what its step has.
 case "$*" in
