@@ -137,7 +137,7 @@ class CommandSlurm:
             if ids and "Invalid job id" in str(error):
                 return ()
             raise
-        return [job for job in parse_jobs(output.stdout, separator) if not ids or job.id in ids]
+        return tuple(job for job in parse_jobs(output.stdout, separator) if not ids or job.id in ids)
 
     def steps(self, job: int) -> Mapping[str, frozenset[str]]:
         separator = self._separator()
