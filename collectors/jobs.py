@@ -16,7 +16,7 @@ INTERVAL_S: Final = 5.0
 
 IDLE = Metric(
     "opsd_gpu_job_idle_seconds",
-    "Time for which a job has had a GPU on which no kernel ran.",
+    "Time for which a job has had a whole GPU on which no kernel ran.",
     unit="seconds",
     labels=("gpu", "job_id"),
 )
@@ -67,7 +67,8 @@ class JobsCollector:
         for (gpu, job), since in self._since.items():
             if (gpu, job) not in self._occupancy.ranked:
                 yield Sample(JOB_INFO, 1.0, (str(gpu), job, "", ""))
-            if (worked := self._occupancy.worked.get(gpu)) is not None:
+            worked = self._occupancy.worked.get(gpu)
+            if worked is not None and gpu not in self._occupancy.shares.get(job, ()):
                 yield Sample(IDLE, max(0.0, now - max(worked, since)), (str(gpu), job))
         for (gpu, instance), jobs in self._occupancy.jobs_on.items():
             for job in sorted(jobs):

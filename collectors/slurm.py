@@ -112,7 +112,8 @@ class SlurmReport:
 
     ``answered_at`` is the time of the last answer, from which ``node`` (None if Slurm does not know it) and ``jobs``
     are; ``users`` has the user id of each job, ``gpus`` the GRES indexes of its GPUs here where they are known,
-    ``files`` the device files of each of these where the node has instances of MIG, ``sluids`` each job by its SLUID.
+    ``shares`` those of which it has a part, ``files`` the device files of each where the node has instances of MIG,
+    ``sluids`` each job by its SLUID.
     ``record`` is what Slurm remembers of the node, None while that is not known; ``jobs_counted`` is whether failures
     of jobs are in it, None while nobody has looked. ``problem`` is why the last question was not answered, "" if it
     was; ``absent`` means that this machine has no Slurm.
@@ -125,6 +126,7 @@ class SlurmReport:
     absent: bool = False
     users: Mapping[str, int] = field(default_factory=dict)
     gpus: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    shares: Mapping[str, frozenset[int]] = field(default_factory=dict)
     sluids: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, Sequence[Sequence[str]]] = field(default_factory=dict)
     record: NodeRecord | None = None
@@ -184,6 +186,7 @@ class SlurmCollector:
         events = (*self._silence(stale, report.problem), *self._changes(report))
         self._occupancy.allocated = {} if stale else report.gpus
         self._occupancy.files = {} if stale else report.files
+        self._occupancy.shares = {} if stale else report.shares
         samples = [Sample(UP, float(not report.problem and not stale)), Sample(AGE, max(0.0, age))]
         if report.node is not None and not stale:
             samples += _node_samples(report.node)

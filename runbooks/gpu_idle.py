@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.jobs import owner
+from opsd.runbooks.lib.jobs import is_halted, owner
 from opsd.runbooks.lib.remedies import notify_node
 
 IDLE = "opsd_gpu_job_idle_seconds"
@@ -15,12 +15,12 @@ IDLE_S = 1800.0
 
 
 def _idle(view: View) -> Mapping[str, set[int]]:
-    """By job the GPUs that have been idle for long."""
+    """By job the GPUs that have been idle for long; none of jobs that Slurm has suspended."""
     found: dict[str, set[int]] = {}
     for series in view.select(IDLE):
         if series.last is not None and series.last >= IDLE_S:
             found.setdefault(series.labels["job_id"], set()).add(int(series.labels["gpu"]))
-    return found
+    return {job: gpus for job, gpus in found.items() if not is_halted(job, view)}
 
 
 def _detect(view: View) -> Iterator[Finding]:
@@ -65,7 +65,7 @@ RUNBOOK = Runbook(
 
 ## Meaning
 Slurm has given these GPUs to the job, or its processes hold them, and no kernel has run on them for half an hour.
-GPUs that do not tell their use (MIG) are left out.
+GPUs that do not tell their use (MIG) are left out, and so are jobs that Slurm has suspended.
 
 ## Impact
 Nobody else can use them: an hour of one is a GPU-hour lost, whatever the job's other GPUs do.

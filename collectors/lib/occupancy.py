@@ -17,11 +17,11 @@ class Occupancy:
     ``holders`` are the processes that hold each GPU by index, as the driver lists them; a GPU that is left out is
     unknown. ``worked`` is the monotonic second at which each GPU was last seen with a kernel, the first look at it
     counted as one. ``jobs`` has the user of each job that Slurm runs here, ``sluids`` the job of each SLUID,
-    ``allocated`` the GRES indexes of the GPUs that Slurm gave a job, ``jobs_of`` the job of each process that held a
-    GPU when last looked at. ``ranked`` are the GPUs with a rank page, each with the page's job. ``instances`` are the
-    processes on each GPU instance of the GPUs with MIG, ``jobs_on`` the jobs that these were last seen in, or that
-    Slurm gave it to, by GPU and instance. ``files`` are the names of the device files of each GPU or instance that
-    Slurm gave a job, where it has instances.
+    ``allocated`` the GRES indexes of the GPUs that Slurm gave a job, ``shares`` those of them of which it has a part
+    beside others, ``jobs_of`` the job of each process that held a GPU when last looked at. ``ranked`` are the GPUs with
+    a rank page, each with the page's job. ``instances`` are the processes on each GPU instance of the GPUs with MIG,
+    ``jobs_on`` the jobs that these were last seen in, or that Slurm gave it to, by GPU and instance. ``files`` are the
+    names of the device files of each GPU or instance that Slurm gave a job, where it has instances.
     """
 
     def __init__(self) -> None:
@@ -30,6 +30,7 @@ class Occupancy:
         self.jobs: Mapping[str, int] = {}
         self.sluids: Mapping[str, str] = {}
         self.allocated: Mapping[str, frozenset[int]] = {}
+        self.shares: Mapping[str, frozenset[int]] = {}
         self.files: Mapping[str, Sequence[Sequence[str]]] = {}
         self.jobs_of: Mapping[int, str] = {}
         self.ranked: frozenset[tuple[int, str]] = frozenset()

@@ -17,13 +17,15 @@
 # Where the topology is known, nodes below two leaf switches also measure the network between them, each pair of switches
 # once in seven days; one that was not well comes again with other nodes (`opsd nodes due --pairs --json` shows it).
 PARTITION=${PARTITION:-checks}
-COUNT=${COUNT:-2}            # tests that a call begins
+COUNT=${COUNT:-2}            # tests that a call begins; 2 every ten minutes reach 2,016 nodes in seven days
 PROFILE=${PROFILE:-standard} # policy.return_profile
 TIME=${TIME:-60}             # minutes that a test may take
 OPSD=${OPSD:-/opt/opsd/bin/opsd}
-PAIRS=${PAIRS:-1}            # ways between two leaf switches that a call measures, where the topology is known; 0: none
+PAIRS=${PAIRS:-1}            # ways between leaf switches that a call measures; 1 reaches all of 45 switches; 0: none
 NETWORK=${NETWORK:-$OPSD}    # an opsd with torch (deploy/install --train), for those; a job without it counts as a measurement
 NAME=opsd-idle-check
+# A step has none of the GPUs that an exclusive job was given without asking: srun(1), --gres.
+GPUS='${SLURM_GPUS_ON_NODE:+--gres=gpu:$SLURM_GPUS_ON_NODE}'
 
 scancel --quiet --name="$NAME" --state=PENDING --user="$(id -un)"
 "$OPSD" nodes due --partition "$PARTITION" --count "$COUNT" | while read -r node; do
@@ -34,5 +36,5 @@ done
 "$OPSD" nodes due --pairs --partition "$PARTITION" --count "$PAIRS" | while read -r nodes; do
     sbatch --quiet --job-name="$NAME" --partition="$PARTITION" --nodelist="$nodes" --nodes=2 --ntasks-per-node=1 \
         --exclusive --mem=0 --no-requeue --time="$TIME" --output=/dev/null --chdir=/ \
-        --wrap="exec srun $NETWORK preflight network --note"
+        --wrap="exec srun $GPUS $NETWORK preflight network --note"
 done

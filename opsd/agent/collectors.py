@@ -23,6 +23,8 @@ from opsd.slurm.failed_jobs import FailedJobs
 from opsd.slurm.node_faults import NodeFaults
 from opsd.slurm.port import Given, Job, Slurm, SlurmError, SlurmMissing, SlurmUnavailable
 
+HOLDING: Final = ("running", "suspended", "stopped")
+"""The states of jobs that have GPUs: a suspended one keeps its own, and Slurm gives them to no other (22.05.8)."""
 COUNT_S: Final = 60.0
 """Seconds between two looks at whether the failures of jobs are to be counted."""
 
@@ -75,11 +77,14 @@ class NodeWatch:
             jobs = self._slurm.jobs(node=self._node) if nodes else ()
             users = {str(job.id): user for job in jobs if (user := self._user_id(job.user)) is not None}
             given = self._given_to(jobs)
-            running = {str(job.id) for job in jobs if job.state == "running"}
-            gpus = {job: one.gpus for job, one in given.items() if one.gpus is not None and job in running}
+            holding = {str(job.id) for job in jobs if job.state in HOLDING}
+            held = {job: one for job, one in given.items() if one.gpus is not None and job in holding}
+            gpus = {job: (one.gpus or frozenset()) | one.shares for job, one in held.items()}
+            shares = {job: one.shares for job, one in held.items() if one.shares}
             record = self._remembered() if nodes else None
             self._report = SlurmReport(
-                self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, files=self._files_of(gpus),
+                self._clock(), nodes[0] if nodes else None, jobs, users=users, gpus=gpus, shares=shares,
+                files=self._files_of(gpus),
                 sluids={one.sluid: job for job, one in given.items() if one.sluid}, record=record,
                 jobs_counted=self.failed_jobs.counted,
             )  # fmt: skip
@@ -102,16 +107,16 @@ class NodeWatch:
         That is known once the job runs. One that is requeued has its next restart count while it still ends, and gets
         its next GPUs and SLUID later (tested on 26.05.3).
         """
-        running = {(job.id, job.restarts): job.state == "running" for job in jobs}
-        found = {job: given for job, given in self._given.items() if job in running}
-        for job in sorted(running.keys() - found.keys()):
+        holding = {(job.id, job.restarts): job.state in HOLDING for job in jobs}
+        found = {job: given for job, given in self._given.items() if job in holding}
+        for job in sorted(holding.keys() - found.keys()):
             try:
                 found[job] = self._slurm.given(job[0], self._node)
             except SlurmUnavailable:  # the next look asks again
                 break
             except SlurmError:  # it has ended meanwhile, or is not shown to this user
                 found[job] = Given(None)
-        self._given = {job: given for job, given in found.items() if running[job]}
+        self._given = {job: given for job, given in found.items() if holding[job]}
         return {str(job): given for (job, _), given in found.items()}
 
     def _files_of(self, gpus: Mapping[str, frozenset[int]]) -> dict[str, Sequence[Sequence[str]]]:

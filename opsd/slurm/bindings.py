@@ -14,7 +14,7 @@ from typing import Any
 
 from opsd.slurm.commands import DEADLINE_S, CommandSlurm
 from opsd.slurm.output import failure
-from opsd.slurm.port import Job, Node, NodeUpdate, Slurm, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
+from opsd.slurm.port import Job, Node, NodeUpdate, Slurm, SlurmError, SlurmMissing, SlurmUnavailable
 from opsd.slurm.runner import Output, Runner, clean_environment, run_command
 
 WORKER = (sys.executable, "-P", "-m", "opsd.slurm.pyslurm_worker")
@@ -102,7 +102,8 @@ class Worker:
 class PyslurmSlurm(CommandSlurm):
     """Slurm through pyslurm, and through commands where those take options of sbatch or scontrol.
 
-    Reservations are also read with commands: pyslurm 25.11.2 raises on the flag REPLACE_DOWN of a spare pool.
+    Jobs are changed through commands too, which take a task of an array by its name: the number of the last task is
+    that of the array. So are reservations read: pyslurm 25.11.2 raises on the flag REPLACE_DOWN of a spare pool.
     """
 
     def __init__(self, ask: Asker, run: Runner = run_command, *, deadline_s: float = DEADLINE_S) -> None:
@@ -125,19 +126,6 @@ class PyslurmSlurm(CommandSlurm):
     def jobs(self, ids: Sequence[int] = (), *, node: str = "") -> Sequence[Job]:
         found = [Job(**{**fields, "nodes": tuple(fields["nodes"])}) for fields in self._ask("jobs", list(ids), node)]
         return sorted(found, key=lambda job: job.id)
-
-    def requeue(self, job: int) -> None:
-        self._ask("requeue", job)
-
-    def set_start_time(self, job: int, at: float | None = None) -> None:
-        self._ask("set_start_time", job, at)
-
-    def cancel(self, job: int) -> None:
-        try:
-            self._ask("cancel", job)
-        except SlurmRejected as error:
-            if "already" not in str(error) and "Invalid job id" not in str(error):
-                raise
 
 
 def why_not_pyslurm(ask: Asker, commands: Slurm) -> str:

@@ -14,6 +14,7 @@ from opsd.slurm.output import (
     COMMENT_FIELDS,
     JOB_COMMENT_FIELDS,
     JOB_FIELDS,
+    NAME_FIELDS,
     NODE_FIELDS,
     STEP_FIELDS,
     failure,
@@ -25,6 +26,7 @@ from opsd.slurm.output import (
     parse_job_comments,
     parse_job_id,
     parse_jobs,
+    parse_name,
     parse_nodes,
     parse_partitions,
     parse_reservations,
@@ -52,6 +54,8 @@ NOTES: Final = 8
 """Of the nodes of a job, those about which a note is kept in its comment."""
 _AVOIDED = re.compile(r"\s*\[opsd1 avoids([^\[\]]*)\]")
 """What opsd says of a run in a comment of its job."""
+_TASK = re.compile(r"\d+_\d+")
+"""A task of an array that is a job of its own; several that wait are ``7_[1-3]``."""
 _NODE = re.compile(r"([\w.-]+)@(\d+)")
 """The nodes that opsd excludes from a job, in the job's comment with the time of exclusion.
 
@@ -133,26 +137,25 @@ class CommandSlurm:
             if ids and "Invalid job id" in str(error):
                 return ()
             raise
-        return parse_jobs(output.stdout, separator)
+        return tuple(job for job in parse_jobs(output.stdout, separator) if not ids or job.id in ids)
 
     def steps(self, job: int) -> Mapping[str, frozenset[str]]:
         separator = self._separator()
-        output = self._run(
-            "squeue", "--steps", "--noheader", f"--jobs={job}", "--Format", format_option(STEP_FIELDS, separator)
-        )
+        option = format_option(STEP_FIELDS, separator)
+        output = self._run("squeue", "--steps", "--noheader", f"--jobs={self._task(job)}", "--Format", option)
         return parse_steps(output.stdout, separator)
 
     def given(self, job: int, node: str) -> Given:
-        return parse_given(self._run("scontrol", "--details", "show", "job", str(job)).stdout, node)
+        return parse_given(self._run("scontrol", "--details", "show", "job", self._name(job)).stdout, node)
 
     def requeue(self, job: int) -> None:
-        self._run("scontrol", "requeue", str(job))
+        self._run("scontrol", "requeue", self._task(job))
 
     def set_start_time(self, job: int, at: float | None = None) -> None:
-        self._run("scontrol", "update", f"jobid={job}", f"starttime={_when(at)}")
+        self._run("scontrol", "update", f"jobid={self._task(job)}", f"starttime={_when(at)}")
 
     def start_after(self, job: int, other: int) -> None:
-        self._run("scontrol", "update", f"jobid={job}", f"dependency=afterany:{other}")
+        self._run("scontrol", "update", f"jobid={self._task(job)}", f"dependency=afterany:{other}")
 
     def exclude(self, job: int, names: Sequence[str], at: float) -> None:
         comment, before = self._comment(job), self._avoided(job)
@@ -170,40 +173,40 @@ class CommandSlurm:
         self._avoid(job, self._avoided(job) - (own.keys() - left.keys()), _with_avoided(comment, left))
 
     def summarize(self, job: int, text: str, topic: str = "run") -> None:
-        comment, admin_comment = self._comments(job)
+        (comment, admin_comment), name = self._comments(job), self._task(job)
         try:
             told = f"admincomment={_with_summary(admin_comment, text, topic)}"
-            self._run("scontrol", "update", f"jobid={job}", told)
+            self._run("scontrol", "update", f"jobid={name}", told)
         except SlurmDenied:
-            self._run("scontrol", "update", f"jobid={job}", f"comment={_with_summary(comment, text, topic)}")
+            self._run("scontrol", "update", f"jobid={name}", f"comment={_with_summary(comment, text, topic)}")
 
     def _comments(self, job: int) -> tuple[str, str]:
         separator = self._separator()
         option = format_option(JOB_COMMENT_FIELDS, separator)
         output = self._run("squeue", "--noheader", "--all", f"--jobs={job}", "--Format", option)
-        return parse_job_comments(output.stdout, separator)
+        return parse_job_comments(output.stdout, separator, job)
 
     def _comment(self, job: int) -> str:
         return self._comments(job)[0]
 
     def _avoided(self, job: int) -> set[str]:
-        return set(parse_excluded(self._run("scontrol", "show", "job", str(job), "--oneliner").stdout))
+        return set(parse_excluded(self._run("scontrol", "show", "job", self._task(job), "--oneliner").stdout))
 
     def _avoid(self, job: int, names: set[str], comment: str) -> None:
         told = (f"excnodelist={compress(names)}", f"comment={comment}")
-        self._run("scontrol", "update", f"jobid={job}", *told)
+        self._run("scontrol", "update", f"jobid={self._task(job)}", *told)
 
     def shrink(self, job: int, names: Sequence[str]) -> None:
-        self._run("scontrol", "update", f"jobid={job}", f"nodelist={compress(names)}")
+        self._run("scontrol", "update", f"jobid={self._task(job)}", f"nodelist={compress(names)}")
 
     def release(self, job: int) -> None:
-        self._run("scontrol", "release", str(job))
+        self._run("scontrol", "release", self._task(job))
 
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
         return parse_job_id(self._run("sbatch", "--parsable", *options, stdin=script).stdout)
 
     def cancel(self, job: int) -> None:
-        self._run("scancel", str(job))
+        self._run("scancel", self._task(job))
 
     def partitions(self) -> Sequence[Partition]:
         return parse_partitions(self._run("scontrol", "show", "partitions", "--oneliner").stdout)
@@ -217,6 +220,25 @@ class CommandSlurm:
 
     def unreserve(self, name: str) -> None:
         self._run("scontrol", "delete", f"ReservationName={name}")
+
+    def _task(self, job: int) -> str:
+        """The name under which commands take this job alone.
+
+        The last task of an array has the number of the array, which stands for all tasks: ``scancel 7`` ends them all.
+        """
+        name = self._name(job)
+        return name if _TASK.fullmatch(name) else str(job)
+
+    def _name(self, job: int) -> str:
+        separator = self._separator()
+        chosen = ("--states=all", f"--jobs={job}", "--Format", format_option(NAME_FIELDS, separator))
+        try:
+            output = self._run("squeue", "--noheader", "--all", *chosen)
+        except SlurmRejected as error:
+            if "Invalid job id" in str(error):  # as the command itself will tell
+                return str(job)
+            raise
+        return parse_name(output.stdout, separator, job)
 
     def _run(self, *argv: str, stdin: str = "") -> Output:
         output = self._runner(argv, self._deadline_s, stdin)

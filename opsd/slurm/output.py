@@ -38,11 +38,14 @@ JOB_FIELDS = (
     "RestartCnt", "Name",
 )  # fmt: skip
 JOB_COMMENT_FIELDS = ("JobID", "Comment", "admin_comment")
+NAME_FIELDS = ("JobID", "JobArrayID")
 STEP_FIELDS = ("StepID", "Nodes")
 _DETAILS = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S+ GRES=(\S*)", re.MULTILINE)
 _SLUID = re.compile(r"^ +SLUID=(s[0-9A-Z]{13})$", re.MULTILINE)
 _GPUS = re.compile(r"(?:^|,)gpu(?:(?::(?:\(null\)|[^:(),]+))?:(\d+)(?:\(IDX:([\d,-]+)\))?)?")
 """``gpu:h100:2(IDX:0-1)``, one for each type of GPU; its name may be (null). What is of another form has no count."""
+_SHARES = re.compile(r"(?:^|,)(?:shard|mps)(?::(?:\(null\)|[^:(),]+))?:\d+\((?:IDX:([\d,-]+)|([\d/,]+))\)")
+"""``shard:3(3/4,0/4)``: three of the four parts of the first of two GPUs; 22.05.8 prints ``shard:3(IDX:0)``."""
 CONFIGURED_NOT = ("(null)", "none", "")
 
 
@@ -108,6 +111,17 @@ def parse_jobs(text: str, separator: str) -> tuple[Job, ...]:
     return tuple(sorted(jobs, key=lambda job: job.id))
 
 
+def parse_name(text: str, separator: str, job: int) -> str:
+    """The name of ``job`` in squeue's output with ``NAME_FIELDS``, asked for by its number: 7, 7_3 or 7+0.
+
+    Raises SlurmRejected if Slurm has only others under that number.
+    """
+    names = dict(records(text, separator, len(NAME_FIELDS)))
+    if names and str(job) not in names:
+        raise SlurmRejected(f"Slurm has forgotten job {job}, and not the others of its array")
+    return names.get(str(job), str(job))
+
+
 def parse_steps(text: str, separator: str) -> dict[str, frozenset[str]]:
     """The nodes of each step in squeue's output with ``STEP_FIELDS``, by its name. Raises SlurmRejected."""
     steps = ((id.rpartition(".")[2], nodes) for id, nodes in records(text, separator, len(STEP_FIELDS)))
@@ -120,15 +134,22 @@ def parse_given(text: str, node: str) -> Given:
     Two lines that say the same of a job are worth nothing: its name may hold a forged one.
     """
     sluids = _SLUID.findall(text)
-    return Given(_gpus(text, node), sluids[0] if len(sluids) == 1 else "")
-
-
-def _gpus(text: str, node: str) -> frozenset[int] | None:
+    sluid = sluids[0] if len(sluids) == 1 else ""
     lines = [match[2] for match in _DETAILS.finditer(text) if node in _hosts(match[1])]
-    if len(lines) != 1:
-        return None
+    return Given(_gpus(lines[0]), sluid, _shares(lines[0])) if len(lines) == 1 else Given(None, sluid)
+
+
+def _shares(gres: str) -> frozenset[int]:
+    found = set[int]()
+    for indexes, parts in _SHARES.findall(gres):
+        found.update(map(int, _hosts(f"[{indexes}]") if indexes else ()))
+        found.update(gpu for gpu, part in enumerate(parts.split(",")) if part.partition("/")[0].strip("0"))
+    return frozenset(found)
+
+
+def _gpus(gres: str) -> frozenset[int] | None:
     counted, found = 0, set[int]()
-    for count, indexes in _GPUS.findall(lines[0]):
+    for count, indexes in _GPUS.findall(gres):
         if not count:
             return None
         counted += int(count)
@@ -136,11 +157,12 @@ def _gpus(text: str, node: str) -> frozenset[int] | None:
     return frozenset(found) if len(found) == counted else None
 
 
-def parse_job_comments(text: str, separator: str) -> tuple[str, str]:
-    """Comment and AdminComment of a job in squeue's output with ``JOB_COMMENT_FIELDS``. Raises SlurmRejected."""
-    for _, *comments in records(text, separator, len(JOB_COMMENT_FIELDS)):
-        own, admin = ("" if comment.strip() in CONFIGURED_NOT else comment.strip() for comment in comments)
-        return own, admin
+def parse_job_comments(text: str, separator: str, job: int) -> tuple[str, str]:
+    """Comment and AdminComment of ``job`` in squeue's output with ``JOB_COMMENT_FIELDS``. Raises SlurmRejected."""
+    for number, *comments in records(text, separator, len(JOB_COMMENT_FIELDS)):
+        if number == str(job):
+            own, admin = ("" if comment.strip() in CONFIGURED_NOT else comment.strip() for comment in comments)
+            return own, admin
     return "", ""
 
 

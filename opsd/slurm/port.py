@@ -122,10 +122,12 @@ class Given:
 
     None where Slurm does not number them (a ``gres.conf`` without files) or its answer is ambiguous. ``sluid`` is the
     other name of this start of the job, "" where Slurm does not tell it (before 25.11) or its answer is ambiguous.
+    ``shares`` are the GPUs of which it has a part (gres/shard, gres/mps); others may have parts of the same.
     """
 
     gpus: frozenset[int] | None
     sluid: str = ""
+    shares: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,10 +32,6 @@ def operations(pyslurm: Any) -> Mapping[str, Callable[..., object]]:
         found = map(_job, pyslurm.Jobs.load().values())
         return [job for job in found if (not ids or job["id"] in ids) and (not node or node in _sequence(job["nodes"]))]
 
-    def set_start_time(job: int, at: float | None) -> None:
-        when = "now" if at is None else int(at)
-        pyslurm.Job(job).modify(pyslurm.JobSubmitDescription(begin_time=when))
-
     def responds() -> bool:
         return any(controller.is_responding for controller in pyslurm.slurmctld.ping_all())
 
@@ -45,9 +41,6 @@ def operations(pyslurm: Any) -> Mapping[str, Callable[..., object]]:
         "nodes": nodes,
         "update_nodes": update_nodes,
         "jobs": jobs,
-        "requeue": lambda job: pyslurm.Job(job).requeue(),
-        "set_start_time": set_start_time,
-        "cancel": lambda job: pyslurm.Job(job).cancel(),
     }
 
 

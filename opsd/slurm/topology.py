@@ -22,6 +22,8 @@ _PAIR: Final = re.compile(r'([A-Za-z]+)\s*=\s*(?:"([^"]*)"|([^\s="]+)(?!\S*\s*=)
 _CONTINUED: Final = re.compile(r"\\[ \t]*\r?\n")
 """A line that the next one continues, as in all files of Slurm (``_strip_continuation`` in its parse_config.c)."""
 
+_GAP: Final = re.compile(r"[\s,]+")
+
 
 class TopologyError(Exception):
     """The topology cannot be read; the message says why in one sentence."""
@@ -90,6 +92,21 @@ class Topology:
         blocks = {node: names.get(block, block) for node, block in self.domain.items()}
         return Topology(self.leaf, self.above, {**blocks, **told})
 
+    def joined(self, other: Topology) -> Topology:
+        """With what ``other``, a second topology of the same cluster, knows of nodes beside this one.
+
+        A switch or domain that has the name of one here is another one there, and left out.
+        """
+        domains, switches = set(self.domain.values()), {*self.nodes, *self.above, *self.above.values()}
+        domain = {node: name for node, name in other.domain.items() if name not in domains} | dict(self.domain)
+        leaf = {node: name for node, name in other._switched().items() if name not in switches}
+        above = {one: up for one, up in other.above.items() if switches.isdisjoint((one, up))}
+        return Topology({**domain, **leaf, **self._switched()}, {**above, **self.above}, domain)
+
+    def _switched(self) -> dict[str, str]:
+        """The leaf switch of each node that has one, and no block in its place."""
+        return {node: name for node, name in self.leaf.items() if self.domain.get(node) != name}
+
     def swap_hops(self, nodes: Collection[str], old: str, new: str) -> tuple[float, float] | None:
         """Mean hops to the rest of ``nodes``, of ``old`` and of ``new`` in its place; None if they are not known."""
         rest = [node for node in nodes if node not in (old, new)]
@@ -157,13 +174,18 @@ def parse(text: str) -> Topology:
         for line in _CONTINUED.sub(" ", text).splitlines():
             pairs = _PAIR.findall(line.partition("#")[0])
             told = {key.lower(): quoted or plain for key, quoted, plain in pairs if plain != "(null)"}
-            nodes = expand(told.get("nodes", ""))
+            nodes = _listed(told, "nodes")
             if block := told.get("blockname"):
                 domain.update(dict.fromkeys(nodes, block))
             elif switch := told.get("switchname"):
-                above.update(dict.fromkeys(expand(told.get("switches", "")), switch))
+                above.update(dict.fromkeys(_listed(told, "switches"), switch))
                 if told.get("level", "0") == "0":  # scontrol names all nodes below a switch, at every level
                     leaf.update(dict.fromkeys(nodes, switch))
     except HostlistError as error:
         raise TopologyError(f"the topology cannot be read: {error}") from error
     return Topology(domain | leaf, above, domain)
+
+
+def _listed(told: Mapping[str, str], key: str) -> tuple[str, ...]:
+    """The names of a list, in which Slurm passes over blanks and commas without a name."""
+    return expand(_GAP.sub(",", told.get(key, "")).strip(","))

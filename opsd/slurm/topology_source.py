@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +17,11 @@ from opsd.slurm.topology import Topology, TopologyError, parse
 CONFIGLESS: Final = Path("/run/slurm/conf")
 """Where slurmd keeps what the controller sent (slurm.conf(5), "configless")."""
 DEADLINE_S: Final = 5.0
+_INCLUDE: Final = re.compile(r"^[ \t]*include[ \t]+(\S+)", re.IGNORECASE | re.MULTILINE)
+_DEPTH: Final = 8
+"""Files that may include each other."""
+_NAME: Final = re.compile(r"""(?:^|[\s{,])["']?topology["']?\s*:\s*["']?([^\s"',}]+)""", re.MULTILINE)
+_COMMENT: Final = re.compile(r"(?:^|\s)#.*$", re.MULTILINE)
 
 
 def read(
@@ -27,26 +34,46 @@ def read(
     """The topology in ``path``, or that of Slurm here; an empty one if Slurm has none or does not answer.
 
     A ``topology.yaml`` takes precedence over ``topology.conf`` in Slurm (25.05 and later); the controller tells what is
-    in it. Raises TopologyError if ``path`` cannot be read, or if what stands in a file is no topology.
+    in each of its topologies, of which the default one counts first. Raises TopologyError if ``path`` or a file that is
+    included cannot be read, or if what stands in a file is no topology.
     """
     if path is not None:
-        try:
-            return parse(read_settings(path).decode(errors="replace"))
-        except OSError as error:
-            raise TopologyError(f"{path} cannot be read: {error.strerror}") from error
+        return parse(_content(path))
     own = Path(environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
     folder = own if (own / "slurm.conf").exists() or not configless.is_dir() else configless
-    if (folder / "topology.yaml").exists():
-        return _told(run)
+    if (several := folder / "topology.yaml").exists():
+        return _told(_names(several), run)
+    usual = folder / "topology.conf"
+    return parse(_content(usual)) if os.access(usual, os.R_OK) else Topology()
+
+
+def _content(path: Path, depth: int = _DEPTH) -> str:
+    """The file with those that it includes, whose names are relative to its folder. Raises TopologyError."""
     try:
-        return parse((folder / "topology.conf").read_text(encoding="utf-8", errors="replace"))
+        text = read_settings(path).decode(errors="replace")
+    except OSError as error:
+        raise TopologyError(f"{path} cannot be read: {error.strerror}") from error
+    if depth == 0:
+        raise TopologyError(f"{path} cannot be read: its files include each other")
+    return _INCLUDE.sub(lambda match: _content(path.parent / match[1], depth - 1), text)
+
+
+def _names(path: Path) -> list[str]:
+    """The names of the topologies in a ``topology.yaml``, none if it cannot be read."""
+    try:
+        return _NAME.findall(_COMMENT.sub("", path.read_text(encoding="utf-8", errors="replace")))
     except OSError:
-        return Topology()
+        return []
 
 
-def _told(run: Runner) -> Topology:
+def _told(names: Iterable[str], run: Runner) -> Topology:
+    """What the controller tells of its default topology, and of others beside it."""
+    return reduce(Topology.joined, [_ask(run), *(_ask(run, name) for name in names)])
+
+
+def _ask(run: Runner, *name: str) -> Topology:
     try:
-        output = run(["scontrol", "show", "topology"], DEADLINE_S)
+        output = run(["scontrol", "show", "topology", *name], DEADLINE_S)
     except SlurmError:
         return Topology()
     return parse(output.stdout) if output.code == 0 else Topology()

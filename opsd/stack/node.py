@@ -229,8 +229,8 @@ def write_slurm_commands(folder: Path, node: str, job: str) -> Path:
     times = dict.fromkeys(("SubmitTime", "StartTime", "EndTime"), "N/A")
     of_node = {"NodeList": node, "StateComplete": "allocated", "Timestamp": "Unknown", "User": "Unknown"}
     of_job = {
-        "JobID": job, "State": "RUNNING", "Reason": "None", "UserName": pwd.getpwuid(os.getuid()).pw_name,
-        "Partition": "gpu", "NodeList": node, "BatchHost": node, "RestartCnt": "0", "Name": "train",
+        "JobID": job, "JobArrayID": job, "State": "RUNNING", "Reason": "None", "Partition": "gpu", "NodeList": node,
+        "UserName": pwd.getpwuid(os.getuid()).pw_name, "BatchHost": node, "RestartCnt": "0", "Name": "train",
     }  # fmt: skip
     values = {"sinfo": {**of_node, "Reason": "none", "Comment": ""}, "squeue": {**of_job, **times, "Comment": ""}}
     folder.mkdir()

@@ -34,6 +34,12 @@ def owner(job: str, view: View) -> str:
     return next((series.labels["user"] for series in view.select(JOB, job_id=job) if series.last is not None), "")
 
 
+def is_halted(job: str, view: View) -> bool:
+    """Whether Slurm has halted the job, so that it can do nothing."""
+    found = (series.labels["state"] for series in view.select(JOB, job_id=job) if series.last is not None)
+    return not {"suspended", "stopped"}.isdisjoint(found)
+
+
 def _named(jobs: Sequence[str], view: View) -> str:
     whose = [f"{job} of {user}" if (user := owner(job, view)) else job for job in jobs]
     return f"job{'s' * (len(jobs) > 1)} {', '.join(whose)}"

@@ -58,6 +58,7 @@ class FakeSlurm:
         self.by_comment: dict[str, str] = {}
         self.summaries: dict[int, str] = {}
         self.by_gpu: dict[tuple[int, str], frozenset[int] | None] = {}
+        self.by_share: dict[tuple[int, str], frozenset[int]] = {}
         self.sluids: dict[int, str] = {}
         self._jobs = list(jobs)
         self._partitions = partitions
@@ -117,7 +118,8 @@ class FakeSlurm:
 
     def given(self, job: int, node: str) -> Given:
         self._answer()
-        return Given(self.by_gpu.get((job, node)), self.sluids.get(job, ""))
+        place = job, node
+        return Given(self.by_gpu.get(place), self.sluids.get(job, ""), self.by_share.get(place, frozenset()))
 
     def requeue(self, job: int) -> None:
         self._answer()

@@ -216,6 +216,17 @@ def test_idle_time_begins_when_the_job_came_or_the_gpu_last_worked(
     assert series(collector.collect())["opsd_gpu_job_idle_seconds", "0", "72"] == 0
 
 
+def test_a_part_of_a_gpu_is_never_idle(occupancy: Occupancy, jobs: GpuJobs, clock: FakeClock) -> None:
+    """Others may have the rest of it; whose it is, is told all the same (gres/shard, gres/mps)."""
+    collector = JobsCollector(occupancy, jobs, clock=clock.monotonic)
+    occupancy.worked = {0: 400.0, 1: 400.0}
+    occupancy.allocated = {"71": frozenset({0, 1}), "72": frozenset({0})}
+    occupancy.shares = {"71": frozenset({0}), "72": frozenset({0})}
+    got = series(collector.collect())
+    assert {name[1:3] for name in got if name[0] == "opsd_gpu_job_info"} == {("0", "71"), ("1", "71"), ("0", "72")}
+    assert {name[1:3] for name in got if name[0] == "opsd_gpu_job_idle_seconds"} == {("1", "71")}
+
+
 def test_a_gpu_with_a_rank_page_has_its_info_from_there(occupancy: Occupancy, jobs: GpuJobs) -> None:
     """So that a join on the GPU finds one series."""
     occupancy.allocated = {"71": frozenset({0, 1})}

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.base import NoData, Reading
+from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.slurm import (
     CONFIDENCE,
     COUNTED,
@@ -185,6 +186,25 @@ def test_the_sluid_of_a_job_that_ends_is_still_known() -> None:
     slurm.sluids = {7: "sEKNKTV3WPV500", 8: "sEKNKTV3WPV501"}
     report = NodeWatch(slurm, "n1", clock=lambda: 5.0).refresh()
     assert (report.gpus, report.sluids) == ({"7": {0}}, {"sEKNKTV3WPV500": "7", "sEKNKTV3WPV501": "8"})
+
+
+def test_a_suspended_job_keeps_its_gpus() -> None:
+    """What happens to them is its own; Slurm gives them to no other job."""
+    slurm = FakeSlurm([Node("n1", "idle")], jobs=[replace(job(7), state="suspended"), replace(job(8), state="stopped")])
+    slurm.by_gpu = {(7, "n1"): frozenset({0}), (8, "n1"): frozenset({1})}
+    assert NodeWatch(slurm, "n1", clock=lambda: 5.0).refresh().gpus == {"7": {0}, "8": {1}}
+
+
+def test_parts_of_gpus_are_told_beside_whole_ones() -> None:
+    """A job is on both; only of the parts others may have some too."""
+    slurm = FakeSlurm([Node("n1", "idle")], jobs=[job(7), job(8)])
+    slurm.by_gpu = {(7, "n1"): frozenset({2}), (8, "n1"): frozenset()}
+    slurm.by_share = {(7, "n1"): frozenset({0}), (8, "n1"): frozenset({0})}
+    report = NodeWatch(slurm, "n1", clock=lambda: 5.0).refresh()
+    assert (report.gpus, report.shares) == ({"7": {0, 2}, "8": {0}}, {"7": {0}, "8": {0}})
+    occupancy = Occupancy()
+    SlurmCollector(lambda: report, "n1", clock=lambda: 6.0, occupancy=occupancy).collect()
+    assert occupancy.shares == {"7": {0}, "8": {0}}
 
 
 def test_a_requeued_job_is_asked_for_again_once_it_runs() -> None:

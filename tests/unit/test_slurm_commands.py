@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -231,7 +231,8 @@ def test_what_opsd_keeps_a_job_off_is_noted_beside_what_its_user_does() -> None:
     def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
         nonlocal excluded, comment
         if argv[0] == "squeue":
-            return Output(0, f"7{SEPARATOR}{comment}{SEPARATOR}(null){SEPARATOR}\n", "")
+            told = ["7"] if "JobArrayID" in argv[-1] else [comment, "(null)"]
+            return Output(0, SEPARATOR.join(["7", *told, "\n"]), "")
         if argv[1] == "update":
             excluded, comment = (word.partition("=")[2] for word in argv[3:])
         return Output(0, f"JobId=7 ReqNodeList=(null) ExcNodeList={excluded or '(null)'} Comment={comment}", "")
@@ -252,7 +253,8 @@ def test_the_summary_of_a_run_leaves_other_words_in_the_comments(operator: bool)
 
     def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
         if argv[0] == "squeue":
-            return Output(0, SEPARATOR.join(["7", kept["comment"], kept["admincomment"], "\n"]), "")
+            told = ["7"] if "JobArrayID" in argv[-1] else [kept["comment"], kept["admincomment"]]
+            return Output(0, SEPARATOR.join(["7", *told, "\n"]), "")
         key, _, text = argv[3].partition("=")
         if key == "admincomment" and not operator:
             return Output(1, "", "slurm_update error: Access/permission denied")
@@ -276,7 +278,8 @@ def test_each_node_of_a_job_has_a_note_of_its_own() -> None:
     def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
         nonlocal kept
         if argv[0] == "squeue":
-            return Output(0, SEPARATOR.join(["7", "", kept, "\n"]), "")
+            told = ["7"] if "JobArrayID" in argv[-1] else ["", kept]
+            return Output(0, SEPARATOR.join(["7", *told, "\n"]), "")
         kept = argv[3].partition("=")[2]
         return Output(0, "", "")
 
@@ -298,7 +301,6 @@ DETAILS = """JobId=7 JobName={name}
      Nodes=n3 CPU_IDs=0-1 Mem=0 GRES=
      Nodes=n4 CPU_IDs=0-1 Mem=0 GRES=gpu:1g.10gb:1(IDX:4),gpu:h100:1(IDX:0)
      Nodes=n5 CPU_IDs=0-1 Mem=0 GRES=gpu:2
-     Nodes=n6 CPU_IDs=0-1 Mem=0 GRES=gpu:(null):2(IDX:0-1),shard:2(IDX:5)
      Nodes=n7 CPU_IDs=0-1 Mem=0 GRES=gpu(IDX:4-7)
    Command=/home/ada/train.sh
 """
@@ -312,7 +314,6 @@ DETAILS = """JobId=7 JobName={name}
         ("n3", set()),
         ("n4", {0, 4}),
         ("n5", None),
-        ("n6", {0, 1}),
         ("n7", None),
         ("n8", None),
     ],
@@ -320,6 +321,22 @@ DETAILS = """JobId=7 JobName={name}
 def test_the_gpus_of_a_job_are_those_that_slurm_numbers(node: str, gpus: set[int] | None) -> None:
     """Several nodes on a line, several types, none, and some without numbers; one that old releases wrote."""
     assert parse_given(DETAILS.format(name="train"), node) == Given(gpus)
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus", "shares"),
+    [
+        ("shard:3(IDX:0)", set(), {0}),
+        ("shard:a100:14(4/4,0/4,10/10,0/4)", set(), {0, 2}),
+        ("mps:50(0/100,50/100)", set(), {1}),
+        ("gpu:b:1(IDX:2),shard:2(IDX:0-1)", {2}, {0, 1}),
+        ("gpu:(null):2(IDX:0-1),shard:2(CNT:2)", {0, 1}, set()),
+    ],
+)
+def test_parts_of_gpus_are_told_from_whole_ones(gres: str, gpus: set[int], shares: set[int]) -> None:
+    """By their numbers on 22.05.8, by what is taken of each GPU on 25.11.7 and 26.05.3."""
+    shown = f"JobId=7 JobName=x\n     Nodes=n1 CPU_IDs=0 Mem=100 GRES={gres}\n"
+    assert parse_given(shown, "n1") == Given(frozenset(gpus), "", frozenset(shares))
 
 
 def test_a_jobs_name_cannot_claim_the_gpus_of_others() -> None:
@@ -333,6 +350,78 @@ def test_a_job_has_one_sluid() -> None:
     told = "train\n   SLUID=sEKNKTV3WPV500"
     assert parse_given(DETAILS.format(name=told), "n3") == Given(frozenset(), "sEKNKTV3WPV500")
     assert parse_given(DETAILS.format(name=f"x\n   SLUID=sEKNKTV3WPV501{told[5:]}"), "n3") == Given(frozenset())
+
+
+ARRAY = {"8": "7_1", "9": "7_2", "7": "7_3"}
+"""The tasks of a running array by number, as ``squeue --jobs=7`` of 22.05.8 lists them."""
+
+
+def test_the_last_task_of_an_array_is_changed_alone() -> None:
+    """Its number is that of the array: ``scancel 7`` would end all tasks, ``scontrol requeue 7`` stop them."""
+    asked: list[str] = []
+
+    def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        if argv[0] != "squeue":
+            asked.append(" ".join(argv))
+            return Output(0, "JobId=7 ArrayJobId=7 ExcNodeList=(null)", "")
+        about = "Comment" in argv[-1]
+        tasks = (
+            [number, f"of {number}", f"of {number}"] if about else [number, name] for number, name in ARRAY.items()
+        )
+        return Output(0, "".join(SEPARATOR.join([*task, "\n"]) for task in tasks), "")
+
+    slurm = CommandSlurm(answer, separator=lambda: SEPARATOR)
+    slurm.requeue(7)
+    slurm.set_start_time(7)
+    slurm.start_after(7, 12)
+    slurm.summarize(7, "ended")
+    slurm.exclude(7, ["n2"], 1.0)
+    slurm.shrink(7, ["n1"])
+    slurm.release(7)
+    slurm.cancel(7)
+    assert asked == [
+        "scontrol requeue 7_3",
+        "scontrol update jobid=7_3 starttime=now",
+        "scontrol update jobid=7_3 dependency=afterany:12",
+        "scontrol update jobid=7_3 admincomment=of 7 [opsd run: ended]",
+        "scontrol show job 7_3 --oneliner",
+        "scontrol update jobid=7_3 excnodelist=n2 comment=of 7 [opsd1 avoids n2@1]",
+        "scontrol update jobid=7_3 nodelist=n1",
+        "scontrol release 7_3",
+        "scancel 7_3",
+    ]
+
+
+@pytest.mark.parametrize("names", [{}, {"7": "7"}, {"7": "7+0", "8": "7+1"}, {"7": "7_[1-3]"}])
+def test_other_jobs_are_changed_by_their_number(names: Mapping[str, str]) -> None:
+    """One that is gone, an ordinary one, a heterogeneous one, which is one job, and an array that waits as a whole."""
+    asked: list[Sequence[str]] = []
+
+    def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        asked.append(argv)
+        return Output(0, "".join(SEPARATOR.join([*record, "\n"]) for record in names.items()), "")
+
+    CommandSlurm(answer, separator=lambda: SEPARATOR).cancel(7)
+    assert asked[-1] == ("scancel", "7")
+
+
+def test_a_task_that_slurm_has_forgotten_stands_for_no_others() -> None:
+    """What is left under its number are other tasks of its array."""
+    told = Output(0, SEPARATOR.join(["8", "7_1", "\n"]), "")
+    slurm = CommandSlurm(lambda argv, deadline_s, stdin="": told, separator=lambda: SEPARATOR)
+    with pytest.raises(SlurmRejected, match="forgotten job 7"):
+        slurm.requeue(7)
+
+
+def test_nothing_is_changed_while_the_name_of_a_job_is_not_known() -> None:
+    """Its number might be that of an array."""
+
+    def answer(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        assert argv[0] == "squeue"
+        return Output(1, "", "squeue: error: something new")
+
+    with pytest.raises(SlurmRejected, match="something new"):
+        CommandSlurm(answer).cancel(7)
 
 
 def test_a_node_is_down_after_a_reboot() -> None:

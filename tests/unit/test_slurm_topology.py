@@ -220,6 +220,84 @@ def test_the_topology_of_slurm_is_found(tmp_path: Path) -> None:
     assert find(silent) == Topology()
 
 
+def test_a_list_may_have_blanks_and_commas_without_a_name() -> None:
+    """Slurm passes over them, so such a file works there (``scontrol show hostnames`` of 22.05.8)."""
+    tree = parse(
+        'SwitchName=leaf1 Nodes=n[1-2],\nSwitchName=leaf2 Nodes="n3, n[4-5]"\nSwitchName=top Switches=,leaf1,,leaf2'
+    )
+    assert tree.leaf == {"n1": "leaf1", "n2": "leaf1", "n3": "leaf2", "n4": "leaf2", "n5": "leaf2"}
+    assert tree.above == {"leaf1": "top", "leaf2": "top"}
+
+
+def test_a_file_may_include_others(tmp_path: Path) -> None:
+    """As all files of Slurm may: by a name in its folder, or a whole one. One that cannot be read is told."""
+    (tmp_path / "rack1").write_text("SwitchName=leaf1 Nodes=n1\n")
+    (tmp_path / "topology.conf").write_text(
+        f"Include rack1\n# include rack2\n include {tmp_path}/top\nSwitchName=leaf2 Nodes=n2"
+    )
+    with pytest.raises(TopologyError, match="top cannot be read: No such file"):
+        read(tmp_path / "topology.conf")
+    (tmp_path / "top").write_text("SwitchName=top Switches=leaf[1-2]\n")
+    assert read(tmp_path / "topology.conf").hops("n1", "n2") == 3
+    (tmp_path / "top").write_text("include rack1\ninclude topology.conf\n")
+    with pytest.raises(TopologyError, match="include each other"):
+        read(tmp_path / "topology.conf")
+
+
+SEVERAL = """---
+- topology: topo-switch  # for all
+  cluster_default: true
+  tree:
+    switches:
+      - {switch: sw_root, children: "s[1-2]"}
+      - {switch: s1, nodes: "n[1-2]"}
+      - {switch: s2, nodes: "n[3-4]"}
+# - topology: old
+- topology: "topo-block"
+  block:
+    block_sizes: [2]
+    blocks:
+      - {block: b1, nodes: "n[1-2]"}
+      - {block: b2, nodes: "n[3-4]"}
+- {"topology": topo-flat, flat: true}
+"""
+"""As SlinkyProject/slurm-operator shows one in its documentation."""
+
+
+def test_a_cluster_with_several_topologies_has_switches_and_domains(tmp_path: Path) -> None:
+    """``scontrol show topology`` tells the default one alone; the racks are in another."""
+    shown = {
+        "": "SwitchName=sw_root Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=s[1-2]\n"
+        "SwitchName=s1 Level=0 LinkSpeed=1 Nodes=n[1-2]\nSwitchName=s2 Level=0 LinkSpeed=1 Nodes=n[3-4]\n",
+        "topo-block": "BlockName=b1 BlockIndex=0 Nodes=n[1-2] BlockSize=2\n"
+        "BlockName=b2 BlockIndex=1 Nodes=n[3-4] BlockSize=2\n",
+        "topo-flat": "",
+    }
+
+    def run(argv: Sequence[str], deadline_s: float, stdin: str = "") -> Output:
+        name = "".join(argv[3:])
+        return Output(0, shown["" if name == "topo-switch" else name], "")
+
+    (tmp_path / "slurm.conf").touch()
+    (tmp_path / "topology.yaml").write_text(SEVERAL)
+    found = read(environ={"SLURM_CONF": str(tmp_path / "slurm.conf")}, run=run)
+    assert found.domain == {"n1": "b1", "n2": "b1", "n3": "b2", "n4": "b2"}
+    assert (found.leaf["n4"], found.hops("n1", "n2"), found.hops("n1", "n3")) == ("s2", 1, 3)
+
+
+def test_two_topologies_are_no_nearer_for_a_name_that_both_have() -> None:
+    """The switch s1 of one is another than that of the other; blocks stand for switches where there are none."""
+    tree = parse("SwitchName=s1 Nodes=n1\nSwitchName=top Switches=s1")
+    other = parse("SwitchName=s1 Nodes=n2\nSwitchName=s3 Nodes=n[3-4]\nSwitchName=top Switches=s[1,3]")
+    assert tree.joined(other).hops("n1", "n2") is None
+    assert (tree.joined(other).hops("n1", "n3"), tree.joined(other).hops("n3", "n4")) == (None, 1)
+    block = parse("BlockName=b1 Nodes=n[1,3]\nBlockName=b2 Nodes=x1")
+    for both in (block.joined(tree), tree.joined(block)):
+        assert (both.leaf, both.above) == ({"n1": "s1", "n3": "b1", "x1": "b2"}, {"s1": "top"})
+        assert both.domain == block.domain
+    assert block.joined(parse("BlockName=b1 Nodes=y[1-2]")) == block
+
+
 def test_values_may_be_quoted_and_empty() -> None:
     """As Slurm's own reader of its files allows, and as scontrol shows a block whose nodes are all gone."""
     quoted = parse('SwitchName="leaf0" Nodes="n[0-1]"\nSwitchName = top Switches = "leaf0"\n')

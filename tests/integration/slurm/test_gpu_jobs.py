@@ -13,7 +13,7 @@ from opsd.collectors.lib.occupancy import Occupancy
 from opsd.slurm import gres_devices
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
-from tests.integration.slurm.templates import SECOND_USER, USER
+from tests.integration.slurm.templates import FOLDER, SECOND_USER, USER
 
 pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -70,6 +70,40 @@ def test_each_gpu_is_known_as_its_jobs(cluster: Cluster) -> None:
     occupancy.allocated = {}
     occupancy.holders = {**occupancy.holders, min(mine): (first_pid,), min(theirs): (second_pid,)}
     assert GpuJobs(occupancy).look() == {min(mine): {first}, min(theirs): {second}}
+
+
+def test_each_task_of_an_array_has_its_own_gpu(cluster: Cluster) -> None:
+    """Also the last one, by whose number ``scontrol show job`` shows all of them."""
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    options = ["--array=1-3", "--gres=gpu:1", "--cpus-per-task=1", "--mem=100", "--output=/dev/null"]
+    last = slurm.submit(SCRIPT, options)
+    wait_until(lambda: [job.state for job in slurm.jobs()] == ["running"] * 3, "all tasks run")
+    given = NodeWatch(slurm, "n1").refresh().gpus
+    assert given.keys() == {str(last), str(last + 1), str(last + 2)}
+    assert sorted(gpu for gpus in given.values() for gpu in gpus) == [0, 1, 2]
+
+
+PAIR = """#!/bin/sh
+# opsd with a pair of nodes that is due, and a measurement that tells what its step has.
+case "$*" in
+*--pairs*) echo 'n[1-2]' ;;
+preflight*) scontrol show step "$SLURM_JOB_ID.$SLURM_STEP_ID" >{folder}/"$SLURMD_NODENAME" ;;
+esac
+"""
+
+
+def test_a_way_between_leaves_is_measured_with_the_gpus_of_the_nodes() -> None:
+    """Without them a measurement would be one of sockets, where jobs have InfiniBand."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Cluster(["n1", "n2"], gpus=4) as cluster:
+        opsd = cluster.shared / "opsd"
+        opsd.write_text(PAIR.format(folder=cluster.shared))
+        opsd.chmod(0o755)
+        cluster.controller.run("env", "PARTITION=dev", f"OPSD={opsd}", str(FOLDER / "idle-checks.sh"))
+        told = [cluster.shared / "n1", cluster.shared / "n2"]
+        wait_until(lambda: all(path.exists() and path.read_text() for path in told), "both nodes measure")
+        assert ["gpu:4" in path.read_text() for path in told] == [True, True]
 
 
 PARTS = (

@@ -183,6 +183,27 @@ def test_an_ordinary_user_may_requeue_the_own_job(user: CommandSlurm) -> None:
     wait_for(user, job, "running")
 
 
+def test_the_last_task_of_an_array_is_changed_alone(cluster: Cluster, user: CommandSlurm) -> None:
+    """Slurm gives it the number of the array, by which its own commands take all tasks."""
+    last = user.submit(SLEEP, ["--array=1-3", "--requeue", "--cpus-per-task=1", "--mem=100"])
+
+    def states() -> dict[int, str]:
+        return {job.id - last: job.state for job in user.jobs()}
+
+    wait_until(lambda: states() == dict.fromkeys(range(3), "running"), "all tasks run")
+    assert [job.id for job in user.jobs([last])] == [last]
+    user.summarize(last, "a note")
+    comments = cluster.controller.run("squeue", "--noheader", "--format=%i %k").stdout.splitlines()
+    assert sorted(comments) == [f"{last}_1 (null)", f"{last}_2 (null)", f"{last}_3 [opsd run: a note]"]
+    user.requeue(last)
+    wait_until(lambda: states() == {0: "pending", 1: "running", 2: "running"}, "one task waits")
+    time.sleep(RESTART_GAP_S)
+    user.set_start_time(last)
+    wait_for(user, last, "running")
+    user.cancel(last)
+    wait_until(lambda: states() == {1: "running", 2: "running"}, "two tasks run on")
+
+
 def test_the_permission_probe_tells_root_from_others(slurm: Slurm, user: CommandSlurm) -> None:
     """Found out without touching any node."""
     assert may_update_nodes(slurm)

@@ -30,11 +30,13 @@ def folder_of(cluster: Cluster, name: str) -> Path:
     return folder
 
 
-def submit(cluster: Cluster, folder: Path, *options: str, user: str = USER, nodes: int = 2) -> int:
-    """A job by the template whose ranks say who they are."""
+def submit(
+    cluster: Cluster, folder: Path, *options: str, user: str = USER, nodes: int = 2, does: str = "sleep 1"
+) -> int:
+    """A job by the template whose ranks do that and say who they are."""
     script = adapted(
         "train-requeue.sbatch", nodes=str(nodes), gpus_per_node="", time="", output="job-%j.out", RANKS="1",
-        RUNS=str(folder), OPSD=str(folder / "opsd"), PROGRAM="(--no-python sh -c 'sleep 1; echo rank $RANK')",
+        RUNS=str(folder), OPSD=str(folder / "opsd"), PROGRAM=f"(--no-python sh -c '{does}; echo rank $RANK')",
     )  # fmt: skip
     return CommandSlurm(runner_on(cluster.controller, user)).submit(script, [f"--chdir={folder}", *options])
 
@@ -77,6 +79,24 @@ def test_each_task_of_an_array_is_a_run(cluster: Cluster) -> None:
     assert ended(cluster, job, folder).count("JobState=COMPLETED") == 2
     ends = {path.name: claims.newest(path) for path in folder.iterdir() if path.is_dir()}
     assert {name: claim.end.code for name, claim in ends.items() if claim and claim.end} == {"train-3": 0, "train-4": 0}
+
+
+def test_a_task_of_an_array_is_requeued_alone(cluster: Cluster) -> None:
+    """Also the last one, by whose number Slurm's commands take all tasks: the run of the other goes on."""
+    folder = folder_of(cluster, "array-requeued")
+    last = submit(cluster, folder, "--array=3-4", nodes=1, does="sleep 600")
+    slurm = CommandSlurm(runner_on(cluster.controller))
+
+    def began(task: int) -> bool:
+        events = folder / f"train-{task}/events.jsonl"
+        return events.exists() and "generation_started" in events.read_text()
+
+    wait_until(lambda: began(3) and began(4), "both runs have begun", 60)
+    (other,) = (job.id for job in slurm.jobs() if job.id != last)
+    cluster.controller.run("scancel", "--signal=USR1", f"{last}_4")
+    wait_until(lambda: [job.restarts for job in slurm.jobs([last])] == [1], "the last task is requeued", 60)
+    wait_until(lambda: slurm.jobs([last])[0].state == "running", "it runs again", 60)
+    assert [(job.restarts, job.state) for job in slurm.jobs([other])] == [(0, "running")]
 
 
 def test_a_step_smaller_than_its_allocation(cluster: Cluster) -> None:
