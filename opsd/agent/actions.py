@@ -73,7 +73,7 @@ class Executor:
         deadline_s: float = ACTION_DEADLINE_S,
     ) -> None:
         self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
-        self._shm, self._host = shm, HostPids()
+        self._shm, self._host = shm, HostPids(look_s=deadline_s)
         self._notify = notify
         self._power = set_power_limit
         self._drain, self._comment = drain_node, comment_job
