@@ -15,10 +15,13 @@ FUSE = Path("/dev/fuse")
 
 @contextmanager
 def silent_mount(at: Path, user: int = 0) -> Iterator[None]:
-    """A FUSE file system of ``user`` at ``at`` whose server reads nothing; what waits for it fails once it ends."""
+    """A FUSE file system of ``user`` at the folder or file ``at`` whose server reads nothing.
+
+    What waits for it fails once it ends.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     server = os.open(FUSE, os.O_RDWR)
-    options = f"fd={server},rootmode=40000,user_id={user},group_id=0,allow_other"
+    options = f"fd={server},rootmode={0o40000 if at.is_dir() else 0o100000:o},user_id={user},group_id=0,allow_other"
     if libc.mount(b"silent", bytes(at), b"fuse", 0, options.encode()) != 0:
         os.close(server)
         pytest.skip(f"cannot mount FUSE here: {os.strerror(ctypes.get_errno())}")
