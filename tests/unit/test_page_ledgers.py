@@ -193,15 +193,34 @@ def test_a_ledger_that_cannot_be_made_keeps_none_of_another_run() -> None:
     assert eventually(lambda: ledgers.of(run(folder="/b")).ledger is LEDGER)
 
 
+def oom_victims() -> list[str]:
+    """How readily the kernel ends each process that makes a ledger, by its oom_score_adj (proc(5))."""
+    makers = [path for path in Path("/proc").glob("[0-9]*") if b"opsd.ledger.for_user" in read(path / "cmdline")]
+    mine = [path for path in makers if f"\nPPid:\t{os.getpid()}\n".encode() in read(path / "status")]
+    return [read(path / "oom_score_adj").decode().strip() for path in mine if read(path / "cmdline")]
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or not FUSE.exists(), reason="needs root and FUSE for a mount")
 def test_a_user_whose_folder_holds_a_process_gets_no_other(tmp_path: Path) -> None:
-    """Each kept its memory for good: one every five minutes, until the agent's 256 MiB were full."""
+    """Each kept its memory for good: one every five minutes, until the agent's 256 MiB were full.
+
+    And while both are too much for those, the kernel ends the process and not the agent.
+    """
     stuck, free = tmp_path / "stuck", tmp_path / "free"
     stuck.mkdir()
     free.mkdir()
     make = LedgerMaker(deadline_s=3.0)
     with holding_mount(stuck):
+        assert oom_victims() == []
         assert make(stuck, 0).problem == f"{stuck} does not answer"
+        assert oom_victims() == ["1000"]
         assert "still does not answer" in make(free, 0).problem
         assert "is not a run folder" in make(free, NOBODY).problem or "Permission denied" in make(free, NOBODY).problem
     assert eventually(lambda: "is not a run folder" in make(free, 0).problem)

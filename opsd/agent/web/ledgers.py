@@ -230,6 +230,8 @@ class LedgerMaker:
             with contextlib.suppress(PermissionError):
                 os.setpriority(os.PRIO_PROCESS, maker.pid, 19)
             resource.prlimit(maker.pid, resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
+            # Where both do not fit into the service's memory, the kernel ends this one and not the agent.
+            Path(f"/proc/{maker.pid}/oom_score_adj").write_text("1000")
             out, err = maker.communicate(timeout=self._deadline_s)
         except subprocess.TimeoutExpired:
             return LedgerResult(None, f"{folder} does not answer")
