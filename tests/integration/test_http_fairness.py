@@ -83,8 +83,8 @@ def test_many_slow_connections_fail_no_scrape(server: Server, address: tuple[str
     assert server.connections <= MAX_PER_PEER
 
 
-def test_a_header_has_two_seconds_altogether(address: tuple[str, int]) -> None:
-    """Not for each byte."""
+def test_a_header_has_two_seconds_altogether(server: Server, address: tuple[str, int]) -> None:
+    """Not for each byte, and less than the whole connection has."""
     with socket.create_connection(address, timeout=20) as connection:
         connection.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
         began = time.monotonic()
@@ -93,6 +93,7 @@ def test_a_header_has_two_seconds_altogether(address: tuple[str, int]) -> None:
                 connection.sendall(b"x")
                 time.sleep(0.1)
         assert HEADER_S - 0.5 < time.monotonic() - began < 20
+    assert server.refused["slow"] == 1
 
 
 def test_answers_that_do_not_come_hold_up_no_scrape(address: tuple[str, int]) -> None:
