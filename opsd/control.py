@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from opsd.inodes import open_folder
 from opsd.words import reason
 
 TIMEOUT_S = 5.0
@@ -31,8 +32,11 @@ class GivenUpError(Exception):
 
 
 def ask_launcher(control: Path, request: Mapping[str, object], timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Send one request to a launcher's control socket and return its answer; see ``ask``."""
-    return ask(control, request, timeout_s, "the launcher")
+    """Send one request to a launcher's control socket and return its answer; see ``ask``.
+
+    Nothing is mounted over the folder of a run: a file system of its user's would have the agent wait without end.
+    """
+    return ask(control, request, timeout_s, "the launcher", open_parent=open_folder)
 
 
 def ask(
@@ -42,6 +46,7 @@ def ask(
     who: str,
     stop: Callable[[], str] = str,
     look_s: float = LOOK_S,
+    open_parent: Callable[[Path, int], int] = os.open,
 ) -> dict[str, Any]:
     """Send one request to the socket at ``path`` and return the answer, which takes ``timeout_s`` at most.
 
@@ -52,7 +57,7 @@ def ask(
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
-            owner = _connect(connection, path)
+            owner = _connect(connection, path, open_parent)
             # Who answers is asked of the kernel after connecting: until then the path may be exchanged for a link.
             _, peer, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if peer != owner:
@@ -68,9 +73,9 @@ def ask(
     return answer
 
 
-def _connect(connection: socket.socket, control: Path) -> int:
+def _connect(connection: socket.socket, control: Path, open_parent: Callable[[Path, int], int]) -> int:
     """Connect through the folder's descriptor, for a socket's path has 107 bytes; returns the folder's owner."""
-    folder = os.open(control.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+    folder = open_parent(control.parent, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         connection.connect(f"/proc/self/fd/{folder}/{control.name}")
         return os.fstat(folder).st_uid

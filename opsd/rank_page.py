@@ -12,6 +12,7 @@ from opsd import client as layout
 from opsd.client import PHASES as PHASES
 from opsd.client import SOURCES as SOURCES
 from opsd.client import process_start as process_start
+from opsd.inodes import open_beside
 
 STATES = ("running", "finished")
 REQUESTS = ("none", "checkpoint_and_stop")
@@ -129,10 +130,15 @@ def read_page(path: Path, known: RankPage | None = None, *, folder: int | None =
     raise PageError(f"{path}: no slot of the page is whole; its writer may have died while creating it")
 
 
+def _open(path: Path, folder: int | None) -> int:
+    flags = os.O_RDONLY | os.O_NONBLOCK
+    return os.open(path, flags | os.O_NOFOLLOW) if folder is None else open_beside(path, folder, flags)
+
+
 def _read_bytes(path: Path, folder: int | None) -> tuple[bytes, tuple[bytes, bytes, bytes], bytes]:
     """The page; three reads of the slots before it; one after it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        descriptor = _open(path, folder)
     except OSError as error:
         raise PageError(f"{path}: cannot be opened: {error.strerror}") from error
     try:
@@ -286,7 +292,7 @@ def state_of(pid: int, proc: str = "/proc") -> str | None:
 def page_writer(path: Path, *, folder: int | None = None) -> tuple[int, int]:
     """Pid and start time of the process that writes the page at ``path``, as in ``read_page``. Raises PageError."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        descriptor = _open(path, folder)
         try:
             data = os.pread(descriptor, layout.HEADER.size + layout.CRC.size, 0)
         finally:

@@ -10,15 +10,14 @@ process that hangs in one, and the driver refuses a reset and its own unloading 
 
 from __future__ import annotations
 
-import ctypes
-import os
 import re
 import stat
-import struct
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+from opsd.inodes import look
 
 MAJOR: Final = 195
 """Of NVIDIA's driver, in the kernel's Documentation/admin-guide/devices.txt."""
@@ -26,12 +25,6 @@ GPU_MINORS: Final = range(248)
 """Of GPUs; those above are the driver's own (nv-chardev-numbers.h of its open modules)."""
 _REGISTERED: Final = re.compile(r"^\s*(\d+) nvidia(?:-frontend)?$", re.MULTILINE)
 """In /proc/devices, by newer and by older drivers."""
-
-_LIBC: Final = ctypes.CDLL(None)
-_AT_FDCWD, _AT_STATX_DONT_SYNC, _STATX_TYPE = -100, 0x4000, 1
-_STATX_BYTES: Final = 256
-_MODE, _DEVICE = struct.Struct("=28xH"), struct.Struct("=128xII")
-"""``stx_mode``, ``stx_rdev_major`` and ``stx_rdev_minor`` of statx(2)."""
 
 
 def gpu_holders(proc: Path = Path("/proc")) -> Iterator[tuple[int, str]]:
@@ -54,13 +47,11 @@ def character_device(path: str | Path) -> tuple[int, int] | None:
 
     Of a file on a server that does not answer the type is known here: os.stat would wait for the server.
     """
-    found = ctypes.create_string_buffer(_STATX_BYTES)
-    if _LIBC.statx(_AT_FDCWD, os.fsencode(path), _AT_STATX_DONT_SYNC, _STATX_TYPE, found) != 0:
+    try:
+        found = look(path)
+    except OSError:
         return None
-    if not stat.S_ISCHR(_MODE.unpack_from(found)[0]):
-        return None
-    major, minor = _DEVICE.unpack_from(found)
-    return major, minor
+    return found.device if stat.S_ISCHR(found.mode) else None
 
 
 def _majors(proc: Path) -> frozenset[int]:

@@ -24,7 +24,8 @@ class Occupancy:
     names of the device files of each GPU or instance that Slurm gave a job, where it has instances.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, find_user: Callable[[int], int | None] = user_of) -> None:
+        self._find_user = find_user
         self.holders: Mapping[int, tuple[int, ...]] = {}
         self.worked: Mapping[int, float] = {}
         self.jobs: Mapping[str, int] = {}
@@ -34,13 +35,14 @@ class Occupancy:
         self.files: Mapping[str, Sequence[Sequence[str]]] = {}
         self.jobs_of: Mapping[int, str] = {}
         self.ranked: frozenset[tuple[int, str]] = frozenset()
+        self._users: dict[int, tuple[Sequence[int], frozenset[int]]] = {}
         self.instances: Mapping[int, Mapping[int, tuple[int, ...]]] = {}
         self.jobs_on: Mapping[tuple[int, int], frozenset[str]] = {}
 
     def users_of_gpus(self) -> frozenset[int]:
         """The users whose processes hold a GPU."""
-        found = (user_of(pid) for pids in self.holders.values() for pid in pids)
-        return frozenset(user for user in found if user is not None)
+        found = (self._users_on(gpu, pids) for gpu, pids in self.holders.items())
+        return frozenset().union(*found)
 
     def job_on(self, gpu: int, instance: int) -> str:
         """The job on a GPU instance of MIG, "" if there is none, or several."""
@@ -55,8 +57,16 @@ class Occupancy:
         pids = self.holders.get(gpu)
         if pids is None:
             return True
-        found = [holder for pid in pids if (holder := user_of(pid)) is not None]
+        found = self._users_on(gpu, pids)
         return user in found or (bool(pids) and not found)
+
+    def _users_on(self, gpu: int, pids: Sequence[int]) -> frozenset[int]:
+        """Whose processes these are. Looked up once for all ranks that ask of the same list."""
+        known = self._users.get(gpu)
+        if known is None or known[0] is not pids:
+            found = frozenset(user for pid in pids if (user := self._find_user(pid)) is not None)
+            self._users[gpu] = known = pids, found
+        return known[1]
 
     def number(self, job: str) -> str:
         """The number of a job which the kernel names by that, or by a SLUID; "" for one that Slurm has not told."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from opsd.collectors.lib.run_files import RUN_NAME
+from opsd.inodes import Inode, look
 
 MAX_RUNS: Final = 64
 """Runs looked at on one node."""
@@ -85,6 +86,7 @@ class RunSlots:
         self._root, self._lives, self.first_users, self._clock = root, lives, first, clock
         self._owners: dict[int, _Owner] = {}
         self._entries: Iterator[os.DirEntry[str]] | None = None
+        self._mount: tuple[int, int] | None = None
         self._scan = 0
         self._first = frozenset[int]()
         self._held = frozenset[str]()
@@ -118,7 +120,7 @@ class RunSlots:
     def _read_root(self) -> None:
         """Read on in the root, from its start if its end was reached."""
         if self._entries is None:
-            self._entries = os.scandir(self._root)
+            self._entries, self._mount = os.scandir(self._root), look(self._root).mount
             self._scan += 1
         until, left = self._clock() + SCAN_S, SCAN_ENTRIES
         while left > 0 and self._clock() < until:
@@ -126,7 +128,7 @@ class RunSlots:
             for entry in part:
                 if RUN_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                     with contextlib.suppress(OSError):  # removed meanwhile
-                        self._remember(entry.name, entry.stat(follow_symlinks=False))
+                        self._remember(entry.name, look(entry.path, follow=False))
             left -= len(part)
             if len(part) < _SCAN_STEP:
                 self._end_scan()
@@ -141,15 +143,17 @@ class RunSlots:
             if not own.folders:
                 del self._owners[owner]
 
-    def _remember(self, name: str, info: os.stat_result) -> None:
-        own = self._owners.get(info.st_uid)
+    def _remember(self, name: str, info: Inode) -> None:
+        if info.mount != self._mount:  # what is mounted over it may never answer
+            return
+        own = self._owners.get(info.user)
         if own is None:
-            if len(self._owners) >= MAX_OWNERS and not self._forget_owner(info.st_uid):
+            if len(self._owners) >= MAX_OWNERS and not self._forget_owner(info.user):
                 return
-            own = self._owners[info.st_uid] = _Owner()
-        candidate = own.folders.get(name) or self._admit(own, info.st_uid, name, info.st_mtime)
+            own = self._owners[info.user] = _Owner()
+        candidate = own.folders.get(name) or self._admit(own, info.user, name, info.modified)
         if candidate is not None:
-            candidate.modified, candidate.scan = info.st_mtime, self._scan
+            candidate.modified, candidate.scan = info.modified, self._scan
 
     def _admit(self, own: _Owner, owner: int, name: str, modified: float) -> _Candidate | None:
         """A place for a new folder, None if it has to be left out: among many some are judged, by chance."""

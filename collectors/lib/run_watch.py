@@ -26,6 +26,7 @@ from opsd.collectors.lib.run_files import parse_event, parse_run
 from opsd.collectors.lib.shares import Allowance
 from opsd.collectors.lib.tail import Tail, read_small
 from opsd.collectors.lib.user_series import data_mixture, evaluations
+from opsd.inodes import open_folder
 from opsd.rank_page import PHASES, PageError, RankPage, page_writer, read_page
 
 MAX_RANKS: Final = 256
@@ -41,7 +42,6 @@ EVENT_BYTES: Final = 1 << 20
 _RANK_FILE = re.compile(r"rank-(\d{4}|[1-9]\d{4,5})\.page(\.events\.jsonl)?", re.ASCII)
 _MAX_RUN_JSON = 64 << 10
 _JUDGED_PAGES: Final = 16
-_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def lives(folder: Path, owner: int, wall: float, linger_s: float, host: HostPids) -> bool:
@@ -303,7 +303,7 @@ def _identity(event: Event) -> tuple[object, ...]:
 @contextlib.contextmanager
 def _opened(folder: Path, owner: int) -> Iterator[int]:
     """The folder, held open so that it cannot be exchanged. Raises OSError if it is not there or another user's."""
-    descriptor = os.open(folder, _FOLDER)
+    descriptor = open_folder(folder)
     try:
         if os.fstat(descriptor).st_uid != owner:
             raise PermissionError(f"{folder} belongs to another user now")

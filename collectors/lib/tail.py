@@ -1,23 +1,23 @@
 """Following files that somebody else writes, possibly a user while the reader is root.
 
-Nothing here follows a symbolic link, blocks on a pipe, or reads without a bound.
+Nothing here follows a symbolic link, blocks on a pipe, enters what is mounted over a file, or reads without a bound.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from typing import Final
 
 from opsd.collectors.lib.rights import READ, Rights
+from opsd.inodes import open_beside
 
 MAX_LINE: Final = 128 << 10
 """Longer lines are skipped."""
 CHUNK: Final = 256 << 10
 """Most that is read from one file at a time; the rest waits for the next call."""
 
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK
 
 
 class LineCutter:
@@ -56,9 +56,13 @@ class Tail:
 
     def skip(self, folder: int) -> None:
         """Pass over what the file holds already. ``folder`` is open."""
-        with contextlib.suppress(OSError):
-            info = os.stat(self._name, dir_fd=folder, follow_symlinks=False)
-            self._file, self._offset, self._cutter = (info.st_dev, info.st_ino), info.st_size, LineCutter()
+        try:
+            descriptor = open_beside(self._name, folder, os.O_PATH)
+        except OSError:
+            return
+        info = os.fstat(descriptor)
+        os.close(descriptor)
+        self._file, self._offset, self._cutter = (info.st_dev, info.st_ino), info.st_size, LineCutter()
 
     def read(self, folder: int, limit: int = CHUNK) -> list[bytes]:
         """The complete lines added since the last call; none if there is no such regular file. ``folder`` is open.
@@ -68,7 +72,7 @@ class Tail:
         if limit <= 0:
             return []
         try:
-            descriptor = os.open(self._name, _FLAGS, dir_fd=folder)
+            descriptor = open_beside(self._name, folder, _FLAGS)
         except OSError:
             return []
         try:
@@ -92,7 +96,7 @@ def read_small(name: str, folder: int, rights: Rights, limit: int = CHUNK) -> tu
     Also None if the user of ``rights`` could not read it.
     """
     try:
-        descriptor = os.open(name, _FLAGS, dir_fd=folder)
+        descriptor = open_beside(name, folder, _FLAGS)
     except OSError:
         return None
     try:

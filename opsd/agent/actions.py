@@ -22,6 +22,7 @@ from opsd.agent.policy import HARMLESS, OF_A_RUN
 from opsd.agent.swap import NotInRun, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.lib.host_pids import HostPids
 from opsd.control import ControlError, ask_launcher
+from opsd.inodes import look, open_folder
 from opsd.rank_page import PageError, RankPage, read_page
 from opsd.runbooks.base import Action
 from opsd.slurm.ownership import reason
@@ -73,7 +74,7 @@ class Executor:
         deadline_s: float = ACTION_DEADLINE_S,
     ) -> None:
         self.outcomes: SimpleQueue[Outcome] = SimpleQueue()
-        self._shm, self._host = shm, HostPids()
+        self._shm, self._host = shm, HostPids(look_s=deadline_s)
         self._notify = notify
         self._power = set_power_limit
         self._drain, self._comment = drain_node, comment_job
@@ -215,12 +216,12 @@ def read_owned_page(folder: Path, rank: int) -> tuple[RankPage, int]:
     """
     name = f"rank-{rank:04d}.page"
     try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = open_folder(folder)
         try:
-            owner = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_uid
+            owner = look(name, descriptor, follow=False).user
             if owner != os.fstat(descriptor).st_uid:
                 raise ActionError(f"{folder / name} does not belong to the owner of its folder")
-            return read_page(Path(f"/proc/self/fd/{descriptor}") / name), owner
+            return read_page(Path(name), folder=descriptor), owner
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -81,8 +81,9 @@ HTTP_CONNECTIONS = Metric("opsd_http_connections", "Open connections to the agen
 HTTP_REFUSED = Metric(
     "opsd_http_refused_total",
     "Connections closed and requests refused: slow (header or reading took too long), share (its user or address had "
-    "too many connections or TLS handshakes), full (there were too many connections), password, certificate (none, "
-    "or one that web_config does not accept), host (a name that is not this agent's), malformed.",
+    "too many connections or TLS handshakes, or answers that took too much processor time or memory), full (there were "
+    "too many connections), password, certificate (none, or one that web_config does not accept), host (a name that is "
+    "not this agent's), malformed.",
     "counter",
     labels=("reason",),
 )

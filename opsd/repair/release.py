@@ -7,12 +7,16 @@ believed about a job but its own user: the launcher that says so has to be that 
 from __future__ import annotations
 
 import json
+import os
 import pwd
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from opsd.collectors.lib.gpu_jobs import ENVIRONMENT_BYTES
+from opsd.collectors.lib.rights import Rights
+from opsd.collectors.lib.tail import read_small
 from opsd.control import ControlError, ask_launcher
-from opsd.files import read_settings
+from opsd.inodes import open_folder
 from opsd.slurm.port import Job, Slurm, SlurmError
 
 RUNNING = "running"
@@ -64,11 +68,17 @@ def launchers_that_left(job: Job, node: str, root: Path, proc: Path) -> frozense
 def _run_of(folder: Path, job: Job, owner: int) -> Mapping[str, object] | None:
     """What is told of a run of ``job`` whose folder its own user has made, None if this is none."""
     try:
-        if folder.lstat().st_uid != owner:
-            return None
-        told = json.loads(read_settings(folder / "run.json", follow=False))
+        descriptor = open_folder(folder)
+    except OSError:
+        return None
+    try:
+        own = os.fstat(descriptor).st_uid == owner
+        found = read_small("run.json", descriptor, Rights(owner, frozenset())) if own else None
+        told = json.loads(found[0]) if found else None
     except (OSError, ValueError, RecursionError):
         return None
+    finally:
+        os.close(descriptor)
     return told if isinstance(told, dict) and str(told.get("job")) == str(job.id) else None
 
 
@@ -77,7 +87,8 @@ def _step(proc: Path, pid: object, job: Job) -> str:
     if not isinstance(pid, int):  # a user wrote it
         return ""
     try:
-        lines = (proc / str(pid) / "environ").read_bytes().split(b"\0")
+        with open(proc / str(pid) / "environ", "rb", buffering=0) as file:
+            lines = file.read(ENVIRONMENT_BYTES).split(b"\0")
     except OSError:
         return ""
     variables = dict(line.decode(errors="replace").partition("=")[::2] for line in lines)

@@ -149,3 +149,42 @@ def make_files(folder: str, count: int) -> None:
         os.mknod(f"{own}/rank-{100_000 + number}.page")
     print("made", flush=True)
     time.sleep(86_400)
+
+
+def make_ranks(shm: str, name: str, ranks: int) -> None:
+    """A run with as many ranks, whose pages are full of steps."""
+    import time
+    from pathlib import Path
+
+    from opsd.client import RING_STEPS, Reporter
+
+    folder = Path(shm, name)
+    folder.mkdir(mode=0o755)
+    reporters = [Reporter(folder / f"rank-{rank:04d}.page", rank=rank, run=name) for rank in range(ranks)]
+    for reporter in reporters:
+        for step in range(RING_STEPS):
+            reporter.step(tokens=123_456_789, loss=2.123456789 + step)
+    print("made", flush=True)
+    time.sleep(86_400)
+
+
+def ask_without_reading(port: int, path: str, number: int) -> None:
+    """Have ``number`` connections that ask for ``path`` and read the beginning of the answer; prints each status."""
+    import contextlib
+    import select
+    import socket
+
+    waiting: list[socket.socket] = []
+    while True:
+        while len(waiting) < number:
+            connection = socket.socket()
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            with contextlib.suppress(OSError):
+                connection.connect(("127.0.0.1", port))
+                connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            waiting.append(connection)
+        for connection in select.select(waiting, [], [], 5)[0]:
+            with contextlib.suppress(OSError):
+                print(connection.recv(12).decode()[-3:] or "none", flush=True)
+            waiting.remove(connection)
+            connection.close()

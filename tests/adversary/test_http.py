@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import threading
+
 import pytest
 
 from opsd import exitcodes
 from tests.adversary.attacker import NOBODY, Attacker
-from tests.adversary.attacks import hold_connections
+from tests.adversary.attacks import ask_without_reading, hold_connections, make_ranks
 from tests.adversary.node import Node
 from tests.fakes.clock import eventually
 
@@ -42,6 +45,21 @@ def test_a_user_shares_with_itself_only(node: Node, attacker: Attacker) -> None:
         assert node.get("/readyz")
         assert node.series("opsd_http_refused_total")['reason="share"'] == 0
         assert attacker.uid == NOBODY
+
+
+def test_a_user_pays_for_long_answers(node: Node, attacker: Attacker) -> None:
+    """The steps of 256 ranks are 5 MB: 64 connections took 0.8 of a core and kept scrapes waiting for 4 s."""
+    attacker.start(make_ranks, str(node.shm), "big", 256)
+    with node.agent():
+        assert eventually(lambda: len(node.series("opsd_rank_up")) == 256)
+        asking = attacker.start(ask_without_reading, node.port, "/api/v1/ranks", 64)
+        assert asking.stdout is not None
+        statuses = list[str]()
+        threading.Thread(target=statuses.extend, args=(asking.stdout,), daemon=True).start()
+        assert eventually(lambda: "429\n" in statuses, within_s=60)
+        assert [bool(node.get("/metrics")) for _ in range(30)] == [True] * 30
+        assert len(json.loads(node.get("/api/v1/ranks") or "{}")["ranks"]) == 256
+        assert eventually(lambda: node.series("opsd_http_refused_total")['reason="share"'] > 0)
 
 
 def test_what_a_user_sends_is_never_a_bug(node: Node, attacker: Attacker) -> None:

@@ -118,6 +118,32 @@ def test_who_guesses_does_not_hold_up_who_is_known() -> None:
     guess.join(20)
 
 
+def test_who_guesses_is_not_heard_for_a_while(tmp_path: Path) -> None:
+    """Ten wrong passwords at once, then one a second are compared; a hash takes a tenth of a second."""
+    users = SlowUsers()
+    users.may_end.set()
+    server = Server("127.0.0.1:0", SILENT, WebConfig(users=users))
+    snapshot = Snapshot(1, time.monotonic() + 1e6, 0.0)
+    server.start(App(lambda: snapshot, {"node": "n"}, stale_s=5.0))
+
+    def status(credentials: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+        connection.request("GET", "/healthz", headers={"Authorization": header(credentials)})
+        found = connection.getresponse().status
+        connection.close()
+        return found
+
+    try:
+        assert status("prometheus:secret") == 200
+        found = [status(f"prometheus:{number}") for number in range(60)]
+        assert found[:9] == [401] * 9
+        assert 429 in found
+        assert server.refused["password"] == 60
+        assert status("prometheus:secret") == 200
+    finally:
+        server.close()
+
+
 def test_who_speaks_no_tls_is_not_answered_and_holds_up_nobody(served: tuple[int, Path]) -> None:
     """Plain HTTP, silence in the middle of the handshake, a certificate that is not trusted."""
     port, folder = served

@@ -89,7 +89,7 @@ def test_ranks_survive_the_api() -> None:
     """What the agent sends is diagnosed like the pages themselves, a loss of NaN included."""
     nan = tuple(replace(step, loss=float("nan")) for step in trained(0).steps)
     ranks = (replace(trained(0), steps=nan, workers=((7, "data"),), worker_process=("S",)), trained(1, data=0.4))
-    answer = json.loads(api.encode(api.ranks(Snapshot(1, NOW, 0.0, ranks=ranks))))
+    answer = json.loads(api.ranks(Snapshot(1, NOW, 0.0, ranks=ranks)))
     received = [to_rank(document) for document in answer["ranks"]]
     assert (received[1], received[0].workers) == (ranks[1], ((7, "data"),))
     assert diagnose(received, "n01", answer["at"]) == diagnose(ranks, "n01", NOW)
@@ -99,7 +99,7 @@ def test_only_the_job_that_was_asked_for_is_sent() -> None:
     """A job is named by its id or its run."""
     ranks = (trained(0), replace(trained(1), run="other", job="7"))
     snapshot = Snapshot(1, NOW, 0.0, ranks=ranks)
-    named = {job: [r["run"] for r in api.ranks(snapshot, job)["ranks"]] for job in ("", "7", "smol", "9")}
+    named = {job: [r["run"] for r in json.loads(api.ranks(snapshot, job))["ranks"]] for job in ("", "7", "smol", "9")}
     assert named == {"": ["smol", "other"], "7": ["other"], "smol": ["smol"], "9": []}
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,34 @@ def dump(*entries: dict[str, object]) -> Dump:
         "1": {"name": "1", "desc": "tp", "ranks": "[0, 1]"},
     }
     return parse_dump(json.dumps({"version": "2.10", "entries": list(entries), "pg_config": config}).encode())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"entries": [' + b"[]," * 1_000_000 + b"[]]}",
+        *(b"\x80\x04N" + code * 3_000_000 for code in (b"]", b"\x94", b"(")),
+    ],
+    ids=["lists", "pickled lists", "memo", "marks"],
+)
+def test_a_dump_that_stands_for_more_than_the_memory_is_refused(content: bytes) -> None:
+    """8 MB of a user's took up to 920 MiB of the agent, which has 256."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(DumpError):
+            parse_dump(content, 16 << 20)
+        assert tracemalloc.get_traced_memory()[1] < 48 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_pickles_of_any_protocol_are_read_within_the_limit() -> None:
+    """Frames are only for speed; sets and arrays of bytes are in no dump."""
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert parse_dump(pickle.dumps({"entries": [entry(3)]}, protocol), 1 << 20).last == {"0": 3}
+    for odd in ({1}, frozenset({1}), bytearray(5)):
+        with pytest.raises(DumpError):
+            parse_dump(pickle.dumps({"entries": [entry(3)], "odd": odd}, 5))
 
 
 def test_the_rank_that_never_called_is_the_culprit() -> None:

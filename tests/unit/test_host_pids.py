@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.collectors.lib.host_pids import RENEW_S, SEARCH_S, HostPids
+from opsd.collectors.lib.host_pids import MAX_ALIKE, RENEW_S, SEARCH_S, HostPids
 from tests.fakes.clock import FakeClock
 
 ADA, BOB = 1001, 1002
@@ -105,3 +105,35 @@ def test_helpers_are_those_of_the_same_container(add: Add, host: HostPids, clock
     clock.advance(RENEW_S)
     assert host.beside(ADA, 70, 9) == 71
     assert host.beside(ADA, 12345, 9) is None
+
+
+class LookClock(FakeClock):
+    """Time passes with each question, so that a look ends after a few processes."""
+
+    def monotonic(self) -> float:
+        self.now += 0.001
+        return self.now
+
+
+def test_any_number_of_processes_is_searched_a_part_at_a_time(add: Add, proc: Path) -> None:
+    """100,000 took 2 s of each second, in which the agent saw no run of anybody."""
+    clock = LookClock()
+    host = HostPids(proc, clock=clock.monotonic, look_s=0.01)
+    for number in range(100, 200):
+        add(number, 7, start=number, of="a")
+    before, looks = clock.now, 0
+    while host.find(ADA, 7, 199) != 199:
+        looks += 1
+        assert looks < 100
+        assert clock.now - before < 0.05
+        clock.advance(SEARCH_S)
+        before = clock.now
+    assert looks >= 1
+    assert host.find(ADA, 8, 1) is None
+
+
+def test_what_is_asked_for_is_found_among_any_number_of_its_kind(add: Add, host: HostPids) -> None:
+    """A search does not remember all of those that nobody has asked for."""
+    for number in range(2 * MAX_ALIKE):
+        add(1000 + number, 7, start=number, of="a")
+    assert [host.find(ADA, 7, number) for number in (2 * MAX_ALIKE - 1,)] == [1000 + 2 * MAX_ALIKE - 1]

@@ -21,7 +21,7 @@ from opsd.runbooks.base import State
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Log(list[str]):

@@ -22,7 +22,7 @@ from opsd.runbooks.base import Cost, State
 from tests.fakes.clock import until
 from tests.fakes.incidents import incident
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Log(list[str]):

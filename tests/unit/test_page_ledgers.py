@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.web.ledgers import FRESH_S, KEPT, REST, USER_REST, LedgerResult, Ledgers, RunSeconds, make_ledger
+from opsd.agent.web.ledgers import FRESH_S, KEPT, REST, USER_REST, LedgerMaker, LedgerResult, Ledgers, RunSeconds
 from tests.fakes.clock import FakeClock, eventually
+from tests.fakes.fuse import FUSE, holding_mount
 from tests.unit.test_page import rank, run, snapshot
 from tests.unit.test_page_job import LEDGER
 from tests.unit.test_plan_forecast import PLAN
@@ -88,29 +89,29 @@ def test_users_share_the_counters_of_ledgers() -> None:
 
 def test_a_ledger_is_made_from_the_files_of_the_run(tmp_path: Path) -> None:
     """By the command of the same name; a folder that is none is told in its words."""
-    assert "is not a run folder" in make_ledger(tmp_path, os.getuid()).problem
+    assert "is not a run folder" in LedgerMaker()(tmp_path, os.getuid()).problem
     events = [{"t": 100.0, "event": "generation_started", "generation": 1}, {"t": 160.0, "event": "finished"}]
     lines = [json.dumps({"generation": 1, "exit_code": 0, **event}) for event in events]
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
-    made = make_ledger(tmp_path, os.getuid())
+    made = LedgerMaker()(tmp_path, os.getuid())
     assert made.ledger is not None and made.ledger["wall_s"] == 60.0
     step = json.dumps({"t": 110.0, "step": 1, "generation": 1, "loss": 1.0}) + "\n"
     (tmp_path / "metrics.jsonl").write_text(step)
     (tmp_path / "plan.json").write_text(PLAN.model_dump_json())
-    found = make_ledger(tmp_path, os.getuid()).ledger
+    found = LedgerMaker()(tmp_path, os.getuid()).ledger
     assert found is not None and (found["plan"], found["tokens"], found["lost_nodes"]) == (
         PLAN.model_dump_json(),
         None,
         0,
     )
     (tmp_path / "metrics.jsonl").write_text(step * 500_000)
-    assert "too long for the agent" in make_ledger(tmp_path, os.getuid()).problem
+    assert "too long for the agent" in LedgerMaker()(tmp_path, os.getuid()).problem
 
 
 WITHOUT_SETPRIORITY = """
 import ctypes, json, os, struct, sys
 from pathlib import Path
-from opsd.agent.web.ledgers import make_ledger
+from opsd.agent.web.ledgers import LedgerMaker
 
 number = {"x86_64": 141, "aarch64": 140}[os.uname().machine]
 # load the number of the call; if it is setpriority, EPERM, else allow it
@@ -122,7 +123,7 @@ assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.c_char_p(fil
 try:
     os.setpriority(os.PRIO_PROCESS, 0, 19)
 except PermissionError:
-    print(json.dumps(make_ledger(Path(sys.argv[1]), os.getuid()).ledger))
+    print(json.dumps(LedgerMaker()(Path(sys.argv[1]), os.getuid()).ledger))
 """
 
 
@@ -156,6 +157,7 @@ def test_the_buckets_of_a_ledger_are_counters() -> None:
     assert not made
 
 
+NOBODY = 65534
 PLANNED = {
     "buckets": {"productive": 8e5, "restart": 4e5}, "plan": PLAN.model_dump_json(), "tokens": 3.3e11, "lost_nodes": 2,
     "earlier_tokens": 0, "gpus": 384,
@@ -189,3 +191,36 @@ def test_a_ledger_that_cannot_be_made_keeps_none_of_another_run() -> None:
     assert "being made" in ledgers.of(run(folder="/a")).problem
     assert eventually(lambda: "could not be made" in ledgers.of(run(folder="/a")).problem)
     assert eventually(lambda: ledgers.of(run(folder="/b")).ledger is LEDGER)
+
+
+def oom_victims() -> list[str]:
+    """How readily the kernel ends each process that makes a ledger, by its oom_score_adj (proc(5))."""
+    makers = [path for path in Path("/proc").glob("[0-9]*") if b"opsd.ledger.for_user" in read(path / "cmdline")]
+    mine = [path for path in makers if f"\nPPid:\t{os.getpid()}\n".encode() in read(path / "status")]
+    return [read(path / "oom_score_adj").decode().strip() for path in mine if read(path / "cmdline")]
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not FUSE.exists(), reason="needs root and FUSE for a mount")
+def test_a_user_whose_folder_holds_a_process_gets_no_other(tmp_path: Path) -> None:
+    """Each kept its memory for good: one every five minutes, until the agent's 256 MiB were full.
+
+    And while both are too much for those, the kernel ends the process and not the agent.
+    """
+    stuck, free = tmp_path / "stuck", tmp_path / "free"
+    stuck.mkdir()
+    free.mkdir()
+    make = LedgerMaker(deadline_s=3.0)
+    with holding_mount(stuck):
+        assert oom_victims() == []
+        assert make(stuck, 0).problem == f"{stuck} does not answer"
+        assert oom_victims() == ["1000"]
+        assert "still does not answer" in make(free, 0).problem
+        assert "is not a run folder" in make(free, NOBODY).problem or "Permission denied" in make(free, NOBODY).problem
+    assert eventually(lambda: "is not a run folder" in make(free, 0).problem)

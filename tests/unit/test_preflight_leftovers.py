@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from opsd.preflight.checks import leftovers
 from tests.fakes.fixture_tree import look, summaries, tree
+from tests.fakes.fuse import FUSE, silent_mount
 from tests.fakes.gpu_device import gpu_device
 
 
@@ -66,6 +70,25 @@ def test_old_files_in_shared_memory_are_counted(tmp_path: Path):
     values = {m.measure: m.value for m in look(leftovers, tmp_path).measurements}
     assert values["stale_shm_files"] == 1
     assert values["stale_shm"] >= 5000
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not FUSE.exists(), reason="needs root and FUSE for a mount")
+@pytest.mark.parametrize("over", ["shm/folder", "shm/file"])
+def test_what_a_user_has_mounted_in_shared_memory_is_not_waited_for(tmp_path: Path, over: str):
+    """The check would hang, in the prolog of every job."""
+    tree(tmp_path, {"shm/file": "x", "shm/folder/file": "x", "shm/old": "x" * 5000})
+    os.utime(tmp_path / "shm/old", (1, 1))
+    found = list[float]()
+    with silent_mount(tmp_path / over):
+        work = threading.Thread(
+            target=lambda: found.extend(
+                m.value for m in look(leftovers, tmp_path).measurements if m.measure == "stale_shm_files"
+            ),
+            daemon=True,
+        )
+        work.start()
+        work.join(60)
+        assert found == [1]
 
 
 def test_what_a_run_left_in_memory_on_purpose_is_no_leftover_for_a_day(tmp_path: Path):

@@ -87,6 +87,25 @@ def test_a_gpu_is_who_holds_its(run: Path, collector: RanksCollector, occupancy:
         assert [rank.gpu for rank in ranks(read(collector))] == [gpu]
 
 
+def test_the_processes_on_a_gpu_are_looked_up_once_for_all_pages() -> None:
+    """250 of them, and 256 pages that name that GPU, were 64,000 looks each second."""
+    asked = list[int]()
+
+    def find_user(pid: int) -> int:
+        asked.append(pid)
+        return ME + pid % 2
+
+    occupancy = Occupancy(find_user)
+    occupancy.holders = {0: (10, 11), 1: (12,)}
+    assert [occupancy.may_hold(gpu, user) for gpu in (0, 1) for user in (ME, ME + 1, ME + 2)] == [
+        True, True, False, True, False, False,
+    ]  # fmt: skip
+    assert occupancy.users_of_gpus() == {ME, ME + 1}
+    assert asked == [10, 11, 12]
+    occupancy.holders = {0: (13,)}
+    assert not occupancy.may_hold(0, ME)
+
+
 def test_the_launcher_is_the_users(run: Path, collector: RanksCollector, other: int) -> None:
     """A process of another user keeps no run alive."""
     write_run(run, other)

@@ -16,6 +16,7 @@ import pytest
 
 from opsd.repair.release import release
 from opsd.slurm.port import Job, Node
+from tests.fakes.fuse import FUSE, silent_mount
 from tests.fakes.slurm import FakeSlurm
 
 JOB = Job(7, "running", "", getpass.getuser(), "train", ("n1", "n2", "n3"), "n1", None, None, None, 0, "run")
@@ -150,3 +151,25 @@ def test_a_link_in_place_of_the_run_s_file_is_not_followed(tmp_path: Path) -> No
         (runs / "run/run.json").symlink_to(tmp_path / "elsewhere.json")
         assert release(slurm, "n2", [JOB], runs) == ""
     assert slurm.shrunk == []
+
+
+def test_an_environment_without_end_is_not_read_whole(tmp_path: Path, proc: Path) -> None:
+    """A user may declare any part of a process's memory its environment (PR_SET_MM in prctl(2))."""
+    slurm, runs = Shrinking(), tmp_path / "runs"
+    runs.mkdir()
+    os.truncate(proc / str(LAUNCHER) / "environ", 1 << 42)
+    with launcher(runs, "run", 7, ["n1", "n3"]):
+        assert "goes on without n2" in release(slurm, "n2", [JOB], runs, proc)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not FUSE.exists(), reason="needs root and FUSE for a mount")
+def test_what_somebody_has_mounted_over_a_run_is_not_waited_for(tmp_path: Path, proc: Path) -> None:
+    """The repair of the node would not go on."""
+    slurm, runs = Shrinking(), tmp_path / "runs"
+    (runs / "silent").mkdir(parents=True)
+    said = list[str]()
+    with launcher(runs, "run", 7, ["n1", "n3"]), silent_mount(runs / "silent", OTHER_USER):
+        work = threading.Thread(target=lambda: said.append(release(slurm, "n2", [JOB], runs, proc)), daemon=True)
+        work.start()
+        work.join(20)
+        assert said == ["job 7 goes on without n2, which its run has left"]

@@ -72,6 +72,17 @@ def test_a_limit_that_bites_is_told(tmp_path: Path, slots: RunSlots) -> None:
 
 
 @needs_root
+def test_what_has_ended_of_one_user_gives_way_to_what_lives_of_another(tmp_path: Path) -> None:
+    """Each owner is within its own limit; all of them together are more than there are slots."""
+    for owner in (1001, 1002):
+        make(tmp_path, *(f"job-{owner}-{number:03d}" for number in range(MAX_PER_OWNER)), owner=owner)
+    make(tmp_path, *(f"live-{number:03d}" for number in range(40)), owner=2000)
+    slots = RunSlots(tmp_path, lives)
+    assert sum(name.startswith("live") for name in names(slots, 20)) == 40
+    assert slots.left_out == 0
+
+
+@needs_root
 def test_owners_share_the_slots_evenly(tmp_path: Path) -> None:
     """One who has many cannot leave another without; users of a GPU come first."""
     make(tmp_path, *(f"live-{number:03d}" for number in range(300)), owner=1001)

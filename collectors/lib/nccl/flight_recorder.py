@@ -11,11 +11,14 @@ import io
 import json
 import pickle
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
-from typing import Any, Final
+from typing import Any, ClassVar, Final
+
+from opsd.collectors.lib.bounded import loads
 
 CALLED, SCHEDULED, STARTED = range(3)
 """How far a rank has come with a collective: called, with no more known; called; running on the device."""
@@ -23,8 +26,13 @@ MAX_CALLS: Final = 256
 MAX_GROUPS: Final = 256
 """Collectives kept of each process group of a dump, the newest, and groups."""
 MAX_ENTRIES: Final = 65_536
-MAX_MEMBERS: Final = 1 << 20
+MAX_MEMBERS: Final = 1 << 18
 """Entries of a dump, and ranks in all its groups together, that are looked at."""
+_BYTES_A_READ: Final = 100
+"""Of memory that what is made of one reading from a pickle may take: an opcode, or what belongs to it."""
+_UNKNOWN: Final = frozenset(
+    code[0] for code in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8, pickle.NEXT_BUFFER)
+)
 _CACHED: Final = 1 << 16
 _MAX_NUMBER: Final = 1 << 64
 _PROGRESS: Final = {"scheduled": SCHEDULED, "started": STARTED}
@@ -68,10 +76,13 @@ class Dump:
     forgotten_ns: int
 
 
-def parse_dump(content: bytes) -> Dump:
-    """A dump from JSON or a pickle. Raises DumpError."""
+def parse_dump(content: bytes, most: int = sys.maxsize) -> Dump:
+    """A dump from JSON or a pickle, whose values take about ``most`` bytes at most. Raises DumpError."""
     try:
-        raw = _PlainUnpickler(io.BytesIO(content)).load() if content.startswith(b"\x80") else json.loads(content)
+        if content.startswith(b"\x80"):
+            raw = _PlainUnpickler(_Metered(content, most // _BYTES_A_READ)).load()
+        else:
+            raw = loads(content, most)
         entries = _list(raw["entries"])[-MAX_ENTRIES:]
         last: dict[str, int] = {}
         for entry in entries:
@@ -117,8 +128,34 @@ class _ForeignPickle(Exception):
     """A pickle that would run something when it is loaded."""
 
 
+class _Metered(io.BytesIO):
+    """Can be read ``reads`` times. What is pickled may be one byte for each list."""
+
+    def __init__(self, content: bytes, reads: int) -> None:
+        super().__init__(content)
+        self._left = reads
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError("too many values")
+        return super().read(size)
+
+
+def _skip_size(unpickler: Any) -> None:
+    unpickler.read(8)
+
+
 class _PlainUnpickler(pickle._Unpickler):
-    """Python's own unpickler: that in C takes any amount of memory for a number in the file."""
+    """Python's own unpickler: that in C takes any amount of memory for a number in the file.
+
+    It reads past the headers of frames, which are there for speed, and knows neither sets nor arrays of bytes.
+    """
+
+    dispatch: ClassVar = {
+        **{code: load for code, load in pickle._Unpickler.dispatch.items() if code not in _UNKNOWN},
+        pickle.FRAME[0]: _skip_size,
+    }
 
     def find_class(self, module: str, name: str) -> object:
         raise _ForeignPickle(_text(f"{module}.{name}"))

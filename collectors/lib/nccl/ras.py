@@ -9,21 +9,29 @@ node.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from typing import Any, Final
 
+from opsd.collectors.lib.bounded import loads
 from opsd.collectors.lib.listener import peer_uid
 
 ADDRESSES: Final = (("127.0.0.1", 28028), ("::1", 28028))
 """NCCL binds to whatever localhost resolves to; see NCCL_RAS_ADDR."""
 REQUEST: Final = b"CLIENT PROTOCOL 2\nTIMEOUT 5\nSET FORMAT json\nVERBOSE STATUS\n"
-MAX_ANSWER: Final = 32 << 20
+MAX_ANSWER: Final = 20 << 20
+MAX_VALUES: Final = 64 << 20
+MAX_LINES: Final = 100_000
+MAX_PROBLEMS: Final = 256
+"""Bytes of an answer and, by estimate, of the values in it; lines of one in words; problems that are told. A user's run
+answers, and the agent has 256 MiB.
+"""
+MAX_TEXT: Final = 400
+_MOST_GREETINGS: Final = 8
 OK_RESULTS: Final = (0, 7)
 """ncclSuccess and ncclInProgress in nccl.h."""
 KINDS: Final = ("mismatch", "error", "incomplete", "dead", "timeout")
@@ -157,23 +165,24 @@ def parse_status(answer: bytes) -> RasStatus:
 
 
 def _without_greeting(text: str) -> str:
-    lines = text.splitlines(keepends=True)
-    if not lines or not lines[0].upper().startswith("SERVER PROTOCOL"):
+    at = text.find("\n") + 1
+    if not text.upper().startswith("SERVER PROTOCOL", 0, at or None):
         raise RasError(f"what listens on the RAS port is not NCCL: {text[:60]!r}")
-    answers = 1
-    while answers < len(lines) and (lines[answers].strip() == "OK" or lines[answers].startswith("ERROR:")):
-        answers += 1
-    return "".join(lines[answers:])
+    for _ in range(_MOST_GREETINGS):
+        if at and (text.startswith("ERROR:", at) or text[at : at + 8].partition("\n")[0].strip() == "OK"):
+            at = text.find("\n", at) + 1
+    return text[at:] if at else ""
 
 
 def _parse_json(body: str) -> RasStatus:
     # NCCL 2.28.7 and 2.28.9 forget a comma where ranks are missing (jsonWriteMissingRank), which is when it matters.
     mended = re.sub(r'("nvml_dev": -?\d+)(\s*"status")', r"\1,\2", body)
     try:
-        raw = json.loads(mended)
+        raw = loads(mended, MAX_VALUES)
         communicators = raw["communicators"]
-        problems = [problem for communicator in communicators for problem in _json_problems(communicator)]
-        return RasStatus(str(raw["nccl_version"])[:32], len(communicators), tuple(problems))
+        problems = (problem for communicator in communicators for problem in _json_problems(communicator))
+        told = tuple(islice(problems, MAX_PROBLEMS))
+        return RasStatus(str(raw["nccl_version"])[:32], len(communicators), told)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise RasError(f"RAS's answer is cut short or of an unknown form ({type(error).__name__})") from error
 
@@ -204,7 +213,7 @@ def _problem(communicator: str, kind: str, text: str, ranks: Sequence[Mapping[st
     for each in (communicator, text, *(str(r["host"]) for r in ranks[:MAX_RANKS])):
         each.encode()  # JSON can hold half a character, which can be neither stored nor sent
     named = [RasRank(int(r["rank"]), str(r["host"])[:64], int(r["pid"]), int(r["nvml_dev"])) for r in ranks[:MAX_RANKS]]
-    return Problem(communicator, kind, text, tuple(named))
+    return Problem(communicator, kind, text[:MAX_TEXT], tuple(named))
 
 
 _VERSION = re.compile(r"NCCL version (\S+)")
@@ -222,17 +231,20 @@ def _parse_text(body: str) -> RasStatus:
     if version is None or "\nWarnings\n" not in body:
         raise RasError("RAS's answer is cut short or of an unknown form")
     communicators = sum(int(match[1]) for match in _GROUP.finditer(body))
-    return RasStatus(version[1], communicators, tuple(_text_problems(body.splitlines())))
+    if body.count("\n") > MAX_LINES:
+        raise RasError(f"RAS's answer has more than {MAX_LINES:,} lines")
+    return RasStatus(version[1][:32], communicators, tuple(islice(_text_problems(body.split("\n")), MAX_PROBLEMS)))
 
 
 def _text_problems(lines: Sequence[str]) -> Iterator[Problem]:
     """Each headline such as ``#0-0 (hash) MISMATCH`` with the indented lines below it."""
     heads = [(index, match) for index, line in enumerate(lines) if (match := _HEAD.match(line))]
-    for index, head in heads:
-        below = list(takewhile(lambda line: line.startswith("  "), lines[index + 1 :]))
+    ends = [*(index for index, _ in heads[1:]), len(lines)]
+    for (index, head), end in zip(heads, ends, strict=False):
+        below = list(takewhile(lambda line: line.startswith("  "), lines[index + 1 : end]))
         told = "; ".join(line.strip() for line in below if not line.startswith(("  Rank ", "  Process ")))
         ranks = _lagging(below) if head[2] == "MISMATCH" else [rank for line in below if (rank := _named(line))]
-        yield Problem(head[1] or "", head[2].lower(), told[:400], tuple(ranks[:MAX_RANKS]))
+        yield Problem(head[1] or "", head[2].lower(), told[:MAX_TEXT], tuple(ranks[:MAX_RANKS]))
 
 
 def _named(line: str) -> RasRank | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,6 +48,8 @@ LOG_BYTES: Final = 2 << 20
 ENTRIES: Final = 2_048
 """Bytes of logs, and entries of a folder, that are read in one look."""
 MAX_DUMP: Final = 8 << 20
+DUMP_VALUES: Final = 96 << 20
+"""Bytes that the values in a dump may take, by estimate, while it is read: one at a time, as users have threads."""
 DUMPS: Final = "flight_recorder"
 """Folder of the dumps in the run folder; their names are rank-0000.json, or rank_0 if torch has written them."""
 READ_S: Final = 0.5
@@ -57,6 +60,8 @@ SAME_HANG_S: Final = 600.0
 _PAGE = re.compile(r"rank-(\d{4,6})\.page", re.ASCII)
 _DUMP = re.compile(r"rank-(\d{4,6})\.json|rank_(\d{1,6})", re.ASCII)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+_PARSING = threading.Lock()
 
 KINDS: Final = ("warning", "timeout", "error")
 MAX_TEXT: Final = 300
@@ -244,7 +249,8 @@ class _Dumps:
         try:
             if found is None:
                 raise DumpError(f"not a regular file of at most {MAX_DUMP >> 20} MiB")
-            self._dumps[rank] = (found[1], parse_dump(found[0]))
+            with _PARSING:
+                self._dumps[rank] = (found[1], parse_dump(found[0], DUMP_VALUES))
             self._unjudged = True
         except DumpError as error:
             text = f"flight recorder dump of rank {rank} of {self._run}: {error}"

@@ -31,13 +31,14 @@ from urllib.parse import unquote
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
-from opsd.agent.web.exposition import Exposition
+from opsd.agent.web.exposition import Exposition, is_cached
 from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
 from opsd.agent.web.history import History
 from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.ledgers import Ledgers, forecast_of
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
+_CHEAP = frozenset({"/metrics", "/healthz", "/readyz"})
 JSON = "application/json; charset=utf-8"
 
 Answer = tuple[HTTPStatus, bytes, Mapping[str, str]]
@@ -100,6 +101,11 @@ class App:
         """Whether the answer may have to wait for files of users."""
         return path.startswith("/job/")
 
+    @staticmethod
+    def is_cheap(request: Request) -> bool:
+        """Whether the answer is made once a tick whoever asks, or is short."""
+        return request.path in _CHEAP and (request.path != "/metrics" or is_cached(request.accept))
+
     def __call__(self, request: Request) -> Answer:
         """The answer to one request. Thread-safe."""
         if route := self._routes.get(request.path):
@@ -143,7 +149,8 @@ class App:
         return _json(api.incident_list(self._latest(), states, min(int(text), MAX_LIMIT), nested=nested))
 
     def _ranks(self, request: Request) -> Answer:
-        return _json(api.ranks(self._latest(), request.query.get("job", [""])[-1]))
+        body = api.ranks(self._latest(), request.query.get("job", [""])[-1])
+        return HTTPStatus.OK, body, {"Content-Type": JSON}
 
     def _incident(self, id: str) -> Answer:
         latest = self._latest()

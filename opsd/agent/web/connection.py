@@ -59,6 +59,7 @@ class Connection:
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER)
         self._bodiless = False
         self._out: deque[memoryview] = deque()
+        self._body = b""
 
     def handshake(self) -> None:
         """Go on with the handshake, if there is one. Raises UncertifiedError."""
@@ -99,7 +100,13 @@ class Connection:
         )
         self._out.append(memoryview(head or b""))
         if not self._bodiless:
+            self._body = body
             self._out.append(memoryview(body))
+
+    @property
+    def unsent(self) -> bytes:
+        """The body of an answer that the client has not taken all of yet, whole; else nothing."""
+        return self._body if self._out else b""
 
     def send(self) -> bool:
         """Send what the kernel takes; whether that was all. Raises OSError."""
@@ -123,6 +130,7 @@ class Connection:
         """Close it; what was sent still arrives."""
         self.open = False
         self._out.clear()
+        self._body = b""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
         self.socket.close()

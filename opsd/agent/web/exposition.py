@@ -26,6 +26,7 @@ _SUFFIXES = {"counter": "_total", "info": "_info"}
 _OPENMETRICS_TYPE = "application/openmetrics-text"
 _OPENMETRICS = f"{_OPENMETRICS_TYPE}; version=1."
 _PLAIN = "text/plain"
+_USUAL = (_OPENMETRICS, _PLAIN)
 _OLDEST = "text/plain; version=0.0.4; charset=utf-8"
 _ESCAPINGS = ("underscores", "allow-utf-8", "dots", "values")
 _labels = attrgetter("labels")
@@ -88,7 +89,7 @@ class Exposition:
         zipped = any(part.partition(";")[0].strip().lower() == "gzip" for part in accept_encoding.split(","))
         if zipped:
             headers["Content-Encoding"] = "gzip"
-        if content_type.startswith((_OPENMETRICS, _PLAIN)):
+        if content_type.startswith(_USUAL):
             return self._body(openmetrics=content_type.startswith(_OPENMETRICS), zipped=zipped), headers
         body = self._other(accept)
         return _zip(body) if zipped else body, headers
@@ -172,6 +173,11 @@ class Exposition:
             return {}
         gpu, job = (told[0].metric.labels.index(label) for label in ("gpu", "job_id"))
         return {s.labels[gpu]: s.labels[job] for s in sorted(told, key=_labels, reverse=True) if s.labels[job]}
+
+
+def is_cached(accept: str) -> bool:
+    """Whether a scrape with this ``Accept`` gets a text that is rendered once for all."""
+    return negotiate(accept).startswith(_USUAL)
 
 
 def negotiate(accept: str) -> str:

@@ -39,6 +39,8 @@ DEADLINE_S: Final = 30.0
 END_S: Final = 1.0
 MAX_MEMORY: Final = 160 << 20
 """Memory limit in bytes, as the process is in the agent's control group of 256 MiB. Allows 16 MiB of metrics.jsonl."""
+MAX_HELD: Final = 6
+"""Processes that file systems hold, some 15 MiB each."""
 KEPT: Final = 16
 _DAY_S: Final = 86_400.0
 
@@ -68,7 +70,7 @@ class Ledgers:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._make, self._clock = make or make_ledger, clock
+        self._make, self._clock = make or LedgerMaker(), clock
         self._made: dict[Which, tuple[LedgerResult, float]] = {}
         self._asked: dict[Which, float] = {}
         self._waiting: set[Which] = set()
@@ -188,40 +190,67 @@ def _in_turn(runs: Sequence[RunFact]) -> list[RunFact]:
     return [run for _, run in sorted(zip(turns, runs, strict=True), key=lambda pair: pair[0])]
 
 
-def make_ledger(folder: Path, user: int) -> LedgerResult:
-    """The ledger of the run of ``user`` in ``folder``, made by a process of the lowest priority and within limits."""
-    try:
-        maker = subprocess.Popen(
-            [sys.executable, "-P", "-m", "opsd.ledger.for_user", str(user), str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    except OSError as error:
-        return LedgerResult(None, f"opsd ledger cannot be started: {error.strerror}")
-    try:
-        # The service's system call filter forbids it; its unit already has a lower priority than training.
-        with contextlib.suppress(PermissionError):
-            os.setpriority(os.PRIO_PROCESS, maker.pid, 19)
-        resource.prlimit(maker.pid, resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
-        out, err = maker.communicate(timeout=DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        return LedgerResult(None, f"{folder} does not answer")
-    except OSError as error:
-        return LedgerResult(None, f"opsd ledger cannot be kept within its limits: {error.strerror}")
-    finally:
-        _end(maker)
-    if maker.returncode:
-        said = err.strip().rpartition("\n")[2]
-        too_long = f"the run is too long for the agent: opsd ledger {folder} has it"
-        return LedgerResult(None, too_long if said.startswith("MemoryError") else said or "opsd ledger was killed")
-    return LedgerResult(json.loads(out))
+class LedgerMaker:
+    """Makes ledgers in processes of the lowest priority and within limits, one at a time.
+
+    A process that a file system holds cannot be ended and keeps its memory. While there is one of a user no other is
+    begun for the same, and above ``MAX_HELD`` for nobody.
+    """
+
+    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._held: dict[int, subprocess.Popen[str]] = {}
+
+    def __call__(self, folder: Path, user: int) -> LedgerResult:
+        """The ledger of the run of ``user`` in ``folder``."""
+        self._held = {who: maker for who, maker in self._held.items() if maker.poll() is None}
+        if user in self._held:
+            return LedgerResult(None, "a folder of this user still does not answer")
+        if len(self._held) >= MAX_HELD:
+            return LedgerResult(None, f"the folders of {MAX_HELD} users do not answer")
+        try:
+            maker = subprocess.Popen(
+                [sys.executable, "-P", "-m", "opsd.ledger.for_user", str(user), str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        except OSError as error:
+            return LedgerResult(None, f"opsd ledger cannot be started: {error.strerror}")
+        try:
+            return self._result(maker, folder)
+        finally:
+            if not _ends(maker):
+                self._held[user] = maker
+
+    def _result(self, maker: subprocess.Popen[str], folder: Path) -> LedgerResult:
+        try:
+            # The service's system call filter forbids it; its unit already has a lower priority than training.
+            with contextlib.suppress(PermissionError):
+                os.setpriority(os.PRIO_PROCESS, maker.pid, 19)
+            resource.prlimit(maker.pid, resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
+            # Where both do not fit into the service's memory, the kernel ends this one and not the agent.
+            Path(f"/proc/{maker.pid}/oom_score_adj").write_text("1000")
+            out, err = maker.communicate(timeout=self._deadline_s)
+        except subprocess.TimeoutExpired:
+            return LedgerResult(None, f"{folder} does not answer")
+        except OSError as error:
+            return LedgerResult(None, f"opsd ledger cannot be kept within its limits: {error.strerror}")
+        if maker.returncode:
+            said = err.strip().rpartition("\n")[2]
+            too_long = f"the run is too long for the agent: opsd ledger {folder} has it"
+            return LedgerResult(None, too_long if said.startswith("MemoryError") else said or "opsd ledger was killed")
+        return LedgerResult(json.loads(out))
 
 
-def _end(maker: subprocess.Popen[str]) -> None:
-    """End ``maker`` without waiting; one that a hanging file system blocks ends when the file system responds."""
+def _ends(maker: subprocess.Popen[str]) -> bool:
+    """End ``maker`` without waiting for long; one that a hanging file system holds ends when that responds."""
     if maker.poll() is None:
         maker.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             maker.wait(END_S)
+    for pipe in (maker.stdout, maker.stderr):
+        if pipe is not None:
+            pipe.close()
+    return maker.poll() is not None

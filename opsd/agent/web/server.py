@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -27,6 +27,7 @@ from opsd.agent.logs import Log
 from opsd.agent.metrics import http_samples
 from opsd.agent.web.access import Attempts, WebConfig
 from opsd.agent.web.app import Answer, App, Request, problem
+from opsd.agent.web.budget import Budgets
 from opsd.agent.web.connection import Connection, Stage, UncertifiedError
 from opsd.agent.web.hosts import Hosts
 from opsd.agent.web.peers import peer_of
@@ -41,14 +42,16 @@ CONNECTION_S: Final = 5.0
 PASSWORDS: Final = 10, 1.0
 HANDSHAKES: Final = 20, 0.1
 """How many a peer may try at once, and seconds until the next one: a handshake takes this thread milliseconds."""
+MAX_UNSENT: Final = 32 << 20
+"""Bytes of different answers that clients have not taken yet."""
 POLL_S: Final = 0.2
 """Interval of checks of connections while there are any, in seconds."""
 PAUSE_S: Final = 0.5
 """Seconds without accepting connections after the process had no descriptors left."""
 REFUSALS: Final = ("slow", "share", "full", "password", "certificate", "host", "malformed")
-"""Why connections are closed and requests refused: the client was too slow, its peer has more than its share of the
-connections or TLS handshakes, there are too many in total, a wrong password or too many attempts, no certificate or one
-that is not accepted, another host's name, no HTTP."""
+"""Why connections are closed and requests refused: the client was too slow, its peer has more than its share (of the
+connections, TLS handshakes, processor time or memory), there are too many in total, a wrong password or too many
+attempts, no certificate or one that is not accepted, another host's name, no HTTP."""
 _AT_ONCE = 32
 """Connections accepted before those that are open get their turn."""
 
@@ -57,14 +60,23 @@ class Server:
     """Listens on ``listen`` ("127.0.0.1:9477", "[::1]:9477") at once, and answers from ``start`` to ``close``.
 
     ``web`` has certificate and passwords and may be replaced at any time; without it every client is answered,
-    unencrypted. ``hosts`` are the names that are answered without TLS. ``refused`` counts by reason.
+    unencrypted. ``hosts`` are the names that are answered without TLS. ``refused`` counts by reason. ``budgets`` are
+    what peers may cost.
 
     Raises OSError if the address cannot be listened on.
     """
 
     app: App
 
-    def __init__(self, listen: str, log: Log, web: WebConfig | None = None, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self,
+        listen: str,
+        log: Log,
+        web: WebConfig | None = None,
+        hosts: Hosts | None = None,
+        *,
+        budgets: Budgets | None = None,
+    ) -> None:
         self.log = log
         self.web = web or WebConfig()
         self.hosts = hosts or Hosts()
@@ -85,6 +97,8 @@ class Server:
         self._attempts, self._handshakes = Attempts(*PASSWORDS), Attempts(*HANDSHAKES)
         self._answers: deque[tuple[Connection, Answer]] = deque()
         self._quick, self._slow = Lane("http", 4, share=3), Lane("http-pages", 2, share=1)
+        self._dear = Lane("http-dear", 1, share=1)
+        self._budgets = budgets or Budgets()
         self._passwords = Lane("http-passwords", 1, share=1)
         self._accept_at = 0.0
         self._closing = False
@@ -110,7 +124,7 @@ class Server:
         self._rouse()
         if self._thread.is_alive():
             self._thread.join(1.0)
-        for lane in (self._quick, self._slow, self._passwords):
+        for lane in (self._quick, self._slow, self._dear, self._passwords):
             lane.close()
         for each in (self._listener, self._wake, self._woken):
             each.close()
@@ -143,7 +157,9 @@ class Server:
         while self._answers:
             connection, answer = self._answers.popleft()
             self.refused["password"] += answer[0] is HTTPStatus.UNAUTHORIZED
+            self.refused["share"] += answer[0] is HTTPStatus.TOO_MANY_REQUESTS
             if connection.open:
+                self._make_memory(answer[1])
                 self._proceed(connection, answer)
         self._close_late(time.monotonic())
 
@@ -167,7 +183,8 @@ class Server:
                 continue
             try:
                 peer = peer_of(raw)
-                if self.web.context is not None and not self._handshakes.allow(peer):
+                tls = self.web.context is not None
+                if not self._budgets.may_connect(peer) or (tls and not self._handshakes.allow(peer)):
                     self.refused["share"] += 1
                     raw.close()
                     continue
@@ -198,6 +215,19 @@ class Server:
         elif len(self._open) >= MAX_CONNECTIONS:
             ((busiest, _),) = self._of_peer.most_common(1)
             self._refuse(self._oldest([c for c in self._open if c.peer == busiest]), "full")
+
+    def _make_memory(self, body: bytes) -> None:
+        """Close connections of the peers that have left most untaken, until there is room for ``body``.
+
+        An answer that several wait for is there once.
+        """
+        writing = [c for c in self._open if c.stage is Stage.WRITING]
+        while writing and _size([body, *(c.unsent for c in writing)]) > MAX_UNSENT:
+            peers = {c.peer for c in writing}
+            most = max(peers, key=lambda peer: _size(c.unsent for c in writing if c.peer == peer))
+            late = self._oldest([c for c in writing if c.peer == most])
+            writing.remove(late)
+            self._refuse(late, "share")
 
     def _oldest(self, connections: list[Connection]) -> Connection:
         return min(connections, key=lambda c: (c.stage is not Stage.READING, c.opened_at))
@@ -315,8 +345,23 @@ class Server:
             self._finish(connection, _unauthorized())
 
     def _start(self, connection: Connection, request: Request) -> None:
-        lane = self._slow if self.app.is_slow(request.path) else self._quick
-        lane.submit(connection.peer, partial(self._answer, connection, request), lambda: connection.open)
+        if self.app.is_cheap(request):
+            lane, work = self._quick, self._answer
+        else:
+            lane, work = self._slow if self.app.is_slow(request.path) else self._dear, self._answer_dearly
+        lane.submit(connection.peer, partial(work, connection, request), lambda: connection.open)
+
+    def _answer_dearly(self, connection: Connection, request: Request) -> None:
+        """Answer at the expense of the peer. Afterwards the thread rests, so that it takes half of a core at most."""
+        if not self._budgets.may_ask(connection.peer):
+            said = "the last answers have taken too much processor time; try again in some seconds"
+            self._finish(connection, problem(HTTPStatus.TOO_MANY_REQUESTS, said))
+            return
+        began = time.thread_time()
+        self._answer(connection, request)
+        used_s = time.thread_time() - began
+        self._budgets.charge(connection.peer, used_s)
+        time.sleep(used_s)
 
     def _answer(self, connection: Connection, request: Request) -> None:
         try:
@@ -333,6 +378,11 @@ class Server:
     def _rouse(self) -> None:
         with suppress(OSError):  # full: it is awake, closed: it needs no waking
             self._wake.send(b"\0")
+
+
+def _size(bodies: Iterable[bytes]) -> int:
+    """Bytes of ``bodies``, the same one counted once."""
+    return sum({id(body): len(body) for body in bodies}.values())
 
 
 def _headers(request: h11.Request) -> dict[str, str]:

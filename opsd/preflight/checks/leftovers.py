@@ -9,6 +9,7 @@ from typing import Final
 
 from opsd.collectors.lib.gpu_holders import gpu_holders
 from opsd.collectors.lib.processes import is_of_system, is_service, user_of
+from opsd.inodes import look
 from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
 from opsd.rundir import KEEP_FINISHED_S
 
@@ -49,14 +50,19 @@ def _may_hold(name: str, user: int | None) -> bool:
 def _old_bytes(folder: Path, now: float) -> tuple[int, int, int]:
     """Size and number of the files below ``folder`` last written more than ten minutes ago, and bytes kept on purpose.
 
-    The launcher keeps checkpoints in memory there for a limited time, from which a requeued run resumes.
+    The launcher keeps checkpoints in memory there for a limited time, from which a requeued run resumes. What a user
+    has mounted there is left out: it may never answer.
     """
     stale = files = kept = 0
-    for base, _, names in os.walk(folder):
+    mount = look(folder).mount if folder.exists() else None
+    for base, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if _mount_of(Path(base, name)) == mount]
         is_run = Path(base).is_relative_to(folder / "opsd")
         for name in names:
             try:
-                status = Path(base, name).lstat()
+                if _mount_of(path := Path(base, name)) != mount:
+                    continue
+                status = path.lstat()
             except OSError:
                 continue
             if now - status.st_mtime > (KEEP_FINISHED_S if is_run else _OLD_S):
@@ -64,6 +70,13 @@ def _old_bytes(folder: Path, now: float) -> tuple[int, int, int]:
             elif is_run:
                 kept += status.st_blocks * 512
     return stale, files, kept
+
+
+def _mount_of(path: Path) -> tuple[int, int] | None:
+    try:
+        return look(path, follow=False).mount
+    except OSError:
+        return None
 
 
 CHECK = Check(
