@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Final
 
 from opsd.repair import ladder
 from opsd.repair.case_file import CaseFile, Refusal, new_id
@@ -24,6 +25,8 @@ SLURMS_REASON = "Prolog error"
 """Slurm's reason for a node that it has drained because its Prolog failed."""
 DRAINED_WITHIN_S = 300.0
 """Seconds after a refused job within which Slurm has drained the node for it, or it was for something else."""
+POWER_SAVING: Final = frozenset({"power_down", "powering_down", "powered_down"})
+SWITCHED_OFF: Final = "Slurm switches it off to save power (SuspendTime in slurm.conf)"
 RMA = "rma"
 """Takes the place of the incident in the reason of a node that has to be replaced."""
 
@@ -191,8 +194,11 @@ class Repair:
 
     def _reboot(self, reason: str) -> None:
         """Raises RungError and SlurmError. Without a program Slurm takes the order, and waits for ResumeTimeout."""
-        if self._means.slurm.configuration().get("RebootProgram", "") in CONFIGURED_NOT:
+        config = self._means.slurm.configuration()
+        if config.get("RebootProgram", "") in CONFIGURED_NOT:
             raise RungError("Slurm cannot reboot nodes: set RebootProgram in slurm.conf")
+        if config.get("ReturnToService") == "2":  # idle, and its reason gone, within seconds of the boot (22.05.8)
+            raise RungError("after a reboot Slurm would give jobs the node untested: set ReturnToService=1 in slurm.conf")
         self._means.slurm.reboot(self._node, reason)
 
     def _return(self, case: Case, facts: Facts) -> Case:
@@ -254,6 +260,8 @@ class Repair:
         recent, paused = self._file.recent(self._node, now), self._means.paused(kind, now)
         if self._means.by_policy and found is not None and "maintenance" in found.flags:
             paused = paused or "Slurm has it in a reservation for maintenance"
+        if found is not None and found.flags & POWER_SAVING:
+            paused = paused or SWITCHED_OFF
         return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused, uptime_s), found
 
     def _taken(self, kind: str) -> str:
@@ -261,6 +269,8 @@ class Repair:
         facts, _ = self._look(kind)
         if facts.busy:
             return f"a job is on {self._node}"
+        if facts.paused == SWITCHED_OFF:
+            return SWITCHED_OFF
         texts = {"ours": "", "unknown": "", "nobody": f"{self._node} is in service"}
         return texts.get(facts.hold, facts.hold_text)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 KEPT_STAYS = 16
@@ -124,7 +125,7 @@ class NodeHistory:
         a clock that was wrong since are none.
         """
         faults = [stay for stay in self.stays if stay.kind not in NO_FAULTS]
-        pairs = zip(faults, faults[1:], strict=False)
+        pairs = pairwise(faults)
         return [(one, next_one) for one, next_one in pairs if abs(next_one.out - (one.back or one.out)) < within_s]
 
 

@@ -126,6 +126,15 @@ def test_a_cluster_that_cannot_reboot_nodes_says_so(tmp_path: Path) -> None:
     assert "set RebootProgram in slurm.conf" in case.verdict
 
 
+def test_a_cluster_that_resumes_what_has_booted_says_so(tmp_path: Path) -> None:
+    """With ReturnToService=2 the node would have jobs before it is tested, as soon as its slurmd registers again."""
+    lost = replace(DRAINED, reason="opsd:gpu_lost-1 gpu_lost: GPU 3")
+    bench = Bench(tmp_path, slurm=FakeSlurm([lost], config={**REBOOTS, "ReturnToService": "2"}))
+    case = bench.run()
+    assert (case.end, bench.slurm.reboots, bench.slurm.by_name["n1"]) == ("left", [], lost)
+    assert "set ReturnToService=1 in slurm.conf" in case.verdict
+
+
 def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
     """Nothing is done without its answer."""
     bench = Bench(tmp_path, cured_by=Rung.RESET)
