@@ -198,7 +198,9 @@ class Repair:
         if config.get("RebootProgram", "") in CONFIGURED_NOT:
             raise RungError("Slurm cannot reboot nodes: set RebootProgram in slurm.conf")
         if config.get("ReturnToService") == "2":  # idle, and its reason gone, within seconds of the boot (22.05.8)
-            raise RungError("after a reboot Slurm would give jobs the node untested: set ReturnToService=1 in slurm.conf")
+            raise RungError(
+                "after a reboot Slurm would give jobs the node untested: set ReturnToService=1 in slurm.conf"
+            )
         self._means.slurm.reboot(self._node, reason)
 
     def _return(self, case: Case, facts: Facts) -> Case:
