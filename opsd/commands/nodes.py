@@ -249,7 +249,8 @@ def _told(lift: Lift, proven: str, otherwise: str) -> str:
     days, lag = (f"{seconds / DAY_S:.2g} days" for seconds in (lift.window_s, lift.lag_s))
     when = f"  in {days}, {lag} later" if lift.lag_s else f"  in the {days} that follow"
     if lift.window_s < DAY_S:
-        return f"  {f'{lag} later' if lift.lag_s else 'in the days that follow'}: the history of faults is too short to tell"
+        when = f"  {lag} later" if lift.lag_s else "  in the days that follow"
+        return f"{when}: the history of faults is too short to tell"
     if not math.isfinite(lift.high):
         few = f"on {lift.failed} of these nodes; fewer than {LEAST_NODES} are too few to tell"
         return f"{when}: faults of all nodes: {lift.later}, {few}"

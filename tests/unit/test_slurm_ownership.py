@@ -154,7 +154,7 @@ def test_a_node_that_relapses_is_left_to_people() -> None:
 
 
 def test_maintenance_is_no_relapse() -> None:
-    """Three new kernels within a fortnight keep no node out of service, nor do they make its first fault a third one."""
+    """Three new kernels within weeks keep no node out of service, nor do they make its first fault a third one."""
     slurm = cluster(held("x1"))
     stays = [(f"maintenance={NOW - back * DAY_S - 50:.0f}-{NOW - back * DAY_S:.0f}") for back in (12, 8, 4)]
     slurm.by_comment["x1"] = f"[opsd1 {' '.join(stays)} gpu_xid={NOW - 100:.0f}-]"
