@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -15,6 +17,9 @@ MODULE: Final = "nvidia"
 HOLD_MODULES: Final = (FABRIC, "nvidia-imex")
 """Hold the driver's modules, and no GPU."""
 RESET_S, MODULES_S, SERVICE_S = 300.0, 120.0, 90.0
+TRIES, BETWEEN_S = 3, 5.0
+"""Of a reset that is refused because a GPU is in use: a health check or an exporter looks at it for a second."""
+IN_USE: Final = re.compile("in use|being used", re.IGNORECASE)
 
 
 class NvidiaDriver:
@@ -32,8 +37,10 @@ class NvidiaDriver:
         services: Sequence[str] = (),
         run: Run = run_command,
         proc: Path = Path("/proc"),
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._library, self._ask, self._services, self._run, self._proc = library, ask, services, run, proc
+        self._library, self._ask, self._services = library, ask, services
+        self._run, self._proc, self._sleep = run, proc, sleep
 
     def recovery_actions(self) -> Sequence[int]:
         return nvml_state.recovery_actions(self._library, self._run) if self._ask else []
@@ -41,8 +48,17 @@ class NvidiaDriver:
     def reset_gpus(self, services: Sequence[str] = ()) -> str:
         """All of them: the node is empty, and GPUs that NVLink connects may only be resettable together."""
         with self._persistence_kept(), self._without((*self._services, *self._dynamic(services))):
-            self._run(["nvidia-smi", "--gpu-reset"], RESET_S)
+            self._reset()
         return "reset all GPUs"
+
+    def _reset(self, tries: int = TRIES) -> None:
+        try:
+            self._run(["nvidia-smi", "--gpu-reset"], RESET_S)
+        except RungError as error:
+            if tries == 1 or not IN_USE.search(str(error)):
+                raise
+            self._sleep(BETWEEN_S)
+            self._reset(tries - 1)
 
     def reload_driver(self, services: Sequence[str] = ()) -> str:
         loaded = self._modules()

@@ -153,7 +153,7 @@ def test_without_a_record_nothing_is_done(tmp_path: Path) -> None:
     """A state folder that cannot be written stops the repair before it begins."""
     (tmp_path / "repair").write_text("in the way")
     bench = Bench(tmp_path, cured_by=Rung.RESET)
-    with pytest.raises(CaseError, match="nothing was done"):
+    with pytest.raises(CaseError, match="without a record nothing more is done"):
         bench.repair().attend(bench.repair().proposed())
     assert bench.done == []
 

@@ -77,7 +77,7 @@ class Node:
         self.now += seconds
 
     def machine(self, *services: str) -> NodeMachine:
-        driver = NvidiaDriver(ask=False, services=services, run=self.run, proc=self.proc)
+        driver = NvidiaDriver(ask=False, services=services, run=self.run, proc=self.proc, sleep=self.sleep)
         return NodeMachine(driver, services, proc=self.proc, kill=self.kill, clock=lambda: self.now, sleep=self.sleep)
 
 
@@ -171,7 +171,28 @@ def test_services_that_hold_gpus_are_stopped_for_a_reset(node: Node) -> None:
     node.active, node.broken = {"nvidia-dcgm"}, ("nvidia-smi",)
     with pytest.raises(RungError, match="in use"):
         node.machine("nvidia-dcgm", "dcgm-exporter").reset_gpus()
-    assert node.ran == ["systemctl stop nvidia-dcgm", "nvidia-smi --gpu-reset", "systemctl start nvidia-dcgm"]
+    reset = "nvidia-smi --gpu-reset"
+    assert [one for one in node.ran if one != reset] == ["systemctl stop nvidia-dcgm", "systemctl start nvidia-dcgm"]
+
+
+def test_a_reset_that_meets_somebody_who_looks_is_tried_again(node: Node) -> None:
+    """A health check has a GPU open for a second; what stays is refused three times, another failure once."""
+    reset = "nvidia-smi --gpu-reset"
+    for refusals, why, tries in ((2, "in use", 3), (9, "1 device is currently being used", 3), (9, "GPU is lost", 1)):
+        left, node.ran = refusals, []
+
+        def run(argv: Sequence[str], deadline_s: float, why: str = why) -> str:
+            nonlocal left
+            said = node.run(argv, deadline_s)
+            if " ".join(argv) == reset and left:
+                left -= 1
+                raise RungError(f"{reset} failed: {why}")
+            return said
+
+        driver = NvidiaDriver(ask=False, run=run, proc=node.proc, sleep=node.sleep)
+        with suppress(RungError):
+            assert (driver.reset_gpus(), refusals) == ("reset all GPUs", 2)
+        assert node.ran == [reset] * tries
 
 
 def test_a_service_that_another_takes_down_is_started_again(node: Node) -> None:
