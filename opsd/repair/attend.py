@@ -25,6 +25,8 @@ SLURMS_REASON = "Prolog error"
 """Slurm's reason for a node that it has drained because its Prolog failed."""
 DRAINED_WITHIN_S = 300.0
 """Seconds after a refused job within which Slurm has drained the node for it, or it was for something else."""
+REBOOTING: Final = frozenset({"reboot_requested", "reboot_issued"})
+"""For ever, to Slurm 22.05.8, where a node has booted with a GPU less: it refuses the registration (invalid_reg)."""
 POWER_SAVING: Final = frozenset({"power_down", "powering_down", "powered_down"})
 SWITCHED_OFF: Final = "Slurm switches it off to save power (SuspendTime in slurm.conf)"
 RMA = "rma"
@@ -258,7 +260,7 @@ class Repair:
             return Facts(now, boot, "unknown", uptime_s=uptime_s), None
         hold, text = held_by(found)
         relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
-        rebooting = found is not None and bool(found.flags & {"reboot_requested", "reboot_issued"})
+        rebooting = found is not None and bool(found.flags & REBOOTING) and "invalid_reg" not in found.flags
         recent, paused = self._file.recent(self._node, now), self._means.paused(kind, now)
         if self._means.by_policy and found is not None and "maintenance" in found.flags:
             paused = paused or "Slurm has it in a reservation for maintenance"
@@ -296,7 +298,7 @@ def held_by(node: Node | None) -> tuple[Hold, str]:
     """Who keeps the node out of service, and a sentence if that is not opsd's repair."""
     if node is None:
         return "others", "Slurm has no such node; if this machine has another name there, set agent.node"
-    if not node.out_of_service and not node.flags & {"reboot_requested", "reboot_issued"}:
+    if not node.out_of_service and not node.flags & REBOOTING:
         return "nobody", ""
     if foreign := drain.foreign_hold(node):
         return "others", foreign

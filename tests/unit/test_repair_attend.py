@@ -91,6 +91,18 @@ def test_a_node_that_nothing_cures_has_to_be_replaced(tmp_path: Path) -> None:
         bench.repair().proposed()
 
 
+def test_a_gpu_that_is_still_gone_after_the_reboot_has_to_be_replaced(tmp_path: Path) -> None:
+    """Slurm refuses the node's registration with a GPU less, and has it reboot for ever."""
+    lost = replace(DRAINED, reason="opsd:gpu_lost-1 gpu_lost: GPU 3")
+    refused = replace(lost, state="down", flags=frozenset({"drain", "invalid_reg", "reboot_issued"}))
+    bench = Bench(tmp_path, slurm=FakeSlurm([lost], config=REBOOTS), booted=refused)
+    case = bench.run()
+    assert (case.end, bench.done) == ("rma", ["reboot", "retest"])
+    assert [(attempt.ok, attempt.detail) for attempt in case.attempts][1:] == [
+        (False, "gpu_health failed"), (False, "has not rebooted within 1800 s"),
+    ]  # fmt: skip
+
+
 def test_a_node_that_dies_under_load_is_not_tested_for_ever(tmp_path: Path) -> None:
     """Each test that ends in a boot of the node is a failed one, and after three remedies it is over."""
     bench = Bench(tmp_path)
