@@ -303,6 +303,17 @@ def test_no_user_s_process_may_hold_a_gpu_by_its_name(tmp_path: Path):
     ]
 
 
+def test_a_service_that_no_list_names_is_no_leftover(tmp_path: Path):
+    """As gpud's or NVSM's, which a repair does not end either; a job of root's is one, in slurmd's own group too."""
+    (tmp_path / "shm").mkdir()
+    gpu = gpu_device(tmp_path)
+    process(tmp_path, 100, "gpud", gpu, group="/system.slice/gpud.service")
+    process(tmp_path, 101, "python", gpu, group="/system.slice/slurmd.service")
+    process(tmp_path, 102, "python", gpu, group="/system.slice/slurmstepd.scope/job_7/step_0/user/task_0")
+    found = sorted(summaries(look(leftovers, tmp_path).findings))
+    assert found == [f"process {pid} (python) holds a GPU open" for pid in (101, 102)]
+
+
 def test_old_files_in_shared_memory_are_counted(tmp_path: Path):
     """What a running job has just written is not old."""
     tree(tmp_path, {"shm/nccl-old": "x" * 5000, "shm/new": "x" * 5000})

@@ -38,9 +38,14 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def _may_hold(pid: int, name: str, proc: Path) -> bool:
-    """Whether it is what its name says: anybody can choose that. Services may be of any user's id."""
-    user = user_of(pid, proc)
-    return name in _SYSTEM and (is_of_system(user) or user == os.getuid() or service_of(pid, proc) == f"{name}.service")
+    """Whether it is a service of the system, or what its name says: anybody can choose that.
+
+    Services may be of any user's id. In that of slurmd are jobs, where Slurm makes no control groups.
+    """
+    user, unit = user_of(pid, proc), service_of(pid, proc)
+    if unit not in ("", "slurmd.service") and is_of_system(user):
+        return True
+    return name in _SYSTEM and (is_of_system(user) or user == os.getuid() or unit == f"{name}.service")
 
 
 def _old_bytes(folder: Path, now: float) -> tuple[int, int, int]:
