@@ -25,6 +25,8 @@ SLURMS_REASON = "Prolog error"
 """Slurm's reason for a node that it has drained because its Prolog failed."""
 DRAINED_WITHIN_S = 300.0
 """Seconds after a refused job within which Slurm has drained the node for it, or it was for something else."""
+SETTLED_S: Final = 180.0
+"""After a boot: before that links, the NVLink fabric and the clock may fail a test of a good node."""
 REBOOTING: Final = frozenset({"reboot_requested", "reboot_issued"})
 """For ever, to Slurm 22.05.8, where a node has booted with a GPU less: it refuses the registration (invalid_reg)."""
 POWER_SAVING: Final = frozenset({"power_down", "powering_down", "powered_down"})
@@ -266,7 +268,8 @@ class Repair:
             paused = paused or "Slurm has it in a reservation for maintenance"
         if found is not None and found.flags & POWER_SAVING:
             paused = paused or SWITCHED_OFF
-        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused, uptime_s), found
+        settling = uptime_s < SETTLED_S
+        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused, uptime_s, settling), found
 
     def _taken(self, kind: str) -> str:
         """Why a test that puts load on the node must end: it is somebody else's now. "" if not, or if Slurm is away."""

@@ -105,7 +105,7 @@ class Case:
 class Facts:
     """What is known at the epoch second ``now``, ``uptime_s`` after the boot. ``hold_text`` says who holds the node.
 
-    ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``recent`` are earlier repairs of the
+    ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``settling``: it has just booted. ``recent`` are earlier repairs of the
     last week. ``relapsed`` says why returns of this node do not last, "" if nothing speaks against one;
     ``paused`` why opsd may do nothing at this time.
     """
@@ -120,6 +120,7 @@ class Facts:
     relapsed: str = ""
     paused: str = ""
     uptime_s: float = 0.0
+    settling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,8 @@ def settled(case: Case, facts: Facts, limits: Limits) -> Case:
 
 def next_step(case: Case, facts: Facts, limits: Limits) -> Step:
     """What to do now in a case that is ``settled`` and under way. What is unknown never leads to an action."""
-    return _interrupted(case, facts) or _given_up(case, facts, limits) or _onward(case, limits)
+    step = _interrupted(case, facts) or _given_up(case, facts, limits) or _onward(case, limits)
+    return Step("wait", "it has just booted") if step.do == "retest" and facts.settling else step
 
 
 def _interrupted(case: Case, facts: Facts) -> Step | None:

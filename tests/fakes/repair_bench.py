@@ -41,7 +41,7 @@ class Bench:
     said: list[str] = field(default_factory=list)
     cured: bool = False
     waits: int = 0
-    uptime: float = 50.0
+    uptime: float = 5000.0
     by_policy: bool = False
     loads: list[str] = field(default_factory=list)
     clock_step: float = 0.0

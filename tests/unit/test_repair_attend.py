@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.repair.attend import RepairError
+from opsd.repair.attend import SETTLED_S, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.ladder import RETURN, Attempt, Rung
 from opsd.repair.retest import Retested
@@ -39,6 +39,8 @@ def test_a_repair_goes_on_after_the_reboot(tmp_path: Path) -> None:
     assert (case.end, bench.done) == ("returned", ["reset_gpus", "retest", "reload_driver", "reboot", "retest"])
     assert bench.slurm.reboots == [("n1", REASON)]
     assert [update for _, update, _ in bench.slurm.updates] == ["drain", "resume"]
+    assert "waiting: it has just booted" in bench.said
+    assert bench.uptime >= SETTLED_S
 
 
 @pytest.mark.parametrize("days", [-30, -1, 1, 30])

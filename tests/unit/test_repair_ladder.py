@@ -188,6 +188,14 @@ def test_a_reboot_is_over_once_the_node_has_another_boot() -> None:
     assert late.ok is False
 
 
+def test_a_node_that_has_just_booted_is_not_tested_yet() -> None:
+    """Its links train, its fabric manager and its clock begin: a failure then would cost a second reboot, or the node."""
+    booted = after((Rung.REBOOT, True))
+    assert next_step(booted, replace(FREE, settling=True), LIMITS).why == "it has just booted"
+    assert next_step(booted, FREE, LIMITS).do == "retest"
+    assert next_step(CASE, replace(FREE, settling=True), LIMITS).rung is Rung.RESET
+
+
 def test_a_clock_that_is_set_fails_no_reboot_and_no_repair() -> None:
     """Neither during the boot in which it was asked for, nor by the next one; hours of waiting are no work either."""
     waiting = begun(CASE, Rung.REBOOT, FREE)
