@@ -108,7 +108,7 @@ Jobs on it are interrupted more often. `opsd nodes pick` avoids it, and it is fe
             severity="warning",
             hold="30m",
             summary="{{ $labels.instance }} is out of service and was left to people",
-            description="opsd could not repair the node, nothing says that its hardware is to blame, and nobody holds it.",
+            description="opsd could not repair it, nothing says that its hardware is to blame, and nobody holds it.",
             guide=manual("""
 # A repair was left to people
 
@@ -127,7 +127,7 @@ The cluster has one node less, which counts against `policy.max_drained_share`.
 ## Mitigation
 - See to the cause (RebootProgram in slurm.conf, shared storage, processes that come back, a full disk), then
   `opsd repair --act` on the node, or `opsd return NODE` once it has passed its preflight.
-- It stays out for a reason of your own: `scontrol update nodename=NODE state=drain reason="mine"`, which ends the alert.
+- It stays out for a reason of your own: `scontrol update nodename=NODE state=drain reason="mine"` ends the alert.
 """),
         ),
         Alert(

@@ -105,9 +105,9 @@ class Case:
 class Facts:
     """What is known at the epoch second ``now``, ``uptime_s`` after the boot. ``hold_text`` says who holds the node.
 
-    ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``settling``: it has just booted. ``recent`` are earlier repairs of the
-    last week. ``relapsed`` says why returns of this node do not last, "" if nothing speaks against one;
-    ``paused`` why opsd may do nothing at this time.
+    ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``settling``: it has just booted.
+    ``recent`` are earlier repairs of the last week. ``relapsed`` says why returns of this node do not last, "" if
+    nothing speaks against one; ``paused`` why opsd may do nothing at this time.
     """
 
     now: float

@@ -189,7 +189,7 @@ def test_a_reboot_is_over_once_the_node_has_another_boot() -> None:
 
 
 def test_a_node_that_has_just_booted_is_not_tested_yet() -> None:
-    """Its links train, its fabric manager and its clock begin: a failure then would cost a second reboot, or the node."""
+    """Links train, fabric manager and clock begin: a failure then would cost a second reboot, or the node."""
     booted = after((Rung.REBOOT, True))
     assert next_step(booted, replace(FREE, settling=True), LIMITS).why == "it has just booted"
     assert next_step(booted, FREE, LIMITS).do == "retest"
