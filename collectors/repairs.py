@@ -25,6 +25,8 @@ PAST: Final = "repair-*.json"
 """Those that have ended; their names sort by time."""
 
 REMEDIES: Final = ("end_processes", "reset_gpus", "reload_driver", "reboot")
+RENEWING: Final = ("reset_gpus", "reload_driver")
+"""After these the GPUs begin anew, without a boot."""
 OUTCOMES: Final = ("returned", "rma", "left")
 STATES: Final = ("ordered", "waiting", "paused", *REMEDIES, "retest", "return", *OUTCOMES, "unknown")
 """Of the newest repair: ordered but not begun, what is being done, how it ended; ``unknown`` if it cannot be read.
@@ -106,6 +108,23 @@ class RepairsCollector:
             return NoData("this node was never repaired by opsd")
         age_s = self._known.age_s(self._wall(), self._boot(), self._uptime())
         return Reading(samples(self._known, age_s))
+
+
+def gpus_renewed_at(folder: Path, boot: Callable[[], str] = boot_id) -> float:
+    """The uptime at which a repair has last reset the GPUs or loaded their driver in this boot, 0 if none has.
+
+    Raises nothing.
+    """
+    found = [0.0]
+    for path in (*folder.glob(PAST), folder / CASE):
+        with suppress(OSError, KeyError, TypeError, ValueError):
+            case = _parse(path.read_bytes()) or {}
+            found += [
+                float(one["uptime_s"]) + float(one["took_s"])
+                for one in case["attempts"]
+                if one["what"] in RENEWING and one["ok"] is True and one["boot"] == boot()
+            ]
+    return max(found)
 
 
 def read(folder: Path) -> Known | None:

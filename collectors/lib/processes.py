@@ -19,6 +19,7 @@ _JOB: Final = re.compile(
 )
 """Slurm's control groups, v2 and v1. Matched from the root, where only root can make a group: users make groups of any
 name below their own, which are in a service. Since 26.05 those of v2 have a SLUID for a name (cgroup.conf(5))."""
+_SLURMD: Final = "slurmd.service"
 _SERVICE: Final = re.compile(r"/system\.slice/(?:system-[^/]+\.slice/)?([^/]+\.service)(?:/|$)")
 _SYSTEM_UIDS: Final = 1000
 """User ids below are no users' (login.defs(5))."""
@@ -75,10 +76,21 @@ def service_of(pid: int, proc: Path = _PROC) -> str:
 
 
 def is_service(pid: int, named: Collection[str] = (), proc: Path = _PROC) -> bool:
-    """Whether it is a service's own, or in one of the ``named``; with a person's user id it may as well be a job's."""
+    """Whether it is a service's own, or in one of the ``named``; with a person's user id it may as well be a job's.
+
+    So may root's in the service of slurmd, but for slurmd itself.
+    """
     unit = service_of(pid, proc)
     known = unit in named or unit.removesuffix(".service") in named
-    return bool(unit) and (known or is_of_system(user_of(pid, proc)))
+    of_job = unit == _SLURMD and _name(pid, proc) != "slurmd"
+    return bool(unit) and (known or (is_of_system(user_of(pid, proc)) and not of_job))
+
+
+def _name(pid: int, proc: Path) -> str:
+    try:
+        return read_kernel_text(f"{proc}/{pid}/comm").rstrip("\n")
+    except OSError:
+        return ""
 
 
 def is_dynamic(user: int | None) -> bool:

@@ -102,6 +102,35 @@ Jobs on it are interrupted more often. `opsd nodes pick` avoids it, and it is fe
 """),
         ),
         Alert(
+            "RepairLeft",
+            'max by (cluster, instance) (opsd_repair_state{state="left"}) == 1\n  '
+            'and on (cluster, instance) opsd_slurm_node_reason_info{reason=~"opsd:.*"} == 1',
+            severity="warning",
+            hold="30m",
+            summary="{{ $labels.instance }} is out of service and was left to people",
+            description="opsd could not repair it, nothing says that its hardware is to blame, and nobody holds it.",
+            guide=manual("""
+# A repair was left to people
+
+## Meaning
+A repair of the node has ended for half an hour, neither with its return nor as `opsd:rma`, and opsd's drain is still
+there: no remedy could be applied, the test could not be made or has found what is not the node's hardware, or its
+return was refused.
+
+## Impact
+The cluster has one node less, which counts against `policy.max_drained_share`.
+
+## Diagnosis
+1. `journalctl -u 'opsd-repair*' -n 50` on the node: the last line says why.
+2. `opsd preflight --profile standard` on it: whether that is still so.
+
+## Mitigation
+- See to the cause (RebootProgram in slurm.conf, shared storage, processes that come back, a full disk), then
+  `opsd repair --act` on the node, or `opsd return NODE` once it has passed its preflight.
+- It stays out for a reason of your own: `scontrol update nodename=NODE state=drain reason="mine"` ends the alert.
+"""),
+        ),
+        Alert(
             "RepairStuck",
             "max by (cluster, instance) (opsd_repair_age_seconds) > 21600\n  "
             "unless on (cluster, instance) max by (cluster, instance) (opsd_slurm_jobs) > 0\n  "

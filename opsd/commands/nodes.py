@@ -228,7 +228,7 @@ def _told_of_jobs(read: Accounting | None) -> str:
 def _read(history: Path) -> list[Fault]:
     """The faults in a file. Raises BadConfig."""
     found = []
-    for number, line in enumerate(history.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    for number, line in enumerate(history.read_text(encoding="utf-8-sig", errors="replace").splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -248,6 +248,9 @@ def _read(history: Path) -> list[Fault]:
 def _told(lift: Lift, proven: str, otherwise: str) -> str:
     days, lag = (f"{seconds / DAY_S:.2g} days" for seconds in (lift.window_s, lift.lag_s))
     when = f"  in {days}, {lag} later" if lift.lag_s else f"  in the {days} that follow"
+    if lift.window_s < DAY_S:
+        when = f"  {lag} later" if lift.lag_s else "  in the days that follow"
+        return f"{when}: the history of faults is too short to tell"
     if not math.isfinite(lift.high):
         few = f"on {lift.failed} of these nodes; fewer than {LEAST_NODES} are too few to tell"
         return f"{when}: faults of all nodes: {lift.later}, {few}"

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.collectors.nvml import NvmlSettings
+from opsd.collectors.repairs import FOLDER, gpus_renewed_at
 from opsd.commands.options import Finite, SectionedGroup, config_options, option, report_options, report_targets
 from opsd.commands.output import output_console, written
 from opsd.commands.preflight_drill import node_drill
@@ -140,6 +141,7 @@ def preflight(
         fire_alerts=fire_alerts,
         nvml_library=settings.section(NvmlSettings).library,
         services=settings.repair.services,
+        gpus_renewed_at=gpus_renewed_at(settings.agent.state_dir / FOLDER),
     )
     request = Request(context, only, skip, settings.agent.state_dir, targets, hours)
     to_stdout = any(str(path) == "-" for path in targets.values())

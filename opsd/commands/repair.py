@@ -28,7 +28,7 @@ from opsd.preflight.report import ReportError
 from opsd.repair import evidence
 from opsd.repair.attend import Means, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.ladder import Case, Limits, Rung, closed
+from opsd.repair.ladder import Case, Limits, Rung, Step, closed
 from opsd.repair.local import driver_of, sources_of, tests_of
 from opsd.repair.machine import NodeMachine, RungError, run_command
 from opsd.repair.parts import RemoteDriver, RemoteTests
@@ -150,7 +150,7 @@ def tell(settings: Settings, case: Case) -> None:
 
 def _show(work: Repair, under_way: Case | None, as_json: bool) -> int:
     case = under_way or work.proposed()
-    step = work.next(case)
+    step = Step("wait", case.paused) if case.paused else work.next(case)
     if as_json:
         click.echo(
             json.dumps({"under_way": under_way is not None, "case": asdict(case), "next": asdict(step)}, indent=1)

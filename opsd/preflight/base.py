@@ -150,6 +150,8 @@ class Context:
     alert_inbox: str = ""
     """Whether to fire every alert once, the addresses to use, and where Alertmanager posts its notifications."""
     nvml_library: str | None = None
+    gpus_renewed_at: float = 0.0
+    """The uptime at which a repair has reset the GPUs in this boot: what the kernel said of them before is over."""
     proc: str = "/proc"
     sys: str = "/sys"
     dev: str = "/dev"

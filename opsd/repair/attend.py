@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Final
 
 from opsd.repair import ladder
 from opsd.repair.case_file import CaseFile, Refusal, new_id
@@ -24,6 +25,12 @@ SLURMS_REASON = "Prolog error"
 """Slurm's reason for a node that it has drained because its Prolog failed."""
 DRAINED_WITHIN_S = 300.0
 """Seconds after a refused job within which Slurm has drained the node for it, or it was for something else."""
+SETTLED_S: Final = 180.0
+"""After a boot: before that links, the NVLink fabric and the clock may fail a test of a good node."""
+REBOOTING: Final = frozenset({"reboot_requested", "reboot_issued"})
+"""For ever, to Slurm 22.05.8, where a node has booted with a GPU less: it refuses the registration (invalid_reg)."""
+POWER_SAVING: Final = frozenset({"power_down", "powering_down", "powered_down"})
+SWITCHED_OFF: Final = "Slurm switches it off to save power (SuspendTime in slurm.conf)"
 RMA = "rma"
 """Takes the place of the incident in the reason of a node that has to be replaced."""
 
@@ -191,8 +198,13 @@ class Repair:
 
     def _reboot(self, reason: str) -> None:
         """Raises RungError and SlurmError. Without a program Slurm takes the order, and waits for ResumeTimeout."""
-        if self._means.slurm.configuration().get("RebootProgram", "") in CONFIGURED_NOT:
+        config = self._means.slurm.configuration()
+        if config.get("RebootProgram", "") in CONFIGURED_NOT:
             raise RungError("Slurm cannot reboot nodes: set RebootProgram in slurm.conf")
+        if config.get("ReturnToService") == "2":  # idle, and its reason gone, within seconds of the boot (22.05.8)
+            raise RungError(
+                "after a reboot Slurm would give jobs the node untested: set ReturnToService=1 in slurm.conf"
+            )
         self._means.slurm.reboot(self._node, reason)
 
     def _return(self, case: Case, facts: Facts) -> Case:
@@ -250,17 +262,22 @@ class Repair:
             return Facts(now, boot, "unknown", uptime_s=uptime_s), None
         hold, text = held_by(found)
         relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
-        rebooting = found is not None and bool(found.flags & {"reboot_requested", "reboot_issued"})
+        rebooting = found is not None and bool(found.flags & REBOOTING) and "invalid_reg" not in found.flags
         recent, paused = self._file.recent(self._node, now), self._means.paused(kind, now)
         if self._means.by_policy and found is not None and "maintenance" in found.flags:
             paused = paused or "Slurm has it in a reservation for maintenance"
-        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused, uptime_s), found
+        if found is not None and found.flags & POWER_SAVING:
+            paused = paused or SWITCHED_OFF
+        settling = uptime_s < SETTLED_S
+        return Facts(now, boot, hold, text, busy, rebooting, recent, relapsed, paused, uptime_s, settling), found
 
     def _taken(self, kind: str) -> str:
         """Why a test that puts load on the node must end: it is somebody else's now. "" if not, or if Slurm is away."""
         facts, _ = self._look(kind)
         if facts.busy:
             return f"a job is on {self._node}"
+        if facts.paused == SWITCHED_OFF:
+            return SWITCHED_OFF
         texts = {"ours": "", "unknown": "", "nobody": f"{self._node} is in service"}
         return texts.get(facts.hold, facts.hold_text)
 
@@ -284,7 +301,7 @@ def held_by(node: Node | None) -> tuple[Hold, str]:
     """Who keeps the node out of service, and a sentence if that is not opsd's repair."""
     if node is None:
         return "others", "Slurm has no such node; if this machine has another name there, set agent.node"
-    if not node.out_of_service and not node.flags & {"reboot_requested", "reboot_issued"}:
+    if not node.out_of_service and not node.flags & REBOOTING:
         return "nobody", ""
     if foreign := drain.foreign_hold(node):
         return "others", foreign

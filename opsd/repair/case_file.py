@@ -138,7 +138,9 @@ class CaseFile:
         try:
             yield
         except OSError as error:
-            raise CaseError(f"{self.folder} cannot be written: {error.strerror}; nothing was done") from error
+            raise CaseError(
+                f"{self.folder} cannot be written: {error.strerror}; without a record nothing more is done"
+            ) from error
 
 
 def new_id(now: float) -> str:

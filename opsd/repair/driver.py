@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from opsd.repair import nvml_state
-from opsd.repair.machine import Run, RungError, run_command
+from opsd.repair.machine import FABRIC, Run, RungError, run_command
 
 MODULE: Final = "nvidia"
 """The driver's; those that use it (nvidia_uvm, nvidia_peermem, gdrdrv, nvidia_fs …) are unloaded before it."""
-FABRIC: Final = "nvidia-fabricmanager"
-"""Stays for a reset: before Hopper it is needed for one. Holds the driver's modules."""
+HOLD_MODULES: Final = (FABRIC, "nvidia-imex")
+"""Hold the driver's modules, and no GPU."""
 RESET_S, MODULES_S, SERVICE_S = 300.0, 120.0, 90.0
+TRIES, BETWEEN_S = 3, 5.0
+"""Of a reset that is refused because a GPU is in use: a health check or an exporter looks at it for a second."""
+IN_USE: Final = re.compile("in use|being used", re.IGNORECASE)
 
 
 class NvidiaDriver:
@@ -32,23 +37,34 @@ class NvidiaDriver:
         services: Sequence[str] = (),
         run: Run = run_command,
         proc: Path = Path("/proc"),
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._library, self._ask, self._services, self._run, self._proc = library, ask, services, run, proc
+        self._library, self._ask, self._services = library, ask, services
+        self._run, self._proc, self._sleep = run, proc, sleep
 
     def recovery_actions(self) -> Sequence[int]:
         return nvml_state.recovery_actions(self._library, self._run) if self._ask else []
 
     def reset_gpus(self, services: Sequence[str] = ()) -> str:
         """All of them: the node is empty, and GPUs that NVLink connects may only be resettable together."""
-        with self._without((*self._services, *self._dynamic(services))):
-            self._run(["nvidia-smi", "--gpu-reset"], RESET_S)
+        with self._persistence_kept(), self._without((*self._services, *self._dynamic(services))):
+            self._reset()
         return "reset all GPUs"
+
+    def _reset(self, tries: int = TRIES) -> None:
+        try:
+            self._run(["nvidia-smi", "--gpu-reset"], RESET_S)
+        except RungError as error:
+            if tries == 1 or not IN_USE.search(str(error)):
+                raise
+            self._sleep(BETWEEN_S)
+            self._reset(tries - 1)
 
     def reload_driver(self, services: Sequence[str] = ()) -> str:
         loaded = self._modules()
         if not loaded:
             raise RungError("no module of the NVIDIA driver is loaded")
-        with self._without((*self._services, *self._dynamic(services), FABRIC)):
+        with self._persistence_kept(), self._without((*self._services, *self._dynamic(services), *HOLD_MODULES)):
             try:
                 for name in loaded:
                     self._run(["modprobe", "--remove", name], MODULES_S)
@@ -59,7 +75,7 @@ class NvidiaDriver:
         return f"loaded {', '.join(reversed(loaded))} again"
 
     def restore(self) -> None:
-        for name in (FABRIC, *self._services):
+        for name in (*HOLD_MODULES, *self._services):
             self._start_enabled(name)
 
     def _dynamic(self, services: Sequence[str]) -> list[str]:
@@ -98,17 +114,32 @@ class NvidiaDriver:
         return found
 
     @contextmanager
-    def _without(self, services: Iterable[str]) -> Iterator[None]:
-        """Meanwhile none of ``services`` runs; those that ran are started again, whatever happens."""
-        stopped: list[str] = []
+    def _persistence_kept(self) -> Iterator[None]:
+        """Persistence mode is on afterwards if it was: a reset, a reload, and the end of its daemon switch it off.
+
+        Debian's unit starts the daemon without it, and what switches it on at boot is seldom the unit itself.
+        """
         try:
-            for name in services:
-                if self._is_active(name):
-                    stopped.append(name)
-                    self._run(["systemctl", "stop", name], SERVICE_S)
+            modes = self._run(["nvidia-smi", "--query-gpu=persistence_mode", "--format=csv,noheader"], SERVICE_S)
+        except RungError:  # a GPU that does not answer; the daemon's own unit may do it
+            modes = ""
+        try:
             yield
         finally:
-            for name in reversed(stopped):
+            if "Enabled" in modes:
+                with suppress(RungError):
+                    self._run(["nvidia-smi", "--persistence-mode=1"], SERVICE_S)
+
+    @contextmanager
+    def _without(self, services: Iterable[str]) -> Iterator[None]:
+        """Meanwhile none of ``services`` runs; those that ran are started again, whatever happens."""
+        running = [name for name in services if self._is_active(name)]  # before one takes others down with it
+        try:
+            for name in running:
+                self._run(["systemctl", "stop", name], SERVICE_S)
+            yield
+        finally:
+            for name in reversed(running):
                 with suppress(RungError):  # a service that does not start shows in the retest, or as its own incident
                     self._run(["systemctl", "start", name], SERVICE_S)
 

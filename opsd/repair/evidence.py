@@ -42,7 +42,7 @@ KERNEL_LOG: Final = (
 )  # fmt: skip
 """Of all boots: --dmesg reads one boot, unless --boot=all is there, which older systemds refuse."""
 _WORDS: Final = r"""(?: passw(?:or)?d | passphrase | (?:\b|ssh)pass(?= \s{0,4} [=:]) | [_-]pwd | jwt | secret | token
-    | api-?key | [_-]key | credentials? )"""
+    | api-?key | [_-]key | accountkey | credentials? | bindpw | [_-]psk | auth_config )"""
 _QUOTE: Final = r"""\\{0,7}["']"""
 """Also as it stands in JSON within JSON, with backslashes before it."""
 _SECRET: Final = re.compile(
@@ -50,7 +50,8 @@ _SECRET: Final = re.compile(
         (?: (?P<quote> {_QUOTE}) (?: (?!(?P=quote)) . ){{0,4096}} | [^\s"',&\\]+ )
     | (?P<option> -- (?:[a-z0-9]{{1,20}}[_-]){{0,4}} (?: {_WORDS} | key ) [\w-]{{0,40}}
         (?: [ ]{{1,4}} | {_QUOTE} ,? [ ]{{0,4}} {_QUOTE} ) ) [^\s"'\\]+
-    | (?P<bare> \b (?-i: hf_ | gh[opsu]_ | github_pat_ | glpat- | sk- | eyJ ) ) [\w-]{{16,4096}}
+    | (?P<bare> \b (?-i: hf_ | gh[opsu]_ | github_pat_ | glpat- | sk- | eyJ | nvapi- | xox[a-z]- | npm_ | dckr_pat_
+        | AIza ) ) [\w-]{{16,4096}}
         (?: \. [\w-]{{1,4096}} ){{0,4}}
     | (?P<block> -----BEGIN [ ] [A-Z ]{{0,20}} PRIVATE [ ] KEY----- ) [^-]{{1,16384}}
     | (?P<scheme> authorization (?:{_QUOTE})? \s{{0,4}} : \s{{0,4}} (?:{_QUOTE})?
@@ -59,7 +60,10 @@ _SECRET: Final = re.compile(
     | (?P<query> [?&;] (?: sig | x-(?:amz|goog)-[a-z-]{{1,20}} | signature ) = ) [^\s"'&\\]+
     | (?P<login> (?<=\s) (?: -[fgiklsv]{{0,6}}u | --(?:proxy-)?user ) [ =]{{0,4}} (?:{_QUOTE})? [^\s:"'\\]{{1,100}} : )
         [^\s"'\\]+
-    | (?P<user> :// (?:[^\s/:@]{{1,100}} :)? ) [^\s/@]{{1,1000}} (?= @ )"""
+    | (?P<command> \b (?: sshpass | ipmitool ) \b [^\n]{{0,200}}? \s -p [ =]{{0,4}} (?:{_QUOTE})? ) [^\s"'\\]+
+    | (?P<bearer> \b bearer \s{{1,4}} ) [\w.~+/=-]{{16,4096}}
+    | (?P<hook> \b hooks\.slack\.com/services/ | /api/webhooks/ | /incomingwebhook/ ) [^\s"'\\]+
+    | (?P<user> :// (?:[^\s/:@]{{1,100}} :)? ) [^\s/]{{1,1000}} (?= @ )"""
 )
 """Bounded everywhere: a long line costs no more than many short ones."""
 Part = Callable[[], str]

@@ -49,6 +49,25 @@ _OF_GPUS: Final = (*_GPU, *_LINKS, "gpu_burn_fp8", "gpu_host_copy", "nvbandwidth
 _BY_CHECK: Final = {"leftovers": Rung.PROCESSES, **dict.fromkeys(_OF_GPUS, Rung.RESET)}
 """The lowest rung that can help where a check has failed."""
 
+NOT_HARDWARE: Final = frozenset(
+    {
+        "clock",
+        "hugepages",
+        "leftovers",
+        "limits",
+        "pressure",
+        "run_alerts",
+        "run_config",
+        "run_data",
+        "run_evaluation",
+        "run_initial",
+        "run_steps",
+        "storage_shared",
+        "versions",
+    }
+)
+"""Checks of users' processes, settings, servers and runs: with these alone a node has nothing to be replaced for."""
+
 _ASKS: Final = {1: Rung.RESET, 4: Rung.RESET, 6: Rung.RESET, 2: Rung.REBOOT, 7: Rung.REBOOT}
 """What the driver's recovery action (nvmlDeviceGpuRecoveryAction_t) asks for."""
 

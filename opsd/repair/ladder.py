@@ -36,8 +36,8 @@ UNANSWERED = "Slurm has not answered the order"
 """The reboot may be under way or not; the order is given again once it is known that it is not."""
 STOPPED = "stopped: "
 """Begins what is said of a test that had to make way for somebody else; it says nothing of the node."""
-LEFT_BEHIND: Final = "leftovers failed: "
-"""Begins what is said of a test that has found nothing but what users have on the node, which is no hardware."""
+NO_HARDWARE: Final = "not its hardware: "
+"""Begins what is said of a test that could not be made, or has found nothing but what is not the node's own."""
 HELD: Final = "processes that hold a GPU do not end: "
 """Begins what is said of a remedy that has ended there: of the others only a reboot can do without their end."""
 CUT_OFF_RETESTS: Final = 2
@@ -105,9 +105,9 @@ class Case:
 class Facts:
     """What is known at the epoch second ``now``, ``uptime_s`` after the boot. ``hold_text`` says who holds the node.
 
-    ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``recent`` are earlier repairs of the
-    last week. ``relapsed`` says why returns of this node do not last, "" if nothing speaks against one;
-    ``paused`` why opsd may do nothing at this time.
+    ``busy``: jobs hold it. ``rebooting``: Slurm has a reboot of it under way. ``settling``: it has just booted.
+    ``recent`` are earlier repairs of the last week. ``relapsed`` says why returns of this node do not last, "" if
+    nothing speaks against one; ``paused`` why opsd may do nothing at this time.
     """
 
     now: float
@@ -120,6 +120,7 @@ class Facts:
     relapsed: str = ""
     paused: str = ""
     uptime_s: float = 0.0
+    settling: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,8 @@ def settled(case: Case, facts: Facts, limits: Limits) -> Case:
 
 def next_step(case: Case, facts: Facts, limits: Limits) -> Step:
     """What to do now in a case that is ``settled`` and under way. What is unknown never leads to an action."""
-    return _interrupted(case, facts) or _given_up(case, facts, limits) or _onward(case, limits)
+    step = _interrupted(case, facts) or _given_up(case, facts, limits) or _onward(case, limits)
+    return Step("wait", "it has just booted") if step.do == "retest" and facts.settling else step
 
 
 def _interrupted(case: Case, facts: Facts) -> Step | None:
@@ -239,7 +241,7 @@ def _given_up(case: Case, facts: Facts, limits: Limits) -> Step | None:
     if not case.rungs and facts.recent >= limits.a_week:
         return Step(again, f"{facts.recent} repairs within a week did not last")
     if sum(attempt.took_s for attempt in case.attempts) > limits.total_s:
-        return Step("rma", f"not over after {limits.total_s / 3600:.0f} h of remedies and tests")
+        return Step(_unsuccessful(case), f"not over after {limits.total_s / 3600:.0f} h of remedies and tests")
     return None
 
 
@@ -269,13 +271,19 @@ def _next_rung(case: Case, limits: Limits) -> Step:
     tried = [Rung(attempt.what) for attempt in case.rungs]
     last = case.last
     why = last.detail if last is not None else case.reason
-    without: Literal["rma", "left"] = "left" if why.startswith(LEFT_BEHIND) else "rma"
     if len(tried) >= limits.attempts:
-        return Step(without, f"{len(tried)} attempts without success; the last: {why}")
+        return Step(_unsuccessful(case), f"{len(tried)} attempts without success; the last: {why}")
     lowest = LADDER.index(Rung.REBOOT if why.startswith(HELD) else tried[-1] if tried else case.first)
     for rung in LADDER[lowest:]:
         if rung in limits.rungs and tried.count(rung) < TRIES[rung]:
             return Step("rung", why, rung)
     if not tried:
         return Step("left", "no remedy that is allowed fits (repair.rungs)")
-    return Step(without, f"no remedy is left after {len(tried)} attempt{'s' * (len(tried) != 1)}; the last: {why}")
+    attempts = f"{len(tried)} attempt{'s' * (len(tried) != 1)}"
+    return Step(_unsuccessful(case), f"no remedy is left after {attempts}; the last: {why}")
+
+
+def _unsuccessful(case: Case) -> Literal["rma", "left"]:
+    """How a repair ends without success: nothing is to be replaced that no test after a remedy has spoken against."""
+    tests = [attempt.detail for attempt in case.attempts if attempt.what == RETEST]
+    return "left" if not tests or tests[-1].startswith((NO_HARDWARE, CUT_OFF, STOPPED)) else "rma"

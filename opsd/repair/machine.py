@@ -19,6 +19,8 @@ from opsd.repair.ladder import HELD
 
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 TERM_S, KILL_S = 10.0, 20.0
+FABRIC: Final = "nvidia-fabricmanager"
+"""Runs on during a reset: before Hopper it is needed for one."""
 SAID_BYTES: Final = 16 << 20
 """Four times the longest part of evidence; a broken program may print without end."""
 
@@ -97,9 +99,14 @@ def run_command(argv: Sequence[str], deadline_s: float) -> str:
         raise
     text = said.decode(errors="replace")
     if process.returncode:
-        last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "it said nothing")
-        raise RungError(f"{' '.join(argv)} failed: {last[:300]}")
+        raise RungError(f"{' '.join(argv)} failed: {_reason(text)}")
     return text
+
+
+def _reason(said: str) -> str:
+    """The last line that says something: nvidia-smi adds one that does not."""
+    lines = (line.strip() for line in reversed(said.splitlines()))
+    return next((line[:300] for line in lines if line and not line.startswith("Terminating early")), "it said nothing")
 
 
 def _last_words(process: subprocess.Popen[bytes], deadline_s: float) -> bytes:
@@ -158,12 +165,20 @@ class NodeMachine:
         return f"ended {len(ended)} process{'es' * (len(ended) != 1)}" if ended else "no process holds a GPU"
 
     def reset_gpus(self) -> str:
-        self.end_processes()
-        return self._driver.reset_gpus(self._services())
+        return self._without_users(self._driver.reset_gpus)
 
     def reload_driver(self) -> str:
+        return self._without_users(self._driver.reload_driver)
+
+    def _without_users(self, remedy: Callable[[Sequence[str]], str]) -> str:
+        """Says which services are not stopped and hold a GPU, if the remedy fails: it may be because of them."""
         self.end_processes()
-        return self._driver.reload_driver(self._services())
+        in_the_way = sorted(map(self._named, self._unstopped()))
+        try:
+            return remedy(self._services())
+        except RungError as error:
+            held = f"; {', '.join(in_the_way)} held a GPU: name the service in repair.services" if in_the_way else ""
+            raise RungError(f"{error}{held}") from error
 
     def restore(self) -> None:
         self._driver.restore()
@@ -178,6 +193,12 @@ class NodeMachine:
         ticks, identity = start_time(pid, self._proc), identify(pid, self._proc)
         if ticks is not None and identity is not None and identity.job and ticks / TICKS_A_SECOND > began_s:
             raise RungError(f"process {pid} of job {identity.job} has begun meanwhile")
+
+    def _unstopped(self) -> list[int]:
+        """Processes of services that nobody stops and that hold a GPU."""
+        services = ((pid, service_of(pid, self._proc)) for pid, _ in gpu_holders(self._proc))
+        stopped = {name.removesuffix(".service") for name in (*self._stopped, *self._services(), FABRIC)}
+        return [pid for pid, unit in services if unit and unit.removesuffix(".service") not in stopped]
 
     def _services(self) -> list[str]:
         """Services with a user id from systemd that hold a GPU."""

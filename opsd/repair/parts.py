@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from opsd.control import LOOK_S, ControlError, GivenUpError, ask
+from opsd.repair.ladder import NO_HARDWARE
 from opsd.repair.machine import Driver, RungError
 from opsd.repair.retest import RETEST_S, Retested, Tests
 
@@ -73,9 +74,9 @@ class RemoteTests:
         except _StoppedError as error:
             return Retested(False, str(error), stopped=True)
         except RungError as error:
-            return Retested(False, str(error))
+            return Retested(False, f"{NO_HARDWARE}{error}")
         except (KeyError, TypeError):
-            return Retested(False, "the test's service answered something else than a result")
+            return Retested(False, f"{NO_HARDWARE}the test's service answered something else than a result")
 
     def as_spare(self, stop: Callable[[], str]) -> str:
         try:

@@ -16,6 +16,8 @@ from typing import Protocol
 
 from opsd.preflight.base import Verdict
 from opsd.preflight.report import Report, ReportError
+from opsd.repair.faults import NOT_HARDWARE
+from opsd.repair.ladder import NO_HARDWARE
 
 RETEST_S = 4 * 3600.0
 """Longer than any profile that ends by itself; then the test has failed."""
@@ -73,10 +75,10 @@ class Preflight:
         if possible:
             report, problem = self._run(self.profile, "--only", ",".join(possible), stop=noting)
             if report is None or not report.passed:
-                return Retested(False, problem if report is None else _failures(report), report is None and any(told))
+                return Retested(False, problem if report is None else _found(report), report is None and any(told))
         whole, problem = self._run(self.profile, stop=noting)
         if whole is None or not whole.passed:
-            return Retested(False, problem if whole is None else _failures(whole), whole is None and any(told))
+            return Retested(False, problem if whole is None else _found(whole), whole is None and any(told))
         proved = [r.check for r in whole.results if r.verdict in (Verdict.PASS, Verdict.WARN)]
         fitting = [name for name in proved if not checks or name in checks]
         if not fitting:
@@ -106,7 +108,8 @@ class Preflight:
                 return Report.from_json(file.read_bytes()), ""
             except (OSError, ReportError):
                 last = said.decode(errors="replace").strip().splitlines()[-1:]
-                return None, f"preflight {profile} made no report: {''.join(last)[:300] or 'it said nothing'}"
+                told = "".join(last)[:300] or "it said nothing"
+                return None, f"{NO_HARDWARE}preflight {profile} made no report: {told}"
 
     def _watched(self, process: subprocess.Popen[bytes], stop: Callable[[], str]) -> bytes:
         """What the process has said at its end. Raises _StoppedError where that is not to be waited for."""
@@ -134,6 +137,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         return
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def _found(report: Report) -> str:
+    failed = {result.check for result in report.results if result.failed}
+    elsewhere = failed <= NOT_HARDWARE if failed else report.interrupted
+    return f"{NO_HARDWARE * elsewhere}{_failures(report)}"
 
 
 def _failures(report: Report) -> str:

@@ -117,7 +117,7 @@ class PolicySettings(Section):
     max_returns: int = Field(
         default=2,
         ge=1,
-        description="A node that was drained again this often soon after its return is given back by people only.",
+        description="A node that failed again this often soon after its return is given back by people only.",
     )
     relapse_days: float = Field(
         default=14.0, gt=0, description="How many days after a return a new drain is a relapse."

@@ -28,7 +28,7 @@ class RepairSettings(Section):
     )
     reboot_s: float = Field(default=1800.0, gt=0, description="Seconds in which a node has to be back from a reboot.")
     services: tuple[str, ...] = Field(
-        default=("nvidia-persistenced", "nvidia-dcgm", "dcgm-exporter", "opsd"),
+        default=("nvidia-persistenced", "nvidia-dcgm", "dcgm", "dcgm-exporter", "nvsm-core", "opsd"),
         strict=False,
         description="Services that hold GPUs open: stopped for a reset, then started again. Of a service with a user "
         "id of 1000 or more that is not named here the processes fail a preflight and are ended, as those of users.",

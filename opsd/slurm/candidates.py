@@ -8,11 +8,9 @@ from typing import Final
 
 from opsd.lemons import Fault, Judgement, judge
 from opsd.slurm import node_comment
-from opsd.slurm.node_comment import Accounting, Stay
+from opsd.slurm.node_comment import NO_FAULTS, Accounting, Stay
 from opsd.slurm.port import Node
 
-NO_FAULTS: Final = frozenset({"maintenance", "manual"})
-"""Kinds of stays out of service that people asked for."""
 JOB: Final = "job"
 """The kind of fault of a job that failed on a node and ran without it."""
 SAME_S: Final = 3600.0

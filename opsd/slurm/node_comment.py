@@ -18,10 +18,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 KEPT_STAYS = 16
 """With 8 the faults of a lemon, four a month, no longer reach back over the three windows that it is judged by."""
+NO_FAULTS: Final = frozenset({"maintenance", "manual"})
+"""Kinds of stays out of service that people asked for."""
 KEPT_PATHS = 4
 KEPT_FAILED = 8
 KEPT_S = 90 * 86_400.0
@@ -116,12 +119,13 @@ class NodeHistory:
         return replace(self, stays=stays)
 
     def relapses(self, within_s: float) -> list[tuple[Stay, Stay]]:
-        """Pairs of consecutive stays where the second began less than ``within_s`` seconds after the end of the first.
+        """Pairs of consecutive faults where the second came less than ``within_s`` seconds after the return.
 
         If a node was resumed without opsd, the time of its drain stands for the unknown time of its return. Times by
         a clock that was wrong since are none.
         """
-        pairs = zip(self.stays, self.stays[1:], strict=False)
+        faults = [stay for stay in self.stays if stay.kind not in NO_FAULTS]
+        pairs = pairwise(faults)
         return [(one, next_one) for one, next_one in pairs if abs(next_one.out - (one.back or one.out)) < within_s]
 
 

@@ -226,6 +226,26 @@ CASES: Mapping[str, Case] = {
         [{f"opsd_node_lemon{{{NODE}}}": "1x50"}],
         [{f"opsd_node_lemon{{{NODE}}}": "0x50"}, {}],
     ),
+    "RepairLeft": Case(
+        [
+            {
+                f'opsd_repair_state{{{NODE},state="left"}}': "1x250",
+                f'opsd_slurm_node_reason_info{{{NODE},reason="opsd:gpu_xid-1 gpu_xid: x",reason_by="root"}}': "1x250",
+            },
+        ],
+        [
+            {f'opsd_repair_state{{{NODE},state="left"}}': "1x250"},
+            {
+                f'opsd_repair_state{{{NODE},state="left"}}': "1x250",
+                f'opsd_slurm_node_reason_info{{{NODE},reason="mine",reason_by="ann"}}': "1x250",
+            },
+            {
+                f'opsd_repair_state{{{NODE},state="rma"}}': "1x250",
+                f'opsd_slurm_node_reason_info{{{NODE},reason="opsd:rma gpu_xid: x",reason_by="root"}}': "1x250",
+            },
+        ],
+        at="40m",
+    ),
     "RepairStuck": Case(
         [
             {f"opsd_repair_age_seconds{{{NODE}}}": "22000+15x250"},

@@ -17,6 +17,7 @@ from tests.fakes.slurm import FakeSlurm
 
 REASON = "opsd:gpu_xid-1 gpu_xid: Xid 95"
 DRAINED = Node("n1", "idle", frozenset({"drain"}), REASON, "root", 100.0)
+BOOTED = Node("n1", "down", frozenset(), f"{REASON} : reboot issued : reboot complete", "root", 100.0)
 JOB = Job(7, "running", "", "ann", "train", ("n1",), "n1", None, None, None, 0, "run")
 REBOOTS = {"RebootProgram": "/sbin/reboot"}
 
@@ -40,10 +41,11 @@ class Bench:
     said: list[str] = field(default_factory=list)
     cured: bool = False
     waits: int = 0
-    uptime: float = 50.0
+    uptime: float = 5000.0
     by_policy: bool = False
     loads: list[str] = field(default_factory=list)
     clock_step: float = 0.0
+    booted: Node = BOOTED
 
     def boot(self) -> str:
         return f"boot-{self.boots}"
@@ -100,8 +102,7 @@ class Bench:
             self.now += self.clock_step
             self.uptime = 30.0
             self.cured |= self.cured_by is Rung.REBOOT
-            down = Node("n1", "down", frozenset(), f"{REASON} : reboot issued : reboot complete", "root", 100.0)
-            self.slurm.by_name["n1"] = down
+            self.slurm.by_name["n1"] = self.booted
             raise PowerLoss
 
     @property

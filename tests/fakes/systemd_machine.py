@@ -67,6 +67,8 @@ elif arguments[:1] == ["update"]:
     file.write_text(json.dumps(values))
 """
 _NVIDIA_SMI = """
+if "--query-gpu=persistence_mode" in sys.argv:
+    sys.exit("simulated")
 note("seen-driver")
 if "--gpu-reset" in sys.argv and (state / "hangs").exists():
     time.sleep(600)

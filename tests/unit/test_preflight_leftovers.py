@@ -63,6 +63,17 @@ def test_what_a_repair_would_not_end_is_no_leftover(tmp_path: Path):
     assert summaries(found) == ["process 102 (python) holds a GPU open"]
 
 
+def test_a_job_of_root_in_the_group_of_slurmd_is_a_leftover(tmp_path: Path):
+    """Where Slurm makes no control groups; slurmd itself, which may read the GPUs' energy, is none."""
+    (tmp_path / "shm").mkdir()
+    gpu = gpu_device(tmp_path)
+    process(tmp_path, 100, "slurmd", gpu, group="/system.slice/slurmd.service")
+    process(tmp_path, 101, "python", gpu, group="/system.slice/slurmd.service")
+    process(tmp_path, 102, "python", gpu, group="/system.slice/slurmstepd.scope/job_7/step_0/user/task_0")
+    found = sorted(summaries(look(leftovers, tmp_path).findings))
+    assert found == [f"process {pid} (python) holds a GPU open" for pid in (101, 102)]
+
+
 def test_old_files_in_shared_memory_are_counted(tmp_path: Path):
     """What a running job has just written is not old."""
     tree(tmp_path, {"shm/nccl-old": "x" * 5000, "shm/new": "x" * 5000})

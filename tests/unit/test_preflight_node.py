@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.collectors.lib.kernel.log import KERNEL, LogRecord
 from opsd.preflight import fio, storage
 from opsd.preflight.base import PROFILES, CouldNotRunError, Demand, NotApplicableError, Verdict
 from opsd.preflight.checks import (
@@ -125,6 +126,22 @@ def test_the_kernel_log_is_judged_by_what_its_messages_call_for():
         ("warn", "the kernel reported edac"),
     ]
     assert any("(2 times): page fault" in f.summary for f in findings)
+
+
+def test_an_xid_from_before_the_reset_is_over():
+    """A node whose GPUs a repair has reset would fail its test for the rest of the day; another fault is not over."""
+
+    def record(seconds: float, text: str, facility: int = KERNEL) -> LogRecord:
+        return LogRecord(facility, 0, seconds, False, text)
+
+    xid = "NVRM: Xid (PCI:0000:3b:00): 95, pid='<unknown>', name=<unknown>, Uncontained memory error."
+    broken = "NVRM: GPU 0000:3b:00.0: RmInitAdapter failed! (0x62:0x0:1860)"
+    disk = "nvme nvme0: Device not ready; aborting reset, CSTS=0x1"
+    log = [record(100, xid), record(200, disk), record(210, broken), record(90_000, xid), record(90_001, xid, 1)]
+    assert [*kernel_log.recent(log, 90_100, 0)] == [xid]
+    assert [*kernel_log.recent(log, 1000, 0)] == [xid, disk, broken, xid]
+    assert [*kernel_log.recent(log, 1000, 300)] == [disk, xid]
+    assert kernel_log.judge([broken])[1]
 
 
 def test_a_kernel_log_that_cannot_be_opened_could_not_run(tmp_path: Path):

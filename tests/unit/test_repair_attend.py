@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.repair.attend import RepairError
+from opsd.repair.attend import SETTLED_S, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.ladder import RETURN, Attempt, Rung
 from opsd.repair.retest import Retested
@@ -39,6 +39,8 @@ def test_a_repair_goes_on_after_the_reboot(tmp_path: Path) -> None:
     assert (case.end, bench.done) == ("returned", ["reset_gpus", "retest", "reload_driver", "reboot", "retest"])
     assert bench.slurm.reboots == [("n1", REASON)]
     assert [update for _, update, _ in bench.slurm.updates] == ["drain", "resume"]
+    assert "waiting: it has just booted" in bench.said
+    assert bench.uptime >= SETTLED_S
 
 
 @pytest.mark.parametrize("days", [-30, -1, 1, 30])
@@ -91,6 +93,18 @@ def test_a_node_that_nothing_cures_has_to_be_replaced(tmp_path: Path) -> None:
         bench.repair().proposed()
 
 
+def test_a_gpu_that_is_still_gone_after_the_reboot_has_to_be_replaced(tmp_path: Path) -> None:
+    """Slurm refuses the node's registration with a GPU less, and has it reboot for ever."""
+    lost = replace(DRAINED, reason="opsd:gpu_lost-1 gpu_lost: GPU 3")
+    refused = replace(lost, state="down", flags=frozenset({"drain", "invalid_reg", "reboot_issued"}))
+    bench = Bench(tmp_path, slurm=FakeSlurm([lost], config=REBOOTS), booted=refused)
+    case = bench.run()
+    assert (case.end, bench.done) == ("rma", ["reboot", "retest"])
+    assert [(attempt.ok, attempt.detail) for attempt in case.attempts][1:] == [
+        (False, "gpu_health failed"), (False, "has not rebooted within 1800 s"),
+    ]  # fmt: skip
+
+
 def test_a_node_that_dies_under_load_is_not_tested_for_ever(tmp_path: Path) -> None:
     """Each test that ends in a boot of the node is a failed one, and after three remedies it is over."""
     bench = Bench(tmp_path)
@@ -126,6 +140,15 @@ def test_a_cluster_that_cannot_reboot_nodes_says_so(tmp_path: Path) -> None:
     assert "set RebootProgram in slurm.conf" in case.verdict
 
 
+def test_a_cluster_that_resumes_what_has_booted_says_so(tmp_path: Path) -> None:
+    """With ReturnToService=2 the node would have jobs before it is tested, as soon as its slurmd registers again."""
+    lost = replace(DRAINED, reason="opsd:gpu_lost-1 gpu_lost: GPU 3")
+    bench = Bench(tmp_path, slurm=FakeSlurm([lost], config={**REBOOTS, "ReturnToService": "2"}))
+    case = bench.run()
+    assert (case.end, bench.slurm.reboots, bench.slurm.by_name["n1"]) == ("left", [], lost)
+    assert "set ReturnToService=1 in slurm.conf" in case.verdict
+
+
 def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
     """Nothing is done without its answer."""
     bench = Bench(tmp_path, cured_by=Rung.RESET)
@@ -144,7 +167,7 @@ def test_without_a_record_nothing_is_done(tmp_path: Path) -> None:
     """A state folder that cannot be written stops the repair before it begins."""
     (tmp_path / "repair").write_text("in the way")
     bench = Bench(tmp_path, cured_by=Rung.RESET)
-    with pytest.raises(CaseError, match="nothing was done"):
+    with pytest.raises(CaseError, match="without a record nothing more is done"):
         bench.repair().attend(bench.repair().proposed())
     assert bench.done == []
 

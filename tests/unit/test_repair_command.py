@@ -101,6 +101,8 @@ def test_a_repair_under_way_is_shown(options: list[str], tmp_path: Path) -> None
     assert call(*options).output == "n1: wait; Slurm does not answer\n"
     shown = json.loads(call("--json", *options).output)
     assert (shown["under_way"], shown["case"]["id"], shown["next"]["do"]) == (True, "repair-1", "wait")
+    CaseFile(tmp_path / "state").keep(replace(CASE, paused="maintenance: new firmware"))
+    assert call(*options).output == "n1: wait; maintenance: new firmware\n"
 
 
 def test_a_record_that_cannot_be_read_is_one_sentence(options: list[str], tmp_path: Path) -> None:

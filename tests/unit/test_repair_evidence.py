@@ -109,6 +109,17 @@ SECRETS = pytest.mark.parametrize(
         "huggingface-cli login hf_hunter2hunter2hunter2hunter2",
         "glpat-hunter2hunter2hunter2",
         "sent eyJhunter2hunter2hunter2.hunter2.hunter2_hunter2",
+        "NGC_KEY is nvapi-hunter2hunter2hunter2",
+        "docker login dckr_pat_hunter2hunter2hunter2",
+        "slack xoxb-1234567890-hunter2hunter2",
+        "https://hooks.slack.com/services/T00000000/B00000000/hunter2",
+        "https://discord.com/api/webhooks/1234/hunter2",
+        "ipmitool -I lanplus -H n1-bmc -U admin -P hunter2 chassis status",
+        "sshpass -phunter2 ssh n1-bmc",
+        "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=hunter2;EndpointSuffix=x",
+        "nslcd: bindpw: hunter2",
+        "sent bearer hunter2hunter2hunter2",
+        "https://ann:hun@ter2hunter2@host/",
         "-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2\n-----END OPENSSH PRIVATE KEY-----",
     ],
 )
@@ -117,6 +128,7 @@ SECRETS = pytest.mark.parametrize(
 def test_what_only_looks_like_a_secret_stays() -> None:
     """Verdicts of checks, addresses and keys of hashes are what a vendor needs."""
     text = '{"passed": true, "verdict": "pass", "task-0": 1} iommu: bypass: on\nkey 0x3 of gpu 0, disk-sda, skew 3'
+    text += "\nipmitool sel: Power Supply; a bearer of news; webhook; ring-p 4\nhttps://host/a@b ssh://n1 see n2@rack"
     assert evidence.without_secrets(text) == text
 
 

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.preflight.base import Verdict
-from opsd.preflight.checks import leftovers
+from opsd.preflight.checks import CHECKS
 from opsd.preflight.quarantine import reason_for
 from opsd.preflight.report import Result
-from opsd.repair.faults import FAULTS, begin_at, curable
+from opsd.repair.faults import FAULTS, NOT_HARDWARE, begin_at, curable
 from opsd.repair.ladder import (
     CUT_OFF,
     HELD,
     LADDER,
-    LEFT_BEHIND,
+    NO_HARDWARE,
     RETEST,
     RETURN,
     TRIES,
@@ -118,15 +118,24 @@ def test_the_ladder_is_climbed_rung_by_rung() -> None:
     assert (last.do, last.why) == ("rma", "3 attempts without success; the last: retest ended")
 
 
-def test_what_users_keep_on_a_node_makes_no_broken_hardware_of_it() -> None:
-    """Their processes come back after every remedy, reboots included: people have to look, and nothing is replaced."""
-    assert f"{leftovers.CHECK.name} failed: " == LEFT_BEHIND
+def test_what_is_no_hardware_makes_no_broken_hardware() -> None:
+    """Users' processes that come back after every remedy, a server that is away, a test that cannot be made: people
+    have to look, and nothing is replaced. Nor is what was never tested, as no remedy could be applied.
+    """
+    assert {check.name for check in CHECKS} >= NOT_HARDWARE
     tried = after((Rung.RESET, True), (RETEST, False), (Rung.RELOAD, True), (RETEST, False), (Rung.REBOOT, True))
-    said = f"{LEFT_BEHIND}process 4242 (python) holds a GPU open"
-    for end, detail in (("left", said), ("rma", said.replace(" failed", ", gpu_health failed"))):
+    for end, detail in (("left", f"{NO_HARDWARE}storage_shared failed: away"), ("rma", "gpu_health failed")):
         case = ended(begun(tried, RETEST, FREE), False, detail, 1000.0)
         step = next_step(case, FREE, LIMITS)
         assert (step.do, step.why) == (end, f"3 attempts without success; the last: {detail}")
+    untested = after((Rung.REBOOT, False), (Rung.REBOOT, False), case=replace(CASE, first=Rung.REBOOT))
+    assert next_step(untested, FREE, LIMITS).do == "left"
+    cut = after((Rung.REBOOT, False), (Rung.REBOOT, True), case=replace(CASE, first=Rung.REBOOT))
+    for _ in range(2):
+        cut = settled(begun(cut, RETEST, FREE), FREE, LIMITS)
+    assert next_step(cut, FREE, LIMITS).do == "left"
+    died = settled(begun(cut, RETEST, FREE), replace(FREE, boot="boot-2"), LIMITS)
+    assert next_step(died, FREE, LIMITS).do == "rma"
 
 
 def test_processes_that_do_not_end_leave_only_a_reboot() -> None:
@@ -177,6 +186,14 @@ def test_a_reboot_is_over_once_the_node_has_another_boot() -> None:
     assert (attempt.ok, attempt.detail) == (True, "booted again after 100 s")
     (late,) = settled(waiting, replace(FREE, uptime_s=1.0 + LIMITS.reboot_s), LIMITS).attempts
     assert late.ok is False
+
+
+def test_a_node_that_has_just_booted_is_not_tested_yet() -> None:
+    """Links train, fabric manager and clock begin: a failure then would cost a second reboot, or the node."""
+    booted = after((Rung.REBOOT, True))
+    assert next_step(booted, replace(FREE, settling=True), LIMITS).why == "it has just booted"
+    assert next_step(booted, FREE, LIMITS).do == "retest"
+    assert next_step(CASE, replace(FREE, settling=True), LIMITS).rung is Rung.RESET
 
 
 def test_a_clock_that_is_set_fails_no_reboot_and_no_repair() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tests.fakes.gpu_device import gpu_device
 
 @dataclass
 class Node:
-    """A node's /proc and its commands. ``active`` services run, ``broken`` commands fail."""
+    """A node's /proc and its commands. ``active`` services run, ``broken`` commands fail; one may take another down."""
 
     proc: Path
     active: set[str] = field(default_factory=set)
@@ -31,6 +32,8 @@ class Node:
     enabled: set[str] = field(default_factory=set)
     given_s: list[float] = field(default_factory=list)
     dynamic: tuple[str, ...] = ()
+    persistence: str = "[N/A]"
+    follows: Mapping[str, str] = field(default_factory=dict)
     stubborn: bool = False
     restarts: bool = False
     now: float = 0.0
@@ -44,7 +47,11 @@ class Node:
             if argv[-1] not in (self.active if argv[1] == "is-active" else self.enabled):
                 raise RungError("inactive")
             return ""
+        if argv[1:2] == ["--query-gpu=persistence_mode"]:
+            return f"{self.persistence}\n" * 8
         self.ran.append(command)
+        if argv[1:2] == ["stop"]:
+            self.active -= {argv[-1], self.follows.get(argv[-1], "")}
         if command.startswith(self.broken or ("never",)):
             raise RungError(f"{command} failed: in use")
         return ""
@@ -72,7 +79,7 @@ class Node:
         self.now += seconds
 
     def machine(self, *services: str) -> NodeMachine:
-        driver = NvidiaDriver(ask=False, services=services, run=self.run, proc=self.proc)
+        driver = NvidiaDriver(ask=False, services=services, run=self.run, proc=self.proc, sleep=self.sleep)
         return NodeMachine(driver, services, proc=self.proc, kill=self.kill, clock=lambda: self.now, sleep=self.sleep)
 
 
@@ -166,7 +173,60 @@ def test_services_that_hold_gpus_are_stopped_for_a_reset(node: Node) -> None:
     node.active, node.broken = {"nvidia-dcgm"}, ("nvidia-smi",)
     with pytest.raises(RungError, match="in use"):
         node.machine("nvidia-dcgm", "dcgm-exporter").reset_gpus()
-    assert node.ran == ["systemctl stop nvidia-dcgm", "nvidia-smi --gpu-reset", "systemctl start nvidia-dcgm"]
+    reset = "nvidia-smi --gpu-reset"
+    assert [one for one in node.ran if one != reset] == ["systemctl stop nvidia-dcgm", "systemctl start nvidia-dcgm"]
+
+
+def test_a_reset_that_meets_somebody_who_looks_is_tried_again(node: Node) -> None:
+    """A health check has a GPU open for a second; what stays is refused three times, another failure once."""
+    reset = "nvidia-smi --gpu-reset"
+    for refusals, why, tries in ((2, "in use", 3), (9, "1 device is currently being used", 3), (9, "GPU is lost", 1)):
+        left, node.ran = refusals, []
+
+        def run(argv: Sequence[str], deadline_s: float, why: str = why) -> str:
+            nonlocal left
+            said = node.run(argv, deadline_s)
+            if " ".join(argv) == reset and left:
+                left -= 1
+                raise RungError(f"{reset} failed: {why}")
+            return said
+
+        driver = NvidiaDriver(ask=False, run=run, proc=node.proc, sleep=node.sleep)
+        with suppress(RungError):
+            assert (driver.reset_gpus(), refusals) == ("reset all GPUs", 2)
+        assert node.ran == [reset] * tries
+
+
+def test_a_service_that_another_takes_down_is_started_again(node: Node) -> None:
+    """An exporter that requires DCGM's service: it was seen stopped already, and stayed so."""
+    node.active, node.follows = {"nvidia-dcgm", "dcgm-exporter"}, {"nvidia-dcgm": "dcgm-exporter"}
+    node.machine("nvidia-dcgm", "dcgm-exporter").reset_gpus()
+    assert node.ran[-2:] == ["systemctl start dcgm-exporter", "systemctl start nvidia-dcgm"]
+
+
+def test_persistence_mode_is_on_again_after_a_reset_and_a_reload(node: Node) -> None:
+    """Also one that has failed; where it was off, and where no GPU says, nothing is switched."""
+    (node.proc / "modules").write_text("nvidia 1 1 - Live\n")
+    node.active = {"nvidia-persistenced"}
+    for modes, broken in (("Enabled", ()), ("Enabled", ("nvidia-smi --gpu-reset",)), ("Disabled", ()), ("[N/A]", ())):
+        node.ran, node.persistence, node.broken = [], modes, broken
+        with suppress(RungError):
+            node.machine("nvidia-persistenced").reset_gpus()
+        assert (node.ran[-1] == "nvidia-smi --persistence-mode=1") is (modes == "Enabled"), modes
+    node.ran, node.persistence, node.active = [], "Enabled", {"nvidia-persistenced"}
+    node.machine("nvidia-persistenced").reload_driver()
+    assert node.ran[-2:] == ["systemctl start nvidia-persistenced", "nvidia-smi --persistence-mode=1"]
+
+
+def test_a_reset_that_is_refused_names_the_services_that_hold_a_gpu(node: Node) -> None:
+    """The driver says that somebody does, and not who; the fabric manager may."""
+    node.holds(101, "/system.slice/nvsm-core.service")
+    node.holds(102, "/system.slice/nvidia-fabricmanager.service")
+    node.holds(103, "/system.slice/nvidia-dcgm.service")
+    assert node.machine("nvidia-dcgm").reset_gpus() == "reset all GPUs"
+    node.broken = ("nvidia-smi --gpu-reset",)
+    with pytest.raises(RungError, match=r"in use; 101 \(nvsm-core.service\) held a GPU: name the service in repair"):
+        node.machine("nvidia-dcgm").reset_gpus()
 
 
 def test_the_driver_s_modules_are_unloaded_in_order_and_loaded_again(node: Node) -> None:
@@ -208,6 +268,10 @@ def test_a_fabric_manager_that_had_failed_is_started_with_the_driver(node: Node)
     node.machine("nvidia-persistenced").reload_driver()
     assert node.ran[0:2] == ["systemctl stop nvidia-persistenced", "systemctl stop nvidia-fabricmanager"]
     assert {start, "systemctl start nvidia-persistenced"} <= set(node.ran[4:])
+    node.ran, node.active = [], {"nvidia-imex", "nvidia-persistenced"}
+    node.machine("nvidia-persistenced").reload_driver()
+    assert (node.ran[1], node.ran.count("systemctl start nvidia-imex")) == ("systemctl stop nvidia-imex", 1)
+    node.active = {"nvidia-fabricmanager", "nvidia-persistenced"}
     node.ran = []
     node.machine("nvidia-persistenced").reset_gpus()
     stopped = ["systemctl stop nvidia-persistenced", "nvidia-smi --gpu-reset", "systemctl start nvidia-persistenced"]
@@ -238,6 +302,9 @@ def test_a_command_that_hangs_or_fails_is_one_sentence() -> None:
     """With the last line that it printed."""
     with pytest.raises(RungError, match=r"failed: GPU 0 is in use$"):
         run_command(["sh", "-c", "echo first; echo GPU 0 is in use >&2; exit 3"], 20.0)
+    early = "echo GPU 0 is lost; echo; echo Terminating early due to previous errors.; exit 15"
+    with pytest.raises(RungError, match=r"failed: GPU 0 is lost$"):
+        run_command(["sh", "-c", early], 20.0)
     with pytest.raises(RungError, match=r"has not ended within 0\.2 s"):
         run_command(["sleep", "60"], 0.2)
     with pytest.raises(RungError, match="cannot be run: No such file"):

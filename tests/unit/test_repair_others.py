@@ -128,3 +128,30 @@ def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: P
     case = bench.run()
     assert (case.end, case.paused, case.resumed_at) == ("returned", "", 87_400.0)
     assert bench.said[0] == "waiting: Slurm has it in a reservation for maintenance"
+
+
+@pytest.mark.parametrize("flag", ["powering_down", "powered_down"])
+def test_a_node_that_slurm_switches_off_to_save_power_has_failed_no_test(tmp_path: Path, flag: str) -> None:
+    """Drained nodes are idle to SuspendTime: the test makes way, nothing is begun, and all goes on once it is back."""
+    off = replace(DRAINED, flags=DRAINED.flags | {flag})
+    bench = Bench(tmp_path, slurm=FakeSlurm([off]), cured_by=Rung.RESET)
+    tests = 0
+
+    def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        nonlocal tests
+        tests += 1
+        if tests == 2:
+            bench.cured = True
+            return Retested(True, "passed")
+        bench.slurm.by_name["n1"] = off
+        return Retested(False, stop(), stopped=True)
+
+    def sleep(_seconds: float) -> None:
+        assert len(bench.done) == tests
+        bench.waits += 1
+        bench.slurm.by_name["n1"] = DRAINED
+
+    bench.retest, bench.sleep = retest, sleep  # type: ignore[method-assign]
+    case = bench.run()
+    assert (case.end, bench.done, tests, bench.waits) == ("returned", ["reset_gpus"], 2, 2)
+    assert "save power" in case.attempts[1].detail

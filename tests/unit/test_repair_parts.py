@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from opsd.repair.case_file import CaseError, CaseFile
+from opsd.repair.ladder import NO_HARDWARE
 from opsd.repair.machine import RungError
 from opsd.repair.parts import RemoteDriver, RemoteTests, Verbs, answer, verbs_of_driver, verbs_of_tests
 from opsd.repair.retest import Retested
@@ -188,3 +189,9 @@ def test_a_record_that_is_none_is_one_sentence_and_stays(tmp_path: Path, content
     with pytest.raises(CaseError, match="move it away to begin a new repair"):
         CaseFile(tmp_path).current()
     assert os.path.lexists(file)
+
+
+def test_a_test_whose_service_is_not_there_says_nothing_of_the_hardware(tmp_path: Path) -> None:
+    """It has failed all the same: unknown is not healthy."""
+    found = RemoteTests(tmp_path / "test")(["gpu_burn"], str)
+    assert (found.passed, found.detail.startswith(NO_HARDWARE)) == (False, True), found

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 
+from opsd.preflight.checks import CHECKS
+from opsd.repair.ladder import NO_HARDWARE
 from opsd.repair.retest import Preflight, Retested
 
 
@@ -17,6 +19,17 @@ def test_a_retest_that_could_check_nothing_has_failed(tmp_path: Path) -> None:
     assert (found.passed, "none of gpu_health could be run" in found.detail) == (False, True), found
     broken = Preflight(["--set=agent.nonsense=1"], "quick")([])
     assert (broken.passed, "unknown key agent.nonsense" in broken.detail) == (False, True), broken
+    assert broken.detail.startswith(NO_HARDWARE)
+
+
+def test_what_is_not_the_node_s_own_does_not_speak_against_its_hardware(tmp_path: Path) -> None:
+    """A server that is away fails the test, as it must; beside it any other check that fails does."""
+    own = ["--set=agent.node=n1", f"--set=agent.state_dir={tmp_path}", f"--set=preflight.shared_dir={tmp_path}/away"]
+    only = [check.name for check in CHECKS if check.name not in ("storage_shared", "numa", "gpu_inventory")]
+    away = Preflight([*own, f"--set=preflight.skip={only}"], "quick")([])
+    assert (away.passed, away.detail.startswith(f"{NO_HARDWARE}storage_shared failed: ")) == (False, True), away
+    both = Preflight([*own, "--set=preflight.gpus=8", f"--set=preflight.skip={only}"], "quick")([])
+    assert "gpu_inventory" in both.detail and not both.detail.startswith(NO_HARDWARE), both
 
 
 def test_a_retest_that_must_end_takes_its_load_with_it(tmp_path: Path) -> None:
@@ -43,6 +56,4 @@ def _command(process: psutil.Process) -> str:
 
 
 def _others(name: str) -> list[str]:
-    from opsd.preflight.checks import CHECKS
-
     return [check.name for check in CHECKS if check.name != name]

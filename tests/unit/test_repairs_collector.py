@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from collectors.repairs import OUTCOMES, REMEDIES, RepairsCollector
+from collectors.repairs import OUTCOMES, REMEDIES, RepairsCollector, gpus_renewed_at
 from opsd.collectors.base import NoData, Reading
 from opsd.repair.case_file import CaseFile
 from opsd.repair.ladder import LADDER, RETEST, Attempt, Case, Rung, closed
@@ -51,6 +51,20 @@ def test_a_repair_is_followed_from_step_to_step_to_its_end(tmp_path: Path) -> No
     assert series(source) == {("state", "retest"): 1.0, ("attempts",): 1.0, ("age_seconds",): 400.0}
     cases.keep(closed(replace(OPEN, attempts=(RESET,)), "returned", "", 1300.0))
     assert series(source) == {("state", "returned"): 1.0, ("attempts",): 1.0, ("ended", "returned"): 1.0}
+
+
+def test_when_the_gpus_were_last_reset_is_known_until_the_next_boot(tmp_path: Path) -> None:
+    """From the repair under way and from ended ones; a reset that failed has changed nothing."""
+    cases, folder = CaseFile(tmp_path), tmp_path / "repair"
+    assert gpus_renewed_at(folder, lambda: "boot") == 0.0
+    once = replace(RESET, uptime_s=50.0, took_s=10.0)
+    cases.keep(closed(replace(OPEN, id="repair-1", attempts=(once,)), "returned", "", 1300.0))
+    assert gpus_renewed_at(folder, lambda: "boot") == 60.0
+    again = replace(once, what="reload_driver", uptime_s=500.0)
+    cases.keep(replace(OPEN, attempts=(again, replace(once, ok=False, uptime_s=800.0), Attempt(RETEST, 1.0, "boot"))))
+    (folder / "repair-0.json").write_text("garbage")
+    assert gpus_renewed_at(folder, lambda: "boot") == 510.0
+    assert gpus_renewed_at(folder, lambda: "next boot") == 0.0
 
 
 def test_a_step_of_the_clock_makes_no_repair_old(tmp_path: Path) -> None:

@@ -153,6 +153,17 @@ def test_a_node_that_relapses_is_left_to_people() -> None:
     assert ownership.give_back(slurm, ["x1"], passed, RULES, force=True, now=NOW) == ("x1",)
 
 
+def test_maintenance_is_no_relapse() -> None:
+    """Three new kernels within weeks keep no node out of service, nor do they make its first fault a third one."""
+    slurm = cluster(held("x1"))
+    stays = [(f"maintenance={NOW - back * DAY_S - 50:.0f}-{NOW - back * DAY_S:.0f}") for back in (12, 8, 4)]
+    slurm.by_comment["x1"] = f"[opsd1 {' '.join(stays)} gpu_xid={NOW - 100:.0f}-]"
+    passed = {"x1": PreflightResult(NOW - 50, passed=True)}
+    assert ownership.give_back(slurm, ["x1"], passed, RULES, now=NOW) == ("x1",)
+    fault = NodeHistory((Stay("gpu_xid", 1.0, 2.0), Stay("maintenance", 3.0, 4.0), Stay("gpu_xid", 5.0)))
+    assert [again.out for _, again in fault.relapses(DAY_S)] == [5.0]
+
+
 words = st.from_regex(r"[a-z_]{1,12}", fullmatch=True)
 
 

@@ -1,4 +1,7 @@
-"""The kernel log of the last day: Xids by their recommended action, machine checks, failing disks and file systems."""
+"""The kernel log of the last day: Xids by their recommended action, machine checks, failing disks and file systems.
+
+What it says of GPUs from before a repair has reset them, or loaded their driver again, is left out: that is over.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.kmsg import parse_message
+from opsd.collectors.lib.boot import uptime_s
 from opsd.collectors.lib.kernel.log import KERNEL, KernelLogDevice, LogRecord, parse_record
 from opsd.collectors.lib.kernel.messages import Trouble
 from opsd.collectors.lib.kernel.xid import Sxid, Xid
@@ -52,10 +56,8 @@ def run(context: Context, progress: Progress) -> Outcome:
         raise CouldNotRunError(
             f"{path} cannot be opened ({error.strerror}); run as root, outside of containers"
         ) from error
-    records = [*_records(device)]
-    since = time.monotonic() - _WINDOW_S
-    messages = [r.text for r in records if r.facility == KERNEL and r.seconds >= since]
-    counts, findings = judge(messages)
+    records, now_s = [*_records(device)], time.monotonic()
+    counts, findings = judge(recent(records, now_s, context.gpus_renewed_at - (uptime_s() - now_s)))
     return Outcome((Measurement("records", len(records)), Measurement("xids", counts)), tuple(findings))
 
 
@@ -67,6 +69,19 @@ def _records(device: KernelLogDevice) -> Iterator[LogRecord]:
             return
         except (BrokenPipeError, ValueError):  # overwritten while reading, or not a record
             continue
+
+
+def recent(records: Iterable[LogRecord], now_s: float, gpus_since_s: float) -> Iterator[str]:
+    """The kernel's messages of the last day, those of GPUs only since their last reset. Seconds since boot."""
+    for record in records:
+        if record.facility == KERNEL and record.seconds >= now_s - _WINDOW_S:
+            of_gpus = record.seconds < gpus_since_s and _of_gpus(parse_message(record.text))
+            if not of_gpus:
+                yield record.text
+
+
+def _of_gpus(what: object) -> bool:
+    return isinstance(what, (Xid, Sxid)) or (isinstance(what, Trouble) and what.kind == "gpu_init_failed")
 
 
 def judge(messages: Iterable[str]) -> tuple[int, list[Finding]]:

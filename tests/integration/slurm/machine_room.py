@@ -33,6 +33,8 @@ sys.path[:0] = {path}
 from pathlib import Path
 from tests.integration.slurm.machine_room import heal
 folder = Path({folder!r}) / os.environ["OPSD_TEST_NODE"]
+if "--query-gpu=persistence_mode" in sys.argv:
+    sys.exit("simulated")
 with open(folder / "commands", "a") as log:
     print("nvidia-smi", *sys.argv[1:], file=log)
 if sys.argv[1:] == ["--gpu-reset"]:

@@ -116,6 +116,10 @@ def test_faults_are_read_from_the_comments(cluster: Cluster) -> None:
             "faults in the future do not count (1): times are epoch seconds",
         ],
     )
+    slurm.set_comment("n2", "")
+    more.write_text("\ufeff" + json.dumps({"node": "n1", "kind": "job", "at": now - 60}), encoding="utf-8")
+    young = opsd_nodes(cluster, "lemons", f"--history={more}").stdout
+    assert "  in the days that follow: the history of faults is too short to tell\n  14 days later: the hist" in young
     without = opsd_nodes(cluster, "lemons", "--jobs")
     assert (without.returncode, without.stderr) == (
         exitcodes.FAILED, "opsd: Slurm: sacct: this cluster keeps no accounting (AccountingStorageType)\n",
