@@ -17,7 +17,7 @@ from tests.integration.slurm.training import Training, make_data
 
 pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.long, pytest.mark.timeout(500)]
 
-NODES = ("n1", "n2", "n3")
+NODES = ("n1", "n2", "n3", "n4", "n5")
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def ended(machines: MachineRoom, name: str, timeout: float = 240.0) -> str:
 
 
 def test_a_faulty_node_comes_back_as_a_spare(room: tuple[Cluster, MachineRoom]) -> None:
-    """A GPU fails under a run: the spare takes its node's place, the job gives the node back, a reset does not help, a
+    """A GPU fails under a run of four nodes: the spare takes its node's place, the job gives the node back, a reset does not help, a
     reboot does; it is tested, returned, and ready as a spare, while the run goes on.
     """
     cluster, machines = room
     slurm = CommandSlurm(runner_on(cluster.controller))
-    training = Training(cluster, make_data(cluster.shared, 400_000), "healed", 2, 1, 100_000)
+    training = Training(cluster, make_data(cluster.shared, 400_000), "healed", 4, 1, 100_000)
     job = training.submit()
     training.until_steady()
     batch_host = slurm.jobs([job])[0].batch_host
@@ -91,4 +91,4 @@ def test_a_node_that_nothing_cures_is_kept_out_with_its_evidence(room: tuple[Clu
     with tarfile.open(case.bundle) as archive:
         names = {Path(name).name for name in archive.getnames()}
     assert {"index.json", "repairs.json", "incidents.json", "nvml.json", "preflights.json", "slurm-node.txt"} <= names
-    assert [node.name for node in slurm.nodes() if node.usable] == ["n1", "n3"]
+    assert [node.name for node in slurm.nodes() if node.usable] == ["n1", "n3", "n4", "n5"]
