@@ -10,7 +10,7 @@ import pytest
 
 from opsd.slurm.bindings import PyslurmSlurm, Worker, why_not_pyslurm
 from opsd.slurm.commands import CommandSlurm
-from opsd.slurm.port import Node, SlurmDenied, SlurmMissing, SlurmRejected, SlurmUnavailable
+from opsd.slurm.port import Node, SlurmMissing, SlurmUnavailable
 from opsd.slurm.pyslurm_worker import serve
 from opsd.slurm.runner import Output, clean_environment, run_command
 
@@ -163,13 +163,6 @@ def test_bindings_give_the_same_values_as_commands() -> None:
     told = {"reason": "opsd:1 x", "reason_by": "root", "reason_at": 7}
     slurm = PyslurmSlurm(Answers(nodes=[{**drained, **told}]))
     assert slurm.nodes(["n1"]) == [Node("n1", "idle", frozenset({"drain"}), "opsd:1 x", "root", 7)]
-
-
-def test_bindings_take_an_ended_job_for_cancelled() -> None:
-    """Cancelling twice is no error, as with scancel; a refusal is one."""
-    PyslurmSlurm(Answers(cancel=SlurmRejected("Job/step already completing or completed"))).cancel(1)
-    with pytest.raises(SlurmDenied):
-        PyslurmSlurm(Answers(cancel=SlurmDenied("Access/permission denied"))).cancel(1)
 
 
 def test_bindings_that_time_out_do_not_respond() -> None:
