@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-JOBS   ?= 2
+JOBS   ?= 3
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo cluster-demo stack pictures generate lock docs test test-long test-packages test-fast lint torchtitan release bench bench-gpu clean
