@@ -68,7 +68,8 @@ class Pair:
                 return found
             if found.passed:
                 others = "".join(f"; not with {name}, whose way is bad: {why}" for name, why in bad.items())
-                return Retested(True, f"{passed.detail}, and the network with {partner}{others}")
+                warned = f" ({found.detail})" * bool(found.detail)
+                return Retested(True, f"{passed.detail}, and the network with {partner}{warned}{others}")
             (unknown if found.detail.startswith(NO_HARDWARE) else bad)[partner] = found.detail.removeprefix(NO_HARDWARE)
         if len(bad) == PARTNERS:
             return Retested(False, f"the network is bad with {_told(bad)}")

@@ -100,7 +100,10 @@ class Preflight:
             return report
         met = not any(result.failed and result.check == JOIN.name for result in report.results)
         unknown = not met or report.word == "unknown"  # a port that a firewall closes is no fault of the network's
-        return Retested(report.passed, "" if report.passed else f"{NO_HARDWARE * unknown}{_failures(report)}")
+        if not report.passed:
+            return Retested(False, f"{NO_HARDWARE * unknown}{_failures(report)}")
+        warned = (sentence for r in report.results if r.verdict is Verdict.WARN for sentence in r.sentences)
+        return Retested(True, next(warned, "").rstrip("."))
 
     def _proved(self, stop: Callable[[], str], *options: str) -> Report | Retested:
         """A preflight that was passed, or what is to be said of one that was not."""

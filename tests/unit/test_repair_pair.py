@@ -87,6 +87,15 @@ def test_one_bad_way_of_two_is_the_partner_s() -> None:
     assert found.detail.endswith(f"the network with n2; not with n3, whose way is bad: {BAD.detail}")
 
 
+def test_what_a_good_pair_was_warned_of_is_told() -> None:
+    """Slower than before, for instance, which another way can be."""
+    found = pair(Nodes(), Halves({"n3": Retested(True, "latency is 40% above the median")}))(PASSED, True, str)
+    assert (found.passed, found.detail.endswith("the network with n3 (latency is 40% above the median)")) == (
+        True,
+        True,
+    )
+
+
 def test_bad_with_two_partners_is_the_node_s() -> None:
     """The test has failed, and both are named."""
     slurm = Nodes()
