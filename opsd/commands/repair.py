@@ -31,6 +31,7 @@ from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.ladder import Case, Limits, Rung, Step, closed
 from opsd.repair.local import driver_of, sources_of, tests_of
 from opsd.repair.machine import NodeMachine, RungError, run_command
+from opsd.repair.pair import Pair
 from opsd.repair.parts import RemoteDriver, RemoteTests
 from opsd.repair.release import release
 from opsd.settings.silences import active_silence
@@ -213,7 +214,7 @@ def _means(
         lacks = failed or found.why_not_ready(found.checked_at)
         return f"no ready spare: {lacks}" if lacks else "ready as a spare"
 
-    return Means(
+    means = Means(
         slurm=slurm,
         machine=NodeMachine(driver, settings.repair.services),
         release=lambda jobs: release(slurm, node, jobs, settings.section(RanksSettings).root),
@@ -223,6 +224,8 @@ def _means(
         as_spare=as_spare,
         say=say,
     )
+    partition = settings.repair.pair_partition
+    return replace(means, pair=Pair(slurm, node, partition, tests.with_partner)) if partition else means
 
 
 def _in_slurm(node: str) -> str:

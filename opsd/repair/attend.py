@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from opsd.repair import ladder
@@ -46,8 +47,9 @@ class Means:
     ``release`` has jobs give the node back that no longer use it, and says what was done. ``retest`` runs checks under
     load until they end or its second argument says why they must, ``proof`` is the newest preflight that a return
     needs, ``bundle`` makes the archive of evidence and returns its path, ``as_spare`` tests the node as a spare before
-    its return, where it is one, and may say something. ``paused`` says why nothing may be done about a kind of incident
-    now, "" if it may. ``by_policy``: nobody has begun it by hand, so that it waits where people are at work.
+    its return, where it is one, and may say something. ``pair`` tests the network of a node that has passed, which some
+    faults need. ``paused`` says why nothing may be done about a kind of incident now, "" if it may. ``by_policy``:
+    nobody has begun it by hand, so that it waits where people are at work.
     """
 
     slurm: Slurm
@@ -58,6 +60,7 @@ class Means:
     bundle: Callable[[Case], str]
     as_spare: Callable[[Callable[[], str]], str]
     say: Callable[[str], None]
+    pair: Callable[[Retested, bool, Callable[[], str]], Retested] = lambda passed, _needed, _stop: passed
     paused: Callable[[str, float], str] = lambda _kind, _now: ""
     by_policy: bool = False
     clock: Callable[[], float] = time.time
@@ -171,8 +174,7 @@ class Repair:
         if step.do == "retest":
             say(f"{ladder.RETEST}: {case.kind}")
             case = self._recorded(ladder.begun(case, ladder.RETEST, facts))
-            checks = FAULTS[case.kind].checks if case.kind in FAULTS else ()
-            found = self._means.retest(checks, lambda: self._taken(case.kind))
+            found = self._retest(case.kind)
             return self._ended(case, found.passed, ladder.STOPPED * found.stopped + found.detail)
         if step.do == "return":
             return self._return(case, facts)
@@ -181,6 +183,11 @@ class Repair:
         say(f"left to people: {step.why}")
         end: End = "rma" if facts.hold == "rma" else "left"
         return self._recorded(ladder.closed(case, end, step.why, self._means.clock(), case.bundle))
+
+    def _retest(self, kind: str) -> Retested:
+        fault, taken = FAULTS.get(kind), partial(self._taken, kind)
+        found = self._means.retest(fault.checks if fault else (), taken)
+        return self._means.pair(found, fault is not None and fault.of_the_network, taken) if found.passed else found
 
     def _climb(self, case: Case, rung: Rung) -> Case:
         machine = self._means.machine

@@ -20,6 +20,11 @@ class Fault:
     first: Rung | None
     checks: tuple[str, ...]
 
+    @property
+    def of_the_network(self) -> bool:
+        """Whether it is one of the cards for the network between nodes, which only a partner can put under load."""
+        return "infiniband" in self.checks
+
 
 _GPU: Final = ("gpu_inventory", "gpu_health", "gpu_burn", "gpu_memory")
 _LINKS: Final = ("gpu_inventory", "gpu_health", "gpu_peer", "collectives")

@@ -68,8 +68,14 @@ class RemoteTests:
     look_s: float = LOOK_S
 
     def __call__(self, checks: Sequence[str], stop: Callable[[], str]) -> Retested:
+        return self._tested({"do": "retest", "checks": [*checks]}, stop)
+
+    def with_partner(self, hosts: Sequence[str], port: int, stop: Callable[[], str]) -> Retested:
+        return self._tested({"do": "with_partner", "hosts": [*hosts], "port": port}, stop)
+
+    def _tested(self, request: Mapping[str, object], stop: Callable[[], str]) -> Retested:
         try:
-            found = self._ask({"do": "retest", "checks": [*checks]}, stop)
+            found = self._ask(request, stop)
             return Retested(found["passed"] is True, str(found["detail"]))
         except _StoppedError as error:
             return Retested(False, str(error), stopped=True)
@@ -127,6 +133,9 @@ def verbs_of_tests(tests: Tests, stop: Callable[[], str]) -> Verbs:
     return {
         "retest": lambda told: asdict(tests([str(name) for name in told.get("checks", ())], stop)),
         "as_spare": lambda _: tests.as_spare(stop),
+        "with_partner": lambda told: asdict(
+            tests.with_partner([str(name) for name in told.get("hosts", ())], int(told.get("port", 0)), stop)
+        ),
     }
 
 

@@ -15,12 +15,17 @@ from pathlib import Path
 from typing import Protocol
 
 from opsd.preflight.base import Verdict
+from opsd.preflight.network.check import JOIN
 from opsd.preflight.report import Report, ReportError
 from opsd.repair.faults import NOT_HARDWARE
 from opsd.repair.ladder import NO_HARDWARE
 
 RETEST_S = 4 * 3600.0
 """Longer than any profile that ends by itself; then the test has failed."""
+PAIR_S = 900.0
+"""The same of a measurement of the network between two nodes."""
+JOIN_S = 120.0
+"""Within which both have started it."""
 LOOK_S, TIDY_S = 10.0, 15.0
 """Seconds between two looks whether the test may go on, and those that it has to end its load."""
 
@@ -46,6 +51,9 @@ class Tests(Protocol):
     def as_spare(self, stop: Callable[[], str]) -> str:
         """Test the node as a spare, and say what failed, "" for nothing."""
 
+    def with_partner(self, hosts: Sequence[str], port: int, stop: Callable[[], str]) -> Retested:
+        """Measure the network between ``hosts``: this node, at whose ``port`` they meet, and one that runs its half."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
@@ -59,26 +67,19 @@ class Preflight:
     skip: Sequence[str] = ()
     deadline_s: float = RETEST_S
     look_s: float = LOOK_S
+    join_s: float = JOIN_S
 
     def __call__(self, checks: Sequence[str], stop: Callable[[], str] = str) -> Retested:
         """Run ``checks``, and if they pass, the whole profile, until ``stop`` says why they must end, "" if not.
 
         One of ``checks`` has to have passed, not only not failed: a node without a working driver has none that apply.
         """
-        told: list[str] = []
-
-        def noting() -> str:
-            told.append(stop())
-            return told[-1]
-
         possible = [name for name in checks if name not in self.skip]
-        if possible:
-            report, problem = self._run(self.profile, "--only", ",".join(possible), stop=noting)
-            if report is None or not report.passed:
-                return Retested(False, problem if report is None else _found(report), report is None and any(told))
-        whole, problem = self._run(self.profile, stop=noting)
-        if whole is None or not whole.passed:
-            return Retested(False, problem if whole is None else _found(whole), whole is None and any(told))
+        if possible and isinstance(fitting_ones := self._proved(stop, "--only", ",".join(possible)), Retested):
+            return fitting_ones
+        whole = self._proved(stop)
+        if isinstance(whole, Retested):
+            return whole
         proved = [r.check for r in whole.results if r.verdict in (Verdict.PASS, Verdict.WARN)]
         fitting = [name for name in proved if not checks or name in checks]
         if not fitting:
@@ -87,44 +88,68 @@ class Preflight:
 
     def as_spare(self, stop: Callable[[], str] = str) -> str:
         """Test the node as a spare until ``stop`` says why that must end, and say what failed, "" for nothing."""
-        report, problem = self._run("spare", stop=stop)
-        return problem if report is None else "" if report.passed else _failures(report)
+        report = self._on_its_own("spare", stop=stop)
+        return report.detail if isinstance(report, Retested) else "" if report.passed else _failures(report)
 
-    def _run(self, profile: str, *options: str, stop: Callable[[], str] = str) -> tuple[Report | None, str]:
+    def with_partner(self, hosts: Sequence[str], port: int, stop: Callable[[], str] = str) -> Retested:
+        """Measure the network between ``hosts``: this node, at whose ``port`` they meet, and one that runs its half."""
+        meeting = f"--hosts={','.join(hosts)}", "--node=0", f"--rendezvous={hosts[0]}:{port}"
+        effort = f"--profile={'quick' if self.profile == 'quick' else 'standard'}", f"--join-timeout={self.join_s:g}"
+        report = self._run("network", ["network", *meeting, *effort], stop, min(PAIR_S, self.deadline_s))
+        if isinstance(report, Retested):
+            return report
+        met = not any(result.failed and result.check == JOIN.name for result in report.results)
+        unknown = not met or report.word == "unknown"  # a port that a firewall closes is no fault of the network's
+        if not report.passed:
+            return Retested(False, f"{NO_HARDWARE * unknown}{_failures(report)}")
+        warned = (sentence for r in report.results if r.verdict is Verdict.WARN for sentence in r.sentences)
+        return Retested(True, next(warned, "").rstrip("."))
+
+    def _proved(self, stop: Callable[[], str], *options: str) -> Report | Retested:
+        """A preflight that was passed, or what is to be said of one that was not."""
+        report = self._on_its_own(self.profile, *options, stop=stop)
+        return report if isinstance(report, Retested) or report.passed else Retested(False, _found(report))
+
+    def _on_its_own(self, profile: str, *options: str, stop: Callable[[], str]) -> Report | Retested:
+        return self._run(profile, ["--quiet", f"--profile={profile}", *options], stop, self.deadline_s)
+
+    def _run(self, what: str, options: Sequence[str], stop: Callable[[], str], deadline_s: float) -> Report | Retested:
+        """The report of this preflight, or what is to be said if there is none."""
         with tempfile.TemporaryDirectory(prefix="opsd-repair-") as folder:
             file = Path(folder) / "report.json"
-            command = [sys.executable, "-P", "-m", "opsd", "preflight", "--quiet", f"--json={file}"]
             process = subprocess.Popen(
-                [*command, f"--profile={profile}", *options, *self.given],
+                [sys.executable, "-P", "-m", "opsd", "preflight", *self.given, *options, f"--json={file}"],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             try:
-                said = self._watched(process, stop)
+                said = self._watched(process, stop, deadline_s)
             except _StoppedError as error:
-                return None, f"preflight {profile} {error}"
+                return Retested(False, f"preflight {what} was stopped: {error}", stopped=True)
+            except TimeoutError:
+                return Retested(False, f"preflight {what} has not ended within {deadline_s:g} s")
             finally:  # also when this program is ended: the load goes with it
                 _end(process)
             try:
-                return Report.from_json(file.read_bytes()), ""
+                return Report.from_json(file.read_bytes())
             except (OSError, ReportError):
                 last = said.decode(errors="replace").strip().splitlines()[-1:]
                 told = "".join(last)[:300] or "it said nothing"
-                return None, f"{NO_HARDWARE}preflight {profile} made no report: {told}"
+                return Retested(False, f"{NO_HARDWARE}preflight {what} made no report: {told}")
 
-    def _watched(self, process: subprocess.Popen[bytes], stop: Callable[[], str]) -> bytes:
-        """What the process has said at its end. Raises _StoppedError where that is not to be waited for."""
-        deadline = time.monotonic() + self.deadline_s
+    def _watched(self, process: subprocess.Popen[bytes], stop: Callable[[], str], deadline_s: float) -> bytes:
+        """What the process has said at its end. Raises _StoppedError if that may not be waited for, TimeoutError."""
+        deadline = time.monotonic() + deadline_s
         while (left := deadline - time.monotonic()) > 0:
             try:
                 return process.communicate(timeout=min(left, self.look_s))[1]
             except subprocess.TimeoutExpired:
                 if why := stop():
-                    raise _StoppedError(f"was stopped: {why}") from None
-        raise _StoppedError(f"has not ended within {self.deadline_s:g} s")
+                    raise _StoppedError(why) from None
+        raise TimeoutError
 
 
 class _StoppedError(Exception):
-    """A test that may not or will not come to its end."""
+    """A test that may not come to its end; the message says why."""
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

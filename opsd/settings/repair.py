@@ -33,3 +33,8 @@ class RepairSettings(Section):
         description="Services that hold GPUs open: stopped for a reset, then started again. Of a service with a user "
         "id of 1000 or more that is not named here the processes fail a preflight and are ended, as those of users.",
     )
+    pair_partition: str = Field(
+        default="",
+        description="A node that has passed its test also measures the network with an idle node of this partition, on "
+        'which a job of the repair runs meanwhile: one whose jobs give way to all others. With "" it does not.',
+    )

@@ -45,6 +45,8 @@ class Bench:
     by_policy: bool = False
     loads: list[str] = field(default_factory=list)
     clock_step: float = 0.0
+    pairs: list[tuple[bool, bool, str]] = field(default_factory=list)
+    paired: Retested | None = None
     booted: Node = BOOTED
 
     def boot(self) -> str:
@@ -79,12 +81,16 @@ class Bench:
         return "done"
 
     def retest(self, checks: Sequence[str], stop: Callable[[], str]) -> Retested:
-        assert "gpu_health" in checks
+        assert {"gpu_health", "infiniband"} & {*checks}
         current = self.cases.current()
         assert current is not None and current.last is not None
         assert (current.last.what, current.last.ok) == ("retest", None), "it is on the disk before it begins"
         self.done.append("retest")
         return Retested(self.cured, "gpu_health passed" if self.cured else "gpu_health failed")
+
+    def pair(self, passed: Retested, needed: bool, stop: Callable[[], str]) -> Retested:
+        self.pairs.append((self.slurm.by_name["n1"].out_of_service, needed, stop()))
+        return self.paired or passed
 
     def as_spare(self, stop: Callable[[], str]) -> str:
         assert (stop(), self.slurm.by_name["n1"].out_of_service) == ("", True), "a load on a node in service"
@@ -119,6 +125,7 @@ class Bench:
             bundle=lambda case: f"/evidence/{case.node}.tar.gz",
             as_spare=self.as_spare,
             say=self.said.append,
+            pair=self.pair,
             clock=lambda: self.now,
             sleep=self.sleep,
             by_policy=self.by_policy,

@@ -10,7 +10,7 @@ import pytest
 
 from opsd.repair.attend import SETTLED_S, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.ladder import RETURN, Attempt, Rung
+from opsd.repair.ladder import NO_HARDWARE, RETURN, Attempt, Rung
 from opsd.repair.retest import Retested
 from opsd.slurm import node_comment
 from opsd.slurm.port import Node, NodeUpdate, SlurmUnavailable
@@ -103,6 +103,27 @@ def test_a_gpu_that_is_still_gone_after_the_reboot_has_to_be_replaced(tmp_path: 
     assert [(attempt.ok, attempt.detail) for attempt in case.attempts][1:] == [
         (False, "gpu_health failed"), (False, "has not rebooted within 1800 s"),
     ]  # fmt: skip
+
+
+def test_a_node_whose_test_was_passed_measures_the_network_before_its_return(tmp_path: Path) -> None:
+    """Out of service still, and its record says what was found; that a network card works, only that tells."""
+    passed = Retested(True, "gpu_health passed, and the network with n2")
+    bench = Bench(tmp_path, cured_by=Rung.RESET, paired=passed)
+    case = bench.run()
+    assert (case.end, bench.pairs, case.attempts[-2].detail) == ("returned", [(True, False, "")], passed.detail)
+    card = replace(DRAINED, reason="opsd:nic_failed-1 nic_failed: mlx5_0")
+    slurm = FakeSlurm([card, Node("n2", "idle")], config=REBOOTS)
+    unknown = Retested(False, f"{NO_HARDWARE}the network was not tested: no node of partition checks is idle")
+    bench = Bench(tmp_path / "card", cured_by=Rung.REBOOT, slurm=slurm, paired=unknown)
+    case = bench.run()
+    assert (case.end, bench.pairs[0]) == ("left", (True, True, "")), "what was not tested has to be replaced by nobody"
+    assert slurm.by_name["n1"].out_of_service
+
+
+def test_a_node_that_fails_its_test_is_paired_with_nobody(tmp_path: Path) -> None:
+    """Partners are not taken for a node that is known to be bad."""
+    bench = Bench(tmp_path)
+    assert (bench.run().end, bench.pairs) == ("rma", [])
 
 
 def test_a_node_that_dies_under_load_is_not_tested_for_ever(tmp_path: Path) -> None:

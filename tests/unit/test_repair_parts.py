@@ -50,6 +50,9 @@ class Tests:
     def as_spare(self, stop: Callable[[], str]) -> str:
         return "data failed"
 
+    def with_partner(self, hosts: Sequence[str], port: int, stop: Callable[[], str]) -> Retested:
+        return Retested(hosts == ["n1", "n2"], f"port {port}")
+
 
 DRIVER = verbs_of_driver(Driver(), lambda slurm_node: f"/evidence of {slurm_node}")
 TESTS = verbs_of_tests(Tests(), str)
@@ -101,6 +104,7 @@ def test_tests_behind_a_socket_are_tests(tmp_path: Path) -> None:
         remote = RemoteTests(path)
         assert remote(["gpu_burn", "cpu"], str) == Retested(True, "gpu_burn,cpu")
         assert (remote([], str).passed, remote.as_spare(str)) == (False, "data failed")
+        assert remote.with_partner(("n1", "n2"), 29_555, str) == Retested(True, "port 29555")
 
 
 def test_a_test_that_must_end_is_hung_up_on(tmp_path: Path) -> None:
@@ -160,7 +164,7 @@ def test_only_what_is_on_the_list_is_done(request_: object) -> None:
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ('{"do": "reboot"}', "a request is one of retest, as_spare"),
+        ('{"do": "reboot"}', "a request is one of retest, as_spare, with_partner"),
         ("", "one JSON object"),
         ("[" * 60_000, "one JSON object"),
     ],

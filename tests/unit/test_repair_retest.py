@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 
 from opsd.preflight.checks import CHECKS
+from opsd.preflight.network.rendezvous import port_of
 from opsd.repair.ladder import NO_HARDWARE
 from opsd.repair.retest import Preflight, Retested
 
@@ -46,6 +50,29 @@ def test_a_retest_that_must_end_takes_its_load_with_it(tmp_path: Path) -> None:
     found = Preflight([*own, f"--set=preflight.skip={_others('cpu')}"], "standard", look_s=0.1)(["cpu"], stop)
     assert found == Retested(False, "preflight standard was stopped: n1 is in service", stopped=True)
     assert not {child for child in here.children(recursive=True) if child.is_running()} - before
+
+
+def test_the_network_between_two_nodes_is_measured_by_two_halves(tmp_path: Path) -> None:
+    """The other one is started as a partner's job does it, which gets the port from the number of that job."""
+    own = ["--set=agent.node=localhost", f"--set=agent.state_dir={tmp_path}"]
+    job = os.getpid()
+    half = [sys.executable, "-P", "-m", "opsd", "preflight", "network", "--hosts=localhost,n2", "--node=1"]
+    with subprocess.Popen([*half, "--rendezvous=localhost"], env={**os.environ, "SLURM_JOB_ID": f"{job}"}) as partner:
+        found = Preflight(own, "quick").with_partner(["localhost", "n2"], port_of(job))
+        partner.wait(60)
+    assert found == Retested(True, "")
+
+
+def test_two_nodes_that_do_not_meet_say_nothing_of_the_network(tmp_path: Path) -> None:
+    """A firewall, or a partner without torch, is no fault of the network, nor are settings that cannot be read."""
+    own = ["--set=agent.node=localhost", f"--set=agent.state_dir={tmp_path}"]
+    alone = Preflight(own, "quick", join_s=1.0).with_partner(["localhost", "n2"], port_of(os.getpid() + 1))
+    assert not alone.passed
+    assert alone.detail.startswith(
+        f"{NO_HARDWARE}network_join failed: Nodes that take part: n2 never joined within 1 s"
+    )
+    broken = Preflight(["--set=agent.nonsense=1"], "quick").with_partner(["localhost", "n2"], 1)
+    assert broken.detail.startswith(f"{NO_HARDWARE}preflight network made no report: ")
 
 
 def _command(process: psutil.Process) -> str:

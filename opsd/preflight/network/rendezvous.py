@@ -51,9 +51,12 @@ def place(hosts: str, node: int | None, rendezvous: str, environment: Mapping[st
     host, _, port = (rendezvous or first).partition(":")
     if port and not port.isdecimal():
         raise RendezvousError(f"{rendezvous} is no address; write host:port")
-    # Jobs on the same node must not meet each other's stores.
-    default = PORT + int(environment.get("SLURM_JOB_ID", "0")) % 1000
-    return Place(names, number, host, int(port or default))
+    return Place(names, number, host, int(port or port_of(int(environment.get("SLURM_JOB_ID", "0")))))
+
+
+def port_of(job: int) -> int:
+    """Where the nodes of this job meet: jobs on the same node must not meet each other's stores."""
+    return PORT + job % 1000
 
 
 def interface_towards(host: str) -> str:

@@ -23,7 +23,7 @@ from opsd.simulated.gpus import STATE_ENV, SimulatedGpus
 from tests.integration.slurm.cluster import Cluster
 
 Cure = Literal["reset", "reboot", "nothing"]
-CHECKED = ("gpu_inventory", "gpu_health", "leftovers", "numa")
+CHECKED = ("gpu_inventory", "gpu_health", "infiniband", "leftovers", "numa")
 """What a preflight can judge on simulated GPUs within a second."""
 GPUS = 2
 
@@ -45,6 +45,13 @@ _ATTENDANT = """while sleep 0.3; do
   [ -e {state}/repair/order ] || [ -e {state}/repair/case.json ] || continue
   {opsd} repair --ordered --config {config} >>{log} 2>&1
 done"""
+_PORT = """set -e
+mount -t tmpfs tmpfs /sys/class
+mkdir -p /sys/class/infiniband/mlx5_0/ports/1
+cd /sys/class/infiniband/mlx5_0/ports/1
+echo '4: ACTIVE' >state
+echo '5: LinkUp' >phys_state
+echo '400 Gb/sec (4X NDR)' >rate"""
 _SETTINGS = """[agent]
 node = "{node}"
 state_dir = "{state}"
@@ -62,6 +69,7 @@ skip = {skip}
 gpus = {gpus}
 [repair]
 rungs = ["end_processes", "reset_gpus", "reboot"]
+pair_partition = "{pairs}"
 [spare]
 software = {{opsd = "0"}}
 """
@@ -79,14 +87,22 @@ def heal(folder: Path, by: Cure) -> None:
 class MachineRoom:
     """The nodes ``names`` of a ``cluster`` with all that; ``folder`` is seen by all hosts. A context manager.
 
-    Without ``agents`` only Slurm's prolog looks at the nodes.
+    Without ``agents`` only Slurm's prolog looks at the nodes. Each has an InfiniBand port, and a repair measures the
+    network with an idle node of the partition ``pairs``, if that is given.
     """
 
     def __init__(
-        self, cluster: Cluster, folder: Path, library: Path, names: Sequence[str], *, agents: bool = True
+        self,
+        cluster: Cluster,
+        folder: Path,
+        library: Path,
+        names: Sequence[str],
+        *,
+        agents: bool = True,
+        pairs: str = "",
     ) -> None:
         self._cluster, self._folder, self._library, self._names = cluster, folder, library, names
-        self._agents = agents
+        self._agents, self._pairs = agents, pairs
         self._stop, self._stack = threading.Event(), ExitStack()
         self.reboots: list[str] = []
         self.gpus: dict[str, SimulatedGpus] = {}
@@ -146,7 +162,9 @@ class MachineRoom:
         self.gpus[name] = self._stack.enter_context(SimulatedGpus.create(home / "gpus", count=GPUS))
         (home / "cure").write_text("nothing")
         skip = [check.name for check in CHECKS if check.name not in CHECKED]
-        text = _SETTINGS.format(node=name, state=self.state(name), library=self._library, skip=skip, gpus=GPUS)
+        text = _SETTINGS.format(
+            node=name, state=self.state(name), library=self._library, skip=skip, gpus=GPUS, pairs=self._pairs
+        )
         (home / "opsd.toml").write_text(text)
         (home / "opsd").write_text(
             f"#!/bin/sh\nexport PYTHONPATH={':'.join(sys.path)} {STATE_ENV}={home / 'gpus'} OPSD_TEST_NODE={name} "
@@ -157,6 +175,8 @@ class MachineRoom:
     def _boot(self, name: str) -> None:
         """Start what systemd starts at boot."""
         home, host = self._folder / name, self._cluster.nodes[name]
+        if self._pairs:
+            host.run("sh", "-c", _PORT)
         agent = f"exec {home / 'opsd'} agent --config {home / 'opsd.toml'} >>{home / 'agent.log'} 2>&1"
         attendant = _ATTENDANT.format(
             state=self.state(name), opsd=home / "opsd", config=home / "opsd.toml", log=home / "repair.log"

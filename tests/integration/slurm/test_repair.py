@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from opsd.preflight.command import HISTORY
+from opsd.preflight.history import History
 from opsd.repair.case_file import CaseFile
 from opsd.slurm import node_comment
 from opsd.slurm.commands import CommandSlurm
+from opsd.slurm.hostlist import compress
 from tests.integration.slurm.cluster import FAST, Cluster, missing, runner_on, wait_until
 from tests.integration.slurm.machine_room import MachineRoom
 from tests.integration.slurm.training import Training, make_data
@@ -23,13 +27,26 @@ NODES = ("n1", "n2", "n3", "n4", "n5")
 @pytest.fixture
 def room(tmp_path: Path, library: str) -> Iterator[tuple[Cluster, MachineRoom]]:
     """A cluster of its own whose nodes can be reset and rebooted."""
+    yield from _room(tmp_path, library, "")
+
+
+def _room(tmp_path: Path, library: str, pairs: str) -> Iterator[tuple[Cluster, MachineRoom]]:
     if reason := missing():
         pytest.skip(reason)
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o755)
     settings = {**FAST, "RebootProgram": str(MachineRoom.reboot_program(tmp_path)), "ResumeTimeout": "60"}
-    with Cluster(NODES, settings) as cluster, MachineRoom(cluster, tmp_path, Path(library), NODES) as machines:
+    with (
+        Cluster(NODES, settings) as cluster,
+        MachineRoom(cluster, tmp_path, Path(library), NODES, pairs=pairs) as machines,
+    ):
         yield cluster, machines
+
+
+@pytest.fixture
+def paired(tmp_path: Path, library: str) -> Iterator[tuple[Cluster, MachineRoom]]:
+    """The same of nodes with InfiniBand, which measure the network with partners."""
+    yield from _room(tmp_path, library, "dev")
 
 
 def ended(machines: MachineRoom, name: str, timeout: float = 240.0) -> str:
@@ -92,3 +109,21 @@ def test_a_node_that_nothing_cures_is_kept_out_with_its_evidence(room: tuple[Clu
         names = {Path(name).name for name in archive.getnames()}
     assert {"index.json", "repairs.json", "incidents.json", "nvml.json", "preflights.json", "slurm-node.txt"} <= names
     assert [node.name for node in slurm.nodes() if node.usable] == ["n1", "n3", "n4", "n5"]
+
+
+def test_a_node_whose_network_card_failed_measures_it_with_a_partner(paired: tuple[Cluster, MachineRoom]) -> None:
+    """It is drained, and so a job of the repair runs the other half on an idle node; its record says on which."""
+    cluster, machines = paired
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    slurm.update_nodes(["n2"], "drain", "opsd:nic_failed-1 nic_failed: mlx5_0 port 1")
+    CaseFile(machines.state("n2")).order()
+    assert ended(machines, "n2") == "returned", machines.log("n2")
+    (case,) = CaseFile(machines.state("n2")).past()
+    assert [(a.what, a.ok) for a in case.attempts] == [("reboot", True), ("retest", True), ("return", True)]
+    told = re.match("passed infiniband and preflight quick, and the network with (n[1345])", case.attempts[1].detail)
+    assert told, case.attempts
+    history = History(machines.state("n2") / HISTORY)
+    report = history.report(max(run.id for run in history.runs("network of 2 nodes")))
+    facts = {name: value for result in report.results for name, value in result.facts.items()}
+    assert (report.passed, facts["nodes"]) == (True, compress(["n2", told[1]]))
+    wait_until(lambda: not slurm.jobs(), "the partner is free again")
