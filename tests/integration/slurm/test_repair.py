@@ -60,8 +60,8 @@ def ended(machines: MachineRoom, name: str, timeout: float = 240.0) -> str:
 
 
 def test_a_faulty_node_comes_back_as_a_spare(room: tuple[Cluster, MachineRoom]) -> None:
-    """A GPU fails under a run of four nodes: the spare takes its node's place, the job gives the node back, a reset does not help, a
-    reboot does; it is tested, returned, and ready as a spare, while the run goes on.
+    """A GPU fails under a run of four nodes: the spare takes its node's place, the job gives the node back, a reset
+    does not help, a reboot does; it is tested, returned, and ready as a spare, while the run goes on.
     """
     cluster, machines = room
     slurm = CommandSlurm(runner_on(cluster.controller))
