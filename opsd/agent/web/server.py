@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
@@ -29,6 +29,7 @@ from opsd.agent.web.access import Attempts, WebConfig
 from opsd.agent.web.app import Answer, App, Request, problem
 from opsd.agent.web.budget import Budgets
 from opsd.agent.web.connection import Connection, Stage, UncertifiedError
+from opsd.agent.web.crowding import oldest, too_much
 from opsd.agent.web.hosts import Hosts
 from opsd.agent.web.peers import peer_of
 from opsd.collectors.base import Sample
@@ -159,7 +160,8 @@ class Server:
             self.refused["password"] += answer[0] is HTTPStatus.UNAUTHORIZED
             self.refused["share"] += answer[0] is HTTPStatus.TOO_MANY_REQUESTS
             if connection.open:
-                self._make_memory(answer[1])
+                for late in too_much(self._open, answer[1], MAX_UNSENT):
+                    self._refuse(late, "share")
                 self._proceed(connection, answer)
         self._close_late(time.monotonic())
 
@@ -203,34 +205,15 @@ class Server:
         self._accept_at = time.monotonic() + PAUSE_S
         self._selector.unregister(self._listener)
         if self._open:
-            self._refuse(self._oldest([*self._open]), "full")
+            self._refuse(oldest(self._open), "full")
 
     def _make_room(self, peer: str) -> None:
-        """Close a connection of ``peer`` if it has its share, or one of the peer with the most if there are too many.
-
-        Those whose request is not complete go first: a client that is there for an answer sends it at once.
-        """
+        """Close a connection of ``peer`` if it has its share, or one of the peer with most if there are too many."""
         if self._of_peer[peer] >= MAX_PER_PEER:
-            self._refuse(self._oldest([c for c in self._open if c.peer == peer]), "share")
+            self._refuse(oldest(c for c in self._open if c.peer == peer), "share")
         elif len(self._open) >= MAX_CONNECTIONS:
             ((busiest, _),) = self._of_peer.most_common(1)
-            self._refuse(self._oldest([c for c in self._open if c.peer == busiest]), "full")
-
-    def _make_memory(self, body: bytes) -> None:
-        """Close connections of the peers that have left most untaken, until there is room for ``body``.
-
-        An answer that several wait for is there once.
-        """
-        writing = [c for c in self._open if c.stage is Stage.WRITING]
-        while writing and _size([body, *(c.unsent for c in writing)]) > MAX_UNSENT:
-            peers = {c.peer for c in writing}
-            most = max(peers, key=lambda peer: _size(c.unsent for c in writing if c.peer == peer))
-            late = self._oldest([c for c in writing if c.peer == most])
-            writing.remove(late)
-            self._refuse(late, "share")
-
-    def _oldest(self, connections: list[Connection]) -> Connection:
-        return min(connections, key=lambda c: (c.stage is not Stage.READING, c.opened_at))
+            self._refuse(oldest(c for c in self._open if c.peer == busiest), "full")
 
     def _proceed(self, connection: Connection, answer: Answer | None = None) -> None:
         """Read or write what is possible now; ``answer`` is there once there is one."""
@@ -378,11 +361,6 @@ class Server:
     def _rouse(self) -> None:
         with suppress(OSError):  # full: it is awake, closed: it needs no waking
             self._wake.send(b"\0")
-
-
-def _size(bodies: Iterable[bytes]) -> int:
-    """Bytes of ``bodies``, the same one counted once."""
-    return sum({id(body): len(body) for body in bodies}.values())
 
 
 def _headers(request: h11.Request) -> dict[str, str]:
