@@ -9,7 +9,7 @@ from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_unsupervised
 from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
-from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.lib.signals import counted, integer, integers, number, text
 from opsd.runbooks.rank_hang import hangs, limit_of, moved_on, reported_states, state_of, waits_for_others
 
 NAMES_EARLY_S = 30.0
@@ -93,8 +93,7 @@ def _diagnose(finding: Finding, view: View) -> Finding:
 
 def _recorded(event: Event, run: str, view: View) -> Culprit:
     """The rank that keeps the others waiting, or the network if all have come."""
-    listed = event.data.get("culprits")
-    ranks = [int(rank) for rank in listed if isinstance(rank, int)] if isinstance(listed, list | tuple) else []
+    ranks = integers(event.data, "culprits")
     what = f"{text(event.data, 'operation')} {text(event.data, 'sequence')} of group {text(event.data, 'group')}"
     if not ranks:
         return Culprit("network", view.node, detail=f"every rank has come to {what}")

@@ -20,7 +20,7 @@ from opsd.runbooks.lib.runs import (
     unsolved,
     world_size,
 )
-from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.lib.signals import counted, integer, is_integer, number, text
 
 NAMED = 4
 """Tensors that the evidence names."""
@@ -64,9 +64,7 @@ def _difference(event: Event) -> _Difference | None:
     ranks, checksums = data.get("ranks"), data.get("checksums")
     if not isinstance(ranks, list | tuple) or not isinstance(checksums, list | tuple) or len(ranks) != len(checksums):
         return None
-    by_rank = {
-        rank: str(checksum)[:64] for rank, checksum in zip(ranks, checksums, strict=True) if isinstance(rank, int)
-    }
+    by_rank = {rank: str(checksum)[:64] for rank, checksum in zip(ranks, checksums, strict=True) if is_integer(rank)}
     if len(set(by_rank.values())) < 2:
         return None
     agreed = number(data, "agreed")

@@ -19,7 +19,7 @@ from opsd.runbooks.lib.runs import (
     unsolved,
     world_size,
 )
-from opsd.runbooks.lib.signals import counted, integer, latest, number, text
+from opsd.runbooks.lib.signals import counted, integer, is_integer, latest, number, text
 
 ERRORS = "opsd_gpu_ecc_errors_total"
 PENDING = "opsd_gpu_row_remap_pending"
@@ -73,7 +73,7 @@ def _texts(data: Mapping[str, object], key: str) -> list[str]:
 def _replay(event: Event) -> _Replay | None:
     """None unless the event has two checksums that differ, of a rank."""
     ranks = event.data.get("ranks")
-    if not isinstance(ranks, list | tuple) or not ranks or not all(isinstance(rank, int) for rank in ranks):
+    if not isinstance(ranks, list | tuple) or not ranks or not all(map(is_integer, ranks)):
         return None
     return _Replay(event, tuple(ranks)) if len(set(_texts(event.data, "checksums"))) == 2 else None
 

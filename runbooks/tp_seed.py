@@ -8,7 +8,7 @@ from opsd.collectors.base import Event
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import job_of, run_recovered, unsolved, world_size
-from opsd.runbooks.lib.signals import counted, integer, text
+from opsd.runbooks.lib.signals import counted, integer, integers, text
 
 NAMED = 3
 """Tensors that the evidence names; the first ones say which layers it is."""
@@ -23,7 +23,7 @@ def _groups(events: Sequence[Event]) -> dict[tuple[int, ...], set[str]]:
     """Tensors whose shards are equal, by the ranks that hold these shards. Each rank of a group may tell of it."""
     found: dict[tuple[int, ...], set[str]] = {}
     for event in events:
-        ranks = tuple(sorted({rank for rank in _items(event.data, "ranks") if isinstance(rank, int)}))
+        ranks = tuple(sorted(set(integers(event.data, "ranks"))))
         tensors = {str(tensor) for tensor in _items(event.data, "tensors")}
         if len(ranks) > 1 and tensors:
             found.setdefault(ranks, set()).update(tensors)

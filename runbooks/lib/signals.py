@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
+from typing import TypeGuard
 
 from opsd.runbooks.base import Series, View
 from opsd.stragglers.outliers import spread as spread
@@ -93,3 +94,14 @@ def integer(data: Mapping[str, object], key: str, default: int = -1) -> int:
     """The field as a whole number, ``default`` if it is missing or anything else."""
     value = number(data, key)
     return default if value is None else int(value)
+
+
+def integers(data: Mapping[str, object], key: str) -> list[int]:
+    """The whole numbers in the list of this field, [] if it is missing or anything else. true and false are none."""
+    value = data.get(key)
+    return [one for one in value if is_integer(one)] if isinstance(value, list | tuple) else []
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number. To Python true and false are ones, and not to whoever reads the journal."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, View
 from opsd.runbooks.lib.runs import job_of, rank_of, run_over, world_size
-from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.lib.signals import counted, integer, integers, number, text
 
 FOUND, GONE = "straggler_found", "straggler_gone"
 VALID_S = 180.0
@@ -29,7 +29,7 @@ def announced(view: View) -> Iterator[Finding]:
 
 def key(event: Event) -> str:
     """What makes two announcements the same: the rank, the node of several, or the cause if nobody is to blame."""
-    ranks, run = _ranks(event), text(event.data, "run")
+    ranks, run = integers(event.data, "ranks"), text(event.data, "run")
     if not ranks:
         return f"{run}/{text(event.data, 'cause')}"
     return f"{run}/rank {ranks[0]}" if len(ranks) == 1 else f"{run}/ranks of {_node(event)}"
@@ -45,11 +45,6 @@ def healed(incident: Incident, view: View) -> bool | None:
     return True if over is None else over or any(rank.live for rank in view.ranks)
 
 
-def _ranks(event: Event) -> list[int]:
-    listed = event.data.get("ranks")
-    return [rank for rank in listed if isinstance(rank, int)] if isinstance(listed, list | tuple) else []
-
-
 def _node(event: Event) -> str:
     nodes = event.data.get("culprit_nodes")
     return str(nodes[0]) if isinstance(nodes, list | tuple) and nodes else text(event.data, "node")
@@ -57,7 +52,7 @@ def _node(event: Event) -> str:
 
 def _finding(name: str, event: Event, view: View) -> Finding:
     data = event.data
-    run, cause, ranks = text(data, "run"), text(data, "cause"), _ranks(event)
+    run, cause, ranks = text(data, "run"), text(data, "cause"), integers(event.data, "ranks")
     slowdown = max(1.0, number(data, "slowdown") or 1.0)
     cost = 1.0 - 1.0 / slowdown
     sentences = data.get("evidence")

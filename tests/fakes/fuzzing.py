@@ -55,7 +55,7 @@ def fuzz(target: Callable[[T], object], inputs: st.SearchStrategy[T], amount: in
     settings(
         max_examples=amount,
         deadline=None,
-        derandomize=amount == FEW,
+        derandomize=amount <= FEW,
         database=None,
         print_blob=True,
         report_multiple_bugs=False,

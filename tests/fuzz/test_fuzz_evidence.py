@@ -133,7 +133,7 @@ class Node:
 
 
 # what made a runbook raise: an endless clock mask, recovery action, wear of a drive, number in an event
-SEEDS = (10, 101, 191, 35)
+SEEDS = (10, 101, 191, 35, 844070)
 
 
 @AMOUNTS
