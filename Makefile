@@ -63,6 +63,7 @@ test-long: $(STAMP) test-packages ## What takes longest: stories on a Slurm clus
 	$(BIN)/python -m pytest --durations=10 -m long --ignore=tests/fuzz
 	$(BIN)/python -m pytest -n $(JOBS) --durations=3 -m long tests/fuzz
 	$(BIN)/python -m pytest --durations=3 -n 4 -m waiting
+	$(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore -m 'hypothesis and not long'
 
 # As root on Debian or Ubuntu the real programs that some tests drive are installed; elsewhere those tests are skipped by name.
 test-packages:

@@ -12,7 +12,8 @@ from hypothesis import settings
 
 from tests.fakes.tmpfs import tmpfs
 
-settings.register_profile("opsd", deadline=None)
+settings.register_profile("opsd", deadline=None, derandomize=True)
+settings.register_profile("explore", deadline=None)
 settings.load_profile("opsd")
 
 # A shell ignores the first two for what it runs in the background, nohup the third, and programs under test would

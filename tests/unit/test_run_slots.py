@@ -77,7 +77,7 @@ def test_what_has_ended_of_one_user_gives_way_to_what_lives_of_another(tmp_path:
     for owner in (1001, 1002):
         make(tmp_path, *(f"job-{owner}-{number:03d}" for number in range(MAX_PER_OWNER)), owner=owner)
     make(tmp_path, *(f"live-{number:03d}" for number in range(40)), owner=2000)
-    slots = RunSlots(tmp_path, lives)
+    slots = RunSlots(tmp_path, lives, clock=FakeClock().monotonic)
     assert sum(name.startswith("live") for name in names(slots, 20)) == 40
     assert slots.left_out == 0
 
@@ -88,7 +88,7 @@ def test_owners_share_the_slots_evenly(tmp_path: Path) -> None:
     make(tmp_path, *(f"live-{number:03d}" for number in range(300)), owner=1001)
     for owner in (2000, 2001):
         make(tmp_path, f"live-z-{owner}", owner=owner)
-    slots = RunSlots(tmp_path, lives)
+    slots = RunSlots(tmp_path, lives, clock=FakeClock().monotonic)
     chosen = slots.look()
     assert len(chosen) == MAX_PER_OWNER
     assert {folder.name for folder, owner in chosen if owner != 1001} == {"live-z-2000", "live-z-2001"}
@@ -100,7 +100,7 @@ def test_users_without_number_leave_those_who_use_gpus_their_slot(tmp_path: Path
     """User namespaces give one user sixty thousand ids."""
     for number in range(200):
         make(tmp_path, f"live-{number:03d}", owner=100_000 + number)
-    slots = RunSlots(tmp_path, lives, first=lambda: frozenset({500_000}))
+    slots = RunSlots(tmp_path, lives, first=lambda: frozenset({500_000}), clock=FakeClock().monotonic)
     names(slots, 5)
     make(tmp_path, "live-zz", owner=500_000)
     assert "live-zz" in names(slots, 5)
