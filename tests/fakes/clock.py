@@ -26,7 +26,7 @@ class FakeClock:
         self.wall_now += seconds
 
 
-def eventually(condition: Callable[[], T], within_s: float = 20.0) -> T:
+def eventually(condition: Callable[[], T], within_s: float = 60.0) -> T:
     """The first true result of ``condition``, or its last one if none is true within the time."""
     deadline = time.monotonic() + within_s
     while not (result := condition()) and time.monotonic() < deadline:

@@ -72,7 +72,7 @@ class Launchers:
         self.all.append(Launcher(self.loop, member, **identity))
         return self.all[-1]
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Let the loop run until the condition holds."""
         ended = False
         deadline = time.monotonic() + timeout_s

@@ -64,7 +64,7 @@ class Launchers:
         plans = [self.told(name, "begin")[-1:] for name in names]
         return all(plan and plan[0]["slots"] == sorted(names) for plan in plans)
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         assert eventually(condition, timeout_s), {name: (self.folder / name).read_text() for name in self.processes}
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ def missing() -> str:
     return f"not installed: {', '.join(absent)} (see tests/debian-packages.txt)" if absent else ""
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout: float = 120.0) -> None:
     """Poll ``condition`` until it is true. Raises TimeoutError with ``what`` otherwise."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -179,7 +179,7 @@ class Cluster:
         lines = self.controller.run("sinfo", "--noheader", "--Node", "--partition=train", "--format=%N %T").stdout
         return dict(line.split() for line in lines.splitlines())
 
-    def wait_idle(self, timeout: float = 30.0) -> None:
+    def wait_idle(self, timeout: float = 120.0) -> None:
         """Wait until every node is idle."""
 
         def idle() -> bool:

@@ -23,10 +23,10 @@ def running_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster with all nodes idle; what a test left behind on it is cleaned up after it."""
+    """The cluster with all nodes free; what a test left behind on it is cleaned up after it."""
     yield running_cluster
     slurm = CommandSlurm(runner_on(running_cluster.controller))
-    wait_until(lambda: _clean(slurm), "all nodes idle again")
+    wait_until(lambda: _clean(slurm), "all nodes free again")
 
 
 def _clean(slurm: CommandSlurm) -> bool:
@@ -42,4 +42,4 @@ def _clean(slurm: CommandSlurm) -> bool:
         # A node may come back by itself in between, and then there is nothing to resume.
         with suppress(SlurmRejected):
             slurm.update_nodes(held, "resume")
-    return all(node.state == "idle" and node.usable for node in nodes)
+    return all(node.free for node in nodes)

@@ -69,10 +69,10 @@ class Failures:
         self._wait_gone(jobs)
 
     def _wait(self, jobs: Sequence[int], state: str) -> None:
-        wait_until(lambda: {job.state for job in self._root.jobs(jobs)} == {state}, f"jobs {jobs} are {state}", 60.0)
+        wait_until(lambda: {job.state for job in self._root.jobs(jobs)} == {state}, f"jobs {jobs} are {state}")
 
     def _wait_gone(self, jobs: Sequence[int] = ()) -> None:
-        wait_until(lambda: not self._root.jobs(jobs), f"jobs {jobs} have ended", 60.0)
+        wait_until(lambda: not self._root.jobs(jobs), f"jobs {jobs} have ended")
 
 
 _OPTIONS = ("--output=/dev/null", "--mem=100", "--requeue")

@@ -62,12 +62,12 @@ def _trial(training: Training, cause: Cause) -> Trial:
         training.until(lambda: training.step >= step + BETWEEN, "steps before the next trial")
         began = time.monotonic()
         cause(training)
-        training.until(lambda: len(training.events("resumed")) > before, "the run to go on", 90)
+        training.until(lambda: len(training.events("resumed")) > before, "the run to go on")
         if cause is cut_off:
             time.sleep(max(0.0, HEAL_AFTER_S - (time.monotonic() - began)))
             training.cluster.heal()
         generation = training.events("resumed")[-1]["generation"]
-        training.until(lambda: training.metrics()[-1]["generation"] == generation, "steps", 60)
+        training.until(lambda: training.metrics()[-1]["generation"] == generation, "steps")
         return since(training, generation)
     except (TimeoutError, ValueError, RuntimeError) as error:
         return failure(error)

@@ -26,7 +26,7 @@ def accounted() -> Iterator[Cluster]:
     with Cluster(failures.NAMES, failures.SETTINGS, dbd={"PrivateData": "jobs,users"}) as cluster:
         failures.Failures(cluster).play()
         run = runner_on(cluster.controller)
-        wait_until(lambda: len(job_faults.read(run, days=1)) == 3, "slurmdbd knows of all that happened", 60)
+        wait_until(lambda: len(job_faults.read(run, days=1)) == 3, "slurmdbd knows of all that happened")
         yield cluster
 
 
@@ -65,4 +65,4 @@ def test_an_accounting_that_is_away_is_no_history_without_failures(accounted: Cl
         assert (away.returncode, away.stdout, len(away.stderr.splitlines())) == (exitcodes.FAILED, "", 1)
     finally:
         accounted.accounting.start_daemon()
-    wait_until(lambda: job_faults.read(run, days=1), "it answers with what it was told before", 60)
+    wait_until(lambda: job_faults.read(run, days=1), "it answers with what it was told before")

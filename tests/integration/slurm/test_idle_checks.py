@@ -46,13 +46,13 @@ def test_idle_nodes_are_tested_in_turn_and_give_way(cluster: Cluster) -> None:
         return node_comment.read(slurm.comments([name])[name]).tested_at
 
     begin()
-    wait_until(lambda: tested("n4") >= int(now), "n4, which was never tested, is", 90)
+    wait_until(lambda: tested("n4") >= int(now), "n4, which was never tested, is")
     cluster.wait_idle(60)
     (cluster.shared / "slow").touch()
     begin()
-    wait_until(lambda: any(job.state == "running" for job in slurm.jobs(node="n3")), "n3 is under test", 60)
+    wait_until(lambda: any(job.state == "running" for job in slurm.jobs(node="n3")), "n3 is under test")
     job = slurm.submit("#!/bin/sh\nsleep 60\n", ["--nodes=4", "--exclusive", "--partition=train", "--output=/dev/null"])
-    wait_until(lambda: any(one.id == job and one.state == "running" for one in slurm.jobs()), "the job runs", 60)
+    wait_until(lambda: any(one.id == job and one.state == "running" for one in slurm.jobs()), "the job runs")
     (cluster.shared / "slow").unlink()
     assert [one.id for one in slurm.jobs()] == [job]
     assert tested("n3") < now - 86_400

@@ -60,18 +60,18 @@ def test_the_way_between_two_leaves_is_measured_and_gives_way(cluster: Cluster) 
 
     (cluster.shared / "slow").touch()
     begin()
-    wait_until(lambda: [job.state for job in slurm.jobs()] == ["running"], "a pair is measured", 60)
+    wait_until(lambda: [job.state for job in slurm.jobs()] == ["running"], "a pair is measured")
     (pair,) = slurm.jobs()
     assert {name[1] in "12" for name in pair.nodes} == {True, False}
     job = slurm.submit("#!/bin/sh\nsleep 60\n", ["--nodes=4", "--exclusive", "--partition=train", "--output=/dev/null"])
-    wait_until(lambda: [(one.id, one.state) for one in slurm.jobs()] == [(job, "running")], "the job runs", 60)
+    wait_until(lambda: [(one.id, one.state) for one in slurm.jobs()] == [(job, "running")], "the job runs")
     assert measured() == {}
     slurm.cancel(job)
     (cluster.shared / "slow").unlink()
     cluster.wait_idle(60)
 
     begin()
-    wait_until(lambda: len(measured()) == 2, "a way is in two comments", 120)
+    wait_until(lambda: len(measured()) == 2, "a way is in two comments")
     assert {(name[1] in "12", leaf) for name, leaf in measured().items()} == {(True, "leaf2"), (False, "leaf1")}
     cluster.wait_idle(60)
     begin()

@@ -41,6 +41,6 @@ def test_modules_of_the_batch_script(cluster: Cluster) -> None:
     )
     slurm = CommandSlurm(runner_on(cluster.controller, USER))
     job = slurm.submit(script, [f"--chdir={folder}", "--output=job.out", "--nodes=2"])
-    wait_until(lambda: not slurm.jobs([job]), "the job has ended", 60)
+    wait_until(lambda: not slurm.jobs([job]), "the job has ended")
     ranks = {path.name: path.read_text() for path in folder.glob("rank-*")}
     assert ranks == {"rank-0": "site", "rank-1": "site"}, (folder / "job.out").read_text()

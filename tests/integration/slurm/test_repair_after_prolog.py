@@ -59,7 +59,7 @@ def refused_and_repaired(cluster: Cluster, machines: MachineRoom) -> Case:
     cluster.controller.run("sbatch", "--nodelist=n1", f"--wrap=hostname >{ran}", "--output=/dev/null")
     try:
         wait_until(cases.past, "the repair has ended", 240)
-        wait_until(lambda: ran.exists() and ran.read_text() == "n1\n", "the job has run", 120)
+        wait_until(lambda: ran.exists() and ran.read_text() == "n1\n", "the job has run")
     except TimeoutError as error:
         raise TimeoutError(f"{error}; {slurm.nodes(['n1'])}\n{machines.log('n1')}") from error
     (case,) = cases.past()
@@ -89,7 +89,7 @@ def test_a_process_that_a_job_has_left_is_ended_before_the_next_one(
     mine, opened = tmp_path / "mine", tmp_path / "opened"
     os.mknod(mine, 0o20666, os.makedev(MAJOR, 0))
     with cluster.nodes["n1"].process(sys.executable, "-c", HOLDS, str(mine), str(opened)) as holder:
-        wait_until(opened.exists, "it has the GPU open", 60)
+        wait_until(opened.exists, "it has the GPU open")
         case = refused_and_repaired(cluster, machines)
         assert holder.wait(30) != 0
     ending, *after = case.attempts

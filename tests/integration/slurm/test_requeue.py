@@ -75,7 +75,7 @@ def test_an_ordinary_user_need_not_wait_for_slurm(defaults: Cluster) -> None:
     requeued = requeue_now(user, job.id, ExcludedNodes(lost=(victim,)))
     assert (requeued.restarts, requeued.avoided) == (1, (victim,))
     assert user.excluded(job.id).keys() == {victim}
-    wait_until(lambda: resumed(defaults, user, job.id), "the job runs again", 120)
+    wait_until(lambda: resumed(defaults, user, job.id), "the job runs again")
     print(f"\nordinary user: running again {time.monotonic() - lost:.1f} s after the loss")
     assert starts(defaults)[1] == sorted({"n1", "n2", "n3"} - {victim})
 
@@ -88,7 +88,7 @@ def test_a_survivor_has_its_own_job_started_elsewhere(defaults: Cluster) -> None
     defaults.nodes[victim].power_off()
     lost = time.monotonic()
     (defaults.shared / f"tell-{job.batch_host}").write_text(victim)
-    wait_until(lambda: resumed(defaults, slurm, job.id), "the job runs again", 120)
+    wait_until(lambda: resumed(defaults, slurm, job.id), "the job runs again")
     print(f"\nfrom inside: running again {time.monotonic() - lost:.1f} s after the loss")
     assert victim not in starts(defaults)[1]
     [node] = slurm.nodes([victim])
@@ -105,7 +105,7 @@ def test_a_job_with_a_range_of_nodes_starts_on_all_that_are_left(defaults: Clust
     defaults.nodes[victim].power_off()
     lost = time.monotonic()
     (defaults.shared / f"tell-{job.batch_host}").write_text(victim)
-    wait_until(lambda: resumed(defaults, user, job.id), "the job runs again", 120)
+    wait_until(lambda: resumed(defaults, user, job.id), "the job runs again")
     print(f"\nrange of nodes: running again {time.monotonic() - lost:.1f} s after the loss")
     assert starts(defaults)[1] == sorted(set(job.nodes) - {victim})
     assert [found.id for found in user.jobs() if found.state != "pending"] == [job.id]
@@ -122,7 +122,7 @@ def test_the_batch_host_dies(cluster_of_tuned_timeouts: Cluster) -> None:
     cluster.nodes[job.batch_host].power_off()
     lost = time.monotonic()
     (cluster.shared / f"tell-{survivor}").write_text(job.batch_host)
-    wait_until(lambda: resumed(cluster, slurm, job.id), "the job runs again", 120)
+    wait_until(lambda: resumed(cluster, slurm, job.id), "the job runs again")
     print(f"\nbatch host: running again {time.monotonic() - lost:.1f} s after the loss")
     assert job.batch_host not in starts(cluster)[1]
     assert "is being stopped and will start again at once" in (cluster.shared / f"said-{survivor}").read_text()

@@ -75,7 +75,7 @@ def agent(cluster: Cluster, driver: SimulatedGpus, tmp_path: Path, library: str)
     config.write_text(SETTINGS.format(folder=tmp_path, library=library))
     agent = Agent(cluster.nodes["n1"], config, tmp_path / "gpus")
     with agent.host.process(*agent.opsd, "agent", agent.config):
-        wait_until(lambda: agent.ask("status"), "the agent answers", 60)
+        wait_until(lambda: agent.ask("status"), "the agent answers")
         yield agent
 
 
@@ -93,7 +93,7 @@ def test_each_incident_names_the_job_of_its_gpu(cluster: Cluster, driver: Simula
     def known() -> bool:
         return {job: user for job, (user, _) in agent.jobs().items()} == users
 
-    wait_until(known, "the agent knows the jobs of all GPUs", 60)
+    wait_until(known, "the agent knows the jobs of all GPUs")
     job_of = {gpu: job for job, (_, gpus) in agent.jobs().items() for gpu in gpus}
     assert len(job_of) == GPUS - 1
     for gpu in driver:
@@ -103,5 +103,5 @@ def test_each_incident_names_the_job_of_its_gpu(cluster: Cluster, driver: Simula
         found = agent.ask("incidents", "list").get("incidents", ())
         return {one["culprit"]["gpu"]: one["job"] for one in found if one["kind"] == "gpu_xid"}
 
-    wait_until(lambda: len(told()) == GPUS, "an incident of each GPU", 60)
+    wait_until(lambda: len(told()) == GPUS, "an incident of each GPU")
     assert told() == {gpu: job_of.get(gpu, "") for gpu in range(GPUS)}

@@ -60,7 +60,7 @@ def run_both(cluster: Cluster, folder: Path, nodes: int, first: str, second: str
     slurm = CommandSlurm(runner_on(cluster.controller, USER))
     options = [f"--chdir={folder}", "--output=job.out", f"--nodelist=n[1-{nodes}]", f"--nodes={nodes}", "--no-kill"]
     job = slurm.submit(script, options)
-    wait_until(lambda: not slurm.jobs([job]), "the job has ended", 60)
+    wait_until(lambda: not slurm.jobs([job]), "the job has ended")
     return (folder / "job.out").read_text()
 
 
@@ -92,7 +92,7 @@ def test_a_job_that_exports_nothing_ends_as_its_run(cluster: Cluster, folder: Pa
     )
     options = ["--export=NONE", "--requeue", "--no-kill", "--nodes=2", f"--chdir={folder}", "--output=job.out"]
     job = slurm.submit(script, options)
-    wait_until(lambda: not slurm.jobs([job]), "the job has ended", 60)
+    wait_until(lambda: not slurm.jobs([job]), "the job has ended")
     said = (folder / "job.out").read_text()
     assert "the run is over (0): all ranks finished" in said and "requeueing" not in said, said
     assert [path.read_text() for path in folder.glob("seen-*")] == ["a module"] * 2
@@ -129,7 +129,7 @@ def test_a_node_on_which_a_stranger_has_the_port_is_avoided(cluster: Cluster, fo
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout is not None and stranger.stdout.readline() == b"listening\n"
         slurm.release(job)
-        wait_until(lambda: not slurm.jobs([job]), "the job has ended", 120)
+        wait_until(lambda: not slurm.jobs([job]), "the job has ended")
         stranger.communicate()
     said = (folder / "job.out").read_text()
     assert f"cannot listen at 10.77.0.3:{port}: another program does; give all launchers of the run the same" in said

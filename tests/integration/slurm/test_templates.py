@@ -66,7 +66,7 @@ class Submitted:
         """Wait for the launchers."""
         self.until(lambda: len(self.calls()) == launchers, f"{launchers} launchers run")
 
-    def until(self, condition: Callable[[], object], what: str, timeout: float = 30.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, timeout: float = 120.0) -> None:
         """Wait for something; what the job has said is told if it does not come."""
         try:
             wait_until(condition, what, timeout)
@@ -105,7 +105,7 @@ class Submitted:
             path.read_text() for path in [self.folder / "job.out", *self.folder.rglob("*.log")] if path.exists()
         )
 
-    def outcome(self, timeout: float = 30.0) -> str:
+    def outcome(self, timeout: float = 120.0) -> str:
         """How the job has ended: its state and exit code."""
         self.until(lambda: self.job() is None, "the job has ended", timeout)
         shown = self.cluster.controller.run("scontrol", "show", "job", str(self.id), "--oneliner").stdout
@@ -174,7 +174,7 @@ def test_without_a_last_word_the_job_runs_again_and_not_for_ever(submit: Submit)
     run = submit("train-requeue.sbatch")
     run.began()
     run.answer("n1", "n2", "n3", "n4", exit=0)
-    assert run.outcome(120) == "FAILED 1:0"
+    assert run.outcome() == "FAILED 1:0"
     assert len(run.calls()) == 9
     assert run.said().count("all launchers are gone and none has said why (n") == 3
     assert "start 3 in a row without an outcome and without progress; giving up" in run.said()
@@ -192,7 +192,7 @@ def test_saved_and_stopped_is_requeued(submit: Submit) -> None:
     run.until(lambda: (job := run.job()) is not None and job.restarts == 1, "the job was put back")
     for node in ("n1", "n2", "n3"):
         (run.folder / f"answer-{node}").unlink()
-    run.until(run.requeued, "the job runs again", 60)
+    run.until(run.requeued, "the job runs again")
 
 
 def test_a_requeue_does_not_wait_for_spares(submit: Submit, cluster: Cluster) -> None:
@@ -205,7 +205,7 @@ def test_a_requeue_does_not_wait_for_spares(submit: Submit, cluster: Cluster) ->
         run.until(lambda: (job := run.job()) is not None and job.restarts == 1, "the job was put back")
         for node in ("n1", "n2", "n3"):
             (run.folder / f"answer-{node}").unlink()
-        run.until(run.requeued, "the job runs again", 60)
+        run.until(run.requeued, "the job runs again")
         run.began(5)
         again = [(node, told) for node, told in run.calls() if told[:2] == ["--nodes", "n[1-2]"]]
         assert [node for node, _ in again] == ["n1", "n2"]
@@ -266,7 +266,7 @@ def test_a_signal_stops_the_run_and_has_it_run_again(submit: Submit, options: tu
     run.until(lambda: (job := run.job()) is not None and job.restarts == 1, "the job was put back")
     caught = {(run.folder / f"caught-{node}").read_text() for node in nodes}
     assert caught == {"SIGUSR1"}
-    run.until(run.requeued, "the job runs again", 60)
+    run.until(run.requeued, "the job runs again")
 
 
 def test_a_cancelled_job_ends_and_nobody_is_submitted(submit: Submit) -> None:

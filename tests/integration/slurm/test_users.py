@@ -51,7 +51,7 @@ def ended(cluster: Cluster, job: str | int, folder: Path) -> str:
         return not any(f"JobState={state}" in shown for state in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"))
 
     try:
-        wait_until(over, "the job has ended", 120)
+        wait_until(over, "the job has ended")
     except TimeoutError as error:
         said = "".join(path.read_text() for path in folder.glob("*.out"))
         raise TimeoutError(f"{error}: {shown}; {said}") from error
@@ -91,11 +91,11 @@ def test_a_task_of_an_array_is_requeued_alone(cluster: Cluster) -> None:
         events = folder / f"train-{task}/events.jsonl"
         return events.exists() and "generation_started" in events.read_text()
 
-    wait_until(lambda: began(3) and began(4), "both runs have begun", 60)
+    wait_until(lambda: began(3) and began(4), "both runs have begun")
     (other,) = (job.id for job in slurm.jobs() if job.id != last)
     cluster.controller.run("scancel", "--signal=USR1", f"{last}_4")
-    wait_until(lambda: [job.restarts for job in slurm.jobs([last])] == [1], "the last task is requeued", 60)
-    wait_until(lambda: slurm.jobs([last])[0].state == "running", "it runs again", 60)
+    wait_until(lambda: [job.restarts for job in slurm.jobs([last])] == [1], "the last task is requeued")
+    wait_until(lambda: slurm.jobs([last])[0].state == "running", "it runs again")
     assert [(job.restarts, job.state) for job in slurm.jobs([other])] == [(0, "running")]
 
 
