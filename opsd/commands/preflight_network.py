@@ -63,8 +63,9 @@ def network(
 
     Exits with 0 if all is well, 1 if not, 2 for a wrong command line, 3 if interrupted.
     """
-    # Waiting for an order wakes up once a second, which torch's store would tell of each time.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Waiting for an order wakes up once a second, which torch's store would tell of each time, and of an error it tells
+    # with the stack of its own functions.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         here, switch_of = place(hosts, node, rendezvous), read_switches(topology)
     except RendezvousError as error:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -108,6 +111,28 @@ def test_a_member_whose_head_dies_ends(environment, port: int, started):
     assert eventually(lambda: connections(port) == 3, within_s=60)
     started[1].kill()
     assert started[0].wait(timeout=120) == 1
+
+
+@pytest.mark.parametrize("answers", ["nothing", "silence", "hanging up"])
+def test_without_a_head_there_is_one_sentence_in_time(answers: str, environment, port: int, started):
+    """Whoever is at the port: torch's client waits four times as long, for ever for silence, and prints its stack."""
+    with ExitStack() as stack:
+        if answers != "nothing":
+            other = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        if answers == "hanging up":
+            Thread(target=hang_up, args=(other,), daemon=True).start()
+        member = node(environment, 1, f"127.0.0.1:{port}", "--hosts", "n[0-2]", "--join-timeout", "2")
+        started.append(member)
+        out, err = member.communicate(timeout=120)
+    assert (member.returncode, out) == (1, "")
+    (line,) = err.splitlines()
+    assert line.startswith(f"opsd: 127.0.0.1:{port}: ")
+
+
+def hang_up(server: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            server.accept()[0].close()
 
 
 def test_ctrl_c_ends_a_search_with_exit_3(environment, port: int, started, tmp_path: Path):

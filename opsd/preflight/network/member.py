@@ -3,30 +3,74 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import count
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Final
 
 from pydantic import TypeAdapter
 
 from opsd.preflight.network.forkserver import ForkServer
 from opsd.preflight.network.spec import Done, Joined, Spec
+from opsd.threads import start_thread
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 POLL: Final = timedelta(seconds=1)
+_AGAIN_S: Final = 0.2
+_HANDSHAKE_S: Final = 5.0
+"""For the greetings of a store that has just answered; torch tries three times."""
 PATIENCE_S: Final = 3600.0
 """How long a node waits for its next order; the lost connection shows at once that the coordinator has died."""
 
 
 def connect(host: str, port: int, *, serve: bool, seconds: float) -> TCPStore:
-    """The store of the check; ``serve`` on node 0. Raises RuntimeError if it is not reachable within ``seconds``."""
+    """The store of the check; ``serve`` on node 0. Raises RuntimeError if it is not reachable within ``seconds``.
+
+    Whoever joins waits here until somebody answers: torch's client waits four times as long as it is told to, and
+    prints its stack for each try.
+    """
     from torch.distributed import TCPStore as Store  # type: ignore[attr-defined]
 
-    store: TCPStore = Store(host, port, is_master=serve, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    if serve:
+        return Store(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+    _wait_for(host, port, seconds)
+    greeted: Queue[TCPStore | RuntimeError] = Queue()
+
+    def greet() -> None:
+        try:
+            greeted.put(Store(host, port, is_master=False, timeout=timedelta(seconds=min(seconds, _HANDSHAKE_S))))
+        except RuntimeError as error:
+            greeted.put(error)
+
+    start_thread("greet", greet)  # torch waits for ever for somebody who accepts connections and says nothing
+    try:
+        store = greeted.get(timeout=seconds + _HANDSHAKE_S)
+    except Empty:
+        raise RuntimeError("what answers there is no network check: name another port with --rendezvous") from None
+    if isinstance(store, RuntimeError):
+        raise store
+    store.set_timeout(timedelta(seconds=seconds))
     return store
+
+
+def _wait_for(host: str, port: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))):
+                return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RuntimeError(
+                    f"nobody answers after {seconds:g} s ({error.strerror or error}): start the same command on the "
+                    "first node, and see that no firewall is between"
+                ) from error
+        time.sleep(_AGAIN_S)
 
 
 def serve(
