@@ -40,7 +40,7 @@ def test_living_runs_of_a_user_do_not_hide_those_of_another(node: Node, attacker
         assert node.series("opsd_ranks_left_out")['what="runs"'] > 0
         assert len(node.series("opsd_run_up")) == 64
         process.terminate()
-        assert "more than there is room for" in process.communicate(timeout=30)[1]
+        assert "more than there is room for" in process.communicate(timeout=60)[1]
     good.close()
 
 

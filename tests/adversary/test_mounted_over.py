@@ -48,4 +48,4 @@ def test_what_a_user_mounts_over_a_run_is_not_entered(node: Node, good: Attacker
             assert hung == []
         finally:
             process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)

@@ -57,7 +57,7 @@ class FakeLoop(Loop):
 
     def settle(self) -> None:
         """Wait for what is done beside the loop."""
-        self._done.get(timeout=20)()
+        self._done.get(timeout=60)()
 
     def advance(self, seconds: float) -> None:
         end = self.now + seconds

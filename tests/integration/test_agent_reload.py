@@ -41,7 +41,7 @@ def test_a_hangup_reloads_the_configuration(opsd: Opsd) -> None:
         assert (said["mode"], process.poll()) == ("recommend", None)
         assert opsd.get("/healthz")
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=60)
     assert process.returncode == exitcodes.OK
     assert "configuration refused, the old one stays" in log
     assert "Traceback" not in log

@@ -68,7 +68,7 @@ def test_two_nodes_are_measured_and_searched(environment, port: int, started, tm
     for number in (1, 0):
         started.append(node(environment, number, f"127.0.0.1:{port}", "--hosts", "n[0-1]", "--json", target))
     out, err = started[1].communicate(timeout=150)
-    assert started[0].wait(timeout=30) == 0
+    assert started[0].wait(timeout=60) == 0
     report = Report.from_json(target.read_bytes())
     assert [result.check for result in report.results] == [
         "network_join", "network_collectives", "network_patterns", "network_search",

@@ -32,7 +32,7 @@ def launcher(folder: Path, answer: Callable[[socket.socket], None]) -> Iterator[
         thread = threading.Thread(target=serve)
         thread.start()
         yield control
-        thread.join(10)
+        thread.join(60)
 
 
 def test_a_launcher_that_answers_byte_by_byte_holds_no_caller(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_launcher_that_answers_byte_by_byte_holds_no_caller(tmp_path: Path) ->
 
     def dribble(connection: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            for _ in range(100):
+            for _ in range(1000):
                 connection.sendall(b" ")
                 time.sleep(0.05)
 
@@ -48,7 +48,7 @@ def test_a_launcher_that_answers_byte_by_byte_holds_no_caller(tmp_path: Path) ->
         began = time.monotonic()
         with pytest.raises(ControlError, match="does not answer: timed out"):
             ask_launcher(control, {"cmd": "status"}, timeout_s=0.3)
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

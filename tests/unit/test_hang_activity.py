@@ -116,7 +116,7 @@ def test_a_main_thread_that_reads_a_byte_at_a_time(what: str, *, active: bool) -
     """As the kernel counts it."""
     process = subprocess.Popen([sys.executable, "-c", TRICKLE, what], start_new_session=True)
     try:
-        assert eventually(lambda: _moves(process.pid), 30)
+        assert eventually(lambda: _moves(process.pid), 60)
         before = read_usage(process.pid)
         time.sleep(0.5)
         found = compare(before, read_usage(process.pid), 2.0, Activity(0.0, 0.0), 9.0)

@@ -26,7 +26,7 @@ class Answers(Loop):
         self._done.put(callback)
 
     def turn(self) -> None:
-        self._done.get(timeout=10.0)()
+        self._done.get(timeout=60)()
 
 
 class Asked:

@@ -97,7 +97,7 @@ def test_what_was_not_shown_is_counted() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=60)
     lines = err.decode().splitlines()
     told = [int(line.split()[1]) for line in lines if "are not shown" in line]
     shown = [int(line.split()[1]) for line in lines if "are not shown" not in line]

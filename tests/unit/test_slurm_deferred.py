@@ -121,7 +121,7 @@ def test_the_agent_goes_on_trying(tmp_path: Path) -> None:
         with pytest.raises(Empty):
             said.get(timeout=0.1)
         slurm.error = None
-        assert said.get(timeout=20) == "drained n01"
+        assert said.get(timeout=60) == "drained n01"
     finally:
         stop.set()
         agent.join(20)
@@ -144,8 +144,8 @@ def test_the_agent_survives_a_folder_that_fails(tmp_path: Path) -> None:
     agent = threading.Thread(target=keep_applying, args=parts, kwargs={"retry_s": 0.01})
     agent.start()
     try:
-        assert "cannot be read: [Errno 5] Input/output error" in said.get(timeout=20)
-        assert said.get(timeout=20) == "drained n01"
+        assert "cannot be read: [Errno 5] Input/output error" in said.get(timeout=60)
+        assert said.get(timeout=60) == "drained n01"
     finally:
         stop.set()
         agent.join(20)

@@ -133,7 +133,7 @@ def test_a_save_outlives_its_ranks(tmp_path: Path, start: Start) -> None:
         persister.command(save=STEP, sample=SAMPLE)
         persister.rank_dies()
     for persister in world:
-        assert persister.process.wait(timeout=30) == 0
+        assert persister.process.wait(timeout=60) == 0
     assert verify(folder_of(tmp_path, STEP)).step == STEP
 
 
@@ -146,7 +146,7 @@ def test_a_part_that_never_comes_is_given_up(tmp_path: Path, start: Start) -> No
     assert world[0].process.poll() is None  # the other one is alive and may still deliver
     world[1].rank_dies()
     for persister in world:
-        assert persister.process.wait(timeout=30) == 0
+        assert persister.process.wait(timeout=60) == 0
     assert [path.name for path in tmp_path.iterdir()] == [LOCKS]
 
 
