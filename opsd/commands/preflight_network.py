@@ -22,7 +22,7 @@ from opsd.preflight.history import History
 from opsd.preflight.network.check import Interrupted, Scope, label_of, run_check
 from opsd.preflight.network.participant import Participant, leading, take_part
 from opsd.preflight.network.plan import effort
-from opsd.preflight.network.rendezvous import Place, RendezvousError, place, read_switches, use_interface
+from opsd.preflight.network.rendezvous import Place, RendezvousError, place, read_switches, resolve, use_interface
 from opsd.preflight.report import Report
 from opsd.slurm import leaf_paths
 from opsd.slurm.connect import choose
@@ -71,6 +71,7 @@ def network(
         raise BadConfig(str(error)) from error
     pair = _pair(here, switch_of) if note else None
     try:
+        _resolve(here)
         gpus = _gpus()
     except BadConfig:
         if pair is not None and here.node == 0:
@@ -87,6 +88,13 @@ def network(
     except RuntimeError as error:
         click.echo(f"opsd: {here.host}:{here.port}: {str(error).partition(chr(10))[0]}", err=True)
         return exitcodes.FAILED
+
+
+def _resolve(here: Place) -> None:
+    try:
+        resolve(here)
+    except RendezvousError as error:
+        raise BadConfig(str(error)) from error
 
 
 def _gpus() -> int:

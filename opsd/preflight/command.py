@@ -28,6 +28,7 @@ from opsd.preflight.engine import CheckRun, SelectionError, find, run, select, u
 from opsd.preflight.fleet import Fleet
 from opsd.preflight.history import History, HistoryError
 from opsd.preflight.judge import Yardsticks
+from opsd.preflight.network.plan import NETWORK
 from opsd.preflight.report import Report
 from opsd.preflight.training import demand_by
 from opsd.preflight.trends import render
@@ -161,11 +162,14 @@ def _ask(python: str) -> bool:
 
 
 def validate(settings: PreflightSettings, checks: Sequence[Check]) -> None:
-    """Raise SelectionError if the settings name a check or measure that does not exist or cannot be bounded."""
-    for name in (*settings.optional, *settings.limits):
+    """Raise SelectionError if the settings name a check or measure that does not exist or cannot be bounded.
+
+    Limits may be those of checks of the network too, which never run here.
+    """
+    for name in settings.optional:
         find(checks, name)
     for name, limits in settings.limits.items():
-        bounded = [measure.name for measure in find(checks, name).measures if measure.better]
+        bounded = [measure.name for measure in find((*checks, *NETWORK), name).measures if measure.better]
         for measure in limits:
             if measure not in bounded:
                 known = f"it has {', '.join(bounded)}" if bounded else "it has none"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -10,17 +13,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd import __version__
+from opsd import __version__, exitcodes
 from opsd.preflight.base import Verdict
+from opsd.preflight.checks import CHECKS
+from opsd.preflight.command import validate
 from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
+from opsd.preflight.engine import SelectionError
 from opsd.preflight.grouptest import Level
 from opsd.preflight.network import measure, plan
 from opsd.preflight.network.bandwidth import Timing, busbw, sizes
 from opsd.preflight.network.check import join_outcome
 from opsd.preflight.network.coordinator import slowest
 from opsd.preflight.network.participant import Participant
-from opsd.preflight.network.rendezvous import Place, RendezvousError, interface_towards, place, read_switches
+from opsd.preflight.network.rendezvous import (
+    Place,
+    RendezvousError,
+    interface_towards,
+    place,
+    read_switches,
+    resolve,
+)
 from opsd.preflight.network.spec import Done, Joined
+from opsd.settings.preflight import PreflightSettings
 
 RANKS = st.integers(2, 60)
 
@@ -117,6 +131,27 @@ def test_the_interface_towards_this_machine_is_the_loopback():
     """Gloo must not guess by the host's name; what cannot be resolved has none."""
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("no.such.host.invalid") == ""
+
+
+def test_a_name_without_an_address_is_told_at_once():
+    """Two minutes passed before, and torch showed its C++ frames; both nodes, also without torch."""
+    for node in (0, 1):
+        command = [sys.executable, "-m", "opsd", "preflight", "network", "--hosts=no.such.host.invalid,localhost"]
+        done = subprocess.run([*command, f"--node={node}"], capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == exitcodes.USAGE
+        assert done.stderr.startswith("opsd: no.such.host.invalid, where the nodes meet, has no address here")
+    resolve(Place(("localhost",), 0, "127.0.0.1", 29_555))
+
+
+def test_limits_of_measures_of_the_network_are_accepted():
+    """They are read by `opsd preflight network`; a name that nobody has is refused as ever."""
+    validate(PreflightSettings(limits={"network_patterns": {"bandwidth": 40e9}}), CHECKS)
+    for name, measure_name, sentence in (
+        ("network_patterns", "speed", "has no such measure; it has bandwidth"),
+        ("network_paterns", "bandwidth", "did you mean network_patterns?"),
+    ):
+        with pytest.raises(SelectionError, match=re.escape(sentence)):
+            validate(PreflightSettings(limits={name: {measure_name: 1.0}}), CHECKS)
 
 
 def test_leaf_switches_come_from_slurms_topology(tmp_path: Path):

@@ -71,6 +71,7 @@ SEARCH: Final = Check(
     measures=(Measure("tests", "", "number of group tests"), Measure("rounds", "", "number of rounds")),
     needs=frozenset({"network", "exclusive"}),
 )
+NETWORK: Final = (COLLECTIVES, PATTERNS, SEARCH)
 
 
 def collectives(

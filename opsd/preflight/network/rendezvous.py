@@ -54,6 +54,17 @@ def place(hosts: str, node: int | None, rendezvous: str, environment: Mapping[st
     return Place(names, number, host, int(port or port_of(int(environment.get("SLURM_JOB_ID", "0")))))
 
 
+def resolve(here: Place) -> None:
+    """Raise RendezvousError if the host of the store has no address here: torch would ask for it again and again."""
+    try:
+        socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RendezvousError(
+            f"{here.host}, where the nodes meet, has no address here ({why}); name another with --rendezvous HOST"
+        ) from error
+
+
 def port_of(job: int) -> int:
     """Where the nodes of this job meet: jobs on the same node must not meet each other's stores."""
     return PORT + job % 1000
