@@ -95,7 +95,9 @@ def pick_nodes(
     NVLink domains are those that the nodes' drivers told in their last test, otherwise Slurm's blocks.
 
     Prints a hostlist for sbatch's --nodelist, of nodes of one partition that is up, which is named beside it; of one
-    whose jobs give way to all others (PriorityTier=0) only if --partition names it or there is no other. Nodes
+    whose jobs give way to all others (PriorityTier=0) only if --partition names it or there is no other. No two of them
+    are below leaf switches between which the network was bad when last measured, if that can be avoided; else the way
+    is told. Nodes below switches that are not connected are never picked together. Nodes
     that failed lately are avoided where failures of the past foretold later ones in this cluster (`opsd nodes lemons`);
     spares and reserved nodes are left out.
     """
@@ -106,13 +108,16 @@ def pick_nodes(
     judged = _judge(found, comments, more_faults, jobs)
     offered = {name for one in up for name in one.nodes}
     known = [one for one in candidates(found, comments, judged, time.time()) if one.node in offered]
+    tree = leaf_paths.with_bad(tree, _comments() if partition else comments, time.time())
     choice = pick_in_one(up, free(known), count, tree.with_domains(domains(comments)))
     if choice is None:
         taken = [f"{one.node}: {one.why_not}" for one in known if one.why_not]
         more = f" ({'; '.join(taken[:3])}{'; …' if len(taken) > 3 else ''})" if taken else ""
         of = f"partition {up[0].name}" if len(up) == 1 else f"{len(up)} partitions, of which a job has one"
+        apart = sorted({tree.top(name) for name in free(known)} - {""})
+        of += f", below switches that are not connected ({', '.join(apart)})" if len(apart) > 1 else ""
         fail(f"{len(known) - len(taken)} of {len(known)} nodes can be had now in {of}, {count} are wanted{more}")
-    _show(choice, {one.node: one for one in known}, as_json)
+    _show(choice, {one.node: one for one in known}, tree, as_json)
     return exitcodes.OK
 
 
@@ -157,16 +162,20 @@ def _tree(path: Path | None) -> Topology:
         raise BadConfig(str(error)) from error
 
 
-def _show(choice: Choice, known: dict[str, Candidate], as_json: bool) -> None:
+def _show(choice: Choice, known: dict[str, Candidate], tree: Topology, as_json: bool) -> None:
     hostlist = compress(choice.nodes)
     against = {node: known[node].remarks for node in choice.nodes if known[node].remarks}
     if as_json:
-        click.echo(json.dumps({**asdict(choice), "hostlist": hostlist, "remarks": against}, indent=1))
+        ways = [{"leaves": way, "measured": tree.bad[way]} for way in choice.bad_ways]
+        told = {**asdict(choice), "bad_ways": ways, "hostlist": hostlist, "remarks": against}
+        click.echo(json.dumps(told, indent=1))
         return
     click.echo(hostlist)
     below = f"all below switch {choice.switch}" if choice.switch else "no switch above all of them is known"
     within = f"in NVLink domain {choice.domain}, " if choice.domain else ""
     click.echo(f"{len(choice.nodes)} nodes of partition {choice.partition}, {within}{below}", err=True)
+    for way in choice.bad_ways:
+        click.echo(f"{tree.bad_text(way)}; no other choice avoids it", err=True)
     for node, remarks in against.items():
         click.echo(f"{node}: {', '.join(remarks)}", err=True)
 
@@ -179,6 +188,14 @@ def _from_slurm(partition: str | None = None) -> tuple[Sequence[Node], dict[str,
         if of is None:
             raise BadConfig(f"Slurm has no partition {partition}; `sinfo -s` lists them")
         return slurm.nodes(of), dict(slurm.comments(of))
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+
+
+def _comments() -> dict[str, str]:
+    """Those of all nodes."""
+    try:
+        return dict(choose().slurm.comments())
     except SlurmError as error:
         fail(f"Slurm: {error}")
 

@@ -19,7 +19,7 @@ from opsd.config import Settings
 from opsd.preflight import view
 from opsd.preflight.command import HISTORY, keep, yardsticks
 from opsd.preflight.history import History
-from opsd.preflight.network.check import Interrupted, Scope, label_of, run_check
+from opsd.preflight.network.check import Interrupted, Scope, label_of, run_check, slowest_rate
 from opsd.preflight.network.participant import Participant, leading, take_part
 from opsd.preflight.network.plan import effort
 from opsd.preflight.network.rendezvous import Place, RendezvousError, place, read_switches, resolve, use_interface
@@ -75,7 +75,7 @@ def network(
         gpus = _gpus()
     except BadConfig:
         if pair is not None and here.node == 0:
-            _note(pair, switch_of, time.time(), None, Console(stderr=True))
+            _note(pair, switch_of, time.time(), Console(stderr=True), passed=None)
         raise
     use_interface(here.host)
     participant = Participant(here, max(1, gpus), "nccl" if gpus else "gloo", join_timeout)
@@ -149,15 +149,21 @@ def _lead(
     view.show(report, console)
     keep(report, targets, history, console)
     if pair is not None and not report.interrupted:
-        _note(pair, scope.switch_of, report.started, report.passed, console)
+        _note(pair, scope.switch_of, report.started, console, passed=report.passed, rate=slowest_rate(report))
     return exit_code(report)
 
 
 def _note(
-    pair: tuple[str, str], switch_of: Mapping[str, str], at: float, passed: bool | None, console: Console
+    pair: tuple[str, str],
+    switch_of: Mapping[str, str],
+    at: float,
+    console: Console,
+    *,
+    passed: bool | None,
+    rate: float = 0.0,
 ) -> None:
     try:
-        leaf_paths.note(choose().slurm, pair, switch_of, at, passed=passed)
+        leaf_paths.note(choose().slurm, pair, switch_of, at, passed=passed, rate=rate)
     except SlurmError as error:
         console.print(f"opsd: Slurm: {error}; the measurement is not in the nodes' comments", soft_wrap=True)
 

@@ -66,6 +66,12 @@ def label_of(participant: Participant) -> str:
     return f"network of {count} node{'s' if count > 1 else ''}"
 
 
+def slowest_rate(report: Report) -> float:
+    """Bytes per second of the slowest exchange between nodes, 0 if none was measured."""
+    values = (value for result in report.results if result.check == PATTERNS.name for value in result.values)
+    return min((value.value for value in values if value.measure == "bandwidth"), default=0.0)
+
+
 def _steps(
     participant: Participant, coordinator: Coordinator, scope: Scope, say: Callable[[str], None]
 ) -> Iterator[tuple[Check, float, Outcome]]:
