@@ -153,7 +153,7 @@ def _segment(settings: Settings, options: dict[str, Any]) -> int:
 
 def _topology() -> Topology:
     try:
-        return topology_source.read()
+        return topology_source.read(say=print_message)
     except TopologyError as error:
         print_message(f"{error}; the run goes on without it")
         return Topology()

@@ -14,8 +14,9 @@ import click
 
 from opsd import exitcodes, lemons
 from opsd.commands.options import Finite, Group, option
-from opsd.commands.output import fail, output_console, plain_table
+from opsd.commands.output import fail, output_console, plain_table, warn
 from opsd.commands.settings import BadConfig
+from opsd.commands.topology import topology
 from opsd.lemons import DAY_S, LEAST_NODES, Fault, Judgement, Lift
 from opsd.slurm import job_faults, leaf_paths
 from opsd.slurm.candidates import Candidate, accounting, candidates, due, faults, free
@@ -40,6 +41,9 @@ def nodes() -> None:
     Every subcommand exits with 0 when done, 1 if Slurm does not answer or there are too few nodes, 2 if the command
     line or a file is wrong.
     """
+
+
+nodes.add_command(topology)
 
 
 @nodes.command("lemons")
@@ -83,7 +87,7 @@ def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
 @nodes.command("pick")
 @click.argument("count", type=click.IntRange(min=1))
 @option("--partition", help="Only nodes of this partition.")
-@option("--topology", type=_FILE, help="A topology.conf; by default Slurm's.")
+@option("--topology", type=_FILE, help="A topology.conf; by default the cluster's.")
 @_history
 @_jobs
 @_json
@@ -126,7 +130,7 @@ def pick_nodes(
 @option("--days", type=Finite(0), default=7.0, help="Those not tested for so long.")
 @option("--partition", help="Only nodes of this partition.")
 @option("--pairs", is_flag=True, help="Pairs of nodes instead, below leaf switches whose connection is due.")
-@option("--topology", type=_FILE, help="With --pairs: a topology.conf; by default Slurm's.")
+@option("--topology", type=_FILE, help="With --pairs: a topology.conf; by default the cluster's.")
 @_json
 def show_due(
     count: int | None, days: float, partition: str | None, pairs: bool, topology: Path | None, as_json: bool
@@ -157,7 +161,7 @@ def show_due(
 
 def _tree(path: Path | None) -> Topology:
     try:
-        return read(path)
+        return read(path, say=warn)
     except TopologyError as error:
         raise BadConfig(str(error)) from error
 

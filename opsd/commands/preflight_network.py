@@ -14,6 +14,7 @@ from rich.console import Console
 
 from opsd import exitcodes
 from opsd.commands.options import Seconds, option, report_options, report_targets
+from opsd.commands.output import warn
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
 from opsd.preflight import view
@@ -36,7 +37,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
 @option("--rendezvous", default="", metavar="HOST[:PORT]", help="Where they meet; by default the first node.")
 @option("--profile", type=click.Choice(["quick", "standard"]), default="quick")
-@option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default Slurm's.")
+@option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default the cluster's.")
 @option("--search", "only_search", is_flag=True, help="Only search for bad nodes and links.")
 @option("--note", is_flag=True, help="Two nodes: keep in their Slurm comments how the way between their leaves is.")
 @option("--join-timeout", type=Seconds(0), default=120.0, help="How long to wait for nodes.")
@@ -66,7 +67,7 @@ def network(
     # Waiting for an order wakes up once a second, which torch's store would tell of each time.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        here, switch_of = place(hosts, node, rendezvous), read_switches(topology)
+        here, switch_of = place(hosts, node, rendezvous), read_switches(topology, warn)
     except RendezvousError as error:
         raise BadConfig(str(error)) from error
     pair = _pair(here, switch_of) if note else None

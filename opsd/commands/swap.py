@@ -14,6 +14,7 @@ from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.ranks import RanksSettings
 from opsd.commands.options import Seconds, config_options, option
+from opsd.commands.output import warn
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
 from opsd.slurm import topology_source
@@ -128,7 +129,7 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
 def _tree(names: Sequence[str]) -> Topology:
     """That of the cluster, with bad ways and the NVLink domains of these nodes; what cannot be read is missing."""
     try:
-        tree = topology_source.read()
+        tree = topology_source.read(say=warn)
     except TopologyError:
         tree = Topology()
     try:

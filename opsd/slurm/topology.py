@@ -121,6 +121,23 @@ class Topology:
         blocks = self.blocks | {named[name] for name in other.blocks}
         return Topology({**domain, **leaf}, {**above, **self.above}, domain, self.bad, blocks)
 
+    @property
+    def has_switches(self) -> bool:
+        """Whether it has more than blocks."""
+        return not self.blocks.issuperset(self.leaf.values())
+
+    def contradiction(self, other: Topology) -> str:
+        """Two nodes that are below one leaf switch here and two in ``other``, or the reverse; "" if there are none."""
+        first: dict[tuple[str, bool], str] = {}
+        for node in sorted(self.leaf.keys() & other.leaf.keys()):
+            for own in (True, False):
+                one, two = (self, other) if own else (other, self)
+                before = first.setdefault((one.leaf[node], own), node)
+                if two.leaf[before] != two.leaf[node]:
+                    here, there = ("in Slurm's", "in the file") if own else ("in the file", "in Slurm's")
+                    return f"{before} and {node} are below one leaf switch {here} and below two {there}"
+        return ""
+
     def _below(self, name: str) -> frozenset[str]:
         """The nodes below a switch, or in a domain, of this name."""
         return self.nodes.get(name, frozenset()) | {node for node, domain in self.domain.items() if domain == name}
@@ -253,3 +270,15 @@ def _above_blocks(aggregates: Iterable[tuple[str, ...]]) -> dict[str, str]:
 def _listed(told: Mapping[str, str], key: str) -> tuple[str, ...]:
     """The names of a list, in which Slurm passes over blanks and commas without a name."""
     return expand(_GAP.sub(",", told.get(key, "")).strip(","))
+
+
+def text(topology: Topology) -> str:
+    """The switches of ``topology`` as a ``topology.conf`` of topology/tree."""
+    nodes: dict[str, list[str]] = {}
+    for node, leaf in topology.leaf.items():
+        nodes.setdefault(leaf, []).append(node)
+    switches: dict[str, list[str]] = {}
+    for switch, up in topology.above.items():
+        switches.setdefault(up, []).append(switch)
+    lines = [f"SwitchName={leaf} Nodes={compress(names)}" for leaf, names in nodes.items()]
+    return "\n".join([*lines, *(f"SwitchName={up} Switches={','.join(below)}" for up, below in switches.items()), ""])
