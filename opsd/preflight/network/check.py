@@ -80,9 +80,9 @@ def _steps(
     joined = coordinator.gather(participant.join_s)
     yield JOIN, began, join_outcome(participant, joined)
     nodes = sorted(joined)
-    if not scope.only_search and (len(nodes) > 1 or participant.processes > 1):
+    if not scope.only_search and (len(nodes) > 1 or coordinator.processes > 1):
         began = time.time()
-        ranks = len(nodes) * participant.processes
+        ranks = len(nodes) * coordinator.processes
         yield COLLECTIVES, began, plan.collectives(coordinator, nodes, ranks, scope.effort, say)
     if len(nodes) > 1:
         if not scope.only_search:
@@ -95,8 +95,15 @@ def _steps(
         yield SEARCH, began, Outcome(used, tuple(plan.findings(diagnosis)), plan.protocol(diagnosis))
 
 
+def _gpus(processes: int, backend: str) -> int:
+    return processes if backend == "nccl" else 0
+
+
 def join_outcome(participant: Participant, joined: Mapping[int, Joined]) -> Outcome:
-    """Nodes that never joined, or joined with another version or number of processes."""
+    """Nodes that never joined, or joined with another version or number of GPUs: of two nodes that is no fault.
+
+    A pair is there to measure the way between them, which it does with as many GPUs as both have.
+    """
     names = participant.place.names
     findings = []
     if absent := [names[node] for node in range(len(names)) if node not in joined]:
@@ -107,7 +114,11 @@ def join_outcome(participant: Participant, joined: Mapping[int, Joined]) -> Outc
         if member.version != __version__:
             summary = f"{member.name} runs opsd {member.version}, the first node {__version__}"
             findings.append(Finding(Verdict.FAIL, summary, "install the same release everywhere", member.name))
-        if member.processes != participant.processes:
-            summary = f"{member.name} came with {member.processes} GPUs, the first node with {participant.processes}"
-            findings.append(Finding(Verdict.FAIL, summary, "a GPU is missing on one of them", member.name))
+        here, there = _gpus(participant.processes, participant.backend), _gpus(member.processes, member.backend)
+        if here != there:
+            summary = f"{member.name} came with {there} GPUs, the first node with {here}"
+            verdict, advice = Verdict.FAIL, "a GPU is missing on one of them"
+            if len(names) == 2:
+                verdict, advice = Verdict.WARN, f"it is measured with {min(here, there)} of each"
+            findings.append(Finding(verdict, summary, advice, member.name))
     return Outcome((Measurement("joined", len(joined)),), tuple(findings), {"nodes": compress(names)})
