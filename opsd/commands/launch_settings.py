@@ -115,8 +115,9 @@ def shape_of(settings: Settings, options: dict[str, Any], launchers: Launchers) 
     have, need = len(launchers.members), count.least + options["spares"]
     if have < need:
         raise click.UsageError(f"the run has {have} nodes, and --nnodes and --spares ask for {need}")
-    topology, lemons = _topology() if have > 1 else Topology(), frozenset[str]()
-    if have > count.most and launchers.own == launchers.members[0]:
+    first = launchers.own == launchers.members[0]
+    topology, lemons = _topology(first) if have > 1 else Topology(), frozenset[str]()
+    if have > count.most and first:
         lemons, topology = known_at_start(topology)
     return RunShape(
         count.least,
@@ -151,9 +152,10 @@ def _segment(settings: Settings, options: dict[str, Any]) -> int:
     return asked or segment_of_trainer(settings.program, settings.local_size)
 
 
-def _topology() -> Topology:
+def _topology(first: bool) -> Topology:
+    """The cluster's; what is odd about it tells the first launcher for all."""
     try:
-        return topology_source.read(say=print_message)
+        return topology_source.read(say=print_message if first else lambda _: None)
     except TopologyError as error:
         print_message(f"{error}; the run goes on without it")
         return Topology()

@@ -82,6 +82,10 @@ def test_what_a_swap_costs_is_told_in_hops() -> None:
     assert TREE.swap_text(run, "n1", "n5") == "n5 is 3.0 hops from the others, n1 was 1.0"
     assert TREE.swap_text(["n1", "n5"], "n1", "n2") == "n2 is as near to the others as n1: 3.0 hops"
     assert TREE.swap_text(run, "n1", "x") == ""
+    bad = replace(TREE, bad={("leaf1", "leaf2"): "1.2 GB/s, yesterday", ("leaf2", "leaf3"): "yesterday"})
+    said = "the way between leaf1 and leaf2 was bad when last measured (1.2 GB/s, yesterday)"
+    assert bad.swap_text(run, "n1", "n5").endswith(f"n1 was 1.0, {said}")
+    assert "bad" not in bad.swap_text(run, "n1", "n9")
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def test_a_pick_goes_by_the_fabric_and_around_a_bad_way(cluster: Cluster) -> Non
     assert (made.returncode, made.stdout) == (exitcodes.OK, ""), made.stderr
     assert "4 nodes below 2 leaf switches or groups of them" in made.stderr
     one, other = "su0-r0_and_1_more", "su1-r0_and_1_more"
+    apart = cluster.shared / "apart.conf"
+    apart.write_text("SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n[3-4]\n")
+    refused = opsd_nodes(cluster, "pick", "3", f"--topology={apart}")
+    assert (refused.returncode, refused.stdout) == (exitcodes.FAILED, "")
+    assert "below switches that are not connected (a, b), 3 are wanted" in refused.stderr
     slurm.update_nodes(["n2"], "drain", "a fan")
     near = opsd_nodes(cluster, "pick", "2")
     assert (near.stdout, f"all below switch {other}" in near.stderr) == ("n[3-4]\n", True)
