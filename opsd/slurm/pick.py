@@ -12,8 +12,10 @@ from typing import Final
 from opsd.slurm.port import Partition
 from opsd.slurm.topology import Topology
 
-TRIED: Final = 32
-"""Choices of leaves without bad ways that are compared; one bad leaf, or five bad ways apart, need fewer or as many."""
+LOOKED_AT: Final = 128
+"""Sets of leaves to leave out that are looked at, for whether enough nodes are left; seven bad ways have no more."""
+TRIED: Final = 8
+"""Those of them with which the last choice is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +60,41 @@ def pick(badness: Mapping[str, float], count: int, topology: Topology) -> Choice
     accepted if without it there are too few nodes. None if there are too few nodes that are connected: nodes below
     switches with none above both are not.
     """
-    choice = _best(badness, count, topology, ())
+    choice = _best(badness, count, topology, (), 1)
     avoided: list[tuple[str, str]] = []
     accepted: set[tuple[str, str]] = set()
     while choice is not None and (ways := [way for way in topology.bad_ways(choice.nodes) if way not in accepted]):
-        if other := _best(badness, count, topology, [*avoided, ways[0]]):
+        if other := _best(badness, count, topology, [*avoided, ways[0]], 1):
             choice = other
             avoided.append(ways[0])
         else:
             accepted.add(ways[0])
+    if avoided and (other := _best(badness, count, topology, avoided, TRIED)):
+        choice = other if accepted.issuperset(topology.bad_ways(other.nodes)) else choice
     return choice and replace(choice, bad_ways=tuple(topology.bad_ways(choice.nodes)))
 
 
 def _best(
-    badness: Mapping[str, float], count: int, topology: Topology, avoided: Sequence[tuple[str, str]]
+    badness: Mapping[str, float], count: int, topology: Topology, avoided: Sequence[tuple[str, str]], tried: int
 ) -> Choice | None:
-    """The best choice with one end at most of each way that is to be ``avoided``, among nodes that are connected."""
-    found = []
-    for without in islice(_covers(avoided), TRIED):
-        left = {name: bad for name, bad in badness.items() if topology.leaf.get(name) not in without}
-        for names in _connected(left, topology):
-            if choice := _nearest_best({name: left[name] for name in names}, count, topology):
-                found.append(choice)
-    return min(found, key=lambda choice: (*_order_of(choice, badness, topology), choice.nodes), default=None)
+    """The best choice with one end at most of each way that is to be ``avoided``, among nodes that are connected.
+
+    Of the sets of leaves without which enough nodes are left, so many that have one are ``tried``.
+    """
+    on = Counter(topology.leaf.get(name, "") for name in badness)
+    sets = islice(_covers(avoided), LOOKED_AT)
+    enough = (without for without in sets if on.total() - sum(on[leaf] for leaf in without) >= count)
+    found = islice(filter(None, (_best_without(badness, count, topology, without) for without in enough)), tried)
+    return min(found, key=lambda one: (*_order_of(one, badness, topology), one.nodes), default=None)
+
+
+def _best_without(
+    badness: Mapping[str, float], count: int, topology: Topology, without: frozenset[str]
+) -> Choice | None:
+    left = {name: bad for name, bad in badness.items() if topology.leaf.get(name) not in without}
+    trees = [{name: left[name] for name in names} for names in _connected(left, topology)]
+    found = filter(None, (_nearest_best(names, count, topology) for names in trees))
+    return min(found, key=lambda one: (*_order_of(one, badness, topology), one.nodes), default=None)
 
 
 def _covers(ways: Sequence[tuple[str, str]]) -> Iterator[frozenset[str]]:

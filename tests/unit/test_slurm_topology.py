@@ -223,6 +223,8 @@ def test_a_bad_way_is_avoided_if_it_can_be() -> None:
     three = pick(all_equal(*range(1, 9)), 5, worse)
     assert three is not None
     assert (len(three.nodes), len(three.bad_ways)) == (5, 1)
+    trees = parse("SwitchName=a Nodes=n1\nSwitchName=b Nodes=n2\nSwitchName=s Switches=a,b\nSwitchName=c Nodes=n[3-4]")
+    assert pick(all_equal(1, 2, 3, 4), 2, replace(trees, bad={("a", "b"): ""})) == Choice(("n3", "n4"), "c")
     two = [Partition("p", ("n1", "n3"), 1, ""), Partition("q", ("n1", "n5"), 1, "")]
     choice = pick_in_one(two, {**all_equal(1, 3), "n5": 1.0}, 2, tree)
     assert choice is not None
