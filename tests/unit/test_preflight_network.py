@@ -21,9 +21,10 @@ from opsd.preflight.command import validate
 from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.grouptest import Level
+from opsd.preflight.judge import Value
 from opsd.preflight.network import measure, plan
 from opsd.preflight.network.bandwidth import Timing, busbw, sizes
-from opsd.preflight.network.check import join_outcome
+from opsd.preflight.network.check import join_outcome, slowest_rate
 from opsd.preflight.network.coordinator import Coordinator, MeasurementRequest, slowest
 from opsd.preflight.network.participant import Participant
 from opsd.preflight.network.rendezvous import (
@@ -35,6 +36,7 @@ from opsd.preflight.network.rendezvous import (
     resolve,
 )
 from opsd.preflight.network.spec import Done, Joined, Spec
+from opsd.preflight.report import Report, Result
 from opsd.settings.preflight import PreflightSettings
 
 RANKS = st.integers(2, 60)
@@ -231,6 +233,16 @@ def test_a_pair_is_measured_with_what_both_have(first, second, used, told):
     assert {(spec.processes, spec.backend) for spec in store.orders} == {used}
     outcome = join_outcome(Participant(Place(("n0", "n1"), 0, "n0", 1), *first), joined)
     assert [(finding.verdict, finding.summary) for finding in outcome.findings] == [(Verdict.WARN, one) for one in told]
+
+
+def test_the_rate_of_a_way_is_that_of_its_slowest_exchange():
+    """Kept with a way that was not well; 0 where nothing was measured, as of nodes that never met."""
+    values = [Value("bandwidth", subject, rate, "bytes_per_second", Verdict.PASS) for subject, rate in
+              (("ring", 3e9), ("incast", 1e9))]  # fmt: skip
+    result = Result(plan.PATTERNS.name, "", Verdict.PASS, values=tuple(values))
+    other = Result(plan.SEARCH.name, "", Verdict.FAIL, values=(Value("tests", "", 2.0, "", Verdict.PASS),))
+    assert slowest_rate(Report("network of 2 nodes", "quick", __version__, 1.0, 2.0, (result, other))) == 1e9
+    assert slowest_rate(Report("network of 2 nodes", "quick", __version__, 1.0, 2.0, (other,))) == 0.0
 
 
 def test_a_culprit_is_told_with_the_tests_that_convict_it():
