@@ -24,8 +24,15 @@ OPSD=${OPSD:-/opt/opsd/bin/opsd}
 PAIRS=${PAIRS:-1}            # ways between leaf switches that a call measures; 1 reaches all of 45 switches; 0: none
 NETWORK=${NETWORK:-$OPSD}    # an opsd with torch (deploy/install --train), for those; a job without it counts as a measurement
 NAME=opsd-idle-check
-# A step has none of the GPUs that an exclusive job was given without asking: srun(1), --gres.
-GPUS='${SLURM_GPUS_ON_NODE:+--gres=gpu:$SLURM_GPUS_ON_NODE}'
+
+# The number of GPUs that all of these nodes have. A step has none that it does not ask for: srun(1), --gres.
+gpus_of() {
+    sinfo --noheader --Node --nodes="$1" --format=%G | awk -F, '{
+        gsub(/\([^)]*\)/, ""); n = 0
+        for (i = 1; i <= NF; i++) if ($i ~ /^gpu:/) { k = split($i, part, ":"); n += part[k] }
+        if (NR == 1 || n < least) least = n
+    } END { if (least > 0) print least }'
+}
 
 scancel --quiet --name="$NAME" --state=PENDING --user="$(id -un)"
 "$OPSD" nodes due --partition "$PARTITION" --count "$COUNT" | while read -r node; do
@@ -34,7 +41,8 @@ scancel --quiet --name="$NAME" --state=PENDING --user="$(id -un)"
 done
 [ "$PAIRS" -gt 0 ] || exit 0
 "$OPSD" nodes due --pairs --partition "$PARTITION" --count "$PAIRS" | while read -r nodes; do
+    gpus=$(gpus_of "$nodes")
     sbatch --quiet --job-name="$NAME" --partition="$PARTITION" --nodelist="$nodes" --nodes=2 --ntasks-per-node=1 \
         --exclusive --mem=0 --no-requeue --time="$TIME" --output=/dev/null --chdir=/ \
-        --wrap="exec srun $GPUS $NETWORK preflight network --note"
+        --wrap="exec srun ${gpus:+--gres=gpu:$gpus} $NETWORK preflight network --note"
 done

@@ -21,7 +21,7 @@ from opsd.launch.run.closing import resume_command
 from opsd.launch.run.launchers import Launchers, NodeCount
 from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import RunShape
-from opsd.launch.run.readiness import known_lemons
+from opsd.launch.run.readiness import known_at_start
 from opsd.launch.run.rendezvous import RendezvousOptions
 from opsd.slurm import topology_source
 from opsd.slurm.allocation import segment_of
@@ -115,6 +115,10 @@ def shape_of(settings: Settings, options: dict[str, Any], launchers: Launchers) 
     have, need = len(launchers.members), count.least + options["spares"]
     if have < need:
         raise click.UsageError(f"the run has {have} nodes, and --nnodes and --spares ask for {need}")
+    first = launchers.own == launchers.members[0]
+    topology, lemons = _topology(first) if have > 1 else Topology(), frozenset[str]()
+    if have > count.most and first:
+        lemons, topology = known_at_start(topology)
     return RunShape(
         count.least,
         count.most,
@@ -124,9 +128,9 @@ def shape_of(settings: Settings, options: dict[str, Any], launchers: Launchers) 
         wait_s=options["wait_for_node"],
         grow_s=options["grow_after"],
         victim_s=options["node_timeout"] + 1.0,
-        topology=_topology() if have > 1 else Topology(),
+        topology=topology,
         segment=_segment(settings, options) if have > 1 else 1,
-        lemons=known_lemons() if have > count.most and launchers.own == launchers.members[0] else frozenset(),
+        lemons=lemons,
     )
 
 
@@ -148,9 +152,10 @@ def _segment(settings: Settings, options: dict[str, Any]) -> int:
     return asked or segment_of_trainer(settings.program, settings.local_size)
 
 
-def _topology() -> Topology:
+def _topology(first: bool) -> Topology:
+    """The cluster's; what is odd about it tells the first launcher for all."""
     try:
-        return topology_source.read()
+        return topology_source.read(say=print_message if first else lambda _: None)
     except TopologyError as error:
         print_message(f"{error}; the run goes on without it")
         return Topology()

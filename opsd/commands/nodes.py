@@ -14,8 +14,9 @@ import click
 
 from opsd import exitcodes, lemons
 from opsd.commands.options import Finite, Group, option
-from opsd.commands.output import fail, output_console, plain_table
+from opsd.commands.output import fail, output_console, plain_table, warn
 from opsd.commands.settings import BadConfig
+from opsd.commands.topology import topology
 from opsd.lemons import DAY_S, LEAST_NODES, Fault, Judgement, Lift
 from opsd.slurm import job_faults, leaf_paths
 from opsd.slurm.candidates import Candidate, accounting, candidates, due, faults, free
@@ -40,6 +41,9 @@ def nodes() -> None:
     Every subcommand exits with 0 when done, 1 if Slurm does not answer or there are too few nodes, 2 if the command
     line or a file is wrong.
     """
+
+
+nodes.add_command(topology)
 
 
 @nodes.command("lemons")
@@ -83,7 +87,7 @@ def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
 @nodes.command("pick")
 @click.argument("count", type=click.IntRange(min=1))
 @option("--partition", help="Only nodes of this partition.")
-@option("--topology", type=_FILE, help="A topology.conf; by default Slurm's.")
+@option("--topology", type=_FILE, help="A topology.conf; by default the cluster's.")
 @_history
 @_jobs
 @_json
@@ -95,7 +99,9 @@ def pick_nodes(
     NVLink domains are those that the nodes' drivers told in their last test, otherwise Slurm's blocks.
 
     Prints a hostlist for sbatch's --nodelist, of nodes of one partition that is up, which is named beside it; of one
-    whose jobs give way to all others (PriorityTier=0) only if --partition names it or there is no other. Nodes
+    whose jobs give way to all others (PriorityTier=0) only if --partition names it or there is no other. No two of them
+    are below leaf switches between which the network was bad when last measured, if that can be avoided; else the way
+    is told. Nodes below switches that are not connected are never picked together. Nodes
     that failed lately are avoided where failures of the past foretold later ones in this cluster (`opsd nodes lemons`);
     spares and reserved nodes are left out.
     """
@@ -106,13 +112,16 @@ def pick_nodes(
     judged = _judge(found, comments, more_faults, jobs)
     offered = {name for one in up for name in one.nodes}
     known = [one for one in candidates(found, comments, judged, time.time()) if one.node in offered]
+    tree = leaf_paths.with_bad(tree, _comments() if partition else comments, time.time())
     choice = pick_in_one(up, free(known), count, tree.with_domains(domains(comments)))
     if choice is None:
         taken = [f"{one.node}: {one.why_not}" for one in known if one.why_not]
         more = f" ({'; '.join(taken[:3])}{'; …' if len(taken) > 3 else ''})" if taken else ""
         of = f"partition {up[0].name}" if len(up) == 1 else f"{len(up)} partitions, of which a job has one"
+        apart = sorted({tree.top(name) for name in free(known)} - {""})
+        of += f", below switches that are not connected ({', '.join(apart)})" if len(apart) > 1 else ""
         fail(f"{len(known) - len(taken)} of {len(known)} nodes can be had now in {of}, {count} are wanted{more}")
-    _show(choice, {one.node: one for one in known}, as_json)
+    _show(choice, {one.node: one for one in known}, tree, as_json)
     return exitcodes.OK
 
 
@@ -121,7 +130,7 @@ def pick_nodes(
 @option("--days", type=Finite(0), default=7.0, help="Those not tested for so long.")
 @option("--partition", help="Only nodes of this partition.")
 @option("--pairs", is_flag=True, help="Pairs of nodes instead, below leaf switches whose connection is due.")
-@option("--topology", type=_FILE, help="With --pairs: a topology.conf; by default Slurm's.")
+@option("--topology", type=_FILE, help="With --pairs: a topology.conf; by default the cluster's.")
 @_json
 def show_due(
     count: int | None, days: float, partition: str | None, pairs: bool, topology: Path | None, as_json: bool
@@ -152,21 +161,25 @@ def show_due(
 
 def _tree(path: Path | None) -> Topology:
     try:
-        return read(path)
+        return read(path, say=warn)
     except TopologyError as error:
         raise BadConfig(str(error)) from error
 
 
-def _show(choice: Choice, known: dict[str, Candidate], as_json: bool) -> None:
+def _show(choice: Choice, known: dict[str, Candidate], tree: Topology, as_json: bool) -> None:
     hostlist = compress(choice.nodes)
     against = {node: known[node].remarks for node in choice.nodes if known[node].remarks}
     if as_json:
-        click.echo(json.dumps({**asdict(choice), "hostlist": hostlist, "remarks": against}, indent=1))
+        ways = [{"leaves": way, "measured": tree.bad[way]} for way in choice.bad_ways]
+        told = {**asdict(choice), "bad_ways": ways, "hostlist": hostlist, "remarks": against}
+        click.echo(json.dumps(told, indent=1))
         return
     click.echo(hostlist)
     below = f"all below switch {choice.switch}" if choice.switch else "no switch above all of them is known"
     within = f"in NVLink domain {choice.domain}, " if choice.domain else ""
     click.echo(f"{len(choice.nodes)} nodes of partition {choice.partition}, {within}{below}", err=True)
+    for way in choice.bad_ways:
+        click.echo(f"{tree.bad_text(way)}; no other choice avoids it", err=True)
     for node, remarks in against.items():
         click.echo(f"{node}: {', '.join(remarks)}", err=True)
 
@@ -179,6 +192,14 @@ def _from_slurm(partition: str | None = None) -> tuple[Sequence[Node], dict[str,
         if of is None:
             raise BadConfig(f"Slurm has no partition {partition}; `sinfo -s` lists them")
         return slurm.nodes(of), dict(slurm.comments(of))
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
+
+
+def _comments() -> dict[str, str]:
+    """Those of all nodes."""
+    try:
+        return dict(choose().slurm.comments())
     except SlurmError as error:
         fail(f"Slurm: {error}")
 

@@ -39,6 +39,11 @@ def fail(sentence: str, code: int = exitcodes.FAILED) -> NoReturn:
     raise click.exceptions.Exit(code)
 
 
+def warn(sentence: str) -> None:
+    """Say ``sentence`` beside the result."""
+    click.echo(f"opsd: {sentence}", err=True)
+
+
 def printable(value: Any) -> Any:
     """``value`` with every text in it fit for the terminal: what users and drivers write has no effect there."""
     if isinstance(value, str):

@@ -14,12 +14,13 @@ from rich.console import Console
 
 from opsd import exitcodes
 from opsd.commands.options import Seconds, option, report_options, report_targets
+from opsd.commands.output import warn
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
 from opsd.preflight import view
 from opsd.preflight.command import HISTORY, keep, yardsticks
 from opsd.preflight.history import History
-from opsd.preflight.network.check import Interrupted, Scope, label_of, run_check
+from opsd.preflight.network.check import Interrupted, Scope, label_of, run_check, slowest_rate
 from opsd.preflight.network.participant import Participant, leading, take_part
 from opsd.preflight.network.plan import effort
 from opsd.preflight.network.rendezvous import Place, RendezvousError, place, read_switches, resolve, use_interface
@@ -36,7 +37,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
 @option("--rendezvous", default="", metavar="HOST[:PORT]", help="Where they meet; by default the first node.")
 @option("--profile", type=click.Choice(["quick", "standard"]), default="quick")
-@option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default Slurm's.")
+@option("--topology", type=_FILE, help="Which node is on which switch: a topology.conf; by default the cluster's.")
 @option("--search", "only_search", is_flag=True, help="Only search for bad nodes and links.")
 @option("--note", is_flag=True, help="Two nodes: keep in their Slurm comments how the way between their leaves is.")
 @option("--join-timeout", type=Seconds(0), default=120.0, help="How long to wait for nodes.")
@@ -67,7 +68,7 @@ def network(
     # with the stack of its own functions.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
-        here, switch_of = place(hosts, node, rendezvous), read_switches(topology)
+        here, switch_of = place(hosts, node, rendezvous), read_switches(topology, warn)
     except RendezvousError as error:
         raise BadConfig(str(error)) from error
     pair = _pair(here, switch_of) if note else None
@@ -76,7 +77,7 @@ def network(
         gpus = _gpus()
     except BadConfig:
         if pair is not None and here.node == 0:
-            _note(pair, switch_of, time.time(), None, Console(stderr=True))
+            _note(pair, switch_of, time.time(), Console(stderr=True), passed=None)
         raise
     use_interface(here.host)
     participant = Participant(here, max(1, gpus), "nccl" if gpus else "gloo", join_timeout)
@@ -150,15 +151,21 @@ def _lead(
     view.show(report, console)
     keep(report, targets, history, console)
     if pair is not None and not report.interrupted:
-        _note(pair, scope.switch_of, report.started, report.passed, console)
+        _note(pair, scope.switch_of, report.started, console, passed=report.passed, rate=slowest_rate(report))
     return exit_code(report)
 
 
 def _note(
-    pair: tuple[str, str], switch_of: Mapping[str, str], at: float, passed: bool | None, console: Console
+    pair: tuple[str, str],
+    switch_of: Mapping[str, str],
+    at: float,
+    console: Console,
+    *,
+    passed: bool | None,
+    rate: float = 0.0,
 ) -> None:
     try:
-        leaf_paths.note(choose().slurm, pair, switch_of, at, passed=passed)
+        leaf_paths.note(choose().slurm, pair, switch_of, at, passed=passed, rate=rate)
     except SlurmError as error:
         console.print(f"opsd: Slurm: {error}; the measurement is not in the nodes' comments", soft_wrap=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.ranks import RanksSettings
 from opsd.commands.options import Seconds, config_options, option
+from opsd.commands.output import warn
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
 from opsd.slurm import topology_source
 from opsd.slurm.connect import choose
+from opsd.slurm.leaf_paths import with_bad
 from opsd.slurm.node_comment import domains
 from opsd.slurm.port import SlurmError
 from opsd.slurm.topology import Topology, TopologyError
@@ -111,7 +114,8 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
         raise SwapError(why_not)
     first = "" if members.spares else f"ask for a spare, which has to come within {timeout_s:g} s, "
     tree = _tree([*members.nodes, *members.spares])
-    spares = sorted(members.spares, key=lambda name: tree.cost(name, [node]))
+    bad = tree.bad_towards(name for name in members.nodes if name != node)
+    spares = sorted(members.spares, key=lambda name: (bad[tree.leaf.get(name, "")], *tree.cost(name, [node])))
     spare, *others = spares or ("it",)
     lead = f"; it leads the run, {spare} or another node takes that over" if node == members.leader else ""
     then = f" (then {', '.join(others)})" if others else ""
@@ -123,15 +127,17 @@ def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
 
 
 def _tree(names: Sequence[str]) -> Topology:
-    """That of Slurm here, with the NVLink domains of these nodes; what cannot be read is missing."""
+    """That of the cluster, with bad ways and the NVLink domains of these nodes; what cannot be read is missing."""
     try:
-        tree = topology_source.read()
+        tree = topology_source.read(say=warn)
     except TopologyError:
         tree = Topology()
     try:
-        return tree.with_domains(domains(choose(topology_source.DEADLINE_S).slurm.comments(names)))
+        comments = choose(topology_source.DEADLINE_S).slurm.comments()
     except SlurmError:
         return tree
+    told = domains({name: comments[name] for name in names if name in comments})
+    return with_bad(tree, comments, time.time()).with_domains(told)
 
 
 def _hops(tree: Topology, members: Members, node: str, spares: Sequence[str]) -> str:

@@ -17,8 +17,8 @@ from opsd.repair.ladder import NO_HARDWARE
 from opsd.repair.retest import Retested
 from opsd.slurm import topology_source
 from opsd.slurm.candidates import candidates, faults, free
+from opsd.slurm.leaf_paths import with_bad
 from opsd.slurm.node_comment import domains
-from opsd.slurm.pick import pick
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected
 from opsd.slurm.topology import Topology, TopologyError
 
@@ -80,7 +80,7 @@ class Pair:
         return Retested(False, f"{NO_HARDWARE}{why}") if needed else Retested(True, f"{passed.detail}; {why}")
 
     def _partner(self, tried: Collection[str]) -> str:
-        """The best idle node, of those the nearest. Raises SlurmError."""
+        """The best idle node without a bad way to this one, of those the nearest. Raises SlurmError."""
         offered = next((one.nodes for one in self.slurm.partitions() if one.name == self.partition), None)
         if offered is None:
             raise SlurmRejected(f"there is no partition {self.partition} (repair.pair_partition)")
@@ -88,11 +88,11 @@ class Pair:
         judged = judge([node.name for node in nodes], faults(comments), now)
         idle = free(candidates(nodes, comments, judged, now))
         known = {name: idle[name] for name in offered if name in idle and name not in tried and name != self.node}
-        best = min(known.values(), default=0.0)
-        choice = pick({**known, self.node: best - 1}, 2, self._tree().with_domains(domains(comments)))
-        if choice is None:
+        if not known:
             raise SlurmRejected(f"no {'other ' * bool(tried)}node of partition {self.partition} is idle")
-        return next(name for name in choice.nodes if name != self.node)
+        tree = with_bad(self._tree(), comments, now).with_domains(domains(comments))
+        bad, here = tree.bad_towards([self.node]), [self.node]
+        return min(known, key=lambda name: (bad[tree.leaf.get(name, "")], known[name], *tree.cost(name, here), name))
 
     def _tree(self) -> Topology:
         try:

@@ -5,13 +5,17 @@ A measurement takes a node below each of the two; both keep it, so that no recor
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 from opsd.slurm import node_comment
 from opsd.slurm.node_comment import Path
 from opsd.slurm.port import Node, SlurmNodes
 from opsd.slurm.topology import Topology
+
+DAY_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,25 @@ def due(
     return found
 
 
+def with_bad(topology: Topology, comments: Mapping[str, str], now: float) -> Topology:
+    """``topology`` with the ways that were bad when last measured, by the comments of all nodes.
+
+    A measurement that could not be made says nothing, nor does one of a clock that was a day ahead.
+    """
+    made = {
+        name: [path for path in node_comment.read(comment).paths if path.passed is not None and path.at - now < DAY_S]
+        for name, comment in comments.items()
+    }
+    return replace(
+        topology, bad={pair: _told(path) for pair, path in _newest(made, topology).items() if path.passed is False}
+    )
+
+
+def _told(path: Path) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.at))
+    return f"{path.rate / 1e9:.3g} GB/s, {at}" if path.rate else at
+
+
 def _newest(known: Mapping[str, Sequence[Path]], topology: Topology) -> dict[tuple[str, str], Path]:
     newest: dict[tuple[str, str], Path] = {}
     for name, paths in known.items():
@@ -64,15 +87,23 @@ def _newest(known: Mapping[str, Sequence[Path]], topology: Topology) -> dict[tup
     return newest
 
 
-def note(slurm: SlurmNodes, nodes: tuple[str, str], leaf: Mapping[str, str], at: float, *, passed: bool | None) -> None:
+def note(
+    slurm: SlurmNodes,
+    nodes: tuple[str, str],
+    leaf: Mapping[str, str],
+    at: float,
+    *,
+    passed: bool | None,
+    rate: float = 0.0,
+) -> None:
     """Keep in the history of both nodes how the way between their leaf switches was at ``at``, None if that is unknown.
 
-    Raises SlurmError.
+    ``rate`` is that of its slowest exchange in bytes per second, 0 if unknown. Raises SlurmError.
     """
     comments = slurm.comments(nodes)
     for name, other in (nodes, nodes[::-1]):
         comment = comments.get(name, "")
-        record = node_comment.read(comment).measured(Path(leaf[other], at, passed))
+        record = node_comment.read(comment).measured(Path(leaf[other], at, passed, rate))
         slurm.set_comment(name, node_comment.write(comment, record))
 
 

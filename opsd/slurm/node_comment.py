@@ -8,7 +8,8 @@ part in brackets only::
     rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- tested=1763710900 spare=ready@1763711000]
 
 ``path=leaf7@1763710900`` is a measurement of the network from the node's own leaf switch to another, with ``!`` at its
-end if it was not well, ``?`` if it could not be made. ``nvl=UUID.CLIQUE`` is the NVLink domain that the node shares.
+end if it was not well, and then the MB/s of its slowest exchange if they are known (``!1200M``), or ``?`` if it could
+not be made. ``nvl=UUID.CLIQUE`` is the NVLink domain that the node shares.
 ``failed=1763705000,1763709000`` are jobs that failed on the node and ran without it, by Slurm's accounting, and
 ``sacct=1763711000`` is when this node's agent last read that for all nodes, with ``?`` at its end if it could not.
 """
@@ -26,6 +27,7 @@ KEPT_STAYS = 16
 NO_FAULTS: Final = frozenset({"maintenance", "manual"})
 """Kinds of stays out of service that people asked for."""
 KEPT_PATHS = 4
+MEGA: Final = 1e6
 KEPT_FAILED = 8
 KEPT_S = 90 * 86_400.0
 _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
@@ -33,7 +35,7 @@ _STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
 _TESTED = re.compile(r"tested=(\d+)")
 _SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
 _DOMAIN = re.compile(r"nvl=([\w-]+\.\d+)")
-_PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)([!?]?)")
+_PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)(?:([!?]?)|!(\d{1,9})M)")
 _FAILED: Final = re.compile(r"failed=(\d+(?:,\d+)*)")
 _SACCT: Final = re.compile(r"sacct=(\d+)(\??)")
 _MARKS: Final[dict[bool | None, str]] = {True: "", False: "!", None: "?"}
@@ -52,12 +54,14 @@ class Stay:
 class Path:
     """The newest measurement of the way from this node's leaf switch to another: when, and whether it was well.
 
-    ``passed`` is None if it could not be made.
+    ``passed`` is None if it could not be made. ``rate``, of its slowest exchange in bytes per second, is kept of a way
+    that was not well, to the megabyte; 0 if it is not known.
     """
 
     leaf: str
     at: float
     passed: bool | None
+    rate: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +146,22 @@ def read(comment: str) -> NodeHistory:
     tested = next((float(m[1]) for word in words if (m := _TESTED.fullmatch(word))), 0.0)
     domain = next((m[1] for word in words if (m := _DOMAIN.fullmatch(word))), "")
     passed = {mark: value for value, mark in _MARKS.items()}
-    paths = tuple(Path(m[1], float(m[2]), passed[m[3]]) for word in words if (m := _PATH.fullmatch(word)))
+    paths = tuple(
+        Path(m[1], float(m[2]), m[4] is None and passed[m[3]], float(m[4] or 0) * MEGA)
+        for word in words
+        if (m := _PATH.fullmatch(word))
+    )
     failed = next((tuple(map(float, m[1].split(","))) for word in words if (m := _FAILED.fullmatch(word))), ())
     accounting = next((Accounting(float(m[1]), not m[2]) for word in words if (m := _SACCT.fullmatch(word))), None)
     return NodeHistory(
         tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested, paths, domain, failed,
         accounting,
     )  # fmt: skip
+
+
+def _mark(path: Path) -> str:
+    rate = round(path.rate / MEGA) if path.passed is False else 0
+    return f"{_MARKS[path.passed]}{f'{rate}M' if 0 < rate < 10**9 else ''}"
 
 
 def domains(comments: Mapping[str, str]) -> dict[str, str]:
@@ -164,7 +177,7 @@ def write(comment: str, record: NodeHistory) -> str:
     ]
     words += [f"tested={record.tested_at:.0f}"] if record.tested_at else []
     words += [f"nvl={record.domain}"] if record.domain else []
-    words += [f"path={path.leaf}@{path.at:.0f}{_MARKS[path.passed]}" for path in record.paths]
+    words += [f"path={path.leaf}@{path.at:.0f}{_mark(path)}" for path in record.paths]
     words += [f"failed={','.join(f'{moment:.0f}' for moment in record.failed)}"] if record.failed else []
     words += [f"sacct={one.at:.0f}{'' if one.answered else '?'}"] if (one := record.accounting) else []
     words += [f"spare={record.spare}@{record.spare_at:.0f}"] if record.spare else []

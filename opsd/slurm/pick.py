@@ -1,26 +1,36 @@
-"""Which nodes to take for a run: healthy ones, near each other. Pure."""
+"""Which nodes to take for a run: healthy ones, near each other, with no bad way between them. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Final
 
 from opsd.slurm.port import Partition
 from opsd.slurm.topology import Topology
+
+LOOKED_AT: Final = 128
+"""Sets of leaves to leave out that are looked at, for whether enough nodes are left; seven bad ways have no more."""
+TRIED: Final = 8
+"""Those of them with which the last choice is compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The nodes that were picked, by name, the lowest switch above all of them and the NVLink domain that all share.
 
-    Both are "" if there is none, or none is known. ``partition`` is the one to which all belong.
+    Both are "" if there is none, or none is known. ``partition`` is the one to which all belong. ``bad_ways`` are those
+    between leaf switches above them that were bad when last measured, and could not be avoided.
     """
 
     nodes: tuple[str, ...]
     switch: str
     domain: str = ""
     partition: str = ""
+    bad_ways: tuple[tuple[str, str], ...] = ()
 
 
 def for_runs(partitions: Iterable[Partition]) -> list[Partition]:
@@ -32,24 +42,90 @@ def for_runs(partitions: Iterable[Partition]) -> list[Partition]:
 def pick_in_one(
     partitions: Iterable[Partition], badness: Mapping[str, float], count: int, topology: Topology
 ) -> Choice | None:
-    """The best ``pick`` within one of ``partitions``, as a job has one: of the least badness, then the nearest."""
-    found: list[tuple[float, bool, float, Choice]] = []
+    """The best ``pick`` within one of ``partitions``, as a job has one: with the fewest bad ways, then the best."""
+    found: list[tuple[int, tuple[float, bool, float], Choice]] = []
     for partition in partitions:
         offered = {name: badness[name] for name in partition.nodes if name in badness}
         if choice := pick(offered, count, topology):
-            height = topology.height(choice.switch) if choice.switch else math.inf
-            bad = _least(badness, choice.nodes, count)
-            found.append((bad, not choice.domain, height, replace(choice, partition=partition.name)))
-    return min(found, key=lambda one: one[:3])[-1] if found else None
+            order = _order_of(choice, badness, topology)
+            found.append((len(choice.bad_ways), order, replace(choice, partition=partition.name)))
+    return min(found, key=lambda one: one[:2])[-1] if found else None
 
 
 def pick(badness: Mapping[str, float], count: int, topology: Topology) -> Choice | None:
-    """The ``count`` nodes of the least total badness; among such choices those nearest each other.
+    """The ``count`` nodes of the least total badness without a bad way; among such choices those nearest each other.
 
     First comes an NVLink domain that has them, then the lowest such switch, of equals the one with the fewest other
-    candidates; within it the fullest domains or leaves, so that few are used and whole ones stay free. None if there
-    are too few nodes.
+    candidates; within it the fullest domains or leaves, so that few are used and whole ones stay free. A bad way is
+    accepted if without it there are too few nodes. None if there are too few nodes that are connected: nodes below
+    switches with none above both are not.
     """
+    choice = _best(badness, count, topology, (), 1)
+    avoided: list[tuple[str, str]] = []
+    accepted: set[tuple[str, str]] = set()
+    while choice is not None and (ways := [way for way in topology.bad_ways(choice.nodes) if way not in accepted]):
+        if other := _best(badness, count, topology, [*avoided, ways[0]], 1):
+            choice = other
+            avoided.append(ways[0])
+        else:
+            accepted.add(ways[0])
+    if avoided and (other := _best(badness, count, topology, avoided, TRIED)):
+        choice = other if accepted.issuperset(topology.bad_ways(other.nodes)) else choice
+    return choice and replace(choice, bad_ways=tuple(topology.bad_ways(choice.nodes)))
+
+
+def _best(
+    badness: Mapping[str, float], count: int, topology: Topology, avoided: Sequence[tuple[str, str]], tried: int
+) -> Choice | None:
+    """The best choice with one end at most of each way that is to be ``avoided``, among nodes that are connected.
+
+    Of the sets of leaves without which enough nodes are left, so many that have one are ``tried``.
+    """
+    on = Counter(topology.leaf.get(name, "") for name in badness)
+    sets = islice(_covers(avoided), LOOKED_AT)
+    enough = (without for without in sets if on.total() - sum(on[leaf] for leaf in without) >= count)
+    found = islice(filter(None, (_best_without(badness, count, topology, without) for without in enough)), tried)
+    return min(found, key=lambda one: (*_order_of(one, badness, topology), one.nodes), default=None)
+
+
+def _best_without(
+    badness: Mapping[str, float], count: int, topology: Topology, without: frozenset[str]
+) -> Choice | None:
+    left = {name: bad for name, bad in badness.items() if topology.leaf.get(name) not in without}
+    trees = [{name: left[name] for name in names} for names in _connected(left, topology)]
+    found = filter(None, (_nearest_best(names, count, topology) for names in trees))
+    return min(found, key=lambda one: (*_order_of(one, badness, topology), one.nodes), default=None)
+
+
+def _covers(ways: Sequence[tuple[str, str]]) -> Iterator[frozenset[str]]:
+    """Sets of leaves that have an end of each of ``ways``; first those with the leaves that have most of them."""
+    if not ways:
+        yield frozenset()
+        return
+    often = Counter(leaf for way in ways for leaf in way)
+    for leaf in sorted(ways[0], key=lambda leaf: (-often[leaf], leaf)):
+        for rest in _covers([way for way in ways if leaf not in way]):
+            yield rest | {leaf}
+
+
+def _connected(names: Iterable[str], topology: Topology) -> list[list[str]]:
+    """The nodes below each highest switch, with those of which none is known: these may be anywhere."""
+    below: dict[str, list[str]] = {}
+    anywhere = []
+    for name in names:
+        if top := topology.top(name):
+            below.setdefault(top, []).append(name)
+        else:
+            anywhere.append(name)
+    return [[*found, *anywhere] for found in below.values()] or [anywhere]
+
+
+def _order_of(choice: Choice, badness: Mapping[str, float], topology: Topology) -> tuple[float, bool, float]:
+    height = topology.height(choice.switch) if choice.switch else math.inf
+    return sum(badness[name] for name in choice.nodes), not choice.domain, height
+
+
+def _nearest_best(badness: Mapping[str, float], count: int, topology: Topology) -> Choice | None:
     if not 0 < count <= len(badness):
         return None
     places = [(0, domain, names) for domain, names in _domains(topology).items()]

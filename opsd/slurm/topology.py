@@ -10,12 +10,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Final
 
-from opsd.slurm.hostlist import HostlistError, expand
+from opsd.slurm.hostlist import HostlistError, compress, expand
 
 _PAIR: Final = re.compile(r'([A-Za-z]+)\s*=\s*(?:"([^"]*)"|([^\s="]+)(?!\S*\s*=))')
 """A value may be quoted; what stands before another sign of equality is the next name, after an empty value."""
@@ -34,16 +34,25 @@ class Topology:
     """``leaf`` has the leaf switch of each node, ``above`` the switch that each switch hangs from.
 
     ``domain`` has the NVLink domain of each node that shares one with others: a block of the plugin topology/block, or
-    what the driver says.
+    what the driver says. ``bad`` has the ways between two leaf switches, by name, that were bad when last measured, and
+    what is to be said of that measurement.
     """
 
     leaf: Mapping[str, str] = field(default_factory=dict)
     above: Mapping[str, str] = field(default_factory=dict)
     domain: Mapping[str, str] = field(default_factory=dict)
+    bad: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    blocks: frozenset[str] = frozenset()
+    """Those of ``leaf`` that are blocks, which stand for the switch of nodes without any."""
 
     def switches(self, node: str) -> tuple[str, ...]:
         """The switches above a node, its leaf first; none for a node that the topology lacks."""
         return self._path(self.leaf.get(node))
+
+    def top(self, node: str) -> str:
+        """The highest switch above a node; "" if none is known, as above a block."""
+        path = self.switches(node)
+        return path[-1] if path and path[0] not in self.blocks else ""
 
     def _path(self, switch: str | None) -> tuple[str, ...]:
         path: list[str] = []
@@ -90,18 +99,48 @@ class Topology:
             domains.setdefault(self.domain[node], set()).add(told[node])
         names = {block: found.pop() for block, found in domains.items() if len(found) == 1}
         blocks = {node: names.get(block, block) for node, block in self.domain.items()}
-        return Topology(self.leaf, self.above, {**blocks, **told})
+        return replace(self, domain={**blocks, **told})
 
     def joined(self, other: Topology) -> Topology:
         """With what ``other``, a second topology of the same cluster, knows of nodes beside this one.
 
-        A switch or domain that has the name of one here is another one there, and left out.
+        A switch or domain of the same name is the same one if both have a node in common below it; otherwise the one of
+        ``other`` gets another name here.
         """
-        domains, switches = set(self.domain.values()), {*self.nodes, *self.above, *self.above.values()}
-        domain = {node: name for node, name in other.domain.items() if name not in domains} | dict(self.domain)
-        leaf = {node: name for node, name in other._switched().items() if name not in switches}
-        above = {one: up for one, up in other.above.items() if switches.isdisjoint((one, up))}
-        return Topology({**domain, **leaf, **self._switched()}, {**above, **self.above}, domain)
+        mine = {*self.nodes, *self.above, *self.above.values(), *self.domain.values()}
+        theirs = {*other.nodes, *other.above, *other.above.values(), *other.domain.values()}
+        named: dict[str, str] = {}
+        for name in sorted(theirs):
+            new = name
+            while new in (mine if self._below(name).isdisjoint(other._below(name)) else ()) or new in named.values():
+                new += "_other"
+            named[name] = new
+        domain = {node: named[name] for node, name in other.domain.items()} | dict(self.domain)
+        leaf = {node: named[name] for node, name in other._switched().items()} | self._switched()
+        above = {named[one]: named[up] for one, up in other.above.items()}
+        blocks = self.blocks | {named[name] for name in other.blocks}
+        return Topology({**domain, **leaf}, {**above, **self.above}, domain, self.bad, blocks)
+
+    @property
+    def has_switches(self) -> bool:
+        """Whether it has more than blocks."""
+        return not self.blocks.issuperset(self.leaf.values())
+
+    def contradiction(self, other: Topology) -> str:
+        """Two nodes that are below one leaf switch here and two in ``other``, or the reverse; "" if there are none."""
+        first: dict[tuple[str, bool], str] = {}
+        for node in sorted(self.leaf.keys() & other.leaf.keys()):
+            for own in (True, False):
+                one, two = (self, other) if own else (other, self)
+                before = first.setdefault((one.leaf[node], own), node)
+                if two.leaf[before] != two.leaf[node]:
+                    here, there = ("in Slurm's", "in the file") if own else ("in the file", "in Slurm's")
+                    return f"{before} and {node} are below one leaf switch {here} and below two {there}"
+        return ""
+
+    def _below(self, name: str) -> frozenset[str]:
+        """The nodes below a switch, or in a domain, of this name."""
+        return self.nodes.get(name, frozenset()) | {node for node, domain in self.domain.items() if domain == name}
 
     def _switched(self) -> dict[str, str]:
         """The leaf switch of each node that has one, and no block in its place."""
@@ -124,7 +163,27 @@ class Topology:
             )
         if old in self.domain and self.domain.get(new) != self.domain[old]:
             told.append(f"{new} is not in the NVLink domain {self.domain[old]}")
+        told += map(self.bad_text, self.bad_from(new, [node for node in nodes if node not in (old, new)]))
         return ", ".join(told)
+
+    def bad_ways(self, nodes: Iterable[str]) -> list[tuple[str, str]]:
+        """The ways between the leaf switches of ``nodes`` that were bad when last measured."""
+        leaves = {self.leaf.get(node) for node in nodes} if self.bad else set()
+        return sorted(pair for pair in self.bad if leaves.issuperset(pair))
+
+    def bad_from(self, node: str, others: Iterable[str]) -> list[tuple[str, str]]:
+        """Those of them from the leaf switch of ``node`` to those of ``others``."""
+        return [pair for pair in self.bad_ways([node, *others]) if self.leaf.get(node) in pair]
+
+    def bad_towards(self, nodes: Iterable[str]) -> Counter[str]:
+        """How many of these ways each leaf switch has to those of ``nodes``."""
+        leaves = {self.leaf.get(node) for node in nodes} if self.bad else set()
+        ends = [pair for pair in self.bad if leaves.intersection(pair)]
+        return Counter(leaf for pair in ends for leaf, other in (pair, pair[::-1]) if other in leaves)
+
+    def bad_text(self, pair: tuple[str, str]) -> str:
+        """What is known of a bad way."""
+        return f"the way between {pair[0]} and {pair[1]} was bad when last measured ({self.bad[pair]})"
 
     def cost(self, node: str, peers: Collection[str]) -> tuple[int, float]:
         """What ``node`` costs beside ``peers``: how many of them are in other places, and the mean hops to them."""
@@ -164,28 +223,62 @@ def even(nodes: Sequence[str], per_leaf: int) -> Topology:
 def parse(text: str) -> Topology:
     """The topology in a ``topology.conf`` of topology/tree or topology/block, or in ``scontrol show topology``.
 
-    A block is an NVLink domain, and its NVLink switches are the one hop between its nodes; the file does not say what
-    is between blocks. Raises TopologyError.
+    A block is an NVLink domain, and its NVLink switches are the one hop between its nodes. The file does not say what
+    is between blocks, only which are aggregates (BlockSizes), that is nearer each other; one is as a switch above its
+    blocks. Raises TopologyError.
     """
     leaf: dict[str, str] = {}
     above: dict[str, str] = {}
     domain: dict[str, str] = {}
+    blocks: list[str] = []
+    sizes: list[int] = []
+    aggregates: list[tuple[str, ...]] = []
     try:
         for line in _CONTINUED.sub(" ", text).splitlines():
             pairs = _PAIR.findall(line.partition("#")[0])
             told = {key.lower(): quoted or plain for key, quoted, plain in pairs if plain != "(null)"}
             nodes = _listed(told, "nodes")
+            sizes += [int(size) for size in _listed(told, "blocksizes") if size.isdecimal() and len(size) < 10]
             if block := told.get("blockname"):
+                blocks.append(block)
                 domain.update(dict.fromkeys(nodes, block))
+            elif aggregate := told.get("aggregatedblock"):
+                aggregates.append(expand(aggregate))
             elif switch := told.get("switchname"):
                 above.update(dict.fromkeys(_listed(told, "switches"), switch))
                 if told.get("level", "0") == "0":  # scontrol names all nodes below a switch, at every level
                     leaf.update(dict.fromkeys(nodes, switch))
     except HostlistError as error:
         raise TopologyError(f"the topology cannot be read: {error}") from error
-    return Topology(domain | leaf, above, domain)
+    for size in sorted(size for size in sizes if 0 < sizes[0] < size):
+        count = size // sizes[0]
+        aggregates += [tuple(blocks[at : at + count]) for at in range(0, len(blocks), count)]
+    return Topology(domain | leaf, {**_above_blocks(aggregates), **above}, domain, blocks=frozenset(blocks))
+
+
+def _above_blocks(aggregates: Iterable[tuple[str, ...]]) -> dict[str, str]:
+    """What each block and each smaller aggregate is part of."""
+    above: dict[str, str] = {}
+    top: dict[str, str] = {}
+    for blocks in sorted(aggregates, key=len):
+        name = compress(blocks)
+        above |= {top.get(block, block): name for block in blocks if top.get(block, block) != name}
+        top |= dict.fromkeys(blocks, name)
+    return above
 
 
 def _listed(told: Mapping[str, str], key: str) -> tuple[str, ...]:
     """The names of a list, in which Slurm passes over blanks and commas without a name."""
     return expand(_GAP.sub(",", told.get(key, "")).strip(","))
+
+
+def text(topology: Topology) -> str:
+    """The switches of ``topology`` as a ``topology.conf`` of topology/tree."""
+    nodes: dict[str, list[str]] = {}
+    for node, leaf in topology.leaf.items():
+        nodes.setdefault(leaf, []).append(node)
+    switches: dict[str, list[str]] = {}
+    for switch, up in topology.above.items():
+        switches.setdefault(up, []).append(switch)
+    lines = [f"SwitchName={leaf} Nodes={compress(names)}" for leaf, names in nodes.items()]
+    return "\n".join([*lines, *(f"SwitchName={up} Switches={','.join(below)}" for up, below in switches.items()), ""])

@@ -1,21 +1,26 @@
-"""Where the topology of this cluster is described: a file, Slurm's ``topology.conf``, or the controller."""
+"""Where the topology of this cluster is described: by Slurm, or where Slurm has none, in a file of opsd's own.
+
+Everything that goes by the topology reads it here.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Final
 
-from opsd.files import read_settings
+from opsd.files import SYSTEM_FILE, read_settings
 from opsd.slurm.port import SlurmError
 from opsd.slurm.runner import Runner, run_command
 from opsd.slurm.topology import Topology, TopologyError, parse
 
 CONFIGLESS: Final = Path("/run/slurm/conf")
 """Where slurmd keeps what the controller sent (slurm.conf(5), "configless")."""
+MEASURED: Final = SYSTEM_FILE.with_name("topology.conf")
+"""What `opsd nodes topology` has made, unless OPSD_TOPOLOGY names another file."""
 DEADLINE_S: Final = 5.0
 _INCLUDE: Final = re.compile(r"^[ \t]*include[ \t]+(\S+)", re.IGNORECASE | re.MULTILINE)
 _DEPTH: Final = 8
@@ -29,16 +34,39 @@ def read(
     *,
     environ: Mapping[str, str] = os.environ,
     configless: Path = CONFIGLESS,
+    measured: Path = MEASURED,
     run: Runner = run_command,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Topology:
-    """The topology in ``path``, or that of Slurm here; an empty one if Slurm has none or does not answer.
+    """The topology in ``path``, or that of this cluster; an empty one if none is known.
 
-    A ``topology.yaml`` takes precedence over ``topology.conf`` in Slurm (25.05 and later); the controller tells what is
-    in each of its topologies, of which the default one counts first. Raises TopologyError if ``path`` or a file that is
-    included cannot be read, or if what stands in a file is no topology.
+    Slurm's own counts; one whose switches Slurm does not know is completed by the file that ``OPSD_TOPOLOGY`` names, or
+    ``measured``. ``say`` gets a sentence if that file contradicts Slurm. Raises TopologyError if ``path``, a file that
+    counts or one that is included cannot be read, or if what stands in it is no topology.
     """
     if path is not None:
         return parse(_content(path))
+    own = _slurms(environ, configless, run)
+    named = environ.get("OPSD_TOPOLOGY")
+    file = Path(named) if named else measured
+    if not named and not file.exists():
+        return own
+    if not own.has_switches:
+        return own.joined(parse(_content(file)))
+    try:
+        if found := own.contradiction(parse(_content(file))):
+            say(f"{file} contradicts Slurm's topology, which counts: {found}")
+    except TopologyError as error:
+        say(f"{error}; Slurm's topology counts")
+    return own
+
+
+def _slurms(environ: Mapping[str, str], configless: Path, run: Runner) -> Topology:
+    """That of Slurm here; an empty one if it has none or does not answer. Raises TopologyError.
+
+    A ``topology.yaml`` takes precedence over ``topology.conf`` in Slurm (25.05 and later); the controller tells what is
+    in each of its topologies, of which the default one counts first.
+    """
     own = Path(environ.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
     folder = own if (own / "slurm.conf").exists() or not configless.is_dir() else configless
     if (several := folder / "topology.yaml").exists():

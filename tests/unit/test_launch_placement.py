@@ -36,6 +36,24 @@ def test_the_nearest_spare_takes_the_place() -> None:
     assert assign_slots(shape, run, {"n1", "n5"}, (), {}, {"n5"}) == ("n1", "n5")
 
 
+def test_a_spare_without_a_bad_way_comes_before_a_near_one(tmp_path: Path) -> None:
+    """Also before one that was never lost; where there is no other, the event says which way is bad."""
+    tree = replace(TREE, bad={("leaf1", "leaf2"): "1.2 GB/s, yesterday"})
+    shape = RunShape(2, 2, ("n1", "n2", "n4", "n7"), topology=tree)
+    assert assign_slots(shape, ("n1", "n2"), {"n1", "n4", "n7"}, (), {"n7": 1}) == ("n1", "n7")
+    assert assign_slots(shape, ("n1", "n2"), {"n1", "n4"}, ()) == ("n1", "n4")
+    first = RunShape(3, 3, ("n1", "n4", "n7", "n2"), topology=tree)
+    assert assign_slots(first, (), first.order, ()) == ("n1", "n7", "n2")
+    assert assign_slots(first, (), ("n1", "n4", "n7"), ()) == ("n1", "n4", "n7")
+    stage = LeaderHarness.at_work(tmp_path, topology=tree)
+    stage.lose("n2")
+    stage.begin()
+    (joined,) = stage.events("spare_joined")
+    said = "the way between leaf1 and leaf2 was bad when last measured (1.2 GB/s, yesterday)"
+    assert joined["bad_ways"] == [said]
+    assert EventText().sentence(joined).endswith(f"n2 was 1.0; {said}")
+
+
 def test_the_first_ranks_are_whole_segments() -> None:
     """What is left over of each rack stands by; without a segment the order is that of the job."""
     assert assign_slots(RunShape(8, 8, ALL, topology=RACKS, segment=4), (), ALL, ()) == (*ALL[:4], *ALL[5:9])

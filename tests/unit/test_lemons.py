@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from opsd.collectors.slurm import NodeRecord
 from opsd.commands.nodes import nodes
-from opsd.launch.run.readiness import is_lemon, known_lemons
+from opsd.launch.run.readiness import is_lemon, known_at_start
 from opsd.lemons import DAY_S, WINDOW_S, Fault, judge, lift_of
 from opsd.simulate import trace
 from opsd.slurm import candidates, node_comment
@@ -23,6 +23,7 @@ from opsd.slurm.candidates import lemons_to_spare
 from opsd.slurm.node_comment import NodeHistory
 from opsd.slurm.node_faults import OWN_S, NodeFaults
 from opsd.slurm.port import Node, SlurmUnavailable
+from opsd.slurm.topology import Topology
 from tests.fakes.clock import FakeClock
 from tests.fakes.slurm import FakeSlurm
 
@@ -109,11 +110,11 @@ def test_a_node_knows_that_it_is_a_lemon_and_is_fetched_last_as_a_spare() -> Non
         assert is_lemon({"SLURMD_NODENAME": name}, lambda: slurm, lambda: 30 * DAY_S) is is_one
     assert not is_lemon({}, lambda: slurm)
     job = {"SLURM_JOB_ID": "7"}
-    known = known_lemons(job, lambda: slurm, lambda: 30 * DAY_S)
+    known, _ = known_at_start(Topology(), job, lambda: slurm, lambda: 30 * DAY_S)
     assert lemon in known and good not in known
-    assert known_lemons({}, lambda: slurm) == frozenset()
+    assert known_at_start(Topology(), {}, lambda: slurm) == (frozenset(), Topology())
     slurm.error = SlurmUnavailable("away")
-    assert known_lemons(job, lambda: slurm, lambda: 30 * DAY_S) == frozenset()
+    assert known_at_start(Topology(), job, lambda: slurm, lambda: 30 * DAY_S) == (frozenset(), Topology())
     slurm.error = None
     nodes = slurm.nodes()
     assert lemons_to_spare(nodes, slurm.by_comment, {lemon, good}, (), 30 * DAY_S) == [lemon]

@@ -12,6 +12,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from opsd import __version__, exitcodes
 from opsd.preflight.base import Verdict
@@ -20,10 +21,11 @@ from opsd.preflight.command import validate
 from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.grouptest import Level
+from opsd.preflight.judge import Value
 from opsd.preflight.network import measure, plan
 from opsd.preflight.network.bandwidth import Timing, busbw, sizes
-from opsd.preflight.network.check import join_outcome
-from opsd.preflight.network.coordinator import slowest
+from opsd.preflight.network.check import join_outcome, slowest_rate
+from opsd.preflight.network.coordinator import Coordinator, MeasurementRequest, slowest
 from opsd.preflight.network.participant import Participant
 from opsd.preflight.network.rendezvous import (
     Place,
@@ -33,7 +35,8 @@ from opsd.preflight.network.rendezvous import (
     read_switches,
     resolve,
 )
-from opsd.preflight.network.spec import Done, Joined
+from opsd.preflight.network.spec import Done, Joined, Spec
+from opsd.preflight.report import Report, Result
 from opsd.settings.preflight import PreflightSettings
 
 RANKS = st.integers(2, 60)
@@ -178,11 +181,11 @@ def test_an_iteration_is_as_slow_as_its_slowest_node():
 
 def test_nodes_that_never_join_or_differ_are_named():
     """Absent, with another release, with a GPU too few."""
-    participant = Participant(Place(tuple(f"n{i}" for i in range(5)), 0, "n0", 1), processes=8, join_s=9.0)
+    participant = Participant(Place(tuple(f"n{i}" for i in range(5)), 0, "n0", 1), 8, "nccl", join_s=9.0)
     members = {
-        0: Joined(0, "n0", 8, __version__),
-        3: Joined(3, "n3", 7, __version__),
-        4: Joined(4, "n4", 8, "0.0.1"),
+        0: Joined(0, "n0", 8, __version__, "nccl"),
+        3: Joined(3, "n3", 7, __version__, "nccl"),
+        4: Joined(4, "n4", 8, "0.0.1", "nccl"),
     }
     found = [(finding.verdict, finding.summary) for finding in join_outcome(participant, members).findings]
     assert found == [
@@ -190,6 +193,56 @@ def test_nodes_that_never_join_or_differ_are_named():
         (Verdict.FAIL, "n3 came with 7 GPUs, the first node with 8"),
         (Verdict.FAIL, f"n4 runs opsd 0.0.1, the first node {__version__}"),
     ]
+
+
+class Store:
+    """What the nodes of a check have told the coordinator, and what it told them."""
+
+    def __init__(self, *joined: Joined) -> None:
+        self._told = {f"join/{one.node}": TypeAdapter(Joined).dump_json(one) for one in joined}
+        self.orders: list[Spec] = []
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._told for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self._told[key]
+
+    def set(self, key: str, text: str) -> None:
+        spec = TypeAdapter(Spec).validate_json(text)
+        self.orders.append(spec)
+        done = Done(spec.test, int(key.split("/")[1]), (1.0,))
+        self._told[f"done/{spec.test}/{done.node}"] = TypeAdapter(Done).dump_json(done)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "used", "told"),
+    [
+        ((8, "nccl"), (8, "nccl"), (8, "nccl"), []),
+        ((8, "nccl"), (4, "nccl"), (4, "nccl"), ["n1 came with 4 GPUs, the first node with 8"]),
+        ((1, "gloo"), (8, "nccl"), (1, "gloo"), ["n1 came with 8 GPUs, the first node with 0"]),
+        ((1, "nccl"), (1, "gloo"), (1, "gloo"), ["n1 came with 0 GPUs, the first node with 1"]),
+    ],
+)
+def test_a_pair_is_measured_with_what_both_have(first, second, used, told):
+    """Nodes of two kinds are below two leaf switches as well; their number of GPUs is no fault of the way."""
+    store = Store(Joined(0, "n0", first[0], __version__, first[1]), Joined(1, "n1", second[0], __version__, second[1]))
+    coordinator = Coordinator(store, 2, backend=first[1])
+    joined = coordinator.gather(1.0)
+    assert coordinator.measure([MeasurementRequest((0, 1), "ring", 1, 1, 1.0)])[0].seconds == (1.0,)
+    assert {(spec.processes, spec.backend) for spec in store.orders} == {used}
+    outcome = join_outcome(Participant(Place(("n0", "n1"), 0, "n0", 1), *first), joined)
+    assert [(finding.verdict, finding.summary) for finding in outcome.findings] == [(Verdict.WARN, one) for one in told]
+
+
+def test_the_rate_of_a_way_is_that_of_its_slowest_exchange():
+    """Kept with a way that was not well; 0 where nothing was measured, as of nodes that never met."""
+    values = [Value("bandwidth", subject, rate, "bytes_per_second", Verdict.PASS) for subject, rate in
+              (("ring", 3e9), ("incast", 1e9))]  # fmt: skip
+    result = Result(plan.PATTERNS.name, "", Verdict.PASS, values=tuple(values))
+    other = Result(plan.SEARCH.name, "", Verdict.FAIL, values=(Value("tests", "", 2.0, "", Verdict.PASS),))
+    assert slowest_rate(Report("network of 2 nodes", "quick", __version__, 1.0, 2.0, (result, other))) == 1e9
+    assert slowest_rate(Report("network of 2 nodes", "quick", __version__, 1.0, 2.0, (other,))) == 0.0
 
 
 def test_a_culprit_is_told_with_the_tests_that_convict_it():

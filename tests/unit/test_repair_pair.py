@@ -12,6 +12,9 @@ from opsd.preflight.network.rendezvous import port_of
 from opsd.repair.ladder import NO_HARDWARE
 from opsd.repair.pair import Pair
 from opsd.repair.retest import Retested
+from opsd.slurm import node_comment
+from opsd.slurm.leaf_paths import note
+from opsd.slurm.node_comment import NodeHistory
 from opsd.slurm.port import Job, Node, Partition, SlurmDenied, SlurmUnavailable
 from opsd.slurm.topology import Topology, parse
 from tests.fakes.slurm import FakeSlurm
@@ -78,6 +81,18 @@ def test_the_nearest_idle_node_runs_the_other_half() -> None:
     assert {"--nodelist=n3", "--partition=checks", "--exclusive", "--propagate=NONE"} <= {*options}
     words = shlex.split(script.splitlines()[1])
     assert words[1:] == ["-P", "-m", "opsd", "preflight", "network", "--hosts=n1,n3", "--node=1", "--rendezvous=n1"]
+
+
+def test_a_partner_across_a_bad_way_comes_last() -> None:
+    """What it would find says nothing about the node; the way is that of the leaf switches, whoever measured it."""
+    slurm = Nodes()
+    note(slurm, ("n1", "n2"), TREE.leaf, 900.0, passed=False)
+    slurm.set_comment("n3", node_comment.write("", NodeHistory(spare="ready", spare_at=900.0)))
+    assert pair(slurm, Halves({"n2": GOOD}))(PASSED, True, str).passed, "there is no other"
+    tree = parse("SwitchName=leaf1 Nodes=n1\nSwitchName=leaf2 Nodes=n[2-3]\nSwitchName=leaf3 Nodes=n4\n")
+    note(slurm, ("n1", "n3"), tree.leaf, 900.0, passed=False)
+    other = replace(pair(slurm, Halves({"n4": GOOD})), topology=lambda: tree)
+    assert other(PASSED, True, str).detail.endswith("the network with n4")
 
 
 def test_one_bad_way_of_two_is_the_partner_s() -> None:

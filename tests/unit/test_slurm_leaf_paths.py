@@ -104,3 +104,20 @@ def test_a_topology_without_pairs_is_refused() -> None:
     """It would change nothing, and nobody would see that."""
     done = CliRunner().invoke(nodes_command, ["due", "--topology=/dev/null"])
     assert (done.exit_code, "--topology goes with --pairs only" in done.stderr) == (exitcodes.USAGE, True)
+
+
+def test_a_bad_way_is_known_by_the_newest_measurement_that_was_made() -> None:
+    """With what it measured; one that could not be made, or of next year, says nothing, and a good one ends it."""
+    slurm = cluster()
+    leaf_paths.note(slurm, ("a1", "b1"), TREE.leaf, NOW - 60, passed=False, rate=1.234e9)
+    assert f"path={B}@{NOW - 60:.0f}!1234M" in slurm.comments(["a1"])["a1"]
+    measure(slurm, "a1", "c1", NOW - 60)
+    measure(slurm, "b1", "c1", NOW - 60, passed=False)
+    measure(slurm, "a2", "b2", NOW - 30, passed=None)
+    measure(slurm, "a2", "c2", NOW + 365 * 86_400, passed=False)
+    bad = leaf_paths.with_bad(TREE, slurm.comments(), NOW)
+    assert sorted(bad.bad) == [(A, B), (B, C)]
+    assert bad.bad[A, B].startswith("1.23 GB/s, 20")
+    assert (bad.bad_from("a2", ["b1", "c1"]), bad.bad_towards(["a1", "c1"])) == ([(A, B)], {B: 2})
+    measure(slurm, "a2", "b2", NOW - 10)
+    assert sorted(leaf_paths.with_bad(TREE, slurm.comments(), NOW).bad) == [(B, C)]

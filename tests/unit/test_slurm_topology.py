@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from opsd.slurm.pick import Choice, for_runs, pick, pick_in_one
 from opsd.slurm.port import Partition, SlurmUnavailable
@@ -77,6 +82,10 @@ def test_what_a_swap_costs_is_told_in_hops() -> None:
     assert TREE.swap_text(run, "n1", "n5") == "n5 is 3.0 hops from the others, n1 was 1.0"
     assert TREE.swap_text(["n1", "n5"], "n1", "n2") == "n2 is as near to the others as n1: 3.0 hops"
     assert TREE.swap_text(run, "n1", "x") == ""
+    bad = replace(TREE, bad={("leaf1", "leaf2"): "1.2 GB/s, yesterday", ("leaf2", "leaf3"): "yesterday"})
+    said = "the way between leaf1 and leaf2 was bad when last measured (1.2 GB/s, yesterday)"
+    assert bad.swap_text(run, "n1", "n5").endswith(f"n1 was 1.0, {said}")
+    assert "bad" not in bad.swap_text(run, "n1", "n9")
 
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
@@ -176,9 +185,75 @@ def test_groups_of_nodes_are_kept_in_one_domain() -> None:
     assert BLOCKS.split_groups(["c01", "c19"], 1) == []
 
 
+def test_blocks_of_one_aggregate_are_nearer() -> None:
+    """By BlockSizes, or as scontrol shows them, at every level; they stay blocks, which are in no tree of switches."""
+    shown = (
+        "BlockName=b0 Nodes=n[1-2]\nBlockName=b1 Nodes=n[3-4]\nBlockName=b2 Nodes=n[5-6]\nBlockName=b3 Nodes=n[7-8]\n"
+    )
+    told = (
+        "AggregatedBlock=b[0-1] Nodes=n[1-4]\nAggregatedBlock=b[2-3] Nodes=n[5-8]\nAggregatedBlock=b[0-3] Nodes=n[1-8]"
+    )
+    for tree in (parse(shown + "BlockSizes=2,4,8"), parse(shown + told)):
+        assert [tree.hops("n1", other) for other in ("n2", "n3", "n5")] == [1, 3, 5]
+        assert pick(all_equal(1, 2, 5, 6, 7), 3, tree) == Choice(("n5", "n6", "n7"), "b[2-3]")
+    assert parse(shown + "BlockSizes=2").hops("n1", "n3") is None
+    assert parse(shown + f"BlockSizes=0,x,{'9' * 200}").hops("n1", "n3") is None
+    plain = parse(shown).with_domains({"n1": "x.1", "n2": "x.1"})
+    assert pick(all_equal(1, 3), 2, plain) == Choice(("n1", "n3"), "")
+
+
+def test_a_pick_keeps_to_switches_that_are_connected() -> None:
+    """Also for worse nodes, as Slurm starts no job across; nodes without a known switch may be anywhere."""
+    trees = parse("SwitchName=a Nodes=n[1-3]\nSwitchName=b Nodes=n[4-5]")
+    assert pick({**all_equal(1, 2, 4), "n3": 8.0}, 3, trees) == Choice(("n1", "n2", "n3"), "a")
+    assert pick(all_equal(1, 2, 4, 5), 3, trees) is None
+    assert pick({**all_equal(1, 2, 4, 5), "x": 0.0}, 3, trees) == Choice(("n1", "n2", "x"), "")
+
+
+def test_a_bad_way_is_avoided_if_it_can_be() -> None:
+    """Before all that speaks against nodes; one that cannot be avoided is named, and no second one is accepted."""
+    tree = replace(even([f"n{number}" for number in range(1, 9)], 2), bad={("leaf-000", "leaf-001"): "yesterday"})
+    assert pick(all_equal(1, 3, 5), 2, tree) == Choice(("n1", "n5"), "spine")
+    assert pick({**all_equal(1, 3), "n5": 8.0}, 2, tree) == Choice(("n1", "n5"), "spine")
+    assert pick(all_equal(1, 2, 3), 2, tree) == Choice(("n1", "n2"), "leaf-000")
+    whole = pick(all_equal(1, 3, 5), 3, tree)
+    assert whole is not None
+    assert whole.bad_ways == (("leaf-000", "leaf-001"),)
+    worse = replace(tree, bad={**tree.bad, ("leaf-002", "leaf-003"): "", ("leaf-000", "leaf-003"): ""})
+    three = pick(all_equal(*range(1, 9)), 5, worse)
+    assert three is not None
+    assert (len(three.nodes), len(three.bad_ways)) == (5, 1)
+    trees = parse("SwitchName=a Nodes=n1\nSwitchName=b Nodes=n2\nSwitchName=s Switches=a,b\nSwitchName=c Nodes=n[3-4]")
+    assert pick(all_equal(1, 2, 3, 4), 2, replace(trees, bad={("a", "b"): ""})) == Choice(("n3", "n4"), "c")
+    two = [Partition("p", ("n1", "n3"), 1, ""), Partition("q", ("n1", "n5"), 1, "")]
+    choice = pick_in_one(two, {**all_equal(1, 3), "n5": 1.0}, 2, tree)
+    assert choice is not None
+    assert (choice.partition, choice.bad_ways) == ("q", ())
+
+
+@given(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5))), st.integers(1, 12), st.sets(st.integers(0, 11)))
+def test_a_pick_has_a_bad_way_only_where_no_choice_is_without(ways, count, taken) -> None:
+    """Whatever is measured as bad, as many nodes are found as without it, and none is bad if that is possible."""
+    tree = even([f"n{number:02}" for number in range(12)], 2)
+    tree = replace(tree, bad={(f"leaf-{a:03}", f"leaf-{b:03}"): "" for a, b in ways if a < b})
+    free = {name: 0.0 for number, name in enumerate(tree.leaf) if number not in taken}
+    choice = pick(free, count, tree)
+    assert (choice is None) == (count > len(free))
+    on_leaf = Counter(tree.leaf[name] for name in free)
+    possible = any(
+        not any({*pair} <= {*leaves} for pair in tree.bad) and sum(on_leaf[leaf] for leaf in leaves) >= count
+        for size in range(1, 7)
+        for leaves in combinations(sorted(on_leaf), size)
+    )
+    assert choice is None or (not choice.bad_ways) == possible
+
+
 def test_a_swap_out_of_the_domain_is_told() -> None:
     """Also where the hops are not known."""
-    assert BLOCKS.swap_text(["c01", "c02"], "c01", "c19") == "c19 is not in the NVLink domain rack1"
+    told = BLOCKS.swap_text(["c01", "c02"], "c01", "c19")
+    assert told == "c19 is 3.0 hops from the others, c01 was 1.0, c19 is not in the NVLink domain rack1"
+    apart = parse("BlockName=rack1 Nodes=c[01-02]\nBlockName=rack2 Nodes=c03")
+    assert apart.swap_text(["c01", "c02"], "c01", "c03") == "c03 is not in the NVLink domain rack1"
     assert BLOCKS.swap_text(["c01", "c02"], "c01", "c03") == "c03 is as near to the others as c01: 1.0 hops"
     assert min(("c19", "c05", "x"), key=lambda node: BLOCKS.cost(node, ["c01", "c02"])) == "c05"
 
@@ -286,16 +361,23 @@ def test_a_cluster_with_several_topologies_has_switches_and_domains(tmp_path: Pa
 
 
 def test_two_topologies_are_no_nearer_for_a_name_that_both_have() -> None:
-    """The switch s1 of one is another than that of the other; blocks stand for switches where there are none."""
+    """A switch s1 without a common node is another one; blocks stand for switches where there are none."""
     tree = parse("SwitchName=s1 Nodes=n1\nSwitchName=top Switches=s1")
     other = parse("SwitchName=s1 Nodes=n2\nSwitchName=s3 Nodes=n[3-4]\nSwitchName=top Switches=s[1,3]")
     assert tree.joined(other).hops("n1", "n2") is None
-    assert (tree.joined(other).hops("n1", "n3"), tree.joined(other).hops("n3", "n4")) == (None, 1)
+    assert [tree.joined(other).hops(node, "n3") for node in ("n1", "n2", "n4")] == [None, 3, 1]
+    same = parse("SwitchName=s1 Nodes=n[1-2]\nSwitchName=s3 Nodes=n3\nSwitchName=top Switches=s[1,3]")
+    assert [tree.joined(same).hops("n1", node) for node in ("n2", "n3")] == [1, 3]
+    assert tree.joined(tree) == tree
     block = parse("BlockName=b1 Nodes=n[1,3]\nBlockName=b2 Nodes=x1")
     for both in (block.joined(tree), tree.joined(block)):
         assert (both.leaf, both.above) == ({"n1": "s1", "n3": "b1", "x1": "b2"}, {"s1": "top"})
         assert both.domain == block.domain
-    assert block.joined(parse("BlockName=b1 Nodes=y[1-2]")) == block
+    assert block.joined(parse("BlockName=b1 Nodes=y[1-2]")).domain == {
+        **block.domain,
+        "y1": "b1_other",
+        "y2": "b1_other",
+    }
 
 
 def test_values_may_be_quoted_and_empty() -> None:

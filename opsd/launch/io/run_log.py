@@ -276,10 +276,11 @@ def _finished(event: EventRecord) -> str:
 
 
 def _spare_joined(event: EventRecord) -> str:
-    told = f"{event['joined']} stands by and takes place {event['place']}"
-    if "hops" not in event:
-        return told
-    return f"{told}; it is {event['hops']:.1f} hops from the others, {event['replaces']} was {event['hops_before']:.1f}"
+    told = [f"{event['joined']} stands by and takes place {event['place']}"]
+    if "hops" in event:
+        old = f"{event['replaces']} was {event['hops_before']:.1f}"
+        told.append(f"it is {event['hops']:.1f} hops from the others, {old}")
+    return "; ".join([*told, *event.get("bad_ways", ())])
 
 
 def _segment_split(event: EventRecord) -> str:

@@ -15,6 +15,7 @@ from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import Failure
+from opsd.slurm.pick import pick
 from opsd.slurm.topology import Topology
 
 REGROUP_S = 2.0
@@ -69,7 +70,7 @@ def assign_slots(
 
     A node that keeps its slot keeps its ranks, and their in-memory checkpoints. Of the free nodes, those that were
     never lost are preferred and ``lemons`` come last, then those near the rest of the segment, or near the node whose
-    place they take.
+    place they take. Before all that, one is preferred between whose leaf switch and those of the others no way was bad.
     """
     if usable(alive, unfit) < shape.least:
         return None
@@ -77,18 +78,31 @@ def assign_slots(
     ranked = {name: number for number, name in enumerate(shape.order)}
     doubts = {name: (name in lemons, (flaps or {}).get(name, 0)) for name in set(alive) - set(before) - set(unfit)}
     free = sorted(doubts, key=lambda name: (*doubts[name], ranked.get(name, len(ranked)), name))
-    if not places and shape.segment > 1:
-        sound = [name for name in free if name not in lemons]
-        chosen = sound if len(sound) >= shape.most else free
-        free = [*shape.topology.arranged(chosen, shape.segment), *free[len(chosen) :]]
+    if not places:
+        free = _at_first(shape, free, lemons)
     for number, name in enumerate(places):
         if name is None and free:
             first = number // shape.segment * shape.segment
             peers = [*filter(None, places[first : first + shape.segment])] or [before[number]]
-            places[number] = best = min(free, key=lambda name: (*doubts[name], *shape.topology.cost(name, peers)))
+            bad, tree = shape.topology.bad_towards(filter(None, places)), shape.topology
+            order = {name: (bad[tree.leaf.get(name, "")], *doubts[name], *tree.cost(name, peers)) for name in free}
+            places[number] = best = min(order, key=order.__getitem__)
             free.remove(best)
     nodes = [name for name in places if name is not None]
     return (*nodes, *free[: shape.most - len(nodes)])
+
+
+def _at_first(shape: RunShape, free: Sequence[str], lemons: Collection[str]) -> list[str]:
+    """``free`` with those first that begin: no lemons and no bad way among them if possible, in whole segments."""
+    sound = [name for name in free if name not in lemons]
+    chosen = sound if len(sound) >= shape.most else [*free]
+    if shape.topology.bad_ways(chosen[: shape.most]):
+        choice = pick(dict.fromkeys(chosen, 0.0), shape.most, shape.topology)
+        chosen = [name for name in chosen if choice is None or name in choice.nodes]
+    if shape.segment > 1:
+        chosen = shape.topology.arranged(chosen, shape.segment)
+    begun = {*chosen}
+    return [*chosen, *(name for name in free if name not in begun)]
 
 
 def usable(alive: Collection[str], unfit: Collection[str]) -> int:

@@ -31,12 +31,14 @@ def begun_events(
 
 
 def _swap_cost(topology: Topology, before: Sequence[str], slots: Sequence[str], place: int) -> dict[str, Any]:
-    """Whose place ``slots[place]`` has, and the mean hops of both to the other nodes, as far as they are known."""
+    """Whose place ``slots[place]`` has, the mean hops of both to the other nodes, and bad ways to them, if known."""
     old = before[place] if place < len(before) and before[place] not in slots else None
     if old is None:
         return {}
     hops = topology.swap_hops(slots, old, slots[place])
-    return {"replaces": old} | ({"hops_before": hops[0], "hops": hops[1]} if hops is not None else {})
+    bad = [topology.bad_text(pair) for pair in topology.bad_from(slots[place], slots)]
+    cost = {"hops_before": hops[0], "hops": hops[1]} if hops is not None else {}
+    return {"replaces": old} | cost | ({"bad_ways": bad} if bad else {})
 
 
 def _split_segments(topology: Topology, slots: Sequence[str], segment: int) -> list[dict[str, Any]]:

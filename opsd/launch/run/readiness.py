@@ -16,13 +16,15 @@ from opsd.slurm.allocation import in_job
 from opsd.slurm.candidates import lemons_of
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.connect import choose
+from opsd.slurm.leaf_paths import with_bad
 from opsd.slurm.port import Slurm, SlurmError
+from opsd.slurm.topology import Topology
 
 ANSWER_S = 60.0
 """How long a node that has been given a slot may take to determine whether it may use it."""
 
 START_ANSWER_S = 3.0
-"""What the start of a run waits for each answer about lemons; a controller that is away takes longer to be noticed."""
+"""What the start of a run waits for each answer about nodes; a controller that is away takes longer to be noticed."""
 
 
 class Readiness:
@@ -137,19 +139,24 @@ def given_back_at(environ: Mapping[str, str] = os.environ, connect: Callable[[],
         return None
 
 
-def known_lemons(
+def known_at_start(
+    topology: Topology,
     environ: Mapping[str, str] = os.environ,
     connect: Callable[[], Slurm] = lambda: CommandSlurm(deadline_s=START_ANSWER_S),
     wall: Callable[[], float] = time.time,
-) -> frozenset[str]:
-    """The cluster's nodes that keep failing; none where that cannot be known, as a start does not wait for it."""
+) -> tuple[frozenset[str], Topology]:
+    """The cluster's nodes that keep failing, and ``topology`` with the ways that were bad when last measured.
+
+    None of both where that cannot be known, as a start does not wait for it.
+    """
     if not in_job(environ):
-        return frozenset()
+        return frozenset(), topology
     try:
         slurm = connect()
-        return frozenset(lemons_of(slurm.nodes(), slurm.comments(), wall()))
+        comments = slurm.comments()
+        return frozenset(lemons_of(slurm.nodes(), comments, wall())), with_bad(topology, comments, wall())
     except SlurmError:
-        return frozenset()
+        return frozenset(), topology
 
 
 def is_lemon(

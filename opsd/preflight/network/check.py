@@ -66,6 +66,12 @@ def label_of(participant: Participant) -> str:
     return f"network of {count} node{'s' if count > 1 else ''}"
 
 
+def slowest_rate(report: Report) -> float:
+    """Bytes per second of the slowest exchange between nodes, 0 if none was measured."""
+    values = (value for result in report.results if result.check == PATTERNS.name for value in result.values)
+    return min((value.value for value in values if value.measure == "bandwidth"), default=0.0)
+
+
 def _steps(
     participant: Participant, coordinator: Coordinator, scope: Scope, say: Callable[[str], None]
 ) -> Iterator[tuple[Check, float, Outcome]]:
@@ -74,9 +80,9 @@ def _steps(
     joined = coordinator.gather(participant.join_s)
     yield JOIN, began, join_outcome(participant, joined)
     nodes = sorted(joined)
-    if not scope.only_search and (len(nodes) > 1 or participant.processes > 1):
+    if not scope.only_search and (len(nodes) > 1 or coordinator.processes > 1):
         began = time.time()
-        ranks = len(nodes) * participant.processes
+        ranks = len(nodes) * coordinator.processes
         yield COLLECTIVES, began, plan.collectives(coordinator, nodes, ranks, scope.effort, say)
     if len(nodes) > 1:
         if not scope.only_search:
@@ -89,8 +95,15 @@ def _steps(
         yield SEARCH, began, Outcome(used, tuple(plan.findings(diagnosis)), plan.protocol(diagnosis))
 
 
+def _gpus(processes: int, backend: str) -> int:
+    return processes if backend == "nccl" else 0
+
+
 def join_outcome(participant: Participant, joined: Mapping[int, Joined]) -> Outcome:
-    """Nodes that never joined, or joined with another version or number of processes."""
+    """Nodes that never joined, or joined with another version or number of GPUs: of two nodes that is no fault.
+
+    A pair is there to measure the way between them, which it does with as many GPUs as both have.
+    """
     names = participant.place.names
     findings = []
     if absent := [names[node] for node in range(len(names)) if node not in joined]:
@@ -101,7 +114,11 @@ def join_outcome(participant: Participant, joined: Mapping[int, Joined]) -> Outc
         if member.version != __version__:
             summary = f"{member.name} runs opsd {member.version}, the first node {__version__}"
             findings.append(Finding(Verdict.FAIL, summary, "install the same release everywhere", member.name))
-        if member.processes != participant.processes:
-            summary = f"{member.name} came with {member.processes} GPUs, the first node with {participant.processes}"
-            findings.append(Finding(Verdict.FAIL, summary, "a GPU is missing on one of them", member.name))
+        here, there = _gpus(participant.processes, participant.backend), _gpus(member.processes, member.backend)
+        if here != there:
+            summary = f"{member.name} came with {there} GPUs, the first node with {here}"
+            verdict, advice = Verdict.FAIL, "a GPU is missing on one of them"
+            if len(names) == 2:
+                verdict, advice = Verdict.WARN, f"it is measured with {min(here, there)} of each"
+            findings.append(Finding(verdict, summary, advice, member.name))
     return Outcome((Measurement("joined", len(joined)),), tuple(findings), {"nodes": compress(names)})

@@ -40,12 +40,17 @@ class MeasurementResult:
 
 
 class Coordinator:
-    """Communicates with the nodes through the store. A node that did not answer once is not waited for again."""
+    """Communicates with the nodes through the store. A node that did not answer once is not waited for again.
+
+    Every node takes part with as many ``processes`` as all that have joined can have, of two nodes without GPUs if one
+    has none.
+    """
 
     def __init__(self, store: TCPStore, nodes: int, *, backend: str = "gloo", deadline_s: float = 60.0) -> None:
         self._store = store
         self._nodes = nodes
         self._backend = backend
+        self.processes = 1
         self._deadline_s = deadline_s
         self._numbers = count()
         self._orders: dict[int, int] = {}
@@ -60,6 +65,9 @@ class Coordinator:
                 if node not in joined and self._store.check([f"join/{node}"]):
                     joined[node] = TypeAdapter(Joined).validate_json(self._store.get(f"join/{node}"))
             time.sleep(_POLL_S)
+        self.processes = min((one.processes for one in joined.values()), default=1)
+        if self._nodes == 2 and "gloo" in {one.backend for one in joined.values()}:
+            self._backend, self.processes = "gloo", 1
         return joined
 
     def measure(self, round_of: Sequence[MeasurementRequest]) -> list[MeasurementResult]:
@@ -89,6 +97,7 @@ class Coordinator:
             self._deadline_s,
             self._backend,
             request.name,
+            self.processes,
         )
 
     def _order(self, node: int, text: str) -> None:

@@ -89,7 +89,7 @@ def serve(
                 "spec": order,
                 "node": me.node,
                 "rank": spec.members.index(me.node),
-                "local": me.processes,
+                "local": spec.processes,
                 "store": address,
             }
         )

@@ -20,7 +20,7 @@ _FINISH_S: Final = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Participant:
-    """This node's ``place``, the number of ``processes`` per node, and the ``backend``."""
+    """This node's ``place``, the number of ``processes`` that it can have, and the ``backend`` for them."""
 
     place: Place
     processes: int = 1
@@ -58,5 +58,5 @@ def leading(participant: Participant, deadline_s: float) -> Iterator[Coordinator
 def _join(participant: Participant, forkserver: ForkServer, stopped: Callable[[], bool]) -> None:
     here = participant.place
     store = connect(here.host, here.port, serve=False, seconds=participant.join_s)
-    me = Joined(here.node, here.names[here.node], participant.processes, __version__)
+    me = Joined(here.node, here.names[here.node], participant.processes, __version__, participant.backend)
     serve(store, me, forkserver, (here.host, here.port), stopped)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -92,12 +92,12 @@ def use_interface(host: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
-def read_switches(path: Path | None) -> Mapping[str, str]:
-    """Node to leaf switch from the file ``path``, or from Slurm's default location; empty if there is no such file.
+def read_switches(path: Path | None, say: Callable[[str], None] = lambda _: None) -> Mapping[str, str]:
+    """Node to leaf switch from the file ``path``, or as this cluster's topology has it; see ``topology_source.read``.
 
-    Raises RendezvousError if the given file cannot be read.
+    Raises RendezvousError if a file cannot be read.
     """
     try:
-        return topology_source.read(path).leaf
+        return topology_source.read(path, say=say).leaf
     except TopologyError as error:
         raise RendezvousError(str(error)) from error

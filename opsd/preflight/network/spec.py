@@ -13,8 +13,8 @@ class Spec:
     """One measurement by a group of nodes.
 
     ``members`` are node numbers in rank order. ``size`` is in bytes: of a message for the patterns, in total for a
-    collective. ``name`` is the collective. It runs for ``seconds`` and at least ``iterations``, and is ended after
-    ``deadline_s``.
+    collective. ``name`` is the collective. Each node has so many ``processes``. It runs for ``seconds`` and at least
+    ``iterations``, and is ended after ``deadline_s``.
     """
 
     test: int
@@ -26,6 +26,7 @@ class Spec:
     deadline_s: float
     backend: str = "gloo"
     name: str = ""
+    processes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A participating node and its number of processes: one per GPU, or one without GPUs."""
+    """A participating node and how many processes it could have: one per GPU, or one without (``backend`` gloo)."""
 
     node: int
     name: str
     processes: int
     version: str
+    backend: str = "gloo"

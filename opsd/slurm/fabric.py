@@ -1,0 +1,182 @@
+"""The switch tree of an InfiniBand fabric, from what ``ibnetdiscover`` (infiniband-diags) prints. Pure.
+
+Each switch and adapter is a block: a line with its type, id and description, then a line for each port with a link.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Final
+
+from opsd.slurm.topology import Topology, TopologyError
+
+_HEAD: Final = re.compile(r'(?:Switch|Ca|Rt)\s+\d+\s+"([SHR]-\w+)"\s*#\s*"([^"]*)"')
+_LINK: Final = re.compile(r'\[\d+\](?:\[ext \d+\])?(?:\(\w+\))?\s+"([SHR]-\w+)"[^#]*#[^"]*"([^"]*)"')
+_ADAPTER: Final = re.compile(r"([A-Za-z0-9][\w.-]*)\s+(?:HCA-?\d+|(?:mlx|hfi|qib|mthca|ib|rdma)\S*)", re.ASCII)
+"""``node01 HCA-1``, ``node01 mlx5_0``, as rdma-ndd or a driver sets it; firmware has ``MT4129 ConnectX7 …``."""
+_MANAGED: Final = re.compile(r"MF0;(.+?):[^:]*")
+"""What the management of a switch sets: ``MF0;NAME:MODEL/UNIT``."""
+_NO_NAME: Final = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """``links`` has the neighbours of each switch and adapter, ``described`` their descriptions, both by their ids."""
+
+    links: Mapping[str, AbstractSet[str]]
+    described: Mapping[str, str]
+
+    def adapters(self, names: Collection[str] = ()) -> dict[str, str]:
+        """The node of each adapter that has one: of ``names``, or without these every name that looks like one."""
+        known = {name.lower(): name for name in names}
+        found: dict[str, str] = {}
+        for adapter, described in self.described.items():
+            first = described.split(" ", 1)[0].lower()
+            if name := known.get(first) or known.get(first.partition(".")[0]):
+                found[adapter] = name
+            elif not known and adapter[0] == "H" and (match := _ADAPTER.fullmatch(described)):
+                found[adapter] = match[1]
+        return {adapter: name for adapter, name in found.items() if adapter[0] == "H"}
+
+    def nameless(self, names: Collection[str] = ()) -> list[str]:
+        """What adapters are called that bear no name of a host; those within switches (SHARP) are left out."""
+        named = self.adapters(names)
+        others = [text for one, text in self.described.items() if one[0] == "H" and one not in named]
+        return [text for text in others if not _ADAPTER.fullmatch(text) and "Aggregation" not in text]
+
+
+def parse(text: str) -> Fabric:
+    """The fabric in one or several outputs of ``ibnetdiscover``. Raises TopologyError."""
+    links: dict[str, set[str]] = {}
+    described: dict[str, str] = {}
+    here = ""
+    for line in text.splitlines():
+        if head := _HEAD.match(line):
+            here = head[1]
+            described[here] = head[2].strip()
+            links.setdefault(here, set())
+        elif here and (link := _LINK.match(line)):
+            described.setdefault(link[1], link[2].strip())
+            links[here].add(link[1])
+            links.setdefault(link[1], set()).add(here)
+    if not any(one[0] == "S" for one in links):
+        raise TopologyError("there is no switch in it, so it is not what ibnetdiscover prints without options")
+    return Fabric(links, described)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A switch of the tree, which may stand for several ``switches`` of the fabric at one level."""
+
+    name: str
+    switches: frozenset[str]
+
+
+def tree(fabric: Fabric, names: Collection[str] = ()) -> Topology:
+    """The tree above the nodes, those of ``names`` if any are given.
+
+    A node with adapters on several switches (rails) is below all of them together, beside those on the same ones; one
+    that lacks some of them, as a port that is down would have it, is beside those that have all. Above, switches that
+    join the same places are one, as the spines of a fat tree are.
+    """
+    on: dict[str, frozenset[str]] = {}
+    for adapter, name in fabric.adapters(names).items():
+        on[name] = on.get(name, frozenset()) | {peer for peer in fabric.links[adapter] if peer[0] == "S"}
+    below: dict[frozenset[str], list[str]] = {}
+    for name, switches in sorted(on.items(), key=lambda one: (-len(one[1]), one[0])):
+        if switches:
+            whole = [place for place in below if place >= switches]
+            below.setdefault(max(whole, key=lambda place: len(below[place]), default=switches), []).append(name)
+    names_of = _Names(fabric)
+    places = [_Place(names_of(switches), switches) for switches in below]
+    leaf = {name: place.name for place in places for name in sorted(below[place.switches])}
+    return Topology(leaf, _levels(fabric, places, names_of))
+
+
+def _levels(fabric: Fabric, places: Sequence[_Place], names_of: _Names) -> dict[str, str]:
+    """What each of ``places`` hangs from, and what that hangs from, up to one above all that are connected."""
+    above: dict[str, str] = {}
+    seen = _all(place.switches for place in places)
+    while len(places) > 1:
+        higher = [_upwards(fabric, place, seen) for place in places]
+        groups = _joined(fabric, places, higher)
+        if len(groups) == len(places) and not any(higher):
+            break
+        found = []
+        for group in groups:
+            reached = _all(higher[at] for at in group)
+            if len(group) == 1 and not reached:
+                found.append(places[group[0]])
+                continue
+            switches = reached or _all(places[at].switches for at in group)
+            found.append(_Place(names_of(switches), switches))
+            above.update((places[at].name, found[-1].name) for at in group)
+        places, seen = found, seen | _all(higher)
+    return above
+
+
+def _all(sets: Iterable[AbstractSet[str]]) -> frozenset[str]:
+    return frozenset().union(*sets)
+
+
+def _upwards(fabric: Fabric, place: _Place, seen: AbstractSet[str]) -> frozenset[str]:
+    """The switches next to those of ``place`` that no level below has."""
+    return frozenset(peer for one in place.switches for peer in fabric.links[one] if peer[0] == "S") - seen
+
+
+def _joined(fabric: Fabric, places: Sequence[_Place], higher: Sequence[frozenset[str]]) -> list[list[int]]:
+    """The places, by number, in groups that have a switch in common, or are linked to the same one or to each other."""
+    group = list(range(len(places)))
+
+    def root(at: int) -> int:
+        while group[at] != at:
+            at = group[at]
+        return at
+
+    holders: dict[str, int] = {}
+    for at, place in enumerate(places):
+        for switch in place.switches | higher[at]:
+            group[root(at)] = root(holders.setdefault(switch, at))
+    for at, place in enumerate(places):
+        for switch in _all(fabric.links[one] for one in place.switches) & holders.keys():
+            group[root(at)] = root(holders[switch])
+    found: dict[int, list[int]] = {}
+    for at in range(len(places)):
+        found.setdefault(root(at), []).append(at)
+    return list(found.values())
+
+
+class _Names:
+    """Names for places, each once: of one switch what it is called, if no other is, otherwise its id."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        called = {one: _called(text) for one, text in fabric.described.items() if one[0] == "S"}
+        often = Counter(called.values())
+        self._switches = {
+            one: name if name and often[name] == 1 else f"{name or 'switch'}-{one[2:]}" for one, name in called.items()
+        }
+        self._used: set[str] = set()
+
+    def __call__(self, switches: frozenset[str]) -> str:
+        first, *others = sorted((self._switches[one] for one in switches), key=_natural)
+        name = f"{first}_and_{len(others)}_more" if others else first
+        while name in self._used:
+            name += "_"
+        self._used.add(name)
+        return name
+
+
+def _called(described: str) -> str:
+    """The name in the description of a switch, "" if it has only what the firmware says."""
+    managed = _MANAGED.fullmatch(described)
+    name = managed[1] if managed else described
+    return "" if "Mellanox" in name or "Technologies" in name else _NO_NAME.sub("_", name).strip("_")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """A key by which switch10 comes after switch9."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d{1,18})", name)]
