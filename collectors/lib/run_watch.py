@@ -26,6 +26,7 @@ from opsd.collectors.lib.run_files import parse_event, parse_run
 from opsd.collectors.lib.shares import Allowance
 from opsd.collectors.lib.tail import Tail, read_small
 from opsd.collectors.lib.user_series import data_mixture, evaluations
+from opsd.collectors.lib.weight import weight
 from opsd.inodes import open_folder
 from opsd.rank_page import PHASES, PageError, RankPage, page_writer, read_page
 
@@ -183,7 +184,7 @@ class RunWatch:
         for line in lines:
             if (event := parse_event(line, self._run, wall)) and self._affords(line, now):
                 self._remember(event)
-                yield replace(event, user=self.owner, size=len(line))
+                yield replace(event, user=self.owner, size=weight(line))
         if relayed:
             return
         for number, rank in self._ranks.items():
@@ -192,11 +193,11 @@ class RunWatch:
             for line in lines:
                 event = parse_event(line, self._run, wall, rank=number)
                 if event and _identity(event) not in self._relayed and self._affords(line, now):
-                    yield replace(event, user=self.owner, size=len(line))
+                    yield replace(event, user=self.owner, size=weight(line))
 
     def _affords(self, line: bytes, now: float) -> bool:
         """Whether the agent keeps this event: the window remembers them for minutes."""
-        allowed = self._allowance.take(self.owner, len(line), now)
+        allowed = self._allowance.take(self.owner, weight(line), now)
         self.events_left_out += not allowed
         return allowed
 

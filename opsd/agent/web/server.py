@@ -22,7 +22,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import h11
 
-from opsd.agent.lanes import Lane
 from opsd.agent.logs import Log
 from opsd.agent.metrics import http_samples
 from opsd.agent.web.access import Attempts, WebConfig
@@ -33,6 +32,7 @@ from opsd.agent.web.crowding import oldest, too_much
 from opsd.agent.web.hosts import Hosts
 from opsd.agent.web.peers import peer_of
 from opsd.collectors.base import Sample
+from opsd.lanes import Lane
 
 MAX_CONNECTIONS: Final = 256
 MAX_PER_PEER: Final = 64
