@@ -19,7 +19,7 @@ from tests.fakes.clock import eventually
 
 pytestmark = pytest.mark.xdist_group("agent-process")
 
-LASTS_S = 40.0
+LASTS_S = 20.0
 MOST_MIB = 200
 """The service has 256 MiB (``MemoryMax=``)."""
 PAGES = ("/", "/api/v1/ranks", "/metrics", "/api/v1/status", "/api/v1/incidents?limit=1000&symptoms=1", "/job/long-0")
@@ -42,7 +42,7 @@ def test_all_attacks_together_leave_the_agent_its_memory(node: Node, users: list
     node.configure("[nccl]", f'ras = ["127.0.0.1:{ras}"]', "interval_s = 1.0")
     with node.agent() as process:
         shm = str(node.shm)
-        users[0].start(make_files, shm, 100_000)
+        users[0].start(make_files, shm, 20_000)
         for number, user in enumerate(users):
             user.start(bombs.full_runs, shm, f"full{number}", 16, 256)
             user.start(bombs.dump_bombs, shm, str(runs), f"dumps{number}", 0.2)

@@ -43,7 +43,7 @@ CONNECTION_S: Final = 5.0
 PASSWORDS: Final = 10, 1.0
 HANDSHAKES: Final = 20, 0.1
 """How many a peer may try at once, and seconds until the next one: a handshake takes this thread milliseconds."""
-MAX_UNSENT: Final = 32 << 20
+MAX_UNSENT: Final = 16 << 20
 """Bytes of different answers that clients have not taken yet."""
 POLL_S: Final = 0.2
 """Interval of checks of connections while there are any, in seconds."""
