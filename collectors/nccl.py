@@ -120,8 +120,8 @@ class NcclCollector:
 
     @property
     def taken_s(self) -> float:
-        """Processor time in threads and processes of its own, see ``Gatherer``."""
-        return self._threads.taken_s + self._apart.taken_s
+        """Processor time in threads of its own, see ``Gatherer``."""
+        return self._threads.taken_s
 
     def collect(self) -> Reading | NoData:
         """Read what is new in logs and dumps and go on with the question to RAS. Never waits for an answer."""

@@ -26,6 +26,9 @@ SMALL: Final = 32 << 10
 MEMORY: Final = 128 << 20
 WITHIN_S: Final = 20.0
 """What such a process may take."""
+SHARE: Final = 0.2
+BURST_S: Final = 5.0
+"""Share of a core that all of them together may take, and seconds of processor time at once."""
 MAX_RESULT: Final = 2 << 20
 """Bytes of JSON that it may answer with."""
 _REFUSED: Final = 3
@@ -41,12 +44,13 @@ class ApartError(Exception):
 
 
 class Apart:
-    """Thread-safe. ``taken_s`` is the processor time of all processes so far."""
+    """Thread-safe. The processes take ``SHARE`` of a core, and none of what the collector has, which would pause."""
 
     def __init__(self, work: Work | None = None, small: Work | None = None) -> None:
         self._large = Lane("apart", 1, share=1), work or in_a_process
         self._small = Lane("apart-small", 1, share=1), small or here
-        self.taken_s = 0.0
+        self._paid_at = 0.0
+        """The second at which what has been taken is paid."""
 
     def parse(self, user: int, function: str, content: Content) -> Future[Any]:
         """What ``function`` makes of ``content``, as JSON has it, or ApartError. Cancel it to leave it out."""
@@ -58,12 +62,17 @@ class Apart:
     def _do(self, future: Future[Any], work: Work, function: str, content: Content) -> None:
         if not future.set_running_or_notify_cancel():
             return
+        began = time.monotonic()
         try:
             answer, taken_s = work(function, content)
-            self.taken_s += taken_s
             future.set_result(json.loads(answer))
         except Exception as error:  # the thread must outlive a bug
+            taken_s = time.monotonic() - began
             future.set_exception(error)
+        if work is self._large[1]:
+            now = time.monotonic()
+            self._paid_at = max(self._paid_at, now) + taken_s / SHARE
+            time.sleep(max(0.0, self._paid_at - now - BURST_S / SHARE))
 
 
 def here(function: str, content: Content) -> tuple[str, float]:

@@ -44,7 +44,7 @@ def test_all_attacks_together_leave_the_agent_its_memory(node: Node, users: list
         shm = str(node.shm)
         users[0].start(make_files, shm, 20_000)
         for number, user in enumerate(users):
-            user.start(bombs.full_runs, shm, f"full{number}", 16, 256)
+            user.start(bombs.full_runs, shm, f"full{number}", 11, 256)
             user.start(bombs.dump_bombs, shm, str(runs), f"dumps{number}", 0.2)
             user.start(bombs.ask_for_all, node.port, [*PAGES, f"/job/long-{number}"], 60)
         users[1].start(bombs.ras_bombs, shm, "ras", ras)
@@ -52,6 +52,7 @@ def test_all_attacks_together_leave_the_agent_its_memory(node: Node, users: list
         began = time.monotonic()
         assert eventually(lambda: process.poll() is not None or time.monotonic() > began + LASTS_S, LASTS_S + 30)
         assert process.poll() is None
+        assert eventually(lambda: node.series("opsd_nccl_ras_answer_age_seconds"))  # they take part
         assert highest_mib(process.pid) < MOST_MIB
         assert [attack for user in users for attack in user.ended] == []
         assert eventually(lambda: node.get("/metrics"))

@@ -98,7 +98,7 @@ def turns() -> Iterator[tuple[Apart, list[bytes], Semaphore]]:
     def work(_function: str, content: bytes | bytearray) -> tuple[str, float]:
         assert go.acquire(timeout=30)
         done.append(bytes(content[:1]))
-        return "null", 0.25
+        return "null", 0.0
 
     yield Apart(work, work), done, go
     go.release(1000)
@@ -132,8 +132,8 @@ def test_small_ones_do_not_wait_for_large_ones(turns: tuple[Apart, list[bytes], 
     assert waits.result(30) is None
 
 
-def test_one_at_a_time_and_what_it_takes_is_counted(turns: tuple[Apart, list[bytes], Semaphore]) -> None:
-    """The processor time belongs to the collector that asks."""
+def test_one_at_a_time(turns: tuple[Apart, list[bytes], Semaphore]) -> None:
+    """What they take does not add up."""
     apart, done, go = turns
     several = [apart.parse(user, DUMP, bytes(SMALL + 1)) for user in range(4)]
     go.release(1)
@@ -141,7 +141,15 @@ def test_one_at_a_time_and_what_it_takes_is_counted(turns: tuple[Apart, list[byt
     assert len(done) == 1
     go.release(3)
     assert [one.result(30) for one in several] == [None] * 4
-    assert apart.taken_s == 1.0
+
+
+def test_what_takes_long_is_paid_for() -> None:
+    """A thousand seconds of processor time are as many at rest and more, in which small ones are read."""
+    apart = Apart(lambda _function, _content: ("null", 1000.0))
+    assert apart.parse(1, DUMP, bytes(SMALL + 1)).result(30) is None
+    waits = apart.parse(2, DUMP, bytes(SMALL + 1))
+    assert restored(apart.parse(1, DUMP, of_dump()).result(30)).calls
+    assert not waits.done()
 
 
 def test_what_is_cancelled_is_left_out(turns: tuple[Apart, list[bytes], Semaphore]) -> None:

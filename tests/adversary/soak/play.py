@@ -84,9 +84,10 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
         try:
             users = [stack.enter_context(contextlib.closing(Attacker(uid))) for _, uid, _, _ in USERS]
             _train(node, users)
-            attackers = [stack.enter_context(contextlib.closing(Attacker(uid))) for uid in (NOBODY, NOBODY - 1)]
-            _attack(node, dcgm, ras[0], *attackers, files=files, runs=runs)
-            _bomb(node, ras[1], *attackers)
+            uids = (NOBODY, NOBODY - 1, NOBODY - 2, NOBODY - 6)
+            attackers = [stack.enter_context(contextlib.closing(Attacker(uid))) for uid in uids]
+            _attack(node, dcgm, ras[0], *attackers[:2], files=files, runs=runs)
+            _bomb(node, ras[1], *attackers[2:])
         finally:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, 0, niced)
@@ -238,14 +239,14 @@ def _attack(node: Node, dcgm: int, ras: int, one: Attacker, other: Attacker, *, 
 
 
 def _bomb(node: Node, ras: int, one: Attacker, other: Attacker) -> None:
-    """What makes the agent need memory, all at once."""
+    """What makes the agent need memory, all at once, in fewer runs than there is room for."""
     shm, runs = str(node.shm), str(node.folder / "runs")
     for number, user in enumerate((one, other)):
-        user.start(bombs.full_runs, shm, f"full{number}", 32, 256)
+        user.start(bombs.full_runs, shm, f"full{number}", 6, 256)
         user.start(bombs.dump_bombs, shm, runs, f"dumps{number}", 2.0)
         user.start(bombs.ask_for_all, node.port, [*PAGES, f"/job/long-{number}"], 60)
     one.start(bombs.ras_bombs, shm, "ras", ras)
-    other.start(bombs.long_ledgers, shm, runs, "long", 4)
+    other.start(bombs.long_ledgers, shm, runs, "long", 2)
 
 
 def _mount_over_runs(node: Node, stack: ExitStack) -> None:
