@@ -75,10 +75,10 @@ def ras_bombs(shm: str, name: str, port: int) -> None:
     group = '{"hash": "%d", "size": 32, "missing_ranks": [], "ranks": [' + many + "]}"
     groups = ",".join(group % number for number in range(2_000))
     bodies = [
+        '{"nccl_version": "2", "communicators": [' + groups + "]}",
         '{"communicators": [' + "[]," * (size // 3 - 20) + '[]], "nccl_version": "2"}',
         '{"nccl_version": "2", "communicators": [], "' + wide + "x" * (size - 80) + '": 1}',
         '{"' + wide + '": 1,' + ' "nvml_dev": 1 "status"' * (size // 24),
-        '{"nccl_version": "2", "communicators": [' + groups + "]}",
         "NCCL version 2.2\nWarnings\n" + "#0-0 (abc) MISMATCH\n" * 99_000 + wide + "x" * (size - 2_000_000),
     ]
     answers = [(head + body).encode() for body in bodies]

@@ -19,7 +19,7 @@ from tests.fakes.clock import eventually
 
 pytestmark = pytest.mark.xdist_group("agent-process")
 
-LASTS_S = 20.0
+LASTS_S = 30.0
 MOST_MIB = 200
 """The service has 256 MiB (``MemoryMax=``)."""
 PAGES = ("/", "/api/v1/ranks", "/metrics", "/api/v1/status", "/api/v1/incidents?limit=1000&symptoms=1", "/job/long-0")
@@ -27,9 +27,9 @@ PAGES = ("/", "/api/v1/ranks", "/metrics", "/api/v1/status", "/api/v1/incidents?
 
 @pytest.fixture
 def users(attacker: Attacker) -> Iterator[list[Attacker]]:
-    """Four user ids, as an ordinary user has thousands of them in a user namespace."""
+    """Five user ids, as an ordinary user has thousands of them in a user namespace."""
     with ExitStack() as stack:
-        others = [stack.enter_context(closing(Attacker(NOBODY - number))) for number in (1, 2, 3)]
+        others = [stack.enter_context(closing(Attacker(NOBODY - number))) for number in (1, 2, 3, 4)]
         yield [attacker, *others]
 
 
@@ -43,16 +43,15 @@ def test_all_attacks_together_leave_the_agent_its_memory(node: Node, users: list
     with node.agent() as process:
         shm = str(node.shm)
         users[0].start(make_files, shm, 20_000)
-        for number, user in enumerate(users):
+        for number, user in enumerate(users[:4]):
             user.start(bombs.full_runs, shm, f"full{number}", 11, 256)
             user.start(bombs.dump_bombs, shm, str(runs), f"dumps{number}", 0.2)
             user.start(bombs.ask_for_all, node.port, [*PAGES, f"/job/long-{number}"], 60)
-        users[1].start(bombs.ras_bombs, shm, "ras", ras)
+        users[4].start(bombs.ras_bombs, shm, "ras", ras)
         users[2].start(bombs.long_ledgers, shm, str(runs), "long", 4)
         began = time.monotonic()
         assert eventually(lambda: process.poll() is not None or time.monotonic() > began + LASTS_S, LASTS_S + 30)
         assert process.poll() is None
-        assert eventually(lambda: node.series("opsd_nccl_ras_answer_age_seconds"))  # they take part
         assert highest_mib(process.pid) < MOST_MIB
         assert [attack for user in users for attack in user.ended] == []
         assert eventually(lambda: node.get("/metrics"))
