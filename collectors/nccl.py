@@ -9,20 +9,31 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pydantic import Field
 
 from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
+from opsd.collectors.lib.apart import Apart, ApartError
 from opsd.collectors.lib.host_pids import HostPids
-from opsd.collectors.lib.nccl.ras import ADDRESSES, KINDS, Problem, RasError, RasQuery, RasStatus, parse_status
-from opsd.collectors.lib.nccl.run import LOG_BYTES, LOGS, MESSAGES, SAME_HANG_S, NcclRun
+from opsd.collectors.lib.nccl.ras import (
+    ADDRESSES,
+    KINDS,
+    Problem,
+    RasError,
+    RasQuery,
+    RasStatus,
+    parse_status,
+    restored,
+)
+from opsd.collectors.lib.nccl.run import LOG_BYTES, LOGS, MESSAGES, SAME_HANG_S, Limits, NcclRun
 from opsd.collectors.lib.run_slots import Chosen, RunSlots
 from opsd.collectors.lib.run_watch import lives
-from opsd.collectors.lib.shares import Allowance
+from opsd.collectors.lib.shares import Allowance, Room
 from opsd.collectors.lib.user_threads import MAX_OTHERS, UserThreads
 from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.settings.section import Address, CollectorSettings
@@ -49,9 +60,12 @@ LABELS: Final = {
 
 DUMP_BYTES: Final = 32 << 20
 """Bytes of flight recorder dumps read at once, and again in the time for which dumps are kept."""
+KEPT_BYTES: Final = 24 << 20
+"""Bytes that what is kept of dumps takes."""
 MAX_LEFT_OUT: Final = 512
 """Characters that name the users whose run folders cannot be read."""
 _LEAST_BYTES: Final = 32 << 10
+_PARSER: Final = f"{parse_status.__module__}:{parse_status.__name__}"
 _WITHIN_S: Final = 1.0
 """How long a collection waits for the run folders, which may be on a network file system."""
 
@@ -88,12 +102,14 @@ class NcclCollector:
         wall: Callable[[], float] = time.time,
         slots: RunSlots | None = None,
         host: HostPids | None = None,
+        apart: Apart | None = None,
     ) -> None:
         self._host = found = host or HostPids()
         self._slots = slots or RunSlots(
             root, lambda folder, owner: lives(folder, owner, wall(), 0.0, found), clock=clock
         )
-        self._allowance = Allowance(DUMP_BYTES, DUMP_BYTES / SAME_HANG_S)
+        self._apart = apart or Apart()
+        self._limits = Limits(Allowance(DUMP_BYTES, DUMP_BYTES / SAME_HANG_S), self._apart, Room(KEPT_BYTES))
         self._addresses = addresses
         self._ras_period_s = ras_period_s
         self._clock = clock
@@ -116,10 +132,10 @@ class NcclCollector:
         # What a log holds when the agent starts is old; a run that appears later is new from its first line.
         known, skip_old = self._runs or {}, self._runs is None
         self._runs = {
-            one: known.get(one) or NcclRun(*one, skip_old=skip_old, allowance=self._allowance, host=self._host)
+            one: known.get(one) or NcclRun(*one, skip_old=skip_old, limits=self._limits, host=self._host)
             for one in chosen
         }
-        self._allowance.begin(frozenset(owner for _, owner in chosen))
+        self._limits.allowance.begin(frozenset(owner for _, owner in chosen))
         wall, of_owner = self._wall(), defaultdict[int, list[NcclRun]](list)
         for run in self._runs.values():
             of_owner[run.owner].append(run)
@@ -127,7 +143,7 @@ class NcclCollector:
         scarce = len({*work, *self._threads.blocked}) > MAX_OTHERS
         readings = self._threads.run(work, _WITHIN_S, self._slots.first_users() if scarce else ())
         if leaders := frozenset(run.owner for run in self._runs.values() if run.leads):
-            self._ras = self._ras or RasWatch(self._addresses, self._ras_period_s)
+            self._ras = self._ras or RasWatch(self._addresses, self._ras_period_s, self._apart)
             readings.append(self._ras.look(self._clock(), wall, leaders))
         elif self._ras is not None:
             self._ras.close()
@@ -156,10 +172,12 @@ def _left_out(failed: Mapping[int, BaseException]) -> str:
 class RasWatch:
     """Asks RAS again and again without ever waiting for it, and remembers what it said last."""
 
-    def __init__(self, addresses: Sequence[tuple[str, int]], period_s: float) -> None:
+    def __init__(self, addresses: Sequence[tuple[str, int]], period_s: float, apart: Apart) -> None:
         self._addresses = list(addresses)
+        self._apart = apart
         self._period_s = period_s
         self._query: RasQuery | None = None
+        self._reading: tuple[int | None, Future[Any]] | None = None
         self._asked: float | None = None
         self._answered: float | None = None
         self._status: RasStatus | None = None
@@ -173,14 +191,19 @@ class RasWatch:
         """
         events: tuple[Event, ...] = ()
         try:
-            if self._query is None and (self._asked is None or now - self._asked >= self._period_s):
+            idle = self._query is None and self._reading is None
+            if idle and (self._asked is None or now - self._asked >= self._period_s):
                 self._asked = now
                 self._query = RasQuery(self._addresses[0], now, users)
             if self._query is not None and (answer := self._query.poll(now)) is not None:
                 user, self._query = self._query.user, None
-                events = tuple(replace(told, user=user) for told in self._take(parse_status(answer), now, wall))
-        except RasError:
-            self._query = self._status = self._stalled_since = None
+                self._reading = user, self._apart.parse(-1 if user is None else user, _PARSER, answer)
+            if self._reading is not None and self._reading[1].done():
+                (user, answered), self._reading = self._reading, None
+                status = restored(answered.result())
+                events = tuple(replace(told, user=user) for told in self._take(status, now, wall))
+        except (RasError, ApartError):
+            self._query = self._reading = self._status = self._stalled_since = None
             # localhost has two addresses, and NCCL listens on one of them.
             self._addresses.append(self._addresses.pop(0))
         return Reading(tuple(self._samples(now)), events)
@@ -189,6 +212,8 @@ class RasWatch:
         """Give up the question under way."""
         if self._query is not None:
             self._query.close()
+        if self._reading is not None:
+            self._reading[1].cancel()
 
     def _take(self, status: RasStatus, now: float, wall: float) -> Iterator[Event]:
         """Events for new problems. Counts may differ for a moment: a mismatch is reported once it lasts."""

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from opsd.collectors.lib.run_files import parse_event, parse_run
 from opsd.collectors.lib.shares import Allowance
 from opsd.collectors.lib.tail import Tail, read_small
 from opsd.collectors.lib.user_series import data_mixture, evaluations
+from opsd.collectors.lib.weight import weight
 from opsd.inodes import open_folder
 from opsd.rank_page import PHASES, PageError, RankPage, page_writer, read_page
 
@@ -181,22 +182,36 @@ class RunWatch:
         lines = self._events.read(folder, most)
         most -= sum(map(len, lines))
         for line in lines:
-            if (event := parse_event(line, self._run, wall)) and self._affords(line, now):
+            if event := self._event(line, now, wall):
                 self._remember(event)
-                yield replace(event, user=self.owner, size=len(line))
+                yield event
         if relayed:
             return
         for number, rank in self._ranks.items():
             lines = rank.events.read(folder, most)
             most -= sum(map(len, lines))
             for line in lines:
-                event = parse_event(line, self._run, wall, rank=number)
-                if event and _identity(event) not in self._relayed and self._affords(line, now):
-                    yield replace(event, user=self.owner, size=len(line))
+                if event := self._event(line, now, wall, self._relayed, rank=number):
+                    yield event
 
-    def _affords(self, line: bytes, now: float) -> bool:
-        """Whether the agent keeps this event: the window remembers them for minutes."""
-        allowed = self._allowance.take(self.owner, len(line), now)
+    def _event(
+        self, line: bytes, now: float, wall: float, known: Container[tuple[object, ...]] = (), **fields: object
+    ) -> Event | None:
+        """The event in ``line`` unless it is ``known``, or more than the agent keeps: the window does so for minutes.
+
+        What is made of very small values takes long to read: there must be room for it before.
+        """
+        size = weight(line)
+        heavy = size > 2 * len(line)
+        if heavy and not self._affords(size, now):
+            return None
+        event = parse_event(line, self._run, wall, **fields)
+        if event is None or _identity(event) in known or not (heavy or self._affords(size, now)):
+            return None
+        return replace(event, user=self.owner, size=size)
+
+    def _affords(self, size: int, now: float) -> bool:
+        allowed = self._allowance.take(self.owner, size, now)
         self.events_left_out += not allowed
         return allowed
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakSet
 
 
 def fill(demands: Sequence[int], total: int) -> list[int]:
@@ -50,3 +53,34 @@ class Allowance:
             return False
         self._spent[user] = spent + size, now
         return True
+
+
+class Holder(Protocol):
+    """What keeps ``held`` bytes for the user ``owner``."""
+
+    owner: int
+    held: int
+
+
+class Room:
+    """Bytes that users may have kept at any time, ``total`` in all. Any thread may ask.
+
+    Each may have half of what the others leave, so that some is left for who comes last. A holder that is gone holds
+    nothing.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._holders: WeakSet[Holder] = WeakSet()
+        self._guard = threading.Lock()
+
+    def take(self, holder: Holder, size: int) -> bool:
+        """Add ``size`` bytes to what ``holder`` holds, if there is room."""
+        with self._guard:
+            self._holders.add(holder)
+            own = sum(one.held for one in self._holders if one.owner == holder.owner)
+            others = sum(one.held for one in self._holders if one.owner != holder.owner)
+            if own + size > (self._total - others) // 2:
+                return False
+            holder.held += size
+            return True

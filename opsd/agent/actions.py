@@ -16,13 +16,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from opsd.agent.lanes import Lane
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.policy import HARMLESS, OF_A_RUN
 from opsd.agent.swap import NotInRun, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.lib.host_pids import HostPids
 from opsd.control import ControlError, ask_launcher
 from opsd.inodes import look, open_folder
+from opsd.lanes import Lane
 from opsd.rank_page import PageError, RankPage, read_page
 from opsd.runbooks.base import Action
 from opsd.slurm.ownership import reason

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from opsd.agent.incidents import Transition, turn_of
-from opsd.agent.lanes import Lane
 from opsd.agent.lifecycle import is_current
 from opsd.agent.logs import Log
 from opsd.files import read_settings
+from opsd.lanes import Lane
 from opsd.runbooks.base import Incident, State
 
 TIMEOUT_S = 10.0

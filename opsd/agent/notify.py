@@ -8,9 +8,9 @@ from pathlib import Path
 
 from opsd.agent.actions import ActionError, Notifier
 from opsd.agent.incidents import Transition, is_over, turn_of
-from opsd.agent.lanes import Lane
 from opsd.agent.logs import Log
 from opsd.files import read_settings
+from opsd.lanes import Lane
 from opsd.notify.receiver import NotifyError, Receiver
 from opsd.runbooks.base import Incident, State
 

@@ -73,6 +73,17 @@ def test_of_a_flood_the_newest_are_passed_on(run: Path, collector: RanksCollecto
     assert [event.data["step"] for event in rest] == [*range(1000 - MAX_EVENTS, 1000)]
 
 
+def test_what_small_values_take_counts(run: Path, collector: RanksCollector) -> None:
+    """3 MiB of empty lists, which are kept for minutes, are 80 MiB in memory: events that hold them are left out."""
+    line = json.dumps({"event": "resumed", "t": 1.0, "x": [[]] * 30_000})
+    kept = 0
+    with (run / "events.jsonl").open("a") as stream:
+        for _ in range(30):
+            print(line, file=stream, flush=True)
+            kept += len(read(collector).events)
+    assert 0 < kept < 6
+
+
 def test_a_run_without_launcher_has_events_too(run: Path, collector: RanksCollector) -> None:
     """Another launcher may set OPSD_RANK_PAGE."""
     reporter(run, 1).event("data_worker_restarted", pid=7, why="gone", sample=5)

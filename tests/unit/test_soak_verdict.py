@@ -13,6 +13,7 @@ from tests.adversary.soak.verdict import (
     Plant,
     incidents_verdict,
     memory_verdict,
+    peak_verdict,
     scrape_verdict,
     slope,
     ticks_verdict,
@@ -34,6 +35,12 @@ def test_memory_that_grows_is_found(growth: float, flat: bool) -> None:
     assert found.low <= growth <= found.high and found.high - found.low < 1.0
     assert (memory_verdict(found, 3600) == "") is flat
     assert memory_verdict(found, 60) == ""
+
+
+def test_memory_near_the_limit_is_found() -> None:
+    """However short it was."""
+    assert peak_verdict(199.0) == ""
+    assert peak_verdict(240.0) == "memory was at 240 MiB"
 
 
 def incident(**changes: Any) -> Mapping[str, Any]:

@@ -11,25 +11,22 @@ import io
 import json
 import pickle
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 from typing import Any, ClassVar, Final
 
-from opsd.collectors.lib.bounded import loads
-
 CALLED, SCHEDULED, STARTED = range(3)
 """How far a rank has come with a collective: called, with no more known; called; running on the device."""
 MAX_CALLS: Final = 256
 MAX_GROUPS: Final = 256
 """Collectives kept of each process group of a dump, the newest, and groups."""
+MAX_SHAPE: Final = 512
+"""Characters of the sizes and types of a collective's tensors that are told and compared."""
 MAX_ENTRIES: Final = 65_536
 MAX_MEMBERS: Final = 1 << 18
 """Entries of a dump, and ranks in all its groups together, that are looked at."""
-_BYTES_A_READ: Final = 100
-"""Of memory that what is made of one reading from a pickle may take: an opcode, or what belongs to it."""
 _UNKNOWN: Final = frozenset(
     code[0] for code in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8, pickle.NEXT_BUFFER)
 )
@@ -76,13 +73,11 @@ class Dump:
     forgotten_ns: int
 
 
-def parse_dump(content: bytes, most: int = sys.maxsize) -> Dump:
-    """A dump from JSON or a pickle, whose values take about ``most`` bytes at most. Raises DumpError."""
+def parse_dump(content: bytes | bytearray) -> Dump:
+    """A dump from JSON or a pickle. Raises DumpError."""
     try:
-        if content.startswith(b"\x80"):
-            raw = _PlainUnpickler(_Metered(content, most // _BYTES_A_READ)).load()
-        else:
-            raw = loads(content, most)
+        pickled = content.startswith(b"\x80")
+        raw = _PlainUnpickler(io.BytesIO(content)).load() if pickled else json.loads(content)
         entries = _list(raw["entries"])[-MAX_ENTRIES:]
         last: dict[str, int] = {}
         for entry in entries:
@@ -100,6 +95,13 @@ def parse_dump(content: bytes, most: int = sys.maxsize) -> Dump:
         raise DumpError(f"a pickle that asks for {error}; a dump has plain values only") from error
     except Exception as error:  # a damaged pickle may raise anything, struct.error and AssertionError as well
         raise DumpError(f"not a flight recorder dump, or half of one ({type(error).__name__})") from error
+
+
+def restored(raw: Mapping[str, Any]) -> Dump:
+    """The dump that ``asdict`` has made this of."""
+    calls = (Call(**{**call, "pair": tuple(call["pair"]) if call["pair"] else None}) for call in raw["calls"])
+    members = {name: tuple(ranks) for name, ranks in raw["members"].items()}
+    return Dump(tuple(calls), raw["last"], members, raw["forgotten_ns"])
 
 
 def shortened(content: bytes) -> bytes:
@@ -126,20 +128,6 @@ def shortened(content: bytes) -> bytes:
 
 class _ForeignPickle(Exception):
     """A pickle that would run something when it is loaded."""
-
-
-class _Metered(io.BytesIO):
-    """Can be read ``reads`` times. What is pickled may be one byte for each list."""
-
-    def __init__(self, content: bytes, reads: int) -> None:
-        super().__init__(content)
-        self._left = reads
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        self._left -= 1
-        if self._left < 0:
-            raise ValueError("too many values")
-        return super().read(size)
 
 
 def _skip_size(unpickler: Any) -> None:
@@ -244,11 +232,16 @@ def _list(value: object) -> list[Any]:
 def _shape(*columns: object) -> str:
     """The sizes and types of the first tensors, as text."""
     tensors = [item for column in columns for item in _list(column or [])[:8]]
-    return str([_list(item)[:8] if isinstance(item, list) else _text(item) for item in tensors if _flat(item)])
+    flat = (item for item in tensors if not isinstance(item, list) or not any(map(_nested, item[:8])))
+    return str([[*map(_size, item[:8])] if isinstance(item, list) else _text(item) for item in flat])[:MAX_SHAPE]
 
 
-def _flat(item: object) -> bool:
-    return not isinstance(item, list) or not any(isinstance(size, (list, dict, tuple)) for size in item[:8])
+def _nested(size: object) -> bool:
+    return isinstance(size, (list, dict, tuple))
+
+
+def _size(size: object) -> object:
+    return size if isinstance(size, int) and abs(size) < _MAX_NUMBER else _text(size)
 
 
 def _ranks(listed: object, most: int) -> tuple[int, ...]:
@@ -263,7 +256,7 @@ def _numbers(listed: object) -> tuple[int, ...]:
     return tuple(map(_int, _list(json.loads(listed) if isinstance(listed, str) else listed)))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=32)
 def _parsed(listed: str) -> tuple[int, ...]:
     """The dumps of all ranks list the same ranks."""
     return _numbers(listed)

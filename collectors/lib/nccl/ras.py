@@ -9,6 +9,7 @@ node.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import socket
@@ -17,19 +18,14 @@ from dataclasses import dataclass
 from itertools import islice, pairwise, takewhile
 from typing import Any, Final
 
-from opsd.collectors.lib.bounded import loads
 from opsd.collectors.lib.listener import peer_uid
 
 ADDRESSES: Final = (("127.0.0.1", 28028), ("::1", 28028))
 """NCCL binds to whatever localhost resolves to; see NCCL_RAS_ADDR."""
 REQUEST: Final = b"CLIENT PROTOCOL 2\nTIMEOUT 5\nSET FORMAT json\nVERBOSE STATUS\n"
 MAX_ANSWER: Final = 20 << 20
-MAX_VALUES: Final = 64 << 20
-MAX_LINES: Final = 100_000
 MAX_PROBLEMS: Final = 256
-"""Bytes of an answer and, by estimate, of the values in it; lines of one in words; problems that are told. A user's run
-answers, and the agent has 256 MiB.
-"""
+"""Bytes of an answer, and problems of it that are told."""
 MAX_TEXT: Final = 400
 _MOST_GREETINGS: Final = 8
 OK_RESULTS: Final = (0, 7)
@@ -106,7 +102,7 @@ class RasQuery:
             self.close()
             raise RasError(f"RAS cannot be asked at {address[0]}: {error.strerror}") from error
 
-    def poll(self, now: float) -> bytes | None:
+    def poll(self, now: float) -> bytearray | None:
         """The whole answer, None while it is not complete. Raises RasError; the query is over then."""
         try:
             if self.user is None and not self._find_user(now):
@@ -132,7 +128,7 @@ class RasQuery:
             self.close()
             raise
         self.close()
-        return bytes(self._received)
+        return self._received
 
     def _find_user(self, now: float) -> bool:
         """True once it is known whose process has accepted. Raises RasError if it is nobody's of ``uids``, OSError."""
@@ -155,13 +151,22 @@ class RasQuery:
         self._socket.close()
 
 
-def parse_status(answer: bytes) -> RasStatus:
+def parse_status(answer: bytes | bytearray) -> RasStatus:
     """The status in a complete answer, JSON or text. Raises RasError for anything else, half an answer included."""
     text = answer.decode("utf-8", "replace")
     body = _without_greeting(text)
     if body.startswith("{"):
         return _parse_json(body)
     return _parse_text(body)
+
+
+def restored(raw: Mapping[str, Any]) -> RasStatus:
+    """The status that ``asdict`` has made this of."""
+    problems = (
+        Problem(**{**problem, "ranks": tuple(RasRank(**rank) for rank in problem["ranks"])})
+        for problem in raw["problems"]
+    )
+    return RasStatus(raw["nccl_version"], raw["communicators"], tuple(problems))
 
 
 def _without_greeting(text: str) -> str:
@@ -178,7 +183,7 @@ def _parse_json(body: str) -> RasStatus:
     # NCCL 2.28.7 and 2.28.9 forget a comma where ranks are missing (jsonWriteMissingRank), which is when it matters.
     mended = re.sub(r'("nvml_dev": -?\d+)(\s*"status")', r"\1,\2", body)
     try:
-        raw = loads(mended, MAX_VALUES)
+        raw = json.loads(mended)
         communicators = raw["communicators"]
         problems = (problem for communicator in communicators for problem in _json_problems(communicator))
         told = tuple(islice(problems, MAX_PROBLEMS))
@@ -231,8 +236,6 @@ def _parse_text(body: str) -> RasStatus:
     if version is None or "\nWarnings\n" not in body:
         raise RasError("RAS's answer is cut short or of an unknown form")
     communicators = sum(int(match[1]) for match in _GROUP.finditer(body))
-    if body.count("\n") > MAX_LINES:
-        raise RasError(f"RAS's answer has more than {MAX_LINES:,} lines")
     return RasStatus(version[1][:32], communicators, tuple(islice(_text_problems(body.split("\n")), MAX_PROBLEMS)))
 
 

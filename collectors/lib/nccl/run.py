@@ -10,22 +10,23 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
+from opsd.collectors.lib.apart import Apart, ApartError
 from opsd.collectors.lib.host_pids import HostPids
-from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
+from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump, restored
+from opsd.collectors.lib.nccl.kept_dumps import KeptDumps
 from opsd.collectors.lib.nccl.stuck import Verdict, judge
 from opsd.collectors.lib.rights import Rights, groups_of_process, open_as
 from opsd.collectors.lib.run_files import parse_run
-from opsd.collectors.lib.shares import Allowance
+from opsd.collectors.lib.shares import Allowance, Room
 from opsd.collectors.lib.tail import Tail, read_small
 
 LOGS = Metric("opsd_nccl_rank_logs", "Rank logs on this node that are followed for messages of NCCL.", labels=("run",))
@@ -48,8 +49,9 @@ LOG_BYTES: Final = 2 << 20
 ENTRIES: Final = 2_048
 """Bytes of logs, and entries of a folder, that are read in one look."""
 MAX_DUMP: Final = 8 << 20
-DUMP_VALUES: Final = 96 << 20
-"""Bytes that the values in a dump may take, by estimate, while it is read: one at a time, as users have threads."""
+PARSER: Final = f"{parse_dump.__module__}:{parse_dump.__name__}"
+TURN_S: Final = 120.0
+"""How long a dump waits for its turn."""
 DUMPS: Final = "flight_recorder"
 """Folder of the dumps in the run folder; their names are rank-0000.json, or rank_0 if torch has written them."""
 READ_S: Final = 0.5
@@ -60,8 +62,6 @@ SAME_HANG_S: Final = 600.0
 _PAGE = re.compile(r"rank-(\d{4,6})\.page", re.ASCII)
 _DUMP = re.compile(r"rank-(\d{4,6})\.json|rank_(\d{1,6})", re.ASCII)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-_PARSING = threading.Lock()
 
 KINDS: Final = ("warning", "timeout", "error")
 MAX_TEXT: Final = 300
@@ -104,13 +104,21 @@ def _clean(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)[:MAX_TEXT].strip()
 
 
+class Limits(NamedTuple):
+    """What the runs of all users share: the bytes of dumps that are read, where they are, and what is kept of them."""
+
+    allowance: Allowance
+    apart: Apart
+    room: Room
+
+
 class NcclRun:
     """The run of the user ``owner`` with the folder ``memory`` in shared memory.
 
-    With ``skip_old`` what its files hold is passed over. Dumps are read as far as ``allowance`` goes.
+    With ``skip_old`` what its files hold is passed over. Dumps are read as far as ``limits`` go.
     """
 
-    def __init__(self, memory: Path, owner: int, *, skip_old: bool, allowance: Allowance, host: HostPids) -> None:
+    def __init__(self, memory: Path, owner: int, *, skip_old: bool, limits: Limits, host: HostPids) -> None:
         self.owner = owner
         self._memory = memory
         self._run = memory.name
@@ -119,7 +127,7 @@ class NcclRun:
         self._launcher = 0
         self._tails: dict[tuple[int, int], Tail] = {}
         self._counts: Counter[tuple[int, str]] = Counter()
-        self._dumps = _Dumps(self._run, self._own, lambda size, wall: allowance.take(owner, size, wall))
+        self._dumps = _Dumps(self._run, owner, limits)
         self.leads = False
 
     def read(self, wall: float, log_bytes: int = LOG_BYTES) -> Reading:
@@ -196,12 +204,12 @@ class NcclRun:
 
 
 class _Dumps:
-    """The flight recorder dumps of a run; judged once no more of them arrive. ``affords`` takes bytes and a time."""
+    """The flight recorder dumps of a run; judged once no more of them arrive."""
 
-    def __init__(self, run: str, rights: Rights, affords: Callable[[int, float], bool]) -> None:
-        self._run, self._rights, self._affords = run, rights, affords
+    def __init__(self, run: str, owner: int, limits: Limits) -> None:
+        self._run, self._owner, self._rights, self._limits = run, owner, Rights(owner, frozenset()), limits
         self._seen: dict[str, tuple[float, int]] = {}
-        self._dumps: dict[int, tuple[float, Dump]] = {}
+        self._kept = KeptDumps(owner, limits.room)
         self._read_at: dict[int, float] = {}
         self._unjudged = False
         self._verdict: Verdict | None = None
@@ -210,7 +218,7 @@ class _Dumps:
         """Events about new dumps: one that cannot be used, or the verdict of all once they have settled."""
         for rank in [rank for rank, at in self._read_at.items() if wall - at > SAME_HANG_S]:
             del self._read_at[rank]
-            self._dumps.pop(rank, None)
+            self._kept.forget(rank)
         with _opened(Path(DUMPS), folder) as place:
             if place is None:
                 return []
@@ -223,8 +231,8 @@ class _Dumps:
         if changed or not self._unjudged:
             return events
         self._unjudged = False
-        newest = max((at for at, _ in self._dumps.values()), default=0.0)
-        fresh = {rank: dump for rank, (at, dump) in self._dumps.items() if newest - at <= SAME_HANG_S}
+        newest = max((at for at, _ in self._kept.of_rank.values()), default=0.0)
+        fresh = {rank: dump for rank, (at, dump) in self._kept.of_rank.items() if newest - at <= SAME_HANG_S}
         verdict = judge(fresh, frozenset(range(run.world_size)))
         if verdict is not None and verdict != self._verdict:
             events.append(self._verdict_event(verdict, wall))
@@ -242,20 +250,27 @@ class _Dumps:
                     yield int(name.partition(".")[0][5:]), name
 
     def _load(self, place: int, rank: int, name: str, wall: float) -> Event | None:
-        if not self._affords(self._seen[name][1], wall):
+        if not self._limits.allowance.take(self._owner, self._seen[name][1], wall):
             return None
         self._read_at[rank] = wall
         found = read_small(name, place, self._rights, MAX_DUMP)
         try:
             if found is None:
                 raise DumpError(f"not a regular file of at most {MAX_DUMP >> 20} MiB")
-            with _PARSING:
-                self._dumps[rank] = (found[1], parse_dump(found[0], DUMP_VALUES))
+            self._kept.keep(rank, found[1], self._parse(found[0]))
             self._unjudged = True
-        except DumpError as error:
+        except (DumpError, ApartError) as error:
             text = f"flight recorder dump of rank {rank} of {self._run}: {error}"
             return Event("nccl_dump_unusable", wall, text, {"run": self._run, "rank": rank, "why": str(error)})
         return None
+
+    def _parse(self, content: bytes) -> Dump:
+        future = self._limits.apart.parse(self._owner, PARSER, content)
+        try:
+            return restored(future.result(TURN_S))
+        except TimeoutError as error:
+            future.cancel()
+            raise DumpError("others were read all the time") from error
 
     def _verdict_event(self, verdict: Verdict, wall: float) -> Event:
         culprits = ", ".join(map(str, verdict.culprits[:8])) or "none in particular"

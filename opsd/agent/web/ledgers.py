@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -22,10 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from opsd.agent.lanes import Lane
 from opsd.agent.loop import Snapshot
 from opsd.agent.metrics import RUN_BEYOND, RUN_FORECAST, RUN_PLANNED, RUN_SECONDS
 from opsd.collectors.base import RunFact, Sample
+from opsd.confined import confine
+from opsd.lanes import Lane
 
 if TYPE_CHECKING:
     from opsd.plan.forecast import Forecast
@@ -229,9 +229,7 @@ class LedgerMaker:
             # The service's system call filter forbids it; its unit already has a lower priority than training.
             with contextlib.suppress(PermissionError):
                 os.setpriority(os.PRIO_PROCESS, maker.pid, 19)
-            resource.prlimit(maker.pid, resource.RLIMIT_DATA, (MAX_MEMORY, MAX_MEMORY))
-            # Where both do not fit into the service's memory, the kernel ends this one and not the agent.
-            Path(f"/proc/{maker.pid}/oom_score_adj").write_text("1000")
+            confine(maker, MAX_MEMORY)
             out, err = maker.communicate(timeout=self._deadline_s)
         except subprocess.TimeoutExpired:
             return LedgerResult(None, f"{folder} does not answer")

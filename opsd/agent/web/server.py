@@ -22,7 +22,6 @@ from urllib.parse import parse_qs, urlsplit
 
 import h11
 
-from opsd.agent.lanes import Lane
 from opsd.agent.logs import Log
 from opsd.agent.metrics import http_samples
 from opsd.agent.web.access import Attempts, WebConfig
@@ -33,6 +32,7 @@ from opsd.agent.web.crowding import oldest, too_much
 from opsd.agent.web.hosts import Hosts
 from opsd.agent.web.peers import peer_of
 from opsd.collectors.base import Sample
+from opsd.lanes import Lane
 
 MAX_CONNECTIONS: Final = 256
 MAX_PER_PEER: Final = 64
@@ -43,7 +43,7 @@ CONNECTION_S: Final = 5.0
 PASSWORDS: Final = 10, 1.0
 HANDSHAKES: Final = 20, 0.1
 """How many a peer may try at once, and seconds until the next one: a handshake takes this thread milliseconds."""
-MAX_UNSENT: Final = 32 << 20
+MAX_UNSENT: Final = 16 << 20
 """Bytes of different answers that clients have not taken yet."""
 POLL_S: Final = 0.2
 """Interval of checks of connections while there are any, in seconds."""

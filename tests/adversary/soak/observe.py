@@ -102,6 +102,12 @@ def total(values: dict[str, float], name: str, *labels: str) -> float:
     return sum(found)
 
 
+def highest_mib(pid: int) -> float:
+    """The most memory that the process has had, in MiB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) / 1024
+
+
 def resident_mib(pid: int) -> float:
     """Resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20

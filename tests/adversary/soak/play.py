@@ -25,21 +25,24 @@ from opsd.collectors.lib.kernel.xid_catalogue import CATALOGUE, XidAction
 from opsd.ports import free_port
 from opsd.runbooks.base import Evidence, Incident, State
 from opsd.simulated.gpus import SimulatedGpus, build
+from tests.adversary import bombs
 from tests.adversary.attacker import NOBODY, Attacker
 from tests.adversary.attacks import false_exporter, hold_connections, make_files, make_runs
 from tests.adversary.node import Node
 from tests.adversary.soak import floods
 from tests.adversary.soak.honest import train
-from tests.adversary.soak.observe import Scraper, inbox, resident_mib, scrape, series, total
+from tests.adversary.soak.observe import Scraper, highest_mib, inbox, resident_mib, scrape, series, total
 from tests.adversary.soak.verdict import (
     Plant,
     incidents_verdict,
     memory_verdict,
+    peak_verdict,
     scrape_verdict,
     slope,
     ticks_verdict,
 )
 from tests.fakes.clock import until
+from tests.fakes.fuse import FUSE, silent_mount
 from tests.fakes.incidents import incident
 
 USERS = (("alpha", NOBODY - 3, 0, 4), ("beta", NOBODY - 4, 4, 2), ("gamma", NOBODY - 5, 6, 2))
@@ -53,6 +56,8 @@ GROWS_S = 1200.0
 the list of those that are over is full from the start."""
 AMBIGUOUS = (13, 31, 94)
 CODES = [code for code, info in CATALOGUE.items() if info.action is XidAction.RESTART_APP and code not in AMBIGUOUS]
+PAGES = ("/", "/api/v1/ranks", "/metrics", "/api/v1/status", "/api/v1/incidents?limit=1000&symptoms=1", "/fleet")
+"""Those that cost most."""
 BROKEN = (
     "[agent\n",
     "[agent]\ninterval_s = -1\n",
@@ -71,14 +76,18 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
     with ExitStack() as stack:
         url, told = stack.enter_context(inbox())
         node, dcgm, ras = stack.enter_context(_node(window_s, url))
+        if FUSE.exists():
+            _mount_over_runs(node, stack)
         agent = stack.enter_context(_agent(node))
         niced = os.nice(0)
         os.nice(nice)  # inherited by what is started from here on; the agent runs already
         try:
             users = [stack.enter_context(contextlib.closing(Attacker(uid))) for _, uid, _, _ in USERS]
             _train(node, users)
-            attackers = [stack.enter_context(contextlib.closing(Attacker(uid))) for uid in (NOBODY, NOBODY - 1)]
-            _attack(node, dcgm, ras, *attackers, files=files, runs=runs)
+            uids = (NOBODY, NOBODY - 1, NOBODY - 2, NOBODY - 6)
+            attackers = [stack.enter_context(contextlib.closing(Attacker(uid))) for uid in uids]
+            _attack(node, dcgm, ras[0], *attackers[:2], files=files, runs=runs)
+            _bomb(node, ras[1], *attackers[2:])
         finally:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, 0, niced)
@@ -96,6 +105,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
         seen = scraper.stop()
         elapsed = time.monotonic() - began
         alive = agent.poll() is None
+        highest = highest_mib(agent.pid) if alive else 0.0
         ended = [attack for one in (*users, *attackers) for attack in one.ended]
         for user in users:
             user.close()
@@ -119,7 +129,8 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
         lost += incidents_verdict(plants, journal, told)
         faults = [
             *lost,
-            *([memory_verdict(growth, memory[-1][0] - memory[0][0])]),
+            memory_verdict(growth, memory[-1][0] - memory[0][0]),
+            peak_verdict(highest),
             *scrape_verdict(seen),
             *ticks_verdict(last),
         ]
@@ -131,6 +142,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
             "rss_mib": {f"at {at / 60:.1f} min": mib for at, mib in seen.memory[::every]},
             "rss_end_mib": resident_mib(agent.pid) if alive else 0.0,
             "rss_max_mib": max(mib for _, mib in seen.memory),
+            "rss_highest_mib": highest,
             "rss_slope_mib_per_hour": growth.value,
             "rss_slope_low": growth.low,
             "rss_slope_high": growth.high,
@@ -151,19 +163,19 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
 
 
 @contextlib.contextmanager
-def _node(window_s: float, webhook: str) -> Iterator[tuple[Node, int, int]]:
-    """The node, and the ports of its exporter and of RAS."""
+def _node(window_s: float, webhook: str) -> Iterator[tuple[Node, int, tuple[int, int]]]:
+    """The node, and the ports of its exporter and of RAS, which may listen at two."""
     folder = Path(tempfile.mkdtemp(prefix="opsd-soak-", dir="/dev/shm"))
     folder.chmod(0o755)
     try:
         with SimulatedGpus.create(folder / "gpus.state", count=8) as gpus:
             node = Node(folder, build(folder), gpus)
-            dcgm, ras = free_port(), free_port()
+            dcgm, ras = free_port(), (free_port(), free_port())
             node.config.write_text(node.config.read_text().replace("[agent]\n", f"[agent]\nwindow_s = {window_s}\n"))
             node.configure(
                 "[notify]", f'webhook = "{webhook}"',
                 "[dcgm]", f'url = "http://localhost:{dcgm}/metrics"',
-                "[nccl]", f'ras = ["127.0.0.1:{ras}"]', "interval_s = 1.0",
+                "[nccl]", f'ras = ["127.0.0.1:{ras[0]}", "127.0.0.1:{ras[1]}"]', "interval_s = 1.0",
             )  # fmt: skip
             (folder / "runs").mkdir()
             (folder / "runs").chmod(0o1777)
@@ -224,6 +236,29 @@ def _attack(node: Node, dcgm: int, ras: int, one: Attacker, other: Attacker, *, 
     other.start(floods.slow_ras, shm, "lead", ras)
     other.start(floods.slow_launcher, shm, "slow")
     other.start(floods.crash_again_and_again, f"{shm}/crash", "mlx5_core 0000:3b:00.0: event[error]: 9 UE", 20.0)
+
+
+def _bomb(node: Node, ras: int, one: Attacker, other: Attacker) -> None:
+    """What makes the agent need memory, all at once, in fewer runs than there is room for."""
+    shm, runs = str(node.shm), str(node.folder / "runs")
+    for number, user in enumerate((one, other)):
+        user.start(bombs.full_runs, shm, f"full{number}", 6, 256)
+        user.start(bombs.dump_bombs, shm, runs, f"dumps{number}", 2.0)
+        user.start(bombs.ask_for_all, node.port, [*PAGES, f"/job/long-{number}"], 60)
+    one.start(bombs.ras_bombs, shm, "ras", ras)
+    other.start(bombs.long_ledgers, shm, runs, "long", 2)
+
+
+def _mount_over_runs(node: Node, stack: ExitStack) -> None:
+    """What never answers, over a run's folder and over its pages."""
+    for number, over in enumerate(("", "run.json", "rank-0000.page", "events.jsonl")):
+        folder = node.shm / f"mounted-{number}"
+        folder.mkdir()
+        os.chown(folder, NOBODY, NOBODY)
+        if over:
+            (folder / over).touch()
+            os.chown(folder / over, NOBODY, NOBODY)
+        stack.enter_context(silent_mount(folder / over, NOBODY))
 
 
 def _reload(node: Node, agent: int, stop: threading.Event) -> None:

@@ -14,6 +14,8 @@ STUDENT = 2.306
 """97.5 % quantile of Student's t with ``BLOCKS`` - 2 degrees of freedom."""
 GROWTH_MIB = 3.0
 """What the memory of an hour may grow at most, by the upper end of the confidence interval: a twentieth."""
+MOST_MIB = 200.0
+"""The most memory that the agent may ever have had: the service has 256 MiB, and the kernel ends what takes more."""
 SHORTEST_S = 1200.0
 """Less time than this says nothing about growth."""
 SCRAPE_S = 1.0
@@ -59,6 +61,11 @@ def memory_verdict(growth: Slope, seconds: float) -> str:
     if seconds < SHORTEST_S or growth.high <= GROWTH_MIB:
         return ""
     return f"memory grows by up to {growth.high:.1f} MiB an hour"
+
+
+def peak_verdict(highest_mib: float) -> str:
+    """What is wrong with the most memory that the agent has had, "" if nothing is."""
+    return f"memory was at {highest_mib:.0f} MiB" if highest_mib > MOST_MIB else ""
 
 
 def scrape_verdict(seen: Observed) -> list[str]:

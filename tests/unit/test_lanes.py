@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 
-from opsd.agent.lanes import MAX_WAITING, Lane
+from opsd.lanes import MAX_WAITING, Lane
 from opsd.threads import Deadlines
 from tests.fakes.clock import eventually
 

@@ -1,0 +1,133 @@
+"""What users wrote, made sense of in a process of its own: whatever it stands for, it takes no memory of the agent's.
+
+A few megabytes of JSON or of a pickle may stand for gigabytes, and each estimate of what they take has been wrong
+somewhere. The kernel's limit for a process is not. One process works at a time, so that what they take does not add up,
+and users take turns, so that nobody waits for more than one piece of each other user's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Final, cast
+
+from opsd.confined import confine
+from opsd.lanes import Lane
+
+SMALL: Final = 32 << 10
+"""Bytes that are made sense of in the agent: they take some MiB at most, and less time than a process."""
+MEMORY: Final = 128 << 20
+WITHIN_S: Final = 20.0
+"""What such a process may take."""
+SHARE: Final = 0.2
+BURST_S: Final = 5.0
+"""Share of a core that all of them together may take, and seconds of processor time at once."""
+MAX_RESULT: Final = 2 << 20
+"""Bytes of JSON that it may answer with."""
+_REFUSED: Final = 3
+_TOO_MUCH: Final = f"reading it takes more than {MEMORY >> 20} MiB"
+
+Content = bytes | bytearray
+Work = Callable[[str, Content], tuple[str, float]]
+"""Has a function, named as ``module:function``, read something: its result in JSON, and processor seconds elsewhere."""
+
+
+class ApartError(Exception):
+    """What a user wrote cannot be used; the message says why in one sentence."""
+
+
+class Apart:
+    """Thread-safe. The processes take ``SHARE`` of a core, and none of what the collector has, which would pause."""
+
+    def __init__(self, work: Work | None = None, small: Work | None = None) -> None:
+        self._large = Lane("apart", 1, share=1), work or in_a_process
+        self._small = Lane("apart-small", 1, share=1), small or here
+        self._paid_at = 0.0
+        """The second at which what has been taken is paid."""
+
+    def parse(self, user: int, function: str, content: Content) -> Future[Any]:
+        """What ``function`` makes of ``content``, as JSON has it, or ApartError. Cancel it to leave it out."""
+        future: Future[Any] = Future()
+        lane, work = self._small if len(content) <= SMALL else self._large
+        lane.submit(str(user), partial(self._do, future, work, function, content), lambda: not future.cancelled())
+        return future
+
+    def _do(self, future: Future[Any], work: Work, function: str, content: Content) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        began = time.monotonic()
+        try:
+            answer, taken_s = work(function, content)
+            future.set_result(json.loads(answer))
+        except Exception as error:  # the thread must outlive a bug
+            taken_s = time.monotonic() - began
+            future.set_exception(error)
+        if work is self._large[1]:
+            now = time.monotonic()
+            self._paid_at = max(self._paid_at, now) + taken_s / SHARE
+            time.sleep(max(0.0, self._paid_at - now - BURST_S / SHARE))
+
+
+def here(function: str, content: Content) -> tuple[str, float]:
+    """Implements ``Work`` in this process. Raises ApartError."""
+    module, _, name = function.partition(":")
+    parse = getattr(importlib.import_module(module), name)
+    try:
+        answer = json.dumps(asdict(parse(content)))
+    except MemoryError as error:
+        raise ApartError(_TOO_MUCH) from error
+    except Exception as error:
+        raise ApartError(str(error) or type(error).__name__) from error
+    if len(answer) > MAX_RESULT:
+        raise ApartError(f"what it tells takes more than {MAX_RESULT >> 20} MiB")
+    return answer, 0.0
+
+
+def in_a_process(function: str, content: Content) -> tuple[str, float]:
+    """Implements ``Work`` in a process of its own. Raises ApartError."""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "opsd.collectors.lib.apart", function],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        raise ApartError(f"no process can be started to read it: {error.strerror}") from error
+    with process:
+        try:
+            confine(process, MEMORY)
+            out, _ = process.communicate(cast("bytes", content), WITHIN_S)
+        except subprocess.TimeoutExpired as error:
+            raise ApartError(f"it takes longer than {WITHIN_S:g} s to read") from error
+        except OSError as error:
+            raise ApartError(f"the process that reads it cannot be kept within its limits: {error.strerror}") from error
+        finally:
+            process.kill()
+    taken_s, _, said = out.decode("utf-8", "replace").partition("\n")
+    if process.returncode == _REFUSED:
+        raise ApartError(said)
+    if process.returncode or not said:
+        raise ApartError(_TOO_MUCH)
+    return said, float(taken_s)
+
+
+def main() -> int:
+    """Have the function that the argument names read stdin; prints the seconds taken, and its result or why not."""
+    try:
+        said, code = here(sys.argv[1], sys.stdin.buffer.read())[0], 0
+    except ApartError as error:
+        said, code = str(error), _REFUSED
+    sys.stdout.buffer.write(f"{time.process_time():.3f}\n{said}".encode("utf-8", "replace"))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
