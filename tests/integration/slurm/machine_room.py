@@ -151,6 +151,12 @@ class MachineRoom:
         log = self._folder / name / "commands"
         return log.read_text().splitlines() if log.exists() else []
 
+    def history(self, name: str) -> str:
+        """What the agent of a node tells of its incidents and repairs, one a line."""
+        home = self._folder / name
+        asked = (str(home / "opsd"), "incidents", "--config", str(home / "opsd.toml"))
+        return self._cluster.nodes[name].run(*asked, check=False).stdout
+
     def log(self, name: str) -> str:
         """What the repair and the agent of a node have said."""
         files = (self._folder / name / "repair.log", self._folder / name / "agent.log")

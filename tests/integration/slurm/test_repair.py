@@ -80,6 +80,9 @@ def test_a_faulty_node_comes_back_as_a_spare(room: tuple[Cluster, MachineRoom]) 
     assert [(a.what, a.ok) for a in case.attempts] == [
         ("reset_gpus", True), ("retest", False), ("reboot", True), ("retest", True), ("return", True),
     ]  # fmt: skip
+    steps = "reset_gpus done  retest failed  reboot done  retest done  return done  returned: "
+    wait_until(lambda: steps in machines.history(victim), "the agent's history has the ladder", 60.0)
+    assert "GPU 0" in machines.history(victim), "and the incident before it"
     assert machines.reboots == [victim]
     assert machines.commands(victim) == ["nvidia-smi --gpu-reset"]
     wait_until(lambda: slurm.nodes([victim])[0].usable, "a ping has shown that it responds")
