@@ -268,9 +268,10 @@ class Repair:
         except SlurmError:
             return Facts(now, boot, "unknown", uptime_s=uptime_s), None
         hold, text = held_by(found)
-        relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
+        history = node_comment.read(comment)
+        relapsed = ownership.relapse_objection(self._node, history, self._rules)
         rebooting = found is not None and bool(found.flags & REBOOTING) and "invalid_reg" not in found.flags
-        recent, paused = self._file.recent(self._node, now), self._means.paused(kind, now)
+        recent, paused = self._file.recent(self._node, now, history.anew), self._means.paused(kind, now)
         if self._means.by_policy and found is not None and "maintenance" in found.flags:
             paused = paused or "Slurm has it in a reservation for maintenance"
         if found is not None and found.flags & POWER_SAVING:

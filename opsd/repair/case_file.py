@@ -113,10 +113,10 @@ class CaseFile:
             )
         return case
 
-    def recent(self, node: str, now: float) -> int:
-        """How many repairs of the last week returned ``node``."""
+    def recent(self, node: str, now: float, since: float = 0.0) -> int:
+        """How many repairs of the last week, and ``since`` then, returned ``node``."""
         ours = (case for case in self.past() if case.node == node and case.end == "returned")
-        return sum(0 <= now - case.opened_at < WEEK_S for case in ours)
+        return sum(0 <= now - case.opened_at < WEEK_S and case.opened_at >= since for case in ours)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -61,6 +61,7 @@ def test_the_record_of_another_node_is_no_repair_of_this_one(options: list[str],
     cases.keep(closed(replace(CASE, node="n2"), "returned", "", 1000.0))
     assert (cases.recent("n1", 1001.0), cases.recent("n2", 1001.0)) == (0, 1)
     assert cases.recent("n2", 999.0) == 0, "opened in the future: the clock was set"
+    assert cases.recent("n2", 1001.0, since=1000.5) == 0, "its hardware was replaced since"
 
 
 def test_an_order_counts_only_where_the_policy_says_so(options: list[str], tmp_path: Path) -> None:
