@@ -30,6 +30,8 @@ SETTLED_S: Final = 180.0
 """After a boot: before that links, the NVLink fabric and the clock may fail a test of a good node."""
 REBOOTING: Final = frozenset({"reboot_requested", "reboot_issued"})
 """For ever, to Slurm 22.05.8, where a node has booted with a GPU less: it refuses the registration (invalid_reg)."""
+STUCK: Final = frozenset({"invalid_reg", "reboot_issued"})
+"""Then the last reboot is under way for ever, and Slurm carries out no other, though it takes the order (22.05.8)."""
 POWER_SAVING: Final = frozenset({"power_down", "powering_down", "powered_down"})
 SWITCHED_OFF: Final = "Slurm switches it off to save power (SuspendTime in slurm.conf)"
 RMA = "rma"
@@ -212,6 +214,9 @@ class Repair:
             raise RungError(
                 "after a reboot Slurm would give jobs the node untested: set ReturnToService=1 in slurm.conf"
             )
+        found = self._found()
+        if found is not None and found.flags >= STUCK:
+            raise RungError("Slurm reboots it no more: it refuses its registration with less than it should have")
         self._means.slurm.reboot(self._node, reason)
 
     def _return(self, case: Case, facts: Facts) -> Case:
