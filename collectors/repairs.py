@@ -209,7 +209,15 @@ def _shortened(repair: RepairFact) -> RepairFact:
 
 
 def _read(path: Path) -> RepairFact:
-    """The repair in a regular file of root's or of this user. Raises OSError and ValueError."""
+    """The repair in a record. Raises OSError and ValueError."""
+    return parse(read_record(path))
+
+
+def read_record(path: Path) -> bytes:
+    """The content of a regular file of root's or of this user: nothing else decides what root does to the node.
+
+    Raises OSError, and ValueError for any other file.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -218,7 +226,7 @@ def _read(path: Path) -> RepairFact:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError("larger than a record")
-    return parse(content)
+    return content
 
 
 @cache
