@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from opsd.repair import ladder
-from opsd.repair.case_file import CaseFile, Refusal, new_id
+from opsd.repair.case_file import CaseFile, Refusal
 from opsd.repair.faults import FAULTS, begin_at
 from opsd.repair.ladder import Case, End, Facts, Hold, Limits, Rung, Step
 from opsd.repair.machine import Machine, RungError
@@ -88,7 +88,7 @@ class Repair:
         if fault is None:
             raise RepairError(f"no remedy fits {kind}; a person has to look: {found.reason}")
         first = begin_at(fault, found.reason, self._means.machine.recovery_actions())
-        return Case(new_id(now), self._node, kind, found.reason, now, first)
+        return Case(self._file.new_id(now), self._node, kind, found.reason, now, first)
 
     def adopt(self, refusal: Refusal) -> None:
         """Hold the node in opsd's name if Slurm has drained it because opsd's prolog has refused a job.

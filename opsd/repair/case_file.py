@@ -119,6 +119,18 @@ class CaseFile:
         ours = (case for case in self.past() if case.node == node and case.end == "returned")
         return sum(0 <= now - case.opened_at < WEEK_S and case.opened_at >= since for case in ours)
 
+    def new_id(self, now: float) -> str:
+        """A name for a repair that begins at the epoch second ``now``, after all others whatever the clock says.
+
+        Otherwise one of a clock that was ahead would be the newest for long, and the next could take its place.
+        """
+        newest = max((path.stem for path in self.folder.glob(PAST)), default="")
+        name = time.strftime("repair-%Y%m%dT%H%M%S", time.gmtime(now))
+        if name > newest:
+            return name
+        stem, _, number = newest.partition("x")
+        return f"{stem}x{int(number) + 1 if number.isdecimal() else 1:04}"
+
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Hold the lock of this node's repair. Raises CaseError if another program does."""
@@ -142,8 +154,3 @@ class CaseFile:
             raise CaseError(
                 f"{self.folder} cannot be written: {error.strerror}; without a record nothing more is done"
             ) from error
-
-
-def new_id(now: float) -> str:
-    """A name for a repair that begins at the epoch second ``now``; names sort by time."""
-    return time.strftime("repair-%Y%m%dT%H%M%S", time.gmtime(now))
