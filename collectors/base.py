@@ -166,7 +166,52 @@ class RunFact:
         return self.state != "spare"
 
 
-Fact = GpuFact | RankFact | RunFact
+@dataclass(frozen=True, slots=True)
+class RepairStep:
+    """Something that a repair did: a remedy, a test, or the return; ``ok`` is None until it has ended.
+
+    Epoch seconds; ``boot`` identifies the boot of the node in which it began, ``uptime_s`` after that.
+    """
+
+    what: str
+    at: float
+    boot: str = ""
+    ended_at: float | None = None
+    ok: bool | None = None
+    detail: str = ""
+    uptime_s: float = 0.0
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RepairFact:
+    """A repair of this node, as its record tells it; ``end`` is None while it is under way. Times are epoch seconds."""
+
+    id: str
+    node: str
+    kind: str
+    reason: str
+    opened_at: float
+    attempts: tuple[RepairStep, ...]
+    end: str | None
+    ended_at: float | None = None
+    verdict: str = ""
+    bundle: str = ""
+    by_hand: bool = False
+    paused: str = ""
+    resumed_at: float = 0.0
+
+    @property
+    def state(self) -> str:
+        """How it ended, what is being done, or that it waits."""
+        if self.end is not None:
+            return self.end
+        if self.attempts and self.attempts[-1].ok is None:
+            return self.attempts[-1].what
+        return "paused" if self.paused else "waiting"
+
+
+Fact = GpuFact | RankFact | RunFact | RepairFact
 
 
 @dataclass(frozen=True, slots=True)

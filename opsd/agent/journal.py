@@ -8,15 +8,18 @@ secrets, only what the API shows.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from opsd.agent.incidents import Transition
 from opsd.agent.journal_file import StoreError
 from opsd.agent.policy import PastAction
 from opsd.agent.store import JournalContent, MovedError, Row, Store
+from opsd.collectors.base import RepairFact
 from opsd.runbooks.base import Incident
 
 MAX_BACKLOG = 10_000
@@ -53,7 +56,8 @@ class Journal:
 
     ``problem`` says in one sentence why records are not being written, "" if they are; ``on_problem`` is called with
     it, from the writing thread, whenever it changes, and with what was set aside (but not while a disk hangs). ``lost``
-    counts records dropped because the backlog was full, or because no table takes their values.
+    counts records dropped because the backlog was full, or because no table takes their values. ``opened`` counts how
+    often a file was opened: it may be another one than before, and lack what was written.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Journal:
     ) -> None:
         self.path = folder / "journal.db"
         self._problem = "not opened yet"
-        self.lost = 0
+        self.lost = self.opened = 0
         self._on_problem = on_problem
         self._retry_s, self._slow_s, self._wall = retry_s, slow_s, wall
         self._memory: JournalContent | None = None
@@ -119,6 +123,11 @@ class Journal:
         """Record a change of state."""
         statement = "INSERT INTO transitions (incident, at, before, after, text) VALUES (?, ?, ?, ?, ?)"
         self._append((statement, (t.incident, t.at, t.before, t.after, t.text)))
+
+    def repair(self, repair: RepairFact) -> None:
+        """Record the repair as it is now; that replaces what was recorded of it."""
+        document = json.dumps(asdict(repair), ensure_ascii=False)
+        self._append(("INSERT OR REPLACE INTO repairs VALUES (?, ?, ?)", (repair.id, repair.opened_at, document)))
 
     def action(self, incident: str, past: PastAction) -> Intention:
         """Record that an action begins, which must wait until that is on the disk."""
@@ -175,6 +184,7 @@ class Journal:
         if not self._loaded:
             self._memory = store.load(self._wall())
             self._loaded = True
+        self.opened += 1
         for notice in store.notices:
             self._tell(notice)
         forgot = time.monotonic()

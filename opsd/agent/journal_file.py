@@ -17,8 +17,9 @@ CACHE_KIB = 256
 MAX_CURRENT = 2_000
 """Number of current incidents that are kept: the newest."""
 KEEP_INCIDENTS = 20_000
+KEEP_REPAIRS = 1_000
 KEEP_ROWS = 100_000
-"""Number of ended incidents, and of actions and of transitions, that are kept."""
+"""Number of ended incidents, of repairs, and of actions and of transitions, that are kept."""
 WASTE_BYTES = 64 << 20
 """A file with more unused room than this is written again when it is opened."""
 KEEP_ASIDE = 5
@@ -43,8 +44,17 @@ CREATE TABLE actions (
   kind TEXT NOT NULL, verb TEXT NOT NULL, target TEXT NOT NULL, user INTEGER
 );
 """
-_ADDED = ("actions", "user", "INTEGER", 0)
-"""A column that journals of this schema may still lack."""
+_REPAIRS = "CREATE TABLE repairs (id TEXT PRIMARY KEY, opened_at REAL NOT NULL, document TEXT NOT NULL)"
+_ADDED = (
+    ("ALTER TABLE actions ADD COLUMN user INTEGER", frozenset({("actions", "user", "INTEGER", 0)})),
+    (
+        _REPAIRS,
+        frozenset(
+            {("repairs", "id", "TEXT", 1), ("repairs", "opened_at", "REAL", 0), ("repairs", "document", "TEXT", 0)}
+        ),
+    ),
+)
+"""What journals of this schema may still lack, and the columns that it adds."""
 
 
 class StoreError(Exception):
@@ -90,11 +100,9 @@ def open_file(path: Path, now: float) -> sqlite3.Connection:
         if verdict != "ok":
             raise UnusableError("damaged", "is damaged")
         if version == 0:
-            database.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        elif tables == _own_tables() - {_ADDED}:
-            database.execute("ALTER TABLE actions ADD COLUMN user INTEGER")
-        elif tables != _own_tables():
-            raise UnusableError("foreign", "has other tables than opsd's")
+            database.executescript(f"BEGIN; {_SCHEMA} {_REPAIRS}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        else:
+            _complete(database, tables)
         forget(database, now)
         if _pragma(database, "freelist_count") * _pragma(database, "page_size") > WASTE_BYTES:
             database.execute("VACUUM")
@@ -104,6 +112,15 @@ def open_file(path: Path, now: float) -> sqlite3.Connection:
             raise UnusableError("damaged", "is damaged") from error
         raise
     return database
+
+
+def _complete(database: sqlite3.Connection, tables: frozenset[tuple[object, ...]]) -> None:
+    """Add what a journal of an earlier release lacks. Raises UnusableError, sqlite3.Error."""
+    missing = [added for added in _ADDED if not added[1] & tables]
+    if tables.union(*(columns for _, columns in missing)) != _own_tables():
+        raise UnusableError("foreign", "has other tables than opsd's")
+    for statement, _ in missing:
+        database.execute(statement)
 
 
 def forget(database: sqlite3.Connection, now: float) -> None:
@@ -119,6 +136,8 @@ def forget(database: sqlite3.Connection, now: float) -> None:
         last = database.execute(newest, (number,)).fetchone()
         if last is not None:
             database.execute(f"DELETE FROM incidents WHERE resolved_at {over} AND opened_at <= ?", last)  # noqa: S608
+    kept = "SELECT rowid FROM repairs ORDER BY opened_at DESC LIMIT ?"
+    database.execute(f"DELETE FROM repairs WHERE rowid NOT IN ({kept})", (KEEP_REPAIRS,))  # noqa: S608
     for table in ("actions", "transitions"):
         excess = f"number <= (SELECT max(number) FROM {table}) - ?"  # noqa: S608
         database.execute(f"DELETE FROM {table} WHERE at < ? OR {excess}", (oldest, KEEP_ROWS))  # noqa: S608
@@ -145,7 +164,7 @@ def _tables(database: sqlite3.Connection) -> frozenset[tuple[object, ...]]:
 @cache
 def _own_tables() -> frozenset[tuple[object, ...]]:
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
-        database.executescript(_SCHEMA)
+        database.executescript(f"{_SCHEMA} {_REPAIRS};")
         return _tables(database)
 
 

@@ -15,7 +15,7 @@ from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
-from opsd.collectors.base import Collector, GpuFact, RankFact, Reading, RunFact, Sample
+from opsd.collectors.base import Collector, GpuFact, RankFact, Reading, RepairFact, RunFact, Sample
 from opsd.runbooks.base import Incident
 
 PATIENCE = 0.5
@@ -39,7 +39,8 @@ class Clock:
 class Snapshot:
     """The agent's state at the end of a tick; everything outside the loop reads only this.
 
-    ``at`` is in monotonic, ``wall`` in epoch seconds. ``ended`` has the most recently ended incident first.
+    ``at`` is in monotonic, ``wall`` in epoch seconds. ``ended`` has the most recently ended incident first,
+    ``repairs`` the oldest.
     """
 
     tick: int
@@ -52,6 +53,7 @@ class Snapshot:
     gpus: Sequence[GpuFact] = ()
     ranks: Sequence[RankFact] = ()
     runs: Sequence[RunFact] = ()
+    repairs: Sequence[RepairFact] = ()
     journal_problem: str = ""
 
     def select(self, *metrics: str) -> Iterator[Sample]:
@@ -165,6 +167,7 @@ class Loop:
             gpus=self._window.gpus,
             ranks=self._window.ranks,
             runs=self._window.runs,
+            repairs=self._responder.repairs.shown,
             journal_problem=self._journal.problem,
         )
 

@@ -11,6 +11,8 @@ from typing import Any, TypeGuard
 from pydantic import TypeAdapter, ValidationError
 
 from opsd.agent.policy import PastAction
+from opsd.collectors.base import RepairFact
+from opsd.collectors.repairs import parse
 from opsd.runbooks.base import Incident
 
 _ACTION_TEXTS = ("verb", "target", "reason", "outcome", "detail")
@@ -62,6 +64,18 @@ def past_action(row: Sequence[object], now: float) -> PastAction:
         raise RecordError("not an action of a user")
     kind, verb, target = map(str, texts)
     return PastAction(kind, verb, target, min(at, now), user)
+
+
+def past_repair(row: Sequence[object]) -> RepairFact:
+    """The repair of a row with its id and document. Raises RecordError."""
+    id, document = row
+    try:
+        repair = parse(document if isinstance(document, str) else "")
+    except ValueError as error:
+        raise RecordError("not a repair") from error
+    if repair.id != id:
+        raise RecordError("column and document differ")
+    return repair
 
 
 def clean(text: str) -> str:

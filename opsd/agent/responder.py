@@ -19,6 +19,7 @@ from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.policy import HARMLESS, OF_A_RUN, Decision, Limits, PastAction, Verdict, decide, needs_witness
 from opsd.agent.quota import MAX_OF_OTHERS, MAX_OF_USER, OTHERS, REST_S, Quota
+from opsd.agent.repairs import Repairs
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
 from opsd.agent.unfinished import Unfinished
 from opsd.agent.window import Window
@@ -66,6 +67,7 @@ class Responder:
         self._idle: frozenset[str] = frozenset()
         self._quota, self._over_quota = Quota(), frozenset[int | None]()
         self._unfinished = Unfinished()
+        self.repairs = Repairs(journal)
         self._remember(journal.open(), started_at)
 
     @property
@@ -105,6 +107,7 @@ class Responder:
         """One tick: update incidents from ``view`` and start actions."""
         if (late := self._journal.remembered()) is not None:
             self._remember(late, view.wall)
+        self.repairs.take(view)
         self._resume(view)
         observed = lifecycle.Observed(
             findings=self._admitted(view),
@@ -143,6 +146,7 @@ class Responder:
 
     def _remember(self, memory: JournalContent, wall: float) -> None:
         """Go on from what an earlier agent knew. It may be read late; then incidents of this one are kept."""
+        self.repairs.remember(memory.repairs)
         known = dict(self._book.incidents)
         for incident in memory.current:
             name = (incident.kind, incident.key)

@@ -25,7 +25,9 @@ from opsd.agent.journal_file import (
     set_aside,
 )
 from opsd.agent.policy import HARMLESS, PastAction
-from opsd.agent.records import RecordError, clean, from_json, past_action, to_json
+from opsd.agent.records import RecordError, clean, from_json, past_action, past_repair, to_json
+from opsd.collectors.base import RepairFact
+from opsd.collectors.repairs import MOST as MAX_REPAIRS
 from opsd.runbooks.base import Incident
 
 T = TypeVar("T")
@@ -50,11 +52,12 @@ class MovedError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class JournalContent:
-    """The records of an earlier agent: current incidents, recently ended ones (newest first), recent actions."""
+    """The records of an earlier agent: current incidents, ended ones (newest first), recent actions, newest repairs."""
 
     current: Sequence[Incident] = ()
     ended: Sequence[Incident] = ()
     actions: Sequence[PastAction] = ()
+    repairs: Sequence[RepairFact] = ()
 
 
 class Store:
@@ -94,9 +97,10 @@ class Store:
             " WHERE number > (SELECT max(number) FROM actions) - ? AND at > ?"
             " AND verb NOT IN (SELECT value FROM json_each(?)) ORDER BY at"
         )
+        repairs = "SELECT rowid, id, document FROM repairs ORDER BY opened_at DESC LIMIT ?"
         recent = (MAX_ACTIONS, now - KEEP_ACTIONS_S, json.dumps([*HARMLESS]))
         with self._reporting():
-            odd: dict[str, list[int]] = {"incidents": [], "actions": []}
+            odd: dict[str, list[int]] = {"incidents": [], "actions": [], "repairs": []}
             content = JournalContent(
                 self._read(current, (MAX_CURRENT,), lambda row: _incident(row, over=False), odd["incidents"])[::-1],
                 self._read(ended, (MAX_ENDED,), lambda row: _incident(row, over=True), odd["incidents"]),
@@ -106,6 +110,7 @@ class Store:
                     lambda row: past_action(row, now),
                     odd["actions"],
                 ),
+                self._read(repairs, (MAX_REPAIRS,), past_repair, odd["repairs"])[::-1],
             )
             if any(odd.values()):
                 self._leave_out(odd)

@@ -16,9 +16,9 @@ from operator import itemgetter
 from typing import TypeVar, cast
 
 from opsd.agent.event_log import EventLog
-from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RunFact, Sample
+from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RepairFact, RunFact, Sample
 
-F = TypeVar("F", GpuFact, RankFact, RunFact)
+F = TypeVar("F", GpuFact, RankFact, RunFact, RepairFact)
 
 MAX_SERIES = 50_000
 """Limit of stored series; further ones are dropped and counted in ``Window.refused``."""
@@ -81,6 +81,11 @@ class Window:
     def runs(self) -> Sequence[RunFact]:
         """The runs on this node as last seen."""
         return self._facts(RunFact)
+
+    @property
+    def repairs(self) -> Sequence[RepairFact]:
+        """The repairs of this node that are on record, oldest first."""
+        return self._facts(RepairFact)
 
     def begin(self, now: float, wall: float) -> None:
         """Start a tick at the monotonic second ``now`` and the epoch second ``wall``."""

@@ -1,4 +1,4 @@
-"""``opsd incidents``: the incidents of a node, as text or JSON."""
+"""``opsd incidents``: the incidents and repairs of a node, as text or JSON."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 
 import click
 
+from opsd.agent.web.repairs import outcome
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.options import Group, option
 from opsd.commands.output import output_console, plain_table, printable
 from opsd.runbooks.base import Culprit, State
 from opsd.words import clock, gpu_time
 
-_INCIDENTS = {"resolved": "green", "escalated": "bold red"}
+_STATES = {"resolved": "green", "escalated": "bold red", "returned": "green", "rma": "bold red", "left": "bold red"}
+_REPAIR = "repair-"
+"""Begins the ids of repairs."""
 
 
 class _ListByDefault(Group):
@@ -26,7 +29,7 @@ class _ListByDefault(Group):
 
 @click.group(cls=_ListByDefault)
 def incidents() -> None:
-    """List the incidents of this node (the default), show one, or show statistics."""
+    """List the incidents and repairs of this node (the default), show one, or show statistics."""
 
 
 @incidents.command("list")
@@ -40,35 +43,51 @@ def incidents() -> None:
 )
 @option("--limit", type=click.IntRange(1, 1000), default=20, help="At most this many.")
 def list_incidents(agent: Agent, as_json: bool, states: tuple[str, ...], limit: int) -> None:
-    """List incidents, newest first."""
+    """List incidents, and the repairs of the node with what each has done, newest first."""
     answer = agent.ask("/api/v1/incidents", state=list(states), limit=limit)
+    answer |= agent.ask("/api/v1/repairs", state=list(states), limit=limit)
     if as_json:
         click.echo(json.dumps(answer, indent=1))
         return
     console = output_console()
-    if not answer["incidents"]:
+    records = printable([*answer["incidents"], *answer["repairs"]])
+    if not records:
         console.print("no incidents")
         return
-    for incident in printable(answer["incidents"]):
-        state = f"[{_INCIDENTS.get(incident['state'], 'yellow')}]{incident['state']:<9}[/]"
-        opened, severity = clock(incident["opened_at"]), incident["severity"]
-        more = [f"{_culprit(incident['culprit'])}, {incident['id']}"]
-        more += [f"symptom: {symptom['summary']}, {symptom['id']}" for symptom in incident["symptoms"]]
-        between = "\n    " if console.is_terminal else "  "  # in a pipe a record is a line
-        line = f"{opened}  {state}  {severity:<8}  {incident['summary']}"
+    between = "\n    " if console.is_terminal else "  "  # in a pipe a record is a line
+    for record in sorted(records, key=lambda record: record["opened_at"], reverse=True)[:limit]:
+        line, *more = _repair_record(record) if "steps" in record else _incident_record(record)
         console.print(line, *(f"[dim]{text}[/dim]" for text in more), sep=between, soft_wrap=True)
+
+
+def _incident_record(incident: Mapping[str, Any]) -> list[str]:
+    more = [f"{_culprit(incident['culprit'])}, {incident['id']}"]
+    more += [f"symptom: {symptom['summary']}, {symptom['id']}" for symptom in incident["symptoms"]]
+    return [_record(incident, incident["severity"], incident["summary"]), *more]
+
+
+def _repair_record(repair: Mapping[str, Any]) -> list[str]:
+    verdict = f": {repair['verdict']}" if repair["verdict"] else ""
+    steps = (f"{step['what']} {outcome(step['ok'])}" for step in repair["steps"])
+    return [_record(repair, "repair", f"{repair['reason']}"), *steps, f"{repair['state']}{verdict}, {repair['id']}"]
+
+
+def _record(record: Mapping[str, Any], sort: str, text: str) -> str:
+    state = f"[{_STATES.get(record['state'], 'yellow')}]{record['state']:<9}[/]"
+    return f"{clock(record['opened_at'])}  {state}  {sort:<8}  {text}"
 
 
 @incidents.command("show")
 @click.argument("id")
 @agent_options
 def show_incident(id: str, agent: Agent, as_json: bool) -> None:
-    """Everything about the incident ID."""
-    answer = agent.ask(f"/api/v1/incidents/{id}")
+    """Everything about the incident or repair ID."""
+    sort, lines = ("repairs", _repair_lines) if id.startswith(_REPAIR) else ("incidents", _incident_lines)
+    answer = agent.ask(f"/api/v1/{sort}/{id}")
     if as_json:
         click.echo(json.dumps(answer, indent=1))
     else:
-        output_console().print(*_incident_lines(printable(answer)), sep="\n", soft_wrap=True)
+        output_console().print(*lines(printable(answer)), sep="\n", soft_wrap=True)
 
 
 @incidents.command()
@@ -124,6 +143,27 @@ def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
     for name, line in (("symptoms", _symptom_line), ("similar", _similar_line)):
         lines += [f"  {name}", *map(line, incident[name])] if incident[name] else []
     return [*lines, f"  runbook    opsd runbook show {incident['kind']}"]
+
+
+def _repair_lines(repair: Mapping[str, Any]) -> list[str]:
+    verdict = f": {repair['verdict']}" if repair["verdict"] else ""
+    return [
+        repair["id"],
+        f"  repair of {repair['node']}, begun by {'a person' if repair['by_hand'] else 'the policy'}",
+        f"  state      {repair['state']}{verdict}",
+        f"  drained    {repair['reason']}",
+        f"  opened     {clock(repair['opened_at'])}",
+        *([f"  over       {clock(repair['ended_at'])}"] if repair["ended_at"] else []),
+        *([f"  paused     {repair['paused']}"] if repair["paused"] and not repair["end"] else []),
+        *([f"  evidence   {repair['bundle']}"] if repair["bundle"] else []),
+        "  steps",
+        *(_step_line(step) for step in repair["steps"]),
+    ]
+
+
+def _step_line(step: Mapping[str, Any]) -> str:
+    detail = f": {step['detail']}" if step["detail"] else ""
+    return f"    {clock(step['at'])}  {step['what']}  {outcome(step['ok'])}{detail}"
 
 
 def _action_line(action: Mapping[str, Any]) -> str:

@@ -26,7 +26,8 @@ from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
 
 
-def _names(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
+def names_of(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) -> tuple[str, ...]:
+    """The nodes in hostlists, as a callback of an argument."""
     try:
         return tuple(dict.fromkeys(name for value in values for name in expand(value)))
     except HostlistError as error:
@@ -34,7 +35,7 @@ def _names(_ctx: click.Context, _param: click.Parameter, values: Sequence[str]) 
 
 
 node_options = options(
-    click.argument("nodes", nargs=-1, required=True, callback=_names, metavar="NODE..."),
+    click.argument("nodes", nargs=-1, required=True, callback=names_of, metavar="NODE..."),
     config_options,
     option("--dry-run", is_flag=True, help="Say what would be done, and do nothing."),
     option("--json", "as_json", is_flag=True, help="Print one JSON object."),

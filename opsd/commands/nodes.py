@@ -13,12 +13,13 @@ from typing import Any
 import click
 
 from opsd import exitcodes, lemons
+from opsd.commands.node_service import names_of
 from opsd.commands.options import Finite, Group, option
 from opsd.commands.output import fail, output_console, plain_table, warn
 from opsd.commands.settings import BadConfig
 from opsd.commands.topology import topology
 from opsd.lemons import DAY_S, LEAST_NODES, Fault, Judgement, Lift
-from opsd.slurm import job_faults, leaf_paths
+from opsd.slurm import job_faults, leaf_paths, node_comment
 from opsd.slurm.candidates import Candidate, accounting, candidates, due, faults, free
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
@@ -156,6 +157,28 @@ def show_due(
         told = {"nodes": lines}
     for line in [json.dumps(told)] if as_json else lines:
         click.echo(line)
+    return exitcodes.OK
+
+
+@nodes.command("replaced")
+@click.argument("names", nargs=-1, required=True, callback=names_of, metavar="NODE...")
+def note_replaced(names: tuple[str, ...]) -> int:
+    """Say that hardware of NODE... was replaced: what failed until now no longer counts against them.
+
+    It neither makes them lemons nor keeps `opsd return` or a repair from giving them back, which need a passed
+    preflight as ever. What else stands in their comments stays.
+    """
+    try:
+        slurm, now = choose().slurm, time.time()
+        comments = slurm.comments(names)
+        if strange := sorted({*names} - {*comments}):
+            fail(f"Slurm has no node {', '.join(strange)}")
+        for name, comment in comments.items():
+            slurm.set_comment(name, node_comment.write(comment, node_comment.read(comment).replaced(now)))
+            faults_of = len(faults({name: comment}))
+            click.echo(f"{name}: {faults_of} fault{'s' * (faults_of != 1)} until now no longer count")
+    except SlurmError as error:
+        fail(f"Slurm: {error}")
     return exitcodes.OK
 
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Final
 
 from opsd.repair import ladder
-from opsd.repair.case_file import CaseFile, Refusal, new_id
+from opsd.repair.case_file import CaseFile, Refusal
 from opsd.repair.faults import FAULTS, begin_at
 from opsd.repair.ladder import Case, End, Facts, Hold, Limits, Rung, Step
 from opsd.repair.machine import Machine, RungError
@@ -30,6 +30,8 @@ SETTLED_S: Final = 180.0
 """After a boot: before that links, the NVLink fabric and the clock may fail a test of a good node."""
 REBOOTING: Final = frozenset({"reboot_requested", "reboot_issued"})
 """For ever, to Slurm 22.05.8, where a node has booted with a GPU less: it refuses the registration (invalid_reg)."""
+STUCK: Final = frozenset({"invalid_reg", "reboot_issued"})
+"""Then the last reboot is under way for ever, and Slurm carries out no other, though it takes the order (22.05.8)."""
 POWER_SAVING: Final = frozenset({"power_down", "powering_down", "powered_down"})
 SWITCHED_OFF: Final = "Slurm switches it off to save power (SuspendTime in slurm.conf)"
 RMA = "rma"
@@ -86,7 +88,7 @@ class Repair:
         if fault is None:
             raise RepairError(f"no remedy fits {kind}; a person has to look: {found.reason}")
         first = begin_at(fault, found.reason, self._means.machine.recovery_actions())
-        return Case(new_id(now), self._node, kind, found.reason, now, first)
+        return Case(self._file.new_id(now), self._node, kind, found.reason, now, first)
 
     def adopt(self, refusal: Refusal) -> None:
         """Hold the node in opsd's name if Slurm has drained it because opsd's prolog has refused a job.
@@ -212,6 +214,9 @@ class Repair:
             raise RungError(
                 "after a reboot Slurm would give jobs the node untested: set ReturnToService=1 in slurm.conf"
             )
+        found = self._found()
+        if found is not None and found.flags >= STUCK:
+            raise RungError("Slurm reboots it no more: it refuses its registration with less than it should have")
         self._means.slurm.reboot(self._node, reason)
 
     def _return(self, case: Case, facts: Facts) -> Case:
@@ -268,9 +273,10 @@ class Repair:
         except SlurmError:
             return Facts(now, boot, "unknown", uptime_s=uptime_s), None
         hold, text = held_by(found)
-        relapsed = ownership.relapse_objection(self._node, node_comment.read(comment), self._rules)
+        history = node_comment.read(comment)
+        relapsed = ownership.relapse_objection(self._node, history, self._rules)
         rebooting = found is not None and bool(found.flags & REBOOTING) and "invalid_reg" not in found.flags
-        recent, paused = self._file.recent(self._node, now), self._means.paused(kind, now)
+        recent, paused = self._file.recent(self._node, now, history.anew), self._means.paused(kind, now)
         if self._means.by_policy and found is not None and "maintenance" in found.flags:
             paused = paused or "Slurm has it in a reservation for maintenance"
         if found is not None and found.flags & POWER_SAVING:

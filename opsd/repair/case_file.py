@@ -13,10 +13,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from opsd.checkpoints.manifest import sync_folder
-from opsd.collectors.repairs import CASE, FOLDER, ORDER, PAST
+from opsd.collectors.repairs import CASE, FOLDER, ORDER, PAST, read_record
 from opsd.files import write_text
 from opsd.repair.ladder import Case
 
@@ -75,13 +75,13 @@ class CaseFile:
     def current(self) -> Case | None:
         """The repair under way, of whatever node."""
         try:
-            return _CASE.validate_json(self._current.read_bytes())
+            return _CASE.validate_json(read_record(self._current))
         except FileNotFoundError:
             return None
         except PermissionError as error:
             raise CaseError(f"{self.folder} can be read by root only: run the command with sudo") from error
-        except (OSError, ValidationError) as error:
-            said = error.strerror if isinstance(error, OSError) else "it is no record of this opsd"
+        except (OSError, ValueError) as error:
+            said = error.strerror if isinstance(error, OSError) else "it is no record of this opsd, or not root's"
             raise CaseError(f"{self._current} cannot be read ({said}); move it away to begin a new repair") from error
 
     def keep(self, case: Case) -> None:
@@ -93,15 +93,16 @@ class CaseFile:
             if case.end is not None:
                 self._current.unlink(missing_ok=True)
                 for old in sorted(self.folder.glob(PAST))[:-KEPT]:
-                    old.unlink(missing_ok=True)
+                    with suppress(OSError):  # a folder of that name is nobody's repair
+                        old.unlink()
             sync_folder(self.folder)
 
     def past(self) -> list[Case]:
         """The ended repairs, oldest first; those that cannot be read are left out. Raises nothing."""
         found = []
         for path in sorted(self.folder.glob(PAST)):
-            with suppress(OSError, ValidationError):
-                found.append(_CASE.validate_json(path.read_bytes()))
+            with suppress(OSError, ValueError):
+                found.append(_CASE.validate_json(read_record(path)))
         return found
 
     def current_of(self, node: str) -> Case | None:
@@ -113,10 +114,22 @@ class CaseFile:
             )
         return case
 
-    def recent(self, node: str, now: float) -> int:
-        """How many repairs of the last week returned ``node``."""
+    def recent(self, node: str, now: float, since: float = 0.0) -> int:
+        """How many repairs of the last week, and ``since`` then, returned ``node``."""
         ours = (case for case in self.past() if case.node == node and case.end == "returned")
-        return sum(0 <= now - case.opened_at < WEEK_S for case in ours)
+        return sum(0 <= now - case.opened_at < WEEK_S and case.opened_at >= since for case in ours)
+
+    def new_id(self, now: float) -> str:
+        """A name for a repair that begins at the epoch second ``now``, after all others whatever the clock says.
+
+        Otherwise one of a clock that was ahead would be the newest for long, and the next could take its place.
+        """
+        newest = max((path.stem for path in self.folder.glob(PAST)), default="")
+        name = time.strftime("repair-%Y%m%dT%H%M%S", time.gmtime(now))
+        if name > newest:
+            return name
+        stem, _, number = newest.partition("x")
+        return f"{stem}x{int(number) + 1 if number.isdecimal() else 1:04}"
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -141,8 +154,3 @@ class CaseFile:
             raise CaseError(
                 f"{self.folder} cannot be written: {error.strerror}; without a record nothing more is done"
             ) from error
-
-
-def new_id(now: float) -> str:
-    """A name for a repair that begins at the epoch second ``now``; names sort by time."""
-    return time.strftime("repair-%Y%m%dT%H%M%S", time.gmtime(now))

@@ -1,6 +1,7 @@
 """One archive with what is known of a node's hardware, for those who replace it: bounded, and without secrets.
 
-Settings, environments and files of users are not in it. What is taken from logs is searched for passwords and tokens.
+Settings, environments and files of users are not in it, nor command lines and what users' programs say
+(``opsd.repair.unspoken``). What is taken from logs is searched for passwords and tokens all the same.
 The names of files in the archive are fixed; what a part lacks, or why it is cut, stands in ``index.json``.
 """
 
@@ -25,7 +26,7 @@ from typing import Final
 from opsd import __version__
 from opsd.checkpoints.manifest import sync_folder
 from opsd.preflight.history import History, HistoryError
-from opsd.repair import nvml_state
+from opsd.repair import nvml_state, unspoken
 from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.machine import Run, RungError, run_command
 
@@ -60,7 +61,8 @@ _SECRET: Final = re.compile(
     | (?P<query> [?&;] (?: sig | x-(?:amz|goog)-[a-z-]{{1,20}} | signature ) = ) [^\s"'&\\]+
     | (?P<login> (?<=\s) (?: -[fgiklsv]{{0,6}}u | --(?:proxy-)?user ) [ =]{{0,4}} (?:{_QUOTE})? [^\s:"'\\]{{1,100}} : )
         [^\s"'\\]+
-    | (?P<command> \b (?: sshpass | ipmitool ) \b [^\n]{{0,200}}? \s -p [ =]{{0,4}} (?:{_QUOTE})? ) [^\s"'\\]+
+    | (?P<command> \b (?: sshpass | ipmitool | (?:mysql|mariadb|mongo) [\w-]{{0,20}} ) \b [^\n]{{0,200}}?
+        \s -p [ =]{{0,4}} (?:{_QUOTE})? ) [^\s"'\\]+
     | (?P<bearer> \b bearer \s{{1,4}} ) [\w.~+/=-]{{16,4096}}
     | (?P<hook> \b hooks\.slack\.com/services/ | /api/webhooks/ | /incomingwebhook/ ) [^\s"'\\]+
     | (?P<user> :// (?:[^\s/:@]{{1,100}} :)? ) [^\s/]{{1,1000}} (?= @ )"""
@@ -167,14 +169,14 @@ def _parts(sources: Sources) -> Mapping[str, Part]:
 
         return part
 
-    def said(*argv: str) -> Part:
-        return reading(lambda: sources.run(argv, COMMAND_S))
+    def said(*argv: str, of: Callable[[str], str] = str) -> Part:
+        return reading(lambda: of(sources.run(argv, COMMAND_S)))
 
     return {
         "slurm-node.txt": reading(lambda: sources.slurm_node or slurm_node(sources.node, sources.run)),
-        "kernel.txt": said(*KERNEL_LOG),
-        "kernel-ring.txt": said("dmesg", "--time-format=iso"),
-        "nvidia-smi.txt": said("nvidia-smi", "-q"),
+        "kernel.txt": said(*KERNEL_LOG, of=unspoken.kernel),
+        "kernel-ring.txt": said("dmesg", "--kernel", "--time-format=iso", of=unspoken.kernel),
+        "nvidia-smi.txt": said("nvidia-smi", "-q", of=unspoken.processes),
         "pci.txt": said("lspci", "-vvv", "-d", "10de:"),
         "nvml.json": reading(lambda: json.dumps(nvml_state.read(sources.library, sources.run), indent=1)),
         "incidents.json": lambda: _incidents(sources.state_dir / "journal.db"),
@@ -192,8 +194,9 @@ def _incidents(journal: Path) -> str:
     query = "SELECT document FROM incidents ORDER BY opened_at DESC LIMIT ?"
     try:
         with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=10)) as database:
-            documents = [json.loads(row[0]) for row in database.execute(query, (INCIDENTS,))]
-    except (sqlite3.Error, ValueError, TypeError) as error:
+            rows = database.execute(query, (INCIDENTS,))
+            documents = [unspoken.incident(json.loads(document)) for (document,) in rows]
+    except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
         raise Missing(f"{journal}: {error}") from error
     return json.dumps(documents[::-1], indent=1)
 

@@ -36,6 +36,7 @@ UNANSWERED = "Slurm has not answered the order"
 """The reboot may be under way or not; the order is given again once it is known that it is not."""
 STOPPED = "stopped: "
 """Begins what is said of a test that had to make way for somebody else; it says nothing of the node."""
+STOPS: Final = 10
 NO_HARDWARE: Final = "not its hardware: "
 """Begins what is said of a test that could not be made, or has found nothing but what is not the node's own."""
 HELD: Final = "processes that hold a GPU do not end: "
@@ -147,8 +148,15 @@ class Step:
 
 
 def begun(case: Case, what: str, facts: Facts) -> Case:
-    """The case when ``what`` begins, to be recorded before it does."""
-    return replace(case, attempts=(*case.attempts, Attempt(what, facts.now, facts.boot, uptime_s=facts.uptime_s)))
+    """The case when ``what`` begins, to be recorded before it does.
+
+    Of many tests in a row that made way the last gives its place to the next: the record would have no bound on a node
+    that is taken again and again.
+    """
+    lately = case.attempts[-STOPS:]
+    made_way = [one.what == what == RETEST and one.detail.startswith(STOPPED) for one in lately]
+    before = case.attempts[:-1] if made_way.count(True) == STOPS else case.attempts
+    return replace(case, attempts=(*before, Attempt(what, facts.now, facts.boot, uptime_s=facts.uptime_s)))
 
 
 def repeated(case: Case, facts: Facts) -> Case:

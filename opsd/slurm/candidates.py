@@ -34,17 +34,19 @@ class Candidate:
 def faults(comments: Mapping[str, str], jobs: Iterable[Fault] = ()) -> list[Fault]:
     """The stays out of service in the nodes' comments that were not for maintenance, and the failures of jobs there.
 
-    ``jobs`` are further failures of jobs. One that a stay explains is not counted beside it, nor any twice.
+    ``jobs`` are further failures of jobs. One that a stay explains is not counted beside it, nor any twice, nor what
+    was before a node's hardware was replaced.
     """
     known = {name: node_comment.read(comment) for name, comment in comments.items()}
     failed = dict.fromkeys(Fault(name, JOB, at, at) for name, record in known.items() for at in record.failed)
     failed |= dict.fromkeys(jobs)
     stays = [Fault(name, stay.kind, stay.out, stay.back) for name, record in known.items() for stay in record.stays]
     explained = {name: record.stays for name, record in known.items()}
-    return [
+    found = [
         *(fault for fault in stays if fault.kind not in NO_FAULTS),
         *(fault for fault in failed if not any(_explains(stay, fault.at) for stay in explained.get(fault.node, ()))),
     ]
+    return [fault for fault in found if fault.node not in known or fault.at >= known[fault.node].anew]
 
 
 def accounting(comments: Mapping[str, str]) -> Accounting | None:

@@ -12,6 +12,7 @@ end if it was not well, and then the MB/s of its slowest exchange if they are kn
 not be made. ``nvl=UUID.CLIQUE`` is the NVLink domain that the node shares.
 ``failed=1763705000,1763709000`` are jobs that failed on the node and ran without it, by Slurm's accounting, and
 ``sacct=1763711000`` is when this node's agent last read that for all nodes, with ``?`` at its end if it could not.
+``anew=1763712000`` is when its hardware was replaced: what was before that says nothing of the node.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _DOMAIN = re.compile(r"nvl=([\w-]+\.\d+)")
 _PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)(?:([!?]?)|!(\d{1,9})M)")
 _FAILED: Final = re.compile(r"failed=(\d+(?:,\d+)*)")
 _SACCT: Final = re.compile(r"sacct=(\d+)(\??)")
+_ANEW: Final = re.compile(r"anew=(\d+)")
 _MARKS: Final[dict[bool | None, str]] = {True: "", False: "!", None: "?"}
 
 
@@ -80,7 +82,7 @@ class NodeHistory:
     none is known. ``paths`` are the newest measurements that this node took part in, the oldest first. ``domain`` is
     the NVLink domain, ``UUID.CLIQUE``, that the driver told in that preflight; "" if it told none. ``failed`` are the
     moments at which jobs failed here that ran elsewhere, oldest first. ``accounting`` is set on the node whose agent
-    read Slurm's accounting.
+    read Slurm's accounting. Faults before ``anew`` were those of hardware that is gone.
     """
 
     stays: tuple[Stay, ...] = ()
@@ -91,6 +93,7 @@ class NodeHistory:
     domain: str = ""
     failed: tuple[float, ...] = ()
     accounting: Accounting | None = None
+    anew: float = 0.0
 
     @property
     def out(self) -> bool:
@@ -114,8 +117,13 @@ class NodeHistory:
 
     def blamed(self, failed: Iterable[float], at: float) -> NodeHistory:
         """The history with more moments of failed jobs; those long before ``at`` and surplus ones are dropped."""
-        kept = sorted({float(round(moment)) for moment in (*self.failed, *failed) if at - moment < KEPT_S})
+        since = max(at - KEPT_S, self.anew)
+        kept = sorted({float(round(moment)) for moment in (*self.failed, *failed) if moment > since})
         return replace(self, failed=tuple(kept[-KEPT_FAILED:]))
+
+    def replaced(self, at: float) -> NodeHistory:
+        """The history after the node's hardware was replaced; that it is out of service, if it is, stays."""
+        return replace(self, stays=tuple(stay for stay in self.stays if stay.back is None), failed=(), anew=at)
 
     def returned(self, at: float) -> NodeHistory:
         """The history after the node was returned to service at ``at``."""
@@ -128,7 +136,7 @@ class NodeHistory:
         If a node was resumed without opsd, the time of its drain stands for the unknown time of its return. Times by
         a clock that was wrong since are none.
         """
-        faults = [stay for stay in self.stays if stay.kind not in NO_FAULTS]
+        faults = [stay for stay in self.stays if stay.kind not in NO_FAULTS and stay.out >= self.anew]
         pairs = pairwise(faults)
         return [(one, next_one) for one, next_one in pairs if abs(next_one.out - (one.back or one.out)) < within_s]
 
@@ -153,9 +161,10 @@ def read(comment: str) -> NodeHistory:
     )
     failed = next((tuple(map(float, m[1].split(","))) for word in words if (m := _FAILED.fullmatch(word))), ())
     accounting = next((Accounting(float(m[1]), not m[2]) for word in words if (m := _SACCT.fullmatch(word))), None)
+    anew = next((float(m[1]) for word in words if (m := _ANEW.fullmatch(word))), 0.0)
     return NodeHistory(
         tuple(stays), spare[1] if spare else "", float(spare[2]) if spare else 0.0, tested, paths, domain, failed,
-        accounting,
+        accounting, anew,
     )  # fmt: skip
 
 
@@ -175,6 +184,7 @@ def write(comment: str, record: NodeHistory) -> str:
     words = [
         f"{stay.kind}={stay.out:.0f}-{f'{stay.back:.0f}' if stay.back is not None else ''}" for stay in record.stays
     ]
+    words += [f"anew={record.anew:.0f}"] if record.anew else []
     words += [f"tested={record.tested_at:.0f}"] if record.tested_at else []
     words += [f"nvl={record.domain}"] if record.domain else []
     words += [f"path={path.leaf}@{path.at:.0f}{_mark(path)}" for path in record.paths]

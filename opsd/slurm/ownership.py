@@ -150,7 +150,7 @@ def relapse_objection(name: str, history: NodeHistory, rules: Rules) -> str:
     )
     return (
         f"{name} came back to service and failed again {len(relapses)} times: {told}; have it repaired, "
-        "then give it back with --force and a reason"
+        f"then `opsd nodes replaced {name}` if hardware was replaced, or give it back with --force and a reason"
     )
 
 

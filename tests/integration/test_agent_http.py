@@ -19,7 +19,7 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web import server as module
 from opsd.agent.web.app import App
 from opsd.agent.web.server import Server
-from opsd.collectors.base import NoData, Reading, Sample
+from opsd.collectors.base import NoData, Reading, RepairFact, RepairStep, Sample
 from opsd.commands.main import cli
 from opsd.runbooks.base import Cost, State
 from tests.fakes.agent import SILENT, Agent, runbook
@@ -251,3 +251,26 @@ def test_a_question_that_makes_no_sense_is_refused(arguments: tuple[str, ...], s
     asked = CliRunner().invoke(cli, arguments)
     assert asked.exit_code == exitcodes.USAGE
     assert says in asked.output
+
+
+def test_the_history_of_a_node_has_its_repairs_among_the_incidents(tmp_path: Path) -> None:
+    """Newest first, each a line in a pipe, with the steps in the order in which they were done."""
+    steps = (RepairStep("reset_gpus", 20.0, ok=True), RepairStep("retest", 30.0, ok=False, detail="gpu_health failed"))
+    done = RepairFact("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 Xid 95", 15.0, steps, "rma", 40.0, "nothing helped")
+    past = [
+        incident(id, opened_at=at, resolved_at=at, state=State.RESOLVED) for id, at in (("new", 50.0), ("old", 10.0))
+    ]
+    site = Site(Agent(tmp_path, [], []), latest=lambda: Snapshot(1, 0.0, 0.0, ended=tuple(past), repairs=(done,)))
+    url = f"--url=http://{site.server.address}"
+
+    def opsd(*arguments: str) -> str:
+        return CliRunner().invoke(cli, ["incidents", *arguments, url], env={"COLUMNS": "300"}).output
+
+    new, repair, old = opsd().splitlines()
+    assert (new.endswith("new"), old.endswith("old")) == (True, True)
+    assert "repair    opsd:gpu_xid-1 Xid 95  reset_gpus done  retest failed  rma: nothing helped, repair-1" in repair
+    assert len(opsd("--limit=2").splitlines()) == 2
+    assert opsd("--state=current") == "no incidents\n"
+    assert "retest  failed: gpu_health failed" in opsd("show", "repair-1")
+    assert [record["id"] for record in json.loads(opsd("--json"))["repairs"]] == ["repair-1"]
+    site.server.close()

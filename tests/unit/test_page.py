@@ -31,6 +31,7 @@ from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Evidence, Incident, Severity, State
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import WALL, incident
+from tests.fakes.repairs import known
 
 ABOUT = {"node": "node-17", "mode": "observe", "started_at": WALL - 90_000}
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b[2J"
@@ -139,14 +140,14 @@ def test_a_spare_says_whether_it_is_ready() -> None:
 def test_a_repair_is_shown_until_the_node_is_back() -> None:
     """What is done and for how long, and a node that has to be replaced while it is drained."""
 
-    def shown(known: repairs.Known, drained: bool) -> str:
-        samples = (*repairs.samples(known, known.age_s(800.0, "", 0.0)), Sample(FLAG, float(drained), ("drain",)))
+    def shown(newest: repairs.Known, drained: bool) -> str:
+        samples = (*repairs.samples(newest, newest.age_s(800.0, "", 0.0)), Sample(FLAG, float(drained), ("drain",)))
         return re.sub(r"\s+", " ", Structure(page(snapshot(samples=(samples,)))).text)
 
-    assert "repair retest, remedy 2, for 12 min" in shown(repairs.Known("retest", 2, 80.0, {}), drained=True)
-    assert "repair rma, remedy 3" in shown(repairs.Known("rma", 3, None, {"rma": 1}), drained=True)
-    assert "repair" not in shown(repairs.Known("rma", 3, None, {"rma": 1}), drained=False)
-    assert "repair" not in shown(repairs.Known("returned", 1, None, {"returned": 1}), drained=True)
+    assert "repair retest, remedy 2, for 12 min" in shown(known("retest", 2, 80.0), drained=True)
+    assert "repair rma, remedy 3" in shown(known("rma", 3), drained=True)
+    assert "repair" not in shown(known("rma", 3), drained=False)
+    assert "repair" not in shown(known("returned", 1), drained=True)
 
 
 @pytest.mark.parametrize(("lemon", "said"), [(1.0, ["lemon: 6 faults in 30 days, see `opsd nodes lemons`"]), (0.0, [])])

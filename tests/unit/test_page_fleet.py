@@ -17,6 +17,7 @@ from opsd.runbooks.base import Severity
 from opsd.slurm.port import Node, SlurmUnavailable
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
+from tests.fakes.repairs import known
 from tests.fakes.slurm import FakeSlurm
 from tests.unit.test_page import HOSTILE, Structure, gpu, rank, run, snapshot
 from tests.unit.test_plan_forecast import after
@@ -126,7 +127,7 @@ def test_plan_and_forecast_of_runs_are_told_by_the_node_of_rank_0() -> None:
 
 def test_repairs_and_lemons_are_seen_at_a_glance() -> None:
     """What is ordered or under way, what waits for its replacement, and who fails again and again."""
-    repair = repairs.samples(repairs.Known("retest", 2, 40.0, {}), 60.0)
+    repair = repairs.samples(known("retest", 2, 40.0), 60.0)
     brief = node_summary(snapshot(samples=(repair, (Sample(LEMON, 1.0),))), "node-17", 1000.0)
     assert (brief.repair, brief.lemon) == ("retest, remedy 2, for 60 s", True)
     text = page(Answer("node-17", "", brief), told("node-18", repair="rma, remedy 3"), told("node-19")).text

@@ -25,7 +25,7 @@ from opsd.preflight.judge import Value
 from opsd.preflight.network import measure, plan
 from opsd.preflight.network.bandwidth import Timing, busbw, sizes
 from opsd.preflight.network.check import join_outcome, slowest_rate
-from opsd.preflight.network.coordinator import Coordinator, MeasurementRequest, slowest
+from opsd.preflight.network.coordinator import Coordinator, MeasurementRequest, MeasurementResult, slowest
 from opsd.preflight.network.participant import Participant
 from opsd.preflight.network.rendezvous import (
     Place,
@@ -264,3 +264,20 @@ def test_a_failure_that_nobody_can_explain_is_still_told():
     evidence = (Evidence(0, "all", ("n0", "n1"), False, None, None),)
     (finding,) = plan.findings(Diagnosis((), (), 1, 1, evidence))
     assert finding.verdict is Verdict.WARN
+
+
+def test_of_two_nodes_the_first_collective_that_fails_is_the_last_that_is_tried():
+    """Each further one would wait for its deadline, as would the search; of more nodes all are measured."""
+    effort = plan.effort("quick", gpus=False)
+    for nodes, tried in (((0, 1), 1), ((0, 1, 2), 6)):
+        asked: list[str] = []
+
+        class Broken:
+            """No measurement ends."""
+
+            def measure(self, requests):
+                asked.extend(request.name for request in requests)  # noqa: B023
+                return [MeasurementResult((), "it did not finish")]
+
+        outcome = plan.collectives(Broken(), nodes, len(nodes), effort, lambda _text: None)
+        assert (len(asked), len(outcome.findings)) == (tried, tried)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from opsd.collectors.repairs import read
 from opsd.repair.attend import SETTLED_S, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.ladder import NO_HARDWARE, RETURN, Attempt, Rung
@@ -94,15 +95,18 @@ def test_a_node_that_nothing_cures_has_to_be_replaced(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_still_gone_after_the_reboot_has_to_be_replaced(tmp_path: Path) -> None:
-    """Slurm refuses the node's registration with a GPU less, and has it reboot for ever."""
+    """Slurm refuses the node's registration with a GPU less, has it reboot for ever, and would not do so again."""
     lost = replace(DRAINED, reason="opsd:gpu_lost-1 gpu_lost: GPU 3")
     refused = replace(lost, state="down", flags=frozenset({"drain", "invalid_reg", "reboot_issued"}))
     bench = Bench(tmp_path, slurm=FakeSlurm([lost], config=REBOOTS), booted=refused)
     case = bench.run()
     assert (case.end, bench.done) == ("rma", ["reboot", "retest"])
     assert [(attempt.ok, attempt.detail) for attempt in case.attempts][1:] == [
-        (False, "gpu_health failed"), (False, "has not rebooted within 1800 s"),
+        (False, "gpu_health failed"),
+        (False, "Slurm reboots it no more: it refuses its registration with less than it should have"),
     ]  # fmt: skip
+    assert len(bench.slurm.reboots) == 1
+    assert bench.now < 1000.0 + 600.0, "nothing is waited for"
 
 
 def test_a_node_whose_test_was_passed_measures_the_network_before_its_return(tmp_path: Path) -> None:
@@ -260,3 +264,18 @@ def test_a_repair_killed_at_an_order_to_slurm_ends_as_if_it_had_not_been(
     assert (case.end, case.bundle) == (("returned", "") if cured_by else ("rma", "/evidence/n1.tar.gz"))
     assert bench.slurm.by_name["n1"].usable is bool(cured_by)
     assert node_comment.read(bench.slurm.by_comment["n1"]).out is not bool(cured_by)
+
+
+def test_a_repair_is_the_newest_also_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """By its name, by which the newest is known and old ones go; and none takes the place of another."""
+    ahead = Bench(tmp_path, cured_by=Rung.RESET, now=2e9)
+    first = ahead.run()
+    names = [first.id]
+    for now in (2e9, 1000.0, 1000.0, 2.1e9):
+        again = Bench(tmp_path, cured_by=Rung.RESET, now=now)
+        names.append(again.run().id)
+        assert [case.id for case in again.cases.past()] == names
+    assert names[1:4] == [f"{first.id}x000{number}" for number in (1, 2, 3)]
+    known = read(tmp_path / "repair")
+    assert known is not None
+    assert [repair.id for repair in known.repairs] == names

@@ -61,6 +61,7 @@ def test_the_record_of_another_node_is_no_repair_of_this_one(options: list[str],
     cases.keep(closed(replace(CASE, node="n2"), "returned", "", 1000.0))
     assert (cases.recent("n1", 1001.0), cases.recent("n2", 1001.0)) == (0, 1)
     assert cases.recent("n2", 999.0) == 0, "opened in the future: the clock was set"
+    assert cases.recent("n2", 1001.0, since=1000.5) == 0, "its hardware was replaced since"
 
 
 def test_an_order_counts_only_where_the_policy_says_so(options: list[str], tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def test_a_record_that_cannot_be_read_is_one_sentence(options: list[str], tmp_pa
     (tmp_path / "state/repair").mkdir(parents=True)
     (tmp_path / "state/repair/case.json").write_text("{}")
     done = CliRunner().invoke(repair, options)
-    assert done.stderr.endswith("it is no record of this opsd); move it away to begin a new repair\n")
+    assert done.stderr.endswith("it is no record of this opsd, or not root's); move it away to begin a new repair\n")
 
 
 def test_evidence_is_written_where_nothing_is_installed(options: list[str], tmp_path: Path) -> None:
@@ -147,3 +148,15 @@ def test_people_are_told_how_it_has_ended(tmp_path: Path) -> None:
         webhook.server_close()
     (post,) = webhook.posts
     assert "n1: has to be replaced: 3 attempts without success" in json.dumps(post)
+
+
+def test_a_record_that_another_user_has_written_decides_nothing(options: list[str], tmp_path: Path) -> None:
+    """Nor one that is no file: root would wait for a pipe, and follow a link."""
+    cases = CaseFile(tmp_path / "state")
+    cases.keep(closed(CASE, "returned", "", 1000.0))
+    cases.keep(CASE)
+    for path in (cases.folder / "case.json", cases.folder / f"{CASE.id}.json"):
+        os.chown(path, 12345, 12345)
+    os.mkfifo(cases.folder / "repair-20990101T000000.json")
+    assert cases.past() == []
+    assert "or not root's); move it away" in CliRunner().invoke(repair, ["--act", *options]).stderr

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from opsd.agent.journal import Journal
 from opsd.repair import evidence
 from opsd.repair.case_file import CaseFile
 from opsd.repair.machine import RungError, run_command
+from opsd.runbooks.base import Culprit, Evidence
+from tests.fakes.incidents import incident
 
 
 def test_an_archive_of_evidence_is_bounded_and_has_no_secrets(tmp_path: Path) -> None:
@@ -116,6 +119,8 @@ SECRETS = pytest.mark.parametrize(
         "https://discord.com/api/webhooks/1234/hunter2",
         "ipmitool -I lanplus -H n1-bmc -U admin -P hunter2 chassis status",
         "sshpass -phunter2 ssh n1-bmc",
+        "mysql -u root -phunter2 -h db1",
+        "mysqldump --all-databases -phunter2",
         "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=hunter2;EndpointSuffix=x",
         "nslcd: bindpw: hunter2",
         "sent bearer hunter2hunter2hunter2",
@@ -162,3 +167,57 @@ def test_an_archive_takes_the_place_of_files_only(tmp_path: Path, kind: str) -> 
         evidence.make(sources, 1_763_700_000.0, out)
     assert not out.is_file()
     assert [one.name for one in tmp_path.iterdir()] == ["out"]
+
+
+LINE = "python train.py --db hunter2 -phunter2 hunter2"
+
+
+def test_no_command_line_of_a_process_is_in_the_archive(tmp_path: Path) -> None:
+    """Of nvidia-smi, and of audit records in the kernel's log: the program is named, what is passed to it is not."""
+    smi = f"        Process ID                        : 42\n            Name                          : {LINE}\n"
+    audit = f'2026-01-01T00:00:00 audit: type=1309 audit(1.2:3): argc=4 a0="mysql" a1="{LINE}"\nNVRM: Xid 79'
+    said = {"nvidia-smi": f"GPU 0\n    Product Name : NVIDIA\n{smi}", "dmesg": audit, "journalctl": audit}
+    sources = evidence.Sources(
+        "n1", tmp_path, tmp_path / "preflight.sqlite", run=lambda argv, _s: said.get(argv[0], ""), nvidia_report="none"
+    )
+    texts = unpacked(evidence.make(sources, 0.0))
+    assert [name for name, text in texts.items() if "hunter2" in text] == []
+    assert "Name                          : python\n" in texts["nvidia-smi.txt"]
+    assert "NVRM: Xid 79" in texts["kernel.txt"]
+
+
+def test_no_word_of_users_programs_is_in_the_archive(tmp_path: Path) -> None:
+    """Of the journal's incidents: what the kernel and the driver say is, and where and when the others were."""
+    xid = incident(
+        "a",
+        kind="gpu_xid",
+        summary="GPU 0: Xid 79",
+        evidence=(Evidence("Xid 79", "kmsg", 1.0), Evidence(LINE, "rank log", 1.0)),
+    )
+    crash = incident(
+        "b", kind="rank_crash", key=LINE, summary=LINE, verdict=LINE, evidence=(Evidence(LINE, "rank log", 1.0),),
+        culprit=Culprit("user code", "n1", detail=LINE), data={"line": LINE}, run=LINE, job=LINE,
+        actions=({"verb": "notify", "target": LINE, "reason": LINE, "at": 1.0, "outcome": "done", "detail": LINE},),
+    )  # fmt: skip
+    unknown = incident("c", kind="of another release", summary=LINE)
+    journal = Journal(tmp_path, lambda _problem: None)
+    journal.open(60.0)
+    for one in (xid, crash, unknown):
+        journal.incident(one)
+    journal.close(60.0)
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "none", run=lambda _argv, _s: "", nvidia_report="none")
+    text = unpacked(evidence.make(sources, 0.0))["incidents.json"]
+    assert "hunter2" not in text
+    told = {document["id"]: document for document in json.loads(text)}
+    assert (told["a"]["summary"], [fact["text"] for fact in told["a"]["evidence"]]) == ("GPU 0: Xid 79", ["Xid 79"])
+    assert (told["b"]["kind"], told["b"]["culprit"]["node"], [a["verb"] for a in told["b"]["actions"]]) == (
+        "rank_crash", "n1", ["notify"],
+    )  # fmt: skip
+    assert told["c"]["kind"] == "of another release"
+
+
+def unpacked(archive: Path) -> dict[str, str]:
+    """The texts in an archive by their names."""
+    with tarfile.open(archive) as found:
+        parts = {Path(member.name).name: found.extractfile(member) for member in found}
+        return {name: file.read().decode() for name, file in parts.items() if file is not None}

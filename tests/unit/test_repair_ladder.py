@@ -21,6 +21,7 @@ from opsd.repair.ladder import (
     NO_HARDWARE,
     RETEST,
     RETURN,
+    STOPPED,
     TRIES,
     UNANSWERED,
     Attempt,
@@ -295,3 +296,11 @@ def test_faults_name_kinds_and_checks_that_exist() -> None:
     kinds, checks = {runbook.kind for runbook in RUNBOOKS} | {"preflight"}, {check.name for check in CHECKS}
     assert set(FAULTS) <= kinds
     assert {name for fault in FAULTS.values() for name in fault.checks} <= checks
+
+
+def test_a_test_that_makes_way_for_ever_is_on_record_ten_times() -> None:
+    """The first times and the last: a record that grew for ever would be read by nobody in the end."""
+    case = begun(CASE, RETEST, FREE)
+    for number in range(1000):
+        case = begun(ended(case, False, f"{STOPPED}a job is on n1, {number}", 0.0), RETEST, FREE)
+    assert [attempt.detail.rpartition(" ")[2] for attempt in case.attempts] == [*"012345678", ""]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
 
-from collectors.repairs import OUTCOMES, REMEDIES, RepairsCollector, gpus_renewed_at
+from collectors.repairs import MOST, OUTCOMES, REMEDIES, RepairsCollector, gpus_renewed_at, read
 from opsd.collectors.base import NoData, Reading
 from opsd.repair.case_file import CaseFile
 from opsd.repair.ladder import LADDER, RETEST, Attempt, Case, Rung, closed
@@ -111,3 +112,53 @@ def test_a_record_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
 def test_it_knows_the_remedies_of_the_ladder() -> None:
     """It must not import them: the agent has no memory for a repair."""
     assert REMEDIES == LADDER
+
+
+def test_a_file_that_is_no_record_of_roots_is_unknown(tmp_path: Path) -> None:
+    """A link, a pipe, another user's, and one that is too large or has odd values: the agent reads none of them."""
+    cases, current = CaseFile(tmp_path), tmp_path / "repair/case.json"
+    cases.keep(OPEN)
+    written = current.read_text()
+
+    def pipe() -> None:
+        current.unlink()
+        os.mkfifo(current)
+
+    oddities = (
+        lambda: os.chown(current, 12345, 12345),
+        lambda: current.write_text(written + " " * (300 << 10)),
+        lambda: current.write_text(written.replace("1000.0", "1e300")),
+        lambda: current.write_text(written.replace("1000.0", "NaN")),
+        lambda: current.write_text(written.replace("repair-2", "../journal")),
+        pipe,
+    )
+    for make_odd in oddities:
+        current.unlink()
+        current.write_text(written)
+        make_odd()
+        known = read(tmp_path / "repair")
+        assert known is not None
+        assert (known.repairs, known.state) == ((), "unknown")
+
+
+def test_a_record_of_endless_steps_and_texts_is_taken_in_shortened(tmp_path: Path) -> None:
+    """A test that makes way for others again and again is a step each time: the first and the last ones count."""
+    steps = (RESET, *[Attempt(RETEST, float(at), "boot", detail="x" * 5000) for at in range(20)] * 10)
+    CaseFile(tmp_path).keep(replace(OPEN, attempts=tuple(replace(s, detail=s.detail[:900]) for s in steps)))
+    known = read(tmp_path / "repair")
+    assert known is not None
+    (repair,) = known.repairs
+    assert (len(repair.attempts), repair.attempts[0].what, repair.state) == (MOST, "reset_gpus", "retest")
+
+
+def test_a_record_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    """Of one that lacked who began it, what pauses it, and the uptime."""
+    CaseFile(tmp_path).keep(replace(OPEN, attempts=(RESET,)))
+    current = tmp_path / "repair/case.json"
+    whole = json.loads(current.read_text())
+    for name in ("by_hand", "paused", "resumed_at"):
+        del whole[name]
+    for name in ("uptime_s", "took_s"):
+        del whole["attempts"][0][name]
+    current.write_text(json.dumps(whole))
+    assert series(collector(tmp_path)) == {("state", "waiting"): 1.0, ("attempts",): 1.0, ("age_seconds",): 400.0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opsd.lemons import Judgement, Lift, Score
+from opsd.lemons import Fault, Judgement, Lift, Score
 from opsd.slurm import node_comment
 from opsd.slurm.candidates import LEMON, TESTED_S, candidates, due, faults, free
 from opsd.slurm.node_comment import NodeHistory, Stay
@@ -102,3 +102,19 @@ def test_a_test_of_next_year_is_none() -> None:
     assert note_test(slurm, "a", NOW - 60, now=NOW)
     assert due(nodes, slurm.by_comment, NOW, 7 * 86_400) == []
     assert not note_test(slurm, "a", NOW - 120, now=NOW)
+
+
+def test_what_failed_before_hardware_was_replaced_does_not_count() -> None:
+    """Stays and failed jobs go, also those that Slurm's accounting tells again; a node that is out stays so."""
+    record = NodeHistory(
+        (Stay("gpu_xid", NOW - 900, NOW - 800), Stay("gpu_xid", NOW - 700)), failed=(NOW - 950,), domain="u.1"
+    )
+    anew = record.replaced(NOW)
+    assert (anew.out, anew.domain, anew.relapses(3600.0)) == (True, "u.1", [])
+    again = anew.returned(NOW + 10).blamed([NOW - 950, NOW + 9e4], NOW + 1e5)
+    comments = {"a": node_comment.write("rack 12", again.drained("ib_link", NOW + 2e5))}
+    sacct = [Fault("a", "job", NOW - 500, NOW - 500), Fault("z", "job", NOW - 500, NOW - 500)]
+    assert [(fault.node, fault.kind, fault.at) for fault in faults(comments, sacct)] == [
+        ("a", "ib_link", NOW + 2e5), ("a", "job", NOW + 9e4), ("z", "job", NOW - 500),
+    ]  # fmt: skip
+    assert node_comment.read(comments["a"]).anew == NOW

@@ -17,7 +17,7 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.records import to_document
 from opsd.agent.web.jobs import jobs_on_gpus
 from opsd.agent.web.repairs import repair_now
-from opsd.collectors.base import RankFact
+from opsd.collectors.base import RankFact, RepairFact
 from opsd.runbooks.base import Incident
 
 _PUBLIC = (
@@ -114,6 +114,24 @@ def _similar(similar: Similar) -> dict[str, Any]:
 def incident_statistics(snapshot: Snapshot) -> dict[str, Any]:
     """``{"kinds": [...]}``: statistics of incidents by kind."""
     return {"kinds": [asdict(record) for record in statistics(newest_first(snapshot))]}
+
+
+def repair_list(snapshot: Snapshot, states: Iterable[str] = (), limit: int | None = None) -> dict[str, Any]:
+    """``{"repairs": [...]}``, newest first; ``states`` filters by state, "current" means all that have not ended."""
+    wanted = set(states)
+    found = [
+        r for r in reversed(snapshot.repairs)
+        if not wanted or r.state in wanted or ("current" in wanted and r.end is None)
+    ]  # fmt: skip
+    return {"repairs": [repair_details(r) for r in found[:limit]]}
+
+
+def repair_details(found: RepairFact) -> dict[str, Any]:
+    """One repair with its steps in order. Times are epoch seconds; a step is ``ok`` once it has ended well."""
+    steps = [{name: getattr(s, name) for name in ("what", "at", "ended_at", "ok", "detail")} for s in found.attempts]
+    whole = asdict(found)
+    del whole["attempts"], whole["resumed_at"]
+    return {**whole, "state": found.state, "steps": steps}
 
 
 def find(snapshot: Snapshot, id: str) -> Incident | None:

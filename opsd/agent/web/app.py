@@ -15,6 +15,8 @@
 ``/api/v1/jobs/ID``       a summary of a job on this node
 ``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: complete symptoms
 ``/api/v1/incidents/ID``  one incident, its symptoms, and similar past ones
+``/api/v1/repairs``       the repairs of this node step by step, newest first; ``?state=current&limit=50``
+``/api/v1/repairs/ID``    one repair
 ``/api/v1/statistics``    statistics of incidents by kind
 ========================= ==========================================================================
 """
@@ -93,6 +95,7 @@ class App:
             "/api/v1/status": self._status,
             "/api/v1/ranks": self._ranks,
             "/api/v1/incidents": self._incidents,
+            "/api/v1/repairs": self._repairs,
             "/api/v1/statistics": lambda _request: _json(api.incident_statistics(self._latest())),
         }
 
@@ -112,6 +115,8 @@ class App:
             return route(request)
         if request.path.startswith("/api/v1/incidents/"):
             return self._incident(request.path.rpartition("/")[2])
+        if request.path.startswith("/api/v1/repairs/"):
+            return self._repair(request.path.rpartition("/")[2])
         if request.path.startswith("/incident/"):
             return self._incident_page(unquote(request.path.removeprefix("/incident/")))
         if request.path.startswith("/api/v1/jobs/"):
@@ -142,11 +147,21 @@ class App:
         return _json(api.status(self._latest(), facts, time.monotonic()))
 
     def _incidents(self, request: Request) -> Answer:
-        text = request.query.get("limit", [str(DEFAULT_LIMIT)])[-1]
-        if not text.isascii() or not text.isdigit() or len(text) > 9:
+        if (limit := _limit(request)) is None:
             return problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
         states, nested = request.query.get("state", ()), request.query.get("symptoms", ["0"])[-1] == "1"
-        return _json(api.incident_list(self._latest(), states, min(int(text), MAX_LIMIT), nested=nested))
+        return _json(api.incident_list(self._latest(), states, limit, nested=nested))
+
+    def _repairs(self, request: Request) -> Answer:
+        if (limit := _limit(request)) is None:
+            return problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
+        return _json(api.repair_list(self._latest(), request.query.get("state", ()), limit))
+
+    def _repair(self, id: str) -> Answer:
+        found = next((repair for repair in self._latest().repairs if repair.id == id), None)
+        if found is None:
+            return problem(HTTPStatus.NOT_FOUND, "no repair with this id is remembered")
+        return _json(api.repair_details(found))
 
     def _ranks(self, request: Request) -> Answer:
         body = api.ranks(self._latest(), request.query.get("job", [""])[-1])
@@ -235,6 +250,12 @@ class App:
         if body is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
         return HTTPStatus.OK, body, pages.HEADERS
+
+
+def _limit(request: Request) -> int | None:
+    """How much is asked for at most; None if that is no number."""
+    text = request.query.get("limit", [str(DEFAULT_LIMIT)])[-1]
+    return min(int(text), MAX_LIMIT) if text.isascii() and text.isdigit() and len(text) <= 9 else None
 
 
 def _refresh(request: Request) -> int:

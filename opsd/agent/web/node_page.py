@@ -20,7 +20,7 @@ from opsd.agent.web.html import Html, card, document, facts, h, join, link, noth
 from opsd.agent.web.incidents import incident_cards, page_tone
 from opsd.agent.web.jobs import JobOnGpus, cost_text, jobs_on_gpus
 from opsd.agent.web.parts import TONES, count, phase_shares, ranks, run_state, span
-from opsd.agent.web.repairs import repair_now
+from opsd.agent.web.repairs import repair_card, repair_now
 from opsd.collectors.base import RunFact
 from opsd.runbooks.base import Incident
 
@@ -35,6 +35,7 @@ def node_page(snapshot: Snapshot, history: History, about: Mapping[str, Any], *,
     node = about.get("node", "")
     parts = (
         incident_cards(newest_first(snapshot), snapshot.wall),
+        repair_card(snapshot),
         gpu_table(snapshot, history, str(node)),
         gpu_charts(snapshot.gpus, history, _of_gpus(snapshot), snapshot.wall, limit_c=slowdown_limit(snapshot)),
         _jobs(snapshot, about),

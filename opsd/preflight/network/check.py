@@ -13,7 +13,7 @@ from opsd.preflight.judge import Yardsticks
 from opsd.preflight.network import plan
 from opsd.preflight.network.coordinator import Coordinator
 from opsd.preflight.network.participant import Participant
-from opsd.preflight.network.plan import COLLECTIVES, PATTERNS, SEARCH, Effort
+from opsd.preflight.network.plan import COLLECTIVES, PAIR, PATTERNS, SEARCH, Effort
 from opsd.preflight.network.spec import Joined
 from opsd.preflight.report import Report, Result
 from opsd.slurm.hostlist import compress
@@ -83,7 +83,10 @@ def _steps(
     if not scope.only_search and (len(nodes) > 1 or coordinator.processes > 1):
         began = time.time()
         ranks = len(nodes) * coordinator.processes
-        yield COLLECTIVES, began, plan.collectives(coordinator, nodes, ranks, scope.effort, say)
+        outcome = plan.collectives(coordinator, nodes, ranks, scope.effort, say)
+        yield COLLECTIVES, began, outcome
+        if len(nodes) == PAIR and any(finding.verdict is Verdict.FAIL for finding in outcome.findings):
+            return
     if len(nodes) > 1:
         if not scope.only_search:
             began = time.time()

@@ -24,6 +24,7 @@ _PATTERNS: Final[Mapping[Pattern, str]] = {
     "incast": "all to one",
 }
 _LATENCY_SIZE: Final = 1 << 10
+PAIR: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,10 @@ NETWORK: Final = (COLLECTIVES, PATTERNS, SEARCH)
 def collectives(
     coordinator: Coordinator, nodes: Sequence[int], ranks: int, how: Effort, say: Callable[[str], None]
 ) -> Outcome:
-    """Every collective at every size over all ``nodes`` with ``ranks`` processes in total."""
+    """Every collective at every size over all ``nodes`` with ``ranks`` processes in total.
+
+    Of two nodes the first failure is all there is to know: each further one would wait for its deadline.
+    """
     measurements: list[Measurement] = []
     findings: list[Finding] = []
     for name in FACTORS:
@@ -88,6 +92,8 @@ def collectives(
             )
             if not measured.seconds:
                 findings.append(Finding(Verdict.FAIL, f"{name} of {quantity(size, 'bytes')} failed: {measured.error}"))
+                if len(nodes) == PAIR:
+                    return Outcome(tuple(measurements), tuple(findings))
                 break
             timing = Timing(name, size, ranks, measured.seconds)
             where = f"{quantity(size, 'bytes')} on {len(nodes)} nodes"

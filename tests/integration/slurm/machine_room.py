@@ -70,6 +70,7 @@ gpus = {gpus}
 [repair]
 rungs = ["end_processes", "reset_gpus", "reboot"]
 pair_partition = "{pairs}"
+attempts = {attempts}
 [spare]
 software = {{opsd = "0"}}
 """
@@ -100,9 +101,10 @@ class MachineRoom:
         *,
         agents: bool = True,
         pairs: str = "",
+        attempts: int = 3,
     ) -> None:
         self._cluster, self._folder, self._library, self._names = cluster, folder, library, names
-        self._agents, self._pairs = agents, pairs
+        self._agents, self._pairs, self._attempts = agents, pairs, attempts
         self._stop, self._stack = threading.Event(), ExitStack()
         self.reboots: list[str] = []
         self.gpus: dict[str, SimulatedGpus] = {}
@@ -146,10 +148,38 @@ class MachineRoom:
         gpu.set_recovery_action(1)
         gpu.raise_xid(xid)
 
+    def cut_off(self, name: str) -> None:
+        """Break the paths of a node to others, but for services: they meet, and no collective ends."""
+        away = self._cluster.nodes[name].address
+        for other in self._names:
+            for chain, end in (("INPUT", "--source"), ("OUTPUT", "--destination")):
+                rule = (
+                    "iptables",
+                    "-A",
+                    chain,
+                    end,
+                    away,
+                    "-p",
+                    "tcp",
+                    "--syn",
+                    "--dport",
+                    "32768:65535",
+                    "-j",
+                    "DROP",
+                )
+                if other != name:
+                    self._cluster.nodes[other].run(*rule)
+
     def commands(self, name: str) -> list[str]:
         """What was asked of the driver's tools on a node."""
         log = self._folder / name / "commands"
         return log.read_text().splitlines() if log.exists() else []
+
+    def history(self, name: str) -> str:
+        """What the agent of a node tells of its incidents and repairs, one a line."""
+        home = self._folder / name
+        asked = (str(home / "opsd"), "incidents", "--config", str(home / "opsd.toml"))
+        return self._cluster.nodes[name].run(*asked, check=False).stdout
 
     def log(self, name: str) -> str:
         """What the repair and the agent of a node have said."""
@@ -163,8 +193,9 @@ class MachineRoom:
         (home / "cure").write_text("nothing")
         skip = [check.name for check in CHECKS if check.name not in CHECKED]
         text = _SETTINGS.format(
-            node=name, state=self.state(name), library=self._library, skip=skip, gpus=GPUS, pairs=self._pairs
-        )
+            node=name, state=self.state(name), library=self._library, skip=skip, gpus=GPUS, pairs=self._pairs,
+            attempts=self._attempts,
+        )  # fmt: skip
         (home / "opsd.toml").write_text(text)
         (home / "opsd").write_text(
             f"#!/bin/sh\nexport PYTHONPATH={':'.join(sys.path)} {STATE_ENV}={home / 'gpus'} OPSD_TEST_NODE={name} "

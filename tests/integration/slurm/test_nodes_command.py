@@ -163,3 +163,21 @@ def test_bad_input_is_told_in_one_sentence(cluster: Cluster) -> None:
         said = opsd_nodes(cluster, *arguments)
         assert (said.returncode, sentence in said.stderr) == (exitcodes.USAGE, True), said.stderr
         assert "Traceback" not in said.stderr
+
+
+def test_hardware_that_was_replaced_begins_anew(cluster: Cluster) -> None:
+    """By one command, of several nodes; other words in the comments stay, and a node that Slurm has not is named."""
+    slurm, now = CommandSlurm(runner_on(cluster.controller)), time.time()
+    stays = tuple(Stay("gpu_xid", now - days * 86_400, now - days * 86_400 + 60) for days in (9, 6, 3))
+    slurm.set_comment("n2", node_comment.write("rack 12", NodeHistory(stays)))
+    done = opsd_nodes(cluster, "replaced", "n[1-2]")
+    assert (done.returncode, done.stdout.splitlines()) == (
+        exitcodes.OK,
+        ["n1: 0 faults until now no longer count", "n2: 3 faults until now no longer count"],
+    )
+    assert json.loads(opsd_nodes(cluster, "lemons", "--json").stdout)["nodes"] == []
+    assert slurm.comments(["n2"])["n2"].startswith("rack 12 [opsd1 anew=")
+    strange = opsd_nodes(cluster, "replaced", "n9")
+    assert (strange.returncode, "Slurm has no node n9" in strange.stderr) == (exitcodes.FAILED, True)
+    for name in ("n1", "n2"):
+        slurm.set_comment(name, "")

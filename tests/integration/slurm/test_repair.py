@@ -30,7 +30,7 @@ def room(tmp_path: Path, library: str) -> Iterator[tuple[Cluster, MachineRoom]]:
     yield from _room(tmp_path, library, "")
 
 
-def _room(tmp_path: Path, library: str, pairs: str) -> Iterator[tuple[Cluster, MachineRoom]]:
+def _room(tmp_path: Path, library: str, pairs: str, attempts: int = 3) -> Iterator[tuple[Cluster, MachineRoom]]:
     if reason := missing():
         pytest.skip(reason)
     for folder in (tmp_path, *tmp_path.parents[:2]):
@@ -38,7 +38,7 @@ def _room(tmp_path: Path, library: str, pairs: str) -> Iterator[tuple[Cluster, M
     settings = {**FAST, "RebootProgram": str(MachineRoom.reboot_program(tmp_path)), "ResumeTimeout": "60"}
     with (
         Cluster(NODES, settings) as cluster,
-        MachineRoom(cluster, tmp_path, Path(library), NODES, pairs=pairs) as machines,
+        MachineRoom(cluster, tmp_path, Path(library), NODES, pairs=pairs, attempts=attempts) as machines,
     ):
         yield cluster, machines
 
@@ -47,6 +47,12 @@ def _room(tmp_path: Path, library: str, pairs: str) -> Iterator[tuple[Cluster, M
 def paired(tmp_path: Path, library: str) -> Iterator[tuple[Cluster, MachineRoom]]:
     """The same of nodes with InfiniBand, which measure the network with partners."""
     yield from _room(tmp_path, library, "dev")
+
+
+@pytest.fixture
+def paired_once(tmp_path: Path, library: str) -> Iterator[tuple[Cluster, MachineRoom]]:
+    """The same, with one remedy for each node."""
+    yield from _room(tmp_path, library, "dev", attempts=1)
 
 
 def ended(machines: MachineRoom, name: str, timeout: float = 240.0) -> str:
@@ -80,6 +86,9 @@ def test_a_faulty_node_comes_back_as_a_spare(room: tuple[Cluster, MachineRoom]) 
     assert [(a.what, a.ok) for a in case.attempts] == [
         ("reset_gpus", True), ("retest", False), ("reboot", True), ("retest", True), ("return", True),
     ]  # fmt: skip
+    steps = "reset_gpus done  retest failed  reboot done  retest done  return done  returned: "
+    wait_until(lambda: steps in machines.history(victim), "the agent's history has the ladder", 60.0)
+    assert "GPU 0" in machines.history(victim), "and the incident before it"
     assert machines.reboots == [victim]
     assert machines.commands(victim) == ["nvidia-smi --gpu-reset"]
     wait_until(lambda: slurm.nodes([victim])[0].usable, "a ping has shown that it responds")
@@ -127,3 +136,23 @@ def test_a_node_whose_network_card_failed_measures_it_with_a_partner(paired: tup
     facts = {name: value for result in report.results for name, value in result.facts.items()}
     assert (report.passed, facts["nodes"]) == (True, compress(["n2", told[1]]))
     wait_until(lambda: not slurm.jobs(), "the partner is free again")
+
+
+def test_a_node_whose_network_is_bad_with_two_partners_is_kept_out(paired_once: tuple[Cluster, MachineRoom]) -> None:
+    """It meets both, and with neither a collective ends: that is its own fault, and both are in service again."""
+    cluster, machines = paired_once
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    slurm.update_nodes(["n2"], "drain", "opsd:nic_failed-1 nic_failed: mlx5_0 port 1")
+    machines.cut_off("n2")
+    CaseFile(machines.state("n2")).order()
+    assert ended(machines, "n2", 400.0) == "rma", machines.log("n2")
+    (case,) = CaseFile(machines.state("n2")).past()
+    assert [(a.what, a.ok) for a in case.attempts] == [("reboot", True), ("retest", False)]
+    why = "network_collectives failed: Collectives over all nodes: all_reduce of 1.02 kB failed"
+    told = re.match(f"the network is bad with (n[1345]): {why}.*; (n[1345]): {why}", case.attempts[1].detail)
+    assert told, case.attempts
+    assert told[1] != told[2]
+    assert slurm.nodes(["n2"])[0].reason.startswith(
+        "opsd:rma nic_failed: 1 attempts without success; the last: the network"
+    )
+    wait_until(lambda: not slurm.jobs(), "the partners are free again")
