@@ -173,10 +173,12 @@ def test_nothing_is_installed_that_is_not_pinned(tmp_path: Path, pinned: str, sa
 
 
 def test_no_code_of_a_package_is_run(tmp_path: Path) -> None:
-    """A source distribution would run its setup.py as root."""
+    """A source distribution would run its own build as root, for which it need not even ask for another package."""
     index, folder = tmp_path / "index", pin(tmp_path / "pinned")
     (index / "needed-1.0").mkdir(parents=True)
-    (index / "needed-1.0/setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    build = '[build-system]\nrequires = []\nbuild-backend = "own"\nbackend-path = ["."]\n'
+    (index / "needed-1.0/pyproject.toml").write_text(build)
+    (index / "needed-1.0/own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     source = Path(shutil.make_archive(str(index / "needed-1.0"), "gztar", index, "needed-1.0"))
     sha = hashlib.sha256(source.read_bytes()).hexdigest()
     (folder / "agent.txt").write_text(f"needed==1.0 --hash=sha256:{sha}\n")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -87,3 +90,19 @@ def test_the_bill_of_materials_names_opsd_and_the_hashes_of_what_it_needs() -> N
     assert [one["content"] for one in click["externalReferences"][0]["hashes"]] == hashes["click"]
     with pytest.raises(ValueError, match="not installed: click"):
         module["complete"]({"metadata": {}, "components": [c for c in listed if c["name"] != "click"]}, hashes)
+
+
+def test_the_bill_of_materials_of_an_environment_has_the_hashes(tmp_path: Path) -> None:
+    """As the release writes it: of what cyclonedx-py, which is beside the interpreter, finds installed there."""
+    listed = [{"name": name, "purl": f"pkg:pypi/{name}@1"} for name in ("opsd", *(p.name for p, _ in pins("agent.txt")))]
+    (tmp_path / "listed.json").write_text(json.dumps({"bomFormat": "CycloneDX", "metadata": {}, "components": listed}))
+    tool, python, out = tmp_path / "cyclonedx-py", tmp_path / "python", tmp_path / "opsd.cdx.json"
+    tool.write_text(f'#!/bin/sh\n[ "$1 $3" = "environment /venv" ] && exec cat {tmp_path}/listed.json\n')
+    tool.chmod(0o755)
+    python.symlink_to(sys.executable)
+    subprocess.run([python, ROOT / "deploy" / "bom.py", "/venv", out], check=True)
+    bom = json.loads(out.read_text())
+    assert (bom["bomFormat"], bom["metadata"]["component"]["name"]) == ("CycloneDX", "opsd")
+    assert all(part["externalReferences"][0]["hashes"] for part in bom["components"])
+    release = (ROOT / "deploy" / "release").read_text()
+    assert '"$fresh/tools/bin/python" deploy/bom.py "$fresh/node" "dist/opsd-$version.cdx.json"' in release
