@@ -200,6 +200,19 @@ def test_unauthenticated_clients_of_many_addresses_are_few_as_well(tmp_path: Pat
         assert all(is_cut_off(client) for client in clients)
 
 
+def test_one_address_crowds_out_only_itself(tmp_path: Path) -> None:
+    """A partner that is slow to prove itself is not closed for the connections of somebody else."""
+    with keeping(tmp_path, authentication_timeout_s=60.0) as target, ExitStack() as stack:
+        host, port = target.split()
+        other = stack.enter_context(socket.create_connection((host, int(port)), 20, ("127.0.1.1", 0)))
+        assert len(other.recv(16, socket.MSG_WAITALL)) == 16
+        clients = [stack.enter_context(connect(target)) for _ in range(2 * MAX_UNAUTHENTICATED)]
+        assert all(is_cut_off(client) for client in clients[:-MAX_PER_ADDRESS])
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
+
+
 def test_a_partner_that_begins_again_is_not_kept_waiting(tmp_path: Path) -> None:
     """Its earlier connection, over which nothing comes any more, has been given up by it."""
     info = record_of(STATE)
