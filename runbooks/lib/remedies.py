@@ -43,10 +43,10 @@ def swap_out(incident: Incident, view: View) -> Iterator[Action]:
     """A planned swap of this node for every run that has ranks here and on other nodes and a live launcher.
 
     The agent asks the launcher for a swap if there is a spare, and drains the node if permitted. A node without ranks
-    is drained only: jobs of any kind end there first.
+    on GPUs is drained only: jobs of any kind end there first. Ranks without one are what any user can say.
     """
     args = {"node": view.node, "incident": incident.id, "kind": incident.kind}
-    if not any(rank.live for rank in view.ranks):
+    if not any(rank.live and rank.gpu is not None for rank in view.ranks):
         yield Action("drain_node", view.node, args, incident.summary)
     for run in view.runs:
         here = [rank for rank in ranks_of(view, run.run) if rank.live]
