@@ -46,7 +46,7 @@ def test_a_document_is_the_incident() -> None:
 def test_an_agent_that_is_restarted_knows_what_it_knew(tmp_path: Path, log: Log) -> None:
     """Current incidents keep their id, ended ones their end, and the policy its history."""
     over = incident("b", state=State.RESOLVED, resolved_at=time.time())
-    past = PastAction("trouble", "kill_process", "r", time.time())
+    past = PastAction("trouble", "kill_process", "r", time.time(), user=1001)
     journal = Journal(tmp_path / "state", log)
     assert journal.open(PATIENCE_S) == JournalContent()
     journal.incident(incident("a"))
