@@ -44,9 +44,7 @@ def pin(folder: Path, *wheels: Path, file: str = "agent.txt") -> Path:
     return folder
 
 
-def run(
-    root: Path, *options: object, script: Path = INSTALL, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run(root: Path, *options: object, script: Path = INSTALL, **variables: str) -> subprocess.CompletedProcess[str]:
     """Installs nothing but the wheel, unless ``options`` name requirements, or ``script`` is a copy with its own."""
     environment = {**os.environ, "DESTDIR": str(root), "PIP_NO_INDEX": "1", "PYTHON": "python3", **variables}
     own = script != INSTALL or "--requirements" in options

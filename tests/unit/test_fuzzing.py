@@ -32,13 +32,15 @@ def test_the_long_tests_try_ten_thousand() -> None:
     seen = list[int]()
     fuzz(seen.append, st.integers(), MANY)
     assert len(seen) == MANY == 10_000
-    assert re.search(r"^test-long:.*\n(?:\t.*\n)*\t.*pytest.* -m long tests/fuzz$", (ROOT / "Makefile").read_text(), re.M)
+    assert re.search(
+        r"^test-long:.*\n(?:\t.*\n)*\t.*pytest.* -m long tests/fuzz$", (ROOT / "Makefile").read_text(), re.M
+    )
 
 
 @pytest.mark.parametrize(
     "given",
-    ["any request", "any rank page", "any event", "any run json", "any record", "any answer", "any manifest", "any file",
-     "any document"],
+    ["any request", "any rank page", "any event", "any run json", "any record", "any answer", "any manifest",
+     "any file", "any document"],
 )  # fmt: skip
 def test_every_input_of_others_has_a_target(given: str) -> None:
     """HTTP, rank pages, events, run.json, kernel log, RAS, manifests, configuration and journal, in both amounts."""

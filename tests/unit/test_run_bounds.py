@@ -30,7 +30,8 @@ class Crawling:
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """The root of runs in memory, where thousands of files are made in no time."""
-    with tempfile.TemporaryDirectory(prefix="opsd-bounds-", dir="/dev/shm") as name:
+    memory = Path("/dev/shm")  # noqa: S108
+    with tempfile.TemporaryDirectory(prefix="opsd-bounds-", dir=memory if memory.is_dir() else None) as name:
         yield Path(name)
 
 
