@@ -30,7 +30,7 @@ class Crawling:
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """The root of runs in memory, where thousands of files are made in no time."""
-    memory = Path("/dev/shm")  # noqa: S108
+    memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="opsd-bounds-", dir=memory if memory.is_dir() else None) as name:
         yield Path(name)
 
