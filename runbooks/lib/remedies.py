@@ -46,9 +46,11 @@ def swap_out(incident: Incident, view: View) -> Iterator[Action]:
     on GPUs is drained only: jobs of any kind end there first. Ranks without one are what any user can say.
     """
     args = {"node": view.node, "incident": incident.id, "kind": incident.kind}
-    if not any(rank.live and rank.gpu is not None for rank in view.ranks):
-        yield Action("drain_node", view.node, args, incident.summary)
+    swapped = False
     for run in view.runs:
         here = [rank for rank in ranks_of(view, run.run) if rank.live]
         if here and run.world_size > len(here) and supervised(view, run.run):
+            swapped = True
             yield Action("swap_node", view.node, {**args, "control": run.control}, incident.summary)
+    if not swapped and not any(rank.live and rank.gpu is not None for rank in view.ranks):
+        yield Action("drain_node", view.node, args, incident.summary)
