@@ -197,6 +197,6 @@ def _too_many(
 
 
 def _number(actions: Iterable[tuple[str, str, float]]) -> int:
-    """How many actions these are, as verb, target and time. To swap a node out of all its runs, however many, is one."""
+    """How many actions these are, as verb, target and time; to swap a node out of all its runs is one."""
     counted = Counter(actions)
     return sum(1 if verb == "swap_node" else number for (verb, _, _), number in counted.items())
