@@ -12,7 +12,7 @@ verdict=$(mktemp "${REPORTS:-/run}/opsd-epilog.XXXXXX") || exit 0
 timeout -k 5 30 "$OPSD" preflight --only leftovers --quiet --verdict "$verdict" </dev/null >/dev/null 2>&1
 if [ "$(head -c 20 "$verdict" 2>/dev/null)" = unfit ]; then
     said="job ${SLURM_JOB_ID:-?} of ${SLURM_JOB_USER:-?} left something behind"
-    timeout 5 logger -t opsd "$said; opsd preflight --only leftovers says what" </dev/null >/dev/null 2>&1
+    timeout -s KILL 5 logger -t opsd "$said; opsd preflight --only leftovers says what" </dev/null >/dev/null 2>&1
 fi
 rm -f "$verdict"
 exit 0

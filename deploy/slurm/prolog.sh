@@ -6,9 +6,9 @@
 #   PrologFlags=Alloc
 #   BatchStartTimeout=180
 #
-# The quick profile takes one to two minutes on a node with GPUs. It has LIMIT_S seconds, and END_S more to end;
-# BatchStartTimeout, and PrologEpilogTimeout if set, must be longer than both. The prolog takes no longer than that, even
-# if the check hangs in the kernel: it waits for a file, not for a process.
+# The quick profile takes one to two minutes on a node with GPUs. It has LIMIT_S seconds, and END_S more to end and to
+# say so; BatchStartTimeout, and PrologEpilogTimeout if set, must be longer than both. The prolog takes no longer than
+# that, even if the check hangs in the kernel: it waits for a file, not for a process.
 #
 # A failed Prolog drains the node and requeues the job, so it fails only for one word: "unfit", which the preflight
 # writes after all checks have ended and one of them has failed. Anything else (a broken installation, a check that could
@@ -16,7 +16,7 @@
 # alert PrologBlind, from the word in /run/opsd-prolog. Testing GPUs needs torch (`deploy/install --train` or
 # preflight.python). A Prolog must not call Slurm's commands, so never add --act.
 LIMIT_S=${LIMIT_S:-150}
-END_S=15
+END_S=15 SAY_S=5
 PATH=${PATH:-/usr/sbin:/usr/bin:/sbin:/bin} # Slurm sets none
 export PATH
 OPSD=${OPSD:-/opt/opsd/bin/opsd}
@@ -24,7 +24,7 @@ reports=${REPORTS:-/run}
 report=$reports/opsd-prolog-${SLURM_JOB_ID:-0}.json
 umask 022
 
-say() { timeout 5 logger -t opsd "$1" </dev/null >/dev/null 2>&1; }
+say() { timeout -s KILL "$SAY_S" logger -t opsd "$1" </dev/null >/dev/null 2>&1; }
 starts_unchecked() {
     say "job ${SLURM_JOB_ID:-?} starts unchecked: $1"
     exit 0
@@ -53,7 +53,7 @@ wait_for_verdict "$LIMIT_S"
 if [ ! -e "$private/ended" ] && [ ! -s "$private/verdict" ]; then
     late="the preflight took longer than $LIMIT_S s"
     kill -TERM -- "-$check" 2>/dev/null
-    wait_for_verdict "$END_S"
+    wait_for_verdict $((END_S - SAY_S))
     kill -KILL -- "-$check" 2>/dev/null
 fi
 verdict=$(head -c 20 "$private/verdict" 2>/dev/null)

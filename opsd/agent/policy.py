@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -184,11 +185,18 @@ def _too_many(
     if action.verb in HARMLESS:
         return ""
     user, limit = user_of(action), limits.max_actions_per_hour
-    wanted = sum(other.verb not in HARMLESS and user_of(other) == user for other in actions)
-    recent = sum(
-        past.kind == kind and past.user == user
-        and now - past.at < HOUR_S and past.verb not in HARMLESS and not past.refused
+    wanted = _number((a.verb, a.target, now) for a in actions if a.verb not in HARMLESS and user_of(a) == user)
+    recent = _number(
+        (past.verb, past.target, past.at)
         for past in history
+        if past.kind == kind and past.user == user
+        and now - past.at < HOUR_S and past.verb not in HARMLESS and not past.refused
     )  # fmt: skip
     whose = "" if user is None else f" for the processes of user {user}"
     return f"the limit of {limit} actions an hour is reached{whose}" if recent + wanted > limit else ""
+
+
+def _number(actions: Iterable[tuple[str, str, float]]) -> int:
+    """How many actions these are, as verb, target and time; to swap a node out of all its runs is one."""
+    counted = Counter(actions)
+    return sum(1 if verb == "swap_node" else number for (verb, _, _), number in counted.items())

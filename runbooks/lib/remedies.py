@@ -43,12 +43,15 @@ def swap_out(incident: Incident, view: View) -> Iterator[Action]:
     """A planned swap of this node for every run that has ranks here and on other nodes and a live launcher.
 
     The agent asks the launcher for a swap if there is a spare, and drains the node if permitted. A node without ranks
-    is drained only: jobs of any kind end there first.
+    on GPUs is drained only: jobs of any kind end there first. Ranks without one are what any user can say; their runs
+    come last.
     """
     args = {"node": view.node, "incident": incident.id, "kind": incident.kind}
-    if not any(rank.live for rank in view.ranks):
-        yield Action("drain_node", view.node, args, incident.summary)
-    for run in view.runs:
+    swapped, on_gpus = False, {rank.run for rank in view.ranks if rank.live and rank.gpu is not None}
+    for run in sorted(view.runs, key=lambda run: run.run not in on_gpus):
         here = [rank for rank in ranks_of(view, run.run) if rank.live]
         if here and run.world_size > len(here) and supervised(view, run.run):
+            swapped = True
             yield Action("swap_node", view.node, {**args, "control": run.control}, incident.summary)
+    if not swapped and not on_gpus:
+        yield Action("drain_node", view.node, args, incident.summary)

@@ -59,15 +59,21 @@ def test_a_false_exporter_drains_no_node(node: Node, attacker: Attacker) -> None
 
 
 def test_a_false_exporter_replaces_no_value(node: Node, attacker: Attacker) -> None:
-    """Also where the agent only observes: every GPU has the temperature that its driver tells, once."""
+    """Also where the agent only observes: every GPU has the temperature that its driver tells, once. It adds none
+    either: of what the driver does not tell there is no series, and no incident to page anybody for.
+    """
     port = free_port()
     node.configure("[dcgm]", f'url = "http://localhost:{port}/metrics"')
-    attacker.start(false_exporter, "127.0.0.1", port, page(node, (TEMP, 0, 99.0), (PROFILE, 0, 1.0)))
-    with node.agent("--set=policy.mode=observe"):
-        assert eventually(lambda: node.ticks() > 2)
+    node.gpus[0].set_unsupported([145])  # the field of a failed remap
+    attacker.start(false_exporter, "127.0.0.1", port, page(node, (TEMP, 0, 99.0), (REMAP, 0, 1.0)))
+    with node.agent("--set=policy.mode=observe", "--set=agent.interval_s=0.2"):
+        assert eventually(lambda: node.series("opsd_dcgm_untrusted") == {"": 1.0})
+        ticks = node.ticks()
+        assert eventually(lambda: node.ticks() > ticks + 10)
         temperatures = node.series(TEMP)
         assert len(temperatures) == 2 and 99.0 not in temperatures.values()
-        assert 'modelName="x"' not in (node.get("/metrics") or "")
+        assert [labels for labels in node.series(REMAP) if node.gpus[0].uuid in labels] == []
+        assert node.kinds() & {"gpu_row_remap"} == set()
 
 
 def test_a_false_exporter_does_not_hide_the_true_one(node: Node, attacker: Attacker) -> None:

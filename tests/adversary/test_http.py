@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from opsd import exitcodes
+from opsd.agent.web.server import MAX_CONNECTIONS
 from tests.adversary.attacker import NOBODY, Attacker
 from tests.adversary.attacks import ask_without_reading, hold_connections, make_ranks
 from tests.adversary.node import Node
@@ -45,6 +46,21 @@ def test_a_user_shares_with_itself_only(node: Node, attacker: Attacker) -> None:
         assert node.get("/readyz")
         assert node.series("opsd_http_refused_total")['reason="share"'] == 0
         assert attacker.uid == NOBODY
+
+
+def test_users_together_leave_room_for_a_scrape(node: Node) -> None:
+    """Each within the share of one: of all connections there are so many, and those with most lose theirs."""
+    users = [Attacker(uid) for uid in range(64_001, 64_007)]
+    try:
+        with node.agent():
+            for user in users:
+                user.start(hold_connections, node.port, "GET /", 60)
+            assert eventually(lambda: node.series("opsd_http_refused_total").get('reason="full"', 0) > 0)
+            assert [bool(node.get("/metrics")) for _ in range(30)] == [True] * 30
+            assert node.series("opsd_http_connections")[""] <= MAX_CONNECTIONS
+    finally:
+        for user in users:
+            user.close()
 
 
 def test_a_user_pays_for_long_answers(node: Node, attacker: Attacker) -> None:

@@ -108,6 +108,24 @@ def test_a_gpu_that_another_user_holds_is_not_the_pages(node: Node, attacker: At
         assert eventually(lambda: not node.series("opsd_gpu_job_info"))
 
 
+def test_a_page_keeps_no_node_with_a_failed_gpu_in_service(node: Node, attacker: Attacker) -> None:
+    """Where ranks work on GPUs a person decides; one that only says so is none of them, whatever GPU it names."""
+    attacker.start(claim, str(node.shm), "mine", 1, "", 0)
+    node.gpus[0].set_remapped_rows(failure=True)
+    with node.agent():
+        assert eventually(lambda: 'rank="0",run="mine"' in node.series("opsd_rank_up"))
+        assert eventually(lambda: any("state=drain" in order for order in node.slurm_orders()))
+
+
+def test_many_runs_keep_no_node_with_a_failed_gpu_in_service(node: Node, attacker: Attacker) -> None:
+    """Each would be asked for a swap: more at once than there are actions in an hour."""
+    for number in range(13):
+        attacker.start(invent_run, str(node.shm), f"run-{number}")
+    node.gpus[0].set_remapped_rows(failure=True)
+    with node.agent("--set=agent.interval_s=0.5"):
+        assert eventually(lambda: any("state=drain" in order for order in node.slurm_orders()))
+
+
 def test_a_page_about_another_users_process_is_unusable(node: Node, attacker: Attacker) -> None:
     """It counts as one that cannot be read, and is no rank."""
     attacker.start(claim, str(node.shm), "mine", 0, "", os.getpid())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 INSTALL = Path(__file__).parents[2] / "deploy" / "install"
+ROLE = INSTALL.parent / "ansible/roles/opsd/tasks/main.yml"
 UNIT, SETTINGS = "etc/systemd/system/opsd.service", "etc/opsd/opsd.toml"
 LINK, MANUAL = "usr/local/bin/opsd", "usr/local/share/man/man1/opsd-launch.1"
 
@@ -43,11 +44,12 @@ def pin(folder: Path, *wheels: Path, file: str = "agent.txt") -> Path:
     return folder
 
 
-def run(root: Path, *options: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Installs nothing but the wheel, unless ``options`` name requirements."""
+def run(root: Path, *options: object, script: Path = INSTALL, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Installs nothing but the wheel, unless ``options`` name requirements, or ``script`` is a copy with its own."""
     environment = {**os.environ, "DESTDIR": str(root), "PIP_NO_INDEX": "1", "PYTHON": "python3", **variables}
-    nothing = [] if "--requirements" in options else ["--requirements", str(pin(root.parent / "nothing"))]
-    command = [str(INSTALL), *nothing, *map(str, options)]
+    own = script != INSTALL or "--requirements" in options
+    nothing = [] if own else ["--requirements", str(pin(root.parent / "nothing"))]
+    command = [str(script), *nothing, *map(str, options)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -121,6 +123,24 @@ def test_torch_is_installed_if_asked_for(tmp_path: Path) -> None:
     assert [*packages.rglob("torch")]
 
 
+def test_what_the_ansible_role_copies_is_all_that_the_installer_needs(tmp_path: Path) -> None:
+    """With the pins of this release. Twice is once: a play that changes nothing must not restart the agent."""
+    yaml = pytest.importorskip("yaml")
+    (copied,) = (task["loop"] for task in yaml.safe_load(ROLE.read_text()) if "loop" in task)
+    node = tmp_path / "node"
+    node.mkdir()
+    for name in (source.rpartition("/../")[2] for source in copied if source != "{{ opsd_wheel }}"):
+        source = INSTALL.parent / name
+        shutil.copytree(source, node / name) if source.is_dir() else shutil.copy(source, node)
+    assert (node / "requirements/agent.txt").read_bytes() == (INSTALL.parent / "requirements/agent.txt").read_bytes()
+    pin(node / "requirements")
+    root, opsd = tmp_path / "root", wheel(tmp_path, "0.0.1")
+    first = run(root, "--wheel", opsd, script=node / "install")
+    assert (first.returncode, first.stderr) == (0, "")
+    again = run(root, "--wheel", opsd, script=node / "install")
+    assert (again.returncode, again.stdout.strip()) == (0, "opsd is up to date")
+
+
 def test_a_package_that_was_exchanged_is_not_installed(tmp_path: Path) -> None:
     """Of the same name and version, with another content than the one whose hash was pinned."""
     root, index = tmp_path / "root", tmp_path / "index"
@@ -151,10 +171,12 @@ def test_nothing_is_installed_that_is_not_pinned(tmp_path: Path, pinned: str, sa
 
 
 def test_no_code_of_a_package_is_run(tmp_path: Path) -> None:
-    """A source distribution would run its setup.py as root."""
+    """A source distribution would run its own build as root, for which it need not even ask for another package."""
     index, folder = tmp_path / "index", pin(tmp_path / "pinned")
     (index / "needed-1.0").mkdir(parents=True)
-    (index / "needed-1.0/setup.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    build = '[build-system]\nrequires = []\nbuild-backend = "own"\nbackend-path = ["."]\n'
+    (index / "needed-1.0/pyproject.toml").write_text(build)
+    (index / "needed-1.0/own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     source = Path(shutil.make_archive(str(index / "needed-1.0"), "gztar", index, "needed-1.0"))
     sha = hashlib.sha256(source.read_bytes()).hexdigest()
     (folder / "agent.txt").write_text(f"needed==1.0 --hash=sha256:{sha}\n")

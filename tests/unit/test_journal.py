@@ -13,7 +13,7 @@ import pytest
 
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import MAX_BACKLOG, Journal
-from opsd.agent.journal_file import KEEP_INCIDENTS, KEEP_ROWS, KEEP_S, MAX_CURRENT
+from opsd.agent.journal_file import KEEP_INCIDENTS, KEEP_ROWS, KEEP_S, MAX_CURRENT, open_file
 from opsd.agent.policy import PastAction
 from opsd.agent.records import from_json, to_json
 from opsd.agent.store import MAX_ACTIONS, MAX_ENDED, JournalContent
@@ -22,6 +22,8 @@ from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
 
 PATIENCE_S = 60.0
+FULL = 2
+"""SQLite waits for the disk after each transaction."""
 
 
 class Log(list[str]):
@@ -44,7 +46,7 @@ def test_a_document_is_the_incident() -> None:
 def test_an_agent_that_is_restarted_knows_what_it_knew(tmp_path: Path, log: Log) -> None:
     """Current incidents keep their id, ended ones their end, and the policy its history."""
     over = incident("b", state=State.RESOLVED, resolved_at=time.time())
-    past = PastAction("trouble", "kill_process", "r", time.time())
+    past = PastAction("trouble", "kill_process", "r", time.time(), user=1001)
     journal = Journal(tmp_path / "state", log)
     assert journal.open(PATIENCE_S) == JournalContent()
     journal.incident(incident("a"))
@@ -58,6 +60,13 @@ def test_an_agent_that_is_restarted_knows_what_it_knew(tmp_path: Path, log: Log)
     )
     assert log == ["", ""]
     assert not (tmp_path / "state").stat().st_mode & 0o077
+
+
+def test_what_is_written_is_on_the_disk_and_not_in_its_cache(tmp_path: Path) -> None:
+    """An intention must survive the node that loses its power, as the action may be its last."""
+    with closing(open_file(tmp_path / "journal.db", time.time())) as database:
+        ((synchronous,),) = database.execute("PRAGMA synchronous").fetchall()
+    assert synchronous == FULL
 
 
 def test_a_journal_on_a_full_disk_keeps_its_records_until_there_is_room(small_disk: Path, log: Log) -> None:

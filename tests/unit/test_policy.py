@@ -67,6 +67,19 @@ def test_nobody_uses_up_the_actions_of_others() -> None:
     assert of(1000, [*spent[:2], replace(spent[2], refused=True)]) is Verdict.RUN
 
 
+def test_a_node_is_swapped_out_of_all_its_runs_or_of_one() -> None:
+    """That is one action: users who invent runs must not make it more than an hour has."""
+    swaps = tuple(Action("swap_node", "n1", {"node": "n1", "control": f"/r{number}"}) for number in range(20))
+
+    def swap(history: list[PastAction]) -> set[Verdict]:
+        decisions = decide(INCIDENT, swaps, "act", history, LIMITS, START, NOW, confirmed=swaps)
+        return {decision.verdict for decision in decisions}
+
+    before = [PastAction(INCIDENT.kind, "swap_node", "n1", NOW - 100 * hour) for hour in (1, 2, 3) for _ in swaps]
+    assert swap([]) == swap(before[:40]) == {Verdict.RUN}
+    assert swap(before) == {Verdict.REFUSE}
+
+
 def test_no_half_of_an_attempt_is_carried_out() -> None:
     """If one action is refused, so are those that go with it."""
     history = [PastAction("dataloader_stall", "kill_process", KILL.target, NOW - 1)]

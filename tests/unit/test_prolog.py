@@ -96,6 +96,15 @@ def test_a_prolog_takes_the_seconds_that_it_says(tmp_path: Path, logged: Path) -
     assert (word(tmp_path), "the preflight took longer than 1 s" in logged.read_text()) == ("unknown", True)
 
 
+def test_a_prolog_waits_for_no_log(tmp_path: Path) -> None:
+    """A logger that hangs, and is not ended by being asked, costs seconds of the time that there is to end."""
+    program(tmp_path / "logger", "trap '' TERM; sleep 90")
+    began = time.monotonic()
+    assert run("prolog.sh", tmp_path, "exit 1") == 0
+    assert time.monotonic() - began < 60
+    assert word(tmp_path) == "unknown"
+
+
 def test_a_folder_that_cannot_be_written_refuses_no_job(tmp_path: Path, logged: Path) -> None:
     """No verdict can be had, so none is given."""
     program(tmp_path / "mktemp", "exit 1")

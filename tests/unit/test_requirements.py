@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -63,6 +66,15 @@ def test_the_pins_are_current(file: str, requirements: list[Requirement], python
         assert requirement.specifier.contains(pinned.version), f"{requirement} is pinned to {pinned}"
 
 
+def test_one_command_makes_all_pins_with_hashes() -> None:
+    """`make lock`: a file that it leaves out would be kept by hand."""
+    (recipe,) = re.findall(r"^lock:.*\n((?:\t.*\n?)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert "--generate-hashes" in recipe
+    assert {f"{name}.txt" for name in re.findall(r"^\tpin (\w+) ", recipe, re.MULTILINE)} == {
+        path.name for path in PINNED.glob("*.txt")
+    }
+
+
 def test_agent_and_training_share_their_versions() -> None:
     """So that a node with torch has the same agent."""
     train = {str(pin) for pin, _ in pins("train.txt")}
@@ -87,3 +99,21 @@ def test_the_bill_of_materials_names_opsd_and_the_hashes_of_what_it_needs() -> N
     assert [one["content"] for one in click["externalReferences"][0]["hashes"]] == hashes["click"]
     with pytest.raises(ValueError, match="not installed: click"):
         module["complete"]({"metadata": {}, "components": [c for c in listed if c["name"] != "click"]}, hashes)
+
+
+def test_the_bill_of_materials_of_an_environment_has_the_hashes(tmp_path: Path) -> None:
+    """As the release writes it: of what cyclonedx-py, which is beside the interpreter, finds installed there."""
+    listed = [
+        {"name": name, "purl": f"pkg:pypi/{name}@1"} for name in ("opsd", *(p.name for p, _ in pins("agent.txt")))
+    ]
+    (tmp_path / "listed.json").write_text(json.dumps({"bomFormat": "CycloneDX", "metadata": {}, "components": listed}))
+    tool, python, out = tmp_path / "cyclonedx-py", tmp_path / "python", tmp_path / "opsd.cdx.json"
+    tool.write_text(f'#!/bin/sh\n[ "$1 $3" = "environment /venv" ] && exec cat {tmp_path}/listed.json\n')
+    tool.chmod(0o755)
+    python.symlink_to(sys.executable)
+    subprocess.run([python, ROOT / "deploy" / "bom.py", "/venv", out], check=True)
+    bom = json.loads(out.read_text())
+    assert (bom["bomFormat"], bom["metadata"]["component"]["name"]) == ("CycloneDX", "opsd")
+    assert all(part["externalReferences"][0]["hashes"] for part in bom["components"])
+    release = (ROOT / "deploy" / "release").read_text()
+    assert '"$fresh/tools/bin/python" deploy/bom.py "$fresh/node" "dist/opsd-$version.cdx.json"' in release

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opsd.agent.window import Window
-from opsd.collectors.base import Event, GpuFact, Reading
+from opsd.collectors.base import Event, GpuFact, Reading, RunFact
 from opsd.runbooks import gpu_lost
 from opsd.runbooks.lib.gpus import xids_of
 from tests.fakes.facts import rank
@@ -55,3 +55,18 @@ def test_a_node_without_ranks_is_drained_for_what_would_swap_it_out(live: bool) 
     actions = gpu_lost.RUNBOOK.remedy(incident("gpu_lost-1"), view)
     assert [action.verb for action in actions] == ([] if live else ["drain_node"]) + ["notify"]
     assert live or actions[0].args["kind"] == incident("gpu_lost-1").kind
+
+
+def test_the_runs_on_gpus_are_swapped_first() -> None:
+    """What anybody may invent waits; a node with a rank on no GPU, which nobody swaps, is drained at once."""
+    invented, real = rank(0, run="a", gpu=None), rank(1, run="z")
+    view = seen()
+    runs = [RunFact(name, "", "n01", "running", 1, 1, True, 4, f"/shm/{name}/c", "/r", "/r") for name in ("a", "z")]
+    view.add("ranks", Reading(facts=(invented, real, *runs)))
+    swaps = [action for action in gpu_lost.RUNBOOK.remedy(incident("gpu_lost-1"), view) if action.verb != "notify"]
+    assert [(swap.verb, swap.args["control"]) for swap in swaps] == [
+        ("swap_node", "/shm/z/c"),
+        ("swap_node", "/shm/a/c"),
+    ]
+    view.add("ranks", Reading(facts=(invented,)))
+    assert gpu_lost.RUNBOOK.remedy(incident("gpu_lost-1"), view)[0].verb == "drain_node"

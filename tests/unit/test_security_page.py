@@ -7,11 +7,37 @@ from pathlib import Path
 
 import pytest
 
+from opsd.launch.run.launchers import DEFAULT_PORT, default_port
+from opsd.preflight.network import rendezvous
+from opsd.settings.agent import AgentSettings
+from opsd.settings.preflight import PreflightSettings
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 ATTACKS = PAGE[PAGE.index("## Attacks") :]
 ROWS = [line.strip("| ").split(" | ") for line in ATTACKS.splitlines() if line.startswith("| ")]
 CASES = [(row[0], row[2]) for row in ROWS if row[0] != "attack"]
+
+
+def test_the_ports_are_those_of_the_programs() -> None:
+    """One that moved would be left open, or closed, by who goes by the page."""
+    cells = re.findall(r"^\| ([^|]+) \|", PAGE[PAGE.index("## Ports") : PAGE.index("## Files")], re.MULTILINE)
+    listed = {int(number) for cell in cells for number in re.findall(r"\b\d{4,5}\b", cell)}
+    inbox = PreflightSettings.model_fields["alert_inbox"].examples or [""]
+    fixed = {int(address.rpartition(":")[2]) for address in (AgentSettings().listen, str(inbox[0]))}
+    first, last = 20_000, 31_999
+    assert fixed | {DEFAULT_PORT, rendezvous.PORT, first, last} <= listed
+    of_jobs = [default_port("r", {"SLURM_JOB_ID": str(number)}) for number in range(2_000)]
+    assert first <= min(of_jobs) and max(of_jobs) <= last
+
+
+def test_who_finds_a_hole_can_report_it_in_private() -> None:
+    """And learns when an answer comes, and where it is said what is trusted with what."""
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    report = text[text.index("## Report a vulnerability") : text.index("## What counts")]
+    assert "not open a public issue" in report and "security/advisories/new" in report
+    assert re.search(r"within \w+ working days", report)
+    assert "(docs/security.md)" in text
 
 
 def words(text: str) -> str:

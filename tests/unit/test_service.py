@@ -135,6 +135,14 @@ def added() -> list[str]:
     return directives(ACT, "CapabilityBoundingSet")
 
 
+def test_a_reload_is_of_the_file_that_the_agent_reads() -> None:
+    """The file is checked first, so that systemctl says what is wrong; a hang-up is what the agent takes."""
+    unit = DEPLOY / "systemd" / "opsd.service"
+    (start,), reload = directives(unit, "ExecStart"), directives(unit, "ExecReload")
+    program, file = start.split()[0], start.split("--config ")[1]
+    assert reload == [f"{program} config check {file}", "/bin/kill -HUP $MAINPID"]
+
+
 def test_the_agent_is_watched_and_runs_as_its_own_user() -> None:
     """Notification and watchdog are what the agent sends, and the user is the one that sysusers.d makes."""
     unit = DEPLOY / "systemd" / "opsd.service"

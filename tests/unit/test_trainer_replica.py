@@ -188,16 +188,29 @@ def test_many_unauthenticated_clients_take_few_descriptors(tmp_path: Path, targe
             client.close()
 
 
-def test_unauthenticated_clients_of_many_addresses_are_few_as_well(tmp_path: Path, target: str) -> None:
-    """The whole network may try: those that wait longest go first."""
-    host, port = target.split()
-    with ExitStack() as stack:
+def test_unauthenticated_clients_of_many_addresses_are_few_as_well(tmp_path: Path) -> None:
+    """The whole network may try: those that wait longest go first, at once, and the partner comes in."""
+    with keeping(tmp_path, authentication_timeout_s=60.0) as target, ExitStack() as stack:
+        host, port = target.split()
         clients = [
             stack.enter_context(socket.create_connection((host, int(port)), 20, (f"127.0.1.{number}", 0)))
             for number in range(1, 4 * MAX_UNAUTHENTICATED)
         ]
         assert send(target, record_of(STATE)) == ""
-        assert all(is_cut_off(client) for client in clients)
+        assert all(is_cut_off(client) for client in clients[:-MAX_UNAUTHENTICATED])
+
+
+def test_one_address_crowds_out_only_itself(tmp_path: Path) -> None:
+    """A partner that is slow to prove itself is not closed for the connections of somebody else."""
+    with keeping(tmp_path, authentication_timeout_s=60.0) as target, ExitStack() as stack:
+        host, port = target.split()
+        other = stack.enter_context(socket.create_connection((host, int(port)), 20, ("127.0.1.1", 0)))
+        assert len(other.recv(16, socket.MSG_WAITALL)) == 16
+        clients = [stack.enter_context(connect(target)) for _ in range(2 * MAX_UNAUTHENTICATED)]
+        assert all(is_cut_off(client) for client in clients[:-MAX_PER_ADDRESS])
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
 
 
 def test_a_partner_that_begins_again_is_not_kept_waiting(tmp_path: Path) -> None:

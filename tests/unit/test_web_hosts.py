@@ -22,7 +22,7 @@ def test_own_names_and_addresses_are_answered(host: str) -> None:
 @pytest.mark.parametrize(
     "host",
     ["evil.example.com", "node-17.evil.example.com:9477", "node-18", "localhost.evil.com", "127.0.0.1.evil.com", "[",
-     "1", "127.1", "evil.com:[::1]", "node-17@evil.com", "\xff"],
+     "1", "127.1", "evil.com:[::1]", "127.0.0.1%evil.com", "node-17@evil.com", "\xff"],
 )  # fmt: skip
 def test_other_names_are_not(host: str) -> None:
     """A page that lets its own name point here is not to read the agent through somebody's browser."""

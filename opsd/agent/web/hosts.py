@@ -52,8 +52,8 @@ def _plain(host: str) -> str:
 
 
 def _is_address(name: str) -> bool:
-    for family in (socket.AF_INET, socket.AF_INET6):
+    for family, address in ((socket.AF_INET, name), (socket.AF_INET6, name.partition("%")[0])):
         with suppress(OSError, ValueError):
-            socket.inet_pton(family, name.partition("%")[0])
+            socket.inet_pton(family, address)
             return True
     return False
