@@ -15,13 +15,12 @@ from tests.adversary import bombs
 from tests.adversary.attacker import NOBODY, Attacker
 from tests.adversary.attacks import make_files
 from tests.adversary.node import Node
+from tests.adversary.soak.verdict import MOST_MIB
 from tests.fakes.clock import eventually
 
 pytestmark = pytest.mark.xdist_group("agent-process")
 
 LASTS_S = 30.0
-MOST_MIB = 200
-"""The service has 256 MiB (``MemoryMax=``)."""
 PAGES = ("/", "/api/v1/ranks", "/metrics", "/api/v1/status", "/api/v1/incidents?limit=1000&symptoms=1", "/job/long-0")
 
 

@@ -40,7 +40,7 @@ def test_memory_that_grows_is_found(growth: float, flat: bool) -> None:
 def test_memory_near_the_limit_is_found() -> None:
     """However short it was."""
     assert peak_verdict(199.0) == ""
-    assert peak_verdict(240.0) == "memory was at 240 MiB"
+    assert peak_verdict(256.0) == "memory was at 256 MiB"
 
 
 def incident(**changes: Any) -> Mapping[str, Any]:
