@@ -79,22 +79,50 @@ class _Place:
 def tree(fabric: Fabric, names: Collection[str] = ()) -> Topology:
     """The tree above the nodes, those of ``names`` if any are given.
 
-    A node with adapters on several switches (rails) is below all of them together, beside those on the same ones; one
-    that lacks some of them, as a port that is down would have it, is beside those that have all. Above, switches that
-    join the same places are one, as the spines of a fat tree are.
+    A node with adapters on several switches (rails) is below all of them together, beside those on the same ones. The
+    few that lack some of them, for a port that is down, are beside the many that have all; the few that have more, as a
+    login node on two leaf switches, are beside the most of those whose switches they have, and join no others. Above,
+    switches that join the same places are one, as the spines of a fat tree are.
     """
     on: dict[str, frozenset[str]] = {}
     for adapter, name in fabric.adapters(names).items():
         on[name] = on.get(name, frozenset()) | {peer for peer in fabric.links[adapter] if peer[0] == "S"}
-    below: dict[frozenset[str], list[str]] = {}
-    for name, switches in sorted(on.items(), key=lambda one: (-len(one[1]), one[0])):
-        if switches:
-            whole = [place for place in below if place >= switches]
-            below.setdefault(max(whole, key=lambda place: len(below[place]), default=switches), []).append(name)
+    below = _places(fabric, on)
     names_of = _Names(fabric)
     places = [_Place(names_of(switches), switches) for switches in below]
     leaf = {name: place.name for place in places for name in sorted(below[place.switches])}
     return Topology(leaf, _levels(fabric, places, names_of))
+
+
+def _places(fabric: Fabric, on: Mapping[str, frozenset[str]]) -> dict[frozenset[str], list[str]]:
+    """The nodes of each place, by its switches; the place of most switches first, then by name.
+
+    Nodes whose switches only they connect are no exception to a place, or it would be cut off from what they reach.
+    """
+    same: dict[frozenset[str], list[str]] = {}
+    for name in sorted(on):
+        same.setdefault(on[name], []).append(name)
+    part = _parts(fabric)
+    below: dict[frozenset[str], list[str]] = {}
+    for switches, those in sorted(same.items(), key=lambda one: (-len(one[1]), -len(one[0]), one[1])):
+        linked = len({part[one] for one in switches}) == 1
+        beside = [place for place in below if place >= switches or (linked and place <= switches)]
+        if switches:
+            below.setdefault(max(beside, key=lambda place: len(below[place]), default=switches), []).extend(those)
+    return dict(sorted(below.items(), key=lambda one: (-len(one[0]), min(one[1]))))
+
+
+def _parts(fabric: Fabric) -> dict[str, str]:
+    """One switch of all that are linked with each switch, by way of switches alone."""
+    part: dict[str, str] = {}
+    for first in fabric.links:
+        waiting = [first] if first[0] == "S" and first not in part else []
+        while waiting:
+            one = waiting.pop()
+            if one not in part:
+                part[one] = first
+                waiting += (peer for peer in fabric.links[one] if peer[0] == "S")
+    return part
 
 
 def _levels(fabric: Fabric, places: Sequence[_Place], names_of: _Names) -> dict[str, str]:

@@ -37,6 +37,24 @@ def test_a_node_that_lacks_a_rail_stays_with_its_neighbours() -> None:
     assert tree(parse("\n".join(lines))) == tree(parse(RAILS))
 
 
+def test_a_node_on_two_leaf_switches_makes_them_no_neighbours() -> None:
+    """A login node on a leaf of each of two pods is beside the nodes of one; leaves and pods stay as far as they are.
+
+    What only such a node connects, as two subnets, stays connected, but is not near.
+    """
+    described = {f"S-a{number}": f"leaf{number}" for number in range(4)} | {"S-b0": "b0", "S-b1": "b1", "S-c": "core"}
+    described |= {f"H-{number}": f"n{number} mlx5_0" for number in range(8)}
+    described |= {f"H-login{port}": f"login mlx5_{port}" for port in range(2)}
+    links = [(f"H-{number}", f"S-a{number // 2}") for number in range(8)]
+    links += [("H-login0", "S-a0"), ("H-login1", "S-a3")]
+    apart = tree(parse(printed(links, described)))
+    assert [apart.hops("n0", other) for other in ("n1", "n6", "n2")] == [1, 3, None]
+    links += [(f"S-a{number}", f"S-b{number // 2}") for number in range(4)] + [("S-b0", "S-c"), ("S-b1", "S-c")]
+    found = tree(parse(printed(links, described)))
+    assert [found.hops("n0", other) for other in ("login", "n1", "n2", "n6")] == [1, 1, 3, 5]
+    assert found.switches("n6") == ("leaf3", "b1", "core")
+
+
 def test_pods_below_a_core_are_levels() -> None:
     """Three of them; a switch that only storage hangs from, and one without anything, are none."""
     described = {f"S-a{number}": f"MF0;leaf{number}:MQM8700/U1" for number in range(4)}
