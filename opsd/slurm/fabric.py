@@ -31,22 +31,32 @@ class Fabric:
     described: Mapping[str, str]
 
     def adapters(self, names: Collection[str] = ()) -> dict[str, str]:
-        """The node of each adapter that has one: of ``names``, or without these every name that looks like one."""
-        known = {name.lower(): name for name in names}
+        """The node of each adapter that has one: of ``names``, or without these every name that looks like one.
+
+        Only one of the two may have the domain of the host, too.
+        """
+        full = {name.lower(): name for name in names}
+        hosts = [name.partition(".")[0] for name in full]
+        often = Counter(hosts)
+        short = {host: name for host, name in zip(hosts, full.values(), strict=True) if often[host] == 1}
         found: dict[str, str] = {}
         for adapter, described in self.described.items():
             first = described.split(" ", 1)[0].lower()
-            if name := known.get(first) or known.get(first.partition(".")[0]):
+            if name := full.get(first) or full.get(first.partition(".")[0]) or short.get(first):
                 found[adapter] = name
-            elif not known and adapter[0] == "H" and (match := _ADAPTER.fullmatch(described)):
+            elif not full and adapter[0] == "H" and (match := _ADAPTER.fullmatch(described)):
                 found[adapter] = match[1]
         return {adapter: name for adapter, name in found.items() if adapter[0] == "H"}
 
-    def nameless(self, names: Collection[str] = ()) -> list[str]:
-        """What adapters are called that bear no name of a host; those within switches (SHARP) are left out."""
+    def others(self, names: Collection[str] = ()) -> tuple[list[str], list[str]]:
+        """The hosts that are none of ``names``, and what adapters are called that bear no name of a host.
+
+        Those within switches (SHARP) are left out.
+        """
         named = self.adapters(names)
-        others = [text for one, text in self.described.items() if one[0] == "H" and one not in named]
-        return [text for text in others if not _ADAPTER.fullmatch(text) and "Aggregation" not in text]
+        texts = [text for one, text in self.described.items() if one[0] == "H" and one not in named]
+        hosts = {match[1] for text in texts if (match := _ADAPTER.fullmatch(text))}
+        return sorted(hosts), [text for text in texts if not _ADAPTER.fullmatch(text) and "Aggregation" not in text]
 
 
 def parse(text: str) -> Fabric:

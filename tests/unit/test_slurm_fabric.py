@@ -76,6 +76,9 @@ def test_pods_below_a_core_are_levels() -> None:
         ("gpu01.cluster.example mlx5_0", ["gpu01"], ["gpu01"]),
         ("GPU01 mlx5_ib0", ["gpu01"], ["gpu01"]),
         ("gpu01", ["gpu01"], ["gpu01"]),
+        ("gpu01 mlx5_0", ["gpu01.one.example", "gpu02.one.example"], ["gpu01.one.example"]),
+        ("gpu01 mlx5_0", ["gpu01.one.example", "gpu01.other.example"], []),
+        ("gpu01.other.example mlx5_0", ["gpu01.one.example"], []),
         ("login01 HCA-1", ["gpu01"], []),
         ("MT4129 ConnectX7   Mellanox Technologies", [], []),
         ("Mellanox Technologies Aggregation Node", [], []),
@@ -86,7 +89,8 @@ def test_the_node_of_an_adapter_is_in_its_description(described: str, names: lis
     """Slurm's nodes if they are known; what the firmware says, and what is within a switch, is none."""
     found = parse(printed([("H-1", "S-1")], {"S-1": "leaf", "H-1": described}))
     assert [*tree(found, names).leaf] == nodes
-    assert found.nameless(names) == ([described] if described.startswith("MT") or not described else [])
+    hosts = [] if nodes or not described.endswith(("mlx5_0", "HCA-1")) else [described.split()[0]]
+    assert found.others(names) == (hosts, [described] if described.startswith("MT") or not described else [])
 
 
 def test_switches_without_a_name_of_their_own_have_that_of_their_id() -> None:
