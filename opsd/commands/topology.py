@@ -49,7 +49,7 @@ def topology(file: Path, output: Path | None) -> int:
         called = [repr(nameless[0][:NODE_DESCRIPTION])] if nameless else hosts[:1]
         nodes = f" ({compress(names[:1])} for one)" if names else ""
         example = f", but {called[0]}" if called else ""
-        fail(f"no adapter in it is called as a node of Slurm{nodes}{example}; rdma-ndd sets the descriptions of adapters")
+        fail(f"no adapter in it is called as a node of Slurm{nodes}{example}; rdma-ndd sets what they are called")
     head = f"# From ibnetdiscover by opsd nodes topology, {time.strftime('%Y-%m-%d %H:%M')}\n"
     if not written(output or Path("-"), head + text(tree), "the topology"):
         return exitcodes.FAILED

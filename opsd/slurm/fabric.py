@@ -21,6 +21,8 @@ _ADAPTER: Final = re.compile(r"([A-Za-z0-9][\w.-]*)\s+(?:HCA-?\d+|(?:mlx|hfi|qib
 _MANAGED: Final = re.compile(r"MF0;(.+?):[^:]*")
 """What the management of a switch sets: ``MF0;NAME:MODEL/UNIT``."""
 _NO_NAME: Final = re.compile(r"[^A-Za-z0-9_.-]")
+LONGEST: Final = 60
+"""Letters of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,10 @@ def _joined(fabric: Fabric, places: Sequence[_Place], higher: Sequence[frozenset
 
 
 class _Names:
-    """Names for places, each once: of one switch what it is called, if no other is, otherwise its id."""
+    """Names for places, each once: of one switch what it is called, if no other is, otherwise its id.
+
+    None is longer than Slurm takes (HOST_NAME_MAX), with some room for what makes equal ones different.
+    """
 
     def __init__(self, fabric: Fabric) -> None:
         called = {one: _called(text) for one, text in fabric.described.items() if one[0] == "S"}
@@ -200,8 +205,11 @@ class _Names:
         self._used: set[str] = set()
 
     def __call__(self, switches: frozenset[str]) -> str:
-        first, *others = sorted((self._switches[one] for one in switches), key=_natural)
-        name = f"{first}_and_{len(others)}_more" if others else first
+        first = min(switches, key=lambda one: _natural(self._switches[one]))
+        more = f"_and_{len(switches) - 1}_more" if len(switches) > 1 else ""
+        name = self._switches[first] + more
+        if len(name) > LONGEST:
+            name = f"switch-{first[2:]}"[: LONGEST - len(more)] + more
         while name in self._used:
             name += "_"
         self._used.add(name)

@@ -107,6 +107,19 @@ def test_switches_without_a_name_of_their_own_have_that_of_their_id() -> None:
     assert found.hops("n1", "n3") == 3
 
 
+def test_no_switch_has_a_longer_name_than_slurm_takes() -> None:
+    """It is called by its id then; two units of one director, and of long names, stay two."""
+    long = "MF0;hall-3-row-12-rack-07-compute-infiniband-leaf:Q3400_RA/U{}"
+    described = {f"S-5c2573030076{unit:04}": long.format(unit) for unit in range(4)}
+    described |= {f"H-{node}": f"n{node} mlx5_0" for node in range(4)}
+    links = [
+        (f"H-{node}", f"S-5c2573030076{unit:04}") for node in range(4) for unit in (node // 2 * 2, node // 2 * 2 + 1)
+    ]
+    found = tree(parse(printed([*links, ("S-5c25730300760000", "S-5c25730300760002")], described)))
+    assert {*found.leaf.values()} == {"switch-5c25730300760000_and_1_more", "switch-5c25730300760002_and_1_more"}
+    assert max(map(len, found.nodes)) <= 64
+
+
 @given(st.text() | st.lists(st.sampled_from([*RAILS.splitlines(), "Switch 1", '[1] "S-', '"'])).map("\n".join))
 def test_any_text_is_a_fabric_or_one_sentence(anything: str) -> None:
     """Also a part of a fabric; what can be made of it can be read back."""
