@@ -93,8 +93,9 @@ def tree(fabric: Fabric, names: Collection[str] = ()) -> Topology:
 
     A node with adapters on several switches (rails) is below all of them together, beside those on the same ones. The
     few that lack some of them, for a port that is down, are beside the many that have all; the few that have more, as a
-    login node on two leaf switches, are beside the most of those whose switches they have, and join no others. Above,
-    switches that join the same places are one, as the spines of a fat tree are.
+    login node on two leaf switches, or mostly the same, as with one cable in a wrong switch or storage on another, are
+    beside the most of those, and join no others. Above, switches that join the same places are one, as the spines of a
+    fat tree are.
     """
     on: dict[str, frozenset[str]] = {}
     for adapter, name in fabric.adapters(names).items():
@@ -113,15 +114,25 @@ def _places(fabric: Fabric, on: Mapping[str, frozenset[str]]) -> dict[frozenset[
     """
     same: dict[frozenset[str], list[str]] = {}
     for name in sorted(on):
-        same.setdefault(on[name], []).append(name)
+        if on[name]:
+            same.setdefault(on[name], []).append(name)
     part = _parts(fabric)
     below: dict[frozenset[str], list[str]] = {}
+    at: dict[str, list[frozenset[str]]] = {}
     for switches, those in sorted(same.items(), key=lambda one: (-len(one[1]), -len(one[0]), one[1])):
         linked = len({part[one] for one in switches}) == 1
-        beside = [place for place in below if place >= switches or (linked and place <= switches)]
-        if switches:
-            below.setdefault(max(beside, key=lambda place: len(below[place]), default=switches), []).extend(those)
+        met = dict.fromkeys(place for one in sorted(switches) for place in at.get(one, ()))
+        beside = [place for place in met if place >= switches or (linked and _mostly_same(place, switches))]
+        place = max(beside, key=lambda place: len(below[place]), default=switches)
+        if place is switches:
+            for one in switches:
+                at.setdefault(one, []).append(switches)
+        below.setdefault(place, []).extend(those)
     return dict(sorted(below.items(), key=lambda one: (-len(one[0]), min(one[1]))))
+
+
+def _mostly_same(place: frozenset[str], switches: frozenset[str]) -> bool:
+    return place <= switches or 2 * len(place & switches) > len(place | switches)
 
 
 def _parts(fabric: Fabric) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,24 @@ def test_a_node_on_two_leaf_switches_makes_them_no_neighbours() -> None:
     found = tree(parse(printed(links, described)))
     assert [found.hops("n0", other) for other in ("login", "n1", "n2", "n6")] == [1, 1, 3, 5]
     assert found.switches("n6") == ("leaf3", "b1", "core")
+
+
+@pytest.mark.parametrize("storage", [False, True])
+def test_one_other_switch_of_many_makes_no_other_place(storage: bool) -> None:
+    """A cable in a leaf of another pod, or adapters for storage on leaves of their own, which split no unit in two."""
+    described = {f"S-{unit}{rail}": f"u{unit}r{rail}" for unit in range(2) for rail in range(4)}
+    described |= {f"S-p{unit}": f"pod{unit}" for unit in range(2)} | {"S-c": "core", "S-s0": "st0", "S-s1": "st1"}
+    links = [(f"S-{unit}{rail}", f"S-p{unit}") for unit in range(2) for rail in range(4)]
+    links += [("S-p0", "S-c"), ("S-p1", "S-c"), ("S-s0", "S-c"), ("S-s1", "S-c")]
+    for node, rail in product(range(8), range(4)):
+        wrong = not storage and (node, rail) == (0, 3)
+        described[f"H-{node}{rail}"] = f"n{node} mlx5_{rail}"
+        links.append((f"H-{node}{rail}", f"S-{1 if wrong else node // 4}{rail}"))
+    if storage:
+        described |= {f"H-{node}4": f"n{node} mlx5_4" for node in range(4)}
+        links += [(f"H-{node}4", f"S-s{node // 2}") for node in range(4)]
+    found = tree(parse(printed(links, described)))
+    assert [found.hops("n0", other) for other in ("n1", "n3", "n4")] == [1, 1, 5]
 
 
 def test_pods_below_a_core_are_levels() -> None:
