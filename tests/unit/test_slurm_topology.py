@@ -94,6 +94,21 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         read(tmp_path / "topology.conf")
     with pytest.raises(TopologyError, match="cannot be read: hostlist"):
         parse("SwitchName=a Nodes=n[3-1]")
+    (tmp_path / "topology.conf").write_text("SwitchName=a Nodes=n[3-1]")
+    with pytest.raises(TopologyError, match=r"topology.conf: the topology cannot be read: hostlist"):
+        read(tmp_path / "topology.conf")
+
+
+@pytest.mark.parametrize(
+    "content", ["", '[1] "H-1"[1](1) # "n1 mlx5_0" lid 2 4xNDR\n', "SwitchName=top Switches=a,b\n"]
+)
+def test_a_file_without_a_node_is_no_topology(tmp_path: Path, content: str) -> None:
+    """An empty one, as a failed command leaves it, or what ibnetdiscover prints; it was taken for none at all."""
+    (tmp_path / "topology.conf").write_text(content)
+    with pytest.raises(TopologyError, match=r"topology.conf has no nodes below a switch or in a block"):
+        read(tmp_path / "topology.conf")
+    with pytest.raises(TopologyError, match="has no nodes"):
+        read(environ={"SLURM_CONF": str(tmp_path / "slurm" / "slurm.conf")}, measured=tmp_path / "topology.conf")
 
 
 def test_a_file_with_other_bytes_than_text_is_read(tmp_path: Path) -> None:
