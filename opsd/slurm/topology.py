@@ -107,8 +107,9 @@ class Topology:
         A switch or domain of the same name is the same one if both have a node in common below it; otherwise the one of
         ``other`` gets another name here.
         """
-        mine = {*self.nodes, *self.above, *self.above.values(), *self.domain.values()}
-        theirs = {*other.nodes, *other.above, *other.above.values(), *other.domain.values()}
+        mine, theirs = (
+            {*one.nodes, *one.above, *one.above.values(), *one.domain.values(), *one.blocks} for one in (self, other)
+        )
         named: dict[str, str] = {}
         for name in sorted(theirs):
             new = name

@@ -416,6 +416,15 @@ def test_a_topology_of_blocks_as_releases_with_yaml_show_it() -> None:
     }  # fmt: skip
 
 
+def test_a_block_without_nodes_is_no_obstacle() -> None:
+    """A place kept for a rack that is to come, as topograph writes it; it ended all beside a second topology."""
+    kept = parse("BlockName=b1 Nodes=n[1-2]\nBlockName=b2\nBlockName=b3 Nodes=n[3-4]\nBlockSizes=2\n")
+    tree = parse("SwitchName=a Nodes=n[1-4]\n")
+    assert [one.hops("n1", "n3") for one in (kept, kept.joined(tree), tree.joined(kept), kept.joined(kept))] == [
+        None, 1, 1, None,
+    ]  # fmt: skip
+
+
 def test_the_partition_of_the_idle_checks_is_for_no_run() -> None:
     """It has all nodes, and its jobs give way to all others; one that is alone, or asked for, is taken."""
     checks = Partition("checks", ("n1", "n2", "n3", "n5"), 0, "REQUEUE")
