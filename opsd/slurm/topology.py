@@ -207,8 +207,9 @@ class Topology:
         return first + [name for place, names in places.items() for name in names[whole[place] :]]
 
     def leaf_pairs(self, nodes: Iterable[str]) -> list[tuple[str, str]]:
-        """Every pair of the leaf switches above ``nodes``, by name."""
-        return [*combinations(sorted({self.leaf[node] for node in nodes if node in self.leaf}), 2)]
+        """Every pair of the leaf switches above ``nodes``, by name, but those that are known not to be connected."""
+        top = {self.leaf[node]: self.top(node) for node in nodes if node in self.leaf}
+        return [pair for pair in combinations(sorted(top), 2) if len({top[leaf] for leaf in pair} - {""}) < 2]
 
 
 def _between(up: Sequence[str], down: Sequence[str]) -> int | None:

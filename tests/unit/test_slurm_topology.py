@@ -278,6 +278,9 @@ def test_pairs_of_leaves_and_made_up_trees() -> None:
     tree = even(["a", "b", "c", "d", "e"], 2)
     assert tree.leaf_pairs(["a", "b", "c"]) == [("leaf-000", "leaf-001")]
     assert len(tree.leaf_pairs([*tree.leaf, "x"])) == 3
+    apart = parse("SwitchName=a Nodes=n1\nSwitchName=b Nodes=n2\nSwitchName=c Nodes=n3\nSwitchName=s Switches=a,b\n")
+    assert apart.leaf_pairs(["n1", "n2", "n3"]) == [("a", "b")], "Slurm starts no job on both sides"
+    assert parse("BlockName=x Nodes=n1\nBlockName=y Nodes=n2").leaf_pairs(["n1", "n2"]) == [("x", "y")]
     assert (tree.hops("a", "b"), tree.hops("a", "e")) == (1, 3)
 
 
