@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,8 @@ def topology(file: Path, output: Path | None) -> int:
     if not written(output or Path("-"), head + text(tree), "the topology"):
         return exitcodes.FAILED
     _tell(tree, names, hosts, nameless)
+    if output and output.is_file() and not output.stat().st_mode & stat.S_IROTH:
+        warn(f"{output} cannot be read by all, as the launchers of users do: chmod a+r {output}")
     return exitcodes.OK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from pathlib import Path
 
@@ -217,5 +218,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         assert kept.read_text() == "before"
     assert CliRunner().invoke(nodes, command, input=RAILS).exit_code == exitcodes.OK
     assert parse_conf(kept.read_text()) == tree(parse(RAILS))
+    before = os.umask(0o077)
+    try:
+        assert "cannot be read by all" in CliRunner().invoke(nodes, command, input=RAILS).stderr
+    finally:
+        os.umask(before)
+    assert "cannot be read by all" not in CliRunner().invoke(nodes, command, input=RAILS).stderr
     nowhere = CliRunner().invoke(nodes, ["topology", f"--output={tmp_path}/none/x"], input=RAILS, standalone_mode=False)
     assert "the topology could not be written" in nowhere.stderr
