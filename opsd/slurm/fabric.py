@@ -65,10 +65,12 @@ def parse(text: str) -> Fabric:
     """The fabric in one or several outputs of ``ibnetdiscover``. Raises TopologyError."""
     links: dict[str, set[str]] = {}
     described: dict[str, str] = {}
+    blocks: set[str] = set()
     here = ""
     for line in text.splitlines():
         if head := _HEAD.match(line):
             here = head[1]
+            blocks.add(here)
             described[here] = head[2].strip()
             links.setdefault(here, set())
         elif here and (link := _LINK.match(line)):
@@ -77,6 +79,8 @@ def parse(text: str) -> Fabric:
             links.setdefault(link[1], set()).add(here)
     if not any(one[0] == "S" for one in links):
         raise TopologyError("there is no switch in it, so it is not what ibnetdiscover prints without options")
+    if absent := links.keys() - blocks:
+        raise TopologyError(f"it is cut short: {min(absent)} is linked to another and has no block of its own")
     return Fabric(links, described)
 
 

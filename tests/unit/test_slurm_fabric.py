@@ -210,6 +210,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     command = ["topology", f"--output={kept}"]
     for given_text, code, sentence in (
         ("", exitcodes.USAGE, "there is no switch in it"),
+        (RAILS[: RAILS.rindex("Switch")], exitcodes.USAGE, "it is cut short: "),
+        (RAILS[: RAILS.rindex("Ca")], exitcodes.USAGE, "has no block of its own"),
         (printed([("H-1", "S-1")], {"S-1": "leaf", "H-1": "MT4129 ConnectX7"}), exitcodes.FAILED, "'MT4129 ConnectX7'"),
     ):
         done = CliRunner().invoke(nodes, command, input=given_text, standalone_mode=False)
