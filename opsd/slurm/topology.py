@@ -162,6 +162,9 @@ class Topology:
             told.append(
                 same if after == before else f"{new} is {after:.1f} hops from the others, {old} was {before:.1f}"
             )
+        tops = {self.top(node) for node in nodes if node not in (old, new)} - {""}
+        if tops and (top := self.top(new)) and top not in tops:
+            told.append(f"{new} is below {top}, which is not connected with the others")
         if old in self.domain and self.domain.get(new) != self.domain[old]:
             told.append(f"{new} is not in the NVLink domain {self.domain[old]}")
         told += map(self.bad_text, self.bad_from(new, [node for node in nodes if node not in (old, new)]))

@@ -267,6 +267,9 @@ def test_a_swap_out_of_the_domain_is_told() -> None:
     """Also where the hops are not known."""
     told = BLOCKS.swap_text(["c01", "c02"], "c01", "c19")
     assert told == "c19 is 3.0 hops from the others, c01 was 1.0, c19 is not in the NVLink domain rack1"
+    trees = parse("SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n3\n")
+    assert trees.swap_text(["n1", "n2"], "n1", "n3") == "n3 is below b, which is not connected with the others"
+    assert trees.swap_text(["n1", "n2"], "n1", "n9") == ""
     apart = parse("BlockName=rack1 Nodes=c[01-02]\nBlockName=rack2 Nodes=c03")
     assert apart.swap_text(["c01", "c02"], "c01", "c03") == "c03 is not in the NVLink domain rack1"
     assert BLOCKS.swap_text(["c01", "c02"], "c01", "c03") == "c03 is as near to the others as c01: 1.0 hops"
