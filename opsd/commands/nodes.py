@@ -109,6 +109,7 @@ def pick_nodes(
     tree = _tree(topology)
     more_faults = _read(history) if history else []
     found, comments = _from_slurm(partition)
+    _warn_of_strange(tree, found)
     up = _up(partition)
     judged = _judge(found, comments, more_faults, jobs)
     offered = {name for one in up for name in one.nodes}
@@ -149,7 +150,9 @@ def show_due(
     found, comments = _from_slurm(partition)
     now, age_s = time.time(), days * 86_400
     if pairs:
-        ways = leaf_paths.due(leaf_paths.idle(found, comments), comments, _tree(topology), now, age_s)[:count]
+        tree = _tree(topology)
+        _warn_of_strange(tree, found)
+        ways = leaf_paths.due(leaf_paths.idle(found, comments), comments, tree, now, age_s)[:count]
         told: dict[str, object] = {"pairs": [*map(asdict, ways)]}
         lines = [compress(way.nodes) for way in ways]
     else:
@@ -189,6 +192,12 @@ def _tree(path: Path | None) -> Topology:
         raise BadConfig(str(error)) from error
 
 
+def _warn_of_strange(tree: Topology, found: Sequence[Node]) -> None:
+    """Say so if none of the nodes is in the topology, as if they have a domain in one of the two."""
+    if tree.leaf and found and tree.leaf.keys().isdisjoint(node.name for node in found):
+        warn(f"none of these nodes is in the topology: it has {next(iter(tree.leaf))} for one, Slurm {found[0].name}")
+
+
 def _show(choice: Choice, known: dict[str, Candidate], tree: Topology, as_json: bool) -> None:
     hostlist = compress(choice.nodes)
     against = {node: known[node].remarks for node in choice.nodes if known[node].remarks}
@@ -202,7 +211,7 @@ def _show(choice: Choice, known: dict[str, Candidate], tree: Topology, as_json: 
     within = f"in NVLink domain {choice.domain}, " if choice.domain else ""
     click.echo(f"{len(choice.nodes)} nodes of partition {choice.partition}, {within}{below}", err=True)
     for way in choice.bad_ways:
-        click.echo(f"{tree.bad_text(way)}; no other choice avoids it", err=True)
+        click.echo(f"{tree.bad_text(way)}; no choice is without a bad way", err=True)
     for node, remarks in against.items():
         click.echo(f"{node}: {', '.join(remarks)}", err=True)
 

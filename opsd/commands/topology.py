@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import stat
 import sys
 import time
 from pathlib import Path
+from typing import Final
 
 import click
 
@@ -18,6 +20,8 @@ from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError
 from opsd.slurm.topology import Topology, TopologyError, text
 
+NODE_DESCRIPTION: Final = 64
+"""Characters that InfiniBand has for the description of an adapter."""
 _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 
 
@@ -41,14 +45,18 @@ def topology(file: Path, output: Path | None) -> int:
         raise BadConfig(f"{'stdin' if str(file) == '-' else file}: {error}") from error
     names = _names()
     tree = fabric.tree(found, names)
-    nameless = found.nameless(names)
+    hosts, nameless = found.others(names)
     if not tree.leaf:
-        example = f", but {nameless[0]!r}" if nameless else ""
-        fail(f"no adapter in it is called as a node of Slurm{example}; rdma-ndd sets the descriptions of adapters")
+        called = [repr(nameless[0][:NODE_DESCRIPTION])] if nameless else hosts[:1]
+        nodes = f" ({compress(names[:1])} for one)" if names else ""
+        example = f", but {called[0]}" if called else ""
+        fail(f"no adapter in it is called as a node of Slurm{nodes}{example}; rdma-ndd sets what they are called")
     head = f"# From ibnetdiscover by opsd nodes topology, {time.strftime('%Y-%m-%d %H:%M')}\n"
     if not written(output or Path("-"), head + text(tree), "the topology"):
         return exitcodes.FAILED
-    _tell(tree, names, nameless)
+    _tell(tree, names, hosts, nameless)
+    if output and output.is_file() and not output.stat().st_mode & stat.S_IROTH:
+        warn(f"{output} cannot be read by all, as the launchers of users do: chmod a+r {output}")
     return exitcodes.OK
 
 
@@ -71,11 +79,13 @@ def _names() -> list[str]:
         return []
 
 
-def _tell(tree: Topology, names: list[str], nameless: list[str]) -> None:
+def _tell(tree: Topology, names: list[str], hosts: list[str], nameless: list[str]) -> None:
     leaves, tops = {*tree.leaf.values()}, {tree.top(name) for name in tree.leaf}
     apart = f", in {len(tops)} trees that are not connected" if len(tops) > 1 else ""
     click.echo(f"{len(tree.leaf)} nodes below {len(leaves)} leaf switches or groups of them{apart}", err=True)
     if absent := [name for name in names if name not in tree.leaf]:
         warn(f"not in the fabric: {compress(absent)}")
+        if hosts:
+            warn(f"in the fabric, but not in Slurm: {', '.join(hosts[:3])}{', …' if len(hosts) > 3 else ''}")
         if nameless:
             warn(f"{len(nameless)} adapters bear no name of a node, as {nameless[0]!r}: rdma-ndd sets it")

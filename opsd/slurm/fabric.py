@@ -21,6 +21,8 @@ _ADAPTER: Final = re.compile(r"([A-Za-z0-9][\w.-]*)\s+(?:HCA-?\d+|(?:mlx|hfi|qib
 _MANAGED: Final = re.compile(r"MF0;(.+?):[^:]*")
 """What the management of a switch sets: ``MF0;NAME:MODEL/UNIT``."""
 _NO_NAME: Final = re.compile(r"[^A-Za-z0-9_.-]")
+LONGEST: Final = 60
+"""Letters of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,32 +33,44 @@ class Fabric:
     described: Mapping[str, str]
 
     def adapters(self, names: Collection[str] = ()) -> dict[str, str]:
-        """The node of each adapter that has one: of ``names``, or without these every name that looks like one."""
-        known = {name.lower(): name for name in names}
+        """The node of each adapter that has one: of ``names``, or without these every name that looks like one.
+
+        Only one of the two may have the domain of the host, too.
+        """
+        full = {name.lower(): name for name in names}
+        hosts = [name.partition(".")[0] for name in full]
+        often = Counter(hosts)
+        short = {host: name for host, name in zip(hosts, full.values(), strict=True) if often[host] == 1}
         found: dict[str, str] = {}
         for adapter, described in self.described.items():
             first = described.split(" ", 1)[0].lower()
-            if name := known.get(first) or known.get(first.partition(".")[0]):
+            if name := full.get(first) or full.get(first.partition(".")[0]) or short.get(first):
                 found[adapter] = name
-            elif not known and adapter[0] == "H" and (match := _ADAPTER.fullmatch(described)):
+            elif not full and adapter[0] == "H" and (match := _ADAPTER.fullmatch(described)):
                 found[adapter] = match[1]
         return {adapter: name for adapter, name in found.items() if adapter[0] == "H"}
 
-    def nameless(self, names: Collection[str] = ()) -> list[str]:
-        """What adapters are called that bear no name of a host; those within switches (SHARP) are left out."""
+    def others(self, names: Collection[str] = ()) -> tuple[list[str], list[str]]:
+        """The hosts that are none of ``names``, and what adapters are called that bear no name of a host.
+
+        Those within switches (SHARP) are left out.
+        """
         named = self.adapters(names)
-        others = [text for one, text in self.described.items() if one[0] == "H" and one not in named]
-        return [text for text in others if not _ADAPTER.fullmatch(text) and "Aggregation" not in text]
+        texts = [text for one, text in self.described.items() if one[0] == "H" and one not in named]
+        hosts = {match[1] for text in texts if (match := _ADAPTER.fullmatch(text))}
+        return sorted(hosts), [text for text in texts if not _ADAPTER.fullmatch(text) and "Aggregation" not in text]
 
 
 def parse(text: str) -> Fabric:
     """The fabric in one or several outputs of ``ibnetdiscover``. Raises TopologyError."""
     links: dict[str, set[str]] = {}
     described: dict[str, str] = {}
+    blocks: set[str] = set()
     here = ""
     for line in text.splitlines():
         if head := _HEAD.match(line):
             here = head[1]
+            blocks.add(here)
             described[here] = head[2].strip()
             links.setdefault(here, set())
         elif here and (link := _LINK.match(line)):
@@ -65,6 +79,8 @@ def parse(text: str) -> Fabric:
             links.setdefault(link[1], set()).add(here)
     if not any(one[0] == "S" for one in links):
         raise TopologyError("there is no switch in it, so it is not what ibnetdiscover prints without options")
+    if absent := links.keys() - blocks:
+        raise TopologyError(f"it is cut short: {min(absent)} is linked to another and has no block of its own")
     return Fabric(links, described)
 
 
@@ -79,22 +95,61 @@ class _Place:
 def tree(fabric: Fabric, names: Collection[str] = ()) -> Topology:
     """The tree above the nodes, those of ``names`` if any are given.
 
-    A node with adapters on several switches (rails) is below all of them together, beside those on the same ones; one
-    that lacks some of them, as a port that is down would have it, is beside those that have all. Above, switches that
-    join the same places are one, as the spines of a fat tree are.
+    A node with adapters on several switches (rails) is below all of them together, beside those on the same ones. The
+    few that lack some of them, for a port that is down, are beside the many that have all; the few that have more, as a
+    login node on two leaf switches, or mostly the same, as with one cable in a wrong switch or storage on another, are
+    beside the most of those, and join no others. Above, switches that join the same places are one, as the spines of a
+    fat tree are.
     """
     on: dict[str, frozenset[str]] = {}
     for adapter, name in fabric.adapters(names).items():
         on[name] = on.get(name, frozenset()) | {peer for peer in fabric.links[adapter] if peer[0] == "S"}
-    below: dict[frozenset[str], list[str]] = {}
-    for name, switches in sorted(on.items(), key=lambda one: (-len(one[1]), one[0])):
-        if switches:
-            whole = [place for place in below if place >= switches]
-            below.setdefault(max(whole, key=lambda place: len(below[place]), default=switches), []).append(name)
+    below = _places(fabric, on)
     names_of = _Names(fabric)
     places = [_Place(names_of(switches), switches) for switches in below]
     leaf = {name: place.name for place in places for name in sorted(below[place.switches])}
     return Topology(leaf, _levels(fabric, places, names_of))
+
+
+def _places(fabric: Fabric, on: Mapping[str, frozenset[str]]) -> dict[frozenset[str], list[str]]:
+    """The nodes of each place, by its switches; the place of most switches first, then by name.
+
+    Nodes whose switches only they connect are no exception to a place, or it would be cut off from what they reach.
+    """
+    same: dict[frozenset[str], list[str]] = {}
+    for name in sorted(on):
+        if on[name]:
+            same.setdefault(on[name], []).append(name)
+    part = _parts(fabric)
+    below: dict[frozenset[str], list[str]] = {}
+    at: dict[str, list[frozenset[str]]] = {}
+    for switches, those in sorted(same.items(), key=lambda one: (-len(one[1]), -len(one[0]), one[1])):
+        linked = len({part[one] for one in switches}) == 1
+        met = dict.fromkeys(place for one in sorted(switches) for place in at.get(one, ()))
+        beside = [place for place in met if place >= switches or (linked and _mostly_same(place, switches))]
+        place = max(beside, key=lambda place: len(below[place]), default=switches)
+        if place is switches:
+            for one in switches:
+                at.setdefault(one, []).append(switches)
+        below.setdefault(place, []).extend(those)
+    return dict(sorted(below.items(), key=lambda one: (-len(one[0]), min(one[1]))))
+
+
+def _mostly_same(place: frozenset[str], switches: frozenset[str]) -> bool:
+    return place <= switches or 2 * len(place & switches) > len(place | switches)
+
+
+def _parts(fabric: Fabric) -> dict[str, str]:
+    """One switch of all that are linked with each switch, by way of switches alone."""
+    part: dict[str, str] = {}
+    for first in fabric.links:
+        waiting = [first] if first[0] == "S" and first not in part else []
+        while waiting:
+            one = waiting.pop()
+            if one not in part:
+                part[one] = first
+                waiting += (peer for peer in fabric.links[one] if peer[0] == "S")
+    return part
 
 
 def _levels(fabric: Fabric, places: Sequence[_Place], names_of: _Names) -> dict[str, str]:
@@ -151,7 +206,10 @@ def _joined(fabric: Fabric, places: Sequence[_Place], higher: Sequence[frozenset
 
 
 class _Names:
-    """Names for places, each once: of one switch what it is called, if no other is, otherwise its id."""
+    """Names for places, each once: of one switch what it is called, if no other is, otherwise its id.
+
+    None is longer than Slurm takes (HOST_NAME_MAX), with some room for what makes equal ones different.
+    """
 
     def __init__(self, fabric: Fabric) -> None:
         called = {one: _called(text) for one, text in fabric.described.items() if one[0] == "S"}
@@ -162,8 +220,11 @@ class _Names:
         self._used: set[str] = set()
 
     def __call__(self, switches: frozenset[str]) -> str:
-        first, *others = sorted((self._switches[one] for one in switches), key=_natural)
-        name = f"{first}_and_{len(others)}_more" if others else first
+        first = min(switches, key=lambda one: _natural(self._switches[one]))
+        more = f"_and_{len(switches) - 1}_more" if len(switches) > 1 else ""
+        name = self._switches[first] + more
+        if len(name) > LONGEST:
+            name = f"switch-{first[2:]}"[: LONGEST - len(more)] + more
         while name in self._used:
             name += "_"
         self._used.add(name)

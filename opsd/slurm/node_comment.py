@@ -32,14 +32,16 @@ MEGA: Final = 1e6
 KEPT_FAILED = 8
 KEPT_S = 90 * 86_400.0
 _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
-_STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
-_TESTED = re.compile(r"tested=(\d+)")
-_SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
+_AT: Final = r"\d{1,11}"
+"""A moment in epoch seconds; longer numbers are none, and no clock could show them."""
+_STAY = re.compile(rf"([\w.-]+)=({_AT})-({_AT})?")
+_TESTED = re.compile(rf"tested=({_AT})")
+_SPARE = re.compile(rf"spare=([\w,]+)@({_AT})")
 _DOMAIN = re.compile(r"nvl=([\w-]+\.\d+)")
-_PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)(?:([!?]?)|!(\d{1,9})M)")
-_FAILED: Final = re.compile(r"failed=(\d+(?:,\d+)*)")
-_SACCT: Final = re.compile(r"sacct=(\d+)(\??)")
-_ANEW: Final = re.compile(r"anew=(\d+)")
+_PATH = re.compile(rf"path=([^\s\[\]@=]+)@({_AT})(?:([!?]?)|!(\d{{1,9}})M)")
+_FAILED: Final = re.compile(rf"failed=({_AT}(?:,{_AT})*)")
+_SACCT: Final = re.compile(rf"sacct=({_AT})(\??)")
+_ANEW: Final = re.compile(rf"anew=({_AT})")
 _MARKS: Final[dict[bool | None, str]] = {True: "", False: "!", None: "?"}
 
 

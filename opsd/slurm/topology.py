@@ -107,8 +107,9 @@ class Topology:
         A switch or domain of the same name is the same one if both have a node in common below it; otherwise the one of
         ``other`` gets another name here.
         """
-        mine = {*self.nodes, *self.above, *self.above.values(), *self.domain.values()}
-        theirs = {*other.nodes, *other.above, *other.above.values(), *other.domain.values()}
+        mine, theirs = (
+            {*one.nodes, *one.above, *one.above.values(), *one.domain.values(), *one.blocks} for one in (self, other)
+        )
         named: dict[str, str] = {}
         for name in sorted(theirs):
             new = name
@@ -161,6 +162,9 @@ class Topology:
             told.append(
                 same if after == before else f"{new} is {after:.1f} hops from the others, {old} was {before:.1f}"
             )
+        tops = {self.top(node) for node in nodes if node not in (old, new)} - {""}
+        if tops and (top := self.top(new)) and top not in tops:
+            told.append(f"{new} is below {top}, which is not connected with the others")
         if old in self.domain and self.domain.get(new) != self.domain[old]:
             told.append(f"{new} is not in the NVLink domain {self.domain[old]}")
         told += map(self.bad_text, self.bad_from(new, [node for node in nodes if node not in (old, new)]))
@@ -206,8 +210,9 @@ class Topology:
         return first + [name for place, names in places.items() for name in names[whole[place] :]]
 
     def leaf_pairs(self, nodes: Iterable[str]) -> list[tuple[str, str]]:
-        """Every pair of the leaf switches above ``nodes``, by name."""
-        return [*combinations(sorted({self.leaf[node] for node in nodes if node in self.leaf}), 2)]
+        """Every pair of the leaf switches above ``nodes``, by name, but those that are known not to be connected."""
+        top = {self.leaf[node]: self.top(node) for node in nodes if node in self.leaf}
+        return [pair for pair in combinations(sorted(top), 2) if len({top[leaf] for leaf in pair} - {""}) < 2]
 
 
 def _between(up: Sequence[str], down: Sequence[str]) -> int | None:

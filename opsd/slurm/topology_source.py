@@ -45,16 +45,16 @@ def read(
     counts or one that is included cannot be read, or if what stands in it is no topology.
     """
     if path is not None:
-        return parse(_content(path))
+        return _described(path)
     own = _slurms(environ, configless, run)
     named = environ.get("OPSD_TOPOLOGY")
     file = Path(named) if named else measured
     if not named and not file.exists():
         return own
     if not own.has_switches:
-        return own.joined(parse(_content(file)))
+        return own.joined(_described(file))
     try:
-        if found := own.contradiction(parse(_content(file))):
+        if found := own.contradiction(_described(file)):
             say(f"{file} contradicts Slurm's topology, which counts: {found}")
     except TopologyError as error:
         say(f"{error}; Slurm's topology counts")
@@ -72,7 +72,24 @@ def _slurms(environ: Mapping[str, str], configless: Path, run: Runner) -> Topolo
     if (several := folder / "topology.yaml").exists():
         return _told(_names(several), run)
     usual = folder / "topology.conf"
-    return parse(_content(usual)) if os.access(usual, os.R_OK) else Topology()
+    return _parsed(_content(usual), str(usual)) if os.access(usual, os.R_OK) else Topology()
+
+
+def _described(path: Path) -> Topology:
+    """The topology in a file that is there to describe one. Raises TopologyError."""
+    found = _parsed(_content(path), str(path))
+    if not found.leaf:
+        raise TopologyError(
+            f"{path} has no nodes below a switch or in a block; `opsd nodes topology` makes it from the fabric"
+        )
+    return found
+
+
+def _parsed(text: str, where: str) -> Topology:
+    try:
+        return parse(text)
+    except TopologyError as error:
+        raise TopologyError(f"{where}: {error}") from error
 
 
 def _content(path: Path, depth: int = _DEPTH) -> str:
@@ -104,4 +121,4 @@ def _ask(run: Runner, *name: str) -> Topology:
         output = run(["scontrol", "show", "topology", *name], DEADLINE_S)
     except SlurmError:
         return Topology()
-    return parse(output.stdout) if output.code == 0 else Topology()
+    return _parsed(output.stdout, "scontrol show topology") if output.code == 0 else Topology()

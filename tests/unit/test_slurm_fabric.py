@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,42 @@ def test_a_node_that_lacks_a_rail_stays_with_its_neighbours() -> None:
     assert tree(parse("\n".join(lines))) == tree(parse(RAILS))
 
 
+def test_a_node_on_two_leaf_switches_makes_them_no_neighbours() -> None:
+    """A login node on a leaf of each of two pods is beside the nodes of one; leaves and pods stay as far as they are.
+
+    What only such a node connects, as two subnets, stays connected, but is not near.
+    """
+    described = {f"S-a{number}": f"leaf{number}" for number in range(4)} | {"S-b0": "b0", "S-b1": "b1", "S-c": "core"}
+    described |= {f"H-{number}": f"n{number} mlx5_0" for number in range(8)}
+    described |= {f"H-login{port}": f"login mlx5_{port}" for port in range(2)}
+    links = [(f"H-{number}", f"S-a{number // 2}") for number in range(8)]
+    links += [("H-login0", "S-a0"), ("H-login1", "S-a3")]
+    apart = tree(parse(printed(links, described)))
+    assert [apart.hops("n0", other) for other in ("n1", "n6", "n2")] == [1, 3, None]
+    links += [(f"S-a{number}", f"S-b{number // 2}") for number in range(4)] + [("S-b0", "S-c"), ("S-b1", "S-c")]
+    found = tree(parse(printed(links, described)))
+    assert [found.hops("n0", other) for other in ("login", "n1", "n2", "n6")] == [1, 1, 3, 5]
+    assert found.switches("n6") == ("leaf3", "b1", "core")
+
+
+@pytest.mark.parametrize("storage", [False, True])
+def test_one_other_switch_of_many_makes_no_other_place(storage: bool) -> None:
+    """A cable in a leaf of another pod, or adapters for storage on leaves of their own, which split no unit in two."""
+    described = {f"S-{unit}{rail}": f"u{unit}r{rail}" for unit in range(2) for rail in range(4)}
+    described |= {f"S-p{unit}": f"pod{unit}" for unit in range(2)} | {"S-c": "core", "S-s0": "st0", "S-s1": "st1"}
+    links = [(f"S-{unit}{rail}", f"S-p{unit}") for unit in range(2) for rail in range(4)]
+    links += [("S-p0", "S-c"), ("S-p1", "S-c"), ("S-s0", "S-c"), ("S-s1", "S-c")]
+    for node, rail in product(range(8), range(4)):
+        wrong = not storage and (node, rail) == (0, 3)
+        described[f"H-{node}{rail}"] = f"n{node} mlx5_{rail}"
+        links.append((f"H-{node}{rail}", f"S-{1 if wrong else node // 4}{rail}"))
+    if storage:
+        described |= {f"H-{node}4": f"n{node} mlx5_4" for node in range(4)}
+        links += [(f"H-{node}4", f"S-s{node // 2}") for node in range(4)]
+    found = tree(parse(printed(links, described)))
+    assert [found.hops("n0", other) for other in ("n1", "n3", "n4")] == [1, 1, 5]
+
+
 def test_pods_below_a_core_are_levels() -> None:
     """Three of them; a switch that only storage hangs from, and one without anything, are none."""
     described = {f"S-a{number}": f"MF0;leaf{number}:MQM8700/U1" for number in range(4)}
@@ -58,6 +96,9 @@ def test_pods_below_a_core_are_levels() -> None:
         ("gpu01.cluster.example mlx5_0", ["gpu01"], ["gpu01"]),
         ("GPU01 mlx5_ib0", ["gpu01"], ["gpu01"]),
         ("gpu01", ["gpu01"], ["gpu01"]),
+        ("gpu01 mlx5_0", ["gpu01.one.example", "gpu02.one.example"], ["gpu01.one.example"]),
+        ("gpu01 mlx5_0", ["gpu01.one.example", "gpu01.other.example"], []),
+        ("gpu01.other.example mlx5_0", ["gpu01.one.example"], []),
         ("login01 HCA-1", ["gpu01"], []),
         ("MT4129 ConnectX7   Mellanox Technologies", [], []),
         ("Mellanox Technologies Aggregation Node", [], []),
@@ -68,7 +109,8 @@ def test_the_node_of_an_adapter_is_in_its_description(described: str, names: lis
     """Slurm's nodes if they are known; what the firmware says, and what is within a switch, is none."""
     found = parse(printed([("H-1", "S-1")], {"S-1": "leaf", "H-1": described}))
     assert [*tree(found, names).leaf] == nodes
-    assert found.nameless(names) == ([described] if described.startswith("MT") or not described else [])
+    hosts = [] if nodes or not described.endswith(("mlx5_0", "HCA-1")) else [described.split()[0]]
+    assert found.others(names) == (hosts, [described] if described.startswith("MT") or not described else [])
 
 
 def test_switches_without_a_name_of_their_own_have_that_of_their_id() -> None:
@@ -83,6 +125,19 @@ def test_switches_without_a_name_of_their_own_have_that_of_their_id() -> None:
     found = tree(parse(printed(links, described)))
     assert found.leaf == {"n1": "switch-1", "n2": "dir_1-2", "n3": "dir_1-3"}
     assert found.hops("n1", "n3") == 3
+
+
+def test_no_switch_has_a_longer_name_than_slurm_takes() -> None:
+    """It is called by its id then; two units of one director, and of long names, stay two."""
+    long = "MF0;hall-3-row-12-rack-07-compute-infiniband-leaf:Q3400_RA/U{}"
+    described = {f"S-5c2573030076{unit:04}": long.format(unit) for unit in range(4)}
+    described |= {f"H-{node}": f"n{node} mlx5_0" for node in range(4)}
+    links = [
+        (f"H-{node}", f"S-5c2573030076{unit:04}") for node in range(4) for unit in (node // 2 * 2, node // 2 * 2 + 1)
+    ]
+    found = tree(parse(printed([*links, ("S-5c25730300760000", "S-5c25730300760002")], described)))
+    assert {*found.leaf.values()} == {"switch-5c25730300760000_and_1_more", "switch-5c25730300760002_and_1_more"}
+    assert max(map(len, found.nodes)) <= 64
 
 
 @given(st.text() | st.lists(st.sampled_from([*RAILS.splitlines(), "Switch 1", '[1] "S-', '"'])).map("\n".join))
@@ -155,6 +210,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     command = ["topology", f"--output={kept}"]
     for given_text, code, sentence in (
         ("", exitcodes.USAGE, "there is no switch in it"),
+        (RAILS[: RAILS.rindex("Switch")], exitcodes.USAGE, "it is cut short: "),
+        (RAILS[: RAILS.rindex("Ca")], exitcodes.USAGE, "has no block of its own"),
         (printed([("H-1", "S-1")], {"S-1": "leaf", "H-1": "MT4129 ConnectX7"}), exitcodes.FAILED, "'MT4129 ConnectX7'"),
     ):
         done = CliRunner().invoke(nodes, command, input=given_text, standalone_mode=False)
@@ -163,5 +220,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         assert kept.read_text() == "before"
     assert CliRunner().invoke(nodes, command, input=RAILS).exit_code == exitcodes.OK
     assert parse_conf(kept.read_text()) == tree(parse(RAILS))
+    before = os.umask(0o077)
+    try:
+        assert "cannot be read by all" in CliRunner().invoke(nodes, command, input=RAILS).stderr
+    finally:
+        os.umask(before)
+    assert "cannot be read by all" not in CliRunner().invoke(nodes, command, input=RAILS).stderr
     nowhere = CliRunner().invoke(nodes, ["topology", f"--output={tmp_path}/none/x"], input=RAILS, standalone_mode=False)
     assert "the topology could not be written" in nowhere.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from click.testing import CliRunner
 
 from opsd import exitcodes
@@ -86,6 +87,15 @@ def test_what_the_comment_keeps() -> None:
         record = record.measured(Path(f"rack_{number}", NOW + number, True))
     assert [path.leaf for path in record.paths] == [f"rack_{number}" for number in range(KEPT_PATHS, 2 * KEPT_PATHS)]
     assert node_comment.read(node_comment.write("", record)) == record
+
+
+@pytest.mark.parametrize(
+    "word", ["sacct={}", "tested={}", "failed=1,{}", "path=b@{}!", "spare=ready@{}", "a={}-1", "a=1-{}"]
+)
+def test_a_moment_that_no_clock_can_show_is_none(word: str) -> None:
+    """A comment that somebody has edited; `opsd nodes lemons` ended in an error by it."""
+    assert node_comment.read(f"[opsd1 {word.format(99_999_999_999)}]") != NodeHistory()
+    assert node_comment.read(f"[opsd1 {word.format('9' * 400)}]") == NodeHistory()
 
 
 def test_only_nodes_that_nobody_has_are_measured() -> None:

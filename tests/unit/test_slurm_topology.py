@@ -94,6 +94,21 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         read(tmp_path / "topology.conf")
     with pytest.raises(TopologyError, match="cannot be read: hostlist"):
         parse("SwitchName=a Nodes=n[3-1]")
+    (tmp_path / "topology.conf").write_text("SwitchName=a Nodes=n[3-1]")
+    with pytest.raises(TopologyError, match=r"topology.conf: the topology cannot be read: hostlist"):
+        read(tmp_path / "topology.conf")
+
+
+@pytest.mark.parametrize(
+    "content", ["", '[1] "H-1"[1](1) # "n1 mlx5_0" lid 2 4xNDR\n', "SwitchName=top Switches=a,b\n"]
+)
+def test_a_file_without_a_node_is_no_topology(tmp_path: Path, content: str) -> None:
+    """An empty one, as a failed command leaves it, or what ibnetdiscover prints; it was taken for none at all."""
+    (tmp_path / "topology.conf").write_text(content)
+    with pytest.raises(TopologyError, match=r"topology.conf has no nodes below a switch or in a block"):
+        read(tmp_path / "topology.conf")
+    with pytest.raises(TopologyError, match="has no nodes"):
+        read(environ={"SLURM_CONF": str(tmp_path / "slurm" / "slurm.conf")}, measured=tmp_path / "topology.conf")
 
 
 def test_a_file_with_other_bytes_than_text_is_read(tmp_path: Path) -> None:
@@ -252,6 +267,9 @@ def test_a_swap_out_of_the_domain_is_told() -> None:
     """Also where the hops are not known."""
     told = BLOCKS.swap_text(["c01", "c02"], "c01", "c19")
     assert told == "c19 is 3.0 hops from the others, c01 was 1.0, c19 is not in the NVLink domain rack1"
+    trees = parse("SwitchName=a Nodes=n[1-2]\nSwitchName=b Nodes=n3\n")
+    assert trees.swap_text(["n1", "n2"], "n1", "n3") == "n3 is below b, which is not connected with the others"
+    assert trees.swap_text(["n1", "n2"], "n1", "n9") == ""
     apart = parse("BlockName=rack1 Nodes=c[01-02]\nBlockName=rack2 Nodes=c03")
     assert apart.swap_text(["c01", "c02"], "c01", "c03") == "c03 is not in the NVLink domain rack1"
     assert BLOCKS.swap_text(["c01", "c02"], "c01", "c03") == "c03 is as near to the others as c01: 1.0 hops"
@@ -263,6 +281,9 @@ def test_pairs_of_leaves_and_made_up_trees() -> None:
     tree = even(["a", "b", "c", "d", "e"], 2)
     assert tree.leaf_pairs(["a", "b", "c"]) == [("leaf-000", "leaf-001")]
     assert len(tree.leaf_pairs([*tree.leaf, "x"])) == 3
+    apart = parse("SwitchName=a Nodes=n1\nSwitchName=b Nodes=n2\nSwitchName=c Nodes=n3\nSwitchName=s Switches=a,b\n")
+    assert apart.leaf_pairs(["n1", "n2", "n3"]) == [("a", "b")], "Slurm starts no job on both sides"
+    assert parse("BlockName=x Nodes=n1\nBlockName=y Nodes=n2").leaf_pairs(["n1", "n2"]) == [("x", "y")]
     assert (tree.hops("a", "b"), tree.hops("a", "e")) == (1, 3)
 
 
@@ -399,6 +420,15 @@ def test_a_topology_of_blocks_as_releases_with_yaml_show_it() -> None:
     assert parse(shown).domain == {
         "10.140.71.103": "rack_b0", "10.140.71.115": "rack_b0", "10.140.79.152": "rack_b1", "10.140.93.120": "rack_b1",
     }  # fmt: skip
+
+
+def test_a_block_without_nodes_is_no_obstacle() -> None:
+    """A place kept for a rack that is to come, as topograph writes it; it ended all beside a second topology."""
+    kept = parse("BlockName=b1 Nodes=n[1-2]\nBlockName=b2\nBlockName=b3 Nodes=n[3-4]\nBlockSizes=2\n")
+    tree = parse("SwitchName=a Nodes=n[1-4]\n")
+    assert [one.hops("n1", "n3") for one in (kept, kept.joined(tree), tree.joined(kept), kept.joined(kept))] == [
+        None, 1, 1, None,
+    ]  # fmt: skip
 
 
 def test_the_partition_of_the_idle_checks_is_for_no_run() -> None:

@@ -157,12 +157,19 @@ def test_bad_input_is_told_in_one_sentence(cluster: Cluster) -> None:
     for arguments, sentence in (
         (("lemons", f"--history={wrong}"), "line 1 of"),
         (("pick", "2", f"--topology={wrong}x"), "does not exist"),
+        (("pick", "2", f"--topology={wrong}"), "has no nodes below a switch"),
         (("pick", "2", "--partition=none"), "Slurm has no partition none"),
         (("pick", "0"), "0 is not in the range"),
     ):
         said = opsd_nodes(cluster, *arguments)
         assert (said.returncode, sentence in said.stderr) == (exitcodes.USAGE, True), said.stderr
         assert "Traceback" not in said.stderr
+    strange = cluster.shared / "strange.conf"
+    strange.write_text("SwitchName=a Nodes=n1.example,n2.example\n")
+    for arguments in (("pick", "2", f"--topology={strange}"), ("due", "--pairs", f"--topology={strange}")):
+        said = opsd_nodes(cluster, *arguments)
+        assert said.returncode == exitcodes.OK
+        assert "none of these nodes is in the topology: it has n1.example for one, Slurm n1" in said.stderr
 
 
 def test_hardware_that_was_replaced_begins_anew(cluster: Cluster) -> None:
