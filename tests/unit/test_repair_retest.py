@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from opsd import exitcodes
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.network.rendezvous import port_of
 from opsd.repair.ladder import NO_HARDWARE
@@ -53,14 +54,17 @@ def test_a_retest_that_must_end_takes_its_load_with_it(tmp_path: Path) -> None:
 
 
 def test_the_network_between_two_nodes_is_measured_by_two_halves(tmp_path: Path) -> None:
-    """The other one is started as a partner's job does it, which gets the port from the number of that job."""
+    """The other one is started as a partner's job does it, which gets the port from the number of that job.
+
+    They meet and measure; how well a machine full of other tests does is not looked at.
+    """
     own = ["--set=agent.node=localhost", f"--set=agent.state_dir={tmp_path}"]
     job = os.getpid()
     half = [sys.executable, "-P", "-m", "opsd", "preflight", "network", "--hosts=localhost,n2", "--node=1"]
     with subprocess.Popen([*half, "--rendezvous=localhost"], env={**os.environ, "SLURM_JOB_ID": f"{job}"}) as partner:
         found = Preflight(own, "quick").with_partner(["localhost", "n2"], port_of(job))
-        partner.wait(60)
-    assert found == Retested(True, "")
+        assert partner.wait(60) == exitcodes.OK
+    assert not found.detail.startswith(NO_HARDWARE), found
 
 
 def test_two_nodes_that_do_not_meet_say_nothing_of_the_network(tmp_path: Path) -> None:
