@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import pickle
+import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Semaphore
 
+import psutil
 import pytest
 
-from opsd.collectors.lib.apart import MAX_RESULT, SMALL, Apart, ApartError, here, in_a_process
+from opsd.collectors.lib.apart import MAX_RESULT, MEMORY, PROCESSOR_S, SMALL, Apart, ApartError, here, in_a_process
 from opsd.collectors.lib.nccl.flight_recorder import parse_dump, restored
 from opsd.collectors.lib.nccl.ras import parse_status
 from opsd.collectors.lib.nccl.ras import restored as restored_status
+from opsd.confined import confine
+from tests.fakes.clock import eventually
 from tests.fakes.ras import ras_json, ras_rank
 
 DUMP = "opsd.collectors.lib.nccl.flight_recorder:parse_dump"
@@ -83,6 +91,15 @@ def test_an_answer_has_a_most() -> None:
         in_a_process(DUMP, json.dumps({"entries": entries}).encode())
 
 
+def test_whatever_it_says_is_no_longer_than_that() -> None:
+    """Also where it has been taken over, and writes as much as the agent takes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = highest_mib()
+    with pytest.raises(ApartError):
+        in_a_process("builtins:eval", b"[__import__('os').write(1, bytes(1 << 20)) for _ in range(64)]")
+    assert highest_mib() < before + 32
+
+
 def test_why_it_cannot_be_used_is_told() -> None:
     """In the words of the function."""
     with pytest.raises(ApartError, match="not a flight recorder dump, or half of one"):
@@ -114,6 +131,60 @@ def test_a_user_without_end_delays_another_by_one(turns: tuple[Apart, list[bytes
     assert last.result(30) is None
     assert done.index(b"B") <= 2
     assert not endless[50].done()
+
+
+def test_a_process_takes_seconds_of_a_processor() -> None:
+    """The kernel ends it then, also when nobody is left who would: it ran on after the end of its agent."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        confine(process, MEMORY, 1)
+        assert process.wait(120) == -signal.SIGKILL
+
+
+def test_the_process_that_reads_has_these_limits() -> None:
+    """Processor time, memory and the length of its answer, as the kernel has them."""
+
+    def children() -> list[psutil.Process]:
+        return [one for one in psutil.Process().children() if "opsd.collectors.lib.apart" in one.cmdline()]
+
+    def limits() -> dict[str, int]:
+        (child,) = children()
+        lines = Path(f"/proc/{child.pid}/limits").read_text().splitlines()[1:]
+        return {line[:26].strip(): int(word) for line in lines if (word := line[26:47].strip()).isdigit()}
+
+    wanted = {"Max cpu time": PROCESSOR_S, "Max data size": MEMORY}
+    with ThreadPoolExecutor(1) as pool:
+        reads = pool.submit(in_a_process, "builtins:eval", b"any(iter(int, 1))")
+        assert eventually(lambda: bool(children()))
+        assert eventually(lambda: wanted.items() <= limits().items())
+        assert eventually(lambda: MAX_RESULT <= limits().get("Max file size", 0) <= MAX_RESULT + 64)
+        children()[0].kill()
+        with pytest.raises(ApartError, match=f"more than {MEMORY >> 20} MiB, or than {PROCESSOR_S} s of a processor"):
+            reads.result(60)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no filter is known for this machine")
+@pytest.mark.parametrize(
+    ("attempt", "said"),
+    [
+        ("open('{file}')", "Errno 1"),
+        ("os.remove('{file}')", "Errno 1"),
+        ("os.chmod('{file}', 0)", "Errno 1"),
+        ("os.pipe()", "Errno 1"),
+        ("os.fork()", "Errno 1"),
+        ("os.execv('/bin/true', ['true'])", "Errno 1"),
+        ("os.kill(os.getppid(), 0)", "Errno 1"),
+        ("{{}}[ctypes.CDLL(None).socket(2, 1, 0)]", "-1"),
+        ("{{}}[ctypes.CDLL(None).socket(1, 1, 0)]", "-1"),
+    ],
+)
+def test_what_reads_for_users_can_do_nothing_else(tmp_path: Path, attempt: str, said: str) -> None:
+    """Though it is of the agent's user and has its capabilities: whoever takes it over has what it has open."""
+    file = tmp_path / "kept"
+    file.write_text("x")
+    modules = "".join(f"{name} := __import__({name!r}), " for name in ("os", "ctypes"))
+    with pytest.raises(ApartError, match=said):
+        in_a_process("builtins:eval", f"[{modules}{attempt.format(file=file)}]".encode())
+    assert file.read_text() == "x"
 
 
 def test_small_ones_do_not_wait_for_large_ones(turns: tuple[Apart, list[bytes], Semaphore]) -> None:
