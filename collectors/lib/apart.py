@@ -2,7 +2,7 @@
 
 A few megabytes of JSON or of a pickle may stand for gigabytes, and each estimate of what they take has been wrong
 somewhere. The kernel's limit for a process is not. One process works at a time, so that what they take does not add up,
-and users take turns, so that nobody waits for more than one piece of each other user's.
+and the user who has taken least comes first, so that nobody waits for what others write without end.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final, cast
 
+from opsd.collectors.lib.shares import Spent
 from opsd.confined import confine, let_go
 from opsd.lanes import Lane
 
@@ -31,6 +32,10 @@ WITHIN_S: Final = 20.0
 SHARE: Final = 0.2
 BURST_S: Final = 5.0
 """Share of a core that all of them together may take, and seconds of processor time at once."""
+FORGOTTEN_S: Final = 120.0
+"""Half of what a user has taken counts no longer after this time."""
+AHEAD_S: Final = 10.0
+"""What a user whose processes hold a GPU may take before one who has taken nothing."""
 MAX_RESULT: Final = 2 << 20
 """Bytes of JSON that it may answer with."""
 _HEAD: Final = "00000.000\n"
@@ -49,8 +54,14 @@ class ApartError(Exception):
 class Apart:
     """Thread-safe. The processes take ``SHARE`` of a core, and none of what the collector has, which would pause."""
 
-    def __init__(self, work: Work | None = None, small: Work | None = None) -> None:
-        self._large = Lane("apart", 1, share=1), work or in_a_process
+    def __init__(
+        self,
+        work: Work | None = None,
+        small: Work | None = None,
+        first: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        self._spent, self._first = Spent(FORGOTTEN_S), first
+        self._large = Lane("apart", 1, share=1, rank=self._rank), work or in_a_process
         self._small = Lane("apart-small", 1, share=1), small or here
         self._paid_at = 0.0
         """The second at which what has been taken is paid."""
@@ -59,10 +70,15 @@ class Apart:
         """What ``function`` makes of ``content``, as JSON has it, or ApartError. Cancel it to leave it out."""
         future: Future[Any] = Future()
         lane, work = self._small if len(content) <= SMALL else self._large
-        lane.submit(str(user), partial(self._do, future, work, function, content), lambda: not future.cancelled())
+        job = partial(self._do, future, work, str(user), function, content)
+        lane.submit(str(user), job, lambda: not future.cancelled())
         return future
 
-    def _do(self, future: Future[Any], work: Work, function: str, content: Content) -> None:
+    def _rank(self, user: str) -> float:
+        """Seconds taken; those of the ``first``, whose runs have GPUs, count less: a user may have thousands of ids."""
+        return self._spent(user) - (AHEAD_S if int(user) in self._first() else 0.0)
+
+    def _do(self, future: Future[Any], work: Work, user: str, function: str, content: Content) -> None:
         if not future.set_running_or_notify_cancel():
             return
         began = time.monotonic()
@@ -74,6 +90,7 @@ class Apart:
             future.set_exception(error)
         if work is self._large[1]:
             now = time.monotonic()
+            self._spent.add(user, taken_s)
             self._paid_at = max(self._paid_at, now) + taken_s / SHARE
             time.sleep(max(0.0, self._paid_at - now - BURST_S / SHARE))
 

@@ -20,6 +20,7 @@ from opsd.collectors.lib.apart import MAX_RESULT, MEMORY, PROCESSOR_S, SMALL, Ap
 from opsd.collectors.lib.nccl.flight_recorder import parse_dump, restored
 from opsd.collectors.lib.nccl.ras import parse_status
 from opsd.collectors.lib.nccl.ras import restored as restored_status
+from opsd.collectors.lib.shares import Spent
 from opsd.confined import confine
 from tests.fakes.clock import eventually
 from tests.fakes.ras import ras_json, ras_rank
@@ -131,6 +132,64 @@ def test_a_user_without_end_delays_another_by_one(turns: tuple[Apart, list[bytes
     assert last.result(30) is None
     assert done.index(b"B") <= 2
     assert not endless[50].done()
+
+
+def test_who_takes_little_waits_for_nobody_but_one() -> None:
+    """A dozen users write what takes long, without end; each piece of another's comes after the one that is read."""
+    done, go, begun = list[bytes](), Semaphore(0), Semaphore(0)
+
+    def work(_function: str, content: bytes | bytearray) -> tuple[str, float]:
+        begun.release()
+        assert go.acquire(timeout=30)
+        done.append(bytes(content[:1]))
+        return "null", 0.1 if content.startswith(b"A") else 0.001
+
+    apart = Apart(work)
+    for user in range(1, 13):
+        for _ in range(10):
+            apart.parse(user, DUMP, b"A" * (SMALL + 1))
+    go.release(12)
+    for _ in range(13):  # the last of these goes on
+        assert begun.acquire(timeout=30)
+    for turn in range(1, 4):
+        waits = apart.parse(20, DUMP, b"B" * (SMALL + 1))
+        go.release(2)
+        assert waits.result(30) is None
+        assert begun.acquire(timeout=30) and begun.acquire(timeout=30)
+        assert done[12:] == [b"A", b"B"] * turn
+    go.release(1000)
+
+
+def test_whose_processes_hold_a_gpu_comes_first() -> None:
+    """A user may have thousands of user ids, in a user namespace, each of which has taken nothing yet."""
+    done, go = list[bytes](), Semaphore(0)
+
+    def work(_function: str, content: bytes | bytearray) -> tuple[str, float]:
+        assert go.acquire(timeout=30)
+        done.append(bytes(content[:1]))
+        return "null", 0.1
+
+    apart = Apart(work, first=lambda: {1})
+    go.release(1)
+    assert apart.parse(1, DUMP, b"G" * (SMALL + 1)).result(30) is None
+    all_of_them = [apart.parse(user, DUMP, b"A" * (SMALL + 1)) for user in range(10, 15)]
+    all_of_them.append(apart.parse(1, DUMP, b"G" * (SMALL + 1)))
+    go.release(6)
+    assert [one.result(30) for one in all_of_them] == [None] * 6
+    assert done.index(b"G", 1) <= 2
+
+
+def test_what_a_user_has_taken_is_forgotten() -> None:
+    """By half in a time, and whole users after some of them."""
+    now = 0.0
+    spent = Spent(10.0, lambda: now)
+    spent.add("a", 8.0)
+    now = 20.0
+    assert (spent("a"), spent("b")) == (2.0, 0.0)
+    spent.add("b", 1.0)
+    now = 500.0
+    spent.add("b", 1.0)
+    assert spent("a") == 0.0 < spent("b")
 
 
 def test_a_process_takes_seconds_of_a_processor() -> None:
