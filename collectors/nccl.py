@@ -108,7 +108,7 @@ class NcclCollector:
         self._slots = slots or RunSlots(
             root, lambda folder, owner: lives(folder, owner, wall(), 0.0, found), clock=clock
         )
-        self._apart = apart or Apart()
+        self._apart = apart or Apart(first=self._slots.first_users)
         self._limits = Limits(Allowance(DUMP_BYTES, DUMP_BYTES / SAME_HANG_S), self._apart, Room(KEPT_BYTES))
         self._addresses = addresses
         self._ras_period_s = ras_period_s

@@ -17,13 +17,20 @@ MAX_WAITING = 512
 class Lane:
     """At most ``threads`` threads, started when needed; ``share`` of them work for one peer at the same time.
 
-    Peers take turns: the jobs of one wait for one another, and those of the others overtake them. Jobs never raise. One
-    that is no longer ``wanted`` is left out, so that a lane whose threads are stuck does not keep what waits for them.
-    With ``room`` so many jobs of a peer may wait.
+    Peers take turns: the jobs of one wait for one another, and those of the others overtake them; who has the least
+    ``rank`` comes first. Jobs never raise. One that is no longer ``wanted`` is left out, so that a lane whose threads
+    are stuck does not keep what waits for them. With ``room`` so many jobs of a peer may wait.
     """
 
-    def __init__(self, name: str, threads: int, share: int, room: int | None = None) -> None:
-        self._name, self._most, self._share, self._room = name, threads, share, room
+    def __init__(
+        self,
+        name: str,
+        threads: int,
+        share: int,
+        room: int | None = None,
+        rank: Callable[[str], float] = lambda _: 0.0,
+    ) -> None:
+        self._name, self._most, self._share, self._room, self._rank = name, threads, share, room, rank
         self._waiting: dict[str, deque[tuple[Job, Callable[[], bool]]]] = {}
         self._number = 0
         self._running: Counter[str] = Counter()
@@ -70,7 +77,8 @@ class Lane:
     def _take(self) -> tuple[str, Job, Callable[[], bool]] | None:
         with self._changed:
             while not self._closed:
-                peer = next((peer for peer in self._waiting if self._running[peer] < self._share), None)
+                free = (peer for peer in self._waiting if self._running[peer] < self._share)
+                peer = min(free, key=self._rank, default=None)
                 if peer is not None:
                     jobs = self._waiting.pop(peer)
                     job, wanted = jobs.popleft()

@@ -2,37 +2,45 @@
 
 A few megabytes of JSON or of a pickle may stand for gigabytes, and each estimate of what they take has been wrong
 somewhere. The kernel's limit for a process is not. One process works at a time, so that what they take does not add up,
-and users take turns, so that nobody waits for more than one piece of each other user's.
+and the user who has taken least comes first, so that nobody waits for what others write without end.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final, cast
 
-from opsd.confined import confine
+from opsd.collectors.lib.shares import Spent
+from opsd.confined import confine, let_go
 from opsd.lanes import Lane
 
 SMALL: Final = 32 << 10
 """Bytes that are made sense of in the agent: they take some MiB at most, and less time than a process."""
 MEMORY: Final = 128 << 20
+PROCESSOR_S: Final = 5
 WITHIN_S: Final = 20.0
-"""What such a process may take."""
+"""Bytes, and seconds of a processor and of time, that such a process may take. The longest of dumps takes 1.2 s."""
 SHARE: Final = 0.2
 BURST_S: Final = 5.0
 """Share of a core that all of them together may take, and seconds of processor time at once."""
+FORGOTTEN_S: Final = 120.0
+"""Half of what a user has taken counts no longer after this time."""
+AHEAD_S: Final = 10.0
+"""What a user whose processes hold a GPU may take before one who has taken nothing."""
 MAX_RESULT: Final = 2 << 20
 """Bytes of JSON that it may answer with."""
+_HEAD: Final = "00000.000\n"
 _REFUSED: Final = 3
-_TOO_MUCH: Final = f"reading it takes more than {MEMORY >> 20} MiB"
+_TOO_MUCH: Final = f"reading it takes more than {MEMORY >> 20} MiB, or than {PROCESSOR_S} s of a processor"
 
 Content = bytes | bytearray
 Work = Callable[[str, Content], tuple[str, float]]
@@ -46,8 +54,14 @@ class ApartError(Exception):
 class Apart:
     """Thread-safe. The processes take ``SHARE`` of a core, and none of what the collector has, which would pause."""
 
-    def __init__(self, work: Work | None = None, small: Work | None = None) -> None:
-        self._large = Lane("apart", 1, share=1), work or in_a_process
+    def __init__(
+        self,
+        work: Work | None = None,
+        small: Work | None = None,
+        first: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        self._spent, self._first = Spent(FORGOTTEN_S), first
+        self._large = Lane("apart", 1, share=1, rank=self._rank), work or in_a_process
         self._small = Lane("apart-small", 1, share=1), small or here
         self._paid_at = 0.0
         """The second at which what has been taken is paid."""
@@ -56,10 +70,15 @@ class Apart:
         """What ``function`` makes of ``content``, as JSON has it, or ApartError. Cancel it to leave it out."""
         future: Future[Any] = Future()
         lane, work = self._small if len(content) <= SMALL else self._large
-        lane.submit(str(user), partial(self._do, future, work, function, content), lambda: not future.cancelled())
+        job = partial(self._do, future, work, str(user), function, content)
+        lane.submit(str(user), job, lambda: not future.cancelled())
         return future
 
-    def _do(self, future: Future[Any], work: Work, function: str, content: Content) -> None:
+    def _rank(self, user: str) -> float:
+        """Seconds taken; those of the ``first``, whose runs have GPUs, count less: a user may have thousands of ids."""
+        return self._spent(user) - (AHEAD_S if int(user) in self._first() else 0.0)
+
+    def _do(self, future: Future[Any], work: Work, user: str, function: str, content: Content) -> None:
         if not future.set_running_or_notify_cancel():
             return
         began = time.monotonic()
@@ -67,10 +86,11 @@ class Apart:
             answer, taken_s = work(function, content)
             future.set_result(json.loads(answer))
         except Exception as error:  # the thread must outlive a bug
-            taken_s = time.monotonic() - began
+            taken_s = min(time.monotonic() - began, PROCESSOR_S)
             future.set_exception(error)
         if work is self._large[1]:
             now = time.monotonic()
+            self._spent.add(user, taken_s)
             self._paid_at = max(self._paid_at, now) + taken_s / SHARE
             time.sleep(max(0.0, self._paid_at - now - BURST_S / SHARE))
 
@@ -92,35 +112,39 @@ def here(function: str, content: Content) -> tuple[str, float]:
 
 def in_a_process(function: str, content: Content) -> tuple[str, float]:
     """Implements ``Work`` in a process of its own. Raises ApartError."""
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "opsd.collectors.lib.apart", function],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-    except OSError as error:
-        raise ApartError(f"no process can be started to read it: {error.strerror}") from error
-    with process:
+    with open(os.memfd_create("answer"), "r+b") as answer:
         try:
-            confine(process, MEMORY)
-            out, _ = process.communicate(cast("bytes", content), WITHIN_S)
-        except subprocess.TimeoutExpired as error:
-            raise ApartError(f"it takes longer than {WITHIN_S:g} s to read") from error
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "opsd.collectors.lib.apart", function],
+                stdin=subprocess.PIPE,
+                stdout=answer,
+                stderr=subprocess.DEVNULL,
+            )
         except OSError as error:
-            raise ApartError(f"the process that reads it cannot be kept within its limits: {error.strerror}") from error
-        finally:
-            process.kill()
-    taken_s, _, said = out.decode("utf-8", "replace").partition("\n")
+            raise ApartError(f"no process can be started to read it: {error.strerror}") from error
+        with process:
+            try:
+                confine(process, MEMORY, PROCESSOR_S, written=MAX_RESULT + len(_HEAD))
+                process.communicate(cast("bytes", content), WITHIN_S)
+            except subprocess.TimeoutExpired as error:
+                raise ApartError(f"it takes longer than {WITHIN_S:g} s to read") from error
+            except OSError as error:
+                raise ApartError(f"what reads it cannot be kept within its limits: {error.strerror}") from error
+            finally:
+                process.kill()
+        answer.seek(0)
+        taken_s, _, said = answer.read().decode("utf-8", "replace").partition("\n")
     if process.returncode == _REFUSED:
         raise ApartError(said)
     if process.returncode or not said:
         raise ApartError(_TOO_MUCH)
-    return said, float(taken_s)
+    return said, max(0.0, min(PROCESSOR_S, float(taken_s)))
 
 
 def main() -> int:
     """Have the function that the argument names read stdin; prints the seconds taken, and its result or why not."""
+    importlib.import_module(sys.argv[1].partition(":")[0])
+    let_go()
     try:
         said, code = here(sys.argv[1], sys.stdin.buffer.read())[0], 0
     except ApartError as error:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
 from weakref import WeakSet
+
+_NOTHING: Final = 1e-3
 
 
 def fill(demands: Sequence[int], total: int) -> list[int]:
@@ -53,6 +57,24 @@ class Allowance:
             return False
         self._spent[user] = spent + size, now
         return True
+
+
+class Spent:
+    """What users have taken of something. Half of it is forgotten in ``half_s``. Any thread may ask."""
+
+    def __init__(self, half_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._half_s, self._clock = half_s, clock
+        self._taken: dict[str, tuple[float, float]] = {}
+
+    def __call__(self, user: str) -> float:
+        """How much of it is left of ``user``."""
+        taken, at = self._taken.get(user, (0.0, 0.0))
+        return taken * math.pow(0.5, (self._clock() - at) / self._half_s)
+
+    def add(self, user: str, amount: float) -> None:
+        """Count ``amount``; users of whom next to nothing is left are forgotten."""
+        self._taken = {who: taken for who, taken in self._taken.items() if self(who) > _NOTHING}
+        self._taken[user] = self(user) + amount, self._clock()
 
 
 class Holder(Protocol):

@@ -130,6 +130,34 @@ def test_a_limit_from_the_configuration_fails_the_node(environment: dict[str, st
     assert "below the limit of 1 PB" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--only", "numa"), "fit\n"),
+        (("--only", "limits", "--set", "preflight.limits={limits={shm_free=1e15}}"), "unfit\n"),
+        (("--only", "no-such-check"), None),
+    ],
+)
+def test_the_verdict_is_one_word(
+    environment: dict[str, str], tmp_path: Path, options: tuple[str, ...], word: str | None
+):
+    """For scripts, such as Slurm's prolog; none from a preflight that could not begin, whatever its exit code is."""
+    file = tmp_path / "verdict"
+    opsd(environment, *options, "--verdict", file)
+    assert (file.read_text() if file.exists() else None) == word
+
+
+def test_there_is_no_verdict_before_the_checks_have_ended(environment: dict[str, str], tmp_path: Path):
+    """One that is killed while it measures has written none: a word there would drain the node."""
+    file = tmp_path / "verdict"
+    command = [sys.executable, "-m", "opsd", "preflight", "--only", "cpu", "--verdict", str(file)]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    assert eventually(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 0)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert not file.exists()
+
+
 def interrupted(environment: dict[str, str], target: Path, *arguments: str, signals: int = 1) -> tuple[int, list[int]]:
     """Start, wait for a child, interrupt; the exit code and the pids of all children seen."""
     command = [sys.executable, "-m", "opsd", "preflight", "--json", str(target), *arguments]

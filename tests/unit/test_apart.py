@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 import pickle
+import platform
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Semaphore
 
+import psutil
 import pytest
 
-from opsd.collectors.lib.apart import MAX_RESULT, SMALL, Apart, ApartError, here, in_a_process
+from opsd.collectors.lib.apart import MAX_RESULT, MEMORY, PROCESSOR_S, SMALL, Apart, ApartError, here, in_a_process
 from opsd.collectors.lib.nccl.flight_recorder import parse_dump, restored
 from opsd.collectors.lib.nccl.ras import parse_status
 from opsd.collectors.lib.nccl.ras import restored as restored_status
+from opsd.collectors.lib.shares import Spent
+from opsd.confined import confine
+from tests.fakes.clock import eventually
 from tests.fakes.ras import ras_json, ras_rank
 
 DUMP = "opsd.collectors.lib.nccl.flight_recorder:parse_dump"
@@ -83,6 +92,15 @@ def test_an_answer_has_a_most() -> None:
         in_a_process(DUMP, json.dumps({"entries": entries}).encode())
 
 
+def test_whatever_it_says_is_no_longer_than_that() -> None:
+    """Also where it has been taken over, and writes as much as the agent takes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = highest_mib()
+    with pytest.raises(ApartError):
+        in_a_process("builtins:eval", b"[__import__('os').write(1, bytes(1 << 20)) for _ in range(64)]")
+    assert highest_mib() < before + 32
+
+
 def test_why_it_cannot_be_used_is_told() -> None:
     """In the words of the function."""
     with pytest.raises(ApartError, match="not a flight recorder dump, or half of one"):
@@ -114,6 +132,118 @@ def test_a_user_without_end_delays_another_by_one(turns: tuple[Apart, list[bytes
     assert last.result(30) is None
     assert done.index(b"B") <= 2
     assert not endless[50].done()
+
+
+def test_who_takes_little_waits_for_nobody_but_one() -> None:
+    """A dozen users write what takes long, without end; each piece of another's comes after the one that is read."""
+    done, go, begun = list[bytes](), Semaphore(0), Semaphore(0)
+
+    def work(_function: str, content: bytes | bytearray) -> tuple[str, float]:
+        begun.release()
+        assert go.acquire(timeout=30)
+        done.append(bytes(content[:1]))
+        return "null", 0.1 if content.startswith(b"A") else 0.001
+
+    apart = Apart(work)
+    for user in range(1, 13):
+        for _ in range(10):
+            apart.parse(user, DUMP, b"A" * (SMALL + 1))
+    go.release(12)
+    for _ in range(13):  # the last of these goes on
+        assert begun.acquire(timeout=30)
+    for turn in range(1, 4):
+        waits = apart.parse(20, DUMP, b"B" * (SMALL + 1))
+        go.release(2)
+        assert waits.result(30) is None
+        assert begun.acquire(timeout=30) and begun.acquire(timeout=30)
+        assert done[12:] == [b"A", b"B"] * turn
+    go.release(1000)
+
+
+def test_whose_processes_hold_a_gpu_comes_first() -> None:
+    """A user may have thousands of user ids, in a user namespace, each of which has taken nothing yet."""
+    done, go = list[bytes](), Semaphore(0)
+
+    def work(_function: str, content: bytes | bytearray) -> tuple[str, float]:
+        assert go.acquire(timeout=30)
+        done.append(bytes(content[:1]))
+        return "null", 0.1
+
+    apart = Apart(work, first=lambda: {1})
+    go.release(1)
+    assert apart.parse(1, DUMP, b"G" * (SMALL + 1)).result(30) is None
+    all_of_them = [apart.parse(user, DUMP, b"A" * (SMALL + 1)) for user in range(10, 15)]
+    all_of_them.append(apart.parse(1, DUMP, b"G" * (SMALL + 1)))
+    go.release(6)
+    assert [one.result(30) for one in all_of_them] == [None] * 6
+    assert done.index(b"G", 1) <= 2
+
+
+def test_what_a_user_has_taken_is_forgotten() -> None:
+    """By half in a time, and whole users after some of them."""
+    now = 0.0
+    spent = Spent(10.0, lambda: now)
+    spent.add("a", 8.0)
+    now = 20.0
+    assert (spent("a"), spent("b")) == (2.0, 0.0)
+    spent.add("b", 1.0)
+    now = 500.0
+    spent.add("b", 1.0)
+    assert spent("a") == 0.0 < spent("b")
+
+
+def test_a_process_takes_seconds_of_a_processor() -> None:
+    """The kernel ends it then, also when nobody is left who would: it ran on after the end of its agent."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        confine(process, MEMORY, 1)
+        assert process.wait(120) == -signal.SIGKILL
+
+
+def test_the_process_that_reads_has_these_limits() -> None:
+    """Processor time, memory and the length of its answer, as the kernel has them."""
+
+    def children() -> list[psutil.Process]:
+        return [one for one in psutil.Process().children() if "opsd.collectors.lib.apart" in one.cmdline()]
+
+    def limits() -> dict[str, int]:
+        (child,) = children()
+        lines = Path(f"/proc/{child.pid}/limits").read_text().splitlines()[1:]
+        return {line[:26].strip(): int(word) for line in lines if (word := line[26:47].strip()).isdigit()}
+
+    wanted = {"Max cpu time": PROCESSOR_S, "Max data size": MEMORY}
+    with ThreadPoolExecutor(1) as pool:
+        reads = pool.submit(in_a_process, "builtins:eval", b"any(iter(int, 1))")
+        assert eventually(lambda: bool(children()))
+        assert eventually(lambda: wanted.items() <= limits().items())
+        assert eventually(lambda: MAX_RESULT <= limits().get("Max file size", 0) <= MAX_RESULT + 64)
+        children()[0].kill()
+        with pytest.raises(ApartError, match=f"more than {MEMORY >> 20} MiB, or than {PROCESSOR_S} s of a processor"):
+            reads.result(60)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no filter is known for this machine")
+@pytest.mark.parametrize(
+    ("attempt", "said"),
+    [
+        ("open('{file}')", "Errno 1"),
+        ("os.remove('{file}')", "Errno 1"),
+        ("os.chmod('{file}', 0)", "Errno 1"),
+        ("os.pipe()", "Errno 1"),
+        ("os.fork()", "Errno 1"),
+        ("os.execv('/bin/true', ['true'])", "Errno 1"),
+        ("os.kill(os.getppid(), 0)", "Errno 1"),
+        ("{{}}[ctypes.CDLL(None).socket(2, 1, 0)]", "-1"),
+        ("{{}}[ctypes.CDLL(None).socket(1, 1, 0)]", "-1"),
+    ],
+)
+def test_what_reads_for_users_can_do_nothing_else(tmp_path: Path, attempt: str, said: str) -> None:
+    """Though it is of the agent's user and has its capabilities: whoever takes it over has what it has open."""
+    file = tmp_path / "kept"
+    file.write_text("x")
+    modules = "".join(f"{name} := __import__({name!r}), " for name in ("os", "ctypes"))
+    with pytest.raises(ApartError, match=said):
+        in_a_process("builtins:eval", f"[{modules}{attempt.format(file=file)}]".encode())
+    assert file.read_text() == "x"
 
 
 def test_small_ones_do_not_wait_for_large_ones(turns: tuple[Apart, list[bytes], Semaphore]) -> None:
