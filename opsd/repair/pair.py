@@ -80,17 +80,21 @@ class Pair:
         return Retested(False, f"{NO_HARDWARE}{why}") if needed else Retested(True, f"{passed.detail}; {why}")
 
     def _partner(self, tried: Collection[str]) -> str:
-        """The best idle node without a bad way to this one, of those the nearest. Raises SlurmError."""
+        """The best idle node without a bad way to this one, of those the nearest. Raises SlurmError.
+
+        None below a switch that is not connected with this one's: the two could not meet whatever the network is like.
+        """
         offered = next((one.nodes for one in self.slurm.partitions() if one.name == self.partition), None)
         if offered is None:
             raise SlurmRejected(f"there is no partition {self.partition} (repair.pair_partition)")
         nodes, comments, now = self.slurm.nodes(), self.slurm.comments(), self.clock()
         judged = judge([node.name for node in nodes], faults(comments), now)
         idle = free(candidates(nodes, comments, judged, now))
-        known = {name: idle[name] for name in offered if name in idle and name not in tried and name != self.node}
+        tree = with_bad(self._tree(), comments, now).with_domains(domains(comments))
+        apart = {name for name in idle if tree.apart(name, self.node)}
+        known = {name: idle[name] for name in offered if name in idle.keys() - apart - {*tried, self.node}}
         if not known:
             raise SlurmRejected(f"no {'other ' * bool(tried)}node of partition {self.partition} is idle")
-        tree = with_bad(self._tree(), comments, now).with_domains(domains(comments))
         bad, here = tree.bad_towards([self.node]), [self.node]
         return min(known, key=lambda name: (bad[tree.leaf.get(name, "")], known[name], *tree.cost(name, here), name))
 

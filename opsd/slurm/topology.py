@@ -54,6 +54,11 @@ class Topology:
         path = self.switches(node)
         return path[-1] if path and path[0] not in self.blocks else ""
 
+    def apart(self, one: str, other: str) -> bool:
+        """Whether it is known that no switch connects two nodes."""
+        tops = {self.top(one), self.top(other)}
+        return len(tops) == 2 and "" not in tops
+
     def _path(self, switch: str | None) -> tuple[str, ...]:
         path: list[str] = []
         while switch is not None and switch not in path:

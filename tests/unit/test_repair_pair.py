@@ -89,10 +89,18 @@ def test_a_partner_across_a_bad_way_comes_last() -> None:
     note(slurm, ("n1", "n2"), TREE.leaf, 900.0, passed=False)
     slurm.set_comment("n3", node_comment.write("", NodeHistory(spare="ready", spare_at=900.0)))
     assert pair(slurm, Halves({"n2": GOOD}))(PASSED, True, str).passed, "there is no other"
-    tree = parse("SwitchName=leaf1 Nodes=n1\nSwitchName=leaf2 Nodes=n[2-3]\nSwitchName=leaf3 Nodes=n4\n")
+    leaves = "SwitchName=leaf1 Nodes=n1\nSwitchName=leaf2 Nodes=n[2-3]\nSwitchName=leaf3 Nodes=n4\n"
+    tree = parse(f"{leaves}SwitchName=top Switches=leaf[1-3]\n")
     note(slurm, ("n1", "n3"), tree.leaf, 900.0, passed=False)
     other = replace(pair(slurm, Halves({"n4": GOOD})), topology=lambda: tree)
     assert other(PASSED, True, str).detail.endswith("the network with n4")
+
+
+def test_a_node_that_no_switch_connects_is_no_partner() -> None:
+    """Two that cannot meet would speak against the node; one of which no switch is known may be anywhere."""
+    tree = parse("SwitchName=here Nodes=n1\nSwitchName=elsewhere Nodes=n[2-3]\n")
+    apart = replace(pair(Nodes(), Halves({"n4": GOOD})), topology=lambda: tree)
+    assert apart(PASSED, True, str).detail.endswith("the network with n4")
 
 
 def test_one_bad_way_of_two_is_the_partner_s() -> None:
