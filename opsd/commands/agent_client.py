@@ -71,6 +71,10 @@ class Refused(Exception):
     """The agent refused the request; the message is the agent's sentence."""
 
 
+class Absent(Refused):
+    """The agent has nothing there, as one of an earlier release."""
+
+
 class Agent:
     """The API of one agent, at ``url`` or at the listen address in the configuration ``file``.
 
@@ -116,6 +120,8 @@ class Agent:
         if status == HTTPStatus.UNAUTHORIZED:
             said = body.get("error", "not admitted")
             raise Refused(f"{said}: put USER:PASSWORD into a file and name it with --credentials-file")
+        if status == HTTPStatus.NOT_FOUND:
+            raise Absent(str(body.get("error", status)))
         if status >= HTTPStatus.BAD_REQUEST:
             raise Refused(str(body.get("error", status)))
         return body
@@ -167,6 +173,15 @@ class Agent:
         """The agent's answer; ends the command with one sentence if there is none."""
         try:
             return self.get(path, **query)
+        except (NoAgent, Refused) as error:
+            fail(str(error))
+
+    def find(self, path: str, **query: str | int | Sequence[str]) -> Any:
+        """As ``ask``, and None if the agent has nothing at ``path``."""
+        try:
+            return self.get(path, **query)
+        except Absent:
+            return None
         except (NoAgent, Refused) as error:
             fail(str(error))
 

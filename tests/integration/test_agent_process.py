@@ -89,7 +89,7 @@ def test_everything_is_there_at_once(gpu_opsd: Opsd, tmp_path: Path) -> None:
         assert all(word in shown.stdout for word in ("simulated", "nvml", "ranks", "run", "no open incidents"))
         assert gpu_opsd.run("incidents", "--config", str(gpu_opsd.config)).stdout == "no incidents\n"
         answer = gpu_opsd.run("incidents", "list", "--json", "--config", str(gpu_opsd.config)).stdout
-        assert json.loads(answer) == {"incidents": []}
+        assert json.loads(answer) == {"incidents": [], "repairs": []}
 
 
 def test_once_prints_one_collection(gpu_opsd: Opsd) -> None:
