@@ -17,7 +17,7 @@ import sqlite3
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -194,32 +194,43 @@ def _incidents(journal: Path) -> str:
     query = "SELECT document FROM incidents ORDER BY opened_at DESC LIMIT ?"
     try:
         with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=10)) as database:
-            rows = database.execute(query, (INCIDENTS,))
-            documents = [unspoken.incident(json.loads(document)) for (document,) in rows]
-    except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
+            database.text_factory = lambda raw: raw.decode(errors="replace")
+            documents = [_incident(document) for (document,) in database.execute(query, (INCIDENTS,))]
+    except sqlite3.Error as error:
         raise Missing(f"{journal}: {error}") from error
     return json.dumps(documents[::-1], indent=1)
 
 
-def _repairs(file: CaseFile) -> str:
-    def cases() -> Iterator[object]:
-        yield from map(asdict, file.past())
-        current = file.current()
-        if current is not None:
-            yield asdict(current)
-
+def _incident(document: str) -> Mapping[str, object]:
     try:
-        return json.dumps([*cases()], indent=1)
+        return unspoken.incident(json.loads(document))
+    except (ValueError, TypeError, AttributeError):
+        return {"cannot be read": "it is no record of this opsd"}
+
+
+def _repairs(file: CaseFile) -> str:
+    cases = [asdict(case) for case in file.past()]
+    try:
+        current = file.current()
+        cases += [asdict(current)] if current is not None else []
     except CaseError as error:
-        raise Missing(str(error)) from error
+        cases.append({"cannot be read": str(error)})
+    return json.dumps(cases, indent=1)
 
 
 def _preflights(history: History, node: str) -> str:
     try:
-        reports = [json.loads(history.report(run.id).to_json()) for run in history.runs(node, PREFLIGHTS)][::-1]
+        reports = [_report(history, run.id) for run in history.runs(node, PREFLIGHTS)[::-1]]
     except HistoryError as error:
         raise Missing(str(error)) from error
     return json.dumps(reports, indent=1)
+
+
+def _report(history: History, run: int) -> object:
+    try:
+        return json.loads(history.report(run).to_json())
+    except HistoryError as error:
+        return {"cannot be read": str(error)}
 
 
 def _nvidia_report(sources: Sources, *, wanted: bool) -> bytes:

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from opsd.agent.journal import Journal
+from opsd.preflight.history import History
+from opsd.preflight.report import Report
 from opsd.repair import evidence
 from opsd.repair.case_file import CaseFile
+from opsd.repair.ladder import Case, Rung, closed
 from opsd.repair.machine import RungError, run_command
 from opsd.runbooks.base import Culprit, Evidence
 from tests.fakes.incidents import incident
@@ -221,3 +224,28 @@ def unpacked(archive: Path) -> dict[str, str]:
     with tarfile.open(archive) as found:
         parts = {Path(member.name).name: found.extractfile(member) for member in found}
         return {name: file.read().decode() for name, file in parts.items() if file is not None}
+
+
+def test_a_record_that_cannot_be_read_hides_none_of_the_others(tmp_path: Path) -> None:
+    """Of a later release, or damaged: what is left is evidence all the same."""
+    cases = CaseFile(tmp_path)
+    cases.keep(closed(Case("repair-1", "n1", "gpu_xid", "opsd:a", 1.0, Rung.RESET), "rma", "nothing helped", 2.0))
+    (cases.folder / "case.json").write_text('{"id": "of a later release"}')
+    with sqlite3.connect(tmp_path / "journal.db") as database:
+        database.execute("CREATE TABLE incidents (document TEXT, opened_at REAL)")
+        rows = [('{"id": "good"}', 1.0), ("{", 2.0), ("[]", 3.0), ('{"evidence": 1}', 4.0)]
+        database.executemany("INSERT INTO incidents VALUES (?, ?)", [*rows, (None, 5.0)])
+        database.execute("INSERT INTO incidents VALUES (CAST(X'7b22ff' AS TEXT), 6.0)")
+    history = History(tmp_path / "preflight.sqlite")
+    for started in (1.0, 2.0):
+        history.record(Report("n1", "quick", "1", started, started, ()))
+    with sqlite3.connect(history.path) as database:
+        database.execute("UPDATE runs SET report = '{}' WHERE started = 2.0")
+    sources = evidence.Sources("n1", tmp_path, history.path, run=lambda *_: "", nvidia_report="none")
+    texts = unpacked(evidence.make(sources, 0.0))
+    told = {name: json.loads(texts[f"{name}.json"]) for name in ("repairs", "incidents", "preflights")}
+    assert [record["id"] for record in told["repairs"][:-1]] == ["repair-1"]
+    assert told["incidents"][0]["id"] == "good"
+    assert told["preflights"][0]["started"] == 1.0
+    unreadable = [*told["repairs"][1:], *told["incidents"][1:], *told["preflights"][1:]]
+    assert (len(unreadable), all([*record] == ["cannot be read"] for record in unreadable)) == (7, True)
