@@ -39,23 +39,31 @@ KEPT: Final = 10
 INCIDENTS, PREFLIGHTS = 500, 5
 COMMAND_S, REPORT_S = 60.0, 600.0
 KERNEL_LOG: Final = (
-    "journalctl", "_TRANSPORT=kernel", "--lines=20000", "--no-pager", "--output=short-iso",
+    "journalctl", "_TRANSPORT=kernel", "SYSLOG_FACILITY=0", "--lines=20000", "--no-pager", "--output=short-iso",
 )  # fmt: skip
-"""Of all boots: --dmesg reads one boot, unless --boot=all is there, which older systemds refuse."""
-_WORDS: Final = r"""(?: passw(?:or)?d | passphrase | (?:\b|ssh)pass(?= \s{0,4} [=:]) | [_-]pwd | jwt | secret | token
-    | api-?key | [_-]key | accountkey | credentials? | bindpw | [_-]psk | auth_config )"""
+"""Of all boots: --dmesg reads one boot, unless --boot=all is there, which older systemds refuse.
+
+And what the kernel itself has said: programs write to /dev/kmsg as well, with a facility of theirs.
+"""
+_WORDS: Final = r"""(?: passw(?:or)?d | passphrase | (?:\b|ssh)pass(?= \s{0,4} [=:]) | [;_-]pwd | jwt | secret | token
+    | api[ -]?key | [_-]key | accountkey | credentials? | bindpw | (?:\b|_)psk(?= \s{0,4} [=:]) | _auth(?= [=:])
+    | auth_config )"""
 _QUOTE: Final = r"""\\{0,7}["']"""
 """Also as it stands in JSON within JSON, with backslashes before it."""
 _SECRET: Final = re.compile(
-    rf"""(?ix) (?P<name> {_WORDS} [\w.-]{{0,40}} (?:{_QUOTE})? \s{{0,4}} [=:] \s{{0,4}} )
-        (?: (?P<quote> {_QUOTE}) (?: (?!(?P=quote)) . ){{0,4096}} | [^\s"',&\\]+ )
+    rf"""(?ix) (?P<name> {_WORDS} [\w.-]{{0,40}} (?:{_QUOTE})? \s{{0,4}} [=:] >? \s{{0,20}} )
+        (?! (?:{_QUOTE})? -----BEGIN )
+        (?: (?P<quote> {_QUOTE}) (?: (?!(?P=quote)) (?: \\{{1,15}} . | [^\\\n] ) ){{0,4096}} | [^\s"',&\\]+ )
+    | (?P<said> \b (?: passw(?:or)?d | passphrase ) [ \t]{{1,4}} (?: is [ ] )? ) [^\s"'\\]+
     | (?P<option> -- (?:[a-z0-9]{{1,20}}[_-]){{0,4}} (?: {_WORDS} | key ) [\w-]{{0,40}}
         (?: [ ]{{1,4}} | {_QUOTE} ,? [ ]{{0,4}} {_QUOTE} ) ) [^\s"'\\]+
-    | (?P<bare> \b (?-i: hf_ | gh[opsu]_ | github_pat_ | glpat- | sk- | eyJ | nvapi- | xox[a-z]- | npm_ | dckr_pat_
-        | AIza ) ) [\w-]{{16,4096}}
+    | (?P<bare> \b (?-i: hf_ | api_org_ | gh[oprsu]_ | github_pat_ | gl(?:pat|dt|rt|ft|ptt|soat)- | sk- | eyJ | nvapi-
+        | xox[a-z]- | xapp- | npm_ | pypi-AgE | dckr_pat_ | AIza | ya29\. | hv[sbr]\. | wandb_v1_ | lsv2_ | tskey-
+        | AGE-SECRET-KEY- ) ) [\w-]{{16,4096}}
         (?: \. [\w-]{{1,4096}} ){{0,4}}
-    | (?P<block> -----BEGIN [ ] [A-Z ]{{0,20}} PRIVATE [ ] KEY----- ) [^-]{{1,16384}}
-    | (?P<scheme> authorization (?:{_QUOTE})? \s{{0,4}} : \s{{0,4}} (?:{_QUOTE})?
+    | (?P<block> -----BEGIN [ ] [A-Z ]{{0,20}} PRIVATE [ ] KEY (?: [ ] BLOCK )? ----- )
+        (?: (?!-----END) (?s:.) ){{1,16384}}
+    | (?P<scheme> authorization (?:{_QUOTE})? \s{{0,4}} [=:] \s{{0,4}} (?:{_QUOTE})?
         (?: (?:bearer|basic|digest|negotiate|token) \s{{1,4}} )? ) [^"\n\\]{{1,4096}}
     | (?P<cookie> \b (?:set-)? cookie (?:{_QUOTE})? \s{{0,4}} : \s{{0,4}} (?:{_QUOTE})? ) [^"\n\\]{{1,4096}}
     | (?P<query> [?&;] (?: sig | x-(?:amz|goog)-[a-z-]{{1,20}} | signature ) = ) [^\s"'&\\]+
@@ -65,6 +73,7 @@ _SECRET: Final = re.compile(
         \s -p [ =]{{0,4}} (?:{_QUOTE})? ) [^\s"'\\]+
     | (?P<bearer> \b bearer \s{{1,4}} ) [\w.~+/=-]{{16,4096}}
     | (?P<hook> \b hooks\.slack\.com/services/ | /api/webhooks/ | /incomingwebhook/ ) [^\s"'\\]+
+    | (?P<boot> \b netroot=iscsi: ) [^\s@]{{1,1000}} (?= @ )
     | (?P<user> :// (?:[^\s/:@]{{1,100}} :)? ) [^\s/]{{1,1000}} (?= @ )"""
 )
 """Bounded everywhere: a long line costs no more than many short ones."""
