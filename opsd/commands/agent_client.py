@@ -115,15 +115,16 @@ class Agent:
                 else self._get(path, query)
             )
             body = json.loads(content)
+            if not isinstance(body, dict) or (status >= HTTPStatus.BAD_REQUEST and "error" not in body):
+                raise ValueError(f"something else says {status} {content[:40]!r}")
         except ValueError as error:
             raise NoAgent(f"no agent answers at {self.base} ({error}); {_advice(self.base, error)}") from error
         if status == HTTPStatus.UNAUTHORIZED:
-            said = body.get("error", "not admitted")
-            raise Refused(f"{said}: put USER:PASSWORD into a file and name it with --credentials-file")
+            raise Refused(f"{body['error']}: put USER:PASSWORD into a file and name it with --credentials-file")
         if status == HTTPStatus.NOT_FOUND:
-            raise Absent(str(body.get("error", status)))
+            raise Absent(str(body["error"]))
         if status >= HTTPStatus.BAD_REQUEST:
-            raise Refused(str(body.get("error", status)))
+            raise Refused(str(body["error"]))
         return body
 
     def _get(self, path: str, query: Mapping[str, object]) -> tuple[int, bytes]:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -307,3 +308,20 @@ def test_what_is_no_incident_is_none_and_the_answer_says_what_to_do(site: Site, 
     shown = CliRunner().invoke(cli, ["incidents", "show", f"--url=http://{site.server.address}", "--", id])
     assert (shown.exit_code, shown.exception.__class__) == (exitcodes.FAILED, SystemExit)
     assert "`opsd incidents --limit 1000` lists all that it knows" in shown.output
+
+
+@pytest.mark.parametrize("answer", [(404, {"message": "Not found"}), (401, {}), (200, ["up"]), (500, "broken")])
+def test_what_is_no_agent_is_told(answer: tuple[int, object]) -> None:
+    """Grafana and others answer at the ports of people who confuse them, and in JSON."""
+    status, body = answer
+
+    class Else(App):
+        def __call__(self, request: Request) -> Answer:
+            return HTTPStatus(status), json.dumps(body).encode(), {}
+
+    server = Server("127.0.0.1:0", SILENT)
+    server.start(Else(lambda: Snapshot(1, 0.0, 0.0), FACTS, stale_s=5.0))
+    asked = CliRunner().invoke(cli, ["incidents", f"--url=http://{server.address}"])
+    server.close()
+    assert (asked.exit_code, asked.exception.__class__) == (exitcodes.FAILED, SystemExit)
+    assert asked.output.startswith(f"opsd: no agent answers at http://{server.address} (something else says {status} ")
