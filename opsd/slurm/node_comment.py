@@ -32,14 +32,15 @@ MEGA: Final = 1e6
 KEPT_FAILED = 8
 KEPT_S = 90 * 86_400.0
 _RECORD = re.compile(r"\s*\[opsd1( [^\[\]]*)?\]")
-_STAY = re.compile(r"([\w.-]+)=(\d+)-(\d*)")
-_TESTED = re.compile(r"tested=(\d+)")
-_SPARE = re.compile(r"spare=([\w,]+)@(\d+)")
+_STAY = re.compile(r"([\w.-]+)=(\d{1,12})-(\d{0,12})")
+_TESTED = re.compile(r"tested=(\d{1,12})")
+_SPARE = re.compile(r"spare=([\w,]+)@(\d{1,12})")
 _DOMAIN = re.compile(r"nvl=([\w-]+\.\d+)")
-_PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d+)(?:([!?]?)|!(\d{1,9})M)")
-_FAILED: Final = re.compile(r"failed=(\d+(?:,\d+)*)")
-_SACCT: Final = re.compile(r"sacct=(\d+)(\??)")
-_ANEW: Final = re.compile(r"anew=(\d+)")
+_PATH = re.compile(r"path=([^\s\[\]@=]+)@(\d{1,12})(?:([!?]?)|!(\d{1,9})M)")
+_FAILED: Final = re.compile(r"failed=(\d{1,12}(?:,\d{1,12})*)")
+_SACCT: Final = re.compile(r"sacct=(\d{1,12})(\??)")
+_ANEW: Final = re.compile(r"anew=(\d{1,12})")
+"""Times of more than twelve digits are none: no calendar has them."""
 _MARKS: Final[dict[bool | None, str]] = {True: "", False: "!", None: "?"}
 
 
