@@ -172,7 +172,7 @@ def parse_reservations(text: str) -> tuple[Reservation, ...]:
     for line in text.splitlines():
         if not line.startswith("ReservationName="):
             continue
-        values = dict(word.partition("=")[::2] for word in line.split())
+        values = dict(word.partition("=")[::2] for word in reversed(line.split()))  # a comment ends the line
         found.append(
             Reservation(
                 name=values["ReservationName"],
