@@ -29,7 +29,10 @@ class Repairs:
         self._found: Sequence[RepairFact] = ()
         self._opened = 0
         self.shown: tuple[RepairFact, ...] = ()
-        """Oldest first. One without an end that is no longer on record is ``unknown``."""
+        """Oldest first, as their ids sort whatever the clock said.
+
+        One without an end that is no longer on record is ``unknown``.
+        """
 
     def remember(self, repairs: Sequence[RepairFact]) -> None:
         """Go on from what an earlier agent wrote."""
@@ -46,14 +49,14 @@ class Repairs:
         if reopened or len(found) != len(self._found) or any(map(is_not, found, self._found)):
             self._found = found
             self._know(self._known | {repair.id: repair for repair in found})
-            for repair in self._known.values():
-                if self._written.get(repair.id) != repair:
-                    self._written[repair.id] = repair
+            for id, repair in self._known.items():
+                if self._written.get(id) != repair:
                     self._journal.repair(repair)
+            self._written = self._known
 
     def _know(self, repairs: dict[str, RepairFact]) -> None:
-        newest = sorted(repairs.values(), key=lambda repair: (repair.end is None, repair.opened_at))[-MOST:]
+        newest = sorted(repairs.values(), key=lambda repair: (repair.end is None, repair.id))[-MOST:]
         self._known = {repair.id: repair for repair in newest}
         present = {repair.id for repair in self._found}
         told = (r if r.end or r.id in present else replace(r, end="unknown") for r in newest)
-        self.shown = tuple(sorted(told, key=lambda repair: repair.opened_at))
+        self.shown = tuple(sorted(told, key=lambda repair: repair.id))

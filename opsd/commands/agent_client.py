@@ -71,6 +71,10 @@ class Refused(Exception):
     """The agent refused the request; the message is the agent's sentence."""
 
 
+class Absent(Refused):
+    """The agent has nothing there, as one of an earlier release."""
+
+
 class Agent:
     """The API of one agent, at ``url`` or at the listen address in the configuration ``file``.
 
@@ -111,13 +115,16 @@ class Agent:
                 else self._get(path, query)
             )
             body = json.loads(content)
+            if not isinstance(body, dict) or (status >= HTTPStatus.BAD_REQUEST and "error" not in body):
+                raise ValueError(f"something else says {status} {content[:40]!r}")
         except ValueError as error:
             raise NoAgent(f"no agent answers at {self.base} ({error}); {_advice(self.base, error)}") from error
         if status == HTTPStatus.UNAUTHORIZED:
-            said = body.get("error", "not admitted")
-            raise Refused(f"{said}: put USER:PASSWORD into a file and name it with --credentials-file")
+            raise Refused(f"{body['error']}: put USER:PASSWORD into a file and name it with --credentials-file")
+        if status == HTTPStatus.NOT_FOUND:
+            raise Absent(str(body["error"]))
         if status >= HTTPStatus.BAD_REQUEST:
-            raise Refused(str(body.get("error", status)))
+            raise Refused(str(body["error"]))
         return body
 
     def _get(self, path: str, query: Mapping[str, object]) -> tuple[int, bytes]:
@@ -167,6 +174,15 @@ class Agent:
         """The agent's answer; ends the command with one sentence if there is none."""
         try:
             return self.get(path, **query)
+        except (NoAgent, Refused) as error:
+            fail(str(error))
+
+    def find(self, path: str, **query: str | int | Sequence[str]) -> Any:
+        """As ``ask``, and None if the agent has nothing at ``path``."""
+        try:
+            return self.get(path, **query)
+        except Absent:
+            return None
         except (NoAgent, Refused) as error:
             fail(str(error))
 

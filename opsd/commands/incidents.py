@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import quote
 
 import click
 
 from opsd.agent.web.repairs import outcome
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.options import Group, option
-from opsd.commands.output import output_console, plain_table, printable
+from opsd.commands.output import fail, output_console, plain_table, printable
 from opsd.runbooks.base import Culprit, State
 from opsd.words import clock, gpu_time
 
@@ -45,7 +46,7 @@ def incidents() -> None:
 def list_incidents(agent: Agent, as_json: bool, states: tuple[str, ...], limit: int) -> None:
     """List incidents, and the repairs of the node with what each has done, newest first."""
     answer = agent.ask("/api/v1/incidents", state=list(states), limit=limit)
-    answer |= agent.ask("/api/v1/repairs", state=list(states), limit=limit)
+    answer |= agent.find("/api/v1/repairs", state=list(states), limit=limit) or {"repairs": []}
     if as_json:
         click.echo(json.dumps(answer, indent=1))
         return
@@ -83,7 +84,10 @@ def _record(record: Mapping[str, Any], sort: str, text: str) -> str:
 def show_incident(id: str, agent: Agent, as_json: bool) -> None:
     """Everything about the incident or repair ID."""
     sort, lines = ("repairs", _repair_lines) if id.startswith(_REPAIR) else ("incidents", _incident_lines)
-    answer = agent.ask(f"/api/v1/{sort}/{id}")
+    path = f"/api/v1/{sort}/{quote(id, safe='', errors='replace')}"
+    answer = agent.find(path) if id.strip(".") else None  # dots are a folder in a URL
+    if answer is None:
+        fail(f"the agent knows no incident or repair {id!r}: `opsd incidents --limit 1000` lists all that it knows")
     if as_json:
         click.echo(json.dumps(answer, indent=1))
     else:

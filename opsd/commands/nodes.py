@@ -178,8 +178,9 @@ def note_replaced(names: tuple[str, ...]) -> int:
             fail(f"Slurm has no node {', '.join(strange)}")
         for name, comment in comments.items():
             slurm.set_comment(name, node_comment.write(comment, node_comment.read(comment).replaced(now)))
-            faults_of = len(faults({name: comment}))
-            click.echo(f"{name}: {faults_of} fault{'s' * (faults_of != 1)} until now no longer count")
+            known = len(faults({name: comment}))
+            told = "1 fault until now no longer counts" if known == 1 else f"{known} faults until now no longer count"
+            click.echo(f"{name}: {told}")
     except SlurmError as error:
         fail(f"Slurm: {error}")
     return exitcodes.OK

@@ -17,7 +17,7 @@ import sqlite3
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,23 +39,31 @@ KEPT: Final = 10
 INCIDENTS, PREFLIGHTS = 500, 5
 COMMAND_S, REPORT_S = 60.0, 600.0
 KERNEL_LOG: Final = (
-    "journalctl", "_TRANSPORT=kernel", "--lines=20000", "--no-pager", "--output=short-iso",
+    "journalctl", "_TRANSPORT=kernel", "SYSLOG_FACILITY=0", "--lines=20000", "--no-pager", "--output=short-iso",
 )  # fmt: skip
-"""Of all boots: --dmesg reads one boot, unless --boot=all is there, which older systemds refuse."""
-_WORDS: Final = r"""(?: passw(?:or)?d | passphrase | (?:\b|ssh)pass(?= \s{0,4} [=:]) | [_-]pwd | jwt | secret | token
-    | api-?key | [_-]key | accountkey | credentials? | bindpw | [_-]psk | auth_config )"""
+"""Of all boots: --dmesg reads one boot, unless --boot=all is there, which older systemds refuse.
+
+And what the kernel itself has said: programs write to /dev/kmsg as well, with a facility of theirs.
+"""
+_WORDS: Final = r"""(?: passw(?:or)?d | passphrase | (?:\b|ssh)pass(?= \s{0,4} [=:]) | [;_-]pwd | jwt | secret | token
+    | api[ -]?key | [_-]key | accountkey | credentials? | bindpw | (?:\b|_)psk(?= \s{0,4} [=:]) | _auth(?= [=:])
+    | auth_config )"""
 _QUOTE: Final = r"""\\{0,7}["']"""
 """Also as it stands in JSON within JSON, with backslashes before it."""
 _SECRET: Final = re.compile(
-    rf"""(?ix) (?P<name> {_WORDS} [\w.-]{{0,40}} (?:{_QUOTE})? \s{{0,4}} [=:] \s{{0,4}} )
-        (?: (?P<quote> {_QUOTE}) (?: (?!(?P=quote)) . ){{0,4096}} | [^\s"',&\\]+ )
+    rf"""(?ix) (?P<name> {_WORDS} [\w.-]{{0,40}} (?:{_QUOTE})? \s{{0,4}} [=:] >? \s{{0,20}} )
+        (?! (?:{_QUOTE})? -----BEGIN )
+        (?: (?P<quote> {_QUOTE}) (?: (?!(?P=quote)) (?: \\{{1,15}} . | [^\\\n] ) ){{0,4096}} | [^\s"',&\\]+ )
+    | (?P<said> \b (?: passw(?:or)?d | passphrase ) [ \t]{{1,4}} (?: is [ ] )? ) [^\s"'\\]+
     | (?P<option> -- (?:[a-z0-9]{{1,20}}[_-]){{0,4}} (?: {_WORDS} | key ) [\w-]{{0,40}}
         (?: [ ]{{1,4}} | {_QUOTE} ,? [ ]{{0,4}} {_QUOTE} ) ) [^\s"'\\]+
-    | (?P<bare> \b (?-i: hf_ | gh[opsu]_ | github_pat_ | glpat- | sk- | eyJ | nvapi- | xox[a-z]- | npm_ | dckr_pat_
-        | AIza ) ) [\w-]{{16,4096}}
+    | (?P<bare> \b (?-i: hf_ | api_org_ | gh[oprsu]_ | github_pat_ | gl(?:pat|dt|rt|ft|ptt|soat)- | sk- | eyJ | nvapi-
+        | xox[a-z]- | xapp- | npm_ | pypi-AgE | dckr_pat_ | AIza | ya29\. | hv[sbr]\. | wandb_v1_ | lsv2_ | tskey-
+        | AGE-SECRET-KEY- ) ) [\w-]{{16,4096}}
         (?: \. [\w-]{{1,4096}} ){{0,4}}
-    | (?P<block> -----BEGIN [ ] [A-Z ]{{0,20}} PRIVATE [ ] KEY----- ) [^-]{{1,16384}}
-    | (?P<scheme> authorization (?:{_QUOTE})? \s{{0,4}} : \s{{0,4}} (?:{_QUOTE})?
+    | (?P<block> -----BEGIN [ ] [A-Z ]{{0,20}} PRIVATE [ ] KEY (?: [ ] BLOCK )? ----- )
+        (?: (?!-----END) (?s:.) ){{1,16384}}
+    | (?P<scheme> authorization (?:{_QUOTE})? \s{{0,4}} [=:] \s{{0,4}} (?:{_QUOTE})?
         (?: (?:bearer|basic|digest|negotiate|token) \s{{1,4}} )? ) [^"\n\\]{{1,4096}}
     | (?P<cookie> \b (?:set-)? cookie (?:{_QUOTE})? \s{{0,4}} : \s{{0,4}} (?:{_QUOTE})? ) [^"\n\\]{{1,4096}}
     | (?P<query> [?&;] (?: sig | x-(?:amz|goog)-[a-z-]{{1,20}} | signature ) = ) [^\s"'&\\]+
@@ -65,6 +73,7 @@ _SECRET: Final = re.compile(
         \s -p [ =]{{0,4}} (?:{_QUOTE})? ) [^\s"'\\]+
     | (?P<bearer> \b bearer \s{{1,4}} ) [\w.~+/=-]{{16,4096}}
     | (?P<hook> \b hooks\.slack\.com/services/ | /api/webhooks/ | /incomingwebhook/ ) [^\s"'\\]+
+    | (?P<boot> \b netroot=iscsi: ) [^\s@]{{1,1000}} (?= @ )
     | (?P<user> :// (?:[^\s/:@]{{1,100}} :)? ) [^\s/]{{1,1000}} (?= @ )"""
 )
 """Bounded everywhere: a long line costs no more than many short ones."""
@@ -194,32 +203,43 @@ def _incidents(journal: Path) -> str:
     query = "SELECT document FROM incidents ORDER BY opened_at DESC LIMIT ?"
     try:
         with closing(sqlite3.connect(f"file:{journal}?mode=ro", uri=True, timeout=10)) as database:
-            rows = database.execute(query, (INCIDENTS,))
-            documents = [unspoken.incident(json.loads(document)) for (document,) in rows]
-    except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
+            database.text_factory = lambda raw: raw.decode(errors="replace")
+            documents = [_incident(document) for (document,) in database.execute(query, (INCIDENTS,))]
+    except sqlite3.Error as error:
         raise Missing(f"{journal}: {error}") from error
     return json.dumps(documents[::-1], indent=1)
 
 
-def _repairs(file: CaseFile) -> str:
-    def cases() -> Iterator[object]:
-        yield from map(asdict, file.past())
-        current = file.current()
-        if current is not None:
-            yield asdict(current)
-
+def _incident(document: str) -> Mapping[str, object]:
     try:
-        return json.dumps([*cases()], indent=1)
+        return unspoken.incident(json.loads(document))
+    except (ValueError, TypeError, AttributeError):
+        return {"cannot be read": "it is no record of this opsd"}
+
+
+def _repairs(file: CaseFile) -> str:
+    cases = [asdict(case) for case in file.past()]
+    try:
+        current = file.current()
+        cases += [asdict(current)] if current is not None else []
     except CaseError as error:
-        raise Missing(str(error)) from error
+        cases.append({"cannot be read": str(error)})
+    return json.dumps(cases, indent=1)
 
 
 def _preflights(history: History, node: str) -> str:
     try:
-        reports = [json.loads(history.report(run.id).to_json()) for run in history.runs(node, PREFLIGHTS)][::-1]
+        reports = [_report(history, run.id) for run in history.runs(node, PREFLIGHTS)[::-1]]
     except HistoryError as error:
         raise Missing(str(error)) from error
     return json.dumps(reports, indent=1)
+
+
+def _report(history: History, run: int) -> object:
+    try:
+        return json.loads(history.report(run).to_json())
+    except HistoryError as error:
+        return {"cannot be read": str(error)}
 
 
 def _nvidia_report(sources: Sources, *, wanted: bool) -> bytes:

@@ -24,8 +24,11 @@ _BARE: Final = (
     "id", "kind", "severity", "state", "opened_at", "last_seen_at", "resolved_at", "confidence", "attempts", "relapses",
     "cause",
 )  # fmt: skip
-_PROCESS: Final = re.compile(r"(?m)^(\s+(?:Process )?Name\s+: \S+)[^\n]*")
-_AUDIT: Final = re.compile(r"(?m)^([^\n]*\baudit(?:\(|: type=)\d+)[^\n]*")
+_BEGINNING: Final = 60
+"""Characters by which a text is known in another one, where it may be cut."""
+_PROCESS: Final = re.compile(r"(?ms)^([ \t]+(?:Process )?Name[ \t]+: \S+).*?(?=\n[ \t]+Used GPU |\nGPU |\n?\Z)")
+"""To the line that follows it in all releases: an argument may have lines of its own (``python -c``)."""
+_AUDIT: Final = re.compile(r"(?m)^([^\n]*?\baudit(?:\(|: type=)\d+)[^\n]*")
 
 
 def incident(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,12 +36,15 @@ def incident(document: Mapping[str, Any]) -> dict[str, Any]:
     told = {name: document.get(name) for name in _BARE}
     culprit = document.get("culprit") or {}
     told["culprit"] = {name: culprit.get(name) for name in ("component", "node", "gpu", "rank")}
-    said = [fact for fact in document.get("evidence") or () if fact.get("source") in MACHINE]
-    told["evidence"] = said
+    facts = document.get("evidence") or ()
+    told["evidence"] = [fact for fact in facts if fact.get("source") in MACHINE]
+    unsaid = [str(fact.get("text"))[:_BEGINNING] for fact in facts if fact.get("source") not in MACHINE]
     done = document.get("actions") or ()
     told["actions"] = [{name: action.get(name) for name in ("verb", "at", "outcome")} for action in done]
     if document.get("kind") in {runbook.kind for runbook in RUNBOOKS} - TOLD_BY_USERS:
         told |= {name: document.get(name) for name in ("key", "summary", "culprit")}
+        if any(text and text in str(told["summary"]) for text in unsaid):
+            del told["summary"]  # a runbook quotes there what it rests on
     return told
 
 

@@ -172,10 +172,12 @@ def parse_reservations(text: str) -> tuple[Reservation, ...]:
     for line in text.splitlines():
         if not line.startswith("ReservationName="):
             continue
-        values = dict(word.partition("=")[::2] for word in line.split())
+        name, start, rest = line.removeprefix("ReservationName=").partition(" StartTime=")
+        words = f"{start}{rest}".split()  # a comment comes last, with whatever words
+        values = dict(word.partition("=")[::2] for word in reversed(words))
         found.append(
             Reservation(
-                name=values["ReservationName"],
+                name=name,
                 state=values.get("State", "").lower(),
                 nodes=_hosts(_set(values, "Nodes")),
                 node_count=_integer(values.get("NodeCnt", "0")),

@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from http import HTTPStatus
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from opsd import exitcodes
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import server as module
-from opsd.agent.web.app import App
+from opsd.agent.web.app import Answer, App, Request
 from opsd.agent.web.server import Server
 from opsd.collectors.base import NoData, Reading, RepairFact, RepairStep, Sample
 from opsd.commands.main import cli
@@ -274,3 +276,52 @@ def test_the_history_of_a_node_has_its_repairs_among_the_incidents(tmp_path: Pat
     assert "retest  failed: gpu_health failed" in opsd("show", "repair-1")
     assert [record["id"] for record in json.loads(opsd("--json"))["repairs"]] == ["repair-1"]
     site.server.close()
+
+
+class Earlier(App):
+    """The agent of a release that knew no repairs."""
+
+    def __call__(self, request: Request) -> Answer:
+        return super().__call__(replace(request, path=request.path.replace("repairs", "none")))
+
+
+def test_an_agent_of_an_earlier_release_has_incidents_without_repairs() -> None:
+    """Agents are upgraded one by one, and the command line before them."""
+    server = Server("127.0.0.1:0", SILENT)
+    server.start(Earlier(lambda: Snapshot(1, 0.0, 0.0, incidents=(incident("a"),)), FACTS, stale_s=5.0))
+    url = f"--url=http://{server.address}"
+    listed, as_json, shown = (
+        CliRunner().invoke(cli, ["incidents", *arguments, url], env={"COLUMNS": "300"})
+        for arguments in ((), ("--json",), ("show", "repair-1"))
+    )
+    server.close()
+    assert (listed.exit_code, listed.output.splitlines()[0].split()[-1]) == (exitcodes.OK, "a")
+    assert (len(json.loads(as_json.output)["incidents"]), json.loads(as_json.output)["repairs"]) == (1, [])
+    assert (shown.exit_code, "knows no incident or repair 'repair-1'" in shown.output) == (exitcodes.FAILED, True)
+
+
+@pytest.mark.parametrize(
+    "id", ["none", "repair-1", "../status", "..", ".", "", "a?b", "a/b", "a#b", "ä b", "\udcff", "%2e"]
+)
+def test_what_is_no_incident_is_none_and_the_answer_says_what_to_do(site: Site, id: str) -> None:
+    """Also what a URL takes for another page."""
+    shown = CliRunner().invoke(cli, ["incidents", "show", f"--url=http://{site.server.address}", "--", id])
+    assert (shown.exit_code, shown.exception.__class__) == (exitcodes.FAILED, SystemExit)
+    assert "`opsd incidents --limit 1000` lists all that it knows" in shown.output
+
+
+@pytest.mark.parametrize("answer", [(404, {"message": "Not found"}), (401, {}), (200, ["up"]), (500, "broken")])
+def test_what_is_no_agent_is_told(answer: tuple[int, object]) -> None:
+    """Grafana and others answer at the ports of people who confuse them, and in JSON."""
+    status, body = answer
+
+    class Else(App):
+        def __call__(self, request: Request) -> Answer:
+            return HTTPStatus(status), json.dumps(body).encode(), {}
+
+    server = Server("127.0.0.1:0", SILENT)
+    server.start(Else(lambda: Snapshot(1, 0.0, 0.0), FACTS, stale_s=5.0))
+    asked = CliRunner().invoke(cli, ["incidents", f"--url=http://{server.address}"])
+    server.close()
+    assert (asked.exit_code, asked.exception.__class__) == (exitcodes.FAILED, SystemExit)
+    assert asked.output.startswith(f"opsd: no agent answers at http://{server.address} (something else says {status} ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sqlite3
 from contextlib import closing
@@ -9,9 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from opsd.agent.journal import Journal
+from opsd.agent.repairs import Repairs
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.repairs import repair_card
-from opsd.collectors.repairs import RepairsCollector
+from opsd.agent.window import Window
+from opsd.collectors.base import Reading, RepairFact
+from opsd.collectors.repairs import COLLECTOR, MOST, RepairsCollector
 from opsd.repair.case_file import CaseFile
 from opsd.repair.ladder import RETEST, Attempt, Case, Rung, closed
 from tests.fakes.agent import Agent
@@ -158,3 +162,39 @@ def test_the_page_and_the_api_have_each_step_in_order(tmp_path: Path) -> None:
     assert json.loads(app(Request(f"/api/v1/repairs/{OPEN.id}", {}))[1]) == repair
     assert json.loads(app(Request("/api/v1/repairs", {"state": ["current"]}))[1]) == {"repairs": []}
     assert [app(Request(f"/api/v1/repairs{odd}", {}))[0] for odd in ("/none", "/../x", "/")] == [404] * 3
+
+
+def test_the_newest_repair_is_the_first_also_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    """Six repairs were begun by a clock that was far ahead; the page shows five."""
+    cases = CaseFile(tmp_path)
+    for number in range(6):
+        ahead = replace(OPEN, id=cases.new_id(1e9 + number), opened_at=1e9 + number, reason=f"opsd:ahead-{number}")
+        cases.keep(closed(ahead, "returned", "it passed", 1e9 + number))
+    cases.keep(replace(OPEN, id=cases.new_id(1000.0), reason="opsd:now"))
+    ticked = agent(tmp_path)
+    ticked.tick()
+    ticked.journal.close(PATIENCE_S)
+    text = str(repair_card(ticked.loop.snapshot))
+    assert 0 < text.find("opsd:now") < text.find("opsd:ahead-5")
+    assert "opsd:ahead-1" not in text
+
+
+def test_an_agent_does_not_grow_with_each_repair(tmp_path: Path) -> None:
+    """It knows the newest hundred; the journal has more."""
+    journal = Journal(tmp_path, lambda _problem: None)
+    journal.open(PATIENCE_S)
+    repairs, view, numbers = Repairs(journal), Window("n1"), range(3 * MOST)
+
+    def known() -> int:
+        return len({id(found) for found in gc.get_objects() if isinstance(found, RepairFact)})
+
+    before = known()
+    for number in numbers:
+        view.begin(float(number), float(number))
+        fact = RepairFact(f"repair-{number:04}", "n1", "gpu_xid", "opsd:x", float(number), (), "returned", number + 1.0)
+        view.add(COLLECTOR.name, Reading(facts=(fact,)))
+        repairs.take(view)
+    assert [repair.id for repair in repairs.shown] == [f"repair-{number:04}" for number in numbers[-MOST:]]
+    journal.close(PATIENCE_S)
+    assert known() - before <= MOST + 1
+    assert len(rows(tmp_path)) == len(numbers)

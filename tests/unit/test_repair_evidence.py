@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from opsd.agent.journal import Journal
+from opsd.preflight.history import History
+from opsd.preflight.report import Report
 from opsd.repair import evidence
 from opsd.repair.case_file import CaseFile
+from opsd.repair.ladder import Case, Rung, closed
 from opsd.repair.machine import RungError, run_command
 from opsd.runbooks.base import Culprit, Evidence
 from tests.fakes.incidents import incident
@@ -126,6 +129,26 @@ SECRETS = pytest.mark.parametrize(
         "sent bearer hunter2hunter2hunter2",
         "https://ann:hun@ter2hunter2@host/",
         "-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2\n-----END OPENSSH PRIVATE KEY-----",
+        "-----BEGIN RSA PRIVATE KEY-----\nDEK-Info: AES-128-CBC,01\n\nhunter2\n-----END RSA PRIVATE KEY-----",
+        "-----BEGIN PGP PRIVATE KEY BLOCK-----\n\nhunter2\n-----END PGP PRIVATE KEY BLOCK-----",
+        "2026-01-01 n1 -----BEGIN PRIVATE KEY-----\n2026-01-01 n1 hunter2\n",
+        "SSH_KEY=-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2\n-----END OPENSSH PRIVATE KEY-----",
+        'private_key: "-----BEGIN PRIVATE KEY-----\nhunter2\n-----END PRIVATE KEY-----"',
+        '"password":"a\\"hunter2"',
+        "machine github.com login ann password hunter2",
+        "the BMC's password is hunter2",
+        "password:          hunter2",
+        "PASSWORD => hunter2",
+        "authorization=Basic hunter2",
+        "Server=db1;Uid=sa;Pwd=hunter2;",
+        "//registry.npmjs.org/:_auth=hunter2",
+        "wpa: psk=hunter2",
+        "Command line: BOOT_IMAGE=/vmlinuz netroot=iscsi:ann:hunter2@10.0.0.1::3260::iqn",
+        "ghr_hunter2hunter2hunter2",
+        "glrt-hunter2hunter2hunter2",
+        "hvs.hunter2hunter2hunter2",
+        "wandb_v1_hunter2hunter2hunter2",
+        "xapp-1-hunter2hunter2hunter2",
     ],
 )
 
@@ -175,14 +198,26 @@ LINE = "python train.py --db hunter2 -phunter2 hunter2"
 def test_no_command_line_of_a_process_is_in_the_archive(tmp_path: Path) -> None:
     """Of nvidia-smi, and of audit records in the kernel's log: the program is named, what is passed to it is not."""
     smi = f"        Process ID                        : 42\n            Name                          : {LINE}\n"
-    audit = f'2026-01-01T00:00:00 audit: type=1309 audit(1.2:3): argc=4 a0="mysql" a1="{LINE}"\nNVRM: Xid 79'
-    said = {"nvidia-smi": f"GPU 0\n    Product Name : NVIDIA\n{smi}", "dmesg": audit, "journalctl": audit}
-    sources = evidence.Sources(
-        "n1", tmp_path, tmp_path / "preflight.sqlite", run=lambda argv, _s: said.get(argv[0], ""), nvidia_report="none"
+    script = f"python -c import os\n    db = {LINE}\n\nclass A:"  # lines of an argument
+    smi = f"{smi.replace(LINE, script)}            Used GPU Memory               : 80 MiB\n    Capabilities\n{smi}"
+    audit = (
+        f'2026-01-01T00:00:00 audit: type=1309 audit(1.2:3): argc=4 a0="mysql" a1="{LINE}" a2="audit(1"\nNVRM: Xid 79'
     )
+    said = {"nvidia-smi": f"GPU 0\n    Product Name : NVIDIA\n{smi}", "dmesg": audit, "journalctl": audit}
+    asked: list[Sequence[str]] = []
+
+    def run(argv: Sequence[str], _deadline_s: float) -> str:
+        asked.append(argv)
+        return said.get(argv[0], "")
+
+    sources = evidence.Sources("n1", tmp_path, tmp_path / "preflight.sqlite", run=run, nvidia_report="none")
     texts = unpacked(evidence.make(sources, 0.0))
     assert [name for name, text in texts.items() if "hunter2" in text] == []
-    assert "Name                          : python\n" in texts["nvidia-smi.txt"]
+    assert "Name                          : python\n            Used GPU Memory" in texts["nvidia-smi.txt"]
+    assert texts["nvidia-smi.txt"].endswith(
+        "Capabilities\n" + smi.rpartition("Capabilities\n")[2].partition(" train")[0] + "\n"
+    )
+    assert all({"_TRANSPORT=kernel", "SYSLOG_FACILITY=0"} <= {*argv} for argv in asked if argv[0] == "journalctl")
     assert "NVRM: Xid 79" in texts["kernel.txt"]
 
 
@@ -200,9 +235,15 @@ def test_no_word_of_users_programs_is_in_the_archive(tmp_path: Path) -> None:
         actions=({"verb": "notify", "target": LINE, "reason": LINE, "at": 1.0, "outcome": "done", "detail": LINE},),
     )  # fmt: skip
     unknown = incident("c", kind="of another release", summary=LINE)
+    quoting = incident(
+        "d",
+        kind="fabric_manager",
+        summary=f"the fabric does not work: {LINE}",
+        evidence=(Evidence(LINE, "launcher", 1.0),),
+    )
     journal = Journal(tmp_path, lambda _problem: None)
     journal.open(60.0)
-    for one in (xid, crash, unknown):
+    for one in (xid, crash, unknown, quoting):
         journal.incident(one)
     journal.close(60.0)
     sources = evidence.Sources("n1", tmp_path, tmp_path / "none", run=lambda _argv, _s: "", nvidia_report="none")
@@ -221,3 +262,28 @@ def unpacked(archive: Path) -> dict[str, str]:
     with tarfile.open(archive) as found:
         parts = {Path(member.name).name: found.extractfile(member) for member in found}
         return {name: file.read().decode() for name, file in parts.items() if file is not None}
+
+
+def test_a_record_that_cannot_be_read_hides_none_of_the_others(tmp_path: Path) -> None:
+    """Of a later release, or damaged: what is left is evidence all the same."""
+    cases = CaseFile(tmp_path)
+    cases.keep(closed(Case("repair-1", "n1", "gpu_xid", "opsd:a", 1.0, Rung.RESET), "rma", "nothing helped", 2.0))
+    (cases.folder / "case.json").write_text('{"id": "of a later release"}')
+    with sqlite3.connect(tmp_path / "journal.db") as database:
+        database.execute("CREATE TABLE incidents (document TEXT, opened_at REAL)")
+        rows = [('{"id": "good"}', 1.0), ("{", 2.0), ("[]", 3.0), ('{"evidence": 1}', 4.0)]
+        database.executemany("INSERT INTO incidents VALUES (?, ?)", [*rows, (None, 5.0)])
+        database.execute("INSERT INTO incidents VALUES (CAST(X'7b22ff' AS TEXT), 6.0)")
+    history = History(tmp_path / "preflight.sqlite")
+    for started in (1.0, 2.0):
+        history.record(Report("n1", "quick", "1", started, started, ()))
+    with sqlite3.connect(history.path) as database:
+        database.execute("UPDATE runs SET report = '{}' WHERE started = 2.0")
+    sources = evidence.Sources("n1", tmp_path, history.path, run=lambda *_: "", nvidia_report="none")
+    texts = unpacked(evidence.make(sources, 0.0))
+    told = {name: json.loads(texts[f"{name}.json"]) for name in ("repairs", "incidents", "preflights")}
+    assert [record["id"] for record in told["repairs"][:-1]] == ["repair-1"]
+    assert told["incidents"][0]["id"] == "good"
+    assert told["preflights"][0]["started"] == 1.0
+    unreadable = [*told["repairs"][1:], *told["incidents"][1:], *told["preflights"][1:]]
+    assert (len(unreadable), all([*record] == ["cannot be read"] for record in unreadable)) == (7, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from opsd.lemons import Fault, Judgement, Lift, Score
 from opsd.slurm import node_comment
 from opsd.slurm.candidates import LEMON, TESTED_S, candidates, due, faults, free
@@ -118,3 +120,12 @@ def test_what_failed_before_hardware_was_replaced_does_not_count() -> None:
         ("a", "ib_link", NOW + 2e5), ("a", "job", NOW + 9e4), ("z", "job", NOW - 500),
     ]  # fmt: skip
     assert node_comment.read(comments["a"]).anew == NOW
+
+
+@pytest.mark.parametrize(
+    "word", ["sacct={}", "tested={}", "anew={}", "failed={}", "gpu_xid={}-", "spare=ready@{}", "path=leaf1@{}"]
+)
+def test_a_time_that_no_calendar_has_is_none(word: str) -> None:
+    """Somebody has edited the comment: `opsd nodes lemons` tells the times, and ended with a traceback."""
+    assert node_comment.read(f"[opsd1 {word.format('9' * 17)}]") == node_comment.read("")
+    assert node_comment.read(f"[opsd1 {word.format('9' * 11)}]") != node_comment.read("")

@@ -16,6 +16,7 @@ from opsd.slurm.output import (
     parse_jobs,
     parse_nodes,
     parse_partitions,
+    parse_reservations,
     parse_version,
 )
 from opsd.slurm.port import (
@@ -374,3 +375,15 @@ def test_reads_partitions_as_24_11_prints_them() -> None:
     )
     assert train == Partition("train", ("gh101", "gh102", "gh103"), 7, "REQUEUE", 120, "drain")
     assert (empty.name, empty.nodes, empty.state) == ("CPU nodes (amd)", (), "up")
+
+
+def test_words_of_people_are_none_of_a_reservation_s_values() -> None:
+    """Its name may have several, and who may reserve nodes may write anything into its comment."""
+    (found,) = parse_reservations(
+        "ReservationName=maintenance weekend 2023-10-14 StartTime=1 EndTime=2 Duration=00:00:01 "
+        "Nodes=n[1-2] NodeCnt=2 CoreCnt=8 Features=(null) PartitionName=gpu Flags=SPEC_NODES TRES=cpu=8 Users=root "
+        "Groups=(null) Accounts=(null) Licenses=(null) State=ACTIVE BurstBuffer=(null) MaxStartDelay=(null) "
+        "Comment=was Nodes=n[1-9 NodeCnt=nine Users=ann State=INACTIVE\n"
+    )
+    assert (found.name, found.starts_at) == ("maintenance weekend 2023-10-14", 1.0)
+    assert (found.nodes, found.node_count, found.users, found.state) == (("n1", "n2"), 2, ("root",), "active")
