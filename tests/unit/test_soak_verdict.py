@@ -23,18 +23,19 @@ PLANT = Plant(1000.0, "GPU-0", 8)
 
 
 def memory(growth: float) -> list[tuple[float, float]]:
-    """An hour with the noise that an allocator makes, and ``growth`` in MiB an hour."""
+    """An hour with the noise of an allocator, large answers a third of the time, and ``growth`` in MiB an hour."""
     draw = random.Random(7)
-    return [(float(at), 80 + growth * at / 3600 + draw.uniform(-1, 1)) for at in range(3600)]
+    answers = [draw.choice((0, 0, draw.uniform(0, 40))) for _ in range(360)]
+    return [(float(at), 80 + growth * at / 3600 + draw.uniform(-1, 1) + answers[at // 10]) for at in range(3600)]
 
 
 @pytest.mark.parametrize(("growth", "flat"), [(0.0, True), (1.0, True), (5.0, False), (60.0, False)])
 def test_memory_that_grows_is_found(growth: float, flat: bool) -> None:
     """The interval has the true slope in it, and an hour is enough to tell."""
     found = slope(memory(growth))
-    assert found.low <= growth <= found.high and found.high - found.low < 1.0
-    assert (memory_verdict(found, 3600) == "") is flat
-    assert memory_verdict(found, 60) == ""
+    assert found.low <= growth <= found.high and found.high - found.low < 2.0
+    assert (memory_verdict(found, 3600, 80.0) == "") is flat
+    assert memory_verdict(found, 60, 80.0) == ""
 
 
 def test_memory_near_the_limit_is_found() -> None:

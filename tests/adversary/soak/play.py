@@ -34,6 +34,7 @@ from tests.adversary.soak.honest import train
 from tests.adversary.soak.observe import Scraper, highest_mib, inbox, resident_mib, scrape, series, total
 from tests.adversary.soak.verdict import (
     Plant,
+    floors,
     incidents_verdict,
     memory_verdict,
     peak_verdict,
@@ -129,7 +130,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
         lost += incidents_verdict(plants, journal, told)
         faults = [
             *lost,
-            memory_verdict(growth, memory[-1][0] - memory[0][0]),
+            memory_verdict(growth, memory[-1][0] - memory[0][0], floors(memory)[0][1]),
             peak_verdict(highest),
             *scrape_verdict(seen),
             *ticks_verdict(last),
@@ -143,6 +144,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
             "rss_end_mib": resident_mib(agent.pid) if alive else 0.0,
             "rss_max_mib": max(mib for _, mib in seen.memory),
             "rss_highest_mib": highest,
+            "rss_floors_mib": [round(mib, 1) for _, mib in floors(memory)],
             "rss_slope_mib_per_hour": growth.value,
             "rss_slope_low": growth.low,
             "rss_slope_high": growth.high,

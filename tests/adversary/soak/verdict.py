@@ -14,8 +14,8 @@ from tests.adversary.soak.observe import Observed, total
 BLOCKS = 10
 STUDENT = 2.306
 """97.5 % quantile of Student's t with ``BLOCKS`` - 2 degrees of freedom."""
-GROWTH_MIB = 3.0
-"""What the memory of an hour may grow at most, by the upper end of the confidence interval: a twentieth."""
+GROWTH = 1 / 20
+"""By how much of itself memory may grow in an hour at most, by the upper end of the confidence interval."""
 SERVICE = (ROOT / "deploy/systemd/opsd.service").read_text()
 MOST_MIB = int(re.findall(r"^MemoryMax=(\d+)M$", SERVICE, re.MULTILINE)[0]) - 16
 """The most memory that the agent may ever have had: what the kernel lets the service take, less what it counts besides
@@ -44,25 +44,32 @@ class Slope(NamedTuple):
     high: float
 
 
-def slope(memory: Sequence[tuple[float, float]]) -> Slope:
-    """Growth of the memory over time, by least squares on the means of ``BLOCKS`` stretches of equal length.
+def floors(memory: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """What stays in memory: the time and the lowest twentieth of ``BLOCKS`` stretches of equal length.
 
-    Neighbouring samples are almost equal; the means of minutes are not, and their scatter gives the interval.
+    Answers that are under way come and go, by dozens of MiB while users ask for the largest; what leaks never goes.
     """
     size = len(memory) // BLOCKS
     blocks = [memory[number * size : (number + 1) * size] for number in range(BLOCKS)]
-    hours = [statistics.fmean(at for at, _ in block) / 3600 for block in blocks]
-    means = [statistics.fmean(mib for _, mib in block) for block in blocks]
-    line = statistics.linear_regression(hours, means)
-    rest = sum((y - line.slope * x - line.intercept) ** 2 for x, y in zip(hours, means, strict=True))
+    return [
+        (statistics.fmean(at for at, _ in block), statistics.quantiles((mib for _, mib in block), n=20)[0])
+        for block in blocks
+    ]
+
+
+def slope(memory: Sequence[tuple[float, float]]) -> Slope:
+    """Growth of what stays in memory over time, by least squares; the scatter around the line gives the interval."""
+    hours, stays = zip(*((at / 3600, mib) for at, mib in floors(memory)), strict=True)
+    line = statistics.linear_regression(hours, stays)
+    rest = sum((y - line.slope * x - line.intercept) ** 2 for x, y in zip(hours, stays, strict=True))
     middle = statistics.fmean(hours)
     error = (rest / (BLOCKS - 2) / sum((x - middle) ** 2 for x in hours)) ** 0.5
     return Slope(line.slope, line.slope - STUDENT * error, line.slope + STUDENT * error)
 
 
-def memory_verdict(growth: Slope, seconds: float) -> str:
-    """What is wrong with the memory, "" if it is flat, or was not watched for long enough to say."""
-    if seconds < SHORTEST_S or growth.high <= GROWTH_MIB:
+def memory_verdict(growth: Slope, seconds: float, mib: float) -> str:
+    """What is wrong with the memory, "" if its ``mib`` are flat, or were not watched for long enough to say."""
+    if seconds < SHORTEST_S or growth.high <= GROWTH * mib:
         return ""
     return f"memory grows by up to {growth.high:.1f} MiB an hour"
 
