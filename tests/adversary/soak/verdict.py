@@ -45,16 +45,13 @@ class Slope(NamedTuple):
 
 
 def floors(memory: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What stays in memory: the time and the lowest twentieth of ``BLOCKS`` stretches of equal length.
+    """What stays in memory: the time and the least of ``BLOCKS`` stretches of equal length.
 
     Answers that are under way come and go, by dozens of MiB while users ask for the largest; what leaks never goes.
     """
     size = len(memory) // BLOCKS
     blocks = [memory[number * size : (number + 1) * size] for number in range(BLOCKS)]
-    return [
-        (statistics.fmean(at for at, _ in block), statistics.quantiles((mib for _, mib in block), n=20)[0])
-        for block in blocks
-    ]
+    return [(statistics.fmean(at for at, _ in block), min(mib for _, mib in block)) for block in blocks]
 
 
 def slope(memory: Sequence[tuple[float, float]]) -> Slope:
