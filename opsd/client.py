@@ -50,6 +50,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from time import monotonic_ns
 from types import FrameType
@@ -339,6 +340,9 @@ def _create_page(path: Path | None, header: bytes) -> mmap.mmap:
     return page
 
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
 def _outlive_stop_signals() -> None:
     """Ignore the stop signals in the main thread while there is a page; child processes get the default action back.
 
@@ -346,10 +350,10 @@ def _outlive_stop_signals() -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in _STOP_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _unless_unobserved)
-    os.register_at_fork(after_in_child=_restore_stop_signals)
+    _keep_from_children()
 
 
 def _unless_unobserved(number: int, frame: FrameType | None) -> None:
@@ -360,10 +364,24 @@ def _unless_unobserved(number: int, frame: FrameType | None) -> None:
         os.kill(os.getpid(), number)
 
 
-def _restore_stop_signals() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        if signal.getsignal(number) is _unless_unobserved:
-            signal.signal(number, signal.SIG_DFL)
+@cache
+def _keep_from_children() -> None:
+    """Once: what a child gets before it has the default action back waits until then, and ends it like any other."""
+    before = threading.local()
+
+    def block() -> None:
+        before.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before.mask)
+
+    def restore() -> None:
+        for number in _STOP_SIGNALS:
+            if signal.getsignal(number) is _unless_unobserved:
+                signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)
 
 
 def append_event(page: Path, kind: str, **fields: object) -> None:

@@ -58,6 +58,24 @@ def test_children_of_a_rank_die_of_sigterm(tmp_path: Path, how: str) -> None:
         assert launched.log() == f"True True\nended by {signal.SIGTERM.value}\n"
 
 
+def test_a_child_dies_of_a_signal_that_comes_with_its_first_breath(tmp_path: Path) -> None:
+    """Before it has the default action back: a pool that is over at once waited for such a worker for ever."""
+    source = """
+        import os, signal
+        from opsd.client import Reporter
+        os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+        reporters = Reporter.from_env(), Reporter.from_env()
+        child = os.fork()
+        if not child:
+            os._exit(0)
+        print("ended by", -os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        print(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    """
+    with Launched(tmp_path, source) as launched:
+        assert launched.wait() == exitcodes.OK
+        assert launched.log() == f"ended by {signal.SIGTERM.value}\nset()\n"
+
+
 def test_a_pool_of_processes_ends(tmp_path: Path) -> None:
     """``multiprocessing.Pool`` ends its workers by SIGTERM and waits for them."""
     source = """
