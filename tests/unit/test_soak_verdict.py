@@ -34,8 +34,8 @@ def test_memory_that_grows_is_found(growth: float, flat: bool) -> None:
     """The interval has the true slope in it, and an hour is enough to tell."""
     found = slope(memory(growth))
     assert found.low <= growth <= found.high and found.high - found.low < 2.0
-    assert (memory_verdict(found, 3600, 80.0) == "") is flat
-    assert memory_verdict(found, 60, 80.0) == ""
+    assert (memory_verdict(found, 3600) == "") is flat
+    assert memory_verdict(found, 60) == ""
 
 
 def test_memory_near_the_limit_is_found() -> None:

@@ -130,7 +130,7 @@ def play(seconds: float, *, files: int = 60_000, runs: int = 300, nice: int = 10
         lost += incidents_verdict(plants, journal, told)
         faults = [
             *lost,
-            memory_verdict(growth, memory[-1][0] - memory[0][0], floors(memory)[0][1]),
+            memory_verdict(growth, memory[-1][0] - memory[0][0]),
             peak_verdict(highest),
             *scrape_verdict(seen),
             *ticks_verdict(last),

@@ -14,8 +14,8 @@ from tests.adversary.soak.observe import Observed, total
 BLOCKS = 10
 STUDENT = 2.306
 """97.5 % quantile of Student's t with ``BLOCKS`` - 2 degrees of freedom."""
-GROWTH = 1 / 20
-"""By how much of itself memory may grow in an hour at most, by the upper end of the confidence interval."""
+GROWTH_MIB = 3.0
+"""What the memory of an hour may grow at most, by the upper end of the confidence interval."""
 SERVICE = (ROOT / "deploy/systemd/opsd.service").read_text()
 MOST_MIB = int(re.findall(r"^MemoryMax=(\d+)M$", SERVICE, re.MULTILINE)[0]) - 16
 """The most memory that the agent may ever have had: what the kernel lets the service take, less what it counts besides
@@ -64,9 +64,9 @@ def slope(memory: Sequence[tuple[float, float]]) -> Slope:
     return Slope(line.slope, line.slope - STUDENT * error, line.slope + STUDENT * error)
 
 
-def memory_verdict(growth: Slope, seconds: float, mib: float) -> str:
-    """What is wrong with the memory, "" if its ``mib`` are flat, or were not watched for long enough to say."""
-    if seconds < SHORTEST_S or growth.high <= GROWTH * mib:
+def memory_verdict(growth: Slope, seconds: float) -> str:
+    """What is wrong with the memory, "" if it is flat, or was not watched for long enough to say."""
+    if seconds < SHORTEST_S or growth.high <= GROWTH_MIB:
         return ""
     return f"memory grows by up to {growth.high:.1f} MiB an hour"
 
