@@ -1,36 +1,18 @@
-"""Which nodes are near each other by the switch tree, and which to pick for a run."""
+"""Which nodes are near each other by the switch tree."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from opsd.slurm.pick import Choice, for_runs, pick, pick_in_one
-from opsd.slurm.port import Partition, SlurmUnavailable
+from opsd.slurm.port import SlurmUnavailable
 from opsd.slurm.runner import Output, Runner
 from opsd.slurm.topology import Topology, TopologyError, even, parse
 from opsd.slurm.topology_source import read
-
-TREE = parse("""
-SwitchName=leaf1 Nodes=n[1-4]
-SwitchName=leaf2 Nodes=n[5-8]  # full
-SwitchName=leaf3 LinkSpeed=400 Nodes=n[9-12]
-SwitchName=leaf4 Nodes=n[13-14]
-switchname=spine1 switches=leaf[1-2]
-SwitchName=spine2 Switches=leaf[3-4]
-SwitchName=core Switches=spine[1-2]
-""")
-
-
-def all_equal(*numbers: int) -> dict[str, float]:
-    return {f"n{number}": 0.0 for number in numbers}
+from tests.fakes.topologies import BLOCKS, TREE
 
 
 @pytest.mark.parametrize(
@@ -51,29 +33,6 @@ def test_a_line_goes_on_after_a_backslash() -> None:
     """Slurm reads its files so; the nodes on the second line were on no switch."""
     tree = parse("SwitchName=a \\\n  Nodes=n[1-2]\nSwitchName=b Nodes=n3\n")
     assert tree.leaf == {"n1": "a", "n2": "a", "n3": "b"}
-
-
-def test_the_fewest_switches_are_used() -> None:
-    """A leaf that has them all, the one that they fill; else the lowest switch above enough nodes."""
-    assert pick(all_equal(*range(1, 15)), 2, TREE) == Choice(("n13", "n14"), "leaf4")
-    assert pick(all_equal(*range(1, 15)), 4, TREE) == Choice(("n1", "n2", "n3", "n4"), "leaf1")
-    assert pick(all_equal(1, 2, 3, 5, 6, 9), 4, TREE) == Choice(("n1", "n2", "n3", "n5"), "spine1")
-    assert pick(all_equal(1, 9), 2, TREE) == Choice(("n1", "n9"), "core")
-
-
-def test_a_good_node_far_away_comes_before_a_bad_one_near() -> None:
-    """Badness first, then hops; bad ones only where there are no others."""
-    free = {**all_equal(1, 2, 9, 10), "n3": 8.0}
-    assert pick(free, 3, TREE) == Choice(("n1", "n10", "n2"), "core")
-    assert pick(free, 5, TREE) == Choice(("n1", "n10", "n2", "n3", "n9"), "core")
-    assert pick({"n1": 0.0, "n2": 8.0, "n3": 1.0}, 2, TREE) == Choice(("n1", "n3"), "leaf1")
-
-
-def test_without_a_topology_any_good_nodes_do() -> None:
-    """Also where some nodes are in none, and where there are too few."""
-    assert pick({"a": 1.0, "b": 0.0, "c": 0.0}, 2, Topology()) == Choice(("b", "c"), "")
-    assert pick({"n1": 0.0, "x": 0.0}, 2, TREE) == Choice(("n1", "x"), "")
-    assert pick({"n1": 0.0}, 2, TREE) is None
 
 
 def test_what_a_swap_costs_is_told_in_hops() -> None:
@@ -125,7 +84,11 @@ SwitchName=spine1 Level=1 LinkSpeed=1 Nodes=n[1-4] Switches=leaf[1-2]
 SwitchName=spine2 Level=1 LinkSpeed=1 Nodes=n[5-8] Switches=leaf3
 SwitchName=core Level=2 LinkSpeed=1 Nodes=n[1-8] Switches=spine[1-2]
 """
+
+
 """``scontrol show topology`` of 22.05.8."""
+
+
 RACKS = """\
 # Number of Nodes in block1: 3
 # ClusterUUID and CliqueID: 5e797fc6-0f46-421a-8724-0e102c0f723c
@@ -134,7 +97,11 @@ BlockName=block_5e797fc6-0f46-421a-8724-0e102c0f723c_1234 Nodes=hpc-9,hpc-13,hpc
 BlockName=block_5e797fc6-0f46-421a-8724-0e102c0f721e_23456 Nodes=hpc-22,hpc-26,hpc-30
 BlockSizes=1
 """
+
+
 """As azslurm writes it for racks of GB200 (Azure/cyclecloud-slurm), with fewer nodes."""
+
+
 ISLANDS = """\
 # switch.3.1=hpcislandid-1
 SwitchName=switch.3.1 Switches=switch.2.[1-2]
@@ -144,10 +111,9 @@ SwitchName=switch.2.2 Switches=switch.1.2
 SwitchName=switch.1.1 Nodes=node-1
 SwitchName=switch.1.2 Nodes=node-2
 """
+
+
 """As NVIDIA/topograph writes the network of a cloud: upper switches first."""
-BLOCKS = parse(
-    "BlockName=rack1 BlockIndex=0 Nodes=c[01-18] BlockSize=18\nBlockName=rack2 Nodes=c[19-36]\nBlockSizes=18,36"
-)
 
 
 def test_what_the_controller_shows_is_the_same_tree() -> None:
@@ -168,27 +134,6 @@ def test_trees_and_blocks_of_other_programs_are_read() -> None:
     assert (both.place("c1"), both.leaf["c1"], both.place("x1"), both.hops("c1", "x1")) == ("rack1", "s1", None, 1)
 
 
-def test_a_pick_keeps_to_as_few_blocks_as_possible() -> None:
-    """One rack if it has enough, otherwise the one that is fullest first."""
-    rack = tuple(f"c{k:02}" for k in range(1, 17))
-    assert pick(dict.fromkeys(BLOCKS.leaf, 0.0), 16, BLOCKS) == Choice(rack, "rack1", "rack1")
-    some = pick(dict.fromkeys(BLOCKS.leaf, 0.0), 20, BLOCKS)
-    assert some is not None
-    assert sorted(BLOCKS.leaf[node] for node in some.nodes).count("rack1") == 18
-
-
-def test_a_pick_keeps_to_a_domain_that_the_drivers_tell() -> None:
-    """Before a leaf, and where no switch is known; badness counts first, and whole domains stay free."""
-    told = {"n1": "x.1", "n5": "x.1", "n2": "x.2", "n3": "x.2", "n6": "x.2"}
-    tree = TREE.with_domains(told)
-    assert pick(all_equal(1, 2, 3, 4, 5), 2, TREE) == Choice(("n1", "n2"), "leaf1")
-    assert pick(all_equal(1, 2, 4, 5), 2, tree) == Choice(("n1", "n5"), "spine1", "x.1")
-    assert pick({**all_equal(1, 4), "n5": 2.0}, 2, tree) == Choice(("n1", "n4"), "leaf1")
-    bare = Topology().with_domains(told)
-    assert pick(all_equal(1, 2, 3, 5, 6), 3, bare) == Choice(("n2", "n3", "n6"), "", "x.2")
-    assert pick(all_equal(1, 2, 3, 5, 6, 7), 4, bare) == Choice(("n2", "n3", "n6", "n7"), "")
-
-
 def test_groups_of_nodes_are_kept_in_one_domain() -> None:
     """Whole groups first, what is left over of each rack last; groups that span racks are named."""
     order = BLOCKS.arranged(sorted(BLOCKS.leaf), 16)
@@ -198,69 +143,6 @@ def test_groups_of_nodes_are_kept_in_one_domain() -> None:
     assert (split[0], split[-1]) == ("c17", "c32")
     assert BLOCKS.split_groups(["c01", "x", "y"], 3) == []
     assert BLOCKS.split_groups(["c01", "c19"], 1) == []
-
-
-def test_blocks_of_one_aggregate_are_nearer() -> None:
-    """By BlockSizes, or as scontrol shows them, at every level; they stay blocks, which are in no tree of switches."""
-    shown = (
-        "BlockName=b0 Nodes=n[1-2]\nBlockName=b1 Nodes=n[3-4]\nBlockName=b2 Nodes=n[5-6]\nBlockName=b3 Nodes=n[7-8]\n"
-    )
-    told = (
-        "AggregatedBlock=b[0-1] Nodes=n[1-4]\nAggregatedBlock=b[2-3] Nodes=n[5-8]\nAggregatedBlock=b[0-3] Nodes=n[1-8]"
-    )
-    for tree in (parse(shown + "BlockSizes=2,4,8"), parse(shown + told)):
-        assert [tree.hops("n1", other) for other in ("n2", "n3", "n5")] == [1, 3, 5]
-        assert pick(all_equal(1, 2, 5, 6, 7), 3, tree) == Choice(("n5", "n6", "n7"), "b[2-3]")
-    assert parse(shown + "BlockSizes=2").hops("n1", "n3") is None
-    assert parse(shown + f"BlockSizes=0,x,{'9' * 200}").hops("n1", "n3") is None
-    plain = parse(shown).with_domains({"n1": "x.1", "n2": "x.1"})
-    assert pick(all_equal(1, 3), 2, plain) == Choice(("n1", "n3"), "")
-
-
-def test_a_pick_keeps_to_switches_that_are_connected() -> None:
-    """Also for worse nodes, as Slurm starts no job across; nodes without a known switch may be anywhere."""
-    trees = parse("SwitchName=a Nodes=n[1-3]\nSwitchName=b Nodes=n[4-5]")
-    assert pick({**all_equal(1, 2, 4), "n3": 8.0}, 3, trees) == Choice(("n1", "n2", "n3"), "a")
-    assert pick(all_equal(1, 2, 4, 5), 3, trees) is None
-    assert pick({**all_equal(1, 2, 4, 5), "x": 0.0}, 3, trees) == Choice(("n1", "n2", "x"), "")
-
-
-def test_a_bad_way_is_avoided_if_it_can_be() -> None:
-    """Before all that speaks against nodes; one that cannot be avoided is named, and no second one is accepted."""
-    tree = replace(even([f"n{number}" for number in range(1, 9)], 2), bad={("leaf-000", "leaf-001"): "yesterday"})
-    assert pick(all_equal(1, 3, 5), 2, tree) == Choice(("n1", "n5"), "spine")
-    assert pick({**all_equal(1, 3), "n5": 8.0}, 2, tree) == Choice(("n1", "n5"), "spine")
-    assert pick(all_equal(1, 2, 3), 2, tree) == Choice(("n1", "n2"), "leaf-000")
-    whole = pick(all_equal(1, 3, 5), 3, tree)
-    assert whole is not None
-    assert whole.bad_ways == (("leaf-000", "leaf-001"),)
-    worse = replace(tree, bad={**tree.bad, ("leaf-002", "leaf-003"): "", ("leaf-000", "leaf-003"): ""})
-    three = pick(all_equal(*range(1, 9)), 5, worse)
-    assert three is not None
-    assert (len(three.nodes), len(three.bad_ways)) == (5, 1)
-    trees = parse("SwitchName=a Nodes=n1\nSwitchName=b Nodes=n2\nSwitchName=s Switches=a,b\nSwitchName=c Nodes=n[3-4]")
-    assert pick(all_equal(1, 2, 3, 4), 2, replace(trees, bad={("a", "b"): ""})) == Choice(("n3", "n4"), "c")
-    two = [Partition("p", ("n1", "n3"), 1, ""), Partition("q", ("n1", "n5"), 1, "")]
-    choice = pick_in_one(two, {**all_equal(1, 3), "n5": 1.0}, 2, tree)
-    assert choice is not None
-    assert (choice.partition, choice.bad_ways) == ("q", ())
-
-
-@given(st.sets(st.tuples(st.integers(0, 5), st.integers(0, 5))), st.integers(1, 12), st.sets(st.integers(0, 11)))
-def test_a_pick_has_a_bad_way_only_where_no_choice_is_without(ways, count, taken) -> None:
-    """Whatever is measured as bad, as many nodes are found as without it, and none is bad if that is possible."""
-    tree = even([f"n{number:02}" for number in range(12)], 2)
-    tree = replace(tree, bad={(f"leaf-{a:03}", f"leaf-{b:03}"): "" for a, b in ways if a < b})
-    free = {name: 0.0 for number, name in enumerate(tree.leaf) if number not in taken}
-    choice = pick(free, count, tree)
-    assert (choice is None) == (count > len(free))
-    on_leaf = Counter(tree.leaf[name] for name in free)
-    possible = any(
-        not any({*pair} <= {*leaves} for pair in tree.bad) and sum(on_leaf[leaf] for leaf in leaves) >= count
-        for size in range(1, 7)
-        for leaves in combinations(sorted(on_leaf), size)
-    )
-    assert choice is None or (not choice.bad_ways) == possible
 
 
 def test_a_swap_out_of_the_domain_is_told() -> None:
@@ -357,6 +239,8 @@ SEVERAL = """---
       - {block: b2, nodes: "n[3-4]"}
 - {"topology": topo-flat, flat: true}
 """
+
+
 """As SlinkyProject/slurm-operator shows one in its documentation."""
 
 
@@ -431,26 +315,8 @@ def test_a_block_without_nodes_is_no_obstacle() -> None:
     ]  # fmt: skip
 
 
-def test_the_partition_of_the_idle_checks_is_for_no_run() -> None:
-    """It has all nodes, and its jobs give way to all others; one that is alone, or asked for, is taken."""
-    checks = Partition("checks", ("n1", "n2", "n3", "n5"), 0, "REQUEUE")
-    train, down = (Partition(name, ("n1", "n2"), 1, "OFF", state=state) for name, state in (("a", "up"), ("b", "down")))
-    assert for_runs([checks, train, down]) == [train]
-    assert for_runs([checks, down]) == [checks]
-
-
 def test_rings_and_tori_are_unknown() -> None:
     """As 26.05.3 shows those of a topology.yaml: they have no switches, and none of their nodes is taken for near."""
     ring = "RingName=r1 Nodes=n[1-4] RingSize=4\n"
     torus = "TorusName=pod1 Dims=2x2x1 Nodes=n[1-4]\n  TorusName=pod1 PlacementDims=2x1x1(2) Anchors=2\n"
     assert parse(ring) == parse(torus) == Topology()
-
-
-def test_nodes_of_one_partition_are_picked() -> None:
-    """Those of the least badness, wherever; a job has one partition."""
-    halves = [Partition("a", ("n1", "n2"), 1, "OFF"), Partition("b", ("n3", "n5"), 1, "OFF")]
-    assert pick_in_one(halves, all_equal(1, 2, 3, 5), 3, TREE) is None
-    near = pick_in_one(halves[::-1], all_equal(1, 2, 3, 5), 2, TREE)
-    assert near == Choice(("n1", "n2"), "leaf1", partition="a")
-    better = pick_in_one(halves, {"n1": 0.0, "n2": 4.0, "n3": 1.0, "n5": 1.0}, 2, TREE)
-    assert better is not None and better.partition == "b"
