@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -167,6 +168,7 @@ class Saver:
         self._staged = [_view(staged, starts[name], region.local) for name, region in state.items()]
         self._process: subprocess.Popen[bytes] | None = None
         self._step: int | None = None
+        self._number = 0
         self._replies = b""
         self._stall_s = 0.0
         self._newly_committed: list[int] = []
@@ -194,9 +196,11 @@ class Saver:
                 staged.copy_(region.local)
         self._stall_s += time.perf_counter() - began
         self._step = step
+        self._number += 1
         if self._process is None:
             self._process = self._start()
-        self._send_command(self._process, {"save": step, "sample": sample, "digest": digest})
+        command = {"save": step, "number": self._number, "sample": sample, "digest": digest}
+        self._send_command(self._process, command)
 
     def poll(self) -> None:
         """Process answers of the persist process; never waits."""
@@ -293,7 +297,7 @@ class Saver:
         self._reporter.add_worker(process.pid, PERSIST)
         return process
 
-    def _send_command(self, process: subprocess.Popen[bytes], command: dict[str, int | str | None]) -> None:
+    def _send_command(self, process: subprocess.Popen[bytes], command: Mapping[str, object]) -> None:
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has died; poll finds out
             process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -303,6 +307,8 @@ class Saver:
             self._reporter.event("checkpoint_copy_failed", step=self._step, why=copy)
         if state == "failed":
             self._fail(why)
+        elif state == "unproved":
+            self._reporter.event("checkpoint_unproved", step=self._step, why=why)
         elif state == "committed" and self._step is not None:
             self.committed = self._step
             self._newly_committed.append(self._step)

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from opsd.checkpoints.manifest import FileEntry, sync_folder
+from opsd import durable
+from opsd.checkpoints.manifest import FileEntry
+from opsd.durable import DRAFT
 
 STORAGE_RETRY_S = 60.0
 """How long to retry: a restarting file server returns errors for a while (ESTALE, EIO on a soft mount)."""
+_FIRST_RETRY_S, _RETRY_S = 0.05, 1.0
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+"""What a restarting file server answers."""
 _BLOCK = 1 << 24
 _PAGE = mmap.PAGESIZE
-_PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8})\.([0-9a-f]{32})\.safetensors")
+_PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8}-\d+)\.([0-9a-f]{32})\.safetensors")
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +72,40 @@ class PersistPlan:
         return self.writers or range(self.world)
 
 
-def write_part(folder: Path, plan: PersistPlan, view: memoryview, digest: str) -> FileEntry:
-    """Write this rank's staged file durably, under a name with its attempt and checksum. Raises OSError."""
-    draft = draft_of(folder, plan)
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+def with_retries(look: Callable[[], Found], patience_s: float = STORAGE_RETRY_S) -> Found:
+    """The result of ``look`` at the shared storage, retried for ``patience_s`` while it fails. Raises OSError."""
+    deadline, wait_s = time.monotonic() + patience_s, _FIRST_RETRY_S
+    while True:
+        try:
+            return look()
+        except OSError as error:
+            if error.errno not in _PASSING or time.monotonic() >= deadline:
+                raise
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, _RETRY_S)
+
+
+def write_part(folder: Path, plan: PersistPlan, save: str, view: memoryview, digest: str) -> FileEntry:
+    """Write this rank's staged file for ``save``, and then give it the name under which the first rank finds it.
+
+    The part may be committed from then on, and only the first rank may remove it. Its content is durable; the first
+    rank makes its name durable before the commit. Raises OSError if the part does not have its name.
+    """
+    draft = _draft_of(folder, plan, save)
     try:
-        os.posix_fallocate(descriptor, 0, plan.size)
-        _write(descriptor, view[: plan.size])
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    name = f"rank-{plan.rank:04d}.{plan.attempt}.{digest.partition(':')[2]}.safetensors"
-    os.rename(draft, folder / name)
-    sync_folder(folder)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(descriptor, 0, plan.size)
+            _write(descriptor, view[: plan.size])
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        name = f"rank-{plan.rank:04d}.{save}.{digest.partition(':')[2]}.safetensors"
+        durable.rename(draft, folder / name)
+    except OSError:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
     return FileEntry(name, plan.size, digest)
 
 
@@ -91,25 +123,28 @@ def _write(descriptor: int, view: memoryview) -> None:
         at += os.write(descriptor, view[at : at + _BLOCK])
 
 
-def parts_of(folder: Path, attempt: str) -> dict[int, FileEntry]:
-    """The parts that ``attempt`` has written into ``folder`` so far, by rank."""
+def parts_of(folder: Path, save: str) -> dict[int, FileEntry]:
+    """The parts of ``save`` in ``folder`` so far, by rank. Raises OSError."""
     parts = {}
     for path in folder.iterdir():
         match = _PART.fullmatch(path.name)
-        if match and match[2] == attempt:
+        if match and match[2] == save:
             parts[int(match[1])] = FileEntry(path.name, path.stat().st_size, f"xxh3_128:{match[3]}")
     return parts
 
 
-def discard(folder: Path, plan: PersistPlan, part: FileEntry | None) -> None:
-    """Remove this rank's files of a failed checkpoint, and its folder if it is empty."""
+def remove_parts(folder: Path, save: str, rank: int | None = None) -> None:
+    """Remove the parts of a ``save`` that will never be committed, or that of ``rank``, and the folder if it is empty.
+
+    What cannot be removed now is removed by ``opsd.checkpoints.retention.prune``.
+    """
     with suppress(OSError):
-        draft_of(folder, plan).unlink(missing_ok=True)
-        if part is not None:
-            (folder / part.name).unlink(missing_ok=True)
+        for of_rank, part in parts_of(folder, save).items():
+            if rank in (None, of_rank):
+                (folder / part.name).unlink(missing_ok=True)
         folder.rmdir()
 
 
-def draft_of(folder: Path, plan: PersistPlan) -> Path:
+def _draft_of(folder: Path, plan: PersistPlan, save: str) -> Path:
     """The name of this rank's file while it is incomplete."""
-    return folder / f".rank-{plan.rank:04d}.{plan.attempt}.draft"
+    return folder / f".rank-{plan.rank:04d}.{save}{DRAFT}"

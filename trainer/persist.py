@@ -5,19 +5,34 @@ It first computes the checksum of the staged state, which makes the copy in memo
 
 Commands arrive on standard input, one JSON object per line, and are answered on standard output::
 
-    {"save": STEP, "sample": SAMPLE, "digest": DIGEST}  ->  {"state": "committed"} | {"state": "failed", "why": ...}
-    {"abandon": STEP}                                   ->  {"state": "abandoned"}
+    {"save": STEP, "number": N, "sample": SAMPLE, "digest": DIGEST}  ->  {"state": STATE, "why": ...}
+    {"abandon": STEP}
+
+=========  ========================================================================================================
+STATE      Meaning
+=========  ========================================================================================================
+committed  The checkpoint of the step exists; the first rank's process has also proved that it is durable.
+unproved   The checkpoint exists, but the storage did not confirm that it is durable. The first rank's process says it.
+failed     This rank's part could not be written, or the checkpoint could not be committed.
+abandoned  The save was given up because of another rank.
+=========  ========================================================================================================
+
+The committed manifest is the only judge: after a failure a process first looks whether the checkpoint of the step
+exists. The names of a save's files contain the attempt, a random number for each start of the run, and the number of
+the save in it, so that parts of two saves never mix. A part that has its name may be committed at any moment, so its
+owner no longer removes it. The first rank's process removes the parts of a save once it has given up the commit; a
+part that gets its name later is removed by its owner with the next save, which begins after that decision.
 
 When ranks die: the staged copy is complete, so the process finishes its checkpoint and then ends, within ``LIMIT_S``.
 The first rank's process uses the locks that it shares with its rank (``opsd.trainer.locks``) to distinguish a part that
 is still being written from one that never will be. The next generation uses them to wait for saves in flight before it
-chooses a checkpoint. File names contain the attempt, a random number for each start of the run, so that parts of two
-generations never mix. Once a later generation has been claimed (``opsd.checkpoints.claims``), nothing of an earlier one
+chooses a checkpoint. Once a later generation has been claimed (``opsd.checkpoints.claims``), nothing of an earlier one
 is committed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -35,11 +50,22 @@ from typing import Any
 
 from opsd.checkpoints import remote
 from opsd.checkpoints.claims import Fence
-from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, commit, folder_of, read
+from opsd.checkpoints.manifest import (
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    Unreadable,
+    commit,
+    folder_of,
+    is_there,
+    prove,
+    read,
+)
 from opsd.checkpoints.retention import AWAITED, prune
+from opsd.durable import Unproved
 from opsd.trainer.locks import POLL_S, locked
 from opsd.trainer.memory import StateInfo, checksum, write_info
-from opsd.trainer.parts import PersistPlan, discard, parts_of, write_part
+from opsd.trainer.parts import PersistPlan, parts_of, remove_parts, with_retries, write_part
 from opsd.trainer.replica import KEY, Receiver, Sender
 
 LIMIT_S = 600
@@ -86,14 +112,14 @@ def main() -> None:
     plan = PersistPlan(**json.loads(sys.argv[1]))
     os.nice(5)
     commands = Commands(0)
-    upload: subprocess.Popen[bytes] | None = None
-    is_behind = False
+    uploads = Uploads(plan)
     key = bytes.fromhex(os.environ.pop(KEY, ""))
     if plan.listener >= 0:
         keeper = Receiver(key, Path(plan.shared), plan.source, plan.attempt)
         arguments = (socket.socket(fileno=plan.listener),)
         threading.Thread(target=keeper.serve, args=arguments, daemon=True).start()
     with mmap.mmap(plan.memory, plan.size) as memory:
+        writer = Writer(plan, memory, commands)
         while not commands.closed:
             command = commands.next()
             if command and "save" in command:
@@ -101,7 +127,7 @@ def main() -> None:
                 sending = Sender(plan.target, key, info, memory) if plan.target else None
                 if sending is not None:
                     sending.start()
-                answer = _save(plan, memory, info, commands)
+                answer = writer.save(info, command["number"])
                 if sending is not None:
                     sending.finish(commands.wait_closed)
                     answer["copy"] = sending.why
@@ -109,10 +135,8 @@ def main() -> None:
                     os.write(1, json.dumps(answer).encode() + b"\n")
                 if plan.rank == 0 and answer["state"] == "committed":
                     _prune(plan)
-                    running, upload = upload, _upload(plan, upload)
-                    is_behind = upload is running
-    if upload is not None:
-        _finish_uploads(plan, upload, is_behind=is_behind)
+                    uploads.begin()
+    uploads.finish()
 
 
 def _declare(plan: PersistPlan, memory: mmap.mmap, command: Mapping[str, Any]) -> StateInfo:
@@ -130,30 +154,139 @@ def _declare(plan: PersistPlan, memory: mmap.mmap, command: Mapping[str, Any]) -
     return info
 
 
-def _save(plan: PersistPlan, memory: mmap.mmap, info: StateInfo, commands: Commands) -> dict[str, str]:
-    folder = folder_of(Path(plan.root), info.step)
-    part = None
-    try:
+class Writer:
+    """Makes checkpoints of this rank's staged state, together with the processes of the other ranks."""
+
+    def __init__(self, plan: PersistPlan, memory: mmap.mmap, commands: Commands) -> None:
+        self._plan, self._memory, self._commands = plan, memory, commands
+        self._undecided: tuple[Path, str] | None = None
+        """Folder and name of the last save if this rank has written a part and has not seen it committed."""
+
+    def save(self, info: StateInfo, number: int) -> dict[str, str]:
+        """Save the state of ``info`` as the save ``number`` of this start; returns the answer to the command."""
+        folder, save = folder_of(Path(self._plan.root), info.step), f"{self._plan.attempt}-{number}"
+        why = ""
+        try:
+            self._remove_undecided()
+            if _committed(folder, info) is None:
+                self._settle(self._write(folder, save, info))
+                return {"state": "committed"}
+        except OSError as error:
+            why = f"{folder}: {_reason(error)}"
+        except Abandoned:
+            pass
+        return self._judged(folder, save, info, why)
+
+    def _judged(self, folder: Path, save: str, info: StateInfo, why: str) -> dict[str, str]:
+        """The answer after an earlier save of the step, or after the failure ``why``: the manifest decides."""
+        patience_s = self._plan.patience_s
+        try:
+            found = with_retries(lambda: _committed(folder, info), patience_s)
+            if found is not None:
+                self._settle(found)
+                if self._plan.rank == 0:
+                    with_retries(lambda: prove(folder), patience_s)
+                return {"state": "committed"}
+        except Unproved as error:
+            return {"state": "unproved", "why": f"{error.filename}: {error.strerror}"}
+        except OSError as error:
+            return {"state": "failed", "why": why or f"{folder}: {_reason(error)}"}
+        self._clean(folder, save)
+        return {"state": "failed", "why": why} if why else {"state": "abandoned"}
+
+    def _write(self, folder: Path, save: str, info: StateInfo) -> Manifest:
+        """Write this rank's part and see it committed. Raises OSError, Abandoned."""
+        plan = self._plan
         folder.mkdir(parents=True, exist_ok=True)
         if plan.rank in plan.parts:
-            with memoryview(memory) as view:
-                part = _write_into(folder, plan, view, info.checksum)
-        if plan.rank == 0:
-            files = _gather(folder, plan, commands)
-            manifest = Manifest(info.step, info.sample, plan.layout, info.digest, files, "local", time.time(), plan.run)
-            _await(folder, plan)
-            if fence := Fence.of(os.environ):
-                fence.check(plan.patience_s)
-            commit(folder, manifest)
-        else:
-            _await_commit(folder, part.name if part else f".{plan.attempt}.", commands)
-    except (OSError, Abandoned) as error:
-        discard(folder, plan, part)
-        if isinstance(error, Abandoned):
-            return {"state": "abandoned"}
-        why = "another start of the run has committed it" if isinstance(error, FileExistsError) else error.strerror
-        return {"state": "failed", "why": f"{folder}: {why}"}
-    return {"state": "committed"}
+            with memoryview(self._memory) as view:
+                self._undecided = folder, save
+                _write_into(folder, plan, save, view, info.checksum)
+        if plan.rank:
+            return self._await_commit(folder, info)
+        files = self._gather(folder, save)
+        manifest = Manifest(info.step, info.sample, plan.layout, info.digest, files, "local", time.time(), plan.run)
+        _await(folder, plan)
+        if fence := Fence.of(os.environ):
+            fence.check(plan.patience_s)
+        commit(folder, manifest)
+        return manifest
+
+    def _gather(self, folder: Path, save: str) -> tuple[FileEntry, ...]:
+        plan, commands = self._plan, self._commands
+        while True:
+            # Locks before files: a process may finish its part and end in between.
+            gone = {rank for rank in plan.parts if rank and commands.closed and not locked(plan.locks, rank, 1)}
+            parts = parts_of(folder, save)
+            if len(parts) == len(plan.parts):
+                return tuple(parts[rank] for rank in plan.parts)
+            if gone - parts.keys():
+                raise Abandoned
+            self._wait()
+
+    def _await_commit(self, folder: Path, info: StateInfo) -> Manifest:
+        while not self._commands.closed:
+            with suppress(OSError):
+                if (found := _committed(folder, info)) is not None:
+                    return found
+            self._wait()
+        raise Abandoned
+
+    def _wait(self) -> None:
+        command = self._commands.next(POLL_S)
+        if command and "abandon" in command:
+            raise Abandoned
+
+    def _clean(self, folder: Path, save: str) -> None:
+        """Remove what a save that is not committed has left, if this is the process that would commit it."""
+        if self._plan.rank == 0:
+            remove_parts(folder, save)
+            self._undecided = None
+        with suppress(OSError):  # something is in it
+            folder.rmdir()
+
+    def _settle(self, manifest: Manifest) -> None:
+        """Remove this rank's part if ``manifest``, that of the step, is of another save."""
+        if self._undecided is not None:
+            folder, save = self._undecided
+            if not any(save in entry.name for entry in manifest.files):
+                remove_parts(folder, save, self._plan.rank)
+            self._undecided = None
+
+    def _remove_undecided(self) -> None:
+        """Remove the part of the last save if that was not committed; the first rank has decided it. Raises OSError."""
+        if self._undecided is not None:
+            folder, save = self._undecided
+            if is_there(folder):
+                self._settle(_read(folder))
+            else:
+                remove_parts(folder, save, self._plan.rank)
+                self._undecided = None
+
+
+def _committed(folder: Path, info: StateInfo) -> Manifest | None:
+    """The committed checkpoint of the same step, model and data, if there is one. Raises OSError if that is unknown."""
+    if not is_there(folder):
+        return None
+    found = _read(folder)
+    is_same = (found.step, found.sample, found.config_digest) == (info.step, info.sample, info.digest)
+    return found if is_same else None
+
+
+def _read(folder: Path) -> Manifest:
+    """Raises OSError."""
+    try:
+        return read(folder)
+    except Unreadable as error:
+        raise OSError(errno.EIO, str(error)) from error
+    except CheckpointError as error:
+        raise OSError(errno.EINVAL, f"{error}; the next start of the run sets it aside") from error
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileExistsError):
+        return "another start of the run has committed another checkpoint of this step"
+    return error.strerror or str(error)
 
 
 def _prune(plan: PersistPlan) -> None:
@@ -163,25 +296,35 @@ def _prune(plan: PersistPlan) -> None:
         print(f"opsd: old checkpoints could not be removed: {error}", file=sys.stderr)
 
 
-def _upload(plan: PersistPlan, running: subprocess.Popen[bytes] | None) -> subprocess.Popen[bytes] | None:
-    """Upload all waiting checkpoints, unless an upload is running."""
-    if not plan.remote or (running is not None and running.poll() is None):
-        return running
-    command = [sys.executable, "-m", "opsd.checkpoints.remote", "upload", plan.root]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+class Uploads:
+    """Uploads what is committed, one transfer at a time; nothing without a remote storage."""
 
+    def __init__(self, plan: PersistPlan) -> None:
+        self._plan = plan
+        self._running: subprocess.Popen[bytes] | None = None
+        self._is_behind = False
 
-def _finish_uploads(plan: PersistPlan, running: subprocess.Popen[bytes], *, is_behind: bool) -> None:
-    """Wait for the running upload, and if it ``is_behind``, for another one of what was committed meanwhile.
+    def begin(self) -> None:
+        """Upload all waiting checkpoints; those committed during an upload wait for the next one."""
+        self._is_behind = self._running is not None and self._running.poll() is None
+        if self._plan.remote and not self._is_behind:
+            command = [sys.executable, "-m", "opsd.checkpoints.remote", "upload", self._plan.root]
+            self._running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 
-    No save is in flight any more, so the next generation need not wait.
-    """
-    signal.alarm(remote.LIMIT_S)
-    if plan.locks >= 0:
-        os.close(plan.locks)
-    running.wait()
-    if is_behind and (last := _upload(plan, None)) is not None:
-        last.wait()
+    def finish(self) -> None:
+        """Wait for the running upload, and for another one of what was committed meanwhile.
+
+        No save is in flight any more, so the next generation need not wait.
+        """
+        if self._running is None:
+            return
+        signal.alarm(remote.LIMIT_S)
+        if self._plan.locks >= 0:
+            os.close(self._plan.locks)
+        self._running.wait()
+        if self._is_behind:
+            self.begin()
+            self._running.wait()
 
 
 def _await(folder: Path, plan: PersistPlan) -> None:
@@ -191,39 +334,12 @@ def _await(folder: Path, plan: PersistPlan) -> None:
         (folder / name).touch()
 
 
-def _write_into(folder: Path, plan: PersistPlan, view: memoryview, digest: str) -> FileEntry:
+def _write_into(folder: Path, plan: PersistPlan, save: str, view: memoryview, digest: str) -> None:
     try:
-        return write_part(folder, plan, view, digest)
+        write_part(folder, plan, save, view, digest)
     except FileNotFoundError:  # a rank that gave up has taken the empty folder away; what it met this one is to meet
         folder.mkdir(parents=True, exist_ok=True)
-        return write_part(folder, plan, view, digest)
-
-
-def _gather(folder: Path, plan: PersistPlan, commands: Commands) -> tuple[FileEntry, ...]:
-    while True:
-        # Locks before files: a process may finish its part and end in between.
-        gone = {rank for rank in plan.parts if rank and commands.closed and not locked(plan.locks, rank, 1)}
-        parts = parts_of(folder, plan.attempt)
-        if len(parts) == len(plan.parts):
-            return tuple(parts[rank] for rank in plan.parts)
-        if gone - parts.keys():
-            raise Abandoned
-        _wait(commands)
-
-
-def _await_commit(folder: Path, name: str, commands: Commands) -> None:
-    """Wait for a manifest that has a file whose name contains ``name``."""
-    while not commands.closed:
-        with suppress(CheckpointError):
-            if any(name in entry.name for entry in read(folder).files):
-                return
-        _wait(commands)
-
-
-def _wait(commands: Commands) -> None:
-    command = commands.next(POLL_S)
-    if command and "abandon" in command:
-        raise Abandoned
+        write_part(folder, plan, save, view, digest)
 
 
 if __name__ == "__main__":

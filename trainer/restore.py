@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import subprocess
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from opsd.checkpoints.claims import ClaimError, Fence
 from opsd.checkpoints.manifest import (
@@ -37,12 +35,10 @@ from opsd.trainer.config import ConfigError
 from opsd.trainer.exchange import gather_held, newest_whole, plan_transfers, run_transfers
 from opsd.trainer.load import load, load_memory
 from opsd.trainer.locks import wait_for_saves
-from opsd.trainer.parts import STORAGE_RETRY_S
+from opsd.trainer.parts import with_retries
 from opsd.trainer.world import World
 
-Found = TypeVar("Found")
 WAIT_FOR_SAVES_S = 60.0
-LOOK_S = 1.0
 WAIT_FOR_FENCED_S = 2.0
 """A fenced generation only commits what it was about to commit.
 
@@ -71,18 +67,6 @@ def _patience_s() -> float:
         if fence and fence.shuts_out_saves():
             return WAIT_FOR_FENCED_S
     return WAIT_FOR_SAVES_S
-
-
-def with_retries(look: Callable[[], Found]) -> Found:
-    """The result of ``look`` at the shared storage, retried for STORAGE_RETRY_S while it fails. Raises OSError."""
-    deadline = time.monotonic() + STORAGE_RETRY_S
-    while True:
-        try:
-            return look()
-        except OSError as error:
-            if error.errno not in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT) or time.monotonic() > deadline:
-                raise
-        time.sleep(LOOK_S)
 
 
 def restore(

@@ -17,9 +17,8 @@ from opsd.trainer.checkpoint import Saver, State, kept, renew, writers
 from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
 from opsd.trainer.exchange import discard_foreign, pair
 from opsd.trainer.model import Decoder
-from opsd.trainer.parts import PersistPlan
+from opsd.trainer.parts import PersistPlan, with_retries
 from opsd.trainer.persist import LIMIT_S
-from opsd.trainer.restore import with_retries
 from opsd.trainer.settings import CheckpointSettings
 from opsd.trainer.world import World
 
@@ -71,23 +70,28 @@ class Saving:
     """The checkpoints of a run that continues after ``step``. Parameters are audited before a save."""
 
     def __init__(
-        self, config: Config, state: State, model: Decoder, world: World, reporter: Reporter, step: int
+        self, saver: Saver, world: World, reporter: Reporter, interval: Interval, audit: Callable[[int], None]
     ) -> None:
-        self._world, self._reporter = world, reporter
+        self._saver, self._world, self._reporter = saver, world, reporter
+        self._interval, self._audit = interval, audit
+        self._due = False
+
+    @classmethod
+    def of(cls, config: Config, state: State, model: Decoder, world: World, reporter: Reporter, step: int) -> Saving:
+        """The checkpoints of ``state``, the state of ``model`` after ``step``; its parameters are audited."""
         if reporter.path is not None:
             discard_foreign(reporter.path.parent, world)
-        self._audit = Audit(model, world, reporter)
-        self._audit(step)
+        audit = Audit(model, world, reporter)
+        audit(step)
         paired = config.checkpoint.replicas and world.nodes > 1
-        self._saver = Saver(
+        saver = Saver(
             persist_plan(config, world, state),
             kept(state, model, world),
             reporter,
             committed=with_retries(lambda: newest(Path(config.run.folder) / CHECKPOINTS)) or 0,
             pairing=pair(world, os.environ.get("OPSD_JOB_SECRET", "")) if paired else None,
         )
-        self._interval = Interval(config.checkpoint, time.monotonic())
-        self._due = False
+        return cls(saver, world, reporter, Interval(config.checkpoint, time.monotonic()), audit)
 
     def votes(self, step: int) -> tuple[bool, bool, bool]:
         """What the ranks have to agree on: whether a save is in flight, has failed, is due after ``step``."""

@@ -77,7 +77,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     training = Training(config, counts, sources, world, reporter)
     root = checkpoint_folder(config, world)
     training.restore(root, fresh=fresh)
-    saving = Saving(config, training.state, training.model, world, reporter, training.step)
+    saving = Saving.of(config, training.state, training.model, world, reporter, training.step)
     telemetry = Telemetry(config, training.mixture, world, reporter)
     telemetry.report_mixture(training.step, training.sample)
     if training.step >= config.run.steps and world.rank == 0:

@@ -21,7 +21,10 @@ from typing import Any
 
 import xxhash
 
+from opsd import durable
 from opsd.checkpoints.sealed import Damaged, parse, read_regular, seal, unseal
+from opsd.durable import NO_LINKS, create, sync_folder
+from opsd.durable import replace as replace_file
 
 MANIFEST = "manifest.json"
 REJECTED = "manifest.json.rejected"
@@ -32,8 +35,6 @@ MAX_BYTES = 64 << 20
 _MOST = (1 << 63) - 1
 _FIELDS = {"step", "sample", "layout", "config_digest", "files", "tier", "created", "run", "format"}
 _CHECKSUM = re.compile(r"xxh3_128:[0-9a-f]{32}")
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What file systems without hard links answer (link(2))."""
 _FOLDER = re.compile(r"step-([0-9]{12})")
 _BLOCK = 1 << 22
 
@@ -99,55 +100,31 @@ def checksum(path: Path) -> str:
     return f"xxh3_128:{digest.hexdigest()}"
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names inside a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def commit(folder: Path, manifest: Manifest) -> None:
     """Make the checkpoint in ``folder`` exist.
 
-    Its files must be synced. Raises OSError; it does not exist then. FileExistsError: another start of the run has
-    committed this step, and its checkpoint stays.
+    Its files must be synced. Raises Unproved: it exists, and ``prove`` has to be called until it succeeds.
+    FileExistsError: another checkpoint of this step was committed, and stays. After any other OSError it may exist.
     """
-    draft, target = folder / f".{MANIFEST}.{os.getpid()}", folder / MANIFEST
+    sync_folder(folder)
+    target = folder / MANIFEST
     try:
-        with open(draft, "wb") as file:
-            file.write(encode(manifest))
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(folder)
-        _rename_new(draft, target)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    try:
-        sync_folder(folder)
-        sync_folder(folder.parent)
-    except OSError:
-        target.unlink(missing_ok=True)
-        raise
-
-
-def _rename_new(draft: Path, target: Path) -> None:
-    """Rename ``draft``. Raises FileExistsError if ``target`` exists, also if it was created just now."""
-    try:
-        os.link(draft, target)
-    except FileExistsError:
-        if draft.stat().st_nlink != 2:  # else an NFS server was told twice to make this link
-            raise
+        created = create(target, encode(manifest))
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
-        if target.exists():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
-        os.rename(draft, target)
-        return
-    draft.unlink()
+        created = not target.exists()
+        if created:
+            replace_file(target, encode(manifest))
+    if not created:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    durable.prove(folder)
+
+
+def prove(folder: Path) -> None:
+    """Make the committed checkpoint in ``folder`` durable, if that was not confirmed. Raises Unproved."""
+    durable.prove(folder / MANIFEST)
+    durable.prove(folder)
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -299,7 +276,7 @@ def is_there(folder: Path, name: str = MANIFEST) -> bool:
 
 def reject(folder: Path) -> None:
     """Set a damaged checkpoint aside: it no longer exists, its files stay for the post-mortem. Raises OSError."""
-    os.rename(folder / MANIFEST, folder / REJECTED)
+    durable.rename(folder / MANIFEST, folder / REJECTED)
     sync_folder(folder)
 
 

@@ -39,10 +39,10 @@ from opsd.checkpoints.manifest import (
     read,
     step_of,
     steps,
-    sync_folder,
 )
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import append_event
+from opsd.durable import sync_folder
 from opsd.progress import shown
 
 AWAITING = AWAITED[0]

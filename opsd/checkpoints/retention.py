@@ -16,8 +16,8 @@ from opsd.checkpoints.manifest import (
     is_there,
     read,
     steps,
-    sync_folder,
 )
+from opsd.durable import sync_folder
 
 PRUNED = "manifest.json.pruned"
 

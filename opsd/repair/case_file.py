@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 from pydantic import TypeAdapter
 
-from opsd.checkpoints.manifest import sync_folder
 from opsd.collectors.repairs import CASE, FOLDER, ORDER, PAST, read_record
+from opsd.durable import sync_folder
 from opsd.files import write_text
 from opsd.repair.ladder import Case
 

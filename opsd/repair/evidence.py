@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd import __version__
-from opsd.checkpoints.manifest import sync_folder
+from opsd.durable import sync_folder
 from opsd.preflight.history import History, HistoryError
 from opsd.repair import nvml_state, unspoken
 from opsd.repair.case_file import CaseError, CaseFile

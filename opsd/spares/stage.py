@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from opsd.checkpoints.manifest import FileEntry, sync_folder
+from opsd.checkpoints.manifest import FileEntry
+from opsd.durable import sync_folder
 from opsd.spares.corpus import INDEX, Corpus, indexed
 from opsd.spares.storage import Folder, Storage
 from opsd.spares.transfer import (

@@ -54,17 +54,18 @@ import sys
 from pathlib import Path
 
 from opsd.checkpoints import manifest
+from opsd.durable import Unproved
 
 folder = Path(sys.argv[1])
 try:
     manifest.commit(folder, manifest.read(folder, manifest.REJECTED))
-except PermissionError as error:
+except Unproved as error:
     sys.exit(error.filename)
 """
 
 
-def test_a_commit_that_may_not_be_durable_is_taken_back(tmp_path: Path) -> None:
-    """When the folders cannot be synced once the manifest is in place, the checkpoint does not exist: a save failed."""
+def test_a_commit_that_may_not_be_durable_is_not_undone(tmp_path: Path) -> None:
+    """If the folders cannot be synced once the manifest is in place, the checkpoint exists, since others may use it."""
     folder = make(tmp_path / "checkpoints", 20)
     manifest.reject(folder)
     # A folder that may not be listed cannot be synced; root needs to drop the right to do so nevertheless.
@@ -76,8 +77,10 @@ def test_a_commit_that_may_not_be_durable_is_taken_back(tmp_path: Path) -> None:
         )
     finally:
         folder.parent.chmod(0o700)
-    assert done.stderr == f"{folder.parent}\n"
-    assert manifest.steps(folder.parent) == []
+    assert done.stderr == f"{folder}\n"
+    assert manifest.steps(folder.parent) == [20]
+    manifest.prove(folder)
+    manifest.verify(folder)
     assert not any(path.name.startswith(".") for path in folder.iterdir())
 
 

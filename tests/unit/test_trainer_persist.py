@@ -45,6 +45,7 @@ class Persister:
         remote: str = "",
         patience_s: float = 60.0,
     ) -> None:
+        self.saves = 0
         memory = os.memfd_create("test")
         os.ftruncate(memory, len(content))
         mmap.mmap(memory, len(content))[:] = content
@@ -66,9 +67,10 @@ class Persister:
         )
         os.close(memory)
 
-    def command(self, **command: int) -> None:
+    def command(self, **command: int | str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"digest": "d", **command}).encode() + b"\n")
+        self.saves += "save" in command
+        self.process.stdin.write(json.dumps({"digest": "d", "number": self.saves, **command}).encode() + b"\n")
 
     def answer(self) -> dict[str, str]:
         assert self.process.stdout is not None
@@ -186,7 +188,7 @@ def test_parts_of_two_attempts_do_not_mix(tmp_path: Path, start: Start) -> None:
     """A part left by an earlier start of the run is not taken for one of this start."""
     earlier = start(1, 2, attempt="00000001")
     earlier.command(save=STEP, sample=SAMPLE)
-    until(lambda: len(list(tmp_path.glob("step-*/rank-0001.00000001.*.safetensors"))) == 1)
+    until(lambda: len(list(tmp_path.glob("step-*/rank-0001.00000001-*.safetensors"))) == 1)
     earlier.process.kill()
     first = start(0, 2)
     first.command(save=STEP, sample=SAMPLE)
@@ -194,7 +196,7 @@ def test_parts_of_two_attempts_do_not_mix(tmp_path: Path, start: Start) -> None:
     assert steps(tmp_path) == []
     start(1, 2, b"other bytes").command(save=STEP, sample=SAMPLE)
     assert first.answer() == {"state": "committed"}
-    assert all(".0000abcd." in entry.name for entry in verify(folder_of(tmp_path, STEP)).files)
+    assert all(".0000abcd-1." in entry.name for entry in verify(folder_of(tmp_path, STEP)).files)
 
 
 def test_an_abandoned_save_is_removed(tmp_path: Path, start: Start) -> None:
@@ -206,7 +208,7 @@ def test_an_abandoned_save_is_removed(tmp_path: Path, start: Start) -> None:
     assert first.answer() == {"state": "abandoned"}
     assert not folder_of(tmp_path, STEP).exists()
     first.command(save=STEP + 20, sample=SAMPLE)
-    start(1, 2).command(save=STEP + 20, sample=SAMPLE)
+    start(1, 2).command(save=STEP + 20, sample=SAMPLE, number=2)
     assert first.answer() == {"state": "committed"}
 
 
@@ -229,7 +231,7 @@ def test_of_two_copies_of_a_run_only_the_later_writes(tmp_path: Path) -> None:
         assert not folder_of(root, 20).exists()
         requeued.command(save=20, sample=0)
         assert requeued.answer() == {"state": "committed"}
-        assert ".00000002." in verify(folder_of(root, 20)).files[0].name
+        assert ".00000002-1." in verify(folder_of(root, 20)).files[0].name
     finally:
         cut_off.end()
         requeued.end()
@@ -262,16 +264,18 @@ def test_claims_that_cannot_be_read_for_a_while_delay_a_commit(tmp_path: Path) -
 
 
 def test_a_step_is_committed_once(tmp_path: Path, start: Start) -> None:
-    """A second start of the run that saves the same step leaves the first one's checkpoint as it is, and says so."""
+    """A second save of a committed step leaves the first one's files, and fails unless model and data are the same."""
     first, second = start(0, 1, attempt="00000001"), start(0, 1, b"other bytes", attempt="00000002")
     first.command(save=STEP, sample=SAMPLE)
     assert first.answer() == {"state": "committed"}
-    second.command(save=STEP, sample=SAMPLE)
+    second.command(save=STEP, sample=SAMPLE, digest="another model")
     answer = second.answer()
     assert answer["state"] == "failed"
-    assert "another start of the run has committed it" in answer["why"]
-    assert ".00000001." in verify(folder_of(tmp_path, STEP)).files[0].name
-    assert not list(tmp_path.glob("step-*/*.00000002.*"))
+    assert "another start of the run has committed another checkpoint of this step" in answer["why"]
+    second.command(save=STEP, sample=SAMPLE)
+    assert second.answer() == {"state": "committed"}
+    assert ".00000001-1." in verify(folder_of(tmp_path, STEP)).files[0].name
+    assert not list(tmp_path.glob("step-*/*.00000002-*"))
 
 
 def test_a_torn_part_is_not_a_part(tmp_path: Path, start: Start) -> None:

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from opsd.checkpoints.manifest import checksum, sync_folder
+from opsd.checkpoints.manifest import checksum
+from opsd.durable import sync_folder
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"

@@ -312,6 +312,9 @@ _TOLD: Mapping[str, Callable[[EventRecord], str]] = {
     "spare_wanted": lambda event: f"a spare is wanted in the place of {event['swap']}: {event['reason']}",
     "checkpoint_loaded": _loaded,
     "checkpoint_rejected": lambda event: f"the checkpoint of step {event['step']} is not used: {event['why']}",
+    "checkpoint_unproved": lambda event: (
+        f"the checkpoint of step {event['step']} is complete, but may not outlive a power loss: {event['why']}"
+    ),
     "checkpoint_failed": lambda event: f"the checkpoint of step {event['step']} was not made: {event['why']}",
     "update_skipped": lambda event: f"the update of step {event['step']} was left out: {event['why']}",
     "replicas_differ": lambda event: (

@@ -1,0 +1,178 @@
+"""Making files durable: whole or not at all, and still there after a power loss. Everything durable is written here.
+
+A function that returns has done it. One that raises ``Unproved`` has done it too, and others may have seen it, but the
+storage did not confirm that it outlives a power loss: call again to prove it, and never undo it. After any other
+OSError the earlier content is still there.
+
+Content is written to a draft, ``.NAME.RANDOM.draft`` beside the target, and synced before it gets its name. The draft
+of a process that was killed is removed by the first write to the same target that comes ``FORGOTTEN_S`` later.
+
+A failed fsync of a file is never repeated, because Linux drops the pages that it could not write: the file is written
+again instead. A folder may be synced again; file systems keep the failure of a journal (ext4 and XFS go read-only).
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+FORGOTTEN_S = 3600.0
+"""Age in seconds, by the clock of the file system, at which a draft is taken for that of a dead process."""
+DRAFT = ".draft"
+NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+"""Errors of file systems without hard links (link(2))."""
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+
+Link = Callable[[Path, Path], None]
+"""Makes a hard link, as ``os.link`` does."""
+
+
+class Unproved(OSError):
+    """The file is in place, but the storage did not confirm that it outlives a power loss."""
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` durable, if the file system supports that. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise _named(error, folder) from error
+    finally:
+        os.close(descriptor)
+
+
+def prove(path: Path) -> None:
+    """Make the name ``path``, which is in place, durable. Raises Unproved."""
+    try:
+        sync_folder(path.parent)
+    except OSError as error:
+        why = f"{os.strerror(error.errno or 0)} (it is in place, but a power loss may undo it)"
+        raise Unproved(error.errno, why, str(path)) from error
+
+
+def make_folder(folder: Path, mode: int = 0o777) -> None:
+    """Create ``folder`` and its missing parents durably; one that exists is proved again. Raises OSError."""
+    if not folder.parent.is_dir():
+        make_folder(folder.parent, mode)
+    folder.mkdir(mode, exist_ok=True)
+    prove(folder)
+
+
+def draft_of(path: Path) -> Path:
+    """An unused name for a draft of ``path``."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}{DRAFT}")
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
+    """A file to write to, whose content replaces that of ``path`` at the end. Raises Unproved, OSError.
+
+    After an exception inside, ``path`` is unchanged. A symbolic link is replaced, not followed.
+    """
+    draft = draft_of(path)
+    try:
+        with _created(draft, mode) as file:
+            yield file
+            _sync(file)
+        rename(draft, path)
+    except BaseException:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise
+    _remove_forgotten(path)
+    prove(path)
+
+
+def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Have ``path`` contain ``content``. Raises Unproved, OSError."""
+    with replacing(path, mode) as file:
+        file.write(content)
+
+
+def create(path: Path, content: bytes, link: Link = os.link) -> bool:
+    """Create ``path`` with ``content``; False if it existed. Exactly one of several processes succeeds.
+
+    Raises Unproved if this call created it. After any other OSError it is unknown whether this call did. The error of
+    ``link`` is raised on a file system without hard links.
+    """
+    draft = draft_of(path)
+    try:
+        with _created(draft, 0o644) as file:
+            file.write(content)
+            _sync(file)
+        done = linked(draft, path, link)
+        _remove_forgotten(path)
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+    if done:
+        prove(path)
+    return done
+
+
+def linked(draft: Path, path: Path, link: Link = os.link) -> bool:
+    """Give ``draft`` the name ``path`` too; False if that exists. Raises OSError.
+
+    The answer to a link that was made may be lost (open(2), O_EXCL, on NFS); the number of links tells.
+    """
+    try:
+        link(draft, path)
+    except FileExistsError:
+        return draft.stat().st_nlink == 2
+    except OSError:
+        if draft.stat().st_nlink != 2:
+            raise
+    return True
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename a file, not yet durably. Raises OSError if it has not been done.
+
+    The answer to a rename that was made may be lost; the inode of the target tells.
+    """
+    moved = source.lstat()
+    try:
+        os.rename(source, target)
+    except OSError:
+        found = target.lstat()
+        if (found.st_dev, found.st_ino) != (moved.st_dev, moved.st_ino):
+            raise
+
+
+@contextmanager
+def _created(path: Path, mode: int) -> Iterator[BinaryIO]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, mode), "wb") as file:
+        yield file
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _remove_forgotten(path: Path) -> None:
+    """Remove the drafts of ``path`` that dead processes have left, as far as possible."""
+    prefix = f".{path.name}."
+    with suppress(OSError), os.scandir(path.parent) as entries:
+        drafts = [entry for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(DRAFT)]
+        if drafts:
+            now = path.lstat().st_mtime
+            for entry in drafts:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and now - status.st_mtime > FORGOTTEN_S:
+                    Path(entry.path).unlink()
+
+
+def _named(error: OSError, path: Path) -> OSError:
+    """The error of a call with a descriptor, which names no file."""
+    return OSError(error.errno, os.strerror(error.errno or 0), str(path))

@@ -1,0 +1,74 @@
+"""Checkpoints when a call of a persist process fails, one at a time: what was committed stays whole, whatever fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from opsd.checkpoints.manifest import MANIFEST, read, steps
+from opsd.trainer.locks import LOCKS
+from tests.fakes.faults import Call, Faults, calls
+from tests.fakes.saving import EVERY, STEPS, SavedRun
+
+A_WHILE = 1000
+"""As many calls as a process makes: storage that fails until the end."""
+
+
+def of_rank(run: SavedRun, rank: int) -> Faults:
+    """Faults of the persist process of ``rank``, whose command line has its plan."""
+    return Faults(run.checkpoints, f'"rank": {rank},')
+
+
+def saved(run: SavedRun, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the run says that its last step is saved, with ``faults`` in its persist processes."""
+    with monkeypatch.context() as patch:
+        for name, value in faults.environment.items():
+            patch.setenv(name, value)
+        return all(run.go())
+
+
+def calls_of(rank: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """The calls of the persist process of ``rank`` in a run without faults."""
+    run = SavedRun(folder / "counted")
+    log = folder / "calls"
+    assert saved(run, replace(of_rank(run, rank), log=log), monkeypatch)
+    return calls(log)
+
+
+def check(run: SavedRun, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the run meet ``faults``, look at what it says and at what it leaves, and go on with it."""
+    is_saved = saved(run, faults, monkeypatch)
+    assert is_saved or faults.count > 1 or faults.kill
+    assert (STEPS in steps(run.checkpoints)) >= is_saved
+    for step in steps(run.checkpoints):
+        assert run.state(step) == run.expected(step)
+    assert all(run.go(STEPS + 1, STEPS + EVERY))
+    for path in run.checkpoints.rglob("*"):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    assert all(run.go(STEPS + EVERY + 1, STEPS + 2 * EVERY))
+    assert sorted(left_over(run.checkpoints)) == []
+    assert steps(run.checkpoints) == [STEPS + EVERY, STEPS + 2 * EVERY]
+
+
+def left_over(root: Path) -> Iterator[str]:
+    """What lies in the folder of the checkpoints and belongs to none."""
+    for path in root.iterdir():
+        if path.name != LOCKS and not (path / MANIFEST).exists():
+            yield path.name
+            continue
+        known = {MANIFEST, *(entry.name for entry in read(path).files)} if path.is_dir() else set()
+        yield from (f"{path.name}/{inner.name}" for inner in path.glob("*") if inner.name not in known)
+
+
+def test_a_part_that_is_announced_is_not_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the calls of rank 1 fail from the name of its last part on, its file stays: the first rank may commit it."""
+    renames = [call.number for call in calls_of(1, tmp_path, monkeypatch) if call.name == "rename"]
+    assert len(renames) == STEPS // EVERY
+    for first, done in ((renames[-1], True), (renames[-1] + 1, False)):
+        for count in (1, A_WHILE):
+            run = SavedRun(tmp_path / f"{first}-{count}")
+            check(run, replace(of_rank(run, 1), first=first, count=count, done=done), monkeypatch)
