@@ -124,6 +124,7 @@ class Incident:
 
     ``cause`` is the id of the incident that this one is a symptom of. ``relapses`` counts how often it ended and
     came back, the last time at ``reopened_at``. ``job`` and ``run`` are those that it concerns, "" for none.
+    ``proposed`` are the actions that its runbook asks for, whatever the policy makes of them: verb, target and args.
     """
 
     id: str
@@ -150,6 +151,7 @@ class Incident:
     relapses: int = 0
     reopened_at: float | None = None
     run: str = ""
+    proposed: tuple[Mapping[str, object], ...] = ()
 
 
 class Series(Protocol):
@@ -285,7 +287,9 @@ class Runbook:
     that the fault is still to come; `opsd bench detect` also scores these on their own. ``confirmed`` is for findings
     that only ranks can make: whether what kernel and drivers say, in the view that it is given, bears the incident out,
     so that it may act on hardware. Without it they have to give reason for the same finding. ``told_by_runs``: findings
-    that name a run rest on what that run says, as they do where ``needs`` has the ranks.
+    that name a run rest on what that run says, as they do where ``needs`` has the ranks. ``first`` are commands for the
+    person on call, the best one first; the first whose placeholders (NODE, GPU, ID, WATTS and others) are all known is
+    shown.
     """
 
     kind: str
@@ -305,3 +309,4 @@ class Runbook:
     causes: tuple[Cause, ...] = ()
     prediction: bool = False
     told_by_runs: bool = False
+    first: tuple[str, ...] = ()

@@ -123,6 +123,7 @@ In every mode the trainer refuses the checkpoint and loads the newest one that v
 - observe: opens the incident, and resolves it once another checkpoint was loaded or a newer one committed.
 - recommend, act: the same, and notifies.
 """),
+    first=("opsd checkpoint verify FOLDER",),
     detect=_detect,
     remedy=notify_run("; the file stays where it is for the post-mortem"),
     healed=_healed,

@@ -166,6 +166,7 @@ and slow the training by the memory and disk bandwidth that they use.
 - observe: opens the incident with its cost, resolves it once a checkpoint was as fast as before.
 - recommend, act: the same, and notifies. It does not interrupt a save: slow ones often succeed.
 """),
+    first=("iostat -x 1 5",),
     detect=_detect,
     remedy=notify_run("; look at what checkpoints are written to"),
     healed=_healed,

@@ -105,6 +105,7 @@ None now. The next failure costs all steps since the last checkpoint: the incide
 - observe: opens the incident, resolves it once a newer checkpoint is durable.
 - recommend, act: the same, and notifies. It does not stop a run that makes progress.
 """),
+    first=("df -h FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,

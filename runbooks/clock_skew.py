@@ -92,6 +92,7 @@ compared.
 - observe: opens the incident; resolves it once the clock had no step for five minutes.
 - recommend, act: the same, and notifies. It never sets a clock.
 """),
+    first=("chronyc tracking",),
     detect=_detect,
     remedy=notify_node(": see which of both times was right"),
     healed=_healed,

@@ -158,6 +158,7 @@ Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks a
 - observe: opens the incident, and resolves it once a step is completed.
 - recommend, act: the same. If the run has no launcher, nothing restarts it, and opsd notifies.
 """),
+    first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=hangs(_from_launcher, _from_pages),
     diagnose=_diagnose,
     remedy=notify_unsupervised,

@@ -51,4 +51,5 @@ same air cools the GPUs in many servers, so that they may be next.
 """,
     advice=": have fans and heat sinks checked",
     cost="loaders and kernel launches are slower on all ranks of the node",
+    first=("ipmitool sdr type Fan",),
 )

@@ -197,6 +197,7 @@ index that was built for all steps of the run.
 - observe: opens the incident with its pattern and cost, resolves it once the waits are as short as before.
 - recommend, act: the same, and notifies. Killing a loader that is slow by design does not help.
 """),
+    first=("opsd diagnose",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,

@@ -196,6 +196,7 @@ The whole job waits for one rank's data. No step is lost if the loader continues
   completed no step after that, asks the launcher to restart the generation, then escalates. If every rank of the node
   waits it only notifies, because killing loaders does not repair storage.
 """),
+    first=("kill -KILL PID", "iostat -x 1 3"),
     detect=_detect,
     remedy=_remedy,
     healed=moved_on,

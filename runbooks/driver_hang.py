@@ -116,6 +116,7 @@ hang at their first CUDA call, tools like nvidia-smi immediately.
 - observe: opens the incident, resolves it once the driver answers.
 - recommend, act: the same, and notifies. The launcher treats ranks that hang as a hang, in every mode.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": drain the node; if it does not come back by itself only a reboot helps"),
     healed=_healed,

@@ -157,6 +157,7 @@ at 1 T tokens the model had worse evaluations than a smaller one, and the traini
 - observe: opens the incident, resolves it once an evaluation is no longer behind.
 - recommend, act: the same, and notifies. It does not stop a run that makes progress.
 """),
+    first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,

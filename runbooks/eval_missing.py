@@ -139,6 +139,7 @@ was found by comparing evaluations with an older run's, after a trillion tokens.
 - observe: opens the incident, resolves it once a later checkpoint has results.
 - recommend, act: the same, and notifies. It does not submit evaluations.
 """),
+    first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,

@@ -163,6 +163,7 @@ CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one G
 - observe: opens the incident; resolves it once links are up and ranks train, or node or driver have restarted.
 - recommend, act: the same, and notifies. It restarts no services.
 """),
+    first=("journalctl -u nvidia-fabricmanager --since -1hour",),
     detect=_detect,
     remedy=notify_node(": restart the fabric manager, or reset all GPUs and switches of the node together"),
     healed=_healed,

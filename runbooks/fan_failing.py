@@ -278,6 +278,7 @@ None yet. At its limit the GPU is throttled, and a synchronous job then runs at 
 - observe: opens the incident; resolves it once the GPU is as cool as before at the same power.
 - recommend, act: the same, and notifies. Power limits are only lowered once the GPU is throttled.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": have fans and heat sinks checked"),
     healed=_healed,

@@ -78,7 +78,7 @@ def _detect(view: View) -> Iterator[Finding]:
             ),
             cost=Cost(text="every GPU of the job waits for it" if rank else ""),
             job=rank.job if rank else "",
-            data={"uuid": uuid, "gpu": gpu.index},
+            data={"uuid": uuid, "gpu": gpu.index, "watts": newest(view, DEFAULT).get(uuid)},
         )
 
 
@@ -118,6 +118,7 @@ A synchronous job runs at the speed of this GPU, although nothing is broken.
 - observe: opens the incident; resolves it once the GPU is set as its peers are.
 - recommend, act: the same, and notifies. It does not undo what a person has set.
 """),
+    first=("nvidia-smi -i GPU -pl WATTS", "nvidia-smi -i GPU -rac"),
     detect=_detect,
     remedy=notify_node(": set it back, unless it was meant"),
     healed=_healed,

@@ -131,6 +131,7 @@ An uncorrected error ends the rank, and with it the generation. The GPU may need
   in mode act, a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain
   allows.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -112,6 +112,7 @@ None yet. Such memory eventually needs a row remap, or has an uncorrectable erro
 - observe: opens the incident; resolves it after five minutes with less than half the errors.
 - recommend, act: the same, and notifies.
 """),
+    first=("nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU",),
     detect=_detect,
     remedy=notify_node(": reset it between two runs, and have it replaced if the errors come back"),
     healed=_healed,

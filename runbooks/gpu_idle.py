@@ -86,6 +86,7 @@ Nobody else can use them: an hour of one is a GPU-hour lost, whatever the job's 
 - recommend: the same, and notifies.
 - act: also writes it into the job's comment in Slurm, where its owner sees it. It never ends a job.
 """),
+    first=("scontrol show job -d JOB",),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

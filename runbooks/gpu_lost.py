@@ -73,6 +73,7 @@ The rank on it dies or hangs at its next kernel, and with it the job. Other call
 - act: a run on several nodes with a spare swaps this node for it. Then, or at once if no rank is on it, the node is
   drained if policy.drain allows it, and rebooted, tested and returned if policy.repair is act.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": drain the node and reboot it; twice in a week is a case for the vendor", swap=True),
     healed=_healed,

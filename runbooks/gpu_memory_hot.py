@@ -80,6 +80,7 @@ errors and is refreshed more often, which costs bandwidth.
 - observe: opens the incident; resolves it at three degrees below the limit.
 - recommend, act: the same, and notifies. If the GPU is throttled as well, that incident has the remedies.
 """),
+    first=("nvidia-smi -i GPU -pl WATTS", "opsd drain NODE --incident ID --reason WHY"),
     detect=_detect,
     remedy=notify_node(": have the cooling of the GPU serviced"),
     healed=_healed,

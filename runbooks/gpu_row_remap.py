@@ -86,6 +86,7 @@ Pending: none now, but the next error in the same row may end the rank. Failed: 
 - act: if the remapping failed, a run on several nodes with a spare swaps this node for it at a step boundary, and the
   node is drained if policy.drain allows it. It does not reset GPUs.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -228,6 +228,7 @@ hardware threshold clocks fall by half or more.
   repair. If less power does not help, a run on several nodes with a spare swaps this node for it, and the node is
   drained if policy.drain allows it. It does not raise the limit again.
 """),
+    first=("nvidia-smi -i GPU -pl WATTS", "opsd drain NODE --incident ID --reason WHY"),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -279,6 +279,7 @@ should have been reset fails again soon.
   Then, or at once if no rank is on it, the node is drained if policy.drain allows it, and reset or rebooted, tested and
   returned if policy.repair is act. The launcher restarts ranks in every mode.
 """),
+    first=("nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU",),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -91,6 +91,7 @@ follows.
 - observe: opens the incident, resolves it once the norm is within three times its level for five steps.
 - recommend, act: the same, and notifies.
 """),
+    first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,

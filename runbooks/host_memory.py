@@ -93,6 +93,7 @@ becomes slow, loaders first.
 - observe: opens the incident, resolves it once enough memory is available.
 - recommend, act: the same, and notifies. It does not kill processes for their size.
 """),
+    first=("ps -eo pid,rss,comm --sort=-rss",),
     detect=_detect,
     remedy=notify_node(),
     healed=_healed,

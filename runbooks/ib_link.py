@@ -174,6 +174,7 @@ flapping link passes every test that is shorter than the time between its faults
 - observe: opens the incident; resolves it after five minutes with the link up at its rate.
 - recommend, act: the same, and notifies.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": look at cable, transceiver and switch"),
     healed=_healed,

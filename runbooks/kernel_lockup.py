@@ -85,4 +85,5 @@ hangs cannot be killed. Synchronous jobs wait for it.
     cost="every rank of the job waits for what is stuck",
     culprit_of=_culprit,
     causes=(Cause("driver_hang", "node"), Cause("storage_slow", "node"), Cause("disk_errors", "node")),
+    first=("journalctl -k --since -1hour",),
 )

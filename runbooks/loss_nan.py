@@ -134,6 +134,7 @@ All training since that step is lost. A checkpoint saved after it has damaged we
 - act: asks the launcher to restart from the newest checkpoint if that is from before the first bad step, which replays
   it; otherwise it notifies. If the same step fails again it escalates and does not replay a second time.
 """),
+    first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -199,6 +199,7 @@ Nothing fails. The steps cost as much as before, but the model learns very littl
 - observe: opens the incident, resolves it once the loss falls again.
 - recommend, act: the same, and notifies. It does not change schedules or data.
 """),
+    first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,

@@ -136,6 +136,7 @@ A run that diverges slowly loses all steps since the rise began.
 - observe: opens the incident, resolves it once half of the rise is gone.
 - recommend, act: the same, and notifies. It does not change learning rates.
 """),
+    first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),
     healed=fell_below_limit,

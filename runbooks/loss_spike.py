@@ -131,6 +131,7 @@ A spike that ends by itself has no lasting cost. Otherwise all steps since the l
 - observe: opens the incident, resolves it once most of the jump is gone.
 - recommend, act: the same, and notifies. It does not roll back, as most spikes end by themselves.
 """),
+    first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,

@@ -44,4 +44,5 @@ After an LBUG processes hang and cannot be killed.
     component="storage",
     advice=": verify what was being written at that time",
     cost="reads and writes in flight have failed",
+    first=("journalctl -k --since -1hour",),
 )

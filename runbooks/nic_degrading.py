@@ -175,6 +175,7 @@ A small loss of bandwidth now. Later the link may flap or fail, and the job with
 - act: a run on several nodes with a spare swaps this node for it at a step boundary, and the node is drained if
   policy.drain allows it.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": clean or replace cable and module before the link is lost", swap=True),
     healed=_healed,

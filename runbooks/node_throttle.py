@@ -92,6 +92,7 @@ by half and more.
 - act: a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain allows it.
   Power limits of single GPUs are left as they are.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": have fans, coolant and power supplies checked", swap=True),
     healed=_healed,

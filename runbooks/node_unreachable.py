@@ -154,6 +154,7 @@ In every mode the launcher restarts the run without the lost node, or with a spa
 - observe: opens the incident, resolves it once the run trains again or Slurm reaches the node.
 - recommend, act: the same, and notifies. It does not power off a node that may only be unreachable.
 """),
+    first=("scontrol show node NODE",),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,

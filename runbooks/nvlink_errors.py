@@ -121,6 +121,7 @@ NCCL may abort. An intermittent link passes every test that is shorter than the 
 - act: a run on several nodes with a spare swaps this node for it at a step boundary, and the node is drained if
   policy.drain allows it.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": swap the node out at the next checkpoint", swap=True),
     healed=_healed,

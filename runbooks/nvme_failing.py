@@ -153,6 +153,7 @@ continues.
 - observe: opens the incident; resolves it once another drive is installed, or this one reports no problem.
 - recommend, act: the same, and notifies.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": move checkpoints elsewhere and have the drive replaced"),
     healed=_healed,

@@ -119,6 +119,7 @@ point. If it was something else, a service of the node may be missing now.
   that rank is a symptom of this incident.
 - recommend, act: the same, and notifies. It frees no memory.
 """),
+    first=("sacct -j JOB --format=JobID,State,ExitCode,MaxRSS,ReqMem", "journalctl -k --since -1hour"),
     detect=_detect,
     remedy=notify_node(": give the job more memory, or have it use less"),
     healed=_healed,

@@ -134,6 +134,7 @@ In a synchronous job the others wait for it.
 - observe: opens the incident, resolves it once the link is as it should be under load.
 - recommend, act: the same, and notifies.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": reseat or replace at the next service"),
     healed=_healed,

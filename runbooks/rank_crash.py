@@ -120,6 +120,7 @@ In every mode the launcher restarts the generation; it gives up after the same f
 - observe, recommend, act: the agent takes no action of its own. It resolves the incident once a later generation has
   completed a step, and escalates it if the launcher gave up or no step follows.
 """),
+    first=("opsd report RUN_FOLDER --text", "sacct -j JOB --format=JobID,State,ExitCode,MaxRSS,ReqMem"),
     detect=_detect,
     healed=run_recovered,
     needs=("ranks",),

@@ -202,6 +202,7 @@ Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks a
 - observe: the agent opens the incident, and resolves it once a step is completed.
 - recommend, act: the same. If the run has no launcher, nothing restarts it, and opsd notifies.
 """),
+    first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=hangs(_from_launcher, _from_pages),
     remedy=notify_unsupervised,
     healed=moved_on,

@@ -188,6 +188,7 @@ checkpoint written since then may have the wrong values.
 - act: requests that restart and notifies. With a newer checkpoint it only notifies, as that may have the wrong values.
   It does not take the node out.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,
     healed=run_recovered,

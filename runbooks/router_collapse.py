@@ -117,6 +117,7 @@ parallelism the rank of the fullest expert is late, and its memory may run out.
 - observe: opens the incident, resolves it once loads are even again.
 - recommend, act: the same, and notifies. It changes no setting and does not roll back.
 """),
+    first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,

@@ -217,6 +217,7 @@ value may do no harm that the loss shows. The fault may be rare: it was found, s
   to be remapped, an Xid that calls for a reset). The trainer's word alone only notifies. A burn-in that fails takes
   the node out by itself.
 """),
+    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,
     confirmed=_confirmed,

@@ -165,6 +165,7 @@ Checkpoints, logs and caches cannot be written. Background saves fail while the 
 - observe: opens the incident, resolves it once there is enough space.
 - recommend, act: the same, and notifies. It never removes files.
 """),
+    first=("du -xh --max-depth=2 MOUNT",),
     detect=_detect,
     remedy=notify_node(),
     healed=_healed,

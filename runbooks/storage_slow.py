@@ -234,6 +234,7 @@ Loaders fall behind, and every rank waits for the slowest one. Checkpoints take 
 - observe: opens the incident with its cost, resolves it once reads are about as fast as before.
 - recommend, act: the same, and notifies. It does not move data.
 """),
+    first=("iostat -x 1 5",),
     detect=_detect,
     remedy=notify_node("; move the dataset to local NVMe, or the job to a node that has it there"),
     healed=_healed,

@@ -195,6 +195,7 @@ A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10
 - observe: opens the incident with its cost, resolves it once the rank keeps up.
 - recommend, act: the same, and notifies. It does not kill a rank that makes progress.
 """),
+    first=("nvidia-smi -q -d PERFORMANCE,CLOCK -i GPU", "opsd diagnose"),
     detect=_detect,
     diagnose=_diagnose,
     remedy=notify_node("; {cost}"),

@@ -218,6 +218,7 @@ In this order, as opsd does; `opsd incidents show ID` has the seconds per step o
 - observe: opens the incident with diagnosis and cost, resolves it once throughput is within 5 % of what it was.
 - recommend, act: the same, and notifies.
 """),
+    first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=_detect,
     diagnose=_diagnose,
     remedy=notify_run("; {cost}; {culprit}"),

@@ -94,6 +94,7 @@ loss falls, but more slowly than it should. SmolLM3 was started over after a tri
 - observe: opens the incident, resolves it once a later start of the run trains without the finding.
 - recommend, act: the same, and notifies. It does not stop the run: its owners decide.
 """),
+    first=("opsd checkpoint audit FOLDER",),
     detect=_detect,
     remedy=notify_run("; stop the run: {cost}"),
     healed=run_recovered,

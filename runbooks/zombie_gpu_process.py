@@ -179,6 +179,7 @@ that cannot be killed points to a driver that hangs.
 - observe: opens the incident, resolves it once the GPU is free or only used by ranks.
 - recommend, act: the same, and notifies. It does not kill processes.
 """),
+    first=("kill -KILL PID", "nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv"),
     detect=_detect,
     remedy=notify_node(": end what holds it, or reset the GPU"),
     healed=_healed,

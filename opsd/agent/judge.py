@@ -175,4 +175,5 @@ def _with_run(finding: Finding, view: View) -> Finding:
             if (rank.live or rank.run in supervised) and gpu in (None, rank.gpu) and finding.job in ("", rank.job)
         }
         run = runs.pop() if len(runs) == 1 else ""
-    return replace(finding, run=run)
+    folder = next((fact.folder for fact in view.runs if fact.run == run), "") if run else ""
+    return replace(finding, run=run, data={**finding.data, "folder": folder} if folder else finding.data)

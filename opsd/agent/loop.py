@@ -40,7 +40,7 @@ class Snapshot:
     """The agent's state at the end of a tick; everything outside the loop reads only this.
 
     ``at`` is in monotonic, ``wall`` in epoch seconds. ``ended`` has the most recently ended incident first,
-    ``repairs`` the oldest.
+    ``repairs`` the oldest. ``mode_of`` is the policy's mode by kind of incident.
     """
 
     tick: int
@@ -55,6 +55,7 @@ class Snapshot:
     runs: Sequence[RunFact] = ()
     repairs: Sequence[RepairFact] = ()
     journal_problem: str = ""
+    mode_of: Callable[[str], str] = lambda _kind: "observe"
 
     def select(self, *metrics: str) -> Iterator[Sample]:
         """Every sample of these metrics."""
@@ -169,6 +170,7 @@ class Loop:
             runs=self._window.runs,
             repairs=self._responder.repairs.shown,
             journal_problem=self._journal.problem,
+            mode_of=self._responder.mode_of,
         )
 
     def _own(self, tick_s: float) -> Iterator[tuple[Sample, ...]]:

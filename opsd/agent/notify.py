@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from opsd.agent.actions import ActionError, Notifier
+from opsd.agent.brief import brief
 from opsd.agent.incidents import Transition, is_over, turn_of
 from opsd.agent.logs import Log
 from opsd.files import read_settings
@@ -70,8 +71,10 @@ class Announcer:
         log: Log,
         *,
         muted: Callable[[str, float], str] = lambda _kind, _wall: "",
+        mode_of: Callable[[str], str] = lambda _kind: "observe",
     ) -> None:
         self._notify, self._node, self._log, self._muted = notify, node, log, muted
+        self._mode_of = mode_of
         self._lane = Lane("announce", THREADS, share=1, room=MAX_WAITING)
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
@@ -90,7 +93,12 @@ class Announcer:
         if over and transition.after is State.ESCALATED:
             state = "over"
         text = f"[{incident.severity}] {self._node}: {incident.kind} {state}: {incident.summary}"
+        told = brief(incident, self._mode_of(incident.kind), self._node)
+        if not over:
+            text = f"{text}; costs: {told.cost}; {told.acts}; next: {told.command}"
         fields: dict[str, object] = {
+            "acts": told.acts,
+            "command": told.command,
             "id": incident.id,
             "culprit": str(incident.culprit),
             "job": incident.job,

@@ -30,6 +30,7 @@ def to_document(incident: Incident) -> dict[str, Any]:
     document = asdict(incident)
     document["data"] = dict(incident.data)
     document["actions"] = [dict(action) for action in incident.actions]
+    document["proposed"] = [dict(action) for action in incident.proposed]
     return document
 
 
@@ -50,7 +51,7 @@ def from_json(text: object) -> Incident:
         raise RecordError("a time is no number")
     if not (0 <= incident.attempts < _MANY and 0 <= incident.relapses < _MANY):
         raise RecordError("a count is none")
-    if not all(map(_is_action, incident.actions)):
+    if not all(map(_is_action, incident.actions)) or not all(map(_is_proposal, incident.proposed)):
         raise RecordError("an action lacks its fields")
     return incident
 
@@ -102,3 +103,7 @@ def _is_time(value: object) -> TypeGuard[float]:
 def _is_action(action: Mapping[str, object]) -> bool:
     texts = all(isinstance(action.get(name), str) for name in _ACTION_TEXTS)
     return texts and isinstance(action.get("args"), dict) and _is_time(action.get("at"))
+
+
+def _is_proposal(action: Mapping[str, object]) -> bool:
+    return isinstance(action.get("verb"), str) and isinstance(action.get("args"), dict)

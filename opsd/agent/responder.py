@@ -76,6 +76,11 @@ class Responder:
         return len(self._over_quota)
 
     @property
+    def mode_of(self) -> Callable[[str], str]:
+        """The policy's mode by kind of incident."""
+        return self._mode_of
+
+    @property
     def current(self) -> tuple[Incident, ...]:
         """The incidents that are not over."""
         return tuple(self._book.incidents.values())
@@ -120,6 +125,7 @@ class Responder:
         self._book, ended, transitions = incidents.reduce(before, observed, self._judge.rules, view.wall)
         self._forget_returned()
         self._correlate(view, ended)
+        remedies = self._propose(view)
         for kind, gpu_seconds in incidents.cost_growth(before, self._book):
             self.cost[kind] += gpu_seconds
         by_id = {incident.id: incident for incident in (*self.current, *ended)}
@@ -129,7 +135,7 @@ class Responder:
             self.ended.appendleft(incident)
             self._written.pop(incident.id, None)
             self._journal.incident(incident)
-        self._act(view)
+        self._act(view, remedies)
         for incident in self.current:
             self._record(incident, view.wall)
 
@@ -222,10 +228,25 @@ class Responder:
             for past in self._history
         ]
 
-    def _act(self, view: Window) -> None:
+    def _propose(self, view: Window) -> Mapping[str, Sequence[Action]]:
+        """What runbooks ask for now, by incident id. Incidents keep it: people see it in every mode."""
+        remedies = self._judge.remedies(self._waiting(), view)
+        book = dict(self._book.incidents)
+        for incident in self._waiting():
+            wanted = [a for a in remedies.get(incident.id, ()) if a.verb not in HARMLESS]
+            proposed = tuple({"verb": a.verb, "target": a.target, "args": dict(a.args)} for a in wanted)
+            if proposed and proposed != incident.proposed:
+                book[incident.kind, incident.key] = replace(incident, proposed=proposed)
+        self._book = replace(self._book, incidents=book)
+        return remedies
+
+    def _waiting(self) -> list[Incident]:
+        """Incidents that are not acted on yet and are no symptoms."""
+        return [i for i in self.current if i.state is State.OPEN and i.cause is None]
+
+    def _act(self, view: Window, remedies: Mapping[str, Sequence[Action]]) -> None:
         """Decide about every open incident and start the actions that the policy admits."""
-        waiting = [i for i in self.current if i.state is State.OPEN and i.cause is None]
-        remedies = self._judge.remedies(waiting, view)
+        waiting = self._waiting()
         self._idle = frozenset(name for name, actions in remedies.items() if not actions)
         self._history = [past for past in self._history if view.wall - past.at < KEEP_ACTIONS_S]
         changed, user_of = {}, _user_of(view)
@@ -356,5 +377,5 @@ def _recorded(action: Action, outcome: str, detail: str, at: float) -> Mapping[s
 def _essence(incident: Incident) -> tuple[object, ...]:
     return (
         incident.state, incident.severity, incident.culprit, incident.attempts, incident.actions, incident.verdict,
-        incident.cause, incident.relapses,
+        incident.cause, incident.relapses, incident.proposed,
     )  # fmt: skip

@@ -127,6 +127,7 @@ def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
     told = "" if over and cost["gpus"] else cost["text"]  # of the last moment, and long past
     relapses = incident["relapses"]
     lines = [
+        *_brief_lines(incident.get("brief")),
         incident["id"],
         f"  {incident['summary']}",
         f"  state      {incident['state']}{': ' + incident['verdict'] if incident['verdict'] else ''}",
@@ -147,6 +148,19 @@ def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
     for name, line in (("symptoms", _symptom_line), ("similar", _similar_line)):
         lines += [f"  {name}", *map(line, incident[name])] if incident[name] else []
     return [*lines, f"  runbook    opsd runbook show {incident['kind']}"]
+
+
+def _brief_lines(told: Mapping[str, str] | None) -> list[str]:
+    """What the person on call needs first; an agent of an earlier release tells none."""
+    if told is None:
+        return []
+    return [
+        f"[bold]{told['happened']}[/bold]",
+        f"  costs now  {told['cost']}",
+        f"  who acts   {told['acts']}",
+        f"  next       [bold]{told['command']}[/bold]  (on {told['on']})",
+        "",
+    ]
 
 
 def _repair_lines(repair: Mapping[str, Any]) -> list[str]:

@@ -98,6 +98,9 @@ def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iter
                 yield Fault(row, about, of_it)
 
 
+DRAIN = "opsd drain NODE --incident ID --reason WHY"
+
+
 def kernel_runbook(
     kind: str,
     rows: Sequence[Row],
@@ -110,6 +113,7 @@ def kernel_runbook(
     causes: Sequence[Cause] = (),
     ignored: Ignored = _nothing,
     whole: Callable[[str], str] = str,
+    first: tuple[str, ...] = (DRAIN,),
 ) -> Runbook:
     """The runbook of the incident that ``rows`` describe.
 
@@ -167,4 +171,5 @@ def kernel_runbook(
         needs=("kmsg",),
         verify_s=HOUR_S,
         causes=tuple(causes),
+        first=first,
     )

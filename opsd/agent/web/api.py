@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from opsd import __version__
+from opsd.agent.brief import brief
 from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
 from opsd.agent.gather import Source
 from opsd.agent.knowledge import Similar, nearest, statistics
@@ -95,10 +96,15 @@ def incident_list(
     return {"incidents": [incident(i, symptoms_of(i.id, known), nested=nested) for i in found[:limit]]}
 
 
-def incident_details(snapshot: Snapshot, found: Incident) -> dict[str, Any]:
-    """One incident with its symptoms, and the past incidents most like it."""
+def incident_details(snapshot: Snapshot, found: Incident, node: str) -> dict[str, Any]:
+    """One incident with its brief, its symptoms, and the past incidents most like it."""
     known = newest_first(snapshot)
-    return {**incident(found, symptoms_of(found.id, known)), "similar": [_similar(s) for s in nearest(found, known)]}
+    told = asdict(brief(found, snapshot.mode_of(found.kind), node))
+    return {
+        **incident(found, symptoms_of(found.id, known)),
+        "brief": told,
+        "similar": [_similar(s) for s in nearest(found, known)],
+    }
 
 
 def _similar(similar: Similar) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class App:
         found = api.find(latest, id)
         if found is None:
             return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered")
-        return _json(api.incident_details(latest, found))
+        return _json(api.incident_details(latest, found, str(self._facts.get("node", ""))))
 
     def _incident_page(self, id: str) -> Answer:
         from opsd.agent.web import pages

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final
 
+from opsd.agent.brief import fill
 from opsd.agent.web.html import Html, card, document, h, join, link
 from opsd.dashboards.alerts.catalogue import GUIDES
 from opsd.runbooks import RUNBOOKS
@@ -33,6 +35,7 @@ def runbook_list() -> bytes:
     return document("runbooks – opsd", Html("<h1>Runbooks</h1>"), main, _HOME)
 
 
+_CODE: Final = re.compile(r"<code>.*?</code>", re.DOTALL)
 _HOME = link("/", "this node")
 
 
@@ -54,6 +57,11 @@ def guide_body(guide: Guide) -> Html:
     """The sections of a guide, with headings of the second level."""
     texts = (guide.meaning, guide.impact, guide.diagnosis, guide.mitigation, guide.automatic)
     return Html("".join(f"<h2>{head}</h2>{_html(text)}" for head, text in zip(SECTIONS, texts, strict=True)))
+
+
+def filled_guide(guide: Guide, known: Mapping[str, str]) -> Html:
+    """The sections of a guide whose commands have the ``known`` values in place of their placeholders."""
+    return Html(_CODE.sub(lambda code: fill(code[0], known, lambda value: str(h(value))), guide_body(guide)))
 
 
 def _html(markdown: str) -> Html:

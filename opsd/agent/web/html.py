@@ -51,6 +51,9 @@ article{max-width:46rem}article pre{overflow-x:auto}
 header,main,footer{padding:.5rem}dl{grid-template-columns:1fr;gap:0;margin-left:.5rem}dd{margin-bottom:.3rem}}
 .beside{display:grid;grid-template-columns:minmax(0,1fr);gap:0 1rem;align-items:start}
 @media(min-width:64rem){.beside{grid-template-columns:minmax(0,3fr) minmax(0,2fr)}}
+.first{border-width:2px;border-color:var(--link)}.first dl{margin:0}.first dt{margin-top:.2rem}
+.command{margin:0;padding:.5rem .6rem;background:var(--none-bg);border-radius:6px;white-space:pre-wrap;
+overflow-wrap:anywhere;user-select:all;font:13px/1.5 ui-monospace,monospace}
 .guide{max-width:none;overflow-wrap:anywhere}.facts li{overflow-wrap:anywhere}
 figure{margin:0}figcaption{font-weight:600;font-size:.9rem}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,30rem),1fr));gap:1rem}

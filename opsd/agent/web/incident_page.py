@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import quote
 
+from opsd.agent.brief import Brief, brief, values
 from opsd.agent.correlate import symptoms_of
 from opsd.agent.knowledge import Similar, nearest
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
-from opsd.agent.web.guides import guide_body, guide_of
+from opsd.agent.web.guides import filled_guide, guide_of
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, table
 from opsd.agent.web.incidents import (
     bullets,
@@ -46,8 +47,9 @@ def incident_page(snapshot: Snapshot, incident: Incident, node: str) -> bytes:
     cause = next((other for other in known if other.id == incident.cause), None)
     title = title_of(incident.kind)
     header = join((Html(f"<h1>{h(incident.summary)}</h1>"), _facts(incident, symptoms, cause, node, snapshot.wall)))
-    told = join((_timeline(timeline(incident, symptoms)), _symptoms(symptoms), _similar(nearest(incident, known))))
-    body = Html(f'<div class="beside"><div>{told}</div>{_guide(incident.kind)}</div>')
+    box = _box(brief(incident, snapshot.mode_of(incident.kind), node))
+    told = join((box, _timeline(timeline(incident, symptoms)), _symptoms(symptoms), _similar(nearest(incident, known))))
+    body = Html(f'<div class="beside"><div>{told}</div>{_guide(incident, node)}</div>')
     footer = join(
         (
             link("/", "this node"),
@@ -138,11 +140,25 @@ def _similar(found: Sequence[Similar]) -> Html:
     return card("similar", "Similar past incidents", body)
 
 
-def _guide(kind: str) -> Html:
-    guide = guide_of(kind)
+def _box(told: Brief) -> Html:
+    """What the person on call reads first. The command is selected whole by one click."""
+    rows = (
+        ("What happened", told.happened),
+        ("What it costs now", told.cost),
+        ("Who acts", told.acts),
+        (f"Next command, on {told.on}", Html(f'<pre class="command">{h(told.command)}</pre>')),
+    )
+    body = "".join(f"<dt>{h(name)}</dt><dd>{h(value)}</dd>" for name, value in rows)
+    heading = '<h2 id="first">Do this first</h2>'
+    return Html(f'<section class="card first" aria-labelledby="first">{heading}<dl>{body}</dl></section>')
+
+
+def _guide(incident: Incident, node: str) -> Html:
+    guide = guide_of(incident.kind)
     if guide is None:
         return Html("")
-    return Html(f'<article class="card guide" aria-label="Runbook: {h(guide.title)}">{guide_body(guide)}</article>')
+    body = filled_guide(guide, values(incident, node))
+    return Html(f'<article class="card guide" aria-label="Runbook: {h(guide.title)}">{body}</article>')
 
 
 def _clock(at: float) -> Html:

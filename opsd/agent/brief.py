@@ -1,0 +1,139 @@
+"""What the person on call needs first: what happened, what it costs, who acts, and the next command, whole. Pure.
+
+The page, `opsd incidents show` and notifications all show this brief.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from opsd.agent.policy import HARMLESS, Verdict
+from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.base import Incident, State
+from opsd.words import gpu_time, printable
+
+PLACEHOLDER: Final = re.compile(r"\b(?:NODE|GPU|ID|WATTS|PID|JOB|RUN|WHY|MOUNT|FOLDER|RUN_FOLDER|RUN_DIR)\b")
+MAX_REASON: Final = 120
+"""Characters of the summary that a drain gets as its reason."""
+
+_DRAIN = "opsd drain NODE --incident ID --reason WHY"
+_FIRST: Final = {book.kind: book.first for book in RUNBOOKS}
+_WORDS: Final[Mapping[str, tuple[str, str]]] = {
+    "set_power_limit": ("set the power limit of GPU {gpu} to {watts:g} W", "nvidia-smi -i GPU -pl WATTS"),
+    "kill_process": ("kill process {pid}", "kill -KILL PID"),
+    "restart_generation": ("restart the ranks of the run", ""),
+    "swap_node": ("swap {node} for a spare", "opsd swap NODE"),
+    "drain_node": ("drain {node}", _DRAIN),
+}
+"""What opsd does in words, and what a person types for the same; placeholders are those of the guides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """``command`` has no placeholder left; node-local commands run on the node ``on``."""
+
+    happened: str
+    cost: str
+    acts: str
+    command: str
+    on: str
+
+
+def brief(incident: Incident, mode: str, node: str) -> Brief:
+    """The brief of ``incident``; ``mode`` is the policy's for its kind, ``node`` the agent's own."""
+    acts = _acts(incident, mode)
+    happened = f"{printable(incident.summary)}, on {incident.culprit.node or node}"
+    return Brief(happened, cost_now(incident), acts, _command(incident, acts, node), incident.culprit.node or node)
+
+
+def cost_now(incident: Incident) -> str:
+    """What it costs in words. While it lasts that is the present loss, then the sum."""
+    so_far = gpu_time(incident.cost.gpu_seconds) if incident.cost.gpu_seconds else ""
+    if incident.resolved_at is not None:
+        return f"{so_far} altogether" if so_far else "nothing that is known"
+    return "; ".join(filter(None, (incident.cost.text, so_far and f"{so_far} so far"))) or "not known"
+
+
+def values(incident: Incident, node: str) -> dict[str, str]:
+    """What is known of the placeholders of guides and commands, quoted for a shell."""
+    data = incident.data
+    args: dict[str, object] = {}
+    for action in (*incident.actions, *incident.proposed):
+        given = action.get("args")
+        args |= dict(given) if isinstance(given, Mapping) else {}
+    gpu = incident.culprit.gpu if incident.culprit.gpu is not None else data.get("gpu")
+    watts = args.get("watts", data.get("watts"))
+    folder = data.get("folder")
+    found: dict[str, object] = {
+        "NODE": incident.culprit.node or node,
+        "ID": incident.id,
+        "GPU": gpu,
+        "WATTS": f"{watts:g}" if isinstance(watts, int | float) else None,
+        "PID": args.get("pid", data.get("pid")),
+        "JOB": incident.job,
+        "RUN": incident.run,
+        "WHY": printable(incident.summary[:MAX_REASON]).strip() or incident.kind,
+        "MOUNT": data.get("mount"),
+        **dict.fromkeys(("FOLDER", "RUN_FOLDER", "RUN_DIR"), folder),
+    }
+    return {name: shlex.quote(printable(str(value))) for name, value in found.items() if value not in (None, "")}
+
+
+def fill(text: str, known: Mapping[str, str], escape: Callable[[str], str] = str) -> str:
+    """``text`` with the placeholders that are known replaced; the others stay."""
+    return PLACEHOLDER.sub(lambda match: escape(known.get(match[0], match[0])), text)
+
+
+def _acts(incident: Incident, mode: str) -> str:
+    """Who acts, beginning with "you", "opsd" or "nobody"."""
+    if incident.resolved_at is not None:
+        return "nobody has to act: it is over"
+    if incident.cause is not None:
+        return f"nobody acts on a symptom: its cause is {incident.cause}"
+    remedy = " and ".join(_remedies(incident))
+    if incident.state is State.ACTING:
+        return f"opsd acts: it will {remedy}" if remedy else "opsd acts"
+    if incident.state is State.VERIFYING:
+        return "opsd has acted and checks whether it helped"
+    if incident.state is State.ESCALATED:
+        return f"you act: opsd could not end it ({incident.verdict})" if incident.verdict else "you act"
+    if mode == "observe":
+        return f"you act: opsd only observes; it would {remedy}" if remedy else "you act: opsd only observes"
+    if not remedy:
+        return "you act: opsd has no remedy for this"
+    if mode == "recommend":
+        return f"you act: opsd recommends to {remedy}"
+    refused = [a for a in incident.actions if a.get("outcome") == Verdict.REFUSE and a.get("verb") not in HARMLESS]
+    if refused:
+        return f"you act: opsd may not {remedy} now ({refused[-1].get('detail', '')})"
+    return f"opsd acts: it will {remedy}"
+
+
+def _remedies(incident: Incident) -> Iterator[str]:
+    """What opsd would do, in words; notifications are no remedy."""
+    for action in incident.proposed:
+        words, _ = _WORDS.get(str(action.get("verb")), ("", ""))
+        args = action.get("args")
+        if words and isinstance(args, Mapping):
+            try:
+                yield words.format(**args)
+            except (KeyError, ValueError, TypeError):
+                yield str(action.get("verb")).replace("_", " ")
+
+
+def _command(incident: Incident, acts: str, node: str) -> str:
+    """The next command: the remedy's own, else the first of its runbook whose placeholders are all known."""
+    if incident.cause is not None and incident.resolved_at is None:
+        return f"opsd incidents show {shlex.quote(incident.cause)}"
+    if not acts.startswith("you"):
+        return f"opsd incidents show {shlex.quote(incident.id)}"
+    known = values(incident, node)
+    remedies = (_WORDS.get(str(action.get("verb")), ("", ""))[1] for action in incident.proposed)
+    for template in (*filter(None, remedies), *_FIRST.get(incident.kind, ())):
+        if set(PLACEHOLDER.findall(template)) <= known.keys():
+            return fill(template, known)
+    return f"opsd runbook show {incident.kind}"
