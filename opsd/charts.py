@@ -15,9 +15,12 @@ Point = tuple[float, float]
 Kind = Literal["number", "clock", "duration"]
 Tone = Literal["bad", "warn", "none"]
 
-_COLORS: Final = ("0b5cad", "b04a00", "176f3d", "8f1d6b", "5b2fb0", "0a6f7d")
-_DARK: Final = ("7fb8f5", "f2a65e", "7ddba3", "f19bc9", "bfa4f5", "66cfdd")
-_DASHES: Final = ("", "7 3", "2 3", "9 3 2 3", "5 2", "1 2")
+_COLORS: Final = ("0b5cad", "b04a00", "176f3d", "8f1d6b", "5b2fb0", "0a6f7d", "6b5300", "4a5560")
+_DARK: Final = ("7fb8f5", "f2a65e", "7ddba3", "f19bc9", "bfa4f5", "66cfdd", "e3cf6b", "b9c2cc")
+_DASHES: Final = ("", "7 3", "2 3", "9 3 2 3")
+MAX_STYLES: Final = 32
+"""So many lines of a chart differ in colour or dash."""
+_LEGEND_ROW: Final = 18
 _MAX_TEXT: Final = 80
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 36
 _CHARACTER: Final = 7.2
@@ -31,12 +34,15 @@ _ESCAPES: Final = str.maketrans({"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&
 CHART_STYLE: Final = (
     ".chart{display:block;width:100%;height:auto;margin:0;font:12px system-ui,sans-serif}"
     ".chart text{fill:#5b6470}.chart .grid{stroke:#dfe3e8}.chart .axis{stroke:#8a939d}"
-    ".chart .line{fill:none;stroke-width:1.6;stroke-linejoin:round}.chart .dot{stroke:none}"
+    ".chart .line{fill:none;stroke-width:1.6;stroke-linejoin:round}.chart .strong{stroke-width:3.2}"
+    ".chart .limit{fill:none;stroke:#b3261e;stroke-width:1.2}.chart text.limit{fill:#b3261e;stroke:none}"
+    ".chart .dot{stroke:none}"
     ".chart .span{fill-opacity:.16}.chart .bad{fill:#b3261e}.chart .warn{fill:#b07400}.chart .none{fill:#5b6470}"
     + "".join(f".chart .s{n}{{stroke:#{c}}}.chart .dot.s{n}{{fill:#{c}}}" for n, c in enumerate(_COLORS))
     + "@media(prefers-color-scheme:dark){.chart text{fill:#a2abb6}.chart .grid{stroke:#333a43}"
     ".chart .axis{stroke:#6b7580}.chart .span{fill-opacity:.26}"
-    ".chart .bad{fill:#ff9b92}.chart .warn{fill:#f2bf6d}.chart .none{fill:#a2abb6}"
+    ".chart .bad{fill:#ff9b92}.chart .limit{stroke:#ff9b92}.chart text.limit{fill:#ff9b92}"
+    ".chart .warn{fill:#f2bf6d}.chart .none{fill:#a2abb6}"
     + "".join(f".chart .s{n}{{stroke:#{c}}}.chart .dot.s{n}{{fill:#{c}}}" for n, c in enumerate(_DARK))
     + "}"
 )
@@ -45,10 +51,22 @@ CHART_STYLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line. ``points`` are in the order of x; the line is interrupted where one is not finite."""
+    """A line. ``points`` are in the order of x; the line is interrupted where one is not finite.
+
+    A ``strong`` line is drawn thicker than the others: what an incident is about.
+    """
 
     name: str
     points: Sequence[Point]
+    strong: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A value of the y axis that matters, drawn over the whole width and named at its right end."""
+
+    name: str
+    value: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +98,7 @@ def line_chart(
     x: Axis,
     y: Axis,
     spans: Sequence[Span] = (),
+    limits: Sequence[Limit] = (),
     width: int = 720,
     height: int = 240,
 ) -> str:
@@ -94,17 +113,21 @@ def line_chart(
     if not flat:
         return ""
     across = _Scale.over([p[0] for p in flat], x, _LEFT, width - _RIGHT, room=False)
-    up = _Scale.over([p[1] for p in flat], y, height - _BOTTOM, _TOP, room=True)
+    values = [p[1] for p in flat] + [limit.value for limit in limits]
+    up = _Scale.over(values, y, height - _BOTTOM, _TOP, room=True)
+    legend, rows = _legend(series, width, height)
     parts = [
         *(_span(each, across, height) for each in spans if across.low <= each.end and each.start <= across.high),
         *_axes(x, y, across, up, width, height),
-        *(_line(number, each.name, pieces[number], across, up) for number, each in enumerate(series)),
-        *_legend(series, width),
+        *(_line(number, each, pieces[number], across, up) for number, each in enumerate(series)),
+        *(_limit(limit, up, width) for limit in limits),
+        *legend,
     ]
-    told = "; ".join(_told(each.name, points, y) for each, points in zip(series, finite, strict=True) if points)
+    spoken = [_told(each.name, points, y) for each, points in zip(series, finite, strict=True) if points]
+    told = "; ".join([*spoken, *(f"limit {limit.name} {limit.value:.4g} {y.label}".rstrip() for limit in limits)])
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height}" role="img" '
-        f'aria-label="{_text(title, 200)}: {_text(told, 600)}">{"".join(parts)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height + rows * _LEGEND_ROW}" '
+        f'role="img" aria-label="{_text(title, 200)}: {_text(told, 1200)}">{"".join(parts)}</svg>'
     )
 
 
@@ -209,20 +232,39 @@ def _axes(x: Axis, y: Axis, across: _Scale, up: _Scale, width: int, height: int)
     yield f'<text x="{right}" y="{height - 4}" text-anchor="end">{_text(x.label)}</text>'
 
 
-def _line(number: int, name: str, pieces: Sequence[Sequence[Point]], across: _Scale, up: _Scale) -> str:
+def style(number: int) -> tuple[int, str]:
+    """Colour and dash of the line ``number``: different pairs for the first ``MAX_STYLES``, no dash for the first."""
+    color = number % len(_COLORS)
+    return color, _DASHES[(number + number // len(_COLORS)) % len(_DASHES)]
+
+
+def _stroke(number: int, strong: bool) -> str:
+    color, dash = style(number)
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'class="line s{color}{" strong" * strong}"{dashed}'
+
+
+def _line(number: int, each: Series, pieces: Sequence[Sequence[Point]], across: _Scale, up: _Scale) -> str:
     """The path of a series; a point between two gaps is a dot."""
-    paths, dots = [], []
+    paths, dots, color = [], [], style(number)[0]
     for piece in pieces:
         placed = [(across.place(px), up.place(py)) for px, py in piece]
         if len(placed) == 1:
-            dots.append('<circle class="dot s{}" cx="{:.1f}" cy="{:.1f}" r="2"/>'.format(number % 6, *placed[0]))
+            dots.append('<circle class="dot s{}" cx="{:.1f}" cy="{:.1f}" r="2"/>'.format(color, *placed[0]))
         else:
             paths.append("M" + "L".join(f"{px:.1f} {py:.1f}" for px, py in _thinned(placed)))
-    dash = _DASHES[number % 6]
-    dashed = f' stroke-dasharray="{dash}"' if dash else ""
-    named = f"<title>{_text(name)}</title>"
-    line = f'<path class="line s{number % 6}"{dashed} d="{"".join(paths)}">{named}</path>' if paths else ""
+    named = f"<title>{_text(each.name)}</title>"
+    line = f'<path {_stroke(number, each.strong)} d="{"".join(paths)}">{named}</path>' if paths else ""
     return line + "".join(dots)
+
+
+def _limit(limit: Limit, up: _Scale, width: int) -> str:
+    """A line over the whole width with its name above its right end."""
+    level, right = up.place(limit.value), width - _RIGHT
+    return (
+        f'<path class="limit" d="M{_LEFT} {level:.1f}H{right}"><title>{_text(limit.name)}</title></path>'
+        f'<text class="limit" x="{right}" y="{level - 4:.1f}" text-anchor="end">{_text(limit.name)}</text>'
+    )
 
 
 def _pieces(points: Iterable[Point], across: Kind, up: Kind) -> Iterator[list[Point]]:
@@ -259,25 +301,21 @@ def _span(span: Span, across: _Scale, height: int) -> str:
     )
 
 
-def _legend(series: Sequence[Series], width: int) -> Iterator[str]:
-    """The names of the lines, at the right above the chart; none for a single line. What has no room is counted."""
+def _legend(series: Sequence[Series], width: int, height: int) -> tuple[list[str], int]:
+    """The names of all lines below the chart, and in how many rows; none for a single line."""
     if len(series) < 2:
-        return
-    room, names = width - _LEFT - _RIGHT - 90.0, []
+        return [], 0
+    parts, at, row = [], float(_LEFT), 0
     for number, each in enumerate(series):
-        room -= 30 + _CHARACTER * min(len(each.name), _MAX_TEXT)
-        if room < 0:
-            break
-        names.append((number, each.name))
-    left = len(series) - len(names)
-    at = width - _RIGHT - sum(30 + _CHARACTER * min(len(name), _MAX_TEXT) for _, name in names) - 50.0 * bool(left)
-    for number, name in names:
-        dash = f' stroke-dasharray="{_DASHES[number % 6]}"' if number % 6 else ""
-        yield f'<path class="line s{number % 6}"{dash} d="M{at:.0f} 10h18"/>'
-        yield f'<text x="{at + 22:.0f}" y="14">{_text(name)}</text>'
-        at += 30 + _CHARACTER * min(len(name), _MAX_TEXT)
-    if left:
-        yield f'<text x="{at:.0f}" y="14">+{left} more</text>'
+        wide = 36 + _CHARACTER * min(len(each.name), _MAX_TEXT)
+        if at > _LEFT and at + wide > width:
+            at, row = float(_LEFT), row + 1
+        y = height + 10 + row * _LEGEND_ROW
+        weight = ' font-weight="bold"' if each.strong else ""
+        parts.append(f'<path {_stroke(number, each.strong)} d="M{at:.0f} {y - 4}h22"/>')
+        parts.append(f'<text x="{at + 27:.0f}" y="{y}"{weight}>{_text(each.name)}</text>')
+        at += wide
+    return parts, row + 1
 
 
 def _told(name: str, points: Sequence[Point], y: Axis) -> str:

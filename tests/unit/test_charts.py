@@ -9,7 +9,18 @@ from xml.etree import ElementTree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.charts import Axis, Kind, Series, Span, format_number, line_chart, standalone
+from opsd.charts import (
+    MAX_STYLES,
+    Axis,
+    Kind,
+    Limit,
+    Series,
+    Span,
+    format_number,
+    line_chart,
+    standalone,
+    style,
+)  # fmt: skip
 
 NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
 POINTS = st.lists(st.tuples(NUMBERS, NUMBERS), max_size=40).map(lambda points: sorted(points, key=lambda p: p[0]))
@@ -74,3 +85,16 @@ def test_numbers_have_the_digits_that_their_neighbours_need() -> None:
     assert [format_number(v, s) for v, s in ((1500, 500), (2e6, 1e6), (0.25, 0.05), (3e-5, 1e-5), (0, 1))] == [
         "1.5k", "2M", "0.25", "3e-05", "0",
     ]  # fmt: skip
+
+
+@given(st.integers(1, 16))
+def test_all_gpus_of_a_node_can_be_told_apart(count: int) -> None:
+    """Each line has its own pair of colour and dash, each is named, and the limit is none of them."""
+    series = [Series(f"GPU {n}", [(0.0, n), (1.0, n + 1.0)], strong=n == count - 1) for n in range(count)]
+    drawn = line_chart("Heat", series, x=Axis("s"), y=Axis("°C"), limits=[Limit("slows down", 87.0)], width=390)
+    lines = re.findall(r'<path class="line (s\d+)( strong)?"( stroke-dasharray="[^"]+")? d="[^"]*"><title>', drawn)
+    assert len({(color, dash) for color, _, dash in lines}) == len(lines) == count
+    assert [bool(strong) for _, strong, _ in lines] == [False] * (count - 1) + [True]
+    assert all(f">GPU {n}</text>" in drawn for n in range(count)) or count == 1
+    assert drawn.count('<path class="limit"') == 1 and ">slows down</text>" in drawn
+    assert len({style(n) for n in range(MAX_STYLES)}) == MAX_STYLES

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from opsd.agent.web.history import LOSS, TOKENS, History
 from opsd.agent.web.html import Html, card, h
-from opsd.charts import Axis, Point, Series, Span, Tone, line_chart
+from opsd.charts import Axis, Limit, Point, Series, Span, Tone, line_chart
 from opsd.collectors.base import GpuFact, RankFact, RunFact
 from opsd.runbooks.base import Incident, Severity
 
@@ -49,24 +49,26 @@ def gpu_charts(
     gpus: Sequence[GpuFact], history: History, incidents: Sequence[Incident], wall: float, *, limit_c: float | None
 ) -> Html:
     """Temperature and clock of the GPUs over the last minutes; ``limit_c`` is where they slow down, None if unknown."""
+    guilty = {i.culprit.gpu for i in incidents if i.resolved_at is None}
 
     def of(name: str) -> list[Series]:
-        return [Series(f"GPU {gpu.index}", history.points(name, gpu.uuid)) for gpu in gpus[:MAX_GPUS]]
+        shown = [(gpu, history.points(name, gpu.uuid)) for gpu in gpus[:MAX_GPUS]]
+        return [Series(f"GPU {gpu.index}", points, strong=gpu.index in guilty) for gpu, points in shown]
 
-    heat, spans = of("DCGM_FI_DEV_GPU_TEMP"), _spans(incidents, wall)
-    times = [at for each in heat for at, _ in each.points]
-    if limit_c is not None and times:
-        heat.append(Series("slows down", [(min(times), limit_c), (max(times), limit_c)]))
+    spans = _spans(incidents, wall)
+    limits = [] if limit_c is None else [Limit("slows down", limit_c)]
     charts = [
-        _chart("Temperature", heat, Axis("°C"), spans),
+        _chart("Temperature", of("DCGM_FI_DEV_GPU_TEMP"), Axis("°C"), spans, limits),
         _chart("SM clock", of("DCGM_FI_DEV_SM_CLOCK"), Axis("MHz"), spans),
     ]
     return _card("heat", "Heat and clocks of the last 20 minutes", charts)
 
 
-def _chart(title: str, series: Sequence[Series], y: Axis, spans: Sequence[Span]) -> str:
+def _chart(title: str, series: Sequence[Series], y: Axis, spans: Sequence[Span], limits: Sequence[Limit] = ()) -> str:
     drawn = [each for each in series if len(each.points) > 1]
-    return _figure(title, line_chart(title, drawn, x=_CLOCK, y=y, spans=spans, width=WIDTH, height=HEIGHT))
+    return _figure(
+        title, line_chart(title, drawn, x=_CLOCK, y=y, spans=spans, limits=limits, width=WIDTH, height=HEIGHT)
+    )
 
 
 def _phases(ranks: Iterable[RankFact]) -> str:
