@@ -27,11 +27,15 @@ HANGS = "does it hang?"
 
 @dataclass(frozen=True, slots=True)
 class DiagnosisStep:
-    """The answer to one question. ``suspect`` is True if the time is spent here, None if unknown."""
+    """The answer to one question. ``suspect`` is True if the run is slower because of it, None if unknown.
+
+    ``share`` is the part of a step that is spent on it, whether the run is slower or not.
+    """
 
     question: str
     suspect: bool | None
     facts: tuple[str, ...]
+    share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +149,7 @@ def _phase(
     collectives (min), as all ranks but the slowest wait there for the slowest.
     """
     grown, share = among([s.growth for s in spent]), among([s.share for s in spent])
-    suspect = grown >= 0.5 * total if slower else share >= COSTLY
-    return DiagnosisStep(f"is it {name}?", suspect, tuple(map(str, spent)))
+    return DiagnosisStep(f"is it {name}?", slower and grown >= 0.5 * total, tuple(map(str, spent)), share)
 
 
 def _kernels(ranks: Sequence[RankFact], node: str, now: float, total: float, slower: bool) -> DiagnosisStep:
@@ -166,10 +169,17 @@ def _kernels(ranks: Sequence[RankFact], node: str, now: float, total: float, slo
 def _conclusion(findings: Sequence[DiagnosisStep], slower: bool) -> str:
     how = "slower than before" if slower else "as fast as before"
     suspect = next((finding for finding in findings if finding.suspect), None)
+    if suspect is None and (costly := max(findings, key=lambda step: step.share)).share >= COSTLY:
+        return f"it trains {how}; {costly.share:.0%} of each step is spent in {_name(costly)}"
     if suspect is None:
         return f"it trains {how}; neither data, network nor kernels stand out"
-    name = suspect.question.removeprefix("is it ").removesuffix("?")
-    return f"it trains {how}; most of what it loses is in {name}"
+    if not slower:
+        return f"it trains {how}; a rank is slower than its peers in {_name(suspect)}"
+    return f"it trains {how}; most of what it loses is in {_name(suspect)}"
+
+
+def _name(step: DiagnosisStep) -> str:
+    return step.question.removeprefix("is it ").removesuffix("?")
 
 
 def to_rank(document: Mapping[str, Any]) -> RankFact:

@@ -68,7 +68,7 @@ def test_a_run_that_always_waits_for_data_is_told_so() -> None:
     """Nothing has grown, and yet a third of the step is worth knowing about."""
     always = steps(40, until=NOW, data=0.4, forward=0.8)
     diagnosis = diagnosed(rank(0, steps=always, steps_reported=40, changed=NOW))
-    assert diagnosis.conclusion == "it trains as fast as before; most of what it loses is in data loading"
+    assert diagnosis.conclusion == "it trains as fast as before; 33% of each step is spent in data loading"
 
 
 def test_a_hang_comes_before_everything_else() -> None:
