@@ -17,7 +17,10 @@ from opsd.commands.gpu_state import gpu_state, heat_style
 from opsd.commands.output import output_console, plain_table, printable, rank_table
 from opsd.words import plural
 
+_TONES = {"critical": "bold red", "warning": "yellow", "info": "dim"}
 _STATES = {"ok": "green", "limited": "yellow", "no_data": "dim", "error": "red", "hung": "red", "starting": "dim"}
+WIDE = 120
+"""Columns from which a GPU's model and address have room in its line."""
 
 
 @click.command()
@@ -35,11 +38,26 @@ def status(agent: Agent, as_json: bool) -> None:
     console.print(f"[bold]{answer['node']}[/bold]  {said}")
     for note in notes(answer):
         console.print(note)
-    for table in (_collectors(answer), _gpus(answer, printable(found)), _jobs(answer), rank_table(answer["ranks"])):
+    found = printable(found)
+    for line in problems(found):
+        console.print(line, soft_wrap=True)
+    for table in (_gpus(answer, found, console.width), _jobs(answer), rank_table(answer["ranks"]), _collectors(answer)):
         if table.row_count:
             console.print(table)
-    count = sum(answer["incidents"].values())
-    console.print(f"{plural(count, 'open incident')}, see `opsd incidents`" if count else "no open incidents")
+    working = sum(c["state"] == "ok" for c in answer["collectors"])
+    console.print(f"{plural(working, 'collector')} ok")
+
+
+def problems(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The open incidents in rich's markup, the gravest first: what, its cost, who acts, the next command."""
+    if not found:
+        yield "[green]no open incidents[/green]"
+    for i in sorted(found, key=lambda i: [*_TONES].index(i["severity"])):
+        yield f"[{_TONES[i['severity']]}]{i['severity']}[/] {i['summary']}  [dim]{i['id']}[/dim]"
+        if told := i.get("brief"):
+            yield f"  costs now  {told['cost']}"
+            yield f"  who acts   {told['acts']}"
+            yield f"  next       [bold]{told['command']}[/bold]  (on {told['on']})"
 
 
 def notes(answer: Mapping[str, Any]) -> Iterator[str]:
@@ -53,25 +71,30 @@ def notes(answer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _collectors(answer: Mapping[str, Any]) -> Table:
+    """Those that do not work; the others are counted."""
     table = plain_table("collector", "state", "series", "took", "")
     for c in answer["collectors"]:
+        if c["state"] == "ok" and not c["reason"]:
+            continue
         state = f"[{_STATES[c['state']]}]{c['state']}[/]"
         table.add_row(c["name"], state, str(c["series"]), f"{c['duration_s'] * 1e3:.1f} ms", c["reason"])
     return table
 
 
-def _gpus(answer: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]]) -> Table:
-    table = plain_table("GPU", "state", "temp", "use", "model", "PCI", "")
+def _gpus(answer: Mapping[str, Any], incidents: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """A line for each GPU; a narrow terminal has no model and no address."""
+    wide = width >= WIDE
+    table = plain_table("GPU", "temp", "use", "state", *(("model", "PCI") if wide else ()), "")
+    table.columns[3].no_wrap, table.columns[3].overflow = True, "ellipsis"
     for gpu in answer["gpus"]:
         said, style = gpu_state(gpu, incidents, answer["ranks"], answer.get("jobs", ()))
         celsius, used = gpu["temperature_celsius"], gpu["utilization_percent"]
         table.add_row(
             str(gpu["index"]),
-            f"[{style}]{said}[/]",
             "-" if celsius is None else f"[{heat_style(gpu)}]{celsius:.0f} °C[/]",
             "-" if used is None else f"{used:.0f}%",
-            gpu["model"],
-            gpu["pci_bus_id"],
+            f"[{style}]{said}[/]",
+            *((gpu["model"], gpu["pci_bus_id"]) if wide else ()),
             "[yellow]simulated[/yellow]" * gpu["simulated"],
         )
     return table

@@ -80,7 +80,7 @@ def newest_first(snapshot: Snapshot) -> list[Incident]:
 
 
 def incident_list(
-    snapshot: Snapshot, states: Iterable[str] = (), limit: int | None = None, *, nested: bool = False
+    snapshot: Snapshot, states: Iterable[str] = (), limit: int | None = None, *, node: str = "", nested: bool = False
 ) -> dict[str, Any]:
     """``{"incidents": [...]}``, newest first; ``states`` filters by state, "current" means all that are not resolved.
 
@@ -93,13 +93,22 @@ def incident_list(
         if i.cause not in ids
         and (not wanted or i.state.value in wanted or ("current" in wanted and i.resolved_at is None))
     ]  # fmt: skip
-    return {"incidents": [incident(i, symptoms_of(i.id, known), nested=nested) for i in found[:limit]]}
+    return {
+        "incidents": [
+            {**incident(i, symptoms_of(i.id, known), nested=nested), "brief": _brief(snapshot, i, node)}
+            for i in found[:limit]
+        ]
+    }
+
+
+def _brief(snapshot: Snapshot, found: Incident, node: str) -> dict[str, Any]:
+    return asdict(brief(found, snapshot.mode_of(found.kind), node))
 
 
 def incident_details(snapshot: Snapshot, found: Incident, node: str) -> dict[str, Any]:
     """One incident with its brief, its symptoms, and the past incidents most like it."""
     known = newest_first(snapshot)
-    told = asdict(brief(found, snapshot.mode_of(found.kind), node))
+    told = _brief(snapshot, found, node)
     return {
         **incident(found, symptoms_of(found.id, known)),
         "brief": told,

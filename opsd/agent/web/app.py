@@ -150,7 +150,9 @@ class App:
         if (limit := _limit(request)) is None:
             return problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
         states, nested = request.query.get("state", ()), request.query.get("symptoms", ["0"])[-1] == "1"
-        return _json(api.incident_list(self._latest(), states, limit, nested=nested))
+        return _json(
+            api.incident_list(self._latest(), states, limit, node=str(self._facts.get("node", "")), nested=nested)
+        )
 
     def _repairs(self, request: Request) -> Answer:
         if (limit := _limit(request)) is None:
