@@ -84,7 +84,9 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
             yield file
             _sync(file)
         rename(draft, path)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # of a call with a descriptor
+            error.filename = str(path)
         with suppress(OSError):
             draft.unlink(missing_ok=True)
         raise

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from opsd.durable import replace
 from opsd.trainer.data.shards import TOKENIZER, DataError, Index, Shard, parse_shard
 from opsd.trainer.data.texts import read_texts
 from opsd.trainer.data.tokenize import commit_corpus, load_tokenizer, write_shards
@@ -109,7 +110,7 @@ def _begin(job: BuildTask, groups: list[list[Path]], tokenizer: Tokenizer) -> No
                 "run with those again, or pass --overwrite"
             )
         return
-    tokenizer.save(str(job.folder / TOKENIZER))
+    replace(job.folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())
     _write(path, {"digest": digest})
 
 
@@ -164,12 +165,7 @@ def _part(folder: Path, number: int) -> Path:
 
 
 def _write(path: Path, content: object) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    replace(path, json.dumps(content).encode())
 
 
 def _size(files: Sequence[Path]) -> int:
