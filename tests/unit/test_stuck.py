@@ -124,7 +124,33 @@ def test_without_a_majority_all_are_named(backend: str) -> None:
     calls = [entry(0, profiling_name=f"{backend}:{operation}") for operation in ("broadcast", "all_reduce")]
     verdict = judged({rank: dump(call, **group) for rank, call in enumerate(calls)})
     assert (verdict.cause, verdict.culprits) == (stuck.MISMATCHED, (0, 1))
-    assert "ranks 0-1 called different operations, or with different sizes" in stuck.evidence(verdict)
+    assert verdict.called == f"rank 0 called {backend}:broadcast, rank 1 called {backend}:all_reduce"
+    assert verdict.called in stuck.evidence(verdict)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize(
+    ("called", "odd"),
+    [
+        (("all_reduce all_reduce all_reduce", "all_reduce all_reduce barrier"), {1}),
+        (("all_reduce all_reduce barrier", "all_reduce all_reduce all_reduce"), {0}),
+        (("all_reduce barrier all_reduce barrier all_reduce", "all_reduce barrier all_reduce barrier barrier"), {1}),
+        (("all_reduce barrier", "all_reduce broadcast"), {0, 1}),
+    ],
+)
+def test_without_a_majority_the_order_so_far_decides(called: tuple[str, str], odd: set[int], backend: str) -> None:
+    """The rank whose call breaks the order of all earlier calls is odd; without such an order both are named."""
+    ended = {"state": "completed", "retired": True} if backend == "nccl" else {}
+    dumps = {}
+    for rank, operations in enumerate(each.split() for each in called):
+        last = len(operations) - 1
+        entries = [
+            entry(at, sequence=at, profiling_name=f"{backend}:{name}", **(ended if at < last else {}))
+            for at, name in enumerate(operations)
+        ]
+        dumps[rank] = dump(*entries, world=[0, 1])
+    verdict = judged(dumps)
+    assert (verdict.cause, set(verdict.culprits)) == (stuck.MISMATCHED, odd)
 
 
 def test_the_operations_of_a_batch_are_over_when_its_frame_is() -> None:

@@ -12,7 +12,7 @@ import json
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any, ClassVar, Final
@@ -22,6 +22,8 @@ CALLED, SCHEDULED, STARTED = range(3)
 MAX_CALLS: Final = 256
 MAX_GROUPS: Final = 256
 """Collectives kept of each process group of a dump, the newest, and groups."""
+MAX_TRANSITIONS: Final = 64
+"""Kinds of transitions between operations that are counted for each process group."""
 MAX_SHAPE: Final = 512
 """Characters of the sizes and types of a collective's tensors that are told and compared."""
 MAX_ENTRIES: Final = 65_536
@@ -32,6 +34,7 @@ _UNKNOWN: Final = frozenset(
 )
 _CACHED: Final = 1 << 16
 _MAX_NUMBER: Final = 1 << 64
+_TRANSITIONS: Final = "opsd_transitions"
 _PROGRESS: Final = {"scheduled": SCHEDULED, "started": STARTED}
 _POINT_TO_POINT: Final = re.compile(r"(send|recv) (\d{1,6})(->|<-)(\d{1,6})")
 
@@ -45,6 +48,7 @@ class Call:
     """One operation on one rank that is not known to have ended, in a group that the program has ``described``.
 
     ``record`` orders the calls of the rank, ``called_ns`` is in epoch nanoseconds, ``shape`` has sizes and types.
+    ``previous`` is the collective that the rank called before it in the group, "" if the dump does not have it.
     ``pair`` are source and destination within the group if it is point-to-point; ``sequence`` orders the others.
     """
 
@@ -57,6 +61,7 @@ class Call:
     progress: int
     shape: str = ""
     pair: tuple[int, int] | None = None
+    previous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +70,19 @@ class Dump:
 
     ``last`` is the newest collective that the rank has called in each process group, ``members`` the ranks of each in
     their order. What was called before ``forgotten_ns`` the ring no longer knows; 0 if it still knows all.
+    ``transitions`` counts for each process group how often one collective followed another, by ``transition``.
     """
 
     calls: tuple[Call, ...]
     last: Mapping[str, int]
     members: Mapping[str, tuple[int, ...]]
     forgotten_ns: int
+    transitions: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def transition(previous: str, operation: str) -> str:
+    """The name under which ``Dump.transitions`` counts that ``operation`` followed ``previous``."""
+    return f"{previous} > {operation}"
 
 
 def parse_dump(content: bytes | bytearray) -> Dump:
@@ -90,7 +102,10 @@ def parse_dump(content: bytes | bytearray) -> Dump:
             room -= len(ranks)
         oldest: Mapping[str, Any] = min(entries, key=lambda entry: _int(entry["time_created_ns"]), default={})
         forgotten = _int(oldest["time_created_ns"]) if oldest.get("record_id") else 0
-        return Dump(_newest(entries), last, members, forgotten)
+        previous = _previous(entries)
+        counted = raw.get(_TRANSITIONS)
+        transitions = _transitions(entries, previous) if counted is None else _counts(counted)
+        return Dump(_newest(entries, previous), last, members, forgotten, transitions)
     except _ForeignPickle as error:
         raise DumpError(f"a pickle that asks for {error}; a dump has plain values only") from error
     except Exception as error:  # a damaged pickle may raise anything, struct.error and AssertionError as well
@@ -101,27 +116,30 @@ def restored(raw: Mapping[str, Any]) -> Dump:
     """The dump that ``asdict`` has made this of."""
     calls = (Call(**{**call, "pair": tuple(call["pair"]) if call["pair"] else None}) for call in raw["calls"])
     members = {name: tuple(ranks) for name, ranks in raw["members"].items()}
-    return Dump(tuple(calls), raw["last"], members, raw["forgotten_ns"])
+    return Dump(tuple(calls), raw["last"], members, raw["forgotten_ns"], raw["transitions"])
 
 
 def shortened(content: bytes) -> bytes:
     """A dump in JSON with the entries only that ``parse_dump`` needs, which makes the same of it. Raises DumpError.
 
-    Of a full ring these are a few: what may not have ended, the newest of each group, the oldest, and their frames.
+    Of a full ring these are a few: what may not have ended, the collectives before those, the newest of each group,
+    the oldest, and their frames. The transitions are counted before the other entries are dropped.
     """
     try:
         raw = json.loads(content)
         entries = _list(raw["entries"])[-MAX_ENTRIES:]
         frames, newest, wanted = _frames(entries), dict[str, Mapping[str, Any]](), list[Mapping[str, Any]]()
+        previous = _previous(entries)
         for entry in entries:
             if _call(entry, frames.get(_batch(entry), entry)) is not None:
-                wanted.append(entry)
+                wanted += [entry, *([previous[id(entry)]] if id(entry) in previous else [])]
             if not entry.get("is_p2p"):
                 name = _text(entry["process_group"][0])
                 newest[name] = max(newest.get(name, entry), entry, key=lambda one: _int(one["collective_seq_id"]))
         wanted += [*newest.values(), *sorted(entries, key=lambda entry: _int(entry["time_created_ns"]))[:1]]
         kept = {id(entry) for one in wanted for entry in (one, frames.get(_batch(one), one))}
-        return json.dumps({**raw, "entries": [entry for entry in entries if id(entry) in kept]}).encode()
+        counted = {_TRANSITIONS: _transitions(entries, previous)}
+        return json.dumps({**raw, **counted, "entries": [entry for entry in entries if id(entry) in kept]}).encode()
     except Exception as error:
         raise DumpError(f"not a flight recorder dump in JSON ({type(error).__name__})") from error
 
@@ -149,12 +167,52 @@ class _PlainUnpickler(pickle._Unpickler):
         raise _ForeignPickle(_text(f"{module}.{name}"))
 
 
-def _newest(entries: Sequence[Mapping[str, Any]]) -> tuple[Call, ...]:
+def _previous(entries: Sequence[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """By the identity of an entry, the collective with the number before its own in the same group."""
+    numbered: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for entry in entries:
+        if not entry.get("is_p2p"):
+            numbered[_text(entry["process_group"][0]), _int(entry["collective_seq_id"])] = entry
+    return {
+        id(entry): numbered[group, number - 1]
+        for (group, number), entry in numbered.items()
+        if (group, number - 1) in numbered
+    }
+
+
+def _transitions(
+    entries: Sequence[Mapping[str, Any]], previous: Mapping[int, Mapping[str, Any]]
+) -> dict[str, dict[str, int]]:
+    counted: dict[str, dict[str, int]] = {}
+    for entry in entries:
+        if (before := previous.get(id(entry))) is None:
+            continue
+        group = _text(entry["process_group"][0])
+        if group not in counted and len(counted) == MAX_GROUPS:
+            continue
+        counts = counted.setdefault(group, {})
+        name = transition(_text(before["profiling_name"]), _text(entry["profiling_name"]))
+        if name in counts or len(counts) < MAX_TRANSITIONS:
+            counts[name] = counts.get(name, 0) + 1
+    return counted
+
+
+def _counts(written: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """The transitions that ``shortened`` has counted."""
+    return {
+        _text(group): {str(name)[:MAX_SHAPE]: _int(times) for name, times in islice(counts.items(), MAX_TRANSITIONS)}
+        for group, counts in islice(written.items(), MAX_GROUPS)
+    }
+
+
+def _newest(entries: Sequence[Mapping[str, Any]], previous: Mapping[int, Mapping[str, Any]]) -> tuple[Call, ...]:
     """The calls that may not have ended, in the order in which they were made."""
     frames = _frames(entries)
     calls: dict[str, list[Call]] = {}
     for entry in entries:
         if (call := _call(entry, frames.get(_batch(entry), entry))) is not None:
+            if (before := previous.get(id(entry))) is not None:
+                call = replace(call, previous=_text(before["profiling_name"]))
             calls.setdefault(call.group, []).append(call)
     kept = [
         call

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from opsd.collectors.lib.nccl.flight_recorder import CALLED, SCHEDULED, Call, Dump
+from opsd.collectors.lib.nccl.flight_recorder import CALLED, SCHEDULED, Call, Dump, transition
 
 NEVER_CALLED: Final = "never called"
 MISMATCHED: Final = "called something else"
@@ -46,7 +46,8 @@ class Verdict:
     ``culprits`` are the ranks to look at first; empty if all have come and the fault lies between them, or if it cannot
     be told because more ranks left no dump than did. ``missing``
     have not called the operation, ``not_started`` have but their device has not begun or ended it while others' have,
-    ``no_dump`` left nothing to judge them by, ``waiting`` are the others.
+    ``no_dump`` left nothing to judge them by, ``waiting`` are the others. ``called`` says of a mismatch what each rank
+    has called, "" otherwise.
     """
 
     cause: str
@@ -60,6 +61,7 @@ class Verdict:
     not_started: tuple[int, ...]
     no_dump: tuple[int, ...]
     waiting: tuple[int, ...]
+    called: str = ""
 
 
 _Key = tuple[str, int, tuple[int, int] | None]
@@ -117,7 +119,7 @@ def _operations(dumps: Mapping[int, Dump], world: tuple[int, ...]) -> Iterator[_
         _place(operation, _participants(operation, members, known), dumps)
     earliest: dict[tuple[int, str, object], _Key] = {}
     for key, operation in sorted(found.items(), key=lambda item: item[0][1]):
-        if operation.missing or operation.silent or operation.first.progress != CALLED or _odd(operation):
+        if operation.missing or operation.silent or operation.first.progress != CALLED or _differs(operation):
             for rank in operation.calls:
                 earliest.setdefault((rank, key[0], key[2]), key)
     wanted = set(earliest.values())
@@ -159,7 +161,7 @@ def _causes(
 ) -> Iterator[tuple[str, frozenset[int], _Operation]]:
     """Causes with their culprits, the best proven first."""
     for operation in operations:
-        if odd := _odd(operation):
+        if odd := _odd(operation, dumps):
             yield MISMATCHED, odd, operation
     waiting = {rank for operation in operations for rank in operation.calls}
     lagging = {rank for operation in operations for rank in _lagging(operation, dumps)}
@@ -179,15 +181,39 @@ def _causes(
         yield DEADLOCK, frozenset().union(*(op.missing for op in blocking)), blocking[0]
 
 
-def _odd(operation: _Operation) -> frozenset[int]:
-    """The ranks that have called another operation, or with another shape, than most; all where none is usual."""
-    if operation.key[2] is not None:
-        return frozenset()
+def _said(operation: _Operation) -> dict[int, tuple[str, str]]:
+    """The name of what each rank has called, with the shape where all ranks give the same."""
     same = operation.is_one_of(_SAME_SHAPE)
-    said = {rank: (call.operation, call.shape if same else "") for rank, call in operation.calls.items()}
-    (usual, most), *others = Counter(said.values()).most_common()
-    majority = not others or others[0][1] < most
-    return frozenset(rank for rank, one in said.items() if not majority or one != usual)
+    return {rank: (call.operation, call.shape if same else "") for rank, call in operation.calls.items()}
+
+
+def _differs(operation: _Operation) -> bool:
+    """Whether ranks have called different collectives under one number."""
+    return operation.key[2] is None and len(set(_said(operation).values())) > 1
+
+
+def _odd(operation: _Operation, dumps: Mapping[int, Dump]) -> frozenset[int]:
+    """The ranks that have called another operation, or with another shape, than most.
+
+    Without a majority these are the ranks whose call breaks the order that all ranks have followed so far. All ranks
+    are named if that order does not tell either.
+    """
+    if not _differs(operation):
+        return frozenset()
+    said = _said(operation)
+    (usual, most), (_, second), *_ = Counter(said.values()).most_common()
+    if second < most:
+        return frozenset(rank for rank, one in said.items() if one != usual)
+    unseen = frozenset(rank for rank, call in operation.calls.items() if not _seen_before(call, operation, dumps))
+    return unseen if 0 < len(unseen) < len(said) else frozenset(said)
+
+
+def _seen_before(call: Call, operation: _Operation, dumps: Mapping[int, Dump]) -> bool:
+    """Whether the collective has followed the one before it at another time, on any rank."""
+    name = transition(call.previous, call.operation)
+    times = sum(dump.transitions.get(call.group, {}).get(name, 0) for dump in dumps.values())
+    now = sum(transition(other.previous, other.operation) == name for other in operation.calls.values())
+    return times > now
 
 
 def _lagging(operation: _Operation, dumps: Mapping[int, Dump]) -> list[int]:
@@ -234,6 +260,19 @@ def _verdict(cause: str, culprits: tuple[int, ...], operation: _Operation, share
         behind,
         silent,
         waiting,
+        _called(operation) if cause == MISMATCHED else "",
+    )
+
+
+def _called(operation: _Operation) -> str:
+    """What each rank has called, the rarest first."""
+    callers: dict[str, list[int]] = {}
+    said = _said(operation)
+    same_name = len({name for name, _ in said.values()}) == 1
+    for rank, (name, shape) in said.items():
+        callers.setdefault(f"{name} {shape}" if same_name else name, []).append(rank)
+    return ", ".join(
+        f"{_named(ranks)} called {name}" for name, ranks in sorted(callers.items(), key=lambda item: len(item[1]))
     )
 
 
@@ -250,7 +289,7 @@ def evidence(verdict: Verdict | None) -> list[str]:
     ):
         told += [f"{_named(ranks)} {text}"] if ranks else []
     if verdict.cause == MISMATCHED:
-        return [*told, f"{_named(verdict.culprits)} called different operations, or with different sizes"]
+        return [verdict.called, *told]
     elsewhere = sorted({*verdict.culprits} - {*verdict.missing, *verdict.not_started, *verdict.no_dump})
     return [*told, f"{_named(elsewhere)} kept others waiting in another operation"] if elsewhere else told
 

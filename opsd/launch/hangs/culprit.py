@@ -111,7 +111,7 @@ def name_culprit(ranks: Sequence[RankStatus]) -> Hang:
         culprit.step,
         culprit.stuck_s,
         culprit.limit_s,
-        f"{who}: {evidence[0]}",
+        f"{who}: {evidence[0]}" + (f", in {culprit.where}" if named is not None and culprit.where else ""),
         tuple(evidence),
         everyone,
         CERTAIN if certain else 0,

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
-from opsd.collectors.lib.nccl.stuck import BETWEEN, Verdict, evidence, judge
-from opsd.launch.hangs.culprit import CERTAIN, Hang
+from opsd.collectors.lib.nccl.stuck import BETWEEN, MISMATCHED, Verdict, evidence, judge
+from opsd.launch.hangs.culprit import CERTAIN, Hang, RankStatus
 from opsd.launch.io.loop import Timers
 from opsd.rundir import RECORDER
 
@@ -105,10 +105,21 @@ def with_verdict(hang: Hang, verdict: Verdict | None) -> Hang:
     if hang.score >= CERTAIN or named is None or verdict.cause == BETWEEN or verdict.confidence < NAMES_FROM:
         return hang
     if hang.rank in verdict.culprits:
-        return replace(hang, score=CERTAIN)
+        status = next((rank for rank in hang.ranks if rank.rank == hang.rank), None)
+        reason = _reason(hang.rank, verdict, status) if verdict.cause == MISMATCHED else hang.reason
+        return replace(hang, reason=reason, score=CERTAIN)
     culprit = next((rank for rank in hang.ranks if rank.rank == named), None)
-    reason = f"rank {named}: {verdict.cause} {verdict.operation} {verdict.sequence} of group {verdict.group}"
-    hang = replace(hang, rank=named, reason=reason, score=CERTAIN, evidence=said)
+    hang = replace(hang, rank=named, reason=_reason(named, verdict, culprit), score=CERTAIN, evidence=said)
     return hang if culprit is None else replace(
         hang, phase=culprit.phase, step=culprit.step, stuck_s=culprit.stuck_s, limit_s=culprit.limit_s
     )  # fmt: skip
+
+
+def _reason(rank: int, verdict: Verdict, status: RankStatus | None) -> str:
+    """Why the recorders blame ``rank``, with the line of the program where it stands."""
+    what = f"{verdict.operation} {verdict.sequence} of group {verdict.group}"
+    if verdict.cause == MISMATCHED:
+        what = f"{verdict.called} (number {verdict.sequence} of group {verdict.group})"
+    else:
+        what = f"{verdict.cause} {what}"
+    return f"rank {rank}: {what}" + (f", in {status.where}" if status is not None and status.where else "")

@@ -33,6 +33,7 @@ _FOR_INPUT = re.compile(
 """A debugger, a prompt, an event loop."""
 _LOADER = "torch/utils/data/"
 """Its waits for worker processes have a limit of their own."""
+_LIBRARY = re.compile(r"(?:^|/)(?:site-packages|dist-packages|lib/python3[^/]*|torch|opsd)/|^<")
 _LAUNCHER = "opsd/launch/ranks/worker.py"
 """Frames of this file and outside of it belong to the launcher, not to the program."""
 _HOOKS = "opsd/launch/observe/"
@@ -129,8 +130,15 @@ class Stack:
 
     @property
     def where(self) -> str:
-        """The innermost frame of the main thread, a Python one if there is one; "" without any."""
-        return str(next(iter(self.python or self.main), ""))
+        """The innermost frame of the main thread, a Python one if there is one; "" without any.
+
+        If that frame belongs to a library, the line of the program that called it follows.
+        """
+        innermost = next(iter(self.python or self.main), None)
+        program = next((frame for frame in self.python if not _LIBRARY.search(frame.file)), None)
+        if program is None or innermost is None or program == innermost:
+            return str(innermost or "")
+        return f"{innermost}, called from {program}"
 
     @property
     def in_collective(self) -> str | None:
