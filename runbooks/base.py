@@ -91,7 +91,8 @@ class Finding:
 
     ``key`` is what makes it the same incident next tick (GPU UUID, run and rank). ``run`` is the run that it concerns;
     the agent fills it in where a runbook leaves it empty. An incident opens once it has been
-    found for ``lasting_s``, if that is longer than the runbook's ``open_after_s``.
+    found for ``lasting_s``, if that is longer than the runbook's ``open_after_s``. ``struck_at`` is the epoch second of
+    the newest event that the finding rests on, None if it rests on a condition that lasts.
     """
 
     kind: str
@@ -106,6 +107,7 @@ class Finding:
     data: Mapping[str, object] = field(default_factory=dict)
     run: str = ""
     lasting_s: float = 0.0
+    struck_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ class Incident:
     ``cause`` is the id of the incident that this one is a symptom of. ``relapses`` counts how often it ended and
     came back, the last time at ``reopened_at``. ``job`` and ``run`` are those that it concerns, "" for none.
     ``proposed`` are the actions that its runbook asks for, whatever the policy makes of them: verb, target and args.
+    ``struck_at`` is that of its newest finding, see ``Finding``.
     """
 
     id: str
@@ -152,6 +155,7 @@ class Incident:
     reopened_at: float | None = None
     run: str = ""
     proposed: tuple[Mapping[str, object], ...] = ()
+    struck_at: float | None = None
 
 
 class Series(Protocol):

@@ -196,6 +196,7 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, x
         ),
         cost=Cost(text="the driver ends the program that used it" if rank else ""),
         job=rank.job if rank else _job(xids),
+        struck_at=xids[-1].at if xids and _asked(view, gpu.uuid) in (None, "none") else None,
         data={
             "uuid": gpu.uuid,
             "pci": gpu.pci,

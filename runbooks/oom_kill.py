@@ -75,6 +75,7 @@ def _finding(view: View, job: str, killed: Sequence[tuple[Event, _Owner]]) -> Fi
         ),
         cost=Cost(text="the run restarts from its last checkpoint" if hit else ""),
         job=job,
+        struck_at=killed[-1][0].at,
         data={"at": killed[-1][0].at, **({"run": owner.run, "rank": owner.rank} if hit else {})},
     )
 

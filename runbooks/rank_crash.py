@@ -55,6 +55,7 @@ def _finding(event: Event, view: View) -> Finding:
         kind="rank_crash",
         key=f"{run}/generation {generation}/rank {rank}",
         severity=Severity.CRITICAL,
+        struck_at=event.at,
         summary=f"rank {rank} of {run} ended with {text(data, 'exit')} {done}",
         culprit=Culprit(component, view.node, page.gpu if page else None, rank, meaning),
         confidence=confidence,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from opsd.agent import lifecycle
 from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
 from opsd.runbooks.base import Finding, Incident, State
+
+SETTLED_S = 7 * 86_400.0
+"""How long the end of an incident is remembered; no runbook looks further back for events."""
 
 PENDING_GAP_S = 2.5
 """A finding that is not yet an incident may be missing for this long (two ticks) before its time starts over."""
@@ -33,13 +37,15 @@ class Book:
     """Current incidents by (kind, key). ``pending`` has when findings without an incident were first and last seen.
 
     ``recent`` are ended incidents that may still come back. ``watching_since`` is when the agent started: no wait ends
-    because of the time before it.
+    because of the time before it. ``settled`` has when the newest event struck that an ended incident rested on: no
+    older evidence opens it a second time.
     """
 
     incidents: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
     pending: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
     recent: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
     watching_since: float = 0.0
+    settled: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
 def is_over(incident: Incident, transition: Transition) -> bool:
@@ -57,7 +63,7 @@ def reduce(
     book: Book, observed: Observed, rules: Mapping[str, IncidentRules], now: float
 ) -> tuple[Book, tuple[Incident, ...], tuple[Transition, ...]]:
     """One tick: the new book, the incidents that ended in it, and every change of state. ``now`` is epoch seconds."""
-    found = {(finding.kind, finding.key): finding for finding in observed.findings}
+    found = {(finding.kind, finding.key): finding for finding in observed.findings if _is_new(book, finding)}
     outcomes: dict[str, list[Outcome]] = {}
     for outcome in observed.outcomes:
         outcomes.setdefault(outcome.incident, []).append(outcome)
@@ -87,7 +93,27 @@ def reduce(
         current[name] = lifecycle.opened(finding, now) if old is None else lifecycle.reopened(old, finding, rule, now)
         transitions.append(_transition(None if old is None else old.state, current[name], now))
     recent |= {(incident.kind, incident.key): incident for incident in ended}
-    return Book(current, pending, recent, book.watching_since), tuple(ended), tuple(transitions)
+    settled = book.settled
+    if ended:
+        kept = {name: at for name, at in settled.items() if now - at < SETTLED_S}
+        settled = kept | settled_by(ended, now)
+    return Book(current, pending, recent, book.watching_since, settled), tuple(ended), tuple(transitions)
+
+
+def settled_by(ended: Iterable[Incident], now: float) -> dict[tuple[str, str], float]:
+    """When the newest event of each of the ``ended`` incidents struck; at most ``now``, as clocks can be ahead."""
+    found: dict[tuple[str, str], float] = {}
+    for incident in ended:
+        if incident.struck_at is not None and now - incident.struck_at < SETTLED_S:
+            name = (incident.kind, incident.key)
+            found[name] = max(found.get(name, -inf), min(incident.struck_at, now))
+    return found
+
+
+def _is_new(book: Book, finding: Finding) -> bool:
+    """False for evidence whose incident has ended: a proof of health that was seen stays one."""
+    name = (finding.kind, finding.key)
+    return name in book.incidents or finding.struck_at is None or finding.struck_at > book.settled.get(name, -inf)
 
 
 def cost_growth(before: Book, after: Book) -> Iterator[tuple[str, float]]:
@@ -106,6 +132,7 @@ def shifted(book: Book, seconds: float) -> Book:
         {name: (a + seconds, b + seconds) for name, (a, b) in book.pending.items()},
         {name: lifecycle.shifted(incident, seconds) for name, incident in book.recent.items()},
         book.watching_since + seconds,
+        {name: at + seconds for name, at in book.settled.items()},
     )
 
 

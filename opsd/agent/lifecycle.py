@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from opsd.runbooks.base import Cost, Evidence, Finding, Incident, Severity, State
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
 
 MAX_EVIDENCE = 24
 """Limit of sentences; those from the opening take at most two thirds."""
@@ -126,6 +126,7 @@ def resumed(incident: Incident, now: float) -> Incident:
         last_seen_at=min(incident.last_seen_at, now),
         acted_at=past(incident.acted_at),
         reopened_at=past(incident.reopened_at),
+        struck_at=past(incident.struck_at),
     )
     if incident.state is State.ACTING and not [*unfinished(incident)]:
         return replace(incident, state=State.VERIFYING, acted_at=now)
@@ -175,6 +176,7 @@ def shifted(incident: Incident, seconds: float) -> Incident:
         acted_at=moved(incident.acted_at),
         reopened_at=moved(incident.reopened_at),
         resolved_at=moved(incident.resolved_at),
+        struck_at=moved(incident.struck_at),
     )
 
 
@@ -219,25 +221,39 @@ def opened(finding: Finding, now: float) -> Incident:
         last_seen_at=now,
         data=finding.data,
         run=finding.run,
+        struck_at=finding.struck_at,
     )
 
 
 def merged(incident: Incident, finding: Finding, now: float) -> Incident:
-    """The incident with a further finding. A surer one replaces the culprit; severity and cost never shrink."""
+    """The incident with a further finding. A surer one replaces the culprit; severity and cost never shrink.
+
+    Rank, job and run are those at the time of the evidence: the same evidence, judged later, only adds to them.
+    """
     surer = finding.confidence >= incident.confidence
+    same = finding.struck_at is not None and finding.struck_at == incident.struck_at
+    first, second = (incident, finding) if same else (finding, incident)
     return replace(
         incident,
         severity=max(incident.severity, finding.severity, key=_SEVERITIES.index),
         summary=finding.summary if surer else incident.summary,
-        culprit=finding.culprit if surer else incident.culprit,
+        culprit=_with_rank(finding.culprit, incident.culprit, same=same) if surer else incident.culprit,
         confidence=max(incident.confidence, finding.confidence),
         evidence=_evidence(incident, finding),
         cost=_cost(incident.cost, finding.cost, now - incident.last_seen_at),
-        job=finding.job or incident.job,
-        run=finding.run or incident.run,
+        job=first.job or second.job,
+        run=first.run or second.run,
         last_seen_at=now,
+        struck_at=incident.struck_at if finding.struck_at is None else finding.struck_at,
         data={**incident.data, **finding.data},
     )
+
+
+def _with_rank(new: Culprit, old: Culprit, *, same: bool) -> Culprit:
+    """The ``new`` culprit with the rank of the ``old`` one, if it is the same GPU and its rank is gone."""
+    if new.gpu is None or new.gpu != old.gpu or old.rank is None:
+        return new
+    return replace(new, rank=old.rank) if same or new.rank is None else new
 
 
 def _cost(before: Cost, now: Cost, seconds: float) -> Cost:

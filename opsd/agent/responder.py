@@ -164,7 +164,8 @@ class Responder:
                 known[name] = lifecycle.resumed(incident, wall)
                 self._unfinished.add(known[name])
         recent = {(i.kind, i.key): i for i in reversed(memory.ended)} | dict(self._book.recent)
-        self._book = replace(self._book, incidents=known, recent=recent)
+        settled = incidents.settled_by(memory.ended, wall) | dict(self._book.settled)
+        self._book = replace(self._book, incidents=known, recent=recent, settled=settled)
         self.ended.extend(memory.ended[: MAX_ENDED - len(self.ended)])
         self._history = [*memory.actions, *self._history]
 

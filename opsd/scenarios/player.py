@@ -74,6 +74,7 @@ class _Player:
             for look in range(int(self._scenario.duration / self._look_s) + 1):
                 stepped = self._go_to(look * self._look_s)
                 if stepped:
+                    window.clock_stepped(stepped)
                     responder.clock_stepped(stepped)
                 if self._agent_restarts:
                     self._agent_restarts = False

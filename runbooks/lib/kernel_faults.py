@@ -147,6 +147,7 @@ def kernel_runbook(
             evidence=tuple(Evidence(event.message, "kernel log", event.at) for event in events[-QUOTED:]),
             cost=Cost(text=cost if jobs else ""),
             job=rank.job if rank else text(events[-1].data, "job") or next(iter(jobs), ""),
+            struck_at=events[-1].at,
             data={"about": about, "at": events[-1].at, "quiet_s": max(fault.row.within_s for fault in several)},
         )
 
