@@ -21,7 +21,7 @@ REQUEUE: Final = 75
 """``opsd launch``: run the job again: stopped in good order with the state saved, or too few nodes are left (then from
 the last checkpoint)."""
 FENCED: Final = 76
-"""``opsd launch``, ``python -m opsd.trainer``, trainers with an adapter: another copy of the run has begun, or a later
-generation of it elsewhere."""
+"""``opsd launch``, ``python -m opsd.trainer``, trainers with an adapter: another copy of the run has begun or still
+runs, or a later generation of it has begun elsewhere."""
 NOT_FOUND: Final = 127
 """``opsd launch``: the program does not exist or cannot be executed."""

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from opsd import exitcodes
+from opsd.checkpoints.claims import ClaimError
 from opsd.commands.launch_options import NOTIFY, own_options
 from opsd.commands.launch_plan import keep_plan
 from opsd.commands.launch_settings import (
@@ -47,6 +48,7 @@ from opsd.launch.run.launchers import (
     default_port,
     find_launchers,
     slurm_nodes,
+    start_of,
     too_many_here,
 )
 from opsd.launch.run.notices import LAST_S, Notices, Sender
@@ -56,6 +58,8 @@ from opsd.launch.run.rendezvous import RendezvousOptions, join_rendezvous
 from opsd.launch.run.run_control import RunControl
 from opsd.launch.run.supervisor import Supervisor
 from opsd.rundir import RunError, RunFolders, RunTakenError, memory_root, prune
+from opsd.slurm.connect import known_jobs
+from opsd.slurm.run_owner import REPLACES, RunOwnedError, replaceable
 
 LOOPBACK = "127.0.0.1"
 TRIM_S = 1.0
@@ -79,7 +83,7 @@ _SECTIONS = {
         "hang_limit", "data_hang_limit", "startup_limit", "unannounced_hang_limit", "idle_limit", "no_observe",
     ),
     "Name, files and messages": (
-        "run", "run_dir", "log_dir", "log_size", "redirects", "tee", "chosen", "events", "notify",
+        "run", "run_dir", "log_dir", "log_size", "redirects", "tee", "chosen", "take_over", "events", "notify",
     ),
 }  # fmt: skip
 
@@ -166,6 +170,12 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
     try:
         launchers = _find_launchers(options, settings, folders.folder, several=several)
         secret = job_secret(folders.folder) if several else b""
+        replaces = _replaces(settings, folders.folder, launchers, take_over=options["take_over"])
+    except ClaimError as error:
+        raise click.ClickException(str(error.strerror)) from error
+    except RunOwnedError as error:
+        click.echo(f"opsd: {error}", err=True)
+        return exitcodes.FENCED
     except (RendezvousError, SecretError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
@@ -183,12 +193,29 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
         events,
         hang_limits_of(options),
         lambda node, notices: assemble_run(
-            node, launchers, shape, secret, options["node_timeout"], options["master_port"], spare_readiness, notices
+            node,
+            launchers,
+            shape,
+            secret,
+            options["node_timeout"],
+            options["master_port"],
+            spare_readiness,
+            notices,
+            replaces=replaces,
         ),
         Sender(options["notify"]),
         stacks_suffix=f"-{settings.node}" if several else "",
         log_bytes=options["log_size"] << 20,
     )
+
+
+def _replaces(settings: Settings, folder: Path, launchers: Launchers, *, take_over: bool) -> int:
+    """The newest claim that this launcher may replace: as the batch script has found, or as it finds itself."""
+    found = os.environ.pop(REPLACES, "")
+    if found.isdecimal():
+        return int(found)
+    start = start_of(settings.run, os.environ, launchers, settings.node)
+    return replaceable(folder, start, known_jobs, take_over=take_over)
 
 
 def _find_launchers(options: dict[str, Any], settings: Settings, folder: Path, *, several: bool) -> Launchers:

@@ -288,6 +288,11 @@ own_options = options(
         "opsd[notify] also of mail and what else apprise knows; a FILE has one a line. Other users of the node see "
         "command lines: rather set OPSD_NOTIFY, or give a file.",
     ),
+    option(
+        "--take-over",
+        is_flag=True,
+        help="Continue the run even if another job or launcher still has it; that one stops with exit code 76.",
+    ),
     option("--events", type=_FILE, metavar="FILE", help="Also write the events to FILE, one JSON object a line."),
 )
 """Those that torchrun does not have."""

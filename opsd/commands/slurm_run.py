@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from opsd import exitcodes
+from opsd.checkpoints.claims import ClaimError
 from opsd.commands.launch_options import NOTIFY
 from opsd.commands.options import Seconds, option
 from opsd.commands.slurm_attend import attend_command
@@ -23,8 +24,9 @@ from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job
 from opsd.rundir import RUN_NAME, default_root, valid_name
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import Batch
-from opsd.slurm.connect import choose
+from opsd.slurm.connect import choose, known_jobs
 from opsd.slurm.requeue_helper import OPSD
+from opsd.slurm.run_owner import REPLACES, RunOwnedError, replaceable
 from opsd.slurm.steps import Steps, cpus_of, srun
 
 WAIT_FOR_POOL_S = 300.0
@@ -84,6 +86,8 @@ class _Separated(click.Command):
 @option("--opsd", "command", envvar="OPSD", help="What is started on each node; this opsd by default.")
 @option("--notify", multiple=True, envvar=NOTIFY, metavar="URL|FILE",
               help="As of opsd launch. Better set OPSD_NOTIFY in the batch script.")  # fmt: skip
+@option("--take-over", is_flag=True,
+              help="Continue the run even if another job still has it; that one stops with exit code 76.")  # fmt: skip
 @option("--dry-run", is_flag=True, help="Say what would be started on each node, and do nothing.")
 @click.argument(
     "launch", nargs=-1, type=click.UNPROCESSED, required=True, metavar="[LAUNCH OPTIONS] -- PROGRAM [ARGS]..."
@@ -98,7 +102,8 @@ def run(context: click.Context, /, run: str, launch: tuple[str, ...], **options:
 
     Exits with what the run says of itself: 0 done, 1 failed or three starts in a row that told nothing, 2 wrong command
     line, 3 interrupted, 70 the same failure came back, 75 it should run again and the job cannot be requeued, 76
-    another copy of the run has begun; 0 as well once the job is on its way back into the queue.
+    another copy of the run has begun, or another job has the run; 0 as well once the job is on its way back into the
+    queue.
     """
     try:
         job = allocation(os.environ)
@@ -112,7 +117,8 @@ def run(context: click.Context, /, run: str, launch: tuple[str, ...], **options:
         for command in commands.values():
             click.echo(shlex.join(command))
         return
-    context.exit(_start(job, plan, commands, {**os.environ, NOTIFY: " ".join(options["notify"])}))
+    environ = {**os.environ, NOTIFY: " ".join(options["notify"])}
+    context.exit(_start(job, plan, commands, environ, take_over=options["take_over"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +163,26 @@ class Plan:
         return cls(run, folder.absolute(), command, cpus_of(job.nodes, os.environ), count.least)
 
 
-def _start(job: Allocation, plan: Plan, commands: Mapping[str, list[str]], environ: Mapping[str, str]) -> int:
+def _start(
+    job: Allocation, plan: Plan, commands: Mapping[str, list[str]], environ: Mapping[str, str], *, take_over: bool
+) -> int:
     try:
         plan.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise click.UsageError(f"the run's folder {plan.folder} cannot be made: {error.strerror}") from error
     own = environ.get("SLURMD_NODENAME", "")
     told = {**environ, BATCH_HOST: own, JOB_OUTPUT: _output(1), BATCH: secrets.token_hex(4)}
-    batch = Batch(plan.folder, start_of_job(plan.run, told), job, lambda: choose().slurm, plan.needs, say=_say)
+    start = start_of_job(plan.run, told)
+    try:
+        number = replaceable(plan.folder, start, known_jobs, take_over=take_over)
+        told[REPLACES] = str(number)
+    except RunOwnedError as error:
+        _say(str(error))
+        return exitcodes.FENCED
+    except ClaimError as error:
+        _say(str(error.strerror))
+        return exitcodes.FAILED
+    batch = Batch(plan.folder, start, job, lambda: choose().slurm, plan.needs, say=_say)
     batch.listen()
     try:
         return batch.run(Steps(commands, told))

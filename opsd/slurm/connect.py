@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 from opsd.slurm.bindings import PyslurmSlurm, Worker, why_not_pyslurm
 from opsd.slurm.commands import DEADLINE_S, CommandSlurm
-from opsd.slurm.port import Slurm
+from opsd.slurm.port import Job, Slurm
 
 
 class Choice(NamedTuple):
@@ -29,3 +30,8 @@ def choose(deadline_s: float = DEADLINE_S) -> Choice:
     worker = Worker(deadline_s=deadline_s)
     no_bindings = why_not_pyslurm(worker, commands)
     return Choice(commands if no_bindings else PyslurmSlurm(worker, deadline_s=deadline_s), no_bindings)
+
+
+def known_jobs(ids: Sequence[int]) -> Sequence[Job]:
+    """Those of ``ids`` that this machine's Slurm still knows; see ``Slurm.jobs``. Raises SlurmError."""
+    return choose().slurm.jobs(ids)

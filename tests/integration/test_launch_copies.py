@@ -13,10 +13,10 @@ from tests.fakes.launched import TRAIN, Launched
 from tests.fakes.nodes import Nodes
 
 
-def copy_of(tmp_path: Path, name: str, steps: int) -> Launched:
+def copy_of(tmp_path: Path, name: str, steps: int, *flags: str) -> Launched:
     """A copy of the run on a node of its own: another shared memory, the same folder."""
     (tmp_path / name).mkdir()
-    return Launched(tmp_path / name, f"{TRAIN}\ntrain({steps})", "--run-dir", str(tmp_path / "run"))
+    return Launched(tmp_path / name, f"{TRAIN}\ntrain({steps})", "--run-dir", str(tmp_path / "run"), *flags)
 
 
 def claims(tmp_path: Path) -> list[int]:
@@ -24,11 +24,22 @@ def claims(tmp_path: Path) -> list[int]:
     return sorted(int(path.stem) for path in (tmp_path / "run/generations").glob("*.json"))
 
 
+def test_a_second_copy_is_refused(tmp_path: Path) -> None:
+    """The first one renews its lease, and goes on undisturbed."""
+    with copy_of(tmp_path, "one", 100_000) as one:
+        one.event("generation_started")
+        with copy_of(tmp_path, "two", 100_000) as two:
+            assert two.wait() == exitcodes.FENCED
+            assert "is being run by a launcher on" in two.err and "--take-over" in two.err
+        assert one.ask(cmd="status")["state"] == "running"
+    assert claims(tmp_path) == [1]
+
+
 def test_the_older_copy_stops(tmp_path: Path) -> None:
     """It is told within seconds, kills its ranks, which could not save any more, and says why in a sentence."""
     with copy_of(tmp_path, "one", 100_000) as one:
         one.event("generation_started")
-        with copy_of(tmp_path, "two", 100_000) as two:
+        with copy_of(tmp_path, "two", 100_000, "--take-over") as two:
             two.event("generation_started")
             assert one.wait() == exitcodes.FENCED
             said = f"opsd: another copy of this run has begun in {tmp_path}/run; this one stops"
@@ -38,21 +49,32 @@ def test_the_older_copy_stops(tmp_path: Path) -> None:
     assert claims(tmp_path) == [1, 2]
 
 
-def copy_on_two_nodes(tmp_path: Path, job: str) -> Nodes:
+def copy_on_two_nodes(tmp_path: Path, job: str, *flags: str) -> Nodes:
     """A copy of the run as a Slurm job of its own, in the common folder."""
     folder = tmp_path / job
     folder.mkdir()
     environ = {name: {"SLURM_JOB_ID": job} for name in ("n1", "n2")}
-    nodes = Nodes(folder, f"{TRAIN}\ntrain(100_000, step_s=0.02)", "--nnodes=2", count=2, environ=environ)
+    nodes = Nodes(folder, f"{TRAIN}\ntrain(100_000, step_s=0.02)", "--nnodes=2", *flags, count=2, environ=environ)
     nodes.run = tmp_path / "run"
     return nodes
+
+
+def test_a_second_copy_on_several_nodes_is_refused(tmp_path: Path) -> None:
+    """Each of its launchers names the job that has the run."""
+    with copy_on_two_nodes(tmp_path, "4242") as one:
+        one.until(lambda: len(one.events("generation_started")) == 1)
+        with copy_on_two_nodes(tmp_path, "4243") as two:
+            assert two.wait() == {"n1": exitcodes.FENCED, "n2": exitcodes.FENCED}
+            assert "is being run by job 4242: its lease is renewed" in two.said("n1")
+        assert [one.state(name)["state"] for name in one.names] == ["running", "running"]
+    assert claims(tmp_path) == [1]
 
 
 def test_the_older_copy_on_several_nodes_stops(tmp_path: Path) -> None:
     """All its launchers end with the code for that; the other goes on."""
     with copy_on_two_nodes(tmp_path, "4242") as one:
         one.until(lambda: len(one.events("generation_started")) == 1)
-        with copy_on_two_nodes(tmp_path, "4243") as two:
+        with copy_on_two_nodes(tmp_path, "4243", "--take-over") as two:
             two.until(lambda: len(two.events("generation_started")) == 2)
             assert one.wait() == {"n1": exitcodes.FENCED, "n2": exitcodes.FENCED}
             assert "another copy of this run has begun" in one.said("n1")
@@ -64,7 +86,7 @@ def test_the_older_copy_does_not_restart(tmp_path: Path) -> None:
     """A restart of its ranks would be a generation that the newer copy has claimed."""
     with copy_of(tmp_path, "one", 100_000) as one:
         one.event("generation_started")
-        with copy_of(tmp_path, "two", 100_000) as two:
+        with copy_of(tmp_path, "two", 100_000, "--take-over") as two:
             two.event("generation_started")
             with suppress(OSError, ValueError):  # it may have noticed the other by then
                 assert one.ask(cmd="restart") == {"ok": True}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
@@ -23,7 +22,6 @@ UNLED_POLL_S = 2.0
 GAP_S = 3.0
 """Between reads further apart than this the lease may have been renewed unseen."""
 CLAIM_RETRY_S = 1.0
-_RESTARTS = re.compile(r"(?P<job>.*, job [^,]*)\.(?P<count>\d+)(, .*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,11 +273,3 @@ class ClaimWriter:
         if mine is None and claim.number > known and claim.plan == self._newest:
             self._requested = self._newest
         return claim
-
-
-def is_older(start: str, than: str) -> bool:
-    """Whether ``start`` is an earlier requeue of the same Slurm job as ``than``."""
-    one, other = _RESTARTS.fullmatch(start), _RESTARTS.fullmatch(than)
-    if one is None or other is None:
-        return False
-    return one["job"] == other["job"] and int(one["count"]) < int(other["count"])

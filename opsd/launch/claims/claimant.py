@@ -15,12 +15,13 @@ from typing import Any, Literal, ParamSpec
 
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.changes import changes_of, claim_from
-from opsd.launch.claims.claim_store import TELLING_S, ClaimStore, ClaimWriter, Plan, StorePoller, StoreRead, is_older
+from opsd.launch.claims.claim_store import TELLING_S, ClaimStore, ClaimWriter, Plan, StorePoller, StoreRead
 from opsd.launch.claims.election import Election
 from opsd.launch.claims.followers import FollowerTracker
 from opsd.launch.claims.messages import Begun, Claimed, GroupListener, Heartbeat, Message, Ready
 from opsd.launch.claims.peers import LeaderClient
 from opsd.launch.io.protocol import Member
+from opsd.slurm.run_owner import is_older
 
 TIMEOUT_S = 1.5
 Phase = Literal["starting", "electing", "claiming", "leading", "following", "over"]
@@ -45,7 +46,8 @@ class Claimant:
 
     ``launcher`` identifies this process, ``start`` is common to all launchers of one start of the run, ``size`` is the
     number of ranks on this node. ``wake`` schedules a call of ``flush``. ``once``: no later attempt has the same
-    ``start``, so an end of the run that is found at startup is final.
+    ``start``, so an end of the run that is found at startup is final. A claim of another start that is newer than
+    ``replaces`` has another owner; None replaces any.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Claimant:
         start: str,
         launcher: str,
         once: bool = False,
+        replaces: int | None = None,
         timeout_s: float = TIMEOUT_S,
         now: float = 0.0,
     ) -> None:
@@ -81,6 +84,7 @@ class Claimant:
         self._start = start
         self._launcher = launcher
         self._once = once
+        self._replaces = replaces
         self._timeout = timeout_s
         self._now = now
         self._expected = Plan(0, "", tuple(member.name for member in expected), tuple(expected), {})
@@ -217,12 +221,15 @@ class Claimant:
         elif newest.start == self._start and (newest.end is None or self._once):
             self._missed = newest.number
             self._handle_new_claim(newest)
-        elif is_older(self._start, newest.start):
+        elif is_older(self._start, newest.start) or self._is_foreign(newest):
             self._leave_run(self._listener.overtaken)
         else:
             self.number = newest.number
             if newest.end is not None and isinstance(memory := newest.plan["end"].get("memory"), dict):
                 self.inherited = memory
+
+    def _is_foreign(self, claim: Claim) -> bool:
+        return self._replaces is not None and claim.number > self._replaces and not is_older(claim.start, self._start)
 
     def _handle_new_claim(self, claim: Claim) -> None:
         self.number = claim.number

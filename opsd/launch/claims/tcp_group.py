@@ -50,6 +50,7 @@ class TcpGroup(Group):
         secret: bytes,
         size: int,
         once: bool = False,
+        replaces: int | None = None,
         timeout_s: float = TIMEOUT_S,
         print_message: Callable[[str], None] = print_message,
     ) -> None:
@@ -69,7 +70,8 @@ class TcpGroup(Group):
                 print_message,
             ),
             partial(loop.later, 0.0, self.flush),
-            start=start, launcher=launcher, size=size, once=once, timeout_s=timeout_s, now=time.monotonic(),
+            start=start, launcher=launcher, size=size, once=once, replaces=replaces,
+            timeout_s=timeout_s, now=time.monotonic(),
         )  # fmt: skip
 
     def start(self, listener: GroupListener) -> None:

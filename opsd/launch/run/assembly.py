@@ -71,12 +71,12 @@ class EnclosingJob:
 
 def assemble_run(
     node: Supervisor, launchers: Launchers, shape: RunShape, secret: bytes, timeout_s: float, port: int | None,
-    ready: Callable[[], str], notices: Notices,
+    ready: Callable[[], str], notices: Notices, *, replaces: int | None = None,
 ) -> ClusterRun:  # fmt: skip
     """The control of a run on the nodes of ``launchers``, one or several.
 
     ``port`` is MASTER_PORT if the first node is this one, None for a free port per generation. ``ready`` returns why
-    this node must not replace another, "" if it may.
+    this node must not replace another, "" if it may. ``replaces``: see ``replaceable``.
     """
     settings, folder = node.settings, node.folders.folder
     launcher = f"{settings.node}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -90,6 +90,7 @@ def assemble_run(
         secret=secret,
         size=settings.local_size,
         once=is_single_attempt(os.environ),
+        replaces=replaces,
         timeout_s=timeout_s,
     )
 

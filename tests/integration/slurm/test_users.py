@@ -72,6 +72,21 @@ def test_the_next_user_of_a_node_can_run_too(cluster: Cluster) -> None:
         assert f" {field}=[opsd run: finished: " in shown, (shown, (folder / f"job-{job}.out").read_text())
 
 
+def test_a_second_job_of_the_same_name_ends_no_run(cluster: Cluster) -> None:
+    """It is refused with a sentence that names the job that has the run, and the first one ends well."""
+    folder = folder_of(cluster, "same-name")
+    first = submit(cluster, folder, "--nodelist=n1,n2", does="sleep 12")
+    events = folder / "train/events.jsonl"
+    wait_until(lambda: events.exists() and "generation_started" in events.read_text(), "the first run has begun")
+    second = submit(cluster, folder, "--nodelist=n3,n4")
+    assert "JobState=FAILED" in (shown := ended(cluster, second, folder)) and "ExitCode=76:0" in shown
+    said = (folder / f"job-{second}.out").read_text()
+    assert f"is being run by job {first} (running on n1)" in said and "--take-over" in said, said
+    assert "JobState=COMPLETED" in ended(cluster, first, folder)
+    third = submit(cluster, folder)
+    assert "JobState=COMPLETED" in ended(cluster, third, folder), (folder / f"job-{third}.out").read_text()
+
+
 def test_each_task_of_an_array_is_a_run(cluster: Cluster) -> None:
     """At the same time, on one node each."""
     folder = folder_of(cluster, "array")
