@@ -58,6 +58,8 @@ NAMES = (
     "oom_kill",
     "machine_check",
     "kernel_lockup",
+    "kernel_oops",
+    "clock_unstable",
     "cpu_thermal",
     "disk_errors",
     "pcie_error",

@@ -27,6 +27,14 @@ def _drive(device: str) -> str:
 
 
 ROWS = (
+    Row(
+        "raid_failed",
+        "the array {device} has failed: {outcome} {disk}",
+        has("outcome", "failing array", "Cannot continue operation"),
+        "device",
+        critical=True,
+    ),
+    Row("raid_failed", "the array {device} has lost {disk}", has("outcome", "disabling device"), "device"),
     Row("filesystem_readonly", "the file system on {device} was set to read-only", _disk, "device", critical=True),
     Row("filesystem_shutdown", "the file system on {device} was shut down", _disk, "device", critical=True),
     Row(

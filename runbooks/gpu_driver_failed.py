@@ -5,7 +5,7 @@ from __future__ import annotations
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, View
 from opsd.runbooks.lib.gpus import gpu_culprit
-from opsd.runbooks.lib.kernel_faults import Fault, Row, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Row, kernel_runbook
 from opsd.runbooks.lib.signals import text
 
 ROWS = (
@@ -14,6 +14,18 @@ ROWS = (
         "the driver cannot start the GPU at {pci_bus_id} ({status})",
         about="pci_bus_id",
         critical=True,
+    ),
+    Row(
+        "gpu_firmware_silent",
+        "the firmware of a GPU (number {instance} of the driver) does not answer: {cause}",
+        lambda data: "heartbeat" in text(data, "cause"),
+        critical=True,
+    ),
+    Row(
+        "gpu_firmware_silent",
+        "a GPU (number {instance} of the driver) does not go on: {cause}",
+        lambda data: "locked" in text(data, "cause"),
+        within_s=HOUR_S,
     ),
     Row(
         "peermem_error",
@@ -43,7 +55,8 @@ RUNBOOK = kernel_runbook(
 # The NVIDIA driver cannot start a GPU, or GPUDirect RDMA
 
 ## Meaning
-`RmInitAdapter failed` or a probe that failed: the driver is loaded and cannot start this GPU. Or the module
+`RmInitAdapter failed` or a probe that failed: the driver is loaded and cannot start this GPU. Or the GPU's firmware
+(GSP) no longer answers the driver, or the driver's watchdog says that a GPU is locked, without an Xid. Or the module
 `nvidia-peermem` does not load beside the present network driver (a symbol of another version), or reports an invalid
 context. A mismatch of a client's library with the driver (`API mismatch`) is no incident, as any container can cause
 it.
@@ -75,5 +88,5 @@ an invalid context a buffer may not have been released.
     advice=": start it cold, or install modules that fit each other",
     cost="jobs fail at their first CUDA call, or their collectives are slow",
     culprit_of=_culprit,
-    causes=(Cause("gpu_lost", "gpu"), Cause("gpu_xid", "gpu")),
+    causes=(Cause("gpu_lost", "gpu"), Cause("gpu_xid", "gpu"), Cause("gpu_xid", "node")),
 )

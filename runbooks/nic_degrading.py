@@ -93,7 +93,7 @@ def _complaints(view: View) -> Iterator[_Fault]:
     for event in view.events("nic_error", SLOW_S):
         pci, cause = text(event.data, "pci_bus_id"), text(event.data, "cause")
         if cause not in ELSEWHERE:
-            yield _Fault(ports.get(pci, (pci, "?")), f"its driver says: {cause}")
+            yield _Fault(ports.get(pci, (f"the adapter at {pci}", "")), f"its driver says: {cause}")
 
 
 def _detect(view: View) -> Iterator[Finding]:

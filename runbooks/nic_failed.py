@@ -17,13 +17,17 @@ DEAD = frozenset(
         "handling bad device here",
         "starting health recovery flow",
         "timeout. Will cause a leak of a command resource",
+        "unrecoverable hardware error",
+        "pre-initializing",
+        "probe failed",
     }
 )
 SILENT = frozenset({"TX timeout detected", "Tx Unit Hang", "tx_timeout", "transmit queue"})
 """It sends nothing, in the words of several drivers and of the kernel's own watchdog."""
 
-QUEUE, UNANSWERED = "CQ error", "didn't send a completion"
-CAUSES = DEAD | SILENT | {QUEUE, UNANSWERED}
+QUEUE = "CQ error"
+UNANSWERED = frozenset({"didn't send a completion", "command timed out", "RX timeout"})
+CAUSES = DEAD | SILENT | UNANSWERED | {QUEUE}
 """What the adapter's driver says when the adapter itself has failed; the rest is for ``nic_degrading``."""
 
 ROWS = (
@@ -53,8 +57,8 @@ ROWS = (
     ),
     Row(
         "nic_error",
-        "the adapter at {pci_bus_id} has not answered its driver in time",
-        has("cause", UNANSWERED),
+        "the adapter at {pci_bus_id}{device} has not answered its driver in time",
+        has("cause", *UNANSWERED),
         "pci_bus_id",
         within_s=HOUR_S,
     ),

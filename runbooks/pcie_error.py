@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from re import compile
 
-from opsd.collectors.base import RankFact
+from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Culprit, View
 from opsd.runbooks.lib.gpus import gpu_culprit
 from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Fault, Row, has, kernel_runbook
@@ -43,7 +44,20 @@ ROWS = (
         STORM,
         HOUR_S,
     ),
+    Row(
+        "iommu_fault",
+        "the IOMMU has refused the device at {pci_bus_id} access to memory",
+        about="pci_bus_id",
+        within_s=HOUR_S,
+    ),
 )
+
+
+def _elsewhere(view: View) -> Callable[[Event], bool]:
+    """Faults of the IOMMU that are about neither a GPU nor a network port: USB controllers and boards have many."""
+    known = {gpu.pci_bus_id for gpu in view.gpus}
+    known |= {series.labels["pci_bus_id"] for series in view.select("opsd_ib_port_info")}
+    return lambda event: event.kind == "iommu_fault" and text(event.data, "pci_bus_id") not in known
 
 
 def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
@@ -70,7 +84,8 @@ RUNBOOK = kernel_runbook(
 ## Meaning
 The kernel's error handler (AER, or DPC, which cuts the device off) has reported a fatal error, a recovery that
 failed, a device whose link is down or that answers no read of its registers, uncorrected errors that are not fatal, or
-a thousand corrected ones within an hour. The incident names the GPU or the network port if the address is theirs;
+a thousand corrected ones within an hour. Faults of the IOMMU (`DMAR`, `IO_PAGE_FAULT`) count for GPUs and network
+ports. The incident names the GPU or the network port if the address is theirs;
 otherwise it is a port of the board, and everything below it is affected. Single corrected errors are repeated by the
 link and do not count.
 
@@ -99,5 +114,6 @@ not fatal may have lost a transaction.
     advice=": have slot, riser and device checked",
     cost="ranks that use the device die or hang",
     culprit_of=_culprit,
+    ignored=_elsewhere,
     causes=(Cause("gpu_lost", "gpu"), Cause("gpu_xid", "gpu")),
 )

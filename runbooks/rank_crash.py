@@ -7,7 +7,17 @@ from collections.abc import Iterator, Mapping
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Cause, Culprit, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, log_lines, quoted, rank_of, run_recovered, unsolved
+from opsd.runbooks.lib.runs import (
+    REMEMBERED_S,
+    downtime,
+    job_of,
+    last_step_at,
+    log_lines,
+    quoted,
+    rank_of,
+    run_recovered,
+    unsolved,
+)
 from opsd.runbooks.lib.signals import integer, text
 
 _COMPONENTS: tuple[tuple[str, str, str], ...] = (
@@ -23,6 +33,17 @@ may be the program's or the hardware's is left with the rank."""
 
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGHUP", "SIGINT"}
 _NATIVE = {"SIGSEGV", "SIGBUS", "SIGABRT", "SIGILL", "SIGFPE"}
+
+
+OOPS_S = 10.0
+"""An oops ends its process within this time; the lines that name both lie closer still."""
+
+
+def _by_oops(view: View, event: Event, pid: int | None) -> bool:
+    """Whether the kernel has ended the process itself, after a fault of its own in that process."""
+    oopses = [oops.at for oops in view.events("kernel_oops", REMEMBERED_S) if abs(oops.at - event.at) <= OOPS_S]
+    named = [task for task in view.events("kernel_task", REMEMBERED_S) if integer(task.data, "pid") == pid]
+    return pid is not None and any(abs(task.at - at) <= OOPS_S for task in named for at in oopses)
 
 
 def _blamed(data: Mapping[str, object]) -> tuple[str, str, float]:
@@ -45,6 +66,8 @@ def _finding(event: Event, view: View) -> Finding:
     run, rank, generation = text(data, "run"), integer(data, "rank"), integer(data, "generation")
     component, meaning, confidence = _blamed(data)
     page = rank_of(view, run, rank)
+    if _by_oops(view, event, integer(data, "pid") or (page.pid if page else None)):
+        component, meaning, confidence = "node", "the kernel ended it after a fault of its own (oops)", 0.95
     step = integer(data, "step")
     done = f"after step {step}" if step >= 0 else "before its first step was done"
     said = data.get("error")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.collectors.base import RankFact
+from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, latest, level, number, text
@@ -30,8 +30,11 @@ EVICTED, EVICTED_FACTOR = 5000.0, 5.0
 
 LOST_S = 600.0
 RECONNECT_S = 15.0
-"""A Lustre client that has lost a server connects to it again within seconds, unless the server is gone. NFS says that
-a server does not respond only after a minute."""
+"""Clients of Lustre, CephFS and BeeGFS connect again within seconds, unless the server is gone. NFS waits a
+minute before it says that a server does not respond."""
+
+SOFT_S = 60.0
+"""A soft NFS mount gives an operation up (`timed out`). Neither it nor CIFS says when the server answers again."""
 
 COSTLY = 0.1
 WAITING_S = 3.0
@@ -101,9 +104,16 @@ def _lost_servers(view: View) -> list[str]:
     return [
         server
         for server, event in words.items()
-        if event.kind == "network_filesystem_lost"
-        and (text(event.data, "fs") != "lustre" or view.wall - event.at >= RECONNECT_S)
+        if event.kind == "network_filesystem_lost" and _still_lost(event, view.wall - event.at)
     ]
+
+
+def _still_lost(event: Event, age_s: float) -> bool:
+    """Whether a loss so old means that the server is gone, with no word that it is back."""
+    filesystem = text(event.data, "fs")
+    unended = filesystem == "cifs" or text(event.data, "outcome") == "timed out"
+    waited = filesystem == "cifs" or filesystem.startswith("nfs") or age_s >= RECONNECT_S
+    return waited and (not unended or age_s < SOFT_S)
 
 
 def _evictions(view: View) -> float:

@@ -213,5 +213,6 @@ A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10
         Cause("nvlink_errors", "gpu", lag_s=60.0),
         Cause("cpu_thermal", "node", lag_s=60.0),
         Cause("host_memory", "node", lag_s=60.0),
+        Cause("clock_unstable", "node", lag_s=60.0),
     ),
 )

@@ -234,5 +234,6 @@ In this order, as opsd does; `opsd incidents show ID` has the seconds per step o
         Cause("ib_link", "node", lag_s=60.0),
         *(Cause(kind, "node", lag_s=60.0, fits=_of_collectives) for kind in SLOW_LINKS),
         Cause("storage_slow", "node", lag_s=60.0),
+        Cause("clock_unstable", "node", lag_s=60.0),
     ),
 )

@@ -23,8 +23,8 @@ def port_of(labels: Mapping[str, str]) -> Port:
 
 
 def name(port: Port) -> str:
-    """The port in words."""
-    return f"{port[0]} port {port[1]}"
+    """The port in words; an adapter without a known port as a whole."""
+    return f"{port[0]} port {port[1]}" if port[1] else port[0]
 
 
 def boards(view: View) -> dict[Port, str]:

@@ -12,6 +12,87 @@ from opsd.collectors.lib.kernel.xid import Xid
 
 MESSAGES = [
     (
+        "BUG: kernel NULL pointer dereference, address: 0000000000000008",
+        "kernel_oops",
+        {"cause": "NULL pointer dereference"},
+    ),
+    (
+        "CPU: 3 UID: 0 PID: 1234 Comm: python Tainted: G           OE      6.11.0 #1",
+        "kernel_task",
+        {"cpu": 3, "pid": 1234, "process": "python"},
+    ),
+    (
+        "clocksource: timekeeping watchdog on CPU373: Marking clocksource 'tsc' as unstable because of the skew",
+        "clock_unstable",
+        {"device": "tsc"},
+    ),
+    (
+        "md/raid1:md1: Disk failure on sda1, disabling device.",
+        "raid_failed",
+        {"device": "md1", "disk": "sda1", "outcome": "disabling device"},
+    ),
+    (
+        "NVRM: GPU6 _kgspRpcRecvPoll: GSP RM heartbeat timed out",
+        "gpu_firmware_silent",
+        {"instance": "6", "cause": "heartbeat timed out"},
+    ),
+    (
+        "DMAR: [DMA Read NO_PASID] Request device [0x3b:0x00.0] fault addr 0x1000 [fault reason 0x06] PTE Read access",
+        "iommu_fault",
+        {"access": "Read", "pci_bus_id": "00000000:3B:00.0"},
+    ),
+    (
+        "ice 0000:c7:00.0: AMD-Vi: Event logged [IO_PAGE_FAULT domain=0x002b address=0x4000180000 flags=0x0020]",
+        "iommu_fault",
+        {"pci_bus_id": "00000000:C7:00.0"},
+    ),
+    (
+        "nvidia 0000:3b:00.0: Refused to change power state, currently in D3",
+        "pcie_error",
+        {"pci_bus_id": "00000000:3B:00.0", "outcome": "currently in D3"},
+    ),
+    (
+        "nvidia 0000:3b:00.0: can't change power state from D3cold to D0 (config space inaccessible)",
+        "pcie_error",
+        {"pci_bus_id": "00000000:3B:00.0", "outcome": "config space inaccessible"},
+    ),
+    (
+        "python: attempt to access beyond end of device\nnvme0n1p1: rw=524288, sector=9, nr_sectors = 8 limit=8",
+        "io_error",
+        {"device": "nvme0n1p1", "cause": "access beyond end of device"},
+    ),
+    (
+        "nfs: server 10.0.0.5 not responding, timed out",
+        "network_filesystem_lost",
+        {"fs": "nfs", "server": "10.0.0.5", "outcome": "timed out"},
+    ),
+    (
+        "NFS: nfs4_reclaim_open_state: Lock reclaim failed!",
+        "network_filesystem_evicted",
+        {"fs": "nfs", "server": "nfs4"},
+    ),
+    (
+        "libceph: mon0 (1)192.168.56.20:6789 session lost, hunting for new mon",
+        "network_filesystem_lost",
+        {"fs": "ceph", "server": "mon0"},
+    ),
+    (
+        "libceph: mon0 (1)192.168.56.20:6789 session established",
+        "network_filesystem_restored",
+        {"fs": "ceph", "server": "mon0"},
+    ),
+    ("ceph: mds0 caps stale", "network_filesystem_lost", {"fs": "ceph", "server": "mds0"}),
+    (
+        r"CIFS: VFS: \\10.0.0.8 has not responded in 180 seconds. Reconnecting...",
+        "network_filesystem_lost",
+        {"fs": "cifs", "server": r"\\10.0.0.8"},
+    ),
+    (
+        "infiniband rdmap16s27: The device didn't send any completion for admin cmd Create QP (1)",
+        "nic_error",
+        {"device": "rdmap16s27", "cause": "command timed out"},
+    ),
+    (
         "Memory cgroup out of memory: Killed process 1234 (python) total-vm:9kB, anon-rss:512kB, file-rss:0kB",
         "oom_kill",
         {"scope": "Memory cgroup out of memory", "pid": 1234, "process": "python", "anon_rss_kib": 512},
@@ -116,11 +197,6 @@ MESSAGES = [
         "pcieport 0000:40:01.1: pciehp: Slot(3): Link Down",
         "pcie_link_down",
         {"pci_bus_id": "00000000:40:01.1", "slot": "3"},
-    ),
-    (
-        "mlx5_core 0000:5c:00.0: mlx5_pcie_event:299:(pid 268269): Detected insufficient power on the PCIe slot (27W).",
-        "nic_error",
-        {"pci_bus_id": "00000000:5C:00.0", "cause": "insufficient power on the PCIe slot"},
     ),
     (
         "mlx5_core 0000:5c:00.0: Port module event[error]: module 0, Cable error, High Temperature",

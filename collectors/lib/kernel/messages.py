@@ -42,6 +42,16 @@ _GPU = (
         rf"nvidia(?:: probe of)? {_PCI}:?(?: probe with driver nvidia)? failed with error (?P<status>-\d+)",
     ),
     _rule(
+        "gpu_firmware_silent",
+        "heartbeat timed out",
+        r"NVRM: (?:GPU(?P<instance>\d+) )?_kgspRpcRecvPoll: .*?(?P<cause>heartbeat timed out)",
+    ),
+    _rule(
+        "gpu_firmware_silent",
+        "probably locked",
+        r"NVRM: (?:GPU(?P<instance>\d+) )?krcWatchdog\w*: .*?(?P<cause>GPU is probably locked)",
+    ),
+    _rule(
         "peermem_error",
         "nv_get_p2p_free_callback",
         r"(?:nvidia-peermem|nv_mem) nv_get_p2p_free_callback:\d+ .*?(?P<cause>invalid \w+)",
@@ -72,6 +82,39 @@ _PROCESSES = (
     ),
     _rule("segfault", "traps: ", r"^traps: (?P<process>.*?)\[(?P<pid>\d+)\] (?P<trap>general protection|trap [a-z ]+)"),
 )
+_OOPSES = (
+    _rule(
+        "kernel_oops",
+        "BUG: ",
+        r"BUG: (?:unable to handle )?(?:kernel )?(?P<cause>NULL pointer dereference|page fault|paging request)\b",
+    ),
+    _rule(
+        "kernel_oops",
+        "Unable to handle kernel",
+        r"Unable to handle kernel (?P<cause>NULL pointer dereference|paging request)\b",
+    ),
+    _rule(
+        "kernel_oops",
+        " [#",
+        r"(?:Oops: )?(?P<cause>general protection fault|divide error|stack segment|double fault)\b"
+        r"[^\[]*: [0-9a-f]{4} \[#\d+\]",
+    ),
+    _rule("kernel_oops", "kernel BUG at", r"kernel BUG at (?P<cause>\S+:\d+)!"),
+    _rule("kernel_oops", "BUG: Bad page", r"BUG: (?P<cause>Bad page (?:state|map)) in process "),
+    _rule(
+        "kernel_task",
+        " Comm: ",
+        r"CPU: (?P<cpu>\d+) (?:UID: \d+ )?PID: (?P<pid>\d+) Comm: (?P<process>.{0,15}?) "
+        r"(?:Kdump: |Tainted: |Not tainted)",
+    ),
+    _rule(
+        "clock_unstable",
+        "Marking clocksource",
+        r"(?:clocksource: )?timekeeping watchdog on CPU\d+: Marking clocksource '(?P<device>[\w-]+)' as unstable",
+    ),
+)
+"""An oops names the process that it has ended a few lines later, as other dumps of the kernel name theirs."""
+
 _MACHINE_CHECK = (
     r"(?:mce: )?(?:\[Hardware Error\]: )?CPU (?P<cpu>\d+): Machine Check(?: Exception)?: \w+ "
     r"Bank (?P<bank>\d+): (?:0x)?"
@@ -152,6 +195,18 @@ _DEVICES = (
     ),
     _rule("io_error", "I/O Error (sct", r"(?P<device>nvme\w+): .*?LBA (?P<sector>\d+).*I/O Error"),
     _rule("io_error", "(sct 0x2 / sc 0x8", r"(?P<device>nvme\w+): .*?LBA (?P<sector>\d+).*\(sct 0x2 / sc 0x8[0-4]\)"),
+    _rule(
+        "io_error",
+        "beyond end of device",
+        r"(?:.{1,15}: )?attempt to (?P<cause>access beyond end of device)\s+(?P<device>[^\s:]+): rw=",
+    ),
+    _rule(
+        "raid_failed",
+        "Disk failure on",
+        r"md/raid\w*:?(?P<device>md\w+): Disk failure on (?P<disk>[\w-]+)(?: detected)?, "
+        r"(?P<outcome>failing array|disabling device)",
+    ),
+    _rule("raid_failed", "Cannot continue", r"md/raid\w*:?(?P<device>md\w+): (?P<outcome>Cannot continue operation)"),
     _rule("io_error", "Buffer I/O error", rf"Buffer I/O error on dev(?:ice)? {_DEVICE}, logical block"),
     _rule(
         "pcie_error",
@@ -165,6 +220,23 @@ _DEVICES = (
     ),
     _rule("pcie_unrecoverable", "can't recover", rf"{_DRIVER}{_PCI}: AER: can't recover \((?P<cause>[^)]*)"),
     _rule("pcie_error", "DPC: ", rf"{_DRIVER}{_PCI}: DPC: (?P<outcome>containment event)"),
+    _rule(
+        "iommu_fault",
+        "DMAR:",
+        r"DMAR: ?\[DMA (?P<access>Read|Write)(?: NO_PASID)?\] Request device "
+        r"\[(?:0x)?(?P<bus>[0-9a-f]{2}):(?:0x)?(?P<slot>[0-9a-f]{2}\.[0-7])\]",
+    ),
+    _rule(
+        "iommu_fault",
+        "IO_PAGE_FAULT",
+        rf"(?:{_DRIVER}{_PCI}: )?AMD-Vi: Event logged \[IO_PAGE_FAULT (?:device=(?P<at>{ADDRESS}) )?",
+    ),
+    _rule(
+        "pcie_error",
+        "power state",
+        rf"(?:nvidia|mlx5_core|nvme|bnxt_en) {_PCI}: (?:Refused to change power state, (?P<outcome>currently in D3)"
+        r"|can't change power state from \S+ to D0 \((?P<refused>config space inaccessible)\))",
+    ),
     _rule(
         "pcie_error",
         "device inaccessible",
@@ -208,8 +280,43 @@ _DEVICES = (
     _rule(
         "nic_error",
         "mlx5",
-        rf"mlx5\w* {_PCI}.*?(?P<cause>Cable unplugged|device's health compromised|insufficient power on the PCIe slot"
-        r"|Health issue observed, [^,]*|High temperature on sensors|timeout\. Will cause a leak of a command resource)",
+        rf"mlx5\w* {_PCI}.*?(?P<cause>Cable unplugged|device's health compromised|Health issue observed, [^,]*"
+        r"|High temperature on sensors|timeout\. Will cause a leak of a command resource"
+        r"|unrecoverable hardware error)",
+    ),
+    _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI}.*?(?P<cause>pre-initializing) state, aborting"),
+    _rule(
+        "nic_error",
+        "failed with error",
+        rf"(?:mlx5_core|bnxt_en|efa): probe of {_PCI} failed with error (?P<status>-\d+)",
+        cause="probe failed",
+    ),
+    _rule(
+        "nic_error",
+        "failed with error",
+        rf"(?:mlx5_core|bnxt_en|efa) {_PCI}: (?:probe with driver \w+|probe_one:\S+ mlx5_init_one) "
+        r"failed with error (?:code )?(?P<status>-\d+)",
+        cause="probe failed",
+    ),
+    _rule("nic_error", "RX timeout", rf"mlx5\w* {_PCI} \S+: (?P<cause>RX timeout) on channel"),
+    _rule(
+        "nic_error",
+        "(timeout: ",
+        rf"bnxt_en {_PCI} [^:]*: Error \(timeout: \d+\) msg ",
+        cause="command timed out",
+    ),
+    _rule(
+        "nic_error",
+        "admin cmd",
+        rf"(?:efa {_PCI}|infiniband (?P<device>(?:rdmap|efa_)\w+)): "
+        "The device didn't send any completion for admin cmd",
+        cause="command timed out",
+    ),
+    _rule(
+        "nic_error",
+        "Admin queue is closed",
+        rf"(?:efa {_PCI}|infiniband (?P<device>(?:rdmap|efa_)\w+)): Admin queue is closed",
+        cause="command timed out",
     ),
 )
 _LUSTRE = r"Lustre\w*: (?:[0-9a-f]+-[0-9a-f]+: )?(?P<server>[^\s:]+?)(?:-(?:osc|mdc|lwp)-[^\s:]*)?: "
@@ -228,8 +335,61 @@ _FILESYSTEMS = (
     ),
     _rule("filesystem_error", "XFS (", rf"(?P<fs>XFS) \({_DEVICE}\): .*(?:I/O [Ee]rror|[Cc]orruption)"),
     _rule("filesystem_error", "BTRFS", rf"(?P<fs>BTRFS):? (?:error|critical) \(device {_DEVICE}"),
-    _rule("network_filesystem_lost", "not responding", r"(?P<fs>nfs\d?): server (?P<server>\S+) not responding"),
+    _rule(
+        "network_filesystem_lost",
+        "not responding",
+        r"(?P<fs>nfs\d?): server (?P<server>\S+) not responding(?:, (?P<outcome>timed out))?",
+    ),
     _rule("network_filesystem_restored", "server", r"(?P<fs>nfs\d?): server (?P<server>\S+) OK"),
+    _rule(
+        "network_filesystem_evicted",
+        "lease",
+        r"NFS: state manager: (?:check lease|lease expired) failed on NFSv4 server (?P<server>\S+) with error ",
+        fs="nfs",
+    ),
+    _rule(
+        "network_filesystem_evicted",
+        "reclaim failed",
+        r"(?:NFS: )?(?P<server>nfs4)_reclaim_open_state: Lock reclaim failed",
+        fs="nfs",
+    ),
+    _rule(
+        "network_filesystem_lost",
+        "libceph",
+        r"libceph: (?P<server>mon\d+) \S+ session lost",
+        fs="ceph",
+    ),
+    _rule("network_filesystem_restored", "libceph", r"libceph: (?P<server>mon\d+) \S+ session established", fs="ceph"),
+    _rule(
+        "network_filesystem_lost",
+        "ceph: mds",
+        r"ceph: (?:\[[^\]]*\]: )?(?P<server>mds\d+) (?:caps stale|hung)",
+        fs="ceph",
+    ),
+    _rule(
+        "network_filesystem_restored",
+        "ceph: mds",
+        r"ceph: (?:\[[^\]]*\]: )?(?P<server>mds\d+) (?:caps renewed|came back|reconnect success|recovery completed)",
+        fs="ceph",
+    ),
+    _rule(
+        "network_filesystem_lost",
+        "has not responded",
+        r"CIFS:? VFS: (?:Server )?(?P<server>\S+) has not responded in \d+ seconds",
+        fs="cifs",
+    ),
+    _rule(
+        "network_filesystem_lost",
+        "beegfs",
+        r"beegfs: .*?Connect failed on all available routes: (?P<server>[\w.@-]+)",
+        fs="beegfs",
+    ),
+    _rule(
+        "network_filesystem_restored",
+        "beegfs",
+        r"beegfs: .*?Connected: (?P<server>[\w.-]+)@",
+        fs="beegfs",
+    ),
     _rule("network_filesystem_lost", "Lustre", rf"{_LUSTRE}Connection to \S+ \(at .*?\) was lost", fs="lustre"),
     _rule("network_filesystem_restored", "Lustre", rf"{_LUSTRE}Connection restored to ", fs="lustre"),
     _rule("network_filesystem_evicted", "Lustre", rf"{_LUSTRE}This client was evicted by ", fs="lustre"),
@@ -250,7 +410,7 @@ _NAMED = re.compile(
 _FIREWALL: Final = re.compile(r"IN=\S* OUT=\S* (?:[A-Z]+=\S* )*(?:SRC=\S+ DST=|ARP HTYPE=|TRUNCATED|$)", re.ASCII)
 """What follows the prefix that a rule of the firewall has. No name of a process is that long."""
 
-RULES: Final = (*_GPU, *_PROCESSES, *_PROCESSORS, *_DEVICES, *_FILESYSTEMS)
+RULES: Final = (*_GPU, *_PROCESSES, *_OOPSES, *_PROCESSORS, *_DEVICES, *_FILESYSTEMS)
 """The first row that matches decides."""
 
 KINDS: Final = tuple(dict.fromkeys(rule.kind for rule in RULES))
@@ -275,8 +435,19 @@ def parse_trouble(message: str) -> Trouble | None:
     for rule in _OF_A_PROCESS if _NAMED.match(message) else RULES:
         if rule.literal in message and (match := rule.pattern.match(message)):
             named = {name: _value(name, text) for name, text in match.groupdict().items() if text}
-            return Trouble(rule.kind, {**named, **rule.data})
+            return Trouble(rule.kind, _with_address({**named, **rule.data}))
     return None
+
+
+def _with_address(data: dict[str, object]) -> dict[str, object]:
+    """The same with the device's address in one form: Intel's IOMMU gives it in parts, AMD's in one of two places."""
+    if "refused" in data:
+        data["outcome"] = data.pop("refused")
+    if "bus" in data:
+        data["pci_bus_id"] = bus_id(f"0000:{data.pop('bus')}:{data.pop('slot')}")
+    if "at" in data:
+        data["pci_bus_id"] = bus_id(str(data.pop("at")))
+    return data
 
 
 def by_firewall(message: str) -> bool:
