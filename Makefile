@@ -17,6 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "opsd needs Python 3.11 or newer; set PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip uninstall -qq --yes opsd # the distribution's name before opsd-cluster
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dashboards,web,dev]'
 	@touch $@
 
@@ -83,7 +84,7 @@ torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its 
 	$(PYTHON) -m venv .venv-torchtitan
 	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check 'torchtitan==0.3.*'
 
-release: $(STAMP) ## Everything of a release but the upload: checks, sdist, wheel, deb, rpm, bill of materials, checksums under dist/
+release: $(STAMP) ## Everything of a release but the upload: checks, sdist, wheel, deb, rpm, bill of materials, checksums under dist/; OFFLINE=1: does not ask the index
 	@deploy/release
 
 bench: $(STAMP) ## Every benchmark, beside its peers; results under bench-results/

@@ -13,11 +13,13 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 PINNED = Path(__file__).parent / "requirements" / "agent.txt"
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def main() -> None:
@@ -27,7 +29,8 @@ def main() -> None:
     done = subprocess.run(tool, stdout=subprocess.PIPE, check=False)
     if done.returncode:
         sys.exit(done.returncode)
-    bom = complete(json.loads(done.stdout), pinned_hashes(PINNED.read_text()))
+    name = tomllib.loads(PROJECT.read_text())["project"]["name"]
+    bom = complete(json.loads(done.stdout), name, pinned_hashes(PINNED.read_text()))
     Path(out).write_text(json.dumps(bom, indent=1, sort_keys=True) + "\n")
 
 
@@ -39,14 +42,14 @@ def pinned_hashes(requirements: str) -> dict[str, list[str]]:
     }
 
 
-def complete(bom: dict[str, Any], hashes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """``bom`` with opsd as its subject and the ``hashes`` of its components."""
+def complete(bom: dict[str, Any], subject: str, hashes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """``bom`` with the package ``subject`` as its subject and the ``hashes`` of its components."""
     components = {normalized(component["name"]): component for component in bom["components"]}
-    if absent := {"opsd", *hashes} - components.keys():
+    if absent := {subject, *hashes} - components.keys():
         raise ValueError(f"not installed: {', '.join(sorted(absent))}")
-    subject = {**components.pop("opsd"), "type": "application"}
+    described = {**components.pop(subject), "type": "application"}
     listed = [with_hashes(component, hashes.get(name, ())) for name, component in components.items()]
-    return {**bom, "metadata": {**bom["metadata"], "component": subject}, "components": listed}
+    return {**bom, "metadata": {**bom["metadata"], "component": described}, "components": listed}
 
 
 def with_hashes(component: dict[str, Any], hashes: Sequence[str]) -> dict[str, Any]:

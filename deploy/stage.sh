@@ -1,6 +1,6 @@
 # Sourced by deploy/deb and deploy/rpm: reads their options and puts what they package below $root, as deploy/install does,
 # but in the folders of a distribution. Sets out (folder of the package), stage (folder for temporary files), root,
-# version and minor (of the package and of its Python).
+# version and maintainer (of the package) and minor (of its Python).
 set -euo pipefail
 umask 022
 
@@ -37,5 +37,10 @@ gzip --best --no-name "$root"/usr/share/man/man1/*
 find "$root/opt/opsd" -name __pycache__ -prune -exec rm -r {} +
 
 python() { "$root/opt/opsd/bin/python" -B -c "$1"; }
-version=$(python 'from importlib.metadata import version; print(version("opsd"))')
+about() { # the field $1 of pyproject.toml, as the wheel has it
+    python "from importlib import metadata as m; print(m.metadata(m.packages_distributions()['opsd'][0])['$1'] or '')"
+}
+version=$(about Version)
+maintainer=$(about Maintainer-email)
+[ -n "$maintainer" ] || fail "the wheel names no maintainer: pyproject.toml has one"
 minor=$(python 'import sys; print(sys.version_info.minor)')

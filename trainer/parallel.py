@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from opsd import pip_install
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.experts import GroupedLinear, Networks
 from opsd.trainer.latent_attention import LatentAttention
@@ -59,7 +60,7 @@ _KEPT = {
 def demand_float8(settings: ParallelSettings) -> None:
     """Raises ConfigError if the model is to be multiplied in float8 and torchao is not installed."""
     if settings.fp8 and find_spec("torchao") is None:
-        raise ConfigError("parallel.fp8 needs torchao: pip install 'opsd[fp8]', or set it to false")
+        raise ConfigError(f"parallel.fp8 needs torchao: {pip_install('fp8')}, or set it to false")
 
 
 def build(config: Config, world: World) -> Decoder:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from opsd import pip_install
 from opsd.bench import BenchError
 from opsd.client import process_start
 from opsd.control import ask_launcher
@@ -75,7 +76,7 @@ def run(trials: int = TRIALS) -> dict[str, float | int | str]:
     they are repeated and not timed, and if all failed its figures are missing. Times in seconds. Raises BenchError.
     """
     if find_spec("torch") is None:
-        raise BenchError("the script of this benchmark needs torch: pip install 'opsd[train]'")
+        raise BenchError(f"the script of this benchmark needs torch: {pip_install('train')}")
     ours, noticed, cold, memory = [], [], [], []
     peer: list[float] = []
     with tempfile.TemporaryDirectory(prefix="opsd-bench-") as name:

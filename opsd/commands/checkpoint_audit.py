@@ -16,7 +16,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from opsd import exitcodes
+from opsd import exitcodes, pip_install
 from opsd.commands.output import output_console
 
 NAMED = 5
@@ -26,7 +26,7 @@ NAMED = 5
 def audit(path: Path, *, as_json: bool) -> int:
     """Examine the checkpoint at ``path``, print what is found and return the exit code."""
     if importlib.util.find_spec("torch") is None:
-        raise click.UsageError("reading tensors needs torch: pip install 'opsd[train]'")
+        raise click.UsageError(f"reading tensors needs torch: {pip_install('train')}")
     findings, examined = [], 0
     for line in _examine(path):
         if "error" in line:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import click
 
-from opsd import exitcodes
+from opsd import exitcodes, pip_install
 from opsd.commands import checkout
 from opsd.commands.options import Group, option
 from opsd.commands.settings import BadConfig
@@ -81,4 +81,4 @@ def builder(module: str = "opsd.dashboards.build") -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        raise click.ClickException(f"{error}; install the boards' libraries: pip install 'opsd[dashboards]'") from error
+        raise click.ClickException(f"{error}; install the boards' libraries: {pip_install('dashboards')}") from error

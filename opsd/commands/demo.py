@@ -18,7 +18,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from opsd import exitcodes
+from opsd import exitcodes, pip_install
 from opsd.commands.ledger import ledger_table
 from opsd.commands.options import option
 from opsd.demo import report
@@ -52,7 +52,7 @@ def demo(folder: Path, steps: int | None, target: TextIO | None, picture: Path |
     """
     console = Console()
     if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise click.UsageError(f"the demo trains, which needs {', '.join(missing)}: pip install 'opsd[train]'")
+        raise click.UsageError(f"the demo trains, which needs {', '.join(missing)}: {pip_install('train')}")
     try:
         scene = open_scene((folder / datetime.now().strftime("%Y%m%d-%H%M%S")).absolute())
     except DemoError as error:

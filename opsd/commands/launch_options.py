@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from opsd import DISTRIBUTION
 from opsd.commands.options import Seconds, option, options
 from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run.launchers import NodeCount
@@ -285,8 +286,8 @@ own_options = options(
         envvar=NOTIFY,
         metavar="URL|FILE",
         help="Tell people of start, restarts, standstill and end: URL of a webhook (Slack, Discord, Teams, any), with "
-        "opsd[notify] also of mail and what else apprise knows; a FILE has one a line. Other users of the node see "
-        "command lines: rather set OPSD_NOTIFY, or give a file.",
+        f"{DISTRIBUTION}[notify] also of mail and what else apprise knows; a FILE has one a line. Other users of the "
+        "node see command lines: rather set OPSD_NOTIFY, or give a file.",
     ),
     option(
         "--take-over",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from opsd import exitcodes
+from opsd import exitcodes, pip_install
 from opsd.commands.options import Seconds, option
 from opsd.simulated.gpus import NoCompilerError, SimulationError
 
@@ -33,7 +33,7 @@ def stack(scrape: float, keep: bool) -> None:
     try:
         from opsd.stack import world
     except ImportError as error:
-        raise click.ClickException(f"{error}; install the boards' libraries: pip install 'opsd[dashboards]'") from error
+        raise click.ClickException(f"{error}; install the boards' libraries: {pip_install('dashboards')}") from error
     with tempfile.TemporaryDirectory(prefix="opsd-stack-") as folder:
         try:
             with world.Stack(Path(folder), scrape_s=scrape) as running:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import click
 
+from opsd import pip_install
 from opsd.commands.launch import launch
 from opsd.commands.launch_plan import TRAINER
 from opsd.commands.options import option
@@ -34,7 +35,7 @@ def train(config: str, ranks: str | None, overrides: tuple[str, ...], run: str, 
     nodes. Started by a launcher or torchrun, with RANK set, this is one of its ranks.
     """
     if find_spec("torch") is None:
-        raise click.UsageError("training needs torch: pip install 'opsd[train]'")
+        raise click.UsageError(f"training needs torch: {pip_install('train')}")
     settings = [word for override in overrides for word in ("--set", override)]
     program = [TRAINER, *settings, *(["--fresh"] if fresh else []), "--", config]
     if "RANK" in os.environ:

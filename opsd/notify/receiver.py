@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import opsd
+from opsd import pip_install
 from opsd.files import read_settings
 
 TIMEOUT_S = 10.0
@@ -160,6 +161,6 @@ def _hand_to_apprise(url: str, text: str, children: set[int]) -> None:
     finally:
         children.discard(process.pid)
     if process.returncode == NO_APPRISE:
-        raise NotifyError("it needs apprise: pip install 'opsd[notify]'")
+        raise NotifyError(f"it needs apprise: {pip_install('notify')}")
     if process.returncode:
         raise NotifyError("apprise does not know it, or could not deliver the message")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from opsd import DISTRIBUTION
 from opsd.settings.section import Address, AnyPath, Section
 
 
@@ -34,7 +35,8 @@ class AgentSettings(Section):
     web_config: AnyPath | None = Field(
         default=None,
         examples=["/etc/opsd/web.yml"],
-        description="File with certificate and passwords in the format of Prometheus' exporters (opsd[web]).",
+        description="File with certificate and passwords in the format of Prometheus' exporters "
+        f"({DISTRIBUTION}[web]).",
     )
     peer_ca_file: AnyPath | None = Field(
         default=None,

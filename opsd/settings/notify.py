@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, SecretStr
 
+from opsd import DISTRIBUTION
 from opsd.settings.section import AnyPath, Section, WebUrl
 
 
@@ -16,8 +17,8 @@ class NotifySettings(Section):
         default=None,
         examples=["https://hooks.example.com/services/..."],
         description="URL that is told of every incident opened, escalated or resolved: a webhook gets a JSON object, "
-        "Slack, Discord and Teams their own form; others, such as mailtos://, need opsd[notify]. It is a secret: "
-        "others must not be able to read a file that has it, so webhook_file suits this one better.",
+        f"Slack, Discord and Teams their own form; others, such as mailtos://, need {DISTRIBUTION}[notify]. It is a "
+        "secret: others must not be able to read a file that has it, so webhook_file suits this one better.",
     )
     webhook_file: AnyPath | None = Field(
         default=None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
+from opsd import pip_install
+
 
 class StorageError(Exception):
     """The storage cannot be used or lacks a file; the message is one sentence."""
@@ -33,7 +35,7 @@ def open_storage(source: str) -> Storage:
 
         return Url(*url_to_fs(source))
     except (ImportError, ValueError) as error:
-        raise StorageError(f"{source} cannot be used: {error}; pip install 'opsd[storage]'") from error
+        raise StorageError(f"{source} cannot be used: {error}; {pip_install('storage')}") from error
 
 
 class Folder:

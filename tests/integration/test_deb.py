@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_install import pin, wheel
+from tests.integration.test_install import MAINTAINER, pin, wheel
 
 BUILD = Path(__file__).parents[2] / "deploy" / "deb"
 PYTHON = "/usr/bin/python3"
@@ -72,7 +72,10 @@ def test_dpkg_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) ->
     """The program runs from /opt/opsd, an edited setting stays, and purging leaves nothing."""
     say = ("/opt/opsd/bin/python", "-c", "import opsd; print(opsd.__version__)")
     settings = machine / "etc/opsd/opsd.toml"
-    shutil.copy(build(BUILD, tmp_path, "0.0.1", "opsd_0.0.1_*.deb"), machine / "opsd.deb")
+    package = build(BUILD, tmp_path, "0.0.1", "opsd_0.0.1_*.deb")
+    told = subprocess.run(["dpkg-deb", "--field", package, "Maintainer"], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == MAINTAINER
+    shutil.copy(package, machine / "opsd.deb")
     install = ("dpkg", "--install", "--force-depends", "--force-confold", "--force-unsafe-io", "/opsd.deb")
     inside(machine, *install)
     assert inside(machine, *say).strip() == "0.0.1"

@@ -15,18 +15,19 @@ INSTALL = Path(__file__).parents[2] / "deploy" / "install"
 ROLE = INSTALL.parent / "ansible/roles/opsd/tasks/main.yml"
 UNIT, SETTINGS = "etc/systemd/system/opsd.service", "etc/opsd/opsd.toml"
 LINK, MANUAL = "usr/local/bin/opsd", "usr/local/share/man/man1/opsd-launch.1"
+MAINTAINER = "The maintainers <m@opsd.example>"
 
 pytestmark = pytest.mark.slow
 
 
 def wheel(folder: Path, version: str, name: str = "opsd", *metadata: str) -> Path:
-    """A wheel of a package called ``name`` that does nothing, and needs nothing unless ``metadata`` says so."""
+    """A wheel called ``name`` that does nothing; it needs nothing unless ``metadata`` says so."""
     file = folder / f"{name}-{version}-py3-none-any.whl"
     info = f"{name}-{version}.dist-info"
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", *metadata, ""]
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}", f"Maintainer-email: {MAINTAINER}"]
     contents = {
-        f"{name}/__init__.py": f'__version__ = "{version}"\n',
-        f"{info}/METADATA": "\n".join(lines),
+        f"{name.removesuffix('_cluster')}/__init__.py": f'__version__ = "{version}"\n',
+        f"{info}/METADATA": "\n".join([*lines, *metadata, ""]),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     with zipfile.ZipFile(file, "w") as archive:
@@ -51,6 +52,17 @@ def run(root: Path, *options: object, script: Path = INSTALL, **variables: str) 
     nothing = [] if own else ["--requirements", str(pin(root.parent / "nothing"))]
     command = [str(script), *nothing, *map(str, options)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_node_with_the_distribution_under_its_old_name_is_upgraded(tmp_path: Path) -> None:
+    """One distribution has the files then: removing another would take them along."""
+    root = tmp_path / "root"
+    assert run(root, "--wheel", wheel(tmp_path, "0.0.1")).returncode == 0
+    done = run(root, "--wheel", wheel(tmp_path, "0.0.2", "opsd_cluster"))
+    assert done.returncode == 0, done.stderr
+    packages = next((root / "opt/opsd/lib").glob("python*/site-packages"))
+    assert {path.name for path in packages.glob("opsd*")} == {"opsd", "opsd_cluster-0.0.2.dist-info"}
+    assert "0.0.2" in (packages / "opsd/__init__.py").read_text()
 
 
 def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:

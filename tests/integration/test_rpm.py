@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.test_deb import PYTHON, build, inside, machine
+from tests.integration.test_install import MAINTAINER
 
 __all__ = ["machine"]
 
@@ -28,6 +29,7 @@ def ask(package: Path, *options: str) -> list[str]:
 def test_rpm_installs_it_again_and_removes_it(machine: Path, tmp_path: Path) -> None:
     """The package says what it has and needs; the program runs, an edited setting stays, removal leaves no program."""
     package = build(BUILD, tmp_path, "0.0.1", "opsd-0.0.1-1.*.rpm")
+    assert ask(package, "--queryformat", "%{PACKAGER}") == [MAINTAINER]
     files = ask(package, "--list")
     for path in ("/usr/bin/opsd", "/usr/lib/systemd/system/opsd.service", "/usr/share/man/man1/opsd-launch.1.gz"):
         assert path in files

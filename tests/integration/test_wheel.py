@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from opsd import __version__, exitcodes
+from opsd import DISTRIBUTION, __version__, exitcodes
 from opsd.commands.main import CHECKOUT_ONLY, COMMANDS
 
 pytestmark = pytest.mark.slow
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 OTHERS = ("trainer.py", "dashboards.py", "runbooks.py", "collectors/__init__.py", "deploy/__init__.py")
 """Names that the folders of the repository have as well."""
+NAMED = DISTRIBUTION.replace("-", "_")
 DEVELOPMENT = ("bench", "scenarios", "stack", "commands/bench.py", "commands/stack.py")
 
 
@@ -82,13 +83,13 @@ def test_the_wheel_of_the_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None
     """Distributions build from the sdist; the folders that opsd/ links to are in it."""
     with tarfile.open(hatch(ROOT, tmp_path / "sdist", "sdist")) as archive:
         archive.extractall(tmp_path, filter="data")
-    assert names(hatch(tmp_path / f"opsd-{__version__}", tmp_path / "again", "wheel")) == names(wheel)
+    assert names(hatch(tmp_path / f"{NAMED}-{__version__}", tmp_path / "again", "wheel")) == names(wheel)
 
 
 def test_links_of_the_readme_work_on_a_package_index(wheel: Path) -> None:
     """There is nothing beside it there: links and pictures are addresses of files of this release."""
     with zipfile.ZipFile(wheel) as archive:
-        metadata = HeaderParser().parsestr(archive.read(f"opsd-{__version__}.dist-info/METADATA").decode())
+        metadata = HeaderParser().parsestr(archive.read(f"{NAMED}-{__version__}.dist-info/METADATA").decode())
     assert metadata["Description-Content-Type"] == "text/markdown"
     inline = [token for block in MarkdownIt().parse(metadata.get_payload()) for token in block.children or ()]
     links = {
@@ -106,7 +107,7 @@ def test_links_of_the_readme_work_on_a_package_index(wheel: Path) -> None:
 def test_it_brings_one_name_and_nothing_for_development(installed: Path) -> None:
     """At the top of site-packages there is opsd alone."""
     packages = next(installed.glob("lib/python*/site-packages"))
-    assert {path.name for path in packages.iterdir()} == {"opsd", f"opsd-{__version__}.dist-info", "needed.pth"}
+    assert {path.name for path in packages.iterdir()} == {"opsd", f"{NAMED}-{__version__}.dist-info", "needed.pth"}
     assert [name for name in DEVELOPMENT if (packages / "opsd" / name).exists()] == []
     for name in ("collectors", "runbooks", "trainer", "dashboards", "deploy"):
         assert (packages / "opsd" / name).is_dir()

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 PINNED = ROOT / "deploy" / "requirements"
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NAME: str = PROJECT["project"]["name"]
 NEEDED: dict[str, list[str]] = {"": PROJECT["project"]["dependencies"], **PROJECT["project"]["optional-dependencies"]}
 GROUPS: dict[str, list[Any]] = PROJECT["dependency-groups"]
 BUILD: list[str] = PROJECT["build-system"]["requires"]
@@ -91,21 +92,19 @@ def test_the_bill_of_materials_names_opsd_and_the_hashes_of_what_it_needs() -> N
     module = runpy.run_path(str(ROOT / "deploy" / "bom.py"))
     hashes = module["pinned_hashes"]((PINNED / "agent.txt").read_text())
     assert hashes.keys() == {pin.name for pin, _ in pins("agent.txt")}
-    listed = [{"name": name.replace("-", "_"), "purl": f"pkg:pypi/{name}@1"} for name in ("opsd", "pip", *hashes)]
-    bom = module["complete"]({"metadata": {}, "components": listed}, hashes)
-    assert bom["metadata"]["component"]["name"] == "opsd"
-    assert {part["name"] for part in bom["components"]} == {part["name"] for part in listed} - {"opsd"}
+    listed = [{"name": name.replace("-", "_"), "purl": f"pkg:pypi/{name}@1"} for name in (NAME, "pip", *hashes)]
+    bom = module["complete"]({"metadata": {}, "components": listed}, NAME, hashes)
+    assert bom["metadata"]["component"]["name"] == NAME.replace("-", "_")
+    assert {part["name"] for part in bom["components"]} == {part["name"] for part in listed} - {NAME.replace("-", "_")}
     (click,) = [part for part in bom["components"] if part["name"] == "click"]
     assert [one["content"] for one in click["externalReferences"][0]["hashes"]] == hashes["click"]
     with pytest.raises(ValueError, match="not installed: click"):
-        module["complete"]({"metadata": {}, "components": [c for c in listed if c["name"] != "click"]}, hashes)
+        module["complete"]({"metadata": {}, "components": [c for c in listed if c["name"] != "click"]}, NAME, hashes)
 
 
 def test_the_bill_of_materials_of_an_environment_has_the_hashes(tmp_path: Path) -> None:
     """As the release writes it: of what cyclonedx-py, which is beside the interpreter, finds installed there."""
-    listed = [
-        {"name": name, "purl": f"pkg:pypi/{name}@1"} for name in ("opsd", *(p.name for p, _ in pins("agent.txt")))
-    ]
+    listed = [{"name": name, "purl": f"pkg:pypi/{name}@1"} for name in (NAME, *(p.name for p, _ in pins("agent.txt")))]
     (tmp_path / "listed.json").write_text(json.dumps({"bomFormat": "CycloneDX", "metadata": {}, "components": listed}))
     tool, python, out = tmp_path / "cyclonedx-py", tmp_path / "python", tmp_path / "opsd.cdx.json"
     tool.write_text(f'#!/bin/sh\n[ "$1 $3" = "environment /venv" ] && exec cat {tmp_path}/listed.json\n')
@@ -113,7 +112,7 @@ def test_the_bill_of_materials_of_an_environment_has_the_hashes(tmp_path: Path) 
     python.symlink_to(sys.executable)
     subprocess.run([python, ROOT / "deploy" / "bom.py", "/venv", out], check=True)
     bom = json.loads(out.read_text())
-    assert (bom["bomFormat"], bom["metadata"]["component"]["name"]) == ("CycloneDX", "opsd")
+    assert (bom["bomFormat"], bom["metadata"]["component"]["name"]) == ("CycloneDX", NAME)
     assert all(part["externalReferences"][0]["hashes"] for part in bom["components"])
     release = (ROOT / "deploy" / "release").read_text()
     assert '"$fresh/tools/bin/python" deploy/bom.py "$fresh/node" "dist/opsd-$version.cdx.json"' in release

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from click.testing import CliRunner
 
-from opsd import exitcodes
+from opsd import exitcodes, pip_install
 from opsd.commands import train as command
 from opsd.commands.main import cli
 
@@ -65,7 +65,7 @@ def test_without_torch_one_sentence_says_so(launched: list[Sequence[str]], monke
     """And the command line itself never loads it."""
     monkeypatch.setattr(command, "find_spec", lambda _name: None)
     result = CliRunner().invoke(cli, ["train", "tiny"])
-    assert (result.exit_code, "pip install 'opsd[train]'" in result.output) == (exitcodes.USAGE, True)
+    assert (result.exit_code, pip_install("train") in result.output) == (exitcodes.USAGE, True)
     program = "import sys; from opsd.commands import train; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 

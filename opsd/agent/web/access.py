@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from opsd import pip_install
 from opsd.files import read_settings
 
 if TYPE_CHECKING:
@@ -161,9 +162,7 @@ def _read(path: Path) -> _File:
         import bcrypt  # noqa: F401
         import yaml
     except ImportError as error:
-        raise WebConfigError(
-            f"{path}: {error}; install what TLS and passwords need: pip install 'opsd[web]'"
-        ) from error
+        raise WebConfigError(f"{path}: {error}; install what TLS and passwords need: {pip_install('web')}") from error
     try:
         data: Any = yaml.safe_load(read_settings(path).decode())
         return _File.model_validate(data if data is not None else {})
