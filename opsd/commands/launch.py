@@ -172,7 +172,8 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
         secret = job_secret(folders.folder) if several else b""
         replaces = _replaces(settings, folders.folder, launchers, take_over=options["take_over"])
     except ClaimError as error:
-        raise click.ClickException(str(error.strerror)) from error
+        click.echo(f"opsd: {error.strerror}", err=True)
+        return exitcodes.FAILED
     except RunOwnedError as error:
         click.echo(f"opsd: {error}", err=True)
         return exitcodes.FENCED
