@@ -217,7 +217,7 @@ def test_the_command_line_prints_what_users_wrote_without_obeying_it(site: Site)
     for result in (listed, shown):
         assert result.exit_code == 0
         assert HOSTILE.replace("\x1b", " ") in result.output
-    assert "source" in CliRunner().invoke(cli, ["status", url], env={"COLUMNS": "300"}).output
+    assert "absent" in CliRunner().invoke(cli, ["status", url], env={"COLUMNS": "300"}).output
 
 
 def test_the_commands_show_symptoms_similar_incidents_and_sums(tmp_path: Path) -> None:
