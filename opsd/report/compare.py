@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from opsd.agent.web.html import Html, card, h, table
+from opsd.agent.web.html import Html, card, h, stacked_table
 from opsd.charts import Axis, line_chart
 from opsd.report.cost import Price, cost_line
 from opsd.report.page import chart_card, page, series_of
@@ -40,7 +40,7 @@ def compare_page(first: RunReport, second: RunReport, price: Price) -> str:
     )  # fmt: skip
     title = f"{first.run} and {second.run}"
     parts = [
-        card("facts", "Side by side", table("Side by side", ("", first.run, second.run), _rows(*runs, price))),
+        card("facts", "Side by side", stacked_table("Side by side", ("", first.run, second.run), _rows(*runs, price))),
         chart_card("loss", "Loss by step", loss),
         chart_card("time", "Loss by time", later),
         chart_card("speed", "Throughput by step", speed),

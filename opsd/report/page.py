@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from opsd.agent.web.html import STYLE, Html, card, facts, h, join, nothing, pill, table
+from opsd.agent.web.html import STYLE, Html, card, facts, h, join, nothing, pill, stacked_table
 from opsd.charts import CHART_STYLE, Axis, Series, Span, line_chart
 from opsd.exitcodes import OK
 from opsd.plan.forecast import told
@@ -24,6 +24,7 @@ _PROFILE_WIDTH, _ROW = 256, 18
 """Pixels."""
 _EXTRA_STYLE = (
     ".bar{fill:#0b5cad}@media(prefers-color-scheme:dark){.bar{fill:#7fb8f5}}@media print{.card{break-inside:avoid}}"
+    "@media(max-width:40rem){.chart{min-width:48rem}}"
 )
 _CLOCK = Axis("time", "clock")
 
@@ -57,7 +58,9 @@ def page(title: str, header: Html, parts: Sequence[Html]) -> str:
 
 def chart_card(id: str, title: str, chart: str) -> Html:
     """A chart with its heading; nothing for a chart without points."""
-    return card(id, title, Html(chart)) if chart else Html("")
+    if not chart:
+        return Html("")
+    return card(id, title, Html(f'<div class="scroll" role="group" tabindex="0" aria-label="{h(title)}">{chart}</div>'))
 
 
 def points(
@@ -131,7 +134,7 @@ def _ledger(run: RunReport) -> Html:
     ]
     notes = join(nothing(f"Note: {note}") for note in run.ledger.notes)
     title = "Where the time went"
-    return card("ledger", title, join((table(title, ("Bucket", "Time", "Share"), rows), notes)))
+    return card("ledger", title, join((stacked_table(title, ("Bucket", "Time", "Share"), rows), notes)))
 
 
 def _plan(run: RunReport) -> Html:
@@ -141,7 +144,7 @@ def _plan(run: RunReport) -> Html:
     days = {name: seconds / DAY_S for name, seconds in found.beyond_s.items()}
     rows = [(name.replace("_", " "), f"{more:+.2f} days") for name, more in sorted(days.items(), key=lambda d: -d[1])]
     title = "Beyond the plan at the end of the run, by bucket"
-    return card("plan", "Plan and forecast", join((facts(told(found)), table(title, ("Bucket", "More"), rows))))
+    return card("plan", "Plan and forecast", join((facts(told(found)), stacked_table(title, ("Bucket", "More"), rows))))
 
 
 def _bar(share: float) -> Html:
@@ -182,7 +185,7 @@ def _experts(run: RunReport) -> Html:
     ]  # fmt: skip
     title = f"Loads of experts, {found.span}"
     columns = ("Layer", "Fullest expert", "Emptiest", f"Below {STARVED:.0%}", "All experts")
-    return card("experts", title, table(title, columns, rows))
+    return card("experts", title, stacked_table(title, columns, rows))
 
 
 def _profile(values: Sequence[float]) -> Html:
@@ -202,7 +205,7 @@ def _listed(id: str, title: str, rows: Sequence[Sequence[object]], columns: Sequ
         return Html("")
     left = len(rows) - MAX_ROWS
     more = nothing(f"+{left} earlier") if left > 0 else Html("")
-    return card(id, title, join((more, table(title, columns, rows[-MAX_ROWS:]))))
+    return card(id, title, join((more, stacked_table(title, columns, rows[-MAX_ROWS:]))))
 
 
 def series_of(

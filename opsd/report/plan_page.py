@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opsd.agent.web.html import Html, card, facts, h, join, table
+from opsd.agent.web.html import Html, card, facts, h, join, stacked_table
 from opsd.charts import Axis, Series, line_chart
 from opsd.plan.plan import Plan
 from opsd.plan.reliability import DAY_S
@@ -21,7 +21,7 @@ def plan_page(plan: Plan, name: str) -> str:
         ("tokens", count(plan.tokens)),
     ]
     tables = [
-        card(f"part{number}", title, table(title, ("", ""), rows))
+        card(f"part{number}", title, stacked_table(title, ("", ""), rows))
         for number, (title, rows) in enumerate(sections(plan))
     ]
     return page(f"{name}: plan", join((Html(f"<h1>{h(name)}: plan</h1>"), facts(shown))), [
@@ -62,4 +62,4 @@ def _figures(plan: Plan) -> Html:
         for name, figure in plan.figures().items()
     ]
     title = "What this is made from"
-    return card("figures", title, table(title, ("Figure", "Value", "Measured here", "Source"), rows))
+    return card("figures", title, stacked_table(title, ("Figure", "Value", "Measured here", "Source"), rows))

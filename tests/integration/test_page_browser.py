@@ -11,7 +11,7 @@ import shutil
 import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,26 @@ from opsd.agent.web.ledgers import LedgerResult, Ledgers
 from opsd.agent.web.other_agents import Answer
 from opsd.agent.web.server import Server
 from opsd.collectors.base import StepFact
+from opsd.plan.hardware import hardware_of
+from opsd.plan.plan import plan_for_gpus
+from opsd.plan.reliability import HABITS
+from opsd.report.compare import compare_page
+from opsd.report.cost import Price
+from opsd.report.page import report_page
+from opsd.report.plan_page import plan_page
+from opsd.report.run import read_run
 from opsd.runbooks.base import Culprit, Severity
 from opsd.slurm.port import Node
 from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import WALL, incident
+from tests.fakes.plans import run_of
 from tests.fakes.slurm import FakeSlurm
 from tests.unit.test_page import gpu, rank, run, samples, snapshot
 from tests.unit.test_page_fleet import told
 from tests.unit.test_page_job import LEDGER, speeds
+from tests.unit.test_report import EVENTS, STEPS, T, event
+from tests.unit.test_report import write as write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
@@ -49,7 +60,8 @@ LONG = "GPU 3 is throttled by hw_thermal and by a very long list of reasons that
 MEASURE = """
 (async () => {
   const wide = [document.documentElement.scrollWidth, innerWidth];
-  const cut = [...document.querySelectorAll(".sentences")].filter(e => e.scrollWidth > e.clientWidth).length;
+  const whole = [...document.querySelectorAll(".sentences, .stack, .fits")];
+  const cut = whole.filter(e => e.scrollWidth > e.clientWidth).length;
   const found = window.axe ? (await axe.run({resultTypes: ["violations"]})).violations : null;
   const said = found && found.map(v => [v.id, v.nodes.map(n => n.html.slice(0, 200) + n.failureSummary)]);
   parent.postMessage([window.name, {wide, cut, said}], "*");
@@ -162,16 +174,16 @@ def test_a_browser_shows_it(url: str, page: str, look: str, tmp_path: Path) -> N
     assert picture.stat().st_size > 20_000
 
 
-def measured(app: App, scheme: str, folder: Path) -> dict[str, Any]:
-    """What copies of all pages in frames of both sizes say of themselves, by page and width of the frame.
+def measured(pages: Mapping[str, bytes], scheme: str, folder: Path) -> dict[str, Any]:
+    """What copies of the ``pages`` in frames of both sizes say of themselves, by page and width of the frame.
 
     That is their width, and what axe finds, None without axe.
     """
     script = f"<script src=axe.js></script><script>{MEASURE}</script>"
     (folder / "axe.js").write_text(axe())
     frames = ""
-    for page, path in PAGES.items():
-        (folder / f"{page}.html").write_bytes(app(Request(path, {}))[1] + script.encode())
+    for page, content in pages.items():
+        (folder / f"{page}.html").write_bytes(_with_scripts(content) + script.encode())
         frames += "".join(
             f"<iframe name='{page} {wide}' src='{page}.html' width={wide} height={high} style='border:0'></iframe>"
             for wide, high in (DESKTOP, PHONE)
@@ -181,14 +193,46 @@ def measured(app: App, scheme: str, folder: Path) -> dict[str, Any]:
     title = re.search(r"<title>(.*?)</title>", shown, re.DOTALL)
     assert title is not None, shown[:500]
     found: dict[str, Any] = json.loads(html.unescape(title[1]))
-    assert len(found) == 2 * len(PAGES)
+    assert len(found) == 2 * len(pages)
     return found
+
+
+def _with_scripts(page: bytes) -> bytes:
+    """The page of a file, whose own policy would refuse what measures it."""
+    return re.sub(rb'<meta http-equiv="Content-Security-Policy"[^>]*>', b"", page)
+
+
+def reports(folder: Path) -> dict[str, bytes]:
+    """The pages that commands write, with messages, names and tables as long as they come."""
+    error = {"type": "torch.distributed.elastic.multiprocessing.errors.ChildFailedError", "message": f"{LONG} " * 3}
+    events = [
+        *({**e, "error": {**error, "where": "t.py:1"}} if e.get("error") else e for e in EVENTS),
+        event(9.7, "straggler_found", rank=3, ranks=[3], culprit_nodes=["n1"], gpus=[3], cause="slow GPU",
+              slowdown=1.3, confidence=0.9, evidence=[LONG], advice="", source="gpu", step=5, compared=16),
+    ]  # fmt: skip
+    write_run(folder, events, [{**line, "tokens_per_s": 100.0} for line in STEPS])
+    loads = {"t": T, "generation": 1, "step": 200, "steps": 100, "first_layer": 1, "loads": [[10] * 64, [1] * 64]}
+    (folder / "experts.jsonl").write_text(json.dumps(loads) + "\n")
+    scores = {f"a_benchmark_with_a_long_name_{n}": {"accuracy": 0.5} for n in range(9)}
+    lines = [{"t": T + s, "event": "evaluation", "step": s, "results": scores} for s in (10, 20)]
+    (folder / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run, config = read_run(folder), run_of("smollm3-3b")
+    planned = plan_for_gpus(config, "h100", 384, 1e12, hardware_of("h100", config.model.dtype), HABITS)
+    pages = {
+        "report": report_page(run, Price(2.0)),
+        "compare": compare_page(run, run, Price(2.0)),
+        "plan": plan_page(planned, "smollm3-3b"),
+    }
+    assert "a_benchmark_with_a_long_name_1.accuracy" in pages["report"] and "Finding" in pages["report"]
+    return {name: page.encode() for name, page in pages.items()}
 
 
 @pytest.mark.parametrize("scheme", [pytest.param(LIGHT, marks=LATER, id="light"), pytest.param(DARK, id="dark")])
 def test_they_fit_and_everybody_can_read_them(app: App, scheme: str, tmp_path: Path) -> None:
     """Only tables scroll sideways, by themselves, none of sentences; axe-core, where it is installed, finds nothing."""
-    found = measured(app, scheme, tmp_path)
+    pages = {page: app(Request(path, {}))[1] for page, path in PAGES.items()}
+    missing = app(Request("/incident/none", {}, "text/html"))[1]
+    found = measured({**pages, "missing": missing, **reports(tmp_path)}, scheme, tmp_path)
     assert {page: said["wide"] for page, said in found.items() if said["wide"][0] > said["wide"][1]} == {}
     assert {page: said["cut"] for page, said in found.items() if said["cut"]} == {}
     assert {page: said["said"] for page, said in found.items() if said["said"]} == {}

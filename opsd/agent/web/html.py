@@ -5,12 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Sequence
+from http import HTTPStatus
 from typing import Final
 
 from opsd.charts import CHART_STYLE
 
 MAX_TEXT: Final = 240
 """Characters of a text that are shown, as users and drivers may write any length."""
+MAX_WHOLE: Final = 24
+"""Characters of a cell of ``stacked_table`` that are not broken over lines."""
+MAX_BESIDE: Final = 3
+"""Columns of short cells that a narrow screen has room for."""
 
 _OWN_STYLE: Final = """
 :root{color-scheme:light dark;--bg:#f6f7f9;--card:#fff;--ink:#1b1f24;--soft:#5b6470;--line:#dfe3e8;--link:#0b5cad;
@@ -45,9 +50,14 @@ dd{margin:0;overflow-wrap:anywhere}dd ul{margin:0;padding-left:1.1rem}.none{colo
 code{overflow-wrap:anywhere}
 @media(min-width:40rem){td:last-child,th:last-child{white-space:normal}}
 .sentences td:last-child{overflow-wrap:anywhere}
+.text{white-space:normal;overflow-wrap:anywhere}
 article{max-width:46rem}article pre{overflow-x:auto}
 @media(max-width:40rem){body{font-size:14px}td svg{display:none}th,td{padding-right:.6rem}
 .sentences th,.sentences td{white-space:normal}.sentences td:last-child{min-width:8rem}
+.stack thead{display:none}.stack tr,.stack th,.stack td{display:block;white-space:normal;overflow-wrap:anywhere}
+.stack th,.stack td{padding:.1rem 0;border:0}.stack tr{padding:.3rem 0;border-bottom:1px solid var(--line)}
+.stack tr:last-child{border:0}.stack td svg{display:block;margin:0;max-width:100%}
+.stack [data-label]::before{content:attr(data-label) ": ";color:var(--soft);font-weight:400}
 header,main,footer{padding:.5rem}dl{grid-template-columns:1fr;gap:0;margin-left:.5rem}dd{margin-bottom:.3rem}}
 .beside{display:grid;grid-template-columns:minmax(0,1fr);gap:0 1rem;align-items:start}
 @media(min-width:64rem){.beside{grid-template-columns:minmax(0,3fr) minmax(0,2fr)}}
@@ -124,6 +134,33 @@ def nothing(text: str) -> Html:
     return Html(f'<p class="none">{h(text)}</p>')
 
 
+def stacked_table(label: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Html:
+    """A table that fits its page: long cells break their lines.
+
+    On narrow screens the cells of a row are below each other, unless the table is narrow itself.
+    """
+    wide = len(columns) > MAX_BESIDE or any(_is_long(cell) for row in (columns, *rows) for cell in row)
+    head = "".join(_cell("th", column, " scope=col") for column in columns)
+    labels = [f' data-label="{h(column)}"' if column else "" for column in columns]
+    body = "".join(
+        f"<tr>{_cell('th', row[0], f' scope=row{labels[0]}')}"
+        f"{''.join(_cell('td', cell, label) for cell, label in zip(row[1:], labels[1:], strict=True))}</tr>"
+        for row in rows
+    )
+    return Html(
+        f'<div class="{"stack" if wide else "fits"}"><table aria-label="{h(label)}"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(tag: str, value: object, attributes: str) -> str:
+    return f"<{tag}{attributes}{' class=text' * _is_long(value)}>{h(value)}</{tag}>"
+
+
+def _is_long(value: object) -> bool:
+    return not isinstance(value, Html) and len(str(value)) > MAX_WHOLE
+
+
 def table(label: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, sentences: bool = False) -> Html:
     """A table that scrolls on narrow screens; the first cell of a row is its heading.
 
@@ -181,3 +218,11 @@ def document(title: str, header: object, main: object, footer: object, *, refres
         f'<body><a class="skip" href="#main">Skip to content</a><header>{h(header)}</header>'
         f'<main id="main">{h(main)}</main><footer>{h(footer)}</footer></body></html>'
     ).encode()
+
+
+def problem_page(status: HTTPStatus, sentence: str) -> bytes:
+    """The page in place of one that cannot be shown."""
+    title = "Nothing is here" if status is HTTPStatus.NOT_FOUND else status.phrase
+    ways = (link("/", "this node"), link("/fleet", "all nodes"), link("/runbooks", "runbooks"))
+    said = Html(f'<p class="card">{h(sentence[:1].upper() + sentence[1:])}.</p>')
+    return document(f"{title} – opsd", Html(f"<h1>{h(title)}</h1>"), said, join(ways, " · "))
