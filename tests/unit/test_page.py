@@ -17,6 +17,7 @@ from rich.text import Text
 from opsd.agent.gather import Health, Source
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import status
+from opsd.agent.web.app import App, Request
 from opsd.agent.web.gpus import gpu_state
 from opsd.agent.web.guides import runbook_list, runbook_page
 from opsd.agent.web.history import History
@@ -363,3 +364,30 @@ def test_every_runbook_is_a_page(name: str) -> None:
 def test_a_runbook_that_does_not_exist_has_no_page() -> None:
     """Nor has anything that looks like a path."""
     assert [runbook_page(name) for name in ("nothing", "../server", "")] == [None, None, None]
+
+
+BROWSER_ACCEPTS = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/incident/none", "/job/none", "/runbooks/none", "/favicon.ico"])
+def test_a_browser_gets_a_page_in_place_of_one_that_is_not_there(path: str) -> None:
+    """With ways out. A program gets JSON, and from the API so does a browser."""
+    app = App(lambda: snapshot(1000.0), {"node": "n17"}, stale_s=5.0)
+    status, body, headers = app(Request(path, {}, BROWSER_ACCEPTS))
+    page = Structure(body)
+    assert (status, headers["Content-Type"]) == (404, "text/html; charset=utf-8")
+    assert {"/", "/fleet", "/runbooks"} <= {attributes.get("href") for _, attributes in page.tags}
+    for request in (Request(path, {}, "*/*"), Request(f"/api/v1{path}", {}, BROWSER_ACCEPTS)):
+        status, body, headers = app(request)
+        assert (status, set(json.loads(body)), headers["Content-Type"]) == (
+            404, {"error"}, "application/json; charset=utf-8",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["/runbooks", "/runbooks/gpu_xid", "/fleet", "/api/v1/status", "/metrics"])
+def test_a_slash_at_the_end_changes_nothing(path: str) -> None:
+    """People type it, or leave it out."""
+    app = App(lambda: snapshot(1000.0), {"node": "n17"}, stale_s=5.0)
+    plain, slashed = app(Request(path, {})), app(Request(f"{path}/", {}))
+    assert plain[0] == slashed[0] == 200
+    assert plain[2] == slashed[2]

@@ -5,7 +5,7 @@
 ``/fleet``                all nodes: state, runs, incidents, spares; ``?refresh=60``
 ``/incident/ID``          the page of an incident: timeline, evidence, similar ones, runbook
 ``/job/ID``               the page of a job, or of a run by its name, with the job's other nodes
-``/runbooks/NAME``        the guide of a runbook or an alert; ``/runbooks/`` lists them
+``/runbooks/NAME``        the guide of a runbook or an alert; ``/runbooks`` lists them
 ``/metrics``              every series, Prometheus text or OpenMetrics
 ``/healthz``              200 while the loop ticks, 503 otherwise
 ``/readyz``               200 once the first collection is done and while the loop ticks
@@ -19,14 +19,17 @@
 ``/api/v1/repairs/ID``    one repair
 ``/api/v1/statistics``    statistics of incidents by kind
 ========================= ==========================================================================
+
+A slash at the end of a path changes nothing. A refusal is JSON; outside the API it is a page for a browser.
 """
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -54,6 +57,11 @@ class Request:
     query: Mapping[str, list[str]]
     accept: str = ""
     accept_encoding: str = ""
+
+    @property
+    def is_of_a_browser(self) -> bool:
+        """Whether a person sees the answer: browsers name HTML among what they accept, programs do not."""
+        return "text/html" in self.accept.lower() and not self.path.startswith("/api/")
 
 
 class App:
@@ -88,6 +96,7 @@ class App:
         self._routes: Mapping[str, Callable[[Request], Answer]] = {
             "/": self._index,
             "/fleet": self._fleet,
+            "/runbooks": lambda _request: _runbook(""),
             "/api/v1/node": self._node,
             "/metrics": self._metrics,
             "/healthz": self._healthz,
@@ -111,6 +120,9 @@ class App:
 
     def __call__(self, request: Request) -> Answer:
         """The answer to one request. Thread-safe."""
+        return readable(request, self._answer(replace(request, path=request.path.removesuffix("/") or "/")))
+
+    def _answer(self, request: Request) -> Answer:
         if route := self._routes.get(request.path):
             return route(request)
         if request.path.startswith("/api/v1/incidents/"):
@@ -272,7 +284,7 @@ def _runbook(name: str) -> Answer:
 
     body = pages.runbook_page(name) if name else pages.runbook_list()
     if body is None:
-        return problem(HTTPStatus.NOT_FOUND, "no runbook has this name; see /runbooks/")
+        return problem(HTTPStatus.NOT_FOUND, "no runbook has this name; see /runbooks")
     return HTTPStatus.OK, body, pages.HEADERS
 
 
@@ -283,6 +295,16 @@ def _json(value: object) -> Answer:
 def problem(status: HTTPStatus, text: str) -> Answer:
     """A refusal as JSON."""
     return status, api.encode({"error": text}), {"Content-Type": JSON}
+
+
+def readable(request: Request, answer: Answer) -> Answer:
+    """``answer``, but a refusal as a page if ``request`` comes from a browser."""
+    status, body, _ = answer
+    if status is HTTPStatus.OK or not request.is_of_a_browser:
+        return answer
+    from opsd.agent.web import pages
+
+    return status, pages.problem_page(status, json.loads(body)["error"]), pages.HEADERS
 
 
 class PageCache:

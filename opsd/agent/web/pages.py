@@ -7,6 +7,7 @@ from opsd.agent.web.fleet_page import fleet_page as fleet_page
 from opsd.agent.web.guides import runbook_list as runbook_list
 from opsd.agent.web.guides import runbook_page as runbook_page
 from opsd.agent.web.html import HEADERS as HEADERS
+from opsd.agent.web.html import problem_page as problem_page
 from opsd.agent.web.incident_page import incident_page as incident_page
 from opsd.agent.web.job_page import job_page as job_page
 from opsd.agent.web.job_page import node_of_job as node_of_job

@@ -25,7 +25,7 @@ import h11
 from opsd.agent.logs import Log
 from opsd.agent.metrics import http_samples
 from opsd.agent.web.access import Attempts, WebConfig
-from opsd.agent.web.app import Answer, App, Request, problem
+from opsd.agent.web.app import Answer, App, Request, problem, readable
 from opsd.agent.web.budget import Budgets
 from opsd.agent.web.connection import Connection, Stage, UncertifiedError
 from opsd.agent.web.crowding import oldest, too_much
@@ -297,15 +297,15 @@ class Server:
         if asked.method not in (b"GET", b"HEAD"):
             connection.answer(*problem(HTTPStatus.NOT_IMPLEMENTED, "only GET and HEAD: the agent can only be read"))
             return
-        if self.web.context is None and not self.hosts.admit(headers.get("host", "")):
-            self.refused["host"] += 1
-            said = f"this agent has another name than {headers['host']!r}; agent.names has those that it answers to"
-            connection.answer(*problem(HTTPStatus.MISDIRECTED_REQUEST, said))
-            return
         try:
             request = _request(asked, headers)
         except ValueError:
             connection.answer(*problem(HTTPStatus.BAD_REQUEST, "not an address that can be understood"))
+            return
+        if self.web.context is None and not self.hosts.admit(headers.get("host", "")):
+            self.refused["host"] += 1
+            said = f"this agent has another name than {headers['host']!r}; agent.names has those that it answers to"
+            connection.answer(*readable(request, problem(HTTPStatus.MISDIRECTED_REQUEST, said)))
             return
         password = headers.get("authorization", "")
         if self.web.recalls(password):
@@ -338,7 +338,7 @@ class Server:
         """Answer at the expense of the peer. Afterwards the thread rests, so that it takes half of a core at most."""
         if not self._budgets.may_ask(connection.peer):
             said = "the last answers have taken too much processor time; try again in some seconds"
-            self._finish(connection, problem(HTTPStatus.TOO_MANY_REQUESTS, said))
+            self._finish(connection, readable(request, problem(HTTPStatus.TOO_MANY_REQUESTS, said)))
             return
         began = time.thread_time()
         self._answer(connection, request)
@@ -351,7 +351,8 @@ class Server:
             answer = self.app(request)
         except Exception:
             self.log.exception("request failed", path=request.path)
-            answer = problem(HTTPStatus.INTERNAL_SERVER_ERROR, "a bug in opsd; the agent's log has more")
+            said = "a bug in opsd; the agent's log has more"
+            answer = readable(request, problem(HTTPStatus.INTERNAL_SERVER_ERROR, said))
         self._finish(connection, answer)
 
     def _finish(self, connection: Connection, answer: Answer) -> None:
