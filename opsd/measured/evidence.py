@@ -18,6 +18,10 @@ class NotUsable(ValueError):
     """A file of measurements that a plan cannot be made with; the message is one sentence with the fix."""
 
 
+class TooLittle(NotUsable):
+    """A file with nothing wrong in it, but nothing yet from which a figure follows."""
+
+
 class Evidence(NamedTuple):
     """A value for the figure ``name`` of a plan, in its unit, measured at the epoch second ``at``."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from opsd.measured.evidence import Evidence, NotUsable
+from opsd.measured.evidence import Evidence, NotUsable, TooLittle
 from opsd.measured.runs import LEAST_EVENTS
 from opsd.simulate import history
 from opsd.simulate.faults import DAY_S, FaultsError
@@ -16,13 +16,15 @@ def figures_of(path: Path, at: float) -> Iterator[Evidence]:
     """How often nodes go, and how long they stay away; the history ended ``at``. Raises NotUsable."""
     try:
         trace = history.load(path, None)
+    except history.EmptyHistoryError as error:
+        raise TooLittle(str(error)) from error
     except FaultsError as error:
         raise NotUsable(str(error)) from error
     repairs = trace.repairs
     days = len(trace.nodes) * trace.span_s / DAY_S
     if len(repairs) < LEAST_EVENTS:
         few = "outage" if len(repairs) == 1 else "outages"
-        raise NotUsable(f"{path} has {len(repairs)} {few} in {days:,.0f} node days, too few for a rate: gather more")
+        raise TooLittle(f"{path} has {len(repairs)} {few} in {days:,.0f} node days, too few for a rate: gather more")
     told = f"{len(repairs)} outages in {days:,.0f} node days"
     yield Evidence("outages", len(repairs) / days, told, path, at)
     ended = [took for took, over in repairs if over]

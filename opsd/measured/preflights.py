@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from opsd.measured.evidence import Evidence, NotUsable
+from opsd.measured.evidence import Evidence, NotUsable, TooLittle
 from opsd.plan.hardware import Hardware, is_kind
 from opsd.preflight.base import Verdict
 from opsd.preflight.fleet import newest_by_node
@@ -97,7 +97,7 @@ def _refuse_other(report: Report, path: Path, gpu: str) -> None:
     facts = (result.facts.get("GPUs", "") for result in report.results if result.check == "gpu_inventory")
     model = next(filter(None, facts), "")
     if any(value.subject == _PROCESSOR for result in report.results for value in result.values):
-        raise NotUsable(f"{path} was measured on {report.node} without GPUs: measure on a node that has some")
+        raise TooLittle(f"{path} was measured on {report.node} without GPUs: measure on a node that has some")
     if model and not is_kind(gpu, model):
         raise NotUsable(
             f"{path} was measured on {report.node} with {model}, and the plan is for {gpu}: give that --gpu"

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from opsd.ledger.records import EVENTS, METRICS
 from opsd.measured import bench, outages, preflights, runs
-from opsd.measured.evidence import Evidence, NotUsable, checked, figures
+from opsd.measured.evidence import Evidence, NotUsable, TooLittle, checked, figures
 from opsd.plan.hardware import Hardware
 from opsd.plan.reliability import Habits
 from opsd.preflight.command import HISTORY
@@ -44,7 +44,10 @@ def usual_places(state_dir: Path, runs_root: Path) -> Iterator[Path]:
 def measured(
     paths: Sequence[Path], gpu: str, hardware: Hardware, habits: Habits, *, forgiving: bool, now: float | None = None
 ) -> Measured:
-    """The figures of ``paths`` in place of others. Raises NotUsable, unless ``forgiving``: then a file is left out."""
+    """The figures of ``paths`` in place of others.
+
+    Raises NotUsable, unless ``forgiving``. A file is left out then, and nothing is said of one with too little in it.
+    """
     when = time.time() if now is None else now
     left_out: list[str] = []
     for path in sorted(paths, key=_kind):
@@ -54,7 +57,8 @@ def measured(
         except NotUsable as error:
             if not forgiving:
                 raise
-            left_out.append(str(error))
+            if not isinstance(error, TooLittle):
+                left_out.append(str(error))
             continue
         hardware, habits = hardware.given(found), habits.given(found)
     return Measured(hardware, habits, tuple(left_out))

@@ -30,6 +30,10 @@ FROM actions a LEFT JOIN incidents i ON i.id = a.incident WHERE a.verb IN ('drai
 """The actions after which a node is out of service."""
 
 
+class EmptyHistoryError(FaultsError):
+    """Journals of agents that have seen no incident yet."""
+
+
 class _Away(NamedTuple):
     """A time of a node in epoch seconds; ``end`` is infinite while it lasts."""
 
@@ -89,7 +93,7 @@ def of_journals(path: Path, nodes: int | None) -> Trace:
         for node, start, end, kind in drains:
             found[node].append(_Away(start, math.inf if end is None or end < start else end, kind, "degraded"))
     if not seen:
-        raise FaultsError(f"{path} has no incident yet: there is nothing to replay")
+        raise EmptyHistoryError(f"{path} has no incident yet: there is nothing to replay")
     return _trace(path, found, nodes or len(files), seen)
 
 
