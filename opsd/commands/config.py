@@ -17,7 +17,7 @@ import click
 from opsd import config as settings
 from opsd import exitcodes
 from opsd.commands.agent_client import Agent, with_agent
-from opsd.commands.options import Group, config_options
+from opsd.commands.options import Group, config_options, option
 from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
 from opsd.files import SYSTEM_FILE
@@ -32,9 +32,15 @@ def config() -> None:
 
 
 @config.command()
-@click.argument("file", type=click.Path(path_type=Path), required=False)
-def check(file: Path | None) -> None:
+@click.argument("named", type=click.Path(path_type=Path), metavar="[FILE]", required=False)
+@option(
+    "--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="The same, as other commands take it."
+)
+def check(named: Path | None, file: Path | None) -> None:
     """Say whether FILE (by default the file in force) is a usable configuration that keeps its secrets."""
+    if named is not None and file is not None:
+        raise click.UsageError(f"two files are named: {named} and {file}")
+    file = named or file
     effective, used = load(file), settings.find_file(file)
     if effective.notify.webhook and used and _is_open(used):
         raise BadConfig(

@@ -204,7 +204,10 @@ def test_commands(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o644
     again = run(cli, ["config", "init", str(file)], standalone_mode=False)
     assert "left alone" in str(again.exception)
-    assert run(cli, ["config", "check", str(file)]).output.endswith("opsd.toml: good\n")
+    for named in ([str(file)], ["--config", str(file)]):
+        assert run(cli, ["config", "check", *named]).output.endswith("opsd.toml: good\n")
+    twice = run(cli, ["config", "check", str(file), "--config", str(file)])
+    assert (twice.exit_code, "two files are named" in twice.output) == (exitcodes.USAGE, True)
     assert "[policy]" in run(cli, ["config", "show", "--config", str(file)]).output
     write(file, "[agent]\nlisen = 1")
     bad = run(cli, ["config", "check", str(file)])
