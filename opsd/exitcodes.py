@@ -13,10 +13,11 @@ started."""
 INTERRUPTED: Final = 3
 """Stopped by the user before it was done."""
 BROKEN: Final = 4
-"""A bug in opsd most likely, which the traceback shows, or a full disk below its output; it says nothing about the node
-or the run."""
+"""A bug in opsd most likely, which the traceback shows; it says nothing about the node or the run."""
 REPEATED: Final = 70
 """``opsd launch``: the same failure came back; restarting again would not help."""
+NO_SPACE: Final = 74
+"""The disk or the quota below a file or the output is full; it says nothing about the node or the run."""
 REQUEUE: Final = 75
 """``opsd launch``: run the job again: stopped in good order with the state saved, or too few nodes are left (then from
 the last checkpoint)."""

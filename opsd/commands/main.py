@@ -137,8 +137,9 @@ def main() -> None:
         sys.exit(exitcodes.INTERRUPTED)
     except Exception as error:  # 1, as Python has it, would be the answer no: a prolog drains the node for it
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            click.echo(f"opsd: {error.strerror}: free some, or send the output elsewhere", err=True)
-            os._exit(exitcodes.BROKEN)  # the interpreter's own end would try to write again
+            where = f"{error.filename}: " if error.filename else ""
+            click.echo(f"opsd: {where}{error.strerror}: free some, or send the output elsewhere", err=True)
+            os._exit(exitcodes.NO_SPACE)  # the interpreter's own end would try to write again
         traceback.print_exc()
         sys.exit(exitcodes.BROKEN)
     sys.exit(code if isinstance(code, int) else exitcodes.OK)

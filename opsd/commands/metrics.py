@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import click
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from opsd.agent import collectors
 from opsd.agent import metrics as own
 from opsd.collectors import plugins
 from opsd.collectors.base import Metric
 from opsd.commands.options import option
-from opsd.commands.output import output_console
+from opsd.commands.output import output_console, plain_table
 from opsd.config import Settings
 
 
@@ -46,17 +51,33 @@ def metrics(_list: bool, as_json: bool) -> None:
         ]
         click.echo(json.dumps(rows, indent=1))
         return
-    table = _table("name", "type", "labels", "unit", "help", "source")
+    console = output_console()
+    if console.is_terminal:
+        for line in _blocks():
+            console.print(line)
+    else:
+        console.print(*_tables(), sep="\n")
+
+
+def _blocks() -> Iterator[RenderableType]:
+    """For a terminal of any width: each metric with its help below it, each label with its values."""
     for source, metric in catalogue():
-        table.add_row(metric.name, metric.kind, ", ".join(metric.labels), metric.unit, metric.help, source)
-    labels = _table("label", "values")
+        labels = f"{{{', '.join(metric.labels)}}}" if metric.labels else ""
+        facts = ", ".join(filter(None, (metric.kind, metric.unit, f"from {source}")))
+        yield Text.assemble((metric.name, "bold"), labels, f"  {facts}", overflow="fold")
+        yield Padding(Text(metric.help, overflow="fold"), (0, 0, 0, 4))
+    yield Text("\nlabels", style="bold")
     for label, values in label_values().items():
-        labels.add_row(label, values)
-    output_console().print(table, "", labels, sep="\n")
+        yield Text(label, style="bold", overflow="fold")
+        yield Padding(Text(values, overflow="fold"), (0, 0, 0, 4))
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in ("name", "type", "source", "label"))
-    return table
+def _tables() -> tuple[Table, str, Table]:
+    """For a file or a pipe: a metric a line, then a label a line."""
+    table = plain_table("name", "type", "labels", "unit", "help", "source")
+    for source, metric in catalogue():
+        table.add_row(metric.name, metric.kind, ", ".join(metric.labels), metric.unit, escape(metric.help), source)
+    labels = plain_table("label", "values")
+    for label, values in label_values().items():
+        labels.add_row(label, escape(values))
+    return table, "", labels

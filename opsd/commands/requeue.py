@@ -27,20 +27,22 @@ def _reason(context: click.Context, parameter: click.Parameter, value: str) -> s
     return value
 
 
-def _job(context: click.Context, parameter: click.Parameter, value: str) -> int:
+def _job(context: click.Context, parameter: click.Parameter, value: str | None) -> int:
     """Python reads 12_3, as Slurm calls a task of an array, as 123, which is another job."""
-    array, _, task = value.partition("_")
+    array, _, task = (value or "").partition("_")
     if array.isdecimal() and task:
         raise click.BadParameter(
             f"{value} is a task of an array; scontrol show job {value} tells its own number, JobId"
         )
+    if value is None:
+        raise click.UsageError("this is not inside a Slurm job: name the job, as in `opsd requeue 4242`", context)
     if not value.isdecimal() or int(value) < 1:
         raise click.BadParameter(f"{value!r} is not the number of a job")
     return int(value)
 
 
 @click.command()
-@click.argument("job", callback=_job, envvar="SLURM_JOB_ID", metavar="[JOB]")
+@click.argument("job", callback=_job, envvar="SLURM_JOB_ID", metavar="[JOB]", required=False)
 @option("--lost", multiple=True, metavar="NODE", help="A node that is dead: taken down as well, if that is allowed.")
 @option("--without", "unfit", multiple=True, metavar="NODE", help="A node that the job is not to come back on.")
 @option("--reason", default=REASON, callback=_reason, help="Why nodes are taken down.")

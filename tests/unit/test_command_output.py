@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import click
@@ -61,8 +64,60 @@ def test_a_full_disk_below_the_output_is_a_sentence(command: list[str]) -> None:
         answer = subprocess.run(
             [sys.executable, "-m", "opsd", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
-    assert answer.returncode == exitcodes.BROKEN
+    assert answer.returncode == exitcodes.NO_SPACE
     assert answer.stderr == "opsd: No space left on device: free some, or send the output elsewhere\n"
+
+
+@pytest.mark.parametrize("error", ["ENOSPC", "EDQUOT"])
+def test_a_full_disk_is_no_bug_in_opsd(error: str) -> None:
+    """Wherever it is met; the sentence names the file."""
+    full = (
+        "import errno, os, sys, types, click; from opsd.commands import main as cli; cli.COMMANDS['full'] = '';"
+        "m = sys.modules['opsd.commands.full'] = types.ModuleType('full'); m.__spec__ = cli.find_spec('opsd')\n"
+        f"@click.command()\ndef full(): raise OSError(errno.{error}, os.strerror(errno.{error}), '/scratch/run')\n"
+        "m.full = full; cli.main()"
+    )
+    answer = subprocess.run([sys.executable, "-c", full, "full"], capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stderr.count("\n")) == (exitcodes.NO_SPACE, 1), answer.stderr
+    assert answer.stderr.startswith("opsd: /scratch/run: ")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 132])
+def test_the_list_of_metrics_fits_a_terminal(columns: int) -> None:
+    """No line is longer than the terminal, nothing is cut, and each metric has its labels, unit, help and source."""
+    listed = json.loads(CliRunner().invoke(cli, ["metrics", "--json"]).stdout)
+    shown = on_terminal([sys.executable, "-m", "opsd", "metrics"], columns)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert max(map(len, lines)) <= columns and "…" not in shown
+    text = re.sub(r"\s", "", "".join(lines))
+    for metric in listed:
+        labels = f"{{{','.join(metric['labels'])}}}" if metric["labels"] else ""
+        facts = ",".join(filter(None, (metric["type"], metric["unit"], f"from {metric['source']}")))
+        assert re.sub(r"\s", "", f"{metric['name']}{labels}{facts}{metric['help']}") in text
+
+
+def on_terminal(command: list[str], columns: int) -> str:
+    """What ``command`` prints on a terminal of this width."""
+    master, slave = pty.openpty()
+    termios.tcsetwinsize(slave, (50, columns))
+    environment = {**os.environ, "TERM": "xterm"} | dict.fromkeys(("COLUMNS", "LINES"), "")
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment):
+        os.close(slave)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO once the command has ended
+            while chunk := os.read(master, 65536):
+                shown += chunk
+    os.close(master)
+    return shown.decode()
+
+
+def test_a_requeue_outside_a_job_says_so() -> None:
+    """Not that an argument is missing that is optional."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    command = [sys.executable, "-m", "opsd", "requeue"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert answer.returncode == exitcodes.USAGE
+    assert "opsd: this is not inside a Slurm job: name the job, as in `opsd requeue 4242`" in answer.stderr
 
 
 @pytest.mark.parametrize(
