@@ -65,6 +65,8 @@ def parse_exposition(text: str) -> Iterator[Sample]:
                 metric = SERIES.get(name.removesuffix("_total"))
                 if metric is None or labels.get("GPU_I_ID") or _blank(value):
                     continue
+                host = labels.get("hostname") or labels.get("Hostname", "")
+                labels |= {"Hostname": host, "hostname": host}
                 key = tuple(labels.get(label, "") for label in metric.labels)
                 if (metric.name, key) not in seen:
                     seen.add((metric.name, key))

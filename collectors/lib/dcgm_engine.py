@@ -156,7 +156,7 @@ class HostEngine:
             identity = reader.m_dcgmSystem.discovery.GetGpuAttributes(gpu).identifiers
             labels = (
                 str(gpu), _text(reader.m_gpuIdToUUId[gpu]), _text(reader.m_gpuIdToBusId[gpu]), f"nvidia{gpu}",
-                _text(identity.deviceName), self._hostname,
+                _text(identity.deviceName), self._hostname, self._hostname,
             )  # fmt: skip
             for number, value in values.items():
                 if number in names and isinstance(value, int | float):

@@ -10,7 +10,7 @@ from opsd.collectors.base import GpuFact, Reading, Sample
 
 DIFFER_S: Final = 120.0
 """Seconds after which a difference of values counts: DCGM refreshes its values every 30 s by default."""
-_IDENTITY: Final = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname")
+_IDENTITY: Final = ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname", "hostname")
 
 _Key = tuple[str, str, tuple[str, ...]]
 
@@ -81,7 +81,7 @@ def _label(sample: Sample, name: str) -> str:
 
 def _renamed(sample: Sample, gpu: GpuFact, node: str) -> Sample:
     """The sample under the labels that the driver's series of this GPU have."""
-    identity = (str(gpu.index), gpu.uuid, gpu.pci_bus_id, f"nvidia{gpu.index}", gpu.model, node)
+    identity = (str(gpu.index), gpu.uuid, gpu.pci_bus_id, f"nvidia{gpu.index}", gpu.model, node, node)
     known = dict(zip(_IDENTITY, identity, strict=True))
     named = zip(sample.metric.labels, sample.labels, strict=True)
     return sample._replace(labels=tuple(known.get(name, value) for name, value in named))

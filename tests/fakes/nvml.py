@@ -115,7 +115,7 @@ def of_gpu(got: Mapping[tuple[str, ...], float], gpu: int) -> dict[tuple[str, ..
     mine = {key: value for key, value in got.items() if key[1:2] == (str(gpu),)}
 
     def rest(name: str, *labels: str) -> tuple[str, ...]:
-        return () if name == "opsd_gpu_info" else labels[6 if name.startswith("DCGM") else 2 :]
+        return () if name == "opsd_gpu_info" else labels[7 if name.startswith("DCGM") else 2 :]
 
     return {(key[0], *rest(*key)): value for key, value in mine.items()}
 

@@ -156,11 +156,15 @@ ELSEWHERE = re.compile(r"node_|kube_|slurm_job_info|label_move|rate\(\w+\{[^}]*\
     ("board", "asked", "left"), [("dcgm-exporter-12239", 16, 0), ("soperator-jobs-overview", 22, 13)]
 )
 def test_boards_of_others_show_data(stack: Stack, board: str, asked: int, left: int) -> None:
-    """Unchanged: each of their queries about GPUs answers, about those of the job where it asks for a job."""
+    """Unchanged, and with the new name of ``Hostname``: each of their queries about GPUs answers.
+
+    Where it asks for a job, the answer is about the GPUs of the job.
+    """
     every = [query["expr"] for query in json.loads((OUTSIDE / f"{board}.json").read_text())]
     known = [expression for expression in every if not ELSEWHERE.search(expression)]
     assert (len(known), len(every) - len(known)) == (asked, left)
     filled = [re.sub(r"\$(\w+)", lambda found: OF_OTHERS[found[1]], expression) for expression in known]
+    filled += [each.replace("Hostname", "hostname") for each in filled if "Hostname" in each]
     assert eventually(lambda: all(map(stack.query, filled)), 45), [each for each in filled if not stack.query(each)]
     foreign = [expression.replace("4242", "77") for expression in filled if "4242" in expression]
     assert not any(map(stack.query, foreign)) and bool(foreign) == (left > 0)

@@ -83,7 +83,7 @@ def test_dcgm_exporters_defaults_are_all_there() -> None:
     ours = {metric.name: metric for _, metric in catalogue()}
     for name, kind in DCGM_EXPORTER_DEFAULTS.items():
         assert ours[name].kind == {"gauge": "gauge", "counter": "untyped"}[kind], name
-        assert ours[name].labels == ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname"), name
+        assert ours[name].labels == ("gpu", "UUID", "pci_bus_id", "device", "modelName", "Hostname", "hostname"), name
 
 
 def test_no_name_is_used_twice() -> None:

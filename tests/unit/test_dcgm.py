@@ -42,7 +42,7 @@ DCGM_FI_PROF_PIPE_TENSOR_ACTIVE{{{LABELS}}} 0.41
 # TYPE DCGM_EXP_SOMETHING gauge
 DCGM_EXP_SOMETHING{{{LABELS}}} 1
 """
-KEY = ("0", "GPU-1", "00000000:1B:00.0", "nvidia0", "NVIDIA H100 80GB HBM3", "n1")
+KEY = ("0", "GPU-1", "00000000:1B:00.0", "nvidia0", "NVIDIA H100 80GB HBM3", "n1", "n1")
 
 
 class Exporter(BaseHTTPRequestHandler):
@@ -88,8 +88,10 @@ def exporter() -> Iterator[ExporterServer]:
     thread.join(30)
 
 
-def test_the_exporters_series_are_taken_over(exporter: ExporterServer) -> None:
-    """Names, labels and values are the same as the NVML collector's would be."""
+@pytest.mark.parametrize("host", ["Hostname", "hostname"])
+def test_the_exporters_series_are_taken_over(exporter: ExporterServer, host: str) -> None:
+    """Names, labels and values are the same as the NVML collector's would be, with both names of the host's label."""
+    exporter.page = PAGE.replace("Hostname", host)
     collector = DcgmCollector(exporter.url, uids=OWN)
     reading = collector.collect()
     assert isinstance(reading, Reading)

@@ -74,7 +74,7 @@ def test_the_engine_gives_the_same_samples_as_the_exporter(bindings: Path) -> No
         (SM_CLOCK.name, ("0", "GPU-a", "0000:1B:00.0")): 1980.0,
         (GPU_TEMP.name, ("1", "GPU-b", "0000:1C:00.0")): 55.0,
     }
-    assert reading.samples[-1].labels[3:] == ("nvidia1", "NVIDIA H100 80GB HBM3", "n1")
+    assert reading.samples[-1].labels[3:] == ("nvidia1", "NVIDIA H100 80GB HBM3", "n1", "n1")
     assert {sample.metric: sample.value for sample in reading.samples[:2]} == {UP: 0.0, ENGINE_UP: 1.0}
     assert dcgm.covered == {GPU_TEMP.name, SM_CLOCK.name}
 

@@ -18,7 +18,7 @@ def own(metric: Metric, gpu: GpuFact, value: float) -> Sample:
 
 def told(metric: Metric, uuid: str, value: float, index: int = 0) -> Sample:
     """DCGM's, by labels of its own."""
-    return Sample(metric, value, (str(index), uuid, "1B", "x", "NVIDIA H100", "box"))
+    return Sample(metric, value, (str(index), uuid, "1B", "x", "NVIDIA H100", "box", "box"))
 
 
 def test_the_drivers_value_counts_and_the_rest_is_added_by_its_labels() -> None:

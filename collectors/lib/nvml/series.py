@@ -18,6 +18,7 @@ DCGM_LABELS: Final = {
     "device": "one per GPU",
     "modelName": "one per GPU",
     "Hostname": "name of the node",
+    "hostname": "the same, by the name that dcgm-exporter has for it since 2026",
 }
 LABELS: Final = {
     **DCGM_LABELS,
@@ -197,5 +198,5 @@ class Identity:
     def labels(self, metric: Metric, hostname: str, *extra: str) -> tuple[str, ...]:
         """The label values of ``metric`` for this GPU, ``extra`` being those after its identity."""
         if metric.labels is _DCGM_LABELS:
-            return (str(self.index), self.uuid, self.pci_bus_id, f"nvidia{self.index}", self.model, hostname)
+            return (str(self.index), self.uuid, self.pci_bus_id, f"nvidia{self.index}", self.model, hostname, hostname)
         return (str(self.index), self.uuid, *extra)

@@ -22,7 +22,7 @@ def test_every_gpu_has_the_same_series_under_dcgm_exporters_labels(gpus: Simulat
     gpus[3].load(utilization=97, power_watts=650, memory_ratio=0.5)
     got = samples(collector.collect())
     uuid, model = gpus[3].uuid, "NVIDIA H100 80GB HBM3 (simulated)"
-    dcgm = ("3", uuid, "00000000:4A:00.0", "nvidia3", model, "node")
+    dcgm = ("3", uuid, "00000000:4A:00.0", "nvidia3", model, "node", "node")
     assert got["DCGM_FI_DEV_GPU_UTIL", *dcgm] == 97
     assert got["DCGM_FI_DEV_FB_USED", *dcgm] == pytest.approx(got["DCGM_FI_DEV_FB_FREE", *dcgm], abs=1)
     assert got["opsd_gpu_power_limit_watts", "3", uuid] == 700
