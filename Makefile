@@ -41,8 +41,8 @@ lock: $(STAMP) ## Pin what is installed on nodes and what builds it, with hashes
 	@set -e; pin() { file=deploy/requirements/$$1.txt; shift; \
 		$(BIN)/uv pip compile --no-config --quiet --universal --python-version 3.11 --generate-hashes --system-certs \
 			$(if $(UPGRADE),--upgrade) --custom-compile-command "make lock" "$$@" --output-file "$$file"; }; \
-	pin agent --extra web pyproject.toml; \
-	pin train --extra web --extra train --constraint deploy/requirements/agent.txt pyproject.toml; \
+	pin agent --extra web --extra notify pyproject.toml; \
+	pin train --extra web --extra notify --extra train --constraint deploy/requirements/agent.txt pyproject.toml; \
 	pin build --group build; \
 	pin release --group release
 

@@ -10,9 +10,8 @@ from opsd.agent.actions import ActionError, Notifier
 from opsd.agent.brief import brief
 from opsd.agent.incidents import Transition, is_over, turn_of
 from opsd.agent.logs import Log
-from opsd.files import read_settings
 from opsd.lanes import Lane
-from opsd.notify.receiver import NotifyError, Receiver
+from opsd.notify.receiver import NotifyError, send_to_all
 from opsd.runbooks.base import Incident, State
 
 MAX_WAITING = 100
@@ -31,29 +30,21 @@ class LogNotifier:
 
 
 class WebhookNotifier:
-    """Sends notifications to a URL, as ``opsd.notify`` does, and also writes them to the log.
+    """Sends notifications to all receivers that ``where`` names, and also writes them to the log.
 
-    Instead of the URL a file may be given, which is read each time, so that a renewed URL is used.
+    A file with URLs is read each time, so that a renewed URL is used.
     """
 
-    def __init__(self, log: Log, receiver: str | Path) -> None:
+    def __init__(self, log: Log, where: str | Path) -> None:
         self._to_log = LogNotifier(log)
-        self._receiver = receiver
+        self._where = str(where)
 
     def __call__(self, text: str, fields: Mapping[str, object]) -> None:
         self._to_log(text, fields)
         try:
-            Receiver(self._url()).send(text, fields)
+            send_to_all(self._where, text, fields)
         except NotifyError as error:
             raise ActionError(str(error)) from error
-
-    def _url(self) -> str:
-        if isinstance(self._receiver, str):
-            return self._receiver
-        try:
-            return read_settings(self._receiver).decode("ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ActionError(f"{self._receiver}: the URL of the webhook cannot be read") from error
 
 
 class Announcer:
@@ -100,6 +91,10 @@ class Announcer:
             "acts": told.acts,
             "command": told.command,
             "id": incident.id,
+            "node": self._node,
+            "kind": incident.kind,
+            "severity": incident.severity.value,
+            "state": state,
             "culprit": str(incident.culprit),
             "job": incident.job,
             "verdict": incident.verdict,

@@ -21,6 +21,7 @@ from opsd.commands.options import Group, config_options, option
 from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
 from opsd.files import SYSTEM_FILE
+from opsd.notify.receiver import NotifyError, read_receivers
 from opsd.words import reason
 
 RELOAD_S = 15.0
@@ -50,7 +51,25 @@ def check(named: Path | None, file: Path | None) -> None:
     for secret in settings.secret_files(effective):
         if _is_open(secret):
             raise BadConfig(f"{secret}: everybody can read this secret; chmod 0600 {secret}")
+    _check_receivers(effective)
     click.echo(f"{used or 'built-in defaults'}: good")
+
+
+def _check_receivers(effective: settings.Settings) -> None:
+    """Raises BadConfig for a receiver of notifications to which nothing can be sent, as far as this user may look."""
+    where = effective.notify.receiver
+    if where is None or (isinstance(where, Path) and not os.access(where, os.R_OK)):
+        return
+    name = "notify.webhook" if isinstance(where, str) else str(where)
+    try:
+        receivers = read_receivers(str(where))
+    except NotifyError as error:
+        raise BadConfig(f"{name}: the value must be a URL" if isinstance(where, str) else str(error)) from error
+    for receiver in receivers:
+        try:
+            receiver.check()
+        except NotifyError as error:
+            raise BadConfig(f"{name}: {receiver.name}: {error}") from error
 
 
 def _is_open(file: Path) -> bool:

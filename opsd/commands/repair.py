@@ -21,7 +21,7 @@ from opsd.commands.output import fail
 from opsd.commands.return_ import proofs
 from opsd.commands.settings import load
 from opsd.config import Settings
-from opsd.notify.receiver import NotifyError, read_receivers
+from opsd.notify.receiver import NotifyError, send_to_all
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import HistoryError
 from opsd.preflight.report import ReportError
@@ -141,10 +141,12 @@ def tell(settings: Settings, case: Case) -> None:
     if where is None or active_silence((span.silence() for span in muted), case.kind, time.time()):
         return
     text = f"{case.node}: {ENDS[case.end or 'left']}: {case.verdict}"
-    fields = {"id": case.id, "kind": case.kind, "reason": case.reason, "evidence": case.bundle}
+    fields = {
+        "id": case.id, "node": case.node, "kind": case.kind, "reason": case.reason, "evidence": case.bundle,
+        "severity": "info" if case.end == "returned" else "warning",
+    }  # fmt: skip
     try:
-        for receiver in read_receivers(str(where)):
-            receiver.send(text, fields)
+        send_to_all(str(where), text, fields)
     except NotifyError as error:
         click.echo(f"nobody was told: {error}", err=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +22,13 @@ from opsd.files import read_settings
 TIMEOUT_S = 10.0
 APPRISE_S = 60.0
 """The same for apprise, which starts an interpreter and may speak to a mail server."""
-NO_APPRISE = 3
-"""Exit code of ``python -m opsd.notify`` without apprise."""
+NO_APPRISE, UNKNOWN = 3, 4
+"""Exit codes of ``python -m opsd.notify`` without apprise, and for a URL that apprise does not know."""
+AT_ONCE = 2
+"""Processes of apprise: each takes 47 MiB, and the service of the agent has 256."""
+_APPRISE = threading.BoundedSemaphore(AT_ONCE)
+_TYPES = {"critical": "failure", "warning": "warning", "info": "info"}
+"""Severities as apprise calls them. It calls good news ``success``."""
 _DISCORD_MARKUP = str.maketrans({mark: f"\\{mark}" for mark in r"\*_~`|"})
 _NOT_DELIVERED = b"Webhook message delivery failed"
 """How a connector of Teams begins its answer, of status 200, to what Teams has refused."""
@@ -60,8 +66,47 @@ class Receiver:
         """
         if self.is_webhook:
             _post(self.url, text, fields)
-        else:
-            _hand_to_apprise(self.url, text, children if children is not None else set())
+            return
+        told = {"url": self.url, "text": text, "title": title_of(text, fields), "type": type_of(fields)}
+        _hand_to_apprise(told, children if children is not None else set())
+
+    def check(self) -> None:
+        """See whether messages can be sent there, without sending one. Raises NotifyError."""
+        if not self.is_webhook:
+            _hand_to_apprise({"url": self.url}, set())
+
+
+def title_of(text: str, fields: Mapping[str, object]) -> str:
+    """The subject of a mail, and the key by which a service knows that a later message is about the same.
+
+    That of an incident is the same from its beginning to its end. Otherwise it is the beginning of ``text``.
+    """
+    if fields.get("id"):
+        return f"{fields.get('node', '')} {fields.get('kind', '')}: {fields['id']}".strip()
+    return text.partition(": ")[0]
+
+
+def type_of(fields: Mapping[str, object]) -> str:
+    """The type of a message as apprise calls it, from the fields of an incident or of a launcher's event."""
+    if fields.get("state") in ("resolved", "over") or fields.get("event") == "restarted":
+        return "success"
+    if fields.get("event") == "finished":
+        return "success" if fields.get("exit_code") == 0 else "failure"
+    if fields.get("event") == "stuck":
+        return "failure"
+    return _TYPES.get(str(fields.get("severity", "")), "info")
+
+
+def send_to_all(where: str, text: str, fields: Mapping[str, object]) -> None:
+    """Deliver one message to all receivers that ``where`` names. Raises NotifyError once all have been tried."""
+    failed = []
+    for receiver in read_receivers(where):
+        try:
+            receiver.send(text, fields)
+        except NotifyError as error:
+            failed.append(f"{receiver.name}: {error}")
+    if failed:
+        raise NotifyError("; ".join(failed))
 
 
 def read_receivers(where: str) -> list[Receiver]:
@@ -141,8 +186,19 @@ def _without_url(error: Exception) -> str:
     return (cause.strerror if isinstance(cause, OSError) else None) or type(cause).__name__
 
 
-def _hand_to_apprise(url: str, text: str, children: set[int]) -> None:
+def _hand_to_apprise(told: Mapping[str, str], children: set[int]) -> None:
     """In a process of its own: apprise needs tens of megabytes, and has no deadline."""
+    with _APPRISE:
+        code = _exit_code_of_apprise(told, children)
+    if code == NO_APPRISE:
+        raise NotifyError(f"it needs apprise: {pip_install('notify')}")
+    if code == UNKNOWN:
+        raise NotifyError("apprise does not know such a URL")
+    if code:
+        raise NotifyError("apprise could not deliver the message")
+
+
+def _exit_code_of_apprise(told: Mapping[str, str], children: set[int]) -> int:
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "opsd.notify"],
@@ -153,14 +209,11 @@ def _hand_to_apprise(url: str, text: str, children: set[int]) -> None:
         raise NotifyError(f"no process can be started: {error.strerror}") from error
     children.add(process.pid)
     try:
-        process.communicate(json.dumps({"url": url, "text": text}).encode(), APPRISE_S)
+        process.communicate(json.dumps(told).encode(), APPRISE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
         raise NotifyError(f"the message was not delivered within {APPRISE_S:g} s") from None
     finally:
         children.discard(process.pid)
-    if process.returncode == NO_APPRISE:
-        raise NotifyError(f"it needs apprise: {pip_install('notify')}")
-    if process.returncode:
-        raise NotifyError("apprise does not know it, or could not deliver the message")
+    return process.returncode

@@ -16,14 +16,14 @@ class NotifySettings(Section):
     webhook: SecretStr | None = Field(
         default=None,
         examples=["https://hooks.example.com/services/..."],
-        description="URL that is told of every incident opened, escalated or resolved: a webhook gets a JSON object, "
-        f"Slack, Discord and Teams their own form; others, such as mailtos://, need {DISTRIBUTION}[notify]. It is a "
-        "secret: others must not be able to read a file that has it, so webhook_file suits this one better.",
+        description="URL that is told of every incident opened, escalated or resolved. A webhook gets a JSON object, "
+        "and Slack, Discord and Teams their own form. apprise delivers to all others, such as mailtos:// and "
+        f"pagerduty:// ({DISTRIBUTION}[notify]). The URL is a secret, so webhook_file suits this file better.",
     )
     webhook_file: AnyPath | None = Field(
         default=None,
         examples=["/etc/opsd/webhook"],
-        description="File with that URL, instead of it.",
+        description="File with such URLs, one a line, instead of it.",
     )
     grafana_url: WebUrl | None = Field(
         default=None,

@@ -116,7 +116,7 @@ def test_a_secret_is_never_part_of_a_sentence_or_of_what_is_shown(tmp_path: Path
 )
 def test_a_secret_that_everybody_can_read_is_refused(tmp_path: Path, text: str, said: str) -> None:
     """The settings are open to all users of the node; what is secret has a file that is not."""
-    secret, file = write(tmp_path / "secret", "s3cret"), tmp_path / "opsd.toml"
+    secret, file = write(tmp_path / "secret", "https://h/s3cret"), tmp_path / "opsd.toml"
     write(file, text.replace("SECRET", str(secret)))
     secret.chmod(0o644)
     refused = CliRunner().invoke(cli, ["config", "check", str(file)])

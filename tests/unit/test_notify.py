@@ -47,10 +47,19 @@ def test_the_address_can_be_in_a_file(webhook: Webhook, tmp_path: Path) -> None:
     """It is read each time, so that a renewed one is taken up; one that cannot be read is told without it."""
     secret = tmp_path / "webhook"
     notify = WebhookNotifier(SILENT, secret)
-    with pytest.raises(ActionError, match="webhook: the URL of the webhook cannot be read"):
+    with pytest.raises(ActionError, match="webhook: neither a URL nor a file with URLs that can be read"):
         notify("early", {})
     secret.write_text(f"{webhook.url}\n", encoding="ascii")
     notify("GPU 3 is hot", {})
+    assert [post["text"] for post in webhook.posts] == ["GPU 3 is hot"]
+
+
+def test_each_receiver_hears_of_it_also_after_another_has_failed(webhook: Webhook, tmp_path: Path) -> None:
+    """The error names the one that has not."""
+    file = tmp_path / "webhook"
+    file.write_text(f"# ours\nhttp://127.0.0.1:1/s3cret\n{webhook.url}\n", encoding="utf-8")
+    with pytest.raises(ActionError, match=r"^127\.0\.0\.1: the webhook could not be reached: Connection refused$"):
+        WebhookNotifier(SILENT, file)("GPU 3 is hot", {})
     assert [post["text"] for post in webhook.posts] == ["GPU 3 is hot"]
 
 
@@ -64,7 +73,7 @@ def test_a_webhook_that_refuses_or_is_gone_does_not_leak_its_address(webhook: We
     webhook.server_close()
     with pytest.raises(ActionError) as gone:
         notify("x", {})
-    assert str(refused.value) == "the webhook answered with status 403"
+    assert str(refused.value) == "127.0.0.1: the webhook answered with status 403"
     assert "s3cret" not in str(gone.value) + str(gone.value.__cause__)
 
 

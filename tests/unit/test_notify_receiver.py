@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import socketserver
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from opsd.notify.receiver import NotifyError, Receiver, body_for, read_receivers
+from opsd import exitcodes
+from opsd.agent.incidents import Transition
+from opsd.agent.notify import Announcer, WebhookNotifier
+from opsd.notify.receiver import NotifyError, Receiver, body_for, read_receivers, type_of
+from opsd.runbooks.base import Severity, State
 from opsd.words import unformatted
-from tests.fakes.webhook import Webhook
+from tests.fakes.agent import SILENT
+from tests.fakes.clock import eventually
+from tests.fakes.incidents import incident
+from tests.fakes.webhook import Internet, Webhook
 
 
 @pytest.mark.parametrize(
@@ -106,6 +117,85 @@ class _Mail(socketserver.StreamRequestHandler):
             self.wfile.write(
                 {b"EHLO": b"250-fake\r\n250 AUTH PLAIN\r\n", b"AUTH": b"235 ok\r\n"}.get(verb, b"250 ok\r\n")
             )
+
+
+SERVICES = {
+    "slack://T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ/#general?verify=no": "hooks.slack.com",
+    "workflows://prod-1.logic.azure.com:443/643e69f83c8944/s1gnature/?verify=no": "prod-1.logic.azure.com",
+    "pagerduty://A1BRTD4JDTIiajkdnlazkcOXrIdevi7F@Aaaaaa?verify=no": "events.pagerduty.com",
+}
+
+
+@pytest.fixture
+def internet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Internet]:
+    """Hosts that all take every message, behind a proxy."""
+    with Internet(tmp_path) as hosts:
+        monkeypatch.setenv("HTTPS_PROXY", hosts.proxy)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        yield hosts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("url", "host"), SERVICES.items(), ids=SERVICES.values())
+def test_the_agent_tells_what_apprise_knows(internet: Internet, url: str, host: str) -> None:
+    """Slack, Teams and PagerDuty get an incident from the agent, in the form that apprise has for each."""
+    pytest.importorskip("apprise")
+    announce = Announcer(WebhookNotifier(SILENT, url), "n17", SILENT)
+    announce(incident(severity=Severity.CRITICAL), Transition("i", "trouble", None, State.OPEN, 1.0, ""))
+    assert eventually(lambda: bool(internet.messages), 60)
+    ((told, message),) = internet.messages
+    assert told == host and "trouble opened" in json.dumps(message)
+
+
+@pytest.mark.slow
+def test_pagerduty_is_called_and_closes_with_the_incident(internet: Internet) -> None:
+    """With the incident's severity. What comes later is about the same one, and its end ends it there."""
+    pytest.importorskip("apprise")
+    url = next(url for url in SERVICES if url.startswith("pagerduty"))
+    tell, fields = WebhookNotifier(SILENT, url), {"id": "trouble-1", "node": "n17", "kind": "trouble"}
+    for severity, state in (("warning", "opened"), ("critical", "escalated"), ("critical", "resolved")):
+        tell(f"[{severity}] n17: trouble {state}", {**fields, "severity": severity, "state": state})
+    tell("[warning] n17: trouble opened", {**fields, "id": "trouble-2", "severity": "warning", "state": "opened"})
+    messages = [message for _, message in internet.messages]
+    assert [message["event_action"] for message in messages] == ["trigger", "trigger", "resolve", "trigger"]
+    assert [message["payload"]["severity"] for message in messages[:2]] == ["warning", "critical"]
+    first, second, third, other = (message["dedup_key"] for message in messages)
+    assert first == second == third != other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("url", "said"), [("nosuch://x", "nosuch://: apprise does not know such a URL"), ("hooks.slack.com/x", "URL")]
+)
+def test_the_configuration_is_refused_if_nobody_can_be_told(tmp_path: Path, url: str, said: str) -> None:
+    """Before somebody waits for a message; one that can be told is no problem."""
+    pytest.importorskip("apprise")
+    secret, file = tmp_path / "webhook", tmp_path / "opsd.toml"
+    file.write_text(f'[notify]\nwebhook_file = "{secret}"')
+    for content, code in ((url, exitcodes.USAGE), (next(iter(SERVICES)), exitcodes.OK)):
+        secret.write_text(content)
+        secret.chmod(0o600)
+        command = [sys.executable, "-m", "opsd", "config", "check", str(file)]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (answer.returncode, said in answer.stderr) == (code, code != exitcodes.OK), answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("fields", "type"),
+    [
+        ({"severity": "critical", "state": "opened"}, "failure"),
+        ({"severity": "warning", "state": "escalated"}, "warning"),
+        ({"severity": "critical", "state": "resolved"}, "success"),
+        ({"event": "started"}, "info"),
+        ({"event": "stuck"}, "failure"),
+        ({"event": "finished", "exit_code": 0}, "success"),
+        ({"event": "finished", "exit_code": 70}, "failure"),
+        ({}, "info"),
+    ],
+)
+def test_urgency(fields: dict[str, object], type: str) -> None:
+    """Services that wake people go by it."""
+    assert type_of(fields) == type
 
 
 @pytest.mark.slow
