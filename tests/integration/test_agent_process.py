@@ -86,7 +86,8 @@ def test_everything_is_there_at_once(gpu_opsd: Opsd, tmp_path: Path) -> None:
             assert f"\n{name}{{" in metrics
         shown = gpu_opsd.run("status", "--config", str(gpu_opsd.config))
         assert shown.returncode == exitcodes.OK
-        assert all(word in shown.stdout for word in ("simulated", "nvml", "ranks", "run", "no open incidents"))
+        for word in ("no open incidents", "simulated", "run"):
+            assert word in shown.stdout
         assert gpu_opsd.run("incidents", "--config", str(gpu_opsd.config)).stdout == "no incidents\n"
         answer = gpu_opsd.run("incidents", "list", "--json", "--config", str(gpu_opsd.config)).stdout
         assert json.loads(answer) == {"incidents": [], "repairs": []}

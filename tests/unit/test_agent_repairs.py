@@ -161,7 +161,7 @@ def test_the_page_and_the_api_have_each_step_in_order(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert json.loads(app(Request(f"/api/v1/repairs/{OPEN.id}", {}))[1]) == repair
     assert json.loads(app(Request("/api/v1/repairs", {"state": ["current"]}))[1]) == {"repairs": []}
-    assert [app(Request(f"/api/v1/repairs{odd}", {}))[0] for odd in ("/none", "/../x", "/")] == [404] * 3
+    assert [app(Request(f"/api/v1/repairs{odd}", {}))[0] for odd in ("/none", "/../x", "/")] == [404, 404, 200]
 
 
 def test_the_newest_repair_is_the_first_also_after_the_clock_was_set_back(tmp_path: Path) -> None:

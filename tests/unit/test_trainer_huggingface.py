@@ -47,11 +47,12 @@ def test_in_and_out_with_the_same_logits(tmp_path: Path, name: str) -> None:
     model = theirs(name, tmp_path / "theirs")
     expected = logits(model)
     mine = ours(tmp_path / "theirs")
-    scale = expected.abs().max().item()
-    torch.testing.assert_close(logits(mine), expected, rtol=0, atol=1e-5 * scale)
+    # The delta rule of Qwen 3 Next in float32 is as far as 1e-5 from the same in float64, here and in transformers.
+    limit = (3e-5 if name.startswith("Qwen 3 Next") else 1e-5) * expected.abs().max().item()
+    torch.testing.assert_close(logits(mine), expected, rtol=0, atol=limit)
     export(mine, tmp_path / "ours")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
-    torch.testing.assert_close(logits(again), expected, rtol=0, atol=1e-5 * scale)
+    torch.testing.assert_close(logits(again), expected, rtol=0, atol=limit)
     assert settings_of(json.loads((tmp_path / "ours" / CONFIG).read_text())).architecture == mine.settings.architecture
 
 
