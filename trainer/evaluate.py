@@ -33,9 +33,9 @@ from opsd.progress import tracked
 from opsd.trainer import harness
 from opsd.trainer.cache import Cache
 from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
-from opsd.trainer.data.shards import DOCUMENT, TOKENIZER, DataError
+from opsd.trainer.data.shards import DataError, Framing, find_index, place
 from opsd.trainer.data.texts import read_texts
-from opsd.trainer.data.tokenize import load_tokenizer
+from opsd.trainer.data.tokenize import MAX_UNCOVERED, ids, load_tokenizer, uncovered
 from opsd.trainer.evaluations import AWAITING, CONFIG, RESULTS
 from opsd.trainer.hf.weights import config_in
 from opsd.trainer.load import load
@@ -49,12 +49,10 @@ FAILED, USAGE = 1, 2
 class Model:
     """The model of a checkpoint on one device, with its tokenizer."""
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, length: int) -> None:
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, length: int, framing: Framing | None = None) -> None:
         self._decoder, self._tokenizer, self._length = decoder.eval(), tokenizer, length
         tokenizer.encode_special_tokens = True
-        begin = tokenizer.token_to_id(DOCUMENT)
-        assert begin is not None
-        self._begin = begin
+        self._begin = ids(tokenizer, (framing or Framing()).begin)
 
     @torch.no_grad()
     def log_likelihoods(self, text: str) -> torch.Tensor:
@@ -62,33 +60,45 @@ class Model:
 
         A text longer than a sequence is read in independent windows.
         """
-        ids = self._encode(text)[0]
-        windows = [ids[at : at + self._length + 1] for at in range(0, len(ids) - 1, self._length)]
-        return torch.cat([torch.zeros(0, dtype=torch.float64), *(self._read(window) for window in windows)])
+        tokens = self._encode(text)[0]
+        windows = [tokens[at : at + self._length + 1] for at in range(0, len(tokens) - 1, self._length)]
+        found = [torch.zeros(0, dtype=torch.float64), *(self._read(window) for window in windows)]
+        return torch.cat(found)[len(self._begin) - 1 :]
+
+    def scored_bytes(self, text: str) -> int:
+        """The bytes of the characters of ``text`` for which ``log_likelihoods`` has tokens, and of its white space."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return len(text.encode()) - len(uncovered(text, encoding.offsets).encode())
 
     @torch.no_grad()
     def continuations(self, context: str, choices: Sequence[str]) -> list[torch.Tensor]:
         """Log-likelihoods of the tokens of each of ``choices`` after ``context``, as if each were read with it.
 
-        Tokens with which all of these texts begin are read once, if the texts fit into a sequence and no layer has a
-        state.
+        Of a text longer than a sequence the end is read, so that the choice has as much of its context as fits. Tokens
+        with which all texts begin are read once, if all fit into a sequence and no layer has a state.
         """
         encoded = [self._encode(context + choice) for choice in choices]
-        texts = [ids for ids, _ in encoded]
-        wanted = [torch.tensor([end > len(context) for end in ends], dtype=torch.bool) for _, ends in encoded]
+        texts = [tokens for tokens, _ in encoded]
+        counts = [sum(end > len(context) for end in ends) for _, ends in encoded]
         shared = _shared(texts)
         if shared < 1 or max(map(len, texts)) > self._length + 1 or self._decoder.settings.has_states:
-            found = [self.log_likelihoods(context + choice) for choice in choices]
-        else:
-            cache = Cache()
-            before = self._read(texts[0][: shared + 1], cache)
-            found = [torch.cat((before, self._read(ids, cache.branch()))) for ids in texts]
-        return [values[own] for values, own in zip(found, wanted, strict=True)]
+            return [self._last(tokens, count) for tokens, count in zip(texts, counts, strict=True)]
+        cache = Cache()
+        before = self._read(texts[0][: shared + 1], cache)
+        found = [torch.cat((before, self._read(tokens, cache.branch()))) for tokens in texts]
+        return [values[len(values) - count :] for values, count in zip(found, counts, strict=True)]
+
+    def _last(self, tokens: list[int], count: int) -> torch.Tensor:
+        """Log-likelihoods of the last ``count`` of ``tokens``, with as much before them as fits into a window."""
+        window = self._read(tokens[-self._length - 1 :])
+        if count <= len(window):
+            return window[len(window) - count :]
+        return torch.cat((self._last(tokens[: -self._length], count - self._length), window))
 
     def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """The tokens of ``text`` after the one that begins a document, and after which character each of them ends."""
+        """The tokens of ``text`` after those that begin a document, and after which character each of its own ends."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return [self._begin, *encoding.ids], [end for _, end in encoding.offsets]
+        return [*self._begin, *encoding.ids], [end for _, end in encoding.offsets]
 
     def _read(self, ids: list[int], cache: Cache | None = None) -> torch.Tensor:
         """Log-likelihoods of the tokens ``ids``, except the first and those in the ``cache``."""
@@ -107,14 +117,17 @@ def _shared(texts: Sequence[Sequence[int]]) -> int:
 
 def perplexity(model: Model, texts: Iterator[str], name: str) -> dict[str, float]:
     """Loss in nats per token and bits per byte over ``texts``. Raises DataError if there are none."""
-    total, tokens, size = 0.0, 0, 0
+    total, tokens, size, lost = 0.0, 0, 0, 0
     for text in texts:
         likelihoods = model.log_likelihoods(text)
         total -= float(likelihoods.sum())
         tokens += likelihoods.numel()
-        size += len(text.encode())
+        scored = model.scored_bytes(text)
+        size, lost = size + scored, lost + len(text.encode()) - scored
     if not tokens:
         raise DataError(f"the evaluation set {name} has no text")
+    if lost > MAX_UNCOVERED * (size + lost):
+        raise DataError(f"the tokenizer has no token for {lost / (size + lost):.1%} of the evaluation set {name}")
     return {f"{name}_loss": total / tokens, f"{name}_bits_per_byte": total / size / math.log(2)}
 
 
@@ -206,9 +219,10 @@ def load_model(config: Config, folder: Path) -> tuple[Model, int]:
         for parameter in decoder.parameters():  # as in training; the biases of routers stay
             parameter.data = parameter.data.to(torch.bfloat16)
     corpus = Path(config.data.shards, config.data.sources[0])
-    if config.data.fallback and not (corpus / TOKENIZER).exists():
-        corpus = Path(config.data.fallback, config.data.sources[0])
-    return Model(decoder, load_tokenizer(corpus / TOKENIZER), length), manifest.sample
+    fallback = Path(config.data.fallback, config.data.sources[0]) if config.data.fallback else None
+    index = find_index(corpus, fallback)
+    tokenizer = load_tokenizer(place(corpus, index.tokenizer, fallback))
+    return Model(decoder, tokenizer, length, index.framing), manifest.sample
 
 
 def trained_length(initial: str, sequence: int) -> int:

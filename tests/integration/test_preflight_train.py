@@ -105,6 +105,19 @@ def test_data_that_is_not_there_could_not_be_tried(tmp_path: Path) -> None:
     assert "python -m opsd.trainer.data" in report.results[0].reason
 
 
+def test_what_the_run_does_not_read_of_its_text_is_said(tmp_path: Path) -> None:
+    """Documents that were dropped, and what is left over where shards are small beside a sequence."""
+    (tmp_path / "a.jsonl").write_text('{"text": "some words of a short text"}\n{"text": null}\n' * 200)
+    command = [sys.executable, "-m", "opsd.trainer.data", tmp_path / "a.jsonl", "--out", tmp_path / "shards"]
+    subprocess.run([*command, "--vocab=300", "--shard-tokens=200"], check=True, capture_output=True, timeout=120)
+    code, report = preflight(tmp_path, tmp_path / "shards", "run_data", "--train-set=data.sequence=128")
+    assert code == exitcodes.OK, report.to_json()
+    assert report.results[0].verdict is Verdict.WARN
+    found = " ".join(finding.summary for finding in report.results[0].findings)
+    assert "200 documents without a text dropped" in found
+    assert "tokens left over at the ends of shards with sequences of 128" in found
+
+
 @pytest.mark.long
 def test_initial_weights_are_compared_with_transformers(tmp_path: Path, shards: Path) -> None:
     """Weights that fit are computed as transformers does; those of another model fail, before the run."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 from opsd.trainer.data.shards import DOCUMENT, DataError
 from opsd.trainer.data.tokenize import train_tokenizer
@@ -69,6 +69,31 @@ def test_choices_are_scored_as_if_read_one_by_one(
             ends = [end for _, end in tokenizer.encode(context + choice).offsets]
             expected = ours.log_likelihoods(context + choice)[[end > len(context) for end in ends]]
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("length", [4, 6, 9])
+def test_a_choice_has_as_much_of_its_context_as_fits(tokenizer: Tokenizer, length: int) -> None:
+    """The last tokens of a text that is too long are read as if it began so much later, never from a fixed cut."""
+    ours, context = model(tokenizer, length), "a dog and " * 9 + "the cat sat on"
+    for choice, found in zip([" a dog", " mat"], ours.continuations(context, [" a dog", " mat"]), strict=True):
+        encoding = tokenizer.encode(context + choice)
+        own = sum(end > len(context) for _, end in encoding.offsets)
+        assert own <= length
+        expected = ours._read(encoding.ids[-length - 1 :])[-own:]
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    long = " ".join(TEXTS)
+    ends = tokenizer.encode(context + long).offsets
+    assert len(ours.continuations(context, [long])[0]) == sum(end > len(context) for _, end in ends) > length
+
+
+def test_bytes_are_those_of_the_tokens_that_were_scored() -> None:
+    """A tokenizer without all characters drops the others in silence; a set of which it drops much is refused."""
+    narrow = Tokenizer(models.BPE(vocab={DOCUMENT: 0, "a": 1, "b": 2}, merges=[]))
+    ours = model(narrow)
+    seen = perplexity(ours, iter(["ab" * 500 + "\N{SNOWMAN}"]), "set")
+    assert seen["set_bits_per_byte"] == pytest.approx(seen["set_loss"] / math.log(2))
+    with pytest.raises(DataError, match=r"no token for 60\.0% of the evaluation set other"):
+        perplexity(ours, iter(["ab\N{SNOWMAN}"]), "other")
 
 
 def test_texts_longer_than_in_training_are_read_with_positions_of_training() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from opsd.trainer.data.shards import DOCUMENT, INDEX, TOKENIZER, DataError, open_corpus, read_index
 from opsd.trainer.data.sources import open_sources, sizes
-from opsd.trainer.data.tokenize import load_tokenizer, make_corpus, train_tokenizer
+from opsd.trainer.data.tokenize import add_separator, load_tokenizer, make_corpus, train_tokenizer
 from opsd.trainer.data_settings import DataSettings, StageSettings
 
 TEXTS = {name: [f"{name} number {i} of many words\n" * (i % 3 + 1) for i in range(40)] for name in ("web", "code")}
@@ -108,6 +108,15 @@ def test_sources_of_two_tokenizers_are_refused(shards: Path) -> None:
     assert "/web" in message
 
 
+def test_sources_whose_documents_end_otherwise_are_refused(shards: Path) -> None:
+    """One tokenizer, but two ideas of what separates documents: the model would learn neither."""
+    raw = json.loads((shards / "code" / INDEX).read_text())
+    raw["framing"] = {"separator": "</s>", "bos": ["<s>"]}
+    (shards / "code" / INDEX).write_text(json.dumps(raw))
+    message = refusal(data(shards))
+    assert "/code begin and end with <s> and </s>, those of" in message or "begin and end with <|document|>" in message
+
+
 def test_another_tokenizer_than_the_wanted_one_is_refused(shards: Path, tmp_path: Path) -> None:
     """data.tokenizer is compared with the one that made the shards; the file it was made from passes."""
     same, other = tmp_path / "same.json", tmp_path / "other.json"
@@ -133,12 +142,13 @@ def without_ids(shards: Path, folder: Path, last: int) -> Path:
 def test_an_id_of_two_tokens_is_refused(shards: Path, tmp_path: Path) -> None:
     """The token between documents got the id of another, which then began a document wherever it stood."""
     with pytest.raises(DataError, match=r"would get 289, which is that of .*; give every id"):
-        load_tokenizer(without_ids(shards, tmp_path, 289))
+        add_separator(load_tokenizer(without_ids(shards, tmp_path, 289)), DOCUMENT)
 
 
 def test_ids_are_counted_up_to_the_greatest(shards: Path, tmp_path: Path) -> None:
     """A model needs a row for each, and shards a type that holds each."""
     tokenizer = load_tokenizer(without_ids(shards, tmp_path, 70_000))
+    add_separator(tokenizer, DOCUMENT)
     index = make_corpus(["some words"], tokenizer, tmp_path / "corpus", shard_tokens=300)
     assert (index.vocab, index.dtype) == (70_001, "uint32")
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import csv
 import gzip
 import json
+import lzma
 import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from opsd.trainer.data.build import PLAN, BuildTask, build, group
-from opsd.trainer.data.shards import INDEX, DataError, read_index, verify
-from opsd.trainer.data.texts import find_files, read_texts
+from opsd.trainer.data.shards import INDEX, DataError, Framing, Tally, read_index, verify
+from opsd.trainer.data.texts import EMPTY, NULL, UNREADABLE, Reading, find_files, read_texts
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 from tests.fakes.clock import until
 
@@ -38,19 +43,118 @@ def write_zstd(path: Path) -> None:
     path.write_bytes(compress(JSONL[:half]) + compress(JSONL[half:]))  # two frames, as parallel compressors write them
 
 
+def write_arrow(path: Path, *, stream: bool) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    table = arrow.table({"text": TEXTS})
+    with (arrow.ipc.new_stream if stream else arrow.ipc.new_file)(str(path), table.schema) as writer:
+        writer.write_table(table)
+
+
+def write_table(path: Path, delimiter: str) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([("id", "text"), *enumerate(TEXTS)])
+
+
+RECORDS = json.dumps([{"text": text} for text in TEXTS]).encode()
+
 FORMATS: dict[str, Callable[[Path], object]] = {
     "a.jsonl": lambda path: path.write_bytes(JSONL),
     "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(JSONL)),
     "a.jsonl.zst": write_zstd,
+    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(JSONL)),
+    "a.jsonl.bz2": lambda path: path.write_bytes(bz2.compress(JSONL)),
+    "a.JSONL": lambda path: path.write_bytes(JSONL),
+    "a.json.gz": lambda path: path.write_bytes(gzip.compress(JSONL)),
+    "a.json": lambda path: path.write_bytes(RECORDS),
+    "of many lines.json": lambda path: path.write_bytes(json.dumps(json.loads(RECORDS), indent=1).encode()),
+    "with a mark.jsonl": lambda path: path.write_bytes(codecs.BOM_UTF8 + JSONL),
+    "utf-16.jsonl": lambda path: path.write_bytes(JSONL.decode().encode("utf-16")),
+    "gzip by its content.jsonl": lambda path: path.write_bytes(gzip.compress(JSONL)),
+    "a.csv": lambda path: write_table(path, ","),
+    "a.tsv": lambda path: write_table(path, "\t"),
     "a.parquet": write_parquet,
+    "stream.arrow": lambda path: write_arrow(path, stream=True),
+    "file.arrow": lambda path: write_arrow(path, stream=False),
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_same_documents(tmp_path: Path, name: str) -> None:
-    """JSON lines and Parquet, plain and compressed, are found in a folder and read whole."""
+    """Each is found in a folder and read whole, whatever its name says of its compression."""
     FORMATS[name](tmp_path / name)
-    assert list(read_texts(find_files([tmp_path]))) == TEXTS
+    others: Counter[str] = Counter()
+    tally = Tally()
+    assert list(read_texts(find_files([tmp_path], others=others), tally=tally)) == TEXTS
+    assert (tally.files, tally.documents, tally.dropped, others) == (1, len(TEXTS), {}, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "raw", "expected"),
+    [
+        ("a.txt", "größer".encode("latin-1"), r"is not utf-8 \(byte 2\); pass --encoding"),
+        ("a.txt", "wide".encode("utf-16-le"), "has NUL bytes"),
+        ("a.txt", b'{"text": "a"}\n{"text": "b"}\n', r'has JSON lines with "text"; name it a\.jsonl'),
+        ("a.jsonl", '{"text": "größer"}\n'.encode("latin-1"), "is not utf-8; pass --encoding"),
+        ("a.jsonl.gz", JSONL, "is not compressed as its name says"),
+        ("a.parquet", JSONL, "is no Parquet file"),
+        ("a.json", b'{"text": "a"}\n[', "line 2"),
+        ("a.csv", b"id,body\n1,a\n", 'no column "text" but id, body'),
+        ("a.csv", b"id,text\n1,a, b\n", "line 2: more columns than the 2"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(tmp_path: Path, name: str, raw: bytes, expected: str) -> None:
+    """By name, with what to do; if it is to be left out, it is counted."""
+    (tmp_path / name).write_bytes(raw)
+    with pytest.raises(DataError, match=expected):
+        list(read_texts([tmp_path / name]))
+    tally = Tally()
+    list(read_texts([tmp_path / name], reading=Reading(skip_unreadable=True), tally=tally))
+    assert tally.dropped[UNREADABLE] == 1
+
+
+def test_text_in_another_encoding_is_read_as_that(tmp_path: Path) -> None:
+    """A byte order mark says which; without one it is what is passed."""
+    (tmp_path / "a.txt").write_bytes("größer".encode("utf-16"))
+    (tmp_path / "b.txt").write_bytes("größer".encode("latin-1"))
+    assert list(read_texts(find_files([tmp_path]), reading=Reading(encoding="latin-1"))) == ["größer"] * 2
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
+def test_nulls_count_alike_in_all_formats(tmp_path: Path, name: str) -> None:
+    """They are dropped and counted, as empty texts are."""
+    arrow = pytest.importorskip("pyarrow")
+    texts = ["a", None, "", None, "b"]
+    table = arrow.table({"text": texts})
+    if name == "a.parquet":
+        arrow.parquet.write_table(table, tmp_path / name)
+    elif name == "a.arrow":
+        with arrow.ipc.new_file(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+    else:
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tally = Tally()
+    assert list(read_texts([tmp_path / name], tally=tally)) == ["a", "b"]
+    assert (tally.documents, tally.dropped) == (2, {NULL: 2, EMPTY: 1})
+
+
+def test_a_file_is_read_once_and_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    """By whatever way it is named; files that nobody reads are counted by suffix."""
+    (tmp_path / "a.txt").write_text("once")
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    (tmp_path / "c.txt").hardlink_to(tmp_path / "a.txt")
+    for name in ("x.pdf", "y.pdf.gz", "README", ".hidden", "package.json", "numbers.csv"):
+        (tmp_path / name).write_bytes(b"")
+    others: Counter[str] = Counter()
+    assert len(find_files([tmp_path, tmp_path / "a.txt", tmp_path / ".." / tmp_path.name], others=others)) == 1
+    assert others == {".pdf": 4, "README": 2, ".json": 2, ".csv": 2}
+
+
+def test_numbers_are_no_text(tmp_path: Path) -> None:
+    """A column of numbers is refused in Parquet as in JSON lines."""
+    arrow = pytest.importorskip("pyarrow")
+    arrow.parquet.write_table(arrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match='the column "text" has int64, not text'):
+        list(read_texts([tmp_path / "a.parquet"]))
 
 
 def test_half_an_emoji_does_not_end_a_build(tmp_path: Path) -> None:
@@ -61,7 +165,7 @@ def test_half_an_emoji_does_not_end_a_build(tmp_path: Path) -> None:
     assert len(train_tokenizer(texts, 300).encode_batch_fast(texts)) == 2
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.jsonl.xz", "a.jsonl.bz2", "a.parquet"])
 def test_a_truncated_file_is_refused(tmp_path: Path, name: str) -> None:
     """Half a download is named, not silently used as far as it goes."""
     FORMATS[name](tmp_path / name)
@@ -85,7 +189,7 @@ def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     """A Parquet file without the column says which it has."""
     write_parquet(tmp_path / "a.parquet")
     with pytest.raises(DataError, match='no column "body" but text'):
-        list(read_texts([tmp_path / "a.parquet"], field="body"))
+        list(read_texts([tmp_path / "a.parquet"], reading=Reading("body")))
 
 
 @pytest.fixture
@@ -111,7 +215,7 @@ def test_files_are_grouped_by_size(files: list[Path]) -> None:
 def test_a_build_gives_what_one_process_gives(tmp_path: Path, files: list[Path]) -> None:
     """The tokens of a build are those of the documents in the order of the files, and its records are gone."""
     tokenizer = train_tokenizer(TEXTS, 300)
-    build(files, tokenizer, BuildTask(tmp_path / "out", "text", 10**6, 1), workers=1)
+    build(files, tokenizer, BuildTask(tmp_path / "out", Reading(), Framing(), 10**6, 1), workers=1)
     make_corpus(TEXTS, tokenizer, tmp_path / "plain", 10**6)
     assert shards_of(tmp_path / "out") == shards_of(tmp_path / "plain")
     verify(tmp_path / "out", read_index(tmp_path / "out"), content=True)
@@ -121,7 +225,7 @@ def test_a_build_gives_what_one_process_gives(tmp_path: Path, files: list[Path])
 def test_a_build_goes_on_where_it_was(tmp_path: Path, files: list[Path]) -> None:
     """Interrupted, a build does only what is left; with other settings it is refused."""
     tokenizer = train_tokenizer(TEXTS, 300)
-    job = BuildTask(tmp_path / "out", "text", 10**6, 1)
+    job = BuildTask(tmp_path / "out", Reading(), Framing(), 10**6, 1)
     big = tmp_path / "in" / "9.jsonl"
     big.write_bytes(b"not json\n")
     with pytest.raises(DataError, match=r"9\.jsonl"):
@@ -136,8 +240,11 @@ import sys
 from pathlib import Path
 from tokenizers import Tokenizer
 from opsd.trainer.data.build import BuildTask, build
+from opsd.trainer.data.shards import Framing
+from opsd.trainer.data.texts import Reading
 source, out, tokenizer = map(Path, sys.argv[1:])
-build(sorted(source.iterdir()), Tokenizer.from_file(str(tokenizer)), BuildTask(out, "text", 10**6, 1, 1), workers=2)
+job = BuildTask(out, Reading(), Framing(), 10**6, 1, 1)
+build(sorted(source.iterdir()), Tokenizer.from_file(str(tokenizer)), job, workers=2)
 """
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -14,9 +16,9 @@ from tokenizers import Tokenizer
 from opsd.progress import shown
 from opsd.trainer.data.build import BuildTask, begun, build, forget, limited
 from opsd.trainer.data.propose import propose, read_run
-from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError
-from opsd.trainer.data.texts import FIELD, SUFFIXES, find_files, read_texts
-from opsd.trainer.data.tokenize import TRAINING_BYTES, load_tokenizer, train_tokenizer
+from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, summary
+from opsd.trainer.data.texts import FIELD, SUFFIXES, Reading, find_files, read_texts
+from opsd.trainer.data.tokenize import TRAINING_BYTES, framing_of, load_tokenizer, train_tokenizer
 from opsd.words import plural
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 3
@@ -27,8 +29,11 @@ FAILED, USAGE, INTERRUPTED = 1, 2, 3
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the corpus.")
 @click.option("--tokenizer", "tokenizer_file", type=click.Path(path_type=Path), help="Use this tokenizer.json.")
 @click.option("--vocab", default=2048, show_default=True, help="Ids of the tokenizer that is trained otherwise.")
+@click.option("--separator", default="", metavar="TOKEN", help="Ends documents; by default the tokenizer's own EOS.")
 @click.option("--suffix", "suffixes", multiple=True, default=SUFFIXES, show_default=True, help="Taken from folders.")
-@click.option("--field", default=FIELD, show_default=True, help="Where JSON lines and Parquet have the text.")
+@click.option("--field", default=FIELD, show_default=True, help="Where JSON, CSV, Parquet and Arrow have the text.")
+@click.option("--encoding", default="utf-8", show_default=True, help="Of text without a byte order mark.")
+@click.option("--skip-unreadable", is_flag=True, help="Leave out, and count, files that cannot be read.")
 @click.option("--max-bytes", default=1 << 62, help="Use the first files that together have no more than this.")
 @click.option("--shard-tokens", default=100_000_000, show_default=True, help="Tokens in a shard, about.")
 @click.option("--workers", default=0, help="Processes; 0 is one per core.")
@@ -38,8 +43,11 @@ def main(
     out: Path,
     tokenizer_file: Path | None,
     vocab: int,
+    separator: str,
     suffixes: tuple[str, ...],
     field: str,
+    encoding: str,
+    skip_unreadable: bool,
     max_bytes: int,
     shard_tokens: int,
     workers: int,
@@ -47,17 +55,24 @@ def main(
 ) -> None:
     """Tokenise SOURCES, files or folders of them, into a corpus of shards.
 
-    Reads text, JSON lines and Parquet, also compressed with gzip or zstd. Interrupted, it goes on where it was when it
-    is run again. Exit codes: 0 done; 1 the folder cannot be written; 2 the sources, the tokenizer or the folder cannot
-    be used; 3 interrupted. With ``propose`` in place of SOURCES it proposes weights; see ``propose --help``.
+    Reads text, JSON, CSV, Parquet and Arrow, also compressed with gzip, bzip2, xz or zstd. A file that cannot be read
+    is refused. At the end it prints what was read, and what was dropped and why. Interrupted, it goes on where it was
+    when it is run again. With ``propose`` in place of SOURCES it proposes weights; see ``propose --help``.
+
+    Exit codes: 0 done; 1 the folder cannot be written; 2 the sources, the tokenizer or the folder cannot be used; 3
+    interrupted.
     """
+    reading = Reading(field, _known(encoding), skip_unreadable)
     if overwrite:
         (out / INDEX).unlink(missing_ok=True)
         forget(out)
     elif (out / INDEX).exists():
         raise DataError(f"{out} already has a corpus; choose another folder or pass --overwrite")
-    files = list(limited(find_files(sources, suffixes), max_bytes))
-    tokenizer = _tokenizer(tokenizer_file, files, field, vocab, out)
+    others: Counter[str] = Counter()
+    found = find_files(sources, tuple(suffix.lower() for suffix in suffixes), others, field)
+    files = list(limited(found, max_bytes))
+    tokenizer = _tokenizer(tokenizer_file, files, reading, vocab, out)
+    framing = framing_of(tokenizer, tokenizer_file, separator)
     cores = len(os.sched_getaffinity(0))
     workers = workers or cores
     total, done = sum(path.stat().st_size for path in files), 0
@@ -69,22 +84,34 @@ def main(
             done += size
             look(done, total)
 
-        job = BuildTask(out, field, shard_tokens, max(1, cores // workers))
+        job = BuildTask(out, reading, framing, shard_tokens, max(1, cores // workers))
         index = build(files, tokenizer, job, workers, advance)
     tokens, documents = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
     click.echo(
         f"{out}: {plural(documents, 'document')}, {tokens:,} tokens, {index.vocab:,} ids, "
         f"{plural(len(index.shards), 'shard')}"
     )
+    left_out = {f"files that end in {suffix}": count for suffix, count in sorted(others.items())}
+    if beyond := len(found) - len(files):
+        left_out["files beyond --max-bytes"] = beyond
+    for name, value in {**summary(index), **left_out}.items():
+        click.echo(f"  {value:>15,} {name}{' left out' if name in left_out else ''}")
 
 
-def _tokenizer(file: Path | None, files: list[Path], field: str, vocab: int, out: Path) -> Tokenizer:
+def _known(encoding: str) -> str:
+    try:
+        return codecs.lookup(encoding).name
+    except LookupError as error:
+        raise DataError(f"--encoding {encoding}: not known; for instance utf-8, utf-16 or latin-1") from error
+
+
+def _tokenizer(file: Path | None, files: list[Path], reading: Reading, vocab: int, out: Path) -> Tokenizer:
     """The given one; otherwise that of the build to resume, or a new one trained on the beginning of the text."""
     if file is not None:
         return load_tokenizer(file)
     if begun(out) and (out / TOKENIZER).exists():
         return load_tokenizer(out / TOKENIZER)
-    return train_tokenizer(read_texts(files, TRAINING_BYTES, field), vocab)
+    return train_tokenizer(read_texts(files, TRAINING_BYTES, reading), vocab)
 
 
 @click.command("propose", context_settings={"help_option_names": ["-h", "--help"]})

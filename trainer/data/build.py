@@ -23,8 +23,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from opsd.durable import replace
-from opsd.trainer.data.shards import TOKENIZER, DataError, Index, Shard, parse_shard
-from opsd.trainer.data.texts import read_texts
+from opsd.trainer.data.shards import TOKENIZER, DataError, Framing, Index, Shard, Tally, parse_shard
+from opsd.trainer.data.texts import Reading, read_texts
 from opsd.trainer.data.tokenize import commit_corpus, load_tokenizer, write_shards
 
 PLAN = "plan.json"
@@ -38,7 +38,8 @@ class BuildTask:
     """The parameters of the worker processes."""
 
     folder: Path
-    field: str
+    reading: Reading
+    framing: Framing
     shard_tokens: int
     threads: int
     group_bytes: int = GROUP_BYTES
@@ -68,8 +69,13 @@ def build(
             told(_size(groups[number]))
     else:
         _do_parallel(job, groups, left, workers, told)
-    shards = [shard for number in range(len(groups)) for shard in _read_part(job.folder, number) or ()]
-    index = commit_corpus(job.folder, tokenizer, shards)
+    shards: list[Shard] = []
+    read = Tally()
+    for number in range(len(groups)):
+        part, tally = _read_part(job.folder, number) or ((), Tally())
+        shards += part
+        read.add(tally)
+    index = commit_corpus(job.folder, tokenizer, job.framing, shards, read)
     forget(job.folder)
     return index
 
@@ -100,7 +106,7 @@ def forget(folder: Path) -> None:
 
 def _begin(job: BuildTask, groups: list[list[Path]], tokenizer: Tokenizer) -> None:
     described = [[(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in members] for members in groups]
-    plan = json.dumps([described, tokenizer.to_str(), job.field, job.shard_tokens])
+    plan = json.dumps([described, tokenizer.to_str(), asdict(job.reading), asdict(job.framing), job.shard_tokens])
     digest = hashlib.blake2b(plan.encode(), digest_size=16).hexdigest()
     path = job.folder / PLAN
     if path.exists():
@@ -145,18 +151,19 @@ def _do_in_worker(number: int, files: list[Path]) -> None:
 
 
 def _do(job: BuildTask, tokenizer: Tokenizer, number: int, files: list[Path]) -> None:
-    texts = read_texts(files, field=job.field)
-    shards = write_shards(texts, tokenizer, job.folder, job.shard_tokens, f"shard-{number:05d}")
-    _write(_part(job.folder, number), {"shards": [asdict(shard) for shard in shards]})
+    tally = Tally()
+    texts = read_texts(files, reading=job.reading, tally=tally)
+    shards = write_shards(texts, tokenizer, job.framing, job.folder, job.shard_tokens, f"shard-{number:05d}")
+    _write(_part(job.folder, number), {"shards": [asdict(shard) for shard in shards], "read": asdict(tally)})
 
 
-def _read_part(folder: Path, number: int) -> tuple[Shard, ...] | None:
-    """The shards of a finished group whose files exist, None otherwise."""
+def _read_part(folder: Path, number: int) -> tuple[tuple[Shard, ...], Tally] | None:
+    """The shards of a finished group whose files exist and what they were made from, None otherwise."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         raw = json.loads(_part(folder, number).read_text(encoding="utf-8"))
         shards = tuple(parse_shard(entry) for entry in raw["shards"])
         if all((folder / file.name).stat().st_size == file.size for shard in shards for file in shard.files):
-            return shards
+            return shards, Tally.parse(raw["read"])
     return None
 
 

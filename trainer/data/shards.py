@@ -7,8 +7,9 @@ A corpus is a folder::
     shard-00000.tokens    ids, little-endian uint16 or uint32
     shard-00000.documents uint64 position of the first token of each document, ascending from 0
 
-Every document begins with the token ``<|document|>``. As an input it predicts the first word of its document, as a
-target it ends the previous one. So every token of a shard is a target, with its context in its own document.
+A document begins with the tokenizer's own BOS and ends with the separator. Without a BOS it begins with the separator,
+which as an input predicts the first word of its document and as a target ends the previous one. So every token of a
+shard is a target, with its context in its own document.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from opsd.durable import sync_folder
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
 DOCUMENT = "<|document|>"
+"""The separator of tokenizers that are trained here."""
+
 DTYPES = ("uint16", "uint32")
 FORMAT = 1
 MAPPED_SHARDS = 8192
@@ -71,19 +74,70 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class Framing:
+    """The tokens around each document: the one that separates documents, and what the tokenizer begins a text with."""
+
+    separator: str = DOCUMENT
+    bos: tuple[str, ...] = ()
+
+    @property
+    def begin(self) -> tuple[str, ...]:
+        """The tokens before a document."""
+        return self.bos or (self.separator,)
+
+    @property
+    def end(self) -> tuple[str, ...]:
+        """The tokens after a document."""
+        return (self.separator,) if self.bos and self.separator not in self.bos else ()
+
+
+@dataclass(frozen=True, slots=True)
 class Index:
-    """The content of ``index.json``; ``vocab`` is the number of token ids, ``dtype`` that of the token files."""
+    """The content of ``index.json``; ``vocab`` is the number of token ids, ``dtype`` that of the token files.
+
+    ``framing`` has the tokens around each document, ``read`` what the corpus was made from; both are missing in older
+    indexes.
+    """
 
     vocab: int
     dtype: str
     tokenizer: File
     shards: tuple[Shard, ...]
     format: int = FORMAT
+    framing: Framing = Framing()
+    read: Tally | None = None
 
     @property
     def digest(self) -> str:
         """Identifies the tokens and their order, independent of the folder."""
         return "/".join(shard.token_file.checksum for shard in self.shards)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a corpus was made from: files and their bytes on the disk, documents, and what was dropped by reason."""
+
+    files: int = 0
+    bytes: int = 0
+    documents: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        """Count what is left out, and why."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+    def add(self, other: Tally) -> None:
+        """Count what ``other`` has too."""
+        self.files += other.files
+        self.bytes += other.bytes
+        self.documents += other.documents
+        for reason, count in other.dropped.items():
+            self.drop(reason, count)
+
+    @staticmethod
+    def parse(raw: Mapping[str, Any]) -> Tally:
+        """The tally that ``dataclasses.asdict`` wrote. Raises KeyError or TypeError."""
+        return Tally(raw["files"], raw["bytes"], raw["documents"], dict(raw["dropped"]))
 
 
 def describe(path: Path) -> File:
@@ -101,7 +155,12 @@ def read_index(folder: Path) -> Index:
         if raw["format"] != FORMAT:
             raise DataError(f"{path} has format {raw['format']}, this trainer reads format {FORMAT}")
         shards = tuple(parse_shard(entry) for entry in raw["shards"])
-        index = Index(raw["vocab"], raw["dtype"], File(**raw["tokenizer"]), shards)
+        framing = raw.get("framing", {})
+        index = Index(
+            raw["vocab"], raw["dtype"], File(**raw["tokenizer"]), shards,
+            framing=Framing(framing.get("separator", DOCUMENT), tuple(framing.get("bos", ()))),
+            read=Tally.parse(raw["read"]) if raw.get("read") else None,
+        )  # fmt: skip
     except OSError as error:
         raise DataError(f"{path}: unreadable ({error.strerror}); make it with `python -m opsd.trainer.data`") from error
     except DataError:
@@ -123,6 +182,23 @@ def parse_shard(entry: Mapping[str, Any]) -> Shard:
 def find_index(folder: Path, fallback: Path | None) -> Index:
     """The index of the corpus in ``folder``, or else of its copy in ``fallback``. Raises DataError."""
     return read_index(folder if fallback is None or (folder / INDEX).exists() else fallback)
+
+
+SHOWN_SEQUENCE = 4096
+"""Sequence length in tokens for which `summary` tells what the ends of shards leave over, if no other is given."""
+
+
+def summary(index: Index, length: int = SHOWN_SEQUENCE) -> dict[str, int]:
+    """Counts by name: what was read and dropped, and what sequences of ``length`` tokens leave over."""
+    lines: dict[str, int] = {}
+    if index.read:
+        lines |= {"files read": index.read.files, "bytes read": index.read.bytes}
+        lines |= {f"{reason} dropped": count for reason, count in sorted(index.read.dropped.items())}
+    total = sum(shard.tokens for shard in index.shards)
+    lines[f"tokens left over at the ends of shards with sequences of {length:,}"] = total - length * sum(
+        sequence_counts(index, length)
+    )
+    return lines
 
 
 def write_index(folder: Path, index: Index) -> None:

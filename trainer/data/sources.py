@@ -53,7 +53,10 @@ def _size(source: Source, cut: Cut) -> int:
 
 
 def check_tokenizers(sources: Sequence[Source], wanted: str) -> None:
-    """Raise DataError unless all sources were made with the same tokenizer, and with the file ``wanted`` if given."""
+    """Raise DataError unless all sources were made with the same tokenizer, and with the file ``wanted`` if given.
+
+    The tokens around documents are the same too.
+    """
     first = sources[0]
     for source in sources[1:]:
         if source.index.tokenizer.checksum != first.index.tokenizer.checksum:
@@ -61,12 +64,23 @@ def check_tokenizers(sources: Sequence[Source], wanted: str) -> None:
                 f"{source.folder} and {first.folder} have been made with different tokenizers; "
                 "make one of them again with the other's tokenizer.json"
             )
+        if source.index.framing != first.index.framing:
+            raise DataError(
+                f"the documents of {source.folder} begin and end with {_tokens(source)}, those of {first.folder} with "
+                f"{_tokens(first)}; make one of them again with the other's --separator"
+            )
     if wanted:
-        from opsd.trainer.data.tokenize import load_tokenizer  # only few runs need the library
+        from opsd.trainer.data.tokenize import add_separator, load_tokenizer  # only few runs need the library
 
-        made_with = place(first.folder, first.index.tokenizer, first.fallback)
-        if load_tokenizer(Path(wanted)).to_str() != load_tokenizer(made_with).to_str():
+        made_with = load_tokenizer(place(first.folder, first.index.tokenizer, first.fallback))
+        given = load_tokenizer(Path(wanted))
+        add_separator(given, first.index.framing.separator)
+        if given.to_str() != made_with.to_str():
             raise DataError(f"{first.folder} has been made with another tokenizer than data.tokenizer {wanted}")
+
+
+def _tokens(source: Source) -> str:
+    return " and ".join((*source.index.framing.begin, *source.index.framing.end))
 
 
 def _open(data: DataSettings, name: str) -> Source:

@@ -1,127 +1,317 @@
-"""Documents from files: text, JSON lines and Parquet, plain or compressed with gzip or zstd."""
+"""Documents from files: text, JSON, CSV, Parquet and Arrow, plain or compressed with gzip, bzip2, xz or zstd.
+
+What a file is, is decided by its content where its first bytes say it. A name decides only between formats that look
+alike: JSON, CSV and plain text. A file that cannot be read is refused by name, or left out and counted.
+"""
 
 from __future__ import annotations
 
+import bz2
+import codecs
+import csv
 import gzip
 import io
 import json
+import lzma
 import zlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, cast
 
-from opsd.trainer.data.shards import DataError
+from opsd.trainer.data.shards import DataError, Tally
 
-COMPRESSED = (".gz", ".zst")
-LINES = (".jsonl", ".ndjson")
-PARQUET = ".parquet"
-SUFFIXES = (".txt", ".md", ".py", *LINES, PARQUET)
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+JSON = (".jsonl", ".ndjson", ".json")
+TABLES = {".csv": ",", ".tsv": "\t"}
+TEXT = (".txt", ".md", ".py")
+SUFFIXES = (*TEXT, *JSON, *TABLES, ".parquet", ".arrow")
 """Files used from folders by default, compressed or not."""
 
 FIELD = "text"
-"""The field of JSON lines and Parquet files with the text, by default."""
+"""The field of JSON, CSV, Parquet and Arrow files with the text, by default."""
+
+SNIFFED = 1 << 20
+"""Bytes in which JSON and CSV files of folders have the name of the field, so 1 MiB."""
+
+MARKS = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
+"""Encodings by the byte order mark. That of UTF-32 begins with that of UTF-16, so it comes first."""
+
+NULL, EMPTY, UNREADABLE = "documents without a text", "empty documents", "files that cannot be read to their end"
+"""Why something was dropped."""
 
 
-def find_files(sources: Iterable[Path], suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
-    """The files among ``sources``, and those below its folders that end in one of ``suffixes``, sorted.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How files are read: the field of a record that has the text, and the encoding of text without a mark."""
 
-    For a compressed file the suffix before the compression counts. Raises DataError if there are none.
+    field: str = FIELD
+    encoding: str = "utf-8"
+    skip_unreadable: bool = False
+    """Leave out files that cannot be read, and count them, in place of refusing them."""
+
+
+def find_files(
+    sources: Iterable[Path],
+    suffixes: tuple[str, ...] = SUFFIXES,
+    others: Counter[str] | None = None,
+    field: str = FIELD,
+) -> list[Path]:
+    """The files among ``sources``, and those below its folders that end in one of ``suffixes``, sorted, each once.
+
+    For a compressed file the suffix before the compression counts. JSON and CSV are also the form of settings and
+    results, so that of folders only those with ``field`` near their beginning are taken. ``others`` counts the files of
+    folders that are left out, by suffix, but for hidden ones. Raises DataError if there are no files.
     """
-    found: list[Path] = []
+    found: dict[tuple[int, int], Path] = {}
+    others = Counter() if others is None else others
+
+    def take(path: Path) -> None:
+        about = path.stat()
+        found.setdefault((about.st_dev, about.st_ino), path)
+
     for source in sources:
         if source.is_dir():
-            found += (path for path in source.rglob("*") if kind(path) in suffixes and path.is_file())
+            for path in sorted(path for path in source.rglob("*") if path.is_file()):
+                if kind(path) in suffixes and (kind(path) not in (".json", *TABLES) or _names(path, field)):
+                    take(path)
+                elif not any(part.startswith(".") for part in path.relative_to(source).parts):
+                    others[kind(path) or path.name] += 1
         elif source.is_file():
-            found.append(source)
+            take(source)
         else:
             raise DataError(f"{source} does not exist")
     if not found:
         raise DataError(f"no file that ends in {' or '.join(suffixes)} was found")
-    return sorted(set(found))
+    return sorted(found.values())
 
 
 def kind(path: Path) -> str:
-    """The suffix of ``path`` without that of a compression."""
-    return (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
+    """The suffix of ``path`` without that of a compression, in lower case."""
+    return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
 
 
-def read_texts(files: Iterable[Path], limit: int = 1 << 62, field: str = FIELD) -> Iterator[str]:
-    """The documents of ``files``, up to ``limit`` bytes in all; empty ones are skipped.
-
-    A text file is one document, and skipped if it is not UTF-8. An unpaired surrogate in JSON lines becomes "?". Raises
-    DataError for other files that cannot be read.
-    """
-    left = limit
-    for path in files:
-        for text in _documents(path, field):
-            left -= len(text.encode())
-            if left < 0:
-                return
-            if text:
-                yield text
-
-
-def _documents(path: Path, field: str) -> Iterator[str]:
+def _names(path: Path, field: str) -> bool:
+    """Whether ``field`` is near the beginning of the file. One that cannot be opened is judged when it is read."""
     try:
-        if kind(path) == PARQUET:
-            yield from _parquet(path, field)
-        elif kind(path) in LINES:
-            yield from _lines(path, field)
-        else:
-            with _open(path) as file:
-                raw = file.read()
-            try:
-                yield raw.decode("utf-8")
-            except UnicodeDecodeError:
-                return
-    except _damage(path) as error:
+        with _open(path) as file:
+            return field.encode() in file.read(SNIFFED).replace(b"\0", b"")
+    except DataError:
+        return True
+    except _damages():
+        return True
+
+
+def read_texts(
+    files: Iterable[Path], limit: int = 1 << 62, reading: Reading | None = None, tally: Tally | None = None
+) -> Iterator[str]:
+    """The documents of ``files``, up to ``limit`` bytes in all, counted in ``tally``.
+
+    Documents that are empty or null are dropped. A text file is one document. An unpaired surrogate in JSON becomes
+    "?". Raises DataError for a file that cannot be read.
+    """
+    reading, tally, left = reading or Reading(), tally or Tally(), limit
+    for path in files:
+        tally.files += 1
+        tally.bytes += path.stat().st_size
+        try:
+            for text in _documents(path, reading):
+                left -= len(text.encode()) if text else 0
+                if left < 0:
+                    return
+                if text:
+                    tally.documents += 1
+                    yield text
+                else:
+                    tally.drop(NULL if text is None else EMPTY)
+        except DataError:
+            if not reading.skip_unreadable:
+                raise
+            tally.drop(UNREADABLE)
+
+
+def _documents(path: Path, reading: Reading) -> Iterator[str | None]:
+    try:
+        with _open(path) as file:
+            yield from _reader(path, file.peek(8)[:8])(path, file, reading)
+    except _damages() as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _lines(path: Path, field: str) -> Iterator[str]:
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
+Reader = Callable[[Path, "io.BufferedReader", Reading], Iterator["str | None"]]
+
+
+def _reader(path: Path, begin: bytes) -> Reader:
+    if begin.startswith(b"PAR1"):
+        return _parquet
+    if begin.startswith((b"ARROW1", b"\xff\xff\xff\xff")):
+        return _arrow
+    if kind(path) in (".parquet", ".arrow") and begin:
+        raise DataError(f"{path} is no {kind(path)[1:].capitalize()} file: its first bytes are {begin[:4]!r}")
+    if kind(path) in JSON:
+        return _json
+    return _table if kind(path) in TABLES else _text
+
+
+def _text(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[str | None]:
+    text = _decode(path, file.read(), reading.encoding)
+    if _is_record(text, reading.field):
+        raise DataError(f'{path} has JSON lines with "{reading.field}"; name it {path.stem}.jsonl to have their texts')
+    yield text
+
+
+def _decode(path: Path, raw: bytes, encoding: str) -> str:
+    encoding = next((name for mark, name in MARKS.items() if raw.startswith(mark)), encoding)
+    try:
+        text = raw.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not {encoding} (byte {error.start:,}); pass --encoding, or --skip-unreadable to leave it out"
+        ) from error
+    if "\0" in text:
+        raise DataError(
+            f"{path} has NUL bytes, so it is no text or has another encoding; pass --encoding, or --skip-unreadable "
+            "to leave it out"
+        )
+    return text
+
+
+def _is_record(text: str, field: str) -> bool:
+    """Whether ``text`` begins with a line that is a JSON object with a text in ``field``."""
+    if not text.lstrip().startswith("{"):
+        return False
+    try:
+        record = json.loads(text.lstrip().partition("\n")[0])
+    except ValueError:
+        return False
+    return isinstance(record.get(field), str)
+
+
+def _json(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[str | None]:
+    """The texts of a line each, of an array, or of one object over many lines. The last two are read whole."""
+    encoding = next((name for mark, name in MARKS.items() if file.peek(4).startswith(mark)), reading.encoding)
+    lines = io.TextIOWrapper(file, encoding, newline="\n")
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                text = json.loads(line)[field]
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f'{path}, line {number}: not a JSON object with "{field}"; see --field') from error
-            if not isinstance(text, str):
-                raise DataError(f'{path}, line {number}: "{field}" is not text')
-            yield text.encode("utf-8", "replace").decode()
+                record = json.loads(line)
+            except ValueError:
+                if number > 1 and not _opens(line):
+                    raise
+                record = json.loads(line + lines.read())
+            for entry in record if isinstance(record, list) else [record]:
+                yield _field(entry, reading.field)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not {encoding}; pass --encoding") from error
+    except _NoTextError:
+        raise DataError(f'{path}, line {number}: "{reading.field}" is not text') from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f'{path}, line {number}: not a JSON object with "{reading.field}"; see --field') from error
 
 
-def _parquet(path: Path, field: str) -> Iterator[str]:
+def _opens(line: str) -> bool:
+    """Whether a value of several lines may begin here: an array or object of which nothing else is in its line."""
+    return line.strip() in ("[", "{")
+
+
+class _NoTextError(Exception):
+    pass
+
+
+def _field(entry: Any, field: str) -> str | None:
+    text = entry[field]
+    if text is not None and not isinstance(text, str):
+        raise _NoTextError
+    return text and text.encode("utf-8", "replace").decode()
+
+
+def _table(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[str | None]:
+    csv.field_size_limit(1 << 31)
+    encoding = next((name for mark, name in MARKS.items() if file.peek(4).startswith(mark)), reading.encoding)
+    rows = csv.DictReader(io.TextIOWrapper(file, encoding, newline=""), delimiter=TABLES[kind(path)], strict=True)
     try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(f"{path} is a Parquet file; install pyarrow to read it") from error
+        if reading.field not in (names := rows.fieldnames or ()):
+            raise DataError(f'{path} has no column "{reading.field}" but {", ".join(names)}; see --field')
+        for row in rows:
+            if None in row:
+                raise DataError(f"{path}, line {rows.line_num}: more columns than the {len(names)} of the first line")
+            yield row[reading.field]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path}, line {rows.line_num}: {error}") from error
+
+
+def _parquet(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[str | None]:
+    arrow, parquet = _pyarrow(path), _pyarrow(path, "parquet")
     try:
-        table = parquet.ParquetFile(path)
-        if field not in table.schema_arrow.names:
-            raise DataError(f'{path} has no column "{field}" but {", ".join(table.schema_arrow.names)}; see --field')
-        for batch in table.iter_batches(batch_size=1024, columns=[field]):
-            yield from (text for text in batch.column(0).cast(arrow.string()).to_pylist() if text)
+        table = parquet.ParquetFile(file)
+        _check_column(arrow, path, table.schema_arrow, reading.field)
+        for batch in table.iter_batches(batch_size=1024, columns=[reading.field]):
+            yield from batch.column(0).cast(arrow.large_string()).to_pylist()
     except arrow.ArrowException as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path))
-    if path.suffix == ".zst":
-        return io.BufferedReader(_Zstd(path, _zstandard(path)), 1 << 20)
+def _arrow(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[str | None]:
+    arrow, ipc = _pyarrow(path), _pyarrow(path, "ipc")
+    try:
+        if file.peek(6).startswith(b"ARROW1"):
+            table = ipc.open_file(file)
+            batches: Iterable[Any] = (table.get_batch(number) for number in range(table.num_record_batches))
+        else:
+            batches = table = ipc.open_stream(file)
+        _check_column(arrow, path, table.schema, reading.field)
+        for batch in batches:
+            yield from batch.column(reading.field).cast(arrow.large_string()).to_pylist()
+    except arrow.ArrowException as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _check_column(arrow: Any, path: Path, schema: Any, field: str) -> None:
+    if field not in schema.names:
+        raise DataError(f'{path} has no column "{field}" but {", ".join(schema.names)}; see --field')
+    type_ = schema.field(field).type
+    type_ = type_.value_type if arrow.types.is_dictionary(type_) else type_
+    if str(type_) not in ("string", "large_string", "string_view", "null"):
+        raise DataError(f'{path}: the column "{field}" has {type_}, not text; see --field')
+
+
+def _pyarrow(path: Path, module: str = "") -> Any:
+    try:
+        import pyarrow
+        from pyarrow import ipc, parquet
+    except ImportError as error:
+        raise DataError(f"{path} is a Parquet or Arrow file; install pyarrow to read it") from error
+    return {"": pyarrow, "parquet": parquet, "ipc": ipc}[module]
+
+
+def _open(path: Path) -> io.BufferedReader:
+    """The content of ``path``, decompressed if its first bytes are those of a compression."""
+    with path.open("rb") as file:
+        begin = file.read(6)
+    opened = next((open_ for magic, open_ in COMPRESSIONS.items() if begin.startswith(magic)), None)
+    if opened is not None:
+        return io.BufferedReader(cast("io.RawIOBase", opened(path)), 1 << 20)
+    if path.suffix.lower() in COMPRESSED and begin:
+        raise DataError(f"{path} is not compressed as its name says: its first bytes are {begin[:4]!r}")
     return path.open("rb")
 
 
 class _Zstd(io.RawIOBase):
     """The content of a zstd file with any number of frames. The library's own reader accepts truncated files."""
 
-    def __init__(self, path: Path, zstandard: Any) -> None:
+    def __init__(self, path: Path) -> None:
+        self._new_frame = _zstandard(path).ZstdDecompressor().decompressobj
         self._file = path.open("rb")
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
         self._frame: Any = None
         self._ready = memoryview(b"")
 
@@ -153,6 +343,15 @@ class _Zstd(io.RawIOBase):
         super().close()
 
 
+COMPRESSIONS: Mapping[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.GzipFile,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\0": lzma.LZMAFile,
+    b"\x28\xb5\x2f\xfd": _Zstd,
+}
+"""How a file is decompressed, by its first bytes."""
+
+
 def _zstandard(path: Path) -> Any:
     try:
         import zstandard
@@ -161,6 +360,11 @@ def _zstandard(path: Path) -> Any:
     return zstandard
 
 
-def _damage(path: Path) -> tuple[type[Exception], ...]:
-    """The exceptions of reading a damaged ``path``."""
-    return (OSError, EOFError, zlib.error, *((_zstandard(path).ZstdError,) if path.suffix == ".zst" else ()))
+def _damages() -> tuple[type[Exception], ...]:
+    """The exceptions of reading a damaged file."""
+    known: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    try:
+        import zstandard
+    except ImportError:
+        return known
+    return (*known, zstandard.ZstdError)

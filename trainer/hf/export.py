@@ -11,7 +11,7 @@ import torch
 
 from opsd.checkpoints.manifest import read
 from opsd.trainer.config import Config, ConfigError
-from opsd.trainer.data.shards import DOCUMENT, TOKENIZER
+from opsd.trainer.data.shards import TOKENIZER, DataError, Framing, find_index
 from opsd.trainer.hf.config import config_of
 from opsd.trainer.hf.weights import CONFIG, parameters_in, write
 
@@ -31,7 +31,7 @@ def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch
     paths = [Path(root, name, TOKENIZER) for root in (settings.data.shards, settings.data.fallback) for name in corpora]
     target.mkdir(parents=True, exist_ok=True)
     if tokenizer := next((path for path in paths if path.is_file()), None):
-        tokens = _write_tokenizer(tokenizer, target, shape.sequence)
+        tokens = _write_tokenizer(tokenizer, _framing(tokenizer.parent), target, shape.sequence)
     config |= tokens
     count = write(target, parameters_in(folder), dtype, architecture, config)
     if tokens:
@@ -39,23 +39,31 @@ def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch
     return count
 
 
-def _write_tokenizer(tokenizer: Path, target: Path, sequence: int) -> dict[str, int]:
+def _framing(corpus: Path) -> Framing:
+    try:
+        return find_index(corpus, None).framing
+    except DataError:  # the shards may be gone after the run, and only the tokenizer be there
+        return Framing()
+
+
+def _write_tokenizer(tokenizer: Path, framing: Framing, target: Path, sequence: int) -> dict[str, int]:
     """Copy the tokenizer with what transformers wants to know of it; the ids of its special tokens by their roles.
 
-    The token that separates documents begins and ends a text.
+    A text begins and ends with what documents of the training have had there.
     """
     shutil.copyfile(tokenizer, target / TOKENIZER)
     added = json.loads(tokenizer.read_text(encoding="utf-8")).get("added_tokens") or []
-    special = [token for token in added if token.get("special")]
-    others = [token["content"] for token in special if token["content"] != DOCUMENT]
+    special = {token["content"]: token["id"] for token in added if token.get("special")}
+    bos, eos = framing.begin[0], framing.separator
+    others = [token for token in special if token not in (bos, eos)]
     about: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": sequence,
         "clean_up_tokenization_spaces": False, "additional_special_tokens": others,
     }  # fmt: skip
-    if (document := next((token["id"] for token in special if token["content"] == DOCUMENT), None)) is not None:
-        about |= {"bos_token": DOCUMENT, "eos_token": DOCUMENT}
+    if known := bos in special and eos in special:
+        about |= {"bos_token": bos, "eos_token": eos}
     _write_json(target / f"{Path(TOKENIZER).stem}_config.json", about)
-    return {} if document is None else {"bos_token_id": document, "eos_token_id": document}
+    return {"bos_token_id": special[bos], "eos_token_id": special[eos]} if known else {}
 
 
 def _write_json(path: Path, content: object) -> None:

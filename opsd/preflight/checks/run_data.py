@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from opsd.preflight.base import Check, Context, CouldNotRunError, Finding, Measure, Measurement, Outcome, Progress
@@ -20,6 +21,8 @@ FAR_STEP: Final = 1_000_000_000
 SAME_SPEED: Final = 0.8
 """Below this share of its initial speed, the loader's cost grows with the step."""
 BATCH: Final = 64
+MANY: Final = 0.01
+"""Share of the tokens of a corpus that may be left over at the ends of its shards."""
 
 
 def run(context: Context, progress: Progress) -> Outcome:
@@ -29,7 +32,27 @@ def run(context: Context, progress: Progress) -> Outcome:
     progress(0.5, "")
     far = _tokens_per_s(config, FAR_STEP * config.data.batch, context.seconds / 2)
     measured = (Measurement("speed", start, "start"), Measurement("speed", far, "step 1e9"))
-    return Outcome(measured, (*_growing(start, far), *_too_slow(min(start, far), config, plan_of(context, config))))
+    slow = _too_slow(min(start, far), config, plan_of(context, config))
+    return Outcome(measured, (*_growing(start, far), *slow, *_unread(config)))
+
+
+def _unread(config: Config) -> Iterator[Finding]:
+    """What the run does not read of what its corpora were made from."""
+    from opsd.trainer.data.shards import find_index, summary
+
+    data = config.data
+    for name in data.sources:
+        index = find_index(Path(data.shards, name), Path(data.fallback, name) if data.fallback else None)
+        counts = summary(index, max(cut.length for cut in data.cuts().values() if cut.source == name))
+        unread = {what: count for what, count in counts.items() if what.endswith("dropped") and count}
+        *_, (ends, left) = counts.items()
+        if left > MANY * sum(shard.tokens for shard in index.shards):
+            unread[ends] = left
+        if unread:
+            listed = "; ".join(f"{count:,} {what}" for what, count in unread.items())
+            yield Finding(
+                V.WARN, f"not all of the corpus is read: {listed}", f"look at {Path(data.shards, name)}", name
+            )
 
 
 def _tokens_per_s(config: Config, position: int, seconds: float) -> float:
