@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from pydantic import Field
 
 from opsd.collectors.base import Event, Metric, MetricKind, NoData, Plugin, Reading, Sample
-from opsd.collectors.lib.ib_link import Happening, LinkHistory, PortReading
+from opsd.collectors.lib.ib_link import ACTIVE, ACTIVE_DEFER, Happening, LinkHistory, PortReading
 from opsd.collectors.lib.odometer import Odometer
 from opsd.collectors.lib.pci import ADDRESS, bus_id
 from opsd.settings.section import AnyPath, CollectorSettings
@@ -31,12 +32,19 @@ def _ib(name: str, help_text: str, unit: str = "", *labels: str, kind: MetricKin
 
 
 INFO = _ib("port_info", "What the port is.", "", "link_layer", "firmware_version", "board", "pci_bus_id", kind="info")
-STATE = _ib("port_state", "Logical state: 1 down, 2 initialising, 3 armed, 4 active.")
+STATE = _ib("port_state", "Logical state: 0 not there, 1 down, 2 initialising, 3 armed, 4 active.")
 PHYSICAL_STATE = _ib(
     "port_physical_state",
     "Physical state: 1 sleep, 2 polling, 3 disabled, 4 training, 5 link up, 6 recovering from errors, 7 test.",
 )
-RATE = _ib("port_rate_bytes_per_second", "Signalling rate of the link, in bytes per second.", "bytes_per_second")
+RATE = _ib(
+    "port_rate_bytes_per_second", "Signalling rate in bytes per second; none without a link.", "bytes_per_second"
+)
+EXPECTED = _ib(
+    "port_expected_rate_bytes_per_second",
+    "Rate that the configuration expects of the port, in bytes per second; 0: a link of any rate.",
+    "bytes_per_second",
+)
 SENT = _ib("transmitted_bytes_total", "Data sent.", "bytes", kind="counter")
 RECEIVED = _ib("received_bytes_total", "Data received.", "bytes", kind="counter")
 WAIT = _ib("transmit_wait_ticks_total", "Ticks in which there was data to send and no credit to do so.", kind="counter")
@@ -50,7 +58,7 @@ CONGESTION = Metric(
 )
 FLAPS = _ib("link_flaps_total", "Times the link was lost since the agent started.", kind="counter")
 
-METRICS: Final = (INFO, STATE, PHYSICAL_STATE, RATE, SENT, RECEIVED, WAIT, ERRORS, CONGESTION, FLAPS)
+METRICS: Final = (INFO, STATE, PHYSICAL_STATE, RATE, EXPECTED, SENT, RECEIVED, WAIT, ERRORS, CONGESTION, FLAPS)
 
 
 class Counter(NamedTuple):
@@ -122,10 +130,12 @@ def read_port(folder: Path) -> PortReading:
         for name in (f"{group}/{file}" for file in _names(f"{port}/{group}")):
             if name in FILES and (text := _text(f"{port}/{name}")).isdecimal():
                 counters[name] = int(text)
+    state = _parsed(parse_state, f"{port}/state")
+    linked = state in (ACTIVE, ACTIVE_DEFER)
     return PortReading(
-        _parsed(parse_state, f"{port}/state"),
+        ACTIVE if linked else state,
         _parsed(parse_state, f"{port}/phys_state"),
-        _parsed(parse_rate, f"{port}/rate"),
+        _parsed(parse_rate, f"{port}/rate") if linked else None,
         counters,
     )
 
@@ -200,6 +210,27 @@ class InfinibandSettings(CollectorSettings):
 
     root: AnyPath = Field(default=Path("/sys/class/infiniband"), description="Folder with one folder per RDMA device.")
     interval_s: float = Field(default=2.0, ge=0, le=3600, description="Seconds between two looks at the ports.")
+    expect: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[("mlx5_0", "mlx5_1")],
+        description="Ports that must have a link, as DEVICE or DEVICE/PORT; * and [0-7] are wildcards. By default "
+        "those whose peers have one.",
+    )
+    expect_gbps: float = Field(
+        default=0.0, ge=0, examples=[400.0], description="Rate in Gbit/s that these ports must have; 0: that of peers."
+    )
+    leave_out: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[("mlx5_bond_*",)],
+        description="Ports that are not looked at, written alike.",
+    )
+
+
+def chosen(port: tuple[str, str], patterns: Sequence[str]) -> bool:
+    """Whether one of ``patterns`` (DEVICE or DEVICE/PORT, with wildcards) names the port."""
+    return any(fnmatchcase("/".join(port) if "/" in pattern else port[0], pattern) for pattern in patterns)
 
 
 class InfinibandCollector:
@@ -218,9 +249,10 @@ class InfinibandCollector:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         max_ports: int = 64,
-        interval_s: float = 2.0,
+        settings: InfinibandSettings | None = None,
     ) -> None:
-        self.interval_s = interval_s
+        self._settings = settings or InfinibandSettings()
+        self.interval_s = self._settings.interval_s
         self._root = root
         self._clock = clock
         self._wall = wall
@@ -233,10 +265,10 @@ class InfinibandCollector:
         for path in found:
             if path not in self._ports and len(self._ports) < self._max_ports:
                 self._ports[path] = _Port(Path(path))
-        if not self._ports:
+        samples = list(self._expected())
+        if not self._ports and not samples:
             return NoData("no InfiniBand, RoCE or EFA device on this node")
         now, wall = self._clock(), self._wall()
-        samples: list[Sample] = []
         events: list[Event] = []
         for path, port in self._ports.items():
             read, happened = port.look(now) if path in found else port.gone(now)
@@ -246,8 +278,21 @@ class InfinibandCollector:
         return Reading(tuple(samples), tuple(events))
 
     def _find(self) -> list[str]:
-        devices = [f"{self._root}/{name}/ports" for name in _names(self._root)]
-        return [f"{ports}/{port}" for ports in devices for port in _names(ports)]
+        devices = [(name, f"{self._root}/{name}/ports") for name in _names(self._root)]
+        out = self._settings.leave_out
+        return [f"{ports}/{port}" for name, ports in devices for port in _names(ports) if not chosen((name, port), out)]
+
+    def _expected(self) -> Iterator[Sample]:
+        """What the settings expect; a port that they name in full and that has never been there has the state 0."""
+        rate, there = self._settings.expect_gbps * 1e9 / 8, [port.labels for port in self._ports.values()]
+        for port in there:
+            if chosen(port, self._settings.expect):
+                yield Sample(EXPECTED, rate, port)
+        for pattern in self._settings.expect:
+            if not set("*?[") & set(pattern) and not any(chosen(port, (pattern,)) for port in there):
+                device, _, number = pattern.partition("/")
+                yield Sample(EXPECTED, rate, (device, number or "1"))
+                yield Sample(STATE, 0, (device, number or "1"))
 
 
 def _event(port: _Port, wall: float, happening: Happening) -> Event:
@@ -259,7 +304,7 @@ def _event(port: _Port, wall: float, happening: Happening) -> Event:
 COLLECTOR = Plugin(
     "infiniband",
     InfinibandSettings,
-    lambda settings, _context: InfinibandCollector(settings.root, interval_s=settings.interval_s),
+    lambda settings, _context: InfinibandCollector(settings.root, settings=settings),
     LABELS,
     witness=True,
 )

@@ -8,7 +8,7 @@ from statistics import median
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.ports import Port, boards, by_port, dependent, job_text, name, port_of
+from opsd.runbooks.lib.ports import EXPECTED, Port, by_port, dependent, job_text, name, port_of, roles
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, number, text
 
@@ -46,30 +46,32 @@ class _Fault:
 
 def _down(view: View) -> Iterator[_Fault]:
     """Ports without a link that have had one, or whose peers have."""
-    states, models = by_port(view, STATE), boards(view)
+    states, alike, expected = by_port(view, STATE), roles(view), by_port(view, EXPECTED)
     hold = DOWN_S if dependent(view) else UNUSED_S
     for port, series in states.items():
         if series.last is None or series.last == ACTIVE:
             continue
         points = series.values(PAST_S)
         lost = max((at for at, state in points if state == ACTIVE), default=None)
-        alike = [s.last == ACTIVE for p, s in states.items() if models.get(p) == models.get(port)]
-        never = lost is None and sum(alike) > len(alike) / 2 and view.now - points[0][0] >= NEVER_UP_S
-        if never:
-            yield _Fault(port, "has no link, its peers have one", True)
+        up = [s.last == ACTIVE for p, s in states.items() if alike.get(p) == alike.get(port)]
+        wanted = port in expected if expected else sum(up) > len(up) / 2
+        if lost is None and wanted and view.now - points[0][0] >= NEVER_UP_S:
+            why = "the configuration expects one" if expected else "its peers have one"
+            yield _Fault(port, f"has no link, {why}", True)
         elif lost is not None and view.now - lost > hold:
             yield _Fault(port, "is gone" if series.last == 0 else "has lost its link", True)
 
 
 def _slow(view: View) -> Iterator[_Fault]:
-    """Ports below the rate that their peers have, or that they had some minutes ago."""
-    rates, models = by_port(view, RATE), boards(view)
-    now = {port: series.last for port, series in rates.items()}
+    """Ports below the rate that is expected, that their peers have, or that they had some minutes ago."""
+    alike, expected = roles(view), by_port(view, EXPECTED)
+    now = {port: series.last for port, series in by_port(view, RATE).items()}
     changes = view.events("ib_rate_changed", PAST_S)
     for port, rate in now.items():
         if rate is None:
             continue
-        best = [median(other for p, other in now.items() if models.get(p) == models.get(port) and other is not None)]
+        peers = median(other for p, other in now.items() if alike.get(p) == alike.get(port) and other is not None)
+        best = [(expected[port].last if port in expected else None) or peers]
         best += [number(e.data, "before_bytes_per_second") or 0.0 for e in changes if _port(e) == port]
         if rate < max(best):
             yield _Fault(port, f"runs at {_gbit(rate)} instead of {_gbit(max(best))} Gbit/s", False)
@@ -151,7 +153,9 @@ RUNBOOK = Runbook(
 ## Meaning
 One of these: a port has lost its link (for 3 s under a job of several nodes, for 30 s otherwise), or never had one
 although its peers have; its rate is lower than before or than that of its peers; it has lost its link twice in ten
-minutes, or three times for 25 s or more in twelve hours. Ports that were never connected are no incident.
+minutes, or three times for 25 s or more in twelve hours. Ports that were never connected are no incident. Peers have
+the same link layer, the same model of adapter and the same port of it. If `infiniband.expect` names ports, these and
+no others must have a link, at `infiniband.expect_gbps`. Ports in `infiniband.leave_out` are not looked at.
 
 ## Impact
 NCCL uses every rail: collectives with other nodes wait for the lost one, then abort. One slow rail slows all. A

@@ -8,7 +8,7 @@ from statistics import median
 
 from opsd.runbooks import nic_failed
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.lib.ports import Port, dependent, job_text, name, port_of
+from opsd.runbooks.lib.ports import Port, dependent, job_text, name, port_of, roles
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 from opsd.runbooks.lib.trends import due, each_minute, hours_until
@@ -81,8 +81,9 @@ def _lossy(view: View) -> Iterator[_Fault]:
     again = dict.fromkeys((port_of(series.labels) for series in view.select(ERRORS)), 0.0)
     for port, _, series in _counters(view, REPEATS):
         again[port] += growth(series, REPEATS_S)
+    alike = roles(view)
     for port, count in again.items():
-        others = [other for p, other in again.items() if p != port]
+        others = [other for p, other in again.items() if p != port and alike.get(p) == alike.get(port)]
         if count >= REPEATS_LIMIT and others and count >= REPEATS_FACTOR * median(others):
             yield _Fault(port, f"sent {count:.0f} packets again in a minute, its peers {median(others):.0f}")
 

@@ -6,11 +6,16 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 ACTIVE: Final = 4
-"""The logical state in which a port carries data (IB specification: 1 down, 2 init, 3 armed, 4 active)."""
+ACTIVE_DEFER: Final = 5
+"""The logical states in which a port has a link (IB specification: 1 down, 2 init, 3 armed, 4 active, 5 active while a
+fault of its signal is young)."""
 
 
 class PortReading(NamedTuple):
-    """One look at a port; None where a file was missing or made no sense. ``rate`` is in bytes per second."""
+    """One look at a port; None where a file was missing or made no sense. ``rate`` is in bytes per second.
+
+    ``state`` is ``ACTIVE`` for every port with a link. Only such a port has a rate: others show that of one lane.
+    """
 
     state: int | None
     physical_state: int | None

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opsd import exitcodes
+from opsd.collectors.infiniband import InfinibandSettings
 from opsd.collectors.nvml import NvmlSettings
 from opsd.collectors.repairs import FOLDER, gpus_renewed_at
 from opsd.commands.options import Finite, SectionedGroup, config_options, option, report_options, report_targets
@@ -141,6 +142,8 @@ def preflight(
         fire_alerts=fire_alerts,
         nvml_library=settings.section(NvmlSettings).library,
         services=settings.repair.services,
+        ports_expected=settings.section(InfinibandSettings).expect,
+        ports_left_out=settings.section(InfinibandSettings).leave_out,
         gpus_renewed_at=gpus_renewed_at(settings.agent.state_dir / FOLDER),
     )
     request = Request(context, only, skip, settings.agent.state_dir, targets, hours)

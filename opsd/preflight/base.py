@@ -139,6 +139,9 @@ class Context:
     local_dir: str = ""
     shared_dir: str = ""
     infiniband_gbps: float | None = None
+    ports_expected: tuple[str, ...] = ()
+    ports_left_out: tuple[str, ...] = ()
+    """Patterns of ports, as in the section ``[infiniband]``."""
     train: str = ""
     overrides: tuple[str, ...] = ()
     nodes: int = 1

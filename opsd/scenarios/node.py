@@ -16,7 +16,7 @@ from opsd.collectors.base import Event, GpuFact, Metric, NoData, Reading, Sample
 from opsd.collectors.infiniband import ERRORS, FLAPS, RATE, STATE
 from opsd.collectors.kmsg import KmsgCollector
 from opsd.collectors.lib import rank_series
-from opsd.collectors.lib.ib_link import LinkHistory, PortReading
+from opsd.collectors.lib.ib_link import ACTIVE, LinkHistory, PortReading
 from opsd.collectors.lib.nvml import series as nvml
 from opsd.config import Settings
 from opsd.scenarios import healthy
@@ -76,6 +76,7 @@ class SimulatedPorts:
         """The reading of ``samples`` at monotonic second ``now`` and epoch second ``wall``."""
         rates = {sample.labels: sample.value for sample in samples if sample.metric is RATE}
         downed = {s.labels[:2]: int(s.value) for s in samples if s.metric is ERRORS and s.labels[2] == "link_downed"}
+        linked = {sample.labels for sample in samples if sample.metric is STATE and sample.value == ACTIVE}
         flaps, events = list[Sample](), list[Event]()
         for port, state in ((sample.labels, int(sample.value)) for sample in samples if sample.metric is STATE):
             link = self._links[port]
@@ -85,7 +86,8 @@ class SimulatedPorts:
             about = {"device": port[0], "port": port[1], "link_layer": "InfiniBand"}
             events += [Event(kind, wall, f"port {port[1]} of {port[0]} {what}", {**about, **data})
                        for kind, what, data in happened]  # fmt: skip
-        return Reading((*samples, *flaps), tuple(events))
+        valid = (sample for sample in samples if sample.metric is not RATE or sample.labels in linked)
+        return Reading((*valid, *flaps), tuple(events))
 
 
 class SimulatedNode:

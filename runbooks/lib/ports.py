@@ -27,9 +27,27 @@ def name(port: Port) -> str:
     return f"{port[0]} port {port[1]}" if port[1] else port[0]
 
 
-def boards(view: View) -> dict[Port, str]:
-    """The model of the adapter that each port is on; ports of one model are each other's peers."""
-    return {port_of(series.labels): series.labels["board"] for series in view.select("opsd_ib_port_info")}
+EXPECTED = "opsd_ib_port_expected_rate_bytes_per_second"
+Role = tuple[str, str, str, bool]
+"""Link layer, model of the adapter, which function of it the port is, and whether the configuration names it:
+("InfiniBand", "MT_0000000838", "0", False)."""
+
+
+def roles(view: View) -> dict[Port, Role]:
+    """The role of each port; ports of one role are each other's peers.
+
+    The second port of an adapter has a role of its own, as many sites do not connect it.
+    """
+    expected, about = by_port(view, EXPECTED), [series.labels for series in view.select("opsd_ib_port_info")]
+    return {
+        port_of(of): (
+            of["link_layer"],
+            of["board"],
+            of["pci_bus_id"].rpartition(".")[2] or of["port"],
+            port_of(of) in expected,
+        )
+        for of in about
+    }
 
 
 def dependent(view: View) -> RankFact | None:

@@ -66,7 +66,11 @@ def scrape(tmp_path_factory: pytest.TempPathFactory, library: str) -> Iterator[s
         gpus[0].set_processes([(os.getpid(), 1 << 30)])
         gpus[1].partition(["1g.10gb"])
         opsd = Opsd(folder, library, gpus)
-        options = [f"--set=infiniband.root={folder / 'infiniband'}", "--set=agent.interval_s=0.2"]
+        options = [
+            f"--set=infiniband.root={folder / 'infiniband'}",
+            '--set=infiniband.expect=["mlx5_0"]',
+            "--set=agent.interval_s=0.2",
+        ]
         with opsd.agent(*options):
             assert eventually(lambda: "\nopsd_agent_ticks_total 5" in (opsd.get("/metrics") or ""))
             yield opsd.get("/metrics") or ""

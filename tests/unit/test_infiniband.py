@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import NoData, Reading
-from opsd.collectors.infiniband import FILES, METRICS, InfinibandCollector, parse_rate, parse_state
+from opsd.collectors.infiniband import FILES, METRICS, InfinibandCollector, InfinibandSettings, parse_rate, parse_state
 from opsd.collectors.lib.ib_link import ACTIVE, LinkHistory, PortReading
 from tests.fakes.clock import FakeClock
 from tests.fakes.tree import write_tree
@@ -51,8 +51,17 @@ class Fabric:
     def __init__(self, root: Path) -> None:
         self.root = root / "infiniband"
         self.clock = FakeClock()
-        self.collector = InfinibandCollector(self.root, clock=self.clock.monotonic, wall=self.clock.wall)
+        self.configure()
         write_tree(self.root / "mlx5_0", NDR)
+
+    def configure(self, **settings: object) -> None:
+        """Look with a new collector of these settings."""
+        self.collector = InfinibandCollector(
+            self.root,
+            clock=self.clock.monotonic,
+            wall=self.clock.wall,
+            settings=InfinibandSettings.model_validate(settings),
+        )
 
     def set(self, **files: str | int) -> None:
         """Change files of port 1 of mlx5_0; ``__`` stands for a slash."""
@@ -142,6 +151,43 @@ def test_a_flap_between_two_looks_is_seen(fabric: Fabric) -> None:
     assert values(reading, "opsd_ib_link_flaps_total") == {("mlx5_0", "1"): 2}
 
 
+def test_a_port_without_a_link_has_no_rate(fabric: Fabric) -> None:
+    """It shows that of one slow lane, which is not the rate of its link."""
+    fabric.set(state="2: INIT", rate="10 Gb/sec (4X SDR)")
+    assert values(fabric.look(), "opsd_ib_port_rate_bytes_per_second") == {}
+
+
+def test_a_link_whose_loss_is_deferred_is_a_link(fabric: Fabric) -> None:
+    """ACTIVE_DEFER is the state of a port whose signal has been bad for a moment."""
+    fabric.look()
+    fabric.set(state="5: ACTIVE_DEFER")
+    reading = fabric.look()
+    assert kinds(reading) == []
+    assert values(reading, "opsd_ib_port_state") == {("mlx5_0", "1"): ACTIVE}
+    assert values(reading, "opsd_ib_port_rate_bytes_per_second") == {("mlx5_0", "1"): 50e9}
+
+
+def test_the_site_says_which_ports_it_expects(fabric: Fabric) -> None:
+    """Expected ports have a series of their own, also one that has never been there; others are left out on request."""
+    write_tree(fabric.root / "mlx5_1", NDR)
+    write_tree(fabric.root / "mlx5_bond_0", NDR)
+    fabric.configure(expect=["mlx5_0/1", "mlx5_[1-7]", "mlx5_8"], expect_gbps=400.0, leave_out=["mlx5_bond_*"])
+    reading = fabric.look()
+    assert values(reading, "opsd_ib_port_expected_rate_bytes_per_second") == {
+        ("mlx5_0", "1"): 50e9,
+        ("mlx5_1", "1"): 50e9,
+        ("mlx5_8", "1"): 50e9,
+    }
+    assert values(reading, "opsd_ib_port_state") == {("mlx5_0", "1"): 4, ("mlx5_1", "1"): 4, ("mlx5_8", "1"): 0}
+
+
+def test_a_node_whose_only_adapter_is_missing_is_not_without_data(fabric: Fabric) -> None:
+    """The configuration expects a port, and there is no device at all."""
+    shutil.rmtree(fabric.root)
+    fabric.configure(expect=["mlx5_0"])
+    assert values(fabric.look(), "opsd_ib_port_state") == {("mlx5_0", "1"): 0}
+
+
 def test_a_port_that_was_never_up_is_no_event(fabric: Fabric) -> None:
     """An unused port shows as down and nothing more."""
     fabric.set(state="1: DOWN")
@@ -197,7 +243,7 @@ def test_a_file_that_fails_costs_only_its_own_series(fabric: Fabric, name: str, 
         file.write_bytes({"empty": b"", "nonsense": b"-1 Gb: x", "binary": b"\\xff\\x00\\xb2"}[how])
     reading = fabric.look()
     assert kinds(reading) == []
-    assert len(reading.samples) == complete - 1
+    assert len(reading.samples) == complete - (2 if name == "state" else 1)  # no rate without a known link
 
 
 def test_no_device_is_no_data(tmp_path: Path) -> None:

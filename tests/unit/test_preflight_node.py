@@ -100,6 +100,23 @@ def test_a_node_whose_ports_are_all_slow_fails_when_the_rate_is_configured(tmp_p
     assert len(outcome.findings) == 8
 
 
+def test_only_ports_of_one_link_layer_are_compared(tmp_path: Path):
+    """Two ports of the storage network are in Ethernet mode, at their own rate."""
+    ethernet = {"rate": "200 Gb/sec (4X HDR)", "link_layer": "Ethernet"}
+    outcome = look(infiniband, ports(tmp_path, mlx5_6=ethernet, mlx5_7=ethernet))
+    assert summaries(outcome.findings) == []
+
+
+def test_the_configuration_says_which_ports_count(tmp_path: Path):
+    """Ports without a link fail a node unless they are left out, or others are expected; what is missing fails it."""
+    root = ports(tmp_path, mlx5_7={"state": "1: DOWN", "rate": "10 Gb/sec (4X SDR)"})
+    assert summaries(look(infiniband, root).findings) == ["mlx5_7 port 1 is down"]
+    assert summaries(look(infiniband, root, ports_left_out=("mlx5_7",)).findings) == []
+    assert summaries(look(infiniband, root, ports_expected=("mlx5_[0-6]/1",)).findings) == []
+    wanted = look(infiniband, root, ports_expected=("mlx5_0", "mlx5_9"))
+    assert summaries(wanted.findings) == ["mlx5_9 is expected and not there"]
+
+
 def test_a_node_without_infiniband_is_none_of_its_business(tmp_path: Path):
     """Not applicable, with the reason."""
     with pytest.raises(NotApplicableError, match="no InfiniBand"):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mode
 from typing import Final
 
-from opsd.collectors.infiniband import read_port
+from opsd.collectors.infiniband import chosen, read_port
 from opsd.collectors.lib.ib_link import ACTIVE, PortReading
 from opsd.preflight.base import (
     Check,
@@ -32,15 +32,18 @@ _COUNTERS: Final = {
 
 def run(context: Context, progress: Progress) -> Outcome:
     """Read every port of every adapter."""
-    folders = sorted(Path(context.sys, "class/infiniband").glob("*/ports/*"))
-    if not folders:
+    folders = sorted(
+        folder for folder in Path(context.sys, "class/infiniband").glob("*/ports/*") if used(folder, context)
+    )
+    if not folders and not context.ports_expected:
         raise NotApplicableError("no InfiniBand, RoCE or EFA adapter on this node")
     ports = {f"{folder.parent.parent.name} port {folder.name}": read_port(folder) for folder in folders}
-    rates = [reading.rate for reading in ports.values() if reading.rate and reading.state == ACTIVE]
-    expected = context.infiniband_gbps * 1e9 / 8 if context.infiniband_gbps else mode(rates) if rates else None
+    layers = {port: _link_layer(folder) for port, folder in zip(ports, folders, strict=True)}
     measurements: list[Measurement] = [Measurement("active_ports", sum(r.state == ACTIVE for r in ports.values()))]
-    findings: list[Finding] = []
+    findings = [*missing(folders, context.ports_expected)]
     for port, reading in ports.items():
+        rates = [other.rate for name, other in ports.items() if other.rate and layers[name] == layers[port]]
+        expected = context.infiniband_gbps * 1e9 / 8 if context.infiniband_gbps else mode(rates) if rates else None
         findings += judge(port, reading, expected)
         measurements += [
             Measurement(measure, reading.counters[file], port)
@@ -48,6 +51,29 @@ def run(context: Context, progress: Progress) -> Outcome:
             if file in reading.counters
         ]
     return Outcome(tuple(measurements), tuple(findings), {"ports": str(len(ports))})
+
+
+def used(folder: Path, context: Context) -> bool:
+    """Whether the port of this folder (.../DEVICE/ports/PORT) is one that the configuration wants to be looked at."""
+    port = folder.parent.parent.name, folder.name
+    expected = not context.ports_expected or chosen(port, context.ports_expected)
+    return expected and not chosen(port, context.ports_left_out)
+
+
+def missing(folders: Sequence[Path], expected: Sequence[str]) -> Iterator[Finding]:
+    """What the configuration expects and no port fits."""
+    there = [(folder.parent.parent.name, folder.name) for folder in folders]
+    for pattern in expected:
+        if not any(chosen(port, (pattern,)) for port in there):
+            advice = "check that the adapter is on the bus: `lspci -d 15b3:`"
+            yield Finding(Verdict.FAIL, f"{pattern} is expected and not there", advice, pattern)
+
+
+def _link_layer(folder: Path) -> str:
+    try:
+        return (folder / "link_layer").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def judge(port: str, reading: PortReading, expected: float | None) -> Iterator[Finding]:
