@@ -121,6 +121,16 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """An action that opsd has carried out, with its arguments, at the epoch second ``at``."""
+
+    verb: str
+    target: str
+    args: Mapping[str, object]
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
 class Incident:
     """A finding with a history. Times are wall-clock seconds; ``actions`` are those executed or recommended so far.
 
@@ -218,6 +228,10 @@ class View(Protocol):
 
     def known(self, collector: str) -> bool:
         """True if the collector delivered in the last tick; a healthy verdict needs this."""
+        ...
+
+    def done(self, verb: str, target: str) -> Done | None:
+        """The newest action of this kind that opsd has carried out, also before the agent's last restart."""
         ...
 
 

@@ -7,18 +7,15 @@ from statistics import median
 
 from opsd.collectors.base import GpuFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpu_throttle import REASONS as HELD_BACK
-from opsd.runbooks.gpu_throttle import THROTTLED
-from opsd.runbooks.lib.gpus import by_gpu, gpu_of, job_evidence, loaded, newest, rank_on, told
+from opsd.runbooks.lib.gpus import by_gpu, gpu_of, job_evidence, loaded, newest, rank_on, set_by_opsd, told
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import seconds_spent, text, usual
+from opsd.runbooks.lib.signals import text, usual
 
 LIMIT, DEFAULT = "opsd_gpu_power_limit_watts", "opsd_gpu_power_limit_default_watts"
 REASONS, CLOCK = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS", "DCGM_FI_DEV_SM_CLOCK"
 APPLICATION_CLOCKS = 0x2
 """The bit of the reasons that says that application clocks hold the GPU back (nvmlClocksEventReasons of nvml.h)."""
 
-REMEMBERED_S = 600.0
 BELOW, LASTING_S = 0.95, 20.0
 """A limit below this share of what its peers have; reasons that were there for so long."""
 
@@ -28,21 +25,13 @@ def _expected(of_gpus: dict[str, float], uuid: str) -> float:
     return median([value for other, value in of_gpus.items() if other != uuid] or [0.0])
 
 
-def _throttled(view: View, uuid: str) -> bool:
-    """True if the GPU was held back by heat or its board in the last minutes: then opsd itself may have lowered it."""
-    return any(
-        series.labels["reason"] in HELD_BACK and seconds_spent(series, REMEMBERED_S) > 0
-        for series in view.select(THROTTLED, UUID=uuid)
-    )
-
-
 def _capped(view: View) -> Iterator[tuple[GpuFact, str, str]]:
     """GPU, metric and words of each cap."""
     limits, defaults, masks = newest(view, LIMIT), newest(view, DEFAULT), by_gpu(view, REASONS)
     for uuid, limit in limits.items():
         gpu, default = gpu_of(view, uuid), defaults.get(uuid, 0.0)
         low = limit < BELOW * default and limit < BELOW * _expected(limits, uuid)
-        if gpu is not None and low and not _throttled(view, uuid):
+        if gpu is not None and low and not set_by_opsd(view, uuid, limit):
             yield gpu, LIMIT, f"its power limit is {limit:.0f} W, its default {default:.0f} W"
     if not masks:
         return

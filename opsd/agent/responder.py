@@ -9,6 +9,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from opsd.agent import correlate, incidents, lifecycle
 from opsd.agent.actions import Executor
@@ -23,7 +24,7 @@ from opsd.agent.repairs import Repairs
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
 from opsd.agent.unfinished import Unfinished
 from opsd.agent.window import Window
-from opsd.runbooks.base import Action, Finding, Incident, State
+from opsd.runbooks.base import Action, Done, Finding, Incident, State
 
 REWRITE_S = 30.0
 """An incident without changes is written to the journal this often, in seconds."""
@@ -63,6 +64,7 @@ class Responder:
         self._book = incidents.Book(watching_since=started_at)
         self.ended: deque[Incident] = deque(maxlen=MAX_ENDED)
         self._history: list[PastAction] = []
+        self._done: list[Done] = []
         self._written: dict[str, tuple[Incident, float]] = {}
         self._idle: frozenset[str] = frozenset()
         self._quota, self._over_quota = Quota(), frozenset[int | None]()
@@ -112,6 +114,9 @@ class Responder:
         """One tick: update incidents from ``view`` and start actions."""
         if (late := self._journal.remembered()) is not None:
             self._remember(late, view.wall)
+        for done in self._done:
+            view.note(done)
+        self._done.clear()
         self.repairs.take(view)
         self._resume(view)
         observed = lifecycle.Observed(
@@ -168,6 +173,8 @@ class Responder:
         self._book = replace(self._book, incidents=known, recent=recent, settled=settled)
         self.ended.extend(memory.ended[: MAX_ENDED - len(self.ended)])
         self._history = [*memory.actions, *self._history]
+        of_all = [action for incident in (*memory.ended, *memory.current) for action in incident.actions]
+        self._done += [_done(action) for action in of_all if action["outcome"] == "ok"]
 
     def _resume(self, view: Window) -> None:
         """Carry out what the end of the earlier agent cut off, or give it up. What is carried out is recorded first."""
@@ -213,6 +220,9 @@ class Responder:
             if outcome.refused:
                 self._take_back(outcome)
             self.actions[verb, "ok" if outcome.ok else "failed"] += 1
+            incident = next((i for i in self.current if i.id == outcome.incident), None)
+            if outcome.ok and incident is not None:
+                self._done.append(_done(incident.actions[outcome.number]))
             self._log.info("action ended", incident=outcome.incident, verb=verb, ok=outcome.ok, detail=outcome.detail)
             outcomes.append(outcome)
         return outcomes
@@ -360,6 +370,11 @@ def _user_of(view: Window) -> Callable[[Action], int | None]:
         return users.get(str(run))
 
     return user
+
+
+def _done(record: Mapping[str, Any]) -> Done:
+    """An action that was carried out, from how it stands in ``Incident.actions``."""
+    return Done(record["verb"], record["target"], record["args"], record["at"])
 
 
 def _recorded(action: Action, outcome: str, detail: str, at: float) -> Mapping[str, object]:

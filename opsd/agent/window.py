@@ -17,6 +17,7 @@ from typing import TypeVar, cast
 
 from opsd.agent.event_log import EventLog
 from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RepairFact, RunFact, Sample
+from opsd.runbooks.base import Done
 
 F = TypeVar("F", GpuFact, RankFact, RunFact, RepairFact)
 
@@ -65,6 +66,7 @@ class Window:
         self._events = EventLog()
         self._readings: dict[str, Reading] = {}
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
+        self._done: dict[tuple[str, str], Done] = {}
         self._fresh: set[str] = set()
 
     @property
@@ -126,6 +128,16 @@ class Window:
     def events(self, kind: str, seconds: float, run: str | None = None) -> Sequence[Event]:
         """Events of ``kind`` that happened in the last ``seconds``, oldest first; with ``run`` those about it."""
         return self._events.since(kind, self.wall - seconds, run)
+
+    def note(self, done: Done) -> None:
+        """Keep an action that was carried out, unless a newer one of its kind and target is known."""
+        known = self._done.get((done.verb, done.target))
+        if known is None or known.at <= done.at:
+            self._done[done.verb, done.target] = done
+
+    def done(self, verb: str, target: str) -> Done | None:
+        """The newest action of this kind that opsd has carried out, also before the agent's last restart."""
+        return self._done.get((verb, target))
 
     @property
     def witnessed(self) -> Witnessed:
@@ -212,7 +224,7 @@ class Witnessed:
     def __init__(self, window: Window, families: Families, events: EventLog) -> None:
         self.node, self.now, self.wall = window.node, window.now, window.wall
         self.gpus, self.ranks, self.runs = window.gpus, window.ranks, window.runs
-        self.known = window.known
+        self.known, self.done = window.known, window.done
         self._families = families
         self._events = events
 

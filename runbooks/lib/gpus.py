@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from opsd.collectors.base import Event, GpuFact, RankFact
 from opsd.runbooks.base import Culprit, Evidence, Series, View
-from opsd.runbooks.lib.signals import latest, text, usual
+from opsd.runbooks.lib.signals import latest, number, text, usual
 
 LOADED_PERCENT = 30.0
 LOAD_S = 6.0
@@ -50,6 +50,12 @@ def newest(view: View, metric: str, **labels: str) -> dict[str, float]:
 def gpu_of(view: View, uuid: str) -> GpuFact | None:
     """The GPU with this UUID, None if the node has no such GPU now."""
     return next((gpu for gpu in view.gpus if gpu.uuid == uuid), None)
+
+
+def set_by_opsd(view: View, uuid: str, watts: float) -> bool:
+    """True if opsd itself has given the GPU the power limit that it has."""
+    done = view.done("set_power_limit", uuid)
+    return done is not None and abs((number(done.args, "watts") or 0.0) - watts) < 1.0
 
 
 def xids_of(view: View, gpu: GpuFact, seconds: float) -> list[Event]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.runbooks.base import Evidence, Finding, View
-from opsd.runbooks.lib.gpus import newest, told
+from opsd.runbooks.lib.gpus import newest, set_by_opsd, told
 from opsd.runbooks.lib.signals import seconds_spent
 
 CLOCK = "DCGM_FI_DEV_SM_CLOCK"
@@ -70,7 +70,8 @@ def _power(view: View, gpu: int) -> Iterator[SlowCause]:
     limit, default = _own(view, POWER_LIMIT, gpu), _own(view, POWER_DEFAULT, gpu)
     if limit is None or default is None or limit[1] >= BEHIND * default[1]:
         return
-    said = f"the power limit of GPU {gpu} is {limit[1]:.0f} W, its default {default[1]:.0f} W: it was set by somebody"
+    who = "opsd lowered it" if set_by_opsd(view, limit[0], limit[1]) else "it was set by somebody"
+    said = f"the power limit of GPU {gpu} is {limit[1]:.0f} W, its default {default[1]:.0f} W: {who}"
     yield SlowCause("gpu", "power cap", told(view, limit[0], POWER_LIMIT, said))
 
 
