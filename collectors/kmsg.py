@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from opsd.collectors.base import Event, Metric, NoData, Plugin, Reading, Sample
+from pydantic import Field
+
+from opsd.collectors.base import Context, Event, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.boot import boot_id
 from opsd.collectors.lib.kernel.log import (
     KERNEL,
@@ -105,6 +107,13 @@ def _identity(what: Finding) -> Hashable:
 
 class KmsgSettings(CollectorSettings):
     """The kernel's log, followed for Xids and other trouble. Needs root."""
+
+    ignored_xids: tuple[int, ...] = Field(
+        default=(),
+        strict=False,
+        examples=[(94,)],
+        description="Xids that open no incident on this site, whatever source reports them; they are counted.",
+    )
 
 
 class KmsgCollector:
@@ -290,14 +299,18 @@ class KmsgCollector:
         return [bus_id(name) for name in names if re.fullmatch(ADDRESS, name)]
 
 
+def _make(settings: KmsgSettings, context: Context) -> KmsgCollector:
+    ledger = context.shared(XidLedger)
+    ledger.ignored = frozenset(settings.ignored_xids)
+    return KmsgCollector(
+        context.state and context.state / "kmsg.json", ledger=ledger, occupancy=context.shared(Occupancy)
+    )
+
+
 COLLECTOR = Plugin(
     "kmsg",
     KmsgSettings,
-    lambda _settings, context: KmsgCollector(
-        context.state and context.state / "kmsg.json",
-        ledger=context.shared(XidLedger),
-        occupancy=context.shared(Occupancy),
-    ),
+    _make,
     {**XID_LABELS, **LABELS},
     witness=True,
 )

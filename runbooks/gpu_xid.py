@@ -20,9 +20,9 @@ from opsd.runbooks.lib.xids import (
     by_address,
     code_of,
     gpu_at,
+    gpu_to_blame,
     program_to_blame,
     rank_at,
-    too_often,
 )
 
 ASKED = "opsd_gpu_recovery_action"
@@ -157,7 +157,7 @@ def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding
         return None
     codes = [code for code in dict.fromkeys(map(code_of, day)) if code not in ECHOES]
     excuses = {code: why for code in codes if code in AMBIGUOUS and (why := program_to_blame(view, gpu, code, xids))[0]}
-    often = [code for code in codes if too_often(day, code) and code not in excuses]
+    often = [code for code in codes if code not in excuses and gpu_to_blame(view, gpu, code, day)]
     well_since = _well_since(view, gpu, day)
     episode = _episode(view, [xid for xid in day if xid.at > well_since])
     since = episode[-1].at if episode else view.wall
@@ -166,7 +166,8 @@ def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding
     if not _rung(action) or (over is not False and view.wall - since > (FRESH_S if over else QUIET_S)):
         return None
     told = [f"{bursts(day, code)} bursts of Xid {code} in a day" for code in often]
-    names = " and ".join(f"Xid {code}" for code in dict.fromkeys(map(code_of, episode)) if code not in ECHOES)
+    worst_first = sorted(episode, key=lambda xid: _rung(_action(xid)), reverse=True)
+    names = " and ".join(f"Xid {code}" for code in dict.fromkeys(map(code_of, worst_first)) if code not in ECHOES)
     blame, sure = "gpu", 0.95
     detail = ", ".join(told) or names or "the driver asks for its recovery"
     newest = next((code_of(xid) for xid in reversed(episode) if code_of(xid) not in ECHOES), None)
@@ -250,8 +251,10 @@ GPU was last reset decides, however mild the newest is. Codes without an action 
 end of the program.
 
 13, 31, 43 and 94 can be caused by the program or by the hardware. The program is named as culprit if the code also came
-on another GPU, if it failed at the same step each time, or if it died with its own error. The GPU is named if the code
-repeats only there: Xid 31 twice, any other code five times in a day.
+on another GPU, if it failed at the same step each time, or if it died with its own error. The GPU is named if a code
+repeats only there: Xid 31 twice, any other code five times in a day. Codes without an action do not count. For 13, 31
+and 43 something must also tell GPU and program apart: several programs had the code on this GPU, or a run whose ranks
+on other GPUs went without it.
 
 ## Impact
 The driver ends the program that used the GPU, or the GPU stops working for it; the job restarts or hangs. A GPU that

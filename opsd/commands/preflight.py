@@ -17,6 +17,7 @@ from rich.table import Table
 
 from opsd import exitcodes
 from opsd.collectors.infiniband import InfinibandSettings
+from opsd.collectors.kmsg import KmsgSettings
 from opsd.collectors.nvml import NvmlSettings
 from opsd.collectors.repairs import FOLDER, gpus_renewed_at
 from opsd.commands.options import Finite, SectionedGroup, config_options, option, report_options, report_targets
@@ -144,6 +145,7 @@ def preflight(
         services=settings.repair.services,
         ports_expected=settings.section(InfinibandSettings).expect,
         ports_left_out=settings.section(InfinibandSettings).leave_out,
+        ignored_xids=settings.section(KmsgSettings).ignored_xids,
         gpus_renewed_at=gpus_renewed_at(settings.agent.state_dir / FOLDER),
     )
     request = Request(context, only, skip, settings.agent.state_dir, targets, hours)

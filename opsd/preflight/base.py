@@ -142,6 +142,7 @@ class Context:
     ports_expected: tuple[str, ...] = ()
     ports_left_out: tuple[str, ...] = ()
     """Patterns of ports, as in the section ``[infiniband]``."""
+    ignored_xids: tuple[int, ...] = ()
     train: str = ""
     overrides: tuple[str, ...] = ()
     nodes: int = 1

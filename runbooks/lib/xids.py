@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Incident, View
+from opsd.runbooks.lib.runs import ranks_of
 from opsd.runbooks.lib.signals import integer, text
 
 DAY_S = 86_400.0
@@ -25,8 +26,14 @@ ECHOES = (45, 154)
 MEMORY = frozenset({48, 63, 64, 92, 94, 95, 171, 172})
 """Errors of the GPU's memory."""
 
-AMBIGUOUS = (13, 31, 43, 94)
-"""Caused by the program or the hardware: out-of-range accesses, page faults, contained memory errors."""
+PROGRAMS = frozenset({13, 31, 43})
+"""A bug of the program causes them more often than the hardware: out-of-range accesses, page faults."""
+
+AMBIGUOUS = PROGRAMS | {94}
+"""Caused by the program or the hardware; 94 is a memory error that was contained."""
+
+HARMLESS = ("none", "ignore")
+"""Actions of Xids that call for nothing."""
 
 EXIT_BEFORE_S, EXIT_AFTER_S = 5.0, 60.0
 """A program that ends this long before or after an Xid ended with it."""
@@ -89,15 +96,33 @@ def bursts(events: Iterable[Event], code: int) -> int:
 
 
 def too_often(events: Sequence[Event], code: int) -> bool:
-    """True if ``code`` came back on one GPU so often in a day that the GPU needs diagnostics."""
+    """True if ``code`` came back on one GPU so often in a day that a defect is likely."""
     return code not in ECHOES and bursts(events, code) >= (PAGE_FAULT_BURSTS if code == PAGE_FAULT else BURSTS)
+
+
+def gpu_to_blame(view: View, gpu: Gpu, code: int, events: Sequence[Event]) -> bool:
+    """True if ``code`` came back so often that the GPU needs diagnostics; ``events`` are its Xids of the last day.
+
+    Harmless codes never count. A code that programs cause counts only where something tells GPU and program apart:
+    several programs had it on this GPU, or those of a run whose other GPUs go without it.
+    """
+    own = [event for event in events if code_of(event) == code]
+    if code not in PROGRAMS:
+        return too_often([event for event in own if text(event.data, "action") not in HARMLESS], code)
+    if len({text(event.data, "process") for event in own} - {""}) > 1:
+        return too_often(own, code)
+    rank = rank_at(view, gpu)
+    if rank is None or all(other.gpu in (None, gpu.index) for other in ranks_of(view, rank.run)):
+        return False
+    of_rank = [event for event in own if integer(event.data, "pid") == rank.pid or _exits(view, rank, [event])]
+    return too_often(of_rank, code)
 
 
 def program_to_blame(view: View, gpu: Gpu, code: int, xids: Mapping[str, Sequence[Event]]) -> tuple[str, float]:
     """Why an ambiguous ``code`` is the program's fault, and the confidence; "" if it is not, or if unknown.
 
     ``xids`` are those of the last day by PCI address. A faulty program fails on other GPUs too, or at the same
-    step again. Its own error also indicates the program, unless the same GPU shows the code too often.
+    step again. Its own error also indicates the program, unless the GPU is to blame.
     """
     elsewhere = next((pci for pci, events in xids.items() if pci != gpu.pci and bursts(events, code)), None)
     if elsewhere is not None:
@@ -108,16 +133,26 @@ def program_to_blame(view: View, gpu: Gpu, code: int, xids: Mapping[str, Sequenc
     steps = {integer(end.data, "step") for end in exits}
     if len(exits) > 1 and len(steps) == 1:
         return f"the program failed after step {steps.pop()} each time", 0.8
-    return ("", 0.0) if not exits or too_often(own, code) else ("the program died with an error of its own", 0.7)
+    if not exits or gpu_to_blame(view, gpu, code, own):
+        return "", 0.0
+    return "the program died with an error of its own", 0.7
 
 
-def _own_exits(view: View, rank: RankFact, xids: Sequence[Event]) -> list[Event]:
-    """Ends of the rank's program at the time of ``xids`` with an error of its own, not one that names the hardware."""
+def _exits(view: View, rank: RankFact, xids: Sequence[Event]) -> list[Event]:
+    """Ends of the rank's program at the time of ``xids``."""
     return [
         end
         for end in view.events("rank_exited", DAY_S)
         if (text(end.data, "run"), integer(end.data, "rank")) == (rank.run, rank.rank)
-        and isinstance(error := end.data.get("error"), Mapping)
-        and not _HARDWARE.search(f"{text(error, 'type')}: {text(error, 'message')}")
         and any(-EXIT_BEFORE_S <= end.at - xid.at <= EXIT_AFTER_S for xid in xids)
+    ]
+
+
+def _own_exits(view: View, rank: RankFact, xids: Sequence[Event]) -> list[Event]:
+    """Those with an error of the program's own, not one that names the hardware."""
+    return [
+        end
+        for end in _exits(view, rank, xids)
+        if isinstance(error := end.data.get("error"), Mapping)
+        and not _HARDWARE.search(f"{text(error, 'type')}: {text(error, 'message')}")
     ]

@@ -107,6 +107,18 @@ def test_what_nvml_told_already_is_not_told_again(node: Node) -> None:
     assert values(reading, "opsd_xid_total")[GPU, "31"] == 1
 
 
+def test_xids_that_a_site_ignores_are_counted_only(node: Node) -> None:
+    """Whichever source tells of them; others are events as ever."""
+    node.ledger.ignored = frozenset({31})
+    agent = node.agent()
+    read(agent)
+    node.say(XID_31)
+    node.say(XID_79)
+    reading = read(agent)
+    assert codes(reading) == [79]
+    assert values(reading, "opsd_xid_total")[GPU, "31"] == 1
+
+
 def test_processes_cannot_forge_messages(node: Node) -> None:
     """What a process writes into the log is ignored, except where faults are injected to try things out."""
     agent = node.agent()

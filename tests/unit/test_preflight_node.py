@@ -161,6 +161,27 @@ def test_an_xid_from_before_the_reset_is_over():
     assert kernel_log.judge([broken])[1]
 
 
+def test_xids_that_a_site_ignores_are_counted_and_no_problem():
+    """As in the agent."""
+    lines = [f"NVRM: Xid (PCI:0000:1a:00): {code}, pid=7, name=python, x" for code in (94, 79)]
+    count, findings = kernel_log.judge(lines, ignored=(94,))
+    assert count == 2
+    assert [finding.summary.split(" on ")[0] for finding in findings] == ["Xid 79"]
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        ("kernel BUG at mm/slub.c:379!", Verdict.FAIL),
+        ("NVRM: GPU6 _kgspRpcRecvPoll: GSP RM heartbeat timed out", Verdict.FAIL),
+        ("md/raid1:md1: Disk failure on sda1, disabling device.", Verdict.WARN),
+    ],
+)
+def test_faults_of_the_kernel_and_of_an_array_count(line: str, verdict: Verdict):
+    """A node with an oops must be booted before its next job."""
+    assert [finding.verdict for finding in kernel_log.judge([line])[1]] == [verdict]
+
+
 def test_a_kernel_log_that_cannot_be_opened_could_not_run(tmp_path: Path):
     """A container without /dev/kmsg knows nothing about Xids."""
     with pytest.raises(CouldNotRunError, match="cannot be opened"):

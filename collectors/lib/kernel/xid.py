@@ -173,7 +173,8 @@ class XidLedger:
     more than ``window_s`` away. Used from the threads of several collectors.
 
     ``kernel_log`` is True while the kernel log is being read. It tells more of an Xid than the driver's own events do
-    (process, link, verdict), so other sources then wait a little for it to be first.
+    (process, link, verdict), so other sources then wait a little for it to be first. Codes in ``ignored`` are
+    counted only.
     """
 
     def __init__(self, *, window_s: float = 10.0, max_gpus: int = 32) -> None:
@@ -185,9 +186,10 @@ class XidLedger:
         self._counts: dict[str, dict[str, int]] = {}
         self._samples: tuple[Sample, ...] | None = None
         self.kernel_log = False
+        self.ignored: frozenset[int] = frozenset()
 
     def report(self, code: int, pci: str, *, at: float, source: str) -> bool:
-        """Count an Xid seen at the wall second ``at``. False if another source has reported it already."""
+        """Count an Xid seen at the wall second ``at``. True if it is to be reported, and not by another source."""
         with self._lock:
             last_at, last_source = self._last.get((pci, code), (float("-inf"), source))
             if last_source != source and abs(at - last_at) <= self._window_s:
@@ -199,7 +201,7 @@ class XidLedger:
             self._samples = None
             if pci in self._counts:
                 self._newest[pci] = code
-            return True
+            return code not in self.ignored
 
     def newest(self, pci: str) -> int:
         """The code of the last Xid counted for the GPU, 0 if there was none."""

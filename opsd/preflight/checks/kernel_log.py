@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +34,10 @@ _HARMLESS: Final = frozenset({XidAction.NONE, XidAction.IGNORE, XidAction.RESTAR
 _FATAL: Final = frozenset(
     {
         "gpu_init_failed",
+        "gpu_firmware_silent",
+        "kernel_oops",
         "mce",
+        "network_filesystem_crashed",
         "nvme_error",
         "filesystem_readonly",
         "filesystem_shutdown",
@@ -43,7 +46,18 @@ _FATAL: Final = frozenset(
     }
 )
 _NOTED: Final = frozenset(
-    {"edac", "cpu_lockup", "cpu_throttled", "io_error", "pcie_error", "filesystem_error", "hung_task"}
+    {
+        "clock_unstable",
+        "cpu_lockup",
+        "cpu_throttled",
+        "edac",
+        "filesystem_error",
+        "hung_task",
+        "io_error",
+        "pcie_error",
+        "peermem_error",
+        "raid_failed",
+    }
 )
 
 
@@ -57,7 +71,9 @@ def run(context: Context, progress: Progress) -> Outcome:
             f"{path} cannot be opened ({error.strerror}); run as root, outside of containers"
         ) from error
     records, now_s = [*_records(device)], time.monotonic()
-    counts, findings = judge(recent(records, now_s, context.gpus_renewed_at - (uptime_s() - now_s)))
+    counts, findings = judge(
+        recent(records, now_s, context.gpus_renewed_at - (uptime_s() - now_s)), context.ignored_xids
+    )
     return Outcome((Measurement("records", len(records)), Measurement("xids", counts)), tuple(findings))
 
 
@@ -84,8 +100,11 @@ def _of_gpus(what: object) -> bool:
     return isinstance(what, (Xid, Sxid)) or (isinstance(what, Trouble) and what.kind == "gpu_init_failed")
 
 
-def judge(messages: Iterable[str]) -> tuple[int, list[Finding]]:
-    """The number of Xids among ``messages`` and the problems, one finding per kind and device."""
+def judge(messages: Iterable[str], ignored: Collection[int] = ()) -> tuple[int, list[Finding]]:
+    """The number of Xids among ``messages`` and the problems, one finding per kind and device.
+
+    ``ignored`` are Xids that are counted and are no problem.
+    """
     xids: Counter[tuple[int, str, str]] = Counter()
     others: Counter[tuple[str, str]] = Counter()
     for text in messages:
@@ -96,7 +115,7 @@ def judge(messages: Iterable[str]) -> tuple[int, list[Finding]]:
             others["sxid_" + what.severity, what.pci_bus_id] += 1
         elif isinstance(what, Trouble):
             others[what.kind, str(what.data.get("device") or what.data.get("pci_bus_id") or "")] += 1
-    findings = [_xid(*key, count) for key, count in xids.items()]
+    findings = [_xid(*key, count) for key, count in xids.items() if key[0] not in ignored]
     findings += [f for key, count in others.items() if (f := _other(*key, count)) is not None]
     return xids.total(), findings
 
