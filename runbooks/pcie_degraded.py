@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from dataclasses import dataclass, replace
+from statistics import median_low
 
 from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, loaded, newest, rank_on, told
@@ -17,37 +17,51 @@ REPLAYS = "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"
 ERRORS, ERRORS_S = "opsd_gpu_pcie_errors_total", 600.0
 REPLAY_S, REPLAY_LIMIT = 60.0, 60.0
 """One packet a second sent again, on average over a minute; a healthy link repeats a few in a day."""
+PAST_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Links:
-    """The PCIe links of the node's GPUs by UUID."""
+    """The PCIe links of the node's GPUs by UUID. ``better`` are those that were wider or faster some minutes ago."""
 
     width: Mapping[str, float]
     width_max: Mapping[str, float]
     generation: Mapping[str, float]
     generation_max: Mapping[str, float]
+    better: frozenset[str]
 
     @classmethod
     def of(cls, view: View) -> _Links:
-        return cls(*(newest(view, name) for name in (WIDTH, WIDTH_MAX, GENERATION, GENERATION_MAX)))
+        series = [(uuid, one[0]) for name in (WIDTH, GENERATION) for uuid, one in by_gpu(view, name).items()]
+        changed = [(uuid, one, one.last) for uuid, one in series if one.last and not one.unchanged(PAST_S)]
+        better = {uuid for uuid, one, now in changed if max(value for _, value in one.values(PAST_S)) > now}
+        width, width_max, generation, best = (newest(view, n) for n in (WIDTH, WIDTH_MAX, GENERATION, GENERATION_MAX))
+        return cls(width, width_max, generation, best, frozenset(better))
+
+    def with_changed(self, uuid: str) -> _Links:
+        """The same, with this GPU as one whose link was better."""
+        return replace(self, better=self.better | {uuid})
 
     def faults(self, uuid: str, under_load: bool) -> list[str]:
         """What is wrong with the link of one GPU. A lower generation without load saves power and is normal."""
         found = []
-        width, lanes = self.width.get(uuid), self._expected(self.width_max, uuid)
-        if width is not None and lanes is not None and width < lanes:
-            found.append(f"{width:.0f} of {lanes:.0f} lanes")
-        generation, best = self.generation.get(uuid), self._expected(self.generation_max, uuid)
-        if under_load and generation is not None and best is not None and generation < best:
-            found.append(f"generation {generation:.0f} instead of {best:.0f}")
+        if lanes := self._missed(self.width, self.width_max, uuid):
+            found.append(f"{self.width[uuid]:.0f} of {lanes:.0f} lanes")
+        if under_load and (best := self._missed(self.generation, self.generation_max, uuid)):
+            found.append(f"generation {self.generation[uuid]:.0f} instead of {best:.0f}")
         return found
 
-    @staticmethod
-    def _expected(limits: Mapping[str, float], uuid: str) -> float | None:
-        """The best that the link can do: its own word, or its peers' if that is more (a slot that trained down)."""
-        own = limits.get(uuid)
-        return None if own is None else max(own, median(limits.values()))
+    def _missed(self, values: Mapping[str, float], limits: Mapping[str, float], uuid: str) -> float:
+        """The best that the link can do if it does less, else 0.
+
+        That is its own word, or that of most peers if it is more (a slot that trained down). If several GPUs are alike
+        in this and were never better, their board gives no more.
+        """
+        value, own = values.get(uuid), limits.get(uuid)
+        if value is None or own is None or value >= (best := max(own, median_low(limits.values()))):
+            return 0.0
+        alike = sum(values.get(other) == value and limits[other] == own for other in limits)
+        return 0.0 if alike > 1 and uuid not in self.better else best
 
 
 def _replays(view: View) -> dict[str, float]:
@@ -101,7 +115,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     if gpu is None or uuid not in links.width or uuid not in links.generation:
         return None
     busy = loaded(view)(uuid, rank_on(view, gpu.index))
-    if links.faults(uuid, busy) or uuid in _replays(view) or uuid in _errors(view):
+    if links.with_changed(uuid).faults(uuid, busy) or uuid in _replays(view) or uuid in _errors(view):
         return False
     return True if busy else None
 
@@ -114,7 +128,7 @@ RUNBOOK = Runbook(
 ## Meaning
 The link between a GPU and its host has fewer lanes or a lower generation than both ends support, or constantly resends
 packets. It came up that way, or was degraded after errors. A lower generation of an idle GPU is power saving and no
-incident.
+incident. Fewer lanes that several GPUs have alike, and have had all the time, come from the board and are none either.
 
 ## Impact
 On this GPU data loading, checkpoint staging and, with GPUDirect, the network run at half or a quarter of their speed.
