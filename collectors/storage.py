@@ -40,8 +40,8 @@ class StorageCollector:
 
     name = "storage"
     metrics = (
-        *series.DISK_METRICS, series.MOUNT_INFO, series.READ_ONLY, *series.SPACE_METRICS, *series.NFS_METRICS,
-        *series.CACHE_METRICS,
+        *series.DISK_METRICS, series.ARRAY_MISSING, series.MOUNT_INFO, series.READ_ONLY, *series.SPACE_METRICS,
+        *series.NFS_METRICS, *series.CACHE_METRICS,
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +58,7 @@ class StorageCollector:
 
     def collect(self) -> Reading:
         """Look once. Raises OSError if ``proc`` is not there."""
-        samples = [*self._disks(), *series.cache((self._proc / "vmstat").read_text(encoding="ascii"))]
+        samples = [*self._disks(), *self._arrays(), *series.cache((self._proc / "vmstat").read_text(encoding="ascii"))]
         mounts = read_mounts(self._proc)
         for mount in storage_mounts(mounts, self._paths())[:MAX_MOUNTS]:
             disk = "" if mount.network else self._disk_of(mount)
@@ -80,6 +80,11 @@ class StorageCollector:
                 with contextlib.suppress(OSError):  # removed meanwhile
                     stat = series.parse_disk_stat((folder / "stat").read_text(encoding="ascii"))
                     yield from self._totals.disk(folder.name, stat)
+
+    def _arrays(self) -> Iterator[Sample]:
+        with contextlib.suppress(FileNotFoundError):  # a kernel without software RAID
+            for array, missing in series.parse_mdstat((self._proc / "mdstat").read_text(encoding="utf-8")).items():
+                yield Sample(series.ARRAY_MISSING, missing, (array,))
 
     def _disk_of(self, mount: Mount) -> str:
         """The disk under a mount by its name in /sys/block, or "" if there is none."""

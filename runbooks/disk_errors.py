@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from re import compile
 
-from opsd.runbooks.base import Cause
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, Row, has, kernel_runbook
-from opsd.runbooks.lib.signals import text
+from opsd.runbooks.base import Cause, View
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, Fault, Lasting, Row, has, kernel_runbook, lasting_fault
+from opsd.runbooks.lib.signals import counted, text
 
 _NAMESPACE = compile(r"(nvme\d+)(?:c\d+)?n\d+")
 _NO_DISK = compile(r"(?:loop|sr|fd|zram|ram|nbd)\d")
@@ -24,6 +25,21 @@ def _drive(device: str) -> str:
     """The NVMe controller of a namespace or partition; other devices as they are."""
     match = _NAMESPACE.match(device)
     return match[1] if match else device
+
+
+MISSING = "opsd_storage_array_missing_disks"
+
+FAILED = Row("raid_failed", "the array {device} has failed", critical=True, within_s=0.0)
+DEGRADED = Row("raid_failed", "the array {device} lacks {disk}", within_s=0.0)
+
+
+def _arrays(view: View) -> Iterator[Fault]:
+    """Arrays that have lost disks, whenever that was."""
+    for series in view.select(MISSING):
+        if missing := series.last:
+            device, disks = series.labels["device"], counted(int(missing), "disk")
+            row, said = (FAILED, f"{device} is broken") if missing < 0 else (DEGRADED, f"{device} lacks {disks}")
+            yield lasting_fault(view, row, device, said, "/proc/mdstat", device=device, disk=disks)
 
 
 ROWS = (
@@ -64,8 +80,9 @@ RUNBOOK = kernel_runbook(
 
 ## Meaning
 The kernel has reported one of these: an NVMe controller that does not answer in time and is reset, or is given up;
-I/O errors of a disk; errors of a file system on it, up to one that is set to read-only or shut down. Devices without
-a disk (loop, CD, RAM) do not count, nor commands that a drive does not support.
+I/O errors of a disk; errors of a file system on it, up to one that is set to read-only or shut down; an array of
+software RAID that has failed or lacks a disk (`/proc/mdstat` counts as well). Devices without a disk (loop, CD, RAM) do
+not count, nor commands that a drive does not support, nor an array that is being rebuilt.
 
 ## Impact
 Reads and writes of that disk fail or hang for half a minute and longer: loaders, staged data, local checkpoints, or
@@ -77,6 +94,7 @@ the system itself. A read-only or shut down file system fails every write to it 
 3. `journalctl -k --since -1hour | grep -iE "nvme|i/o error|remounting|xfs|ext4|btrfs"`: what came first. Errors of
    the PCIe port above the drive point to the slot, not to the drive.
 4. `smartctl -a /dev/nvme0`: media errors, critical warning, temperature.
+5. `cat /proc/mdstat`: which disk of an array is missing (`_` in its list).
 
 ## Mitigation
 - Read-only or shut down: take the node out, then check the file system while it is not mounted.
@@ -92,6 +110,7 @@ the system itself. A read-only or shut down file system fails every write to it 
     component="storage",
     advice=": check the drive and have it replaced",
     cost="loaders and checkpoints on it fail",
+    lasting=Lasting("storage", _arrays),
     whole=_drive,
     causes=(Cause("pcie_error", "node"),),
 )

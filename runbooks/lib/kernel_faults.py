@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.remedies import drain_only, notify_node
 from opsd.runbooks.lib.signals import integer, latest, number, text
 
 BOOT_TIME = "opsd_host_boot_time_seconds"
 HOUR_S, DAY_S = 3600.0, 86_400.0
+_SOURCES: Mapping[str, str] = {"kmsg": "kernel log"}
 QUOTED = 4
 """Lines of the log that an incident quotes: the newest."""
 
@@ -24,7 +25,8 @@ class Row:
 
     The fault counts as over once that time has passed without them, or the node was booted. ``about`` is the field that
     says what they are about, "" for the node. ``what`` describes the fault; its placeholders are fields of the event.
-    ``apart_s`` demands that the first and the last lie so far apart. A ``critical`` fault takes the node out.
+    ``apart_s`` demands that the first and the last lie so far apart. A ``critical`` fault takes the node out; if what
+    runs can ``go_on``, the node is drained, but not swapped out of its runs.
     """
 
     event: str
@@ -35,6 +37,7 @@ class Row:
     within_s: float = DAY_S
     apart_s: float = 0.0
     critical: bool = False
+    go_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,19 @@ def _nothing(_view: View) -> Callable[[Event], bool]:
     return lambda _event: False
 
 
+@dataclass(frozen=True, slots=True)
+class Lasting:
+    """Faults that ``collector`` sees as long as they last, whatever the log has said: ``find`` returns them."""
+
+    collector: str
+    find: Callable[[View], Iterable[Fault]]
+
+
+def lasting_fault(view: View, row: Row, about: str, said: str, source: str, **data: object) -> Fault:
+    """A fault of ``row`` that is there now; ``said`` is its evidence, from ``source``."""
+    return Fault(row, about, (Event(row.event, view.wall, said, {**data, "source": source}),))
+
+
 def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iterator[Fault]:
     """What ``rows`` find in the log since the node was booted."""
     booted, elsewhere = None, _nothing(view)
@@ -112,22 +128,26 @@ def kernel_runbook(
     culprit_of: CulpritOf | None = None,
     causes: Sequence[Cause] = (),
     ignored: Ignored = _nothing,
+    lasting: Lasting | None = None,
     whole: Callable[[str], str] = str,
     first: tuple[str, ...] = (DRAIN,),
 ) -> Runbook:
     """The runbook of the incident that ``rows`` describe.
 
     One incident for each thing that they are about, or for the ``whole`` that it is part of. ``component`` is its
-    culprit's unless ``culprit_of`` names another. The node is swapped out if the incident is critical; ``advice`` ends
-    the notification, ``cost`` is what is at stake for a job on the node.
+    culprit's unless ``culprit_of`` names another. ``lasting`` finds more than the log says. The node is swapped out if
+    the incident is critical. ``advice`` ends the notification, ``cost`` is what is at stake for a job on the node.
     """
 
     def of_component(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
         return Culprit(component, view.node, detail=fault.about), None
 
+    def present(view: View) -> Iterable[Fault]:
+        return lasting.find(view) if lasting else ()
+
     def detect(view: View) -> Iterator[Finding]:
         found: dict[str, list[Fault]] = {}
-        for fault in faults(view, rows, ignored):
+        for fault in (*faults(view, rows, ignored), *present(view)):
             found.setdefault(whole(fault.about), []).append(fault)
         for about, several in found.items():
             yield finding(view, about, sorted(several, key=lambda fault: not fault.row.critical))
@@ -136,6 +156,7 @@ def kernel_runbook(
         worst = several[0]
         culprit, rank = (culprit_of or of_component)(view, worst)
         jobs = [fact.job for fact in view.ranks if fact.live]
+        lasts = any(fault.row.within_s == 0.0 for fault in several)
         events = sorted((event for fault in several for event in fault.events), key=lambda event: event.at)
         return Finding(
             kind=kind,
@@ -144,11 +165,20 @@ def kernel_runbook(
             summary=f"{view.node}: {' and '.join(dict.fromkeys(fault.what for fault in several))}",
             culprit=culprit,
             confidence=0.9,
-            evidence=tuple(Evidence(event.message, "kernel log", event.at) for event in events[-QUOTED:]),
+            evidence=tuple(
+                Evidence(event.message, _SOURCES.get(said := text(event.data, "source"), said), event.at)
+                for event in events[-QUOTED:]
+            ),
             cost=Cost(text=cost if jobs else ""),
             job=rank.job if rank else text(events[-1].data, "job") or next(iter(jobs), ""),
-            struck_at=events[-1].at,
-            data={"about": about, "at": events[-1].at, "quiet_s": max(fault.row.within_s for fault in several)},
+            struck_at=None if lasts else events[-1].at,
+            data={
+                "about": about,
+                "at": events[-1].at,
+                "quiet_s": max(fault.row.within_s for fault in several),
+                "lasts": lasts,
+                "go_on": all(fault.row.go_on for fault in several if fault.row.critical),
+            },
         )
 
     def healed(incident: Incident, view: View) -> bool | None:
@@ -156,12 +186,17 @@ def kernel_runbook(
         last = number(incident.data, "at") or incident.opened_at
         if booted is not None and booted > last:
             return True
-        if any(whole(fault.about) == text(incident.data, "about") for fault in faults(view, rows, ignored)):
+        now = (*faults(view, rows, ignored), *present(view))
+        if any(whole(fault.about) == text(incident.data, "about") for fault in now):
             return False
+        if lasting and incident.data.get("lasts") and not view.known(lasting.collector):
+            return None
         return True if view.known("kmsg") and view.wall - last >= (number(incident.data, "quiet_s") or 0.0) else None
 
     def remedy(incident: Incident, view: View) -> Sequence[Action]:
-        return notify_node(advice, swap=incident.severity == Severity.CRITICAL)(incident, view)
+        critical, go_on = incident.severity == Severity.CRITICAL, bool(incident.data.get("go_on"))
+        drain = (drain_only(incident, view),) if critical and go_on else ()
+        return (*drain, *notify_node(advice, swap=critical and not go_on)(incident, view))
 
     return Runbook(
         kind=kind,

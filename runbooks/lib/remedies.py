@@ -39,6 +39,12 @@ def notify_unsupervised(incident: Incident, view: View) -> Sequence[Action]:
     return (_notice(run, incident, "; no opsd launcher is there to restart it"),)
 
 
+def drain_only(incident: Incident, view: View) -> Action:
+    """No new job on this node; what runs there goes on."""
+    args = {"node": view.node, "incident": incident.id, "kind": incident.kind}
+    return Action("drain_node", view.node, args, incident.summary)
+
+
 def swap_out(incident: Incident, view: View) -> Iterator[Action]:
     """A planned swap of this node for every run that has ranks here and on other nodes and a live launcher.
 
@@ -46,12 +52,12 @@ def swap_out(incident: Incident, view: View) -> Iterator[Action]:
     on GPUs is drained only: jobs of any kind end there first. Ranks without one are what any user can say; their runs
     come last.
     """
-    args = {"node": view.node, "incident": incident.id, "kind": incident.kind}
+    drain = drain_only(incident, view)
     swapped, on_gpus = False, {rank.run for rank in view.ranks if rank.live and rank.gpu is not None}
     for run in sorted(view.runs, key=lambda run: run.run not in on_gpus):
         here = [rank for rank in ranks_of(view, run.run) if rank.live]
         if here and run.world_size > len(here) and supervised(view, run.run):
             swapped = True
-            yield Action("swap_node", view.node, {**args, "control": run.control}, incident.summary)
+            yield Action("swap_node", view.node, {**drain.args, "control": run.control}, incident.summary)
     if not swapped and not on_gpus:
-        yield Action("drain_node", view.node, args, incident.summary)
+        yield drain

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.base import NoData, Reading
-from opsd.collectors.lib.storage.series import is_disk, parse_disk_stat
+from opsd.collectors.lib.storage.series import is_disk, parse_disk_stat, parse_mdstat
 from opsd.collectors.storage import StorageCollector
 from opsd.collectors.storage_net import StorageNetCollector
 from tests.fakes.mounts import MOUNTSTATS
@@ -230,3 +230,39 @@ def test_the_storage_of_this_machine() -> None:
     started = time.monotonic()
     collector.collect()
     assert time.monotonic() - started < 10
+
+
+MDSTAT = """\
+Personalities : [raid1] [raid0] [raid6] [raid5] [raid4]
+md1 : active raid1 nvme0n1p2[0] nvme1n1p2[1](F)
+      1046528 blocks super 1.2 [2/1] [U_]
+      bitmap: 3/8 pages [12KB], 65536KB chunk
+
+md0 : active raid0 nvme2n1[0] nvme3n1[1]
+      15002669056 blocks super 1.2 512k chunks
+
+md5 : active raid5 sdd[3] sdc[1] sdb[0]
+      7813774336 blocks super 1.2 level 5, 512k chunk, algorithm 2 [3/2] [UU_]
+      [==>..................]  recovery = 12.6% (492552448/3906887168) finish=280.1min speed=203100K/sec
+
+md2 : broken raid0 nvme4n1[0]
+      7501333504 blocks super 1.2 512k chunks
+
+md127 : inactive sde[0](S)
+      3906887512 blocks super 1.2
+
+md3 : active (auto-read-only) raid1 sdf1[0] sdg1[1]
+      104320 blocks [2/2] [UU]
+
+unused devices: <none>
+"""
+
+
+def test_arrays_that_lack_disks(machine: Machine) -> None:
+    """A degraded and a broken array count; one that is rebuilt, complete or was never started does not."""
+    missing = {"md1": 1, "md0": 0, "md5": 0, "md2": -1, "md3": 0}
+    assert parse_mdstat(MDSTAT) == missing
+    write_tree(machine.root / "proc", {"mdstat": MDSTAT})
+    found = [sample for sample in machine.look().samples if sample.metric.name == "opsd_storage_array_missing_disks"]
+    assert {sample.labels: sample.value for sample in found} == {(name,): count for name, count in missing.items()}
+    assert parse_mdstat("Personalities : \nunused devices: <none>\n") == {}

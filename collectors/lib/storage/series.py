@@ -35,6 +35,12 @@ IO_LATENCY = _storage(
 )  # fmt: skip
 BUSY = _storage("busy_seconds_total", "Time with at least one request under way.", "seconds", "device", kind="counter")
 IN_FLIGHT = _storage("in_flight", "Requests under way.", "", "device")
+ARRAY_MISSING = _storage(
+    "array_missing_disks",
+    "Disks that an array of Linux software RAID lacks, and that it is not rebuilding; -1 if the array has failed.",
+    "",
+    "device",
+)
 MOUNT_INFO = _storage(
     "mount_info",
     "A mounted file system; disk is the label device of the disk under it.",
@@ -100,6 +106,23 @@ _VIRTUAL_DISK = re.compile(r"(?:loop|ram|zram|sr|fd|nbd)\d+|nvme\d+c\d+n\d+")
 def is_disk(name: str) -> bool:
     """True for a name in /sys/block that is worth watching: no loop or memory device, no single path of a multipath."""
     return _VIRTUAL_DISK.fullmatch(name) is None
+
+
+_ARRAY = re.compile(r"^(?P<name>md\w+) : (?P<state>\w+).*\n(?P<more>(?:[ \t]+.*\n?)*)", re.MULTILINE)
+_MEMBERS = re.compile(r"\[(\d+)/(\d+)\]")
+
+
+def parse_mdstat(text: str) -> dict[str, int]:
+    """Disks that each running array of /proc/mdstat lacks; none while it is being rebuilt, -1 if it has failed."""
+    found = {}
+    for array in _ARRAY.finditer(text):
+        members = _MEMBERS.search(array["more"])
+        if array["state"] == "broken":
+            found[array["name"]] = -1
+        elif array["state"] == "active":
+            rebuilt = members is None or re.search(r"(?:recovery|reshape) *=", array["more"])
+            found[array["name"]] = 0 if rebuilt or members is None else int(members[1]) - int(members[2])
+    return found
 
 
 class DiskOperation(NamedTuple):
