@@ -31,6 +31,7 @@ class State(StrEnum):
     ACTING = "acting"
     VERIFYING = "verifying"
     RESOLVED = "resolved"
+    UNPROVEN = "unproven"
     ESCALATED = "escalated"
 
 
@@ -307,7 +308,8 @@ class Runbook:
     so that it may act on hardware. Without it they have to give reason for the same finding. ``told_by_runs``: findings
     that name a run rest on what that run says, as they do where ``needs`` has the ranks. ``first`` are commands for the
     person on call, the best one first; the first whose placeholders (NODE, GPU, ID, WATTS and others) are all known is
-    shown.
+    shown. ``proved_by`` is what must go on so that the end of the fault can be seen: its "run", or the "load" of its
+    GPU. Once that has ended, the incident ends as unproven.
     """
 
     kind: str
@@ -327,4 +329,5 @@ class Runbook:
     causes: tuple[Cause, ...] = ()
     prediction: bool = False
     told_by_runs: bool = False
+    proved_by: Literal["", "run", "load"] = ""
     first: tuple[str, ...] = ()

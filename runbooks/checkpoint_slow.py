@@ -170,6 +170,7 @@ and slow the training by the memory and disk bandwidth that they use.
     detect=_detect,
     remedy=notify_run("; look at what checkpoints are written to"),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     verify_s=1800.0,
     causes=(Cause("storage_slow", "node", lag_s=60.0),),

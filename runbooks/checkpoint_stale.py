@@ -109,6 +109,7 @@ None now. The next failure costs all steps since the last checkpoint: the incide
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     verify_s=1800.0,
     causes=(

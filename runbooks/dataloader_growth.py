@@ -201,6 +201,7 @@ index that was built for all steps of the run.
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     clear_after_s=20.0,
     verify_s=3600.0,

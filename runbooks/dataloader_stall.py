@@ -200,6 +200,7 @@ The whole job waits for one rank's data. No step is lost if the loader continues
     detect=_detect,
     remedy=_remedy,
     healed=moved_on,
+    proved_by="run",
     needs=("ranks",),
     verify_s=20.0,
     max_attempts=2,

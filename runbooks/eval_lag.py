@@ -161,6 +161,7 @@ at 1 T tokens the model had worse evaluations than a smaller one, and the traini
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     verify_s=3600.0,
 )

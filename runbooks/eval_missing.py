@@ -143,6 +143,7 @@ was found by comparing evaluations with an older run's, after a trillion tokens.
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     verify_s=3600.0,
 )

@@ -232,6 +232,7 @@ hardware threshold clocks fall by half or more.
     detect=_detect,
     remedy=_remedy,
     healed=_healed,
+    proved_by="load",
     needs=("nvml",),
     verify_s=60.0,
     max_attempts=2,

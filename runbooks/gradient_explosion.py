@@ -95,6 +95,7 @@ follows.
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,

@@ -138,6 +138,7 @@ All training since that step is lost. A checkpoint saved after it has damaged we
     detect=_detect,
     remedy=_remedy,
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     verify_s=900.0,
 )

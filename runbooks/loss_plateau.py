@@ -203,6 +203,7 @@ Nothing fails. The steps cost as much as before, but the model learns very littl
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     clear_after_s=30.0,
     verify_s=3600.0,

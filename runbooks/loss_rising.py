@@ -140,6 +140,7 @@ A run that diverges slowly loses all steps since the rise began.
     detect=_detect,
     remedy=notify_run(),
     healed=fell_below_limit,
+    proved_by="run",
     needs=("ranks",),
     clear_after_s=30.0,
     verify_s=3600.0,

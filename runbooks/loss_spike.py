@@ -135,6 +135,7 @@ A spike that ends by itself has no lasting cost. Otherwise all steps since the l
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,

@@ -206,6 +206,7 @@ Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks a
     detect=hangs(_from_launcher, _from_pages),
     remedy=notify_unsupervised,
     healed=moved_on,
+    proved_by="run",
     needs=("ranks",),
     verify_s=180.0,
     causes=(

@@ -121,6 +121,7 @@ parallelism the rank of the fullest expert is late, and its memory may run out.
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,

@@ -200,6 +200,7 @@ A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10
     diagnose=_diagnose,
     remedy=notify_node("; {cost}"),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     open_after_s=10.0,
     look_every_s=5.0,

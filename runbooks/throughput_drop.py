@@ -223,6 +223,7 @@ In this order, as opsd does; `opsd incidents show ID` has the seconds per step o
     diagnose=_diagnose,
     remedy=notify_run("; {cost}; {culprit}"),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     open_after_s=20.0,
     clear_after_s=20.0,

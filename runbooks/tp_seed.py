@@ -98,6 +98,7 @@ loss falls, but more slowly than it should. SmolLM3 was started over after a tri
     detect=_detect,
     remedy=notify_run("; stop the run: {cost}"),
     healed=run_recovered,
+    proved_by="run",
     needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,

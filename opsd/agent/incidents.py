@@ -51,7 +51,7 @@ class Book:
 def is_over(incident: Incident, transition: Transition) -> bool:
     """True if ``transition`` ends the fault, whether opsd or a person has fixed it."""
     escalated = transition.before is State.ESCALATED and not lifecycle.is_current(incident)
-    return escalated or transition.after is State.RESOLVED
+    return escalated or transition.after in (State.RESOLVED, State.UNPROVEN)
 
 
 def turn_of(incident: Incident) -> str:

@@ -13,7 +13,9 @@ from typing import NamedTuple, TypeVar
 from opsd.agent.lifecycle import IncidentRules
 from opsd.agent.logs import Log
 from opsd.runbooks.base import Action, Finding, Incident, Runbook, View
+from opsd.runbooks.lib.gpus import gpu_of, loaded, rank_on
 from opsd.runbooks.lib.jobs import with_job
+from opsd.runbooks.lib.runs import ranks_of, run_of
 
 T = TypeVar("T")
 
@@ -120,6 +122,12 @@ class Judge:
         """Incident id -> whether the fault is over; None or missing if that is not known now."""
         return {i.id: self._try(r, partial(r.healed, i, view), None) for i, r in self._seen(incidents, view)}
 
+    def unprovable(self, incidents: Iterable[Incident], view: View) -> frozenset[str]:
+        """The ids of the incidents whose end nobody can see now: their run has ended, or their GPU is idle."""
+        return frozenset(
+            i.id for i, r in self._seen(incidents, view) if self._try(r, partial(_ended, i, r, view), False)
+        )
+
     def remedies(self, incidents: Iterable[Incident], view: View) -> Mapping[str, Sequence[Action]]:
         """Incident id -> the actions that its runbook wants; incidents whose runbook is blind now are left out."""
         return {i.id: tuple(self._try(r, partial(r.remedy, i, view), ())) for i, r in self._seen(incidents, view)}
@@ -162,6 +170,18 @@ class Judge:
 def sees(runbook: Runbook, view: View) -> bool:
     """True if every collector that the runbook needs has delivered in this tick."""
     return all(view.known(name) for name in runbook.needs)
+
+
+def _ended(incident: Incident, runbook: Runbook, view: View) -> bool:
+    """True if what the proof of health needs has ended: the run, if one is known, or else the load of the GPU."""
+    if not runbook.proved_by or not view.known("ranks"):
+        return False
+    if incident.run:
+        fact = run_of(view, incident.run)
+        working = fact is not None and fact.alive and fact.takes_part
+        return not working and not any(rank.live for rank in ranks_of(view, incident.run))
+    gpu = gpu_of(view, str(incident.data.get("uuid", "")))
+    return runbook.proved_by == "load" and gpu is not None and not loaded(view)(gpu.uuid, rank_on(view, gpu.index))
 
 
 def _with_run(finding: Finding, view: View) -> Finding:

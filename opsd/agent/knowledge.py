@@ -107,7 +107,7 @@ def _statistics_of(kind: str, group: Sequence[Incident]) -> KindStatistics:
         count=len(group),
         detect_s=_median(max(0.0, i.opened_at - min(e.at for e in i.evidence)) for i in group if i.evidence),
         resolve_s=_median(i.resolved_at - i.opened_at for i in over if i.resolved_at is not None),
-        by_itself=share(len(over) - escalated - acted),
+        by_itself=share(sum(incident.state is State.RESOLVED for incident in over) - acted),
         by_action=share(acted),
         escalated=share(escalated),
     )
@@ -124,5 +124,5 @@ def _done(incident: Incident) -> tuple[str, ...]:
 
 
 def _helped(incident: Incident) -> bool | None:
-    """True if it ended after an attempt, False if it escalated after an attempt, None without an attempt."""
-    return incident.state is State.RESOLVED if incident.attempts else None
+    """True if it ended after an attempt, False if it escalated after an attempt, None if neither is known."""
+    return incident.state is State.RESOLVED if incident.attempts and incident.state is not State.UNPROVEN else None

@@ -12,8 +12,10 @@
                            |      for verify_s (escalated)        |
                            +----- verify_s over, attempts left ---+
 
-Resolved and escalated are final. An escalated incident stays current until it is healed, so that the same fault
-opens no second one; ``resolved_at`` then says when. A healed answer of None (not known) never counts as healed.
+Resolved, unproven and escalated are final. What can only be seen while a run trains or a GPU works ends as unproven
+once that has ended for UNPROVEN_S, and is not escalated before; it is reopened if it comes back. An escalated incident
+stays current until it is healed, so that the same fault opens no second one; ``resolved_at`` then says when. A healed
+answer of None (not known) never counts as healed.
 
 An incident that is found again within ``hold_s`` of its end is reopened, and is escalated the ``max_relapses``-th time.
 A symptom whose cause is current is held: it neither ends nor escalates before its cause ends.
@@ -33,6 +35,8 @@ MAX_EVIDENCE = 24
 MAX_ACTIONS = 50
 GIVE_UP_S = 3600.0
 """An incident that was neither found nor known to be healed for this long ends as escalated: its run may be gone."""
+UNPROVEN_S = 30.0
+"""Seconds after the end of a run, or of a GPU's load, from which an incident that only they could prove is unproven."""
 COST_GAP_S = 10.0
 """Longest time between two findings for which their cost is assumed to continue."""
 GIVEN_UP = "given up after a restart of the agent: "
@@ -70,7 +74,8 @@ class Outcome:
 class Observed:
     """The input of one tick, by incident id; an id missing in ``healed`` is not known to be healed.
 
-    ``idle`` are open incidents whose runbook has nothing to do, ``held`` those whose cause is current.
+    ``idle`` are open incidents whose runbook has nothing to do, ``held`` those whose cause is current. ``unprovable``
+    has since when nobody can see any more whether an incident is over.
     """
 
     findings: Sequence[Finding] = ()
@@ -78,6 +83,7 @@ class Observed:
     idle: frozenset[str] = frozenset()
     outcomes: Sequence[Outcome] = ()
     held: frozenset[str] = frozenset()
+    unprovable: Mapping[str, float] = field(default_factory=dict)
 
 
 def is_current(incident: Incident) -> bool:
@@ -319,6 +325,8 @@ def judged(
         return incident
     if since is not None and now - since >= rule.clear_after_s and not found and incident.state is not State.ACTING:
         return _end(incident, now)
+    if not healed and not found and incident.state is not State.ACTING and incident.id in observed.unprovable:
+        return incident if now - observed.unprovable[incident.id] < UNPROVEN_S else _unproven(incident, now)
     unseen_since = max(incident.last_seen_at, watching_since)
     if answer is None and incident.state is not State.ACTING and now - unseen_since >= GIVE_UP_S:
         verdict = f"given up: nothing is known of it for {GIVE_UP_S / 60:.0f} minutes"
@@ -345,6 +353,13 @@ def _after_attempt(incident: Incident, rule: IncidentRules, watching_since: floa
     verdict = f"not over {rule.verify_s:.0f} s after {incident.attempts} {tries}"
     state = State.OPEN if incident.attempts < rule.max_attempts else State.ESCALATED
     return replace(incident, state=state, verdict=verdict)
+
+
+def _unproven(incident: Incident, now: float) -> Incident:
+    ended = f"run {incident.run} has ended" if incident.run else "its GPU is idle"
+    verdict = f"unproven: {ended}, so nobody can see whether it is over"
+    state = State.ESCALATED if incident.state is State.ESCALATED else State.UNPROVEN
+    return replace(incident, state=state, resolved_at=now, verdict=verdict)
 
 
 def _end(incident: Incident, now: float) -> Incident:

@@ -78,7 +78,7 @@ class Announcer:
             return
         if self._muted(incident.kind, transition.at):
             return
-        if transition.before is not None and transition.after not in (State.ESCALATED, State.RESOLVED):
+        if transition.before is not None and not over and transition.after is not State.ESCALATED:
             return
         state = "opened" if transition.before is None else transition.after.value
         if over and transition.after is State.ESCALATED:

@@ -67,6 +67,7 @@ class Responder:
         self._done: list[Done] = []
         self._written: dict[str, tuple[Incident, float]] = {}
         self._idle: frozenset[str] = frozenset()
+        self._unprovable: dict[str, float] = {}
         self._quota, self._over_quota = Quota(), frozenset[int | None]()
         self._unfinished = Unfinished()
         self.repairs = Repairs(journal)
@@ -108,6 +109,7 @@ class Responder:
         """Shift all times by a step of the wall clock."""
         self._book = incidents.shifted(self._book, seconds)
         self._started_at += seconds
+        self._unprovable = {name: at + seconds for name, at in self._unprovable.items()}
         self._history = [replace(past, at=past.at + seconds) for past in self._history]
 
     def respond(self, view: Window) -> None:
@@ -119,12 +121,15 @@ class Responder:
         self._done.clear()
         self.repairs.take(view)
         self._resume(view)
+        now_unprovable = self._judge.unprovable(self.current, view)
+        self._unprovable = {name: self._unprovable.get(name, view.wall) for name in now_unprovable}
         observed = lifecycle.Observed(
             findings=self._admitted(view),
             healed=self._judge.healed(self.current, view),
             idle=self._idle,
             held=correlate.held(self.current),
             outcomes=self._outcomes(),
+            unprovable=self._unprovable,
         )
         before = self._book
         self._book, ended, transitions = incidents.reduce(before, observed, self._judge.rules, view.wall)

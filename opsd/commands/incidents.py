@@ -16,7 +16,10 @@ from opsd.commands.output import fail, output_console, plain_table, printable
 from opsd.runbooks.base import Culprit, State
 from opsd.words import clock, gpu_time
 
-_STATES = {"resolved": "green", "escalated": "bold red", "returned": "green", "rma": "bold red", "left": "bold red"}
+_STATES = {
+    "resolved": "green", "unproven": "yellow", "escalated": "bold red", "returned": "green", "rma": "bold red",
+    "left": "bold red",
+}  # fmt: skip
 _REPAIR = "repair-"
 """Begins the ids of repairs."""
 

@@ -88,7 +88,7 @@ def title_of(text: str, fields: Mapping[str, object]) -> str:
 
 def type_of(fields: Mapping[str, object]) -> str:
     """The type of a message as apprise calls it, from the fields of an incident or of a launcher's event."""
-    if fields.get("state") in ("resolved", "over") or fields.get("event") == "restarted":
+    if fields.get("state") in ("resolved", "unproven", "over") or fields.get("event") == "restarted":
         return "success"
     if fields.get("event") == "finished":
         return "success" if fields.get("exit_code") == 0 else "failure"

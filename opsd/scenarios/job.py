@@ -14,6 +14,8 @@ from opsd.scenarios.ranks import NEVER, ORDER, SHARE, SimulatedRank
 from opsd.scenarios.signals import Signal
 
 NOTICED_S = 0.02
+LINGER_S = 60.0
+"""As long as the collector of ranks tells of a run that has ended."""
 TOKENS = 16_384
 
 
@@ -35,6 +37,7 @@ class SimulatedJob:
         self._order = itertools.count()
         self._events: list[Event] = []
         self._checkpoint: int | None = None
+        self._ended_at = NEVER
         self._awaited: tuple[float, int] | None = None
         self._start(began)
 
@@ -58,6 +61,10 @@ class SimulatedJob:
                 folder=(folder := f"/home/user/.local/state/opsd/runs/{self.settings.run}"),
                 logs=f"{folder}/logs",
             )
+
+    def forgotten(self, now: float) -> bool:
+        """True once the run has ended so long ago that the node has no pages of it any more."""
+        return now - self._ended_at > LINGER_S
 
     def take_events(self) -> tuple[Event, ...]:
         """The events since the last call."""
@@ -163,6 +170,7 @@ class SimulatedJob:
 
     def _give_up(self, at: float, code: int, reason: str) -> None:
         self._kill_all(at)
+        self._ended_at, self.alive = at, False
         self.state = "failed"
         self.emit("finished", at, exit_code=code, reason=reason)
 
@@ -260,6 +268,7 @@ class SimulatedJob:
 
     def _finish(self, at: float) -> None:
         self._kill_all(at)
+        self._ended_at, self.alive = at, False
         for rank in self.ranks:
             rank.state = "finished"
         self.state = "finished"

@@ -162,7 +162,9 @@ class Expectation(_Part):
     at: float | None = None
     within: float = Field(gt=0, description="Seconds from the fault to the incident, at most.")
     actions: tuple[str, ...] = Field((), description="Verbs carried out in mode act, in their order.")
-    state: dict[Mode, Literal["open", "acting", "verifying", "resolved", "escalated"]] = Field(default_factory=dict)
+    state: dict[Mode, Literal["open", "acting", "verifying", "resolved", "unproven", "escalated"]] = Field(
+        default_factory=dict
+    )
     evidence: tuple[str, ...] = Field((), description="Texts that the evidence, summary or cost must contain.")
     symptoms: tuple[str, ...] = Field((), description="Kinds that must be symptoms of this one; may open before it.")
 

@@ -162,6 +162,8 @@ class SimulatedNode:
             return NoData(self._states[collector])
         if collector == "kmsg":
             return self._kernel.collect()
+        if collector == "ranks" and self.job.forgotten(self.now):
+            return Reading(tuple(self._samples(collector)), self.job.take_events())
         if collector == "ranks":
             samples = (*self._rank_samples(), *self._samples(collector))
             return Reading(samples, self.job.take_events(), tuple(self.job.facts()))
@@ -195,11 +197,17 @@ class SimulatedNode:
                     if metric in _ALIVE_WHEN_LOST:
                         yield Sample(metric, 0.0 if metric is nvml.UP else signal.exact(now), labels)
                 elif (value := signal.read(now, rng)) is not None:
+                    if metric is nvml.GPU_UTIL and self._rests(labels[0]):
+                        value = 0.0
                     yield Sample(metric, value + use * self._ranks_on(labels[0]) if use else value, labels)
 
     def _ranks_on(self, gpu: str) -> int:
         """How many ranks have a living process on the GPU."""
         return sum(str(rank.number) == gpu and rank.process is not None for rank in self.job.ranks)
+
+    def _rests(self, gpu: str) -> bool:
+        """True if the GPU is the job's, and no rank of the job has a process on it."""
+        return int(gpu) < self.job.settings.ranks and not self._ranks_on(gpu)
 
     def _rank_samples(self) -> Iterator[Sample]:
         for rank in self.job.ranks:

@@ -31,10 +31,14 @@ class Timeline:
     ended: list[Incident] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
 
-    def tick(self, *found: Finding, healed: bool | None = None, idle: bool = False, outcomes=(), seconds=1.0) -> None:
+    def tick(
+        self, *found: Finding, healed: bool | None = None, idle: bool = False, outcomes=(), seconds=1.0, over_since=None
+    ) -> None:
         self.now += seconds
         ids = [incident.id for incident in self.book.incidents.values()]
         observed = Observed(found, dict.fromkeys(ids, healed), frozenset(ids if idle else ()), outcomes)
+        if over_since is not None:
+            observed = replace(observed, unprovable=dict.fromkeys(ids, over_since))
         self.book, ended, transitions = reduce(self.book, observed, self.rules, self.now)
         self.ended += ended
         self.transitions += transitions

@@ -120,6 +120,30 @@ def test_what_cannot_be_judged_is_given_up_after_an_hour_and_not_called_resolved
     assert "nothing is known" in ended.verdict
 
 
+@pytest.mark.parametrize("healed", [None, False])
+def test_what_can_no_longer_be_seen_ends_as_unproven(healed: bool | None) -> None:
+    """It is not escalated meanwhile, and a person who had been called hears that it is over."""
+    timeline = Timeline()
+    timeline.tick(finding(run="smol"))
+    timeline.act()
+    timeline.tick(outcomes=[timeline.outcome()])
+    ended_at = timeline.now
+    timeline.tick(healed=healed, seconds=lifecycle.UNPROVEN_S - 1, over_since=ended_at)
+    assert timeline.incident.state is State.VERIFYING
+    timeline.tick(healed=healed, seconds=1, over_since=ended_at)
+    (ended,) = timeline.ended
+    assert (ended.state, ended.resolved_at) == (State.UNPROVEN, timeline.now)
+    assert ended.verdict == "unproven: run smol has ended, so nobody can see whether it is over"
+    for number in (0, 1):
+        timeline.tick(finding())
+        timeline.act()
+        timeline.tick(finding(), outcomes=[timeline.outcome(number=number)])
+        timeline.tick(finding(), seconds=11)
+    assert timeline.incident.state is State.ESCALATED
+    timeline.tick(healed=healed, seconds=lifecycle.UNPROVEN_S, over_since=timeline.now)
+    assert timeline.ended[-1].state is State.ESCALATED
+
+
 def test_cost_accumulates_over_the_life_of_the_incident() -> None:
     """GPU-seconds never shrink, and grow with the share lost where the finding says how many GPUs pay."""
     timeline = Timeline()

@@ -117,10 +117,12 @@ def test_people_who_were_called_hear_when_it_is_over() -> None:
     announce(incident(resolved_at=1.0, relapses=3), over)
     announce(incident(resolved_at=1.0), over)
     announce(incident(resolved_at=1.0), Transition("i", "trouble", State.VERIFYING, State.ESCALATED, 1.0, ""))
-    assert eventually(lambda: len(told) == 2)
+    announce(incident(resolved_at=1.0), Transition("i", "trouble", State.VERIFYING, State.UNPROVEN, 1.0, ""))
+    assert eventually(lambda: len(told) == 3)
     assert [text.partition(": GPU")[0] for text in told] == [
         "[warning] n17: trouble over",
         "[warning] n17: trouble escalated",
+        "[warning] n17: trouble unproven",
     ]
 
 
