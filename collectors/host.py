@@ -18,6 +18,9 @@ from pydantic import Field
 from opsd.collectors.base import Metric, MetricKind, Plugin, Reading, Sample
 from opsd.collectors.lib.census import Census
 from opsd.collectors.lib.clock import ClockState, read_clock
+from opsd.collectors.lib.gpu_bus import LABELS as BUS_LABELS
+from opsd.collectors.lib.gpu_bus import METRICS as BUS_METRICS
+from opsd.collectors.lib.gpu_bus import GpuBus
 from opsd.collectors.lib.storage.mounts import mount_of, read_mounts, way_to
 from opsd.settings.section import AnyPath, CollectorSettings
 
@@ -68,9 +71,10 @@ NUMA_MISSED = _host(
 METRICS: Final = (
     CPU, CPUS, LOAD, MEMORY_TOTAL, MEMORY_AVAILABLE, MEMORY_SHARED, SWAP_TOTAL, SWAP_USED, PRESSURE, BOOT_TIME,
     DISK_SIZE, DISK_AVAILABLE, INODES, INODES_FREE, PROCESSES, BLOCKED, OPEN_FILES, OPEN_FILES_MAX,
-    CLOCK_SYNCED, CLOCK_OFFSET, CLOCK_ERROR, NUMA_TOTAL, NUMA_FREE, NUMA_MISSED,
+    CLOCK_SYNCED, CLOCK_OFFSET, CLOCK_ERROR, NUMA_TOTAL, NUMA_FREE, NUMA_MISSED, *BUS_METRICS,
 )  # fmt: skip
 LABELS: Final = {
+    **BUS_LABELS,
     "mode": "modes of processor time",
     "minutes": "1, 5, 15",
     "resource": "cpu, memory, io",
@@ -158,7 +162,7 @@ class HostCollector:
     caller: they are ``StorageNetCollector``'s.
 
     Looking at every process takes a millisecond per hundred of them, and users may start hundreds of thousands: that is
-    done every ``scan_s`` seconds only, a part at a time. The NUMA nodes are read as often.
+    done every ``scan_s`` seconds only, a part at a time. The NUMA nodes and the PCI bus are read as often.
     """
 
     name = "host"
@@ -178,6 +182,7 @@ class HostCollector:
         self._sys = sys
         self._wall_clock = wall_clock
         self._numa: Sequence[NumaNode] = ()
+        self._bus, self._gpus = GpuBus(proc, sys), tuple[Sample, ...]()
         self._mounts = tuple(mounts)
         self._clock = clock
         self._scan_s = scan_s
@@ -233,6 +238,7 @@ class HostCollector:
         now = self._clock()
         if self._scanned is None or now - self._scanned >= self._scan_s:
             self._numa, self._scanned = read_numa_nodes(self._sys), now
+            self._gpus = tuple(self._bus.samples())
             self._census.begin()
         for state, count in self._census.go_on().items():
             yield Sample(PROCESSES, count, (state,))
@@ -240,6 +246,7 @@ class HostCollector:
             yield Sample(NUMA_TOTAL, node.total_bytes, (node.name,))
             yield Sample(NUMA_FREE, node.free_bytes, (node.name,))
             yield Sample(NUMA_MISSED, node.missed, (node.name,))
+        yield from self._gpus
 
     def _local_mounts(self) -> Iterator[Path]:
         mounts = read_mounts(self._proc)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Culprit, View
+from opsd.runbooks.base import Cause, Culprit, Series, View
 from opsd.runbooks.lib.gpus import gpu_culprit
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Row, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Lasting, Row, kernel_runbook, lasting_fault
 from opsd.runbooks.lib.signals import text
 
 ROWS = (
@@ -40,8 +42,51 @@ ROWS = (
 )
 
 
+ON_BUS, RELEASES = "opsd_host_gpu_on_bus_info", "opsd_host_gpu_driver_info"
+LASTED_S = 120.0
+"""The driver needs half a minute to start the GPUs of a node, and an upgrade replaces file after file."""
+
+NOT_STARTED = Row("gpu_init_failed", "{what} {pci_bus_id}", critical=True, within_s=0.0)
+REPLACED = Row(
+    "gpu_driver_replaced",
+    "the driver's library on the disk is of release {library}, its loaded module of {module}",
+    critical=True,
+    within_s=0.0,
+    go_on=True,
+)
+
+
+def _lasting(view: View) -> Iterator[Fault]:
+    """GPUs on the bus that the driver does not have, and a library that does not fit the loaded module."""
+    loaded = False
+    for series in _lasted(view, RELEASES):
+        module, library = series.labels["module"], series.labels["library"]
+        loaded = bool(module)
+        if module and library and module != library:
+            said = "every program that is started now fails with a version mismatch; those that run go on"
+            yield lasting_fault(view, REPLACED, "library", said, "host", module=module, library=library)
+    started = {gpu.pci_bus_id for gpu in view.gpus}
+    for series in _lasted(view, ON_BUS):
+        of = series.labels
+        pci, driver, unbound = of["pci_bus_id"], of["driver"], not of["driver"] and (loaded or of["display"] == "no")
+        if of["excluded"] == "no" and pci not in started and (unbound or (driver == "nvidia" and started)):
+            what = "no kernel driver has the GPU at" if unbound else "the driver has not started the GPU at"
+            said = f"{pci} is on the PCI bus, with the kernel driver {driver or 'none'}; the NVIDIA driver lists it not"
+            yield lasting_fault(view, NOT_STARTED, pci, said, "host", pci_bus_id=pci, what=what)
+
+
+def _lasted(view: View, metric: str) -> Iterator[Series]:
+    """The series that have been there for some minutes, unchanged."""
+    for series in view.select(metric):
+        points = series.values(LASTED_S)
+        if series.last is not None and view.now - points[0][0] >= LASTED_S - 5.0:
+            yield series
+
+
 def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
     """The GPU at this address if the node has ever seen it, else the node."""
+    if fault.row is REPLACED:
+        return Culprit("node", view.node, detail="driver library"), None
     gpu = next((gpu for gpu in view.gpus if fault.about and gpu.pci_bus_id == fault.about), None)
     if gpu is not None:
         return gpu_culprit(view, gpu.index, "cannot be started")
@@ -58,24 +103,29 @@ RUNBOOK = kernel_runbook(
 `RmInitAdapter failed` or a probe that failed: the driver is loaded and cannot start this GPU. Or the GPU's firmware
 (GSP) no longer answers the driver, or the driver's watchdog says that a GPU is locked, without an Xid. Or the module
 `nvidia-peermem` does not load beside the present network driver (a symbol of another version), or reports an invalid
-context. A mismatch of a client's library with the driver (`API mismatch`) is no incident, as any container can cause
-it.
+context. Two more are seen without a message, once they have lasted for two minutes: a GPU on the PCI bus that the
+driver does not have, and a library of the driver on the node's disk that is of another release than the loaded module,
+mostly after an unattended upgrade. GPUs of another kernel driver (`vfio-pci`, `nouveau`) and excluded ones do not
+count. A mismatch of a client's library (`API mismatch`) in a container is no incident.
 
 ## Impact
 The GPU is missing, and jobs that ask for it fail at their first CUDA call. Without `nvidia-peermem`, and where NCCL
 does not use DMA-BUF instead, collectives between nodes pass through main memory and are several times slower; after
-an invalid context a buffer may not have been released.
+an invalid context a buffer may not have been released. After an upgrade of the library running jobs go on. Every new
+one fails at once, so that Slurm feeds its queue into this node.
 
 ## Diagnosis
 1. `opsd incidents show ID`: which GPU with which status, or which symbol.
 2. `journalctl -k --since -1day | grep -E "NVRM|nvidia|peermem"`: the lines before it say more: GSP firmware, an
    invalid BAR, a GPU that this release does not support.
 3. `nvidia-smi -L` and `ls /proc/driver/nvidia/gpus`: which GPUs the driver has started, and which it knows.
-4. `grep -c ib_register_peer_memory_client /proc/kallsyms`: 0 without a network driver that has the interface.
+4. `cat /sys/module/nvidia/version` and `ls -l /usr/lib/*/libnvidia-ml.so.1`: the two releases.
+5. `grep -c ib_register_peer_memory_client /proc/kallsyms`: 0 without a network driver that has the interface.
 
 ## Mitigation
 - A GPU: a cold start (power off, not only a reboot), then reseat it, then replace it. All GPUs at once: the wrong
   driver release, its firmware files, or nouveau was loaded first.
+- Two releases: drain the node and reboot it, then hold back the driver's packages (`apt-mark hold`).
 - A symbol of another version: rebuild the NVIDIA modules after the network driver, or set NCCL to DMA-BUF.
 - An invalid context: a newer driver; end jobs before you restart its services.
 
@@ -83,10 +133,11 @@ an invalid context a buffer may not have been released.
 - observe: opens the incident; resolves it after a reboot, or after a day without such a message.
 - recommend: the same, and notifies.
 - act: for a GPU, a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain
-  allows it.
+  allows it. For two releases the node is drained only: what runs there goes on.
 """,
     advice=": start it cold, or install modules that fit each other",
     cost="jobs fail at their first CUDA call, or their collectives are slow",
     culprit_of=_culprit,
+    lasting=Lasting("host", _lasting),
     causes=(Cause("gpu_lost", "gpu"), Cause("gpu_xid", "gpu"), Cause("gpu_xid", "node")),
 )

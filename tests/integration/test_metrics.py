@@ -30,8 +30,10 @@ ELSEWHERE = {
 }  # fmt: skip
 """What the simulated H100 does not tell, and what is off by default."""
 
-OF_THE_KERNEL = ("opsd_host_pressure", "opsd_host_numa", "opsd_host_clock_offset", "opsd_host_clock_max_error")
-"""Not told by every kernel, or not while no service keeps the clock right."""
+OF_THE_KERNEL = (
+    "opsd_host_pressure", "opsd_host_numa", "opsd_host_clock_offset", "opsd_host_clock_max_error", "opsd_host_gpu_",
+)  # fmt: skip
+"""Not told by every kernel, or not while no service keeps the clock right, or only on machines with a real GPU."""
 
 OF_SOME_RUNS = ("opsd_evaluation_", "opsd_rank_router_")
 """Gauges of runs that evaluate their checkpoints, or have a mixture of experts; this one does neither."""
