@@ -93,7 +93,8 @@ class Finding:
     ``key`` is what makes it the same incident next tick (GPU UUID, run and rank). ``run`` is the run that it concerns;
     the agent fills it in where a runbook leaves it empty. An incident opens once it has been
     found for ``lasting_s``, if that is longer than the runbook's ``open_after_s``. ``struck_at`` is the epoch second of
-    the newest event that the finding rests on, None if it rests on a condition that lasts.
+    the newest event that the finding rests on, None if it rests on a condition that lasts. ``gravity`` orders what is
+    to be done about it, from 1 on, for kinds in which that can rise; 0 for all others.
     """
 
     kind: str
@@ -109,6 +110,7 @@ class Finding:
     run: str = ""
     lasting_s: float = 0.0
     struck_at: float | None = None
+    gravity: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ class Incident:
     ``cause`` is the id of the incident that this one is a symptom of. ``relapses`` counts how often it ended and
     came back, the last time at ``reopened_at``. ``job`` and ``run`` are those that it concerns, "" for none.
     ``proposed`` are the actions that its runbook asks for, whatever the policy makes of them: verb, target and args.
-    ``struck_at`` is that of its newest finding, see ``Finding``.
+    ``struck_at`` is that of its newest finding, see ``Finding``; ``gravity`` is the highest so far. ``worse`` is true
+    if it has risen while actions are under way.
     """
 
     id: str
@@ -167,6 +170,8 @@ class Incident:
     run: str = ""
     proposed: tuple[Mapping[str, object], ...] = ()
     struck_at: float | None = None
+    gravity: int = 0
+    worse: bool = False
 
 
 class Series(Protocol):

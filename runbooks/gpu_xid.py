@@ -197,6 +197,7 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, x
         ),
         cost=Cost(text="the driver ends the program that used it" if rank else ""),
         job=rank.job if rank else _job(xids),
+        gravity=_rung(action),
         struck_at=xids[-1].at if xids and _asked(view, gpu.uuid) in (None, "none") else None,
         data={
             "uuid": gpu.uuid,

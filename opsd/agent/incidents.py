@@ -19,7 +19,7 @@ PENDING_GAP_S = 2.5
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """A change of an incident's state, or its end. ``before`` is None when it was opened.
+    """A change of an incident's state, its end, or that it has become ``worse``. ``before`` is None when it was opened.
 
     An escalated incident stays escalated when it ends: see ``is_over``.
     """
@@ -30,6 +30,7 @@ class Transition:
     after: State
     at: float
     text: str
+    worse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,14 @@ def reduce(
         rule = rules.get(incident.kind, IncidentRules())
         after = lifecycle.settled(incident, outcomes.get(incident.id, ()), rule, now)
         finding = found.get(name)
+        worse = finding is not None and lifecycle.rises(after, finding)
         if finding is not None:
             after = lifecycle.merged(after, finding, now)
         after = lifecycle.judged(after, observed, finding is not None, rule, book.watching_since, now)
-        if after.state != incident.state or not lifecycle.is_current(after):
+        if worse:
+            text = f"worse: {after.summary}"
+            transitions.append(Transition(after.id, after.kind, incident.state, after.state, now, text, worse=True))
+        elif after.state != incident.state or not lifecycle.is_current(after):
             transitions.append(_transition(incident.state, after, now))
         if lifecycle.is_current(after):
             current[name] = after

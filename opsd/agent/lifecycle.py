@@ -12,6 +12,9 @@
                            |      for verify_s (escalated)        |
                            +----- verify_s over, attempts left ---+
 
+A finding that is graver than all before makes an incident open again from any of these states, with all its attempts;
+one whose actions are under way follows once they have ended.
+
 Resolved, unproven and escalated are final. What can only be seen while a run trains or a GPU works ends as unproven
 once that has ended for UNPROVEN_S, and is not escalated before; it is reopened if it comes back. An escalated incident
 stays current until it is healed, so that the same fault opens no second one; ``resolved_at`` then says when. A healed
@@ -228,23 +231,39 @@ def opened(finding: Finding, now: float) -> Incident:
         data=finding.data,
         run=finding.run,
         struck_at=finding.struck_at,
+        gravity=finding.gravity,
     )
 
 
+def rises(incident: Incident, finding: Finding) -> bool:
+    """True if the finding is graver than all before: its severity is higher, or more has to be done about it."""
+    severer = _SEVERITIES.index(finding.severity) > _SEVERITIES.index(incident.severity)
+    return severer or 0 < incident.gravity < finding.gravity
+
+
+def worsened(incident: Incident, verdict: str) -> Incident:
+    """The incident from a rise on: it is answered as a new one would be, once the actions under way have ended."""
+    if incident.state is State.ACTING:
+        return replace(incident, worse=True)
+    return replace(incident, state=State.OPEN, attempts=0, acted_at=None, verdict=verdict, worse=False)
+
+
 def merged(incident: Incident, finding: Finding, now: float) -> Incident:
-    """The incident with a further finding. A surer one replaces the culprit; severity and cost never shrink.
+    """The incident with a further finding. A surer or graver one replaces the culprit; severity and cost never shrink.
 
     Rank, job and run are those at the time of the evidence: the same evidence, judged later, only adds to them.
     """
-    surer = finding.confidence >= incident.confidence
+    graver = rises(incident, finding)
+    surer = graver or finding.confidence >= incident.confidence
     same = finding.struck_at is not None and finding.struck_at == incident.struck_at
     first, second = (incident, finding) if same else (finding, incident)
-    return replace(
+    after = replace(
         incident,
         severity=max(incident.severity, finding.severity, key=_SEVERITIES.index),
+        gravity=max(incident.gravity, finding.gravity),
         summary=finding.summary if surer else incident.summary,
         culprit=_with_rank(finding.culprit, incident.culprit, same=same) if surer else incident.culprit,
-        confidence=max(incident.confidence, finding.confidence),
+        confidence=finding.confidence if surer else incident.confidence,
         evidence=_evidence(incident, finding),
         cost=_cost(incident.cost, finding.cost, now - incident.last_seen_at),
         job=first.job or second.job,
@@ -253,6 +272,7 @@ def merged(incident: Incident, finding: Finding, now: float) -> Incident:
         struck_at=incident.struck_at if finding.struck_at is None else finding.struck_at,
         data={**incident.data, **finding.data},
     )
+    return worsened(after, f"worse: {finding.summary}") if graver else after
 
 
 def _with_rank(new: Culprit, old: Culprit, *, same: bool) -> Culprit:
@@ -304,6 +324,8 @@ def settled(incident: Incident, outcomes: Sequence[Outcome], rule: IncidentRules
     after = replace(incident, actions=tuple(actions))
     if incident.state is not State.ACTING or any(action.get("outcome") == "running" for action in actions):
         return after
+    if incident.worse:
+        return worsened(replace(after, state=State.OPEN), f"worse: {incident.summary}")
     failures = [outcome.detail for outcome in outcomes if not outcome.ok]
     if failures and all(outcome.put_off for outcome in outcomes if not outcome.ok):
         return replace(after, state=State.OPEN, attempts=incident.attempts - 1, verdict=f"put off: {failures[0]}")

@@ -78,18 +78,19 @@ class Announcer:
             return
         if self._muted(incident.kind, transition.at):
             return
-        if transition.before is not None and not over and transition.after is not State.ESCALATED:
+        told = transition.before is None or over or transition.worse or transition.after is State.ESCALATED
+        if not told:
             return
-        state = "opened" if transition.before is None else transition.after.value
+        state = "opened" if transition.before is None else "worse" if transition.worse else transition.after.value
         if over and transition.after is State.ESCALATED:
             state = "over"
         text = f"[{incident.severity}] {self._node}: {incident.kind} {state}: {incident.summary}"
-        told = brief(incident, self._mode_of(incident.kind), self._node)
+        shown = brief(incident, self._mode_of(incident.kind), self._node)
         if not over:
-            text = f"{text}; costs: {told.cost}; {told.acts}; next: {told.command}"
+            text = f"{text}; costs: {shown.cost}; {shown.acts}; next: {shown.command}"
         fields: dict[str, object] = {
-            "acts": told.acts,
-            "command": told.command,
+            "acts": shown.acts,
+            "command": shown.command,
             "id": incident.id,
             "node": self._node,
             "kind": incident.kind,

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from opsd.simulated.gpus import SimulatedGpus
 from opsd.slurm.deferred import DeferredUpdates
 from tests.fakes.clock import eventually
 from tests.fakes.process import Opsd
+from tests.fakes.webhook import Webhook
 
 pytestmark = pytest.mark.xdist_group("agent-process")
 
@@ -210,3 +212,29 @@ def test_systemd_is_told(opsd: Opsd, tmp_path: Path) -> None:
             while True:
                 messages.append(notified.recv(100))
         assert messages[-1] == b"STOPPING=1"
+
+
+def test_an_incident_that_gets_worse_is_acted_on(gpu_opsd: Opsd, gpus: SimulatedGpus) -> None:
+    """A restart of the program would have done, then the GPU's firmware stops: the node is to be drained, and told."""
+    act = ("--set=policy.mode=act", "--set=policy.drain=true")
+    with (
+        Webhook() as webhook,
+        gpu_opsd.agent("--set=agent.interval_s=0.2", f"--set=notify.webhook={webhook.url}", *act),
+    ):
+
+        def incident() -> dict[str, Any]:
+            found = json.loads(gpu_opsd.get("/api/v1/incidents?state=current") or '{"incidents": []}')["incidents"]
+            return next((one for one in found if one["kind"] == "gpu_xid"), {})
+
+        def verbs() -> list[str]:
+            return [action["verb"] for action in incident().get("actions", ()) if action["outcome"] != "running"]
+
+        assert eventually(gpu_opsd.shows('opsd_collector_state{collector="nvml",state="ok"} 1.0'))
+        gpus[0].raise_xid(69)
+        assert eventually(lambda: verbs() == ["notify"], 60)
+        assert incident()["state"] == "verifying"
+        gpus[0].raise_xid(119)
+        assert eventually(lambda: "drain_node" in verbs(), 60), incident()
+        assert "Xid 119" in incident()["summary"]
+        assert eventually(lambda: any("gpu_xid worse: GPU 0" in str(post["text"]) for post in webhook.posts), 30)
+    assert sum("worse" in str(post["text"]) for post in webhook.posts) == 1

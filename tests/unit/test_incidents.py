@@ -144,6 +144,41 @@ def test_what_can_no_longer_be_seen_ends_as_unproven(healed: bool | None) -> Non
     assert timeline.ended[-1].state is State.ESCALATED
 
 
+WORSE = [{"severity": Severity.CRITICAL}, {"gravity": 5}]
+
+
+@pytest.mark.parametrize("changes", WORSE)
+@pytest.mark.parametrize("state", [State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED])
+def test_what_gets_worse_is_answered_anew_in_every_state(state: State, changes: dict[str, object]) -> None:
+    """It is told once, with the new culprit; actions under way end first. What falls again is not told."""
+    timeline = Timeline()
+    mild, grave = finding(gravity=2), finding(gravity=3, confidence=0.5, summary="GPU 0 is lost")
+    grave = replace(grave, **changes)
+    timeline.tick(mild)
+    if state is not State.OPEN:
+        timeline.act()
+    if state in (State.VERIFYING, State.ESCALATED):
+        timeline.tick(mild, outcomes=[timeline.outcome()])
+    if state is State.ESCALATED:
+        timeline.tick(mild, seconds=11)
+        timeline.act()
+        timeline.tick(mild, outcomes=[timeline.outcome(number=1)])
+        timeline.tick(mild, seconds=11)
+    assert timeline.incident.state is state
+    before = len(timeline.transitions)
+    for _ in (1, 2):
+        timeline.tick(grave)
+    timeline.tick(mild)
+    after = timeline.incident
+    assert [t.text for t in timeline.transitions[before:] if t.worse] == ["worse: GPU 0 is lost"]
+    if state is State.ACTING:
+        assert (after.state, after.attempts) == (State.ACTING, 1)
+        timeline.tick(grave, outcomes=[timeline.outcome()])
+        after = timeline.incident
+    assert (after.state, after.attempts, after.severity) == (State.OPEN, 0, grave.severity)
+    assert after.gravity == grave.gravity
+
+
 def test_cost_accumulates_over_the_life_of_the_incident() -> None:
     """GPU-seconds never shrink, and grow with the share lost where the finding says how many GPUs pay."""
     timeline = Timeline()

@@ -19,7 +19,7 @@ from opsd.agent.incidents import Transition
 from opsd.agent.logs import Log
 from opsd.agent.notify import MAX_WAITING, Announcer, WebhookNotifier
 from opsd.notify.outgoing import send_json
-from opsd.runbooks.base import State
+from opsd.runbooks.base import Severity, State
 from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
@@ -95,17 +95,19 @@ def test_an_environment_in_which_nothing_can_be_posted_is_a_sentence(
 
 
 def test_people_hear_of_beginning_and_end_and_not_of_the_steps_between() -> None:
-    """Opened, escalated and resolved are announced; verifying and a second attempt are not."""
+    """Opened, escalated, worse and resolved are announced; verifying and a second attempt are not."""
     told: list[str] = []
     announce = Announcer(lambda text, fields: told.append(text), "n17", SILENT)
     states = [None, State.OPEN, State.ACTING, State.VERIFYING, State.OPEN, State.ESCALATED]
     for before, after in pairwise(states):
         assert after is not None
         announce(incident(), Transition("i", "trouble", before, after, 1.0, ""))
-    assert eventually(lambda: len(told) == 2)
+    announce(incident(severity=Severity.CRITICAL), Transition("i", "t", State.OPEN, State.OPEN, 1.0, "", worse=True))
+    assert eventually(lambda: len(told) == 3)
     assert [text.partition(": GPU")[0] for text in told] == [
         "[warning] n17: trouble opened",
         "[warning] n17: trouble escalated",
+        "[critical] n17: trouble worse",
     ]
 
 
