@@ -1,4 +1,4 @@
-"""The Lustre client of the node has lost data in flight, or has crashed."""
+"""The client of a shared file system has lost data in flight, or Lustre's has crashed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ RUNBOOK = kernel_runbook(
     "lustre_client",
     ROWS,
     """
-# The Lustre client was evicted, or has crashed
+# A client of a shared file system was evicted, or has crashed
 
 ## Meaning
-A server has evicted this client: it had not answered for too long, and what it had not written yet was thrown away.
-Or the client has hit an assertion (`LBUG`), after which every access hangs until the node is booted. A connection
-that is lost and restored is neither; while it is lost, `storage_slow` says so.
+A server of Lustre or CephFS has evicted this client: it had not answered for too long, and what it had not written yet
+was thrown away. Or a server of NFSv4 has ended the lease of this client, or did not give a lock back. Or Lustre's
+client has hit an assertion (`LBUG`), after which every access hangs until the node is booted. A connection that is lost
+and restored is none of these; while it is lost, `storage_slow` says so. Failed requests (`rc = -107`) and time-outs of
+LNet are quoted as evidence.
 
 ## Impact
 Reads and writes that were in flight fail with an I/O error, so that a rank may crash or a file may be incomplete.
@@ -47,6 +49,7 @@ After an LBUG processes hang and cannot be killed.
   policy.drain allows it.
 """,
     component="storage",
+    beside="network_filesystem_error",
     advice=": verify what was being written at that time",
     cost="reads and writes in flight have failed",
     first=("journalctl -k --since -1hour",),

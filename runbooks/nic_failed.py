@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
+
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, View
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Row, has, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, Fault, Row, kernel_runbook
 from opsd.runbooks.lib.ports import dependent, name, port_of
 from opsd.runbooks.lib.signals import text
 
@@ -20,6 +22,7 @@ DEAD = frozenset(
         "unrecoverable hardware error",
         "pre-initializing",
         "probe failed",
+        "device is not ready",
     }
 )
 SILENT = frozenset({"TX timeout detected", "Tx Unit Hang", "tx_timeout", "transmit queue"})
@@ -30,51 +33,32 @@ UNANSWERED = frozenset({"didn't send a completion", "command timed out", "RX tim
 CAUSES = DEAD | SILENT | UNANSWERED | {QUEUE}
 """What the adapter's driver says when the adapter itself has failed; the rest is for ``nic_degrading``."""
 
+
+def _rows(what: str, causes: Collection[str], *, critical: bool = False) -> tuple[Row, Row]:
+    """The fault of an adapter that its driver names by its address, and of one that it names by its device."""
+
+    def named(address: bool) -> Callable[[Data], bool]:
+        return lambda data: text(data, "cause") in causes and ("pci_bus_id" in data) is address
+
+    at, of = (f"the adapter {words} {what}" for words in ("at {pci_bus_id}", "of {device}"))
+    return (
+        Row("nic_error", at, named(True), "pci_bus_id", within_s=HOUR_S, critical=critical),
+        Row("nic_error", of, named(False), "device", within_s=HOUR_S, critical=critical),
+    )
+
+
 ROWS = (
-    Row(
-        "nic_error",
-        "the adapter at {pci_bus_id} has failed: {cause}",
-        has("cause", *DEAD),
-        "pci_bus_id",
-        within_s=HOUR_S,
-        critical=True,
-    ),
-    Row(
-        "nic_error",
-        "the adapter at {pci_bus_id} does not send",
-        lambda data: text(data, "cause") in SILENT and "pci_bus_id" in data,
-        "pci_bus_id",
-        within_s=HOUR_S,
-        critical=True,
-    ),
-    Row(
-        "nic_error",
-        "the adapter of {device} does not send",
-        lambda data: text(data, "cause") in SILENT and "pci_bus_id" not in data,
-        "device",
-        within_s=HOUR_S,
-        critical=True,
-    ),
-    Row(
-        "nic_error",
-        "the adapter at {pci_bus_id}{device} has not answered its driver in time",
-        has("cause", *UNANSWERED),
-        "pci_bus_id",
-        within_s=HOUR_S,
-    ),
-    Row(
-        "nic_error",
-        "a completion queue of the adapter at {pci_bus_id} has an error (syndrome {status})",
-        has("cause", QUEUE),
-        "pci_bus_id",
-        within_s=HOUR_S,
-    ),
+    *_rows("has failed: {cause}", DEAD, critical=True),
+    *_rows("does not send", SILENT, critical=True),
+    *_rows("has not answered its driver in time", UNANSWERED),
+    *_rows("has an error in a completion queue (syndrome {status})", {QUEUE}),
 )
 
 
 def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
     """The port by its name, and a rank that needs the network."""
-    ports = [series.labels for series in view.select("opsd_ib_port_info", pci_bus_id=fault.about)]
+    about = {fault.row.about: fault.about}
+    ports = [series.labels for series in view.select("opsd_ib_port_info", **about)] if fault.about else []
     detail = name(port_of(ports[0])) if ports else f"adapter {fault.about}"
     return Culprit("network", view.node, detail=detail), dependent(view)
 

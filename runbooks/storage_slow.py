@@ -36,6 +36,9 @@ minute before it says that a server does not respond."""
 SOFT_S = 60.0
 """A soft NFS mount gives an operation up (`timed out`). Neither it nor CIFS says when the server answers again."""
 
+ERRORS_QUOTED = 2
+"""Errors of Lustre's requests and of its network that an incident about a lost server quotes: the newest."""
+
 COSTLY = 0.1
 WAITING_S = 3.0
 """It costs training time once ranks wait for data in a tenth of their steps, or one waits this long right now."""
@@ -112,7 +115,7 @@ def _still_lost(event: Event, age_s: float) -> bool:
     """Whether a loss so old means that the server is gone, with no word that it is back."""
     filesystem = text(event.data, "fs")
     unended = filesystem == "cifs" or text(event.data, "outcome") == "timed out"
-    waited = filesystem == "cifs" or filesystem.startswith("nfs") or age_s >= RECONNECT_S
+    waited = filesystem.startswith(("cifs", "nfs", "lockd")) or age_s >= RECONNECT_S
     return waited and (not unended or age_s < SOFT_S)
 
 
@@ -161,6 +164,7 @@ def _finding(view: View, slow: _Slow, evicted: float) -> Finding:
     share, ranks = _waiting(view), [rank for rank in view.ranks if rank.live]
     again = f"{evicted:.0f} pages a second are read again soon after they were evicted" if evicted else ""
     waits = f"ranks wait for data in {share:.0%} of their time" if share >= COSTLY else ""
+    errors = view.events("network_filesystem_error", LOST_S) if slow.source == "kernel log" else ()
     detail = f"{slow.detail}: evicts what is read again" if evicted else slow.detail
     return Finding(
         kind="storage_slow",
@@ -173,7 +177,8 @@ def _finding(view: View, slow: _Slow, evicted: float) -> Finding:
             Evidence(fact, source, view.wall)
             for fact, source in ((slow.what, slow.source), (again, "page cache"), (waits, "rank pages"))
             if fact
-        ),
+        )
+        + tuple(Evidence(event.message, "kernel log", event.at) for event in errors[-ERRORS_QUOTED:]),
         cost=_cost(ranks, share) if waits else Cost(),
         job=ranks[0].job if ranks else "",
         data={"where": slow.where, "before": slow.before},

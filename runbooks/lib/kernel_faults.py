@@ -129,14 +129,16 @@ def kernel_runbook(
     causes: Sequence[Cause] = (),
     ignored: Ignored = _nothing,
     lasting: Lasting | None = None,
+    beside: str = "",
     whole: Callable[[str], str] = str,
     first: tuple[str, ...] = (DRAIN,),
 ) -> Runbook:
     """The runbook of the incident that ``rows`` describe.
 
     One incident for each thing that they are about, or for the ``whole`` that it is part of. ``component`` is its
-    culprit's unless ``culprit_of`` names another. ``lasting`` finds more than the log says. The node is swapped out if
-    the incident is critical. ``advice`` ends the notification, ``cost`` is what is at stake for a job on the node.
+    culprit's unless ``culprit_of`` names another. ``lasting`` finds more than the log says. Events of the kind
+    ``beside`` are evidence and no fault. The node is swapped out if the incident is critical. ``advice`` ends the
+    notification, ``cost`` is what is at stake for a job on the node.
     """
 
     def of_component(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
@@ -167,7 +169,7 @@ def kernel_runbook(
             confidence=0.9,
             evidence=tuple(
                 Evidence(event.message, _SOURCES.get(said := text(event.data, "source"), said), event.at)
-                for event in events[-QUOTED:]
+                for event in (*events[-QUOTED:], *(view.events(beside, HOUR_S)[-QUOTED:] if beside else ()))
             ),
             cost=Cost(text=cost if jobs else ""),
             job=rank.job if rank else text(events[-1].data, "job") or next(iter(jobs), ""),

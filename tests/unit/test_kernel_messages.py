@@ -258,6 +258,21 @@ MESSAGES = [
         {"fs": "lustre", "server": "scratch-OST0001"},
     ),
     (
+        "LustreError: 11-0: scratch-MDT0000-mdc-ffff88: operation obd_ping to node 10.0.0.8@o2ib failed: rc = -107",
+        "network_filesystem_error",
+        {"fs": "lustre", "server": "scratch-MDT0000", "peer": "10.0.0.8@o2ib", "status": "-107"},
+    ),
+    (
+        "LNet: 2431:0:(o2iblnd_cb.c:3174:kiblnd_check_conns()) Timed out tx for 10.0.0.8@o2ib: 403055 seconds",
+        "network_filesystem_error",
+        {"fs": "lnet", "peer": "10.0.0.8@o2ib"},
+    ),
+    (
+        "AMD-Vi: Event logged [IO_PAGE_FAULT device=3b:00.0 domain=0x0000 address=0x00 flags=0x0000]",
+        "iommu_fault",
+        {"pci_bus_id": "00000000:3B:00.0"},
+    ),
+    (
         "LustreError: 1474:0:(lcommon_cl.c:147:cl_file_inode_init()) LBUG",
         "network_filesystem_crashed",
         {"fs": "lustre", "cause": "LBUG"},

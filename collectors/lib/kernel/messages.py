@@ -91,7 +91,7 @@ _OOPSES = (
     _rule(
         "kernel_oops",
         "Unable to handle kernel",
-        r"Unable to handle kernel (?P<cause>NULL pointer dereference|paging request)\b",
+        r"Unable to handle kernel (?P<cause>NULL pointer dereference|paging request|access to user memory)\b",
     ),
     _rule(
         "kernel_oops",
@@ -112,6 +112,8 @@ _OOPSES = (
         "Marking clocksource",
         r"(?:clocksource: )?timekeeping watchdog on CPU\d+: Marking clocksource '(?P<device>[\w-]+)' as unstable",
     ),
+    _rule("clock_unstable", "unstable (delta", r"Clocksource (?P<device>[\w-]+) unstable \(delta = "),
+    _rule("clock_unstable", "check_tsc_sync", r"(?:tsc: )?Marking TSC unstable due to check_tsc_sync", device="tsc"),
 )
 """An oops names the process that it has ended a few lines later, as other dumps of the kernel name theirs."""
 
@@ -177,6 +179,9 @@ _PROCESSORS = (
     _rule("cpu_throttled", "is above threshold", rf"{_THERMAL}is above threshold", lasting=True),
     _rule("cpu_throttled", "above threshold", rf"{_THERMAL}above threshold", lasting=False),
 )
+_EFA = rf"(?:efa {_PCI}|infiniband (?P<device>(?:rdmap|efa_)\w+)): "
+"""The driver of AWS names its device in one of two ways; that of its Ethernet adapters uses the same words."""
+
 _DEVICES = (
     _rule("nvme_error", "nvme", rf"nvme {_DEVICE}: I/O .*timeout, (?P<outcome>completion polled|\w+(?: controller)?)"),
     _rule(
@@ -200,6 +205,7 @@ _DEVICES = (
         "beyond end of device",
         r"(?:.{1,15}: )?attempt to (?P<cause>access beyond end of device)\s+(?P<device>[^\s:]+): rw=",
     ),
+    _rule("io_error", ", want=", rf"{_DEVICE}: rw=\d+, want=\d+, limit=", cause="access beyond end of device"),
     _rule(
         "raid_failed",
         "Disk failure on",
@@ -229,7 +235,8 @@ _DEVICES = (
     _rule(
         "iommu_fault",
         "IO_PAGE_FAULT",
-        rf"(?:{_DRIVER}{_PCI}: )?AMD-Vi: Event logged \[IO_PAGE_FAULT (?:device=(?P<at>{ADDRESS}) )?",
+        rf"(?:{_DRIVER}{_PCI}: )?AMD-Vi: Event logged \[IO_PAGE_FAULT "
+        rf"(?:device=(?:(?P<at>{ADDRESS})|(?P<bus>[0-9a-f]{{2}}):(?P<slot>[0-9a-f]{{2}}\.[0-7])) )?",
     ),
     _rule(
         "pcie_error",
@@ -294,7 +301,7 @@ _DEVICES = (
     _rule(
         "nic_error",
         "failed with error",
-        rf"(?:mlx5_core|bnxt_en|efa) {_PCI}: (?:probe with driver \w+|probe_one:\S+ mlx5_init_one) "
+        rf"(?:mlx5_core|bnxt_en|efa) {_PCI}: (?:probe with driver \w+|probe_one:\d+:\(pid \d+\): mlx5_\w+) "
         r"failed with error (?:code )?(?P<status>-\d+)",
         cause="probe failed",
     ),
@@ -305,20 +312,20 @@ _DEVICES = (
         rf"bnxt_en {_PCI} [^:]*: Error \(timeout: \d+\) msg ",
         cause="command timed out",
     ),
-    _rule(
-        "nic_error",
-        "admin cmd",
-        rf"(?:efa {_PCI}|infiniband (?P<device>(?:rdmap|efa_)\w+)): "
-        "The device didn't send any completion for admin cmd",
-        cause="command timed out",
+    *(
+        _rule("nic_error", said, rf"{_EFA}{re.escape(said)}", cause="command timed out")
+        for said in (
+            "The device didn't send any completion for admin cmd",
+            "Admin queue is closed",
+            "Wait for completion (polling) timeout",
+        )
     ),
-    _rule(
-        "nic_error",
-        "Admin queue is closed",
-        rf"(?:efa {_PCI}|infiniband (?P<device>(?:rdmap|efa_)\w+)): Admin queue is closed",
-        cause="command timed out",
+    *(
+        _rule("nic_error", said, rf"{_EFA}{said}", cause="device is not ready")
+        for said in ("Reset indication didn't turn o", "Device isn't ready, ")
     ),
 )
+_CEPH = r"ceph: (?:\[[^\]]*\]: )?(?P<server>mds\d+) "
 _LUSTRE = r"Lustre\w*: (?:[0-9a-f]+-[0-9a-f]+: )?(?P<server>[^\s:]+?)(?:-(?:osc|mdc|lwp)-[^\s:]*)?: "
 """The message begins with the connection: its target, and the client's end of it. Releases differ in what follows."""
 
@@ -338,9 +345,9 @@ _FILESYSTEMS = (
     _rule(
         "network_filesystem_lost",
         "not responding",
-        r"(?P<fs>nfs\d?): server (?P<server>\S+) not responding(?:, (?P<outcome>timed out))?",
+        r"(?P<fs>nfs\d?|lockd): server (?P<server>\S+) not responding(?:, (?P<outcome>timed out))?",
     ),
-    _rule("network_filesystem_restored", "server", r"(?P<fs>nfs\d?): server (?P<server>\S+) OK"),
+    _rule("network_filesystem_restored", "server", r"(?P<fs>nfs\d?|lockd): server (?P<server>\S+) OK"),
     _rule(
         "network_filesystem_evicted",
         "lease",
@@ -362,14 +369,15 @@ _FILESYSTEMS = (
     _rule("network_filesystem_restored", "libceph", r"libceph: (?P<server>mon\d+) \S+ session established", fs="ceph"),
     _rule(
         "network_filesystem_lost",
-        "ceph: mds",
-        r"ceph: (?:\[[^\]]*\]: )?(?P<server>mds\d+) (?:caps stale|hung)",
+        ": mds",
+        rf"{_CEPH}(?:caps (?:went |still )?stale|hung)",
         fs="ceph",
     ),
+    _rule("network_filesystem_evicted", ": mds", rf"{_CEPH}(?:reconnect denied|session bl\w+listed)", fs="ceph"),
     _rule(
         "network_filesystem_restored",
-        "ceph: mds",
-        r"ceph: (?:\[[^\]]*\]: )?(?P<server>mds\d+) (?:caps renewed|came back|reconnect success|recovery completed)",
+        ": mds",
+        rf"{_CEPH}(?:caps renewed|came back|reconnect success|recovery completed)",
         fs="ceph",
     ),
     _rule(
@@ -393,6 +401,19 @@ _FILESYSTEMS = (
     _rule("network_filesystem_lost", "Lustre", rf"{_LUSTRE}Connection to \S+ \(at .*?\) was lost", fs="lustre"),
     _rule("network_filesystem_restored", "Lustre", rf"{_LUSTRE}Connection restored to ", fs="lustre"),
     _rule("network_filesystem_evicted", "Lustre", rf"{_LUSTRE}This client was evicted by ", fs="lustre"),
+    _rule(
+        "network_filesystem_error",
+        "failed: rc = -",
+        rf"{_LUSTRE}operation \w+ to node (?P<peer>\S+) failed: rc = (?P<status>-\d+)",
+        fs="lustre",
+    ),
+    _rule(
+        "network_filesystem_error",
+        "LNet",
+        r"LNet(?:Error)?: \d+:\d+:\([\w.-]+:\d+:\w+\(\)\) Timed out (?:tx|RDMA)\b"
+        r"(?: (?:for|with) (?P<peer>[\w.:-]+@\w+))?",
+        fs="lnet",
+    ),
     _rule(
         "network_filesystem_crashed",
         "Lustre",

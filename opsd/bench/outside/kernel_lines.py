@@ -32,6 +32,11 @@ INCIDENTS: Mapping[str, str] = {
     "nic_unanswered": "nic_failed",
     "peermem": "gpu_driver_failed",
     "lustre": "lustre_client",
+    "evicted": "lustre_client",
+    "storage_lost": "storage_slow",
+    "raid": "disk_errors",
+    "oops": "kernel_oops",
+    "clock": "clock_unstable",
 }
 """What a line is about, and the incident that it must open."""
 

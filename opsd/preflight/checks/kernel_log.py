@@ -113,7 +113,7 @@ def judge(messages: Iterable[str], ignored: Collection[int] = ()) -> tuple[int, 
             xids[what.code, what.pci_bus_id, what.action] += 1
         elif isinstance(what, Sxid):
             others["sxid_" + what.severity, what.pci_bus_id] += 1
-        elif isinstance(what, Trouble):
+        elif isinstance(what, Trouble) and what.data.get("cause") != "Cable unplugged":
             others[what.kind, str(what.data.get("device") or what.data.get("pci_bus_id") or "")] += 1
     findings = [_xid(*key, count) for key, count in xids.items() if key[0] not in ignored]
     findings += [f for key, count in others.items() if (f := _other(*key, count)) is not None]
