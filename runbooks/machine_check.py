@@ -18,12 +18,26 @@ UNCORRECTED = has("severity", "UE", "Uncorrected", "recoverable", "fatal")
 CORRECTED = has("severity", "CE", "Corrected", "Deferred", "corrected")
 
 
-def _of_pcie(view: View) -> Callable[[Event], bool]:
-    """Records of the firmware that name a PCIe device are for ``pcie_error``."""
-    named = [event for event in view.events("pcie_error", DAY_S) if "record" in event.data]
-    return lambda event: any(
-        event.data.get("record") == other.data["record"] and abs(event.at - other.at) < SAME_RECORD_S for other in named
-    )
+SAME_ERROR_S = 5.0
+"""Between the lines of the processor, the firmware and EDAC about one uncorrected error of memory."""
+
+
+def _named_elsewhere(view: View) -> Callable[[Event], bool]:
+    """Records of the firmware that name a PCIe device, which ``pcie_error`` has, and errors whose DIMM EDAC names."""
+    devices = [event for event in view.events("pcie_error", DAY_S) if "record" in event.data]
+    modules = [
+        event.at for event in view.events("edac", DAY_S) if UNCORRECTED(event.data) and event.data.get("location")
+    ]
+
+    def named(event: Event) -> bool:
+        return any(
+            event.data.get("record") == other.data["record"] and abs(event.at - other.at) < SAME_RECORD_S
+            for other in devices
+        ) or (
+            event.kind == "mce" and UNCORRECTED(event.data) and any(abs(event.at - at) < SAME_ERROR_S for at in modules)
+        )
+
+    return named
 
 
 ROWS = (
@@ -67,6 +81,6 @@ cost nothing by themselves, but a DIMM with many of them is likely to have uncor
   policy.drain allows it.
 """,
     advice=": have the memory module or the processor replaced",
-    ignored=_of_pcie,
+    ignored=_named_elsewhere,
     cost="a process that uses the memory is killed, or the node panics",
 )

@@ -110,7 +110,7 @@ _OOPSES = (
     _rule(
         "clock_unstable",
         "Marking clocksource",
-        r"(?:clocksource: )?timekeeping watchdog on CPU\d+: Marking clocksource '(?P<device>[\w-]+)' as unstable",
+        r"(?:clocksource: )?timekeeping watchdog(?: on CPU\d+)?: Marking clocksource '(?P<device>[\w-]+)' as unstable",
     ),
     _rule("clock_unstable", "unstable (delta", r"Clocksource (?P<device>[\w-]+) unstable \(delta = "),
     _rule("clock_unstable", "check_tsc_sync", r"(?:tsc: )?Marking TSC unstable due to check_tsc_sync", device="tsc"),
