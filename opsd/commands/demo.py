@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import subprocess
 import sys
 import time
+import webbrowser
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 from rich.console import Console
@@ -30,25 +31,28 @@ from opsd.demo.world import RunObserver, RunSnapshot
 from opsd.ledger.ledger import read_ledger
 
 TICK_S = 0.2
-SETTLE_S = 45.0
-MIN_STEPS, MAX_STEPS, TARGET_RUN_S = 280, 3000, 46.0
-CALIBRATION_STEPS = 16
+QUIET_S = 10.0
+"""Seconds without a line after which a line says what is awaited."""
+ENDLESS = 1_000_000
+"""Steps of the run that is broken: more than it ever does, since it is stopped once all is repaired."""
+STOPPED = (exitcodes.OK, exitcodes.REQUEUE)
 PICTURE_WIDTH = 118
 NEEDED = ("numpy", "safetensors", "tokenizers", "torch")
 
 
 @click.command()
 @option("--dir", "folder", type=click.Path(path_type=Path), default=Path(".demo"), help="Workspace.")
-@option("--steps", type=click.IntRange(min=100), help="Length of the run; measured to last about 40 s if not given.")
+@option("--open", "browse", is_flag=True, help="Open the agent's page in a browser.")
 @option("--json", "target", type=click.File("w", encoding="utf-8", lazy=False), help="Write the results to FILE.")
 @option(
     "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the last screen and the results as an SVG."
 )
-def demo(folder: Path, steps: int | None, target: TextIO | None, picture: Path | None) -> None:
+def demo(folder: Path, browse: bool, target: TextIO | None, picture: Path | None) -> None:
     """Train a small model on this machine, break it six ways, watch it recover.
 
-    Exit code 0 only if every fault was detected, attributed to the right culprit and repaired, and every loss equals
-    that of an undisturbed run to the last bit. Without GPUs it simulates eight, labelled as simulated.
+    The run goes on until every fault is repaired. Then it is repeated undisturbed. Exit code 0 only if every fault was
+    detected, attributed to the right culprit and repaired, and every loss equals that of the undisturbed run to the
+    last bit. Without GPUs it simulates eight, labelled as simulated; that needs a C compiler.
     """
     console = Console()
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -56,10 +60,10 @@ def demo(folder: Path, steps: int | None, target: TextIO | None, picture: Path |
     try:
         scene = open_scene((folder / datetime.now().strftime("%Y%m%d-%H%M%S")).absolute())
     except DemoError as error:
-        console.print(f"opsd: {error}", style="red")
+        console.print(f"opsd: {error}", style="red", markup=False)
         sys.exit(exitcodes.FAILED)
     try:
-        passed = Demo(scene, console, picture).play(steps, target)
+        passed = Demo(scene, console, picture).play(target, browse=browse)
     except DemoError as error:
         console.print(f"opsd: {error}", style="red", markup=False)
         passed = False
@@ -79,133 +83,139 @@ class Demo:
         self.console = console
         self.picture = picture
         self.recorder = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
-        self.began = time.time()
+        self.began = self._said_at = time.time()
 
-    def play(self, steps: int | None, target: TextIO | None) -> bool:
+    def play(self, target: TextIO | None, *, browse: bool) -> bool:
         """The whole demo; True if it passed."""
-        gpus = self._prepare()
-        steps = steps or self._measured_steps()
-        view = View(simulated_gpus=gpus.simulated is not None)
-        self._agent = self.scene.start_agent()
+        why = self._prepare()
+        faults = tuple(fault for fault in FAULTS if not (why and fault.simulated))
 
-        view.stage = f"1 of 2: {steps} steps undisturbed, for comparison"
-        quiet = self._run("undisturbed", steps, gpus, view, director=None)
-        false_alarms = [incident["kind"] for incident in quiet.incidents or ()]
-
-        faults = tuple(fault for fault in FAULTS if gpus.simulated or not fault.simulated)
+        self.scene.begin("disturbed")
+        gpus = Gpus.create(self.scene)
+        agent = self.scene.start_agent()
+        self.console.print(f"page      {self.scene.agent_url}")
+        if browse:
+            webbrowser.open(self.scene.agent_url)
         breakable = dict(enumerate(gpus.simulated)) if gpus.simulated else None
         checkpoints = self.scene.folder / "disturbed" / "checkpoints"
         director = Director(FaultTargets(checkpoints, self.scene.shm / "disturbed", breakable), faults)
-        view = View(simulated_gpus=gpus.simulated is not None)
-        view.stage = f"2 of 2: the same {steps} steps, {len(faults)} faults"
-        last = self._run("disturbed", steps, gpus, view, director)
+        view = View(simulated_gpus=not why)
+        view.stage = f"1 of 2: {len(faults)} faults, one after the other"
+        last = self._run("disturbed", ENDLESS, gpus, view, agent, director)
         self.recorder.print(view.render(last, last.wall - self.began))
-        return self._report(director, steps, gpus, false_alarms, target)
+        disturbed = report.losses(self.scene.folder / "disturbed" / "metrics.jsonl")
 
-    def _prepare(self) -> Gpus:
+        self.scene.begin("undisturbed")
+        gpus, agent = Gpus.create(self.scene), self.scene.start_agent()
+        view = View(simulated_gpus=not why)
+        view.stage = f"2 of 2: the same {len(disturbed)} steps undisturbed, for comparison"
+        if not self.console.is_terminal:
+            self.console.print(view.stage)
+        quiet = self._run("undisturbed", max(disturbed), gpus, view, agent, None)
+        return self._report(director, disturbed, quiet.incidents or (), why, target)
+
+    def _prepare(self) -> str:
+        """Text and shards; returns why GPUs are not simulated, "" if they are."""
         scene = self.scene
         self.console.print(f"workspace {scene.folder}")
-        gpus = prepare_gpus(scene)
-        label = "8 simulated GPUs (no real ones here)" if gpus.simulated else gpus.why
-        self.console.print(f"GPUs      {label}")
+        why = prepare_gpus(scene)
+        self.console.print(f"GPUs      {why or '8 simulated GPUs (no real ones here)'}", markup=False)
         size = copy_text(scene.folder / "text", TEXT_BYTES)
         self.console.print(f"text      {size / 1e6:.1f} MB: Python's own sources and documentation")
         with self.console.status("training a tokenizer, making token shards"):
             scene.call(
                 ["opsd.trainer.data", str(scene.folder / "text"), "--out", str(scene.folder / "data")], "data.log"
             )
-        return gpus
+        return why
 
     def _program(self, steps: int) -> list[str]:
         settings = {
             "data.shards": self.scene.folder / "data",
             "run.steps": steps,
-            "schedule.decay_start": max(steps, MIN_STEPS) * 4 // 5,
-            "schedule.decay_end": max(steps, MIN_STEPS),
+            "schedule.decay_start": ENDLESS - 1,
+            "schedule.decay_end": ENDLESS,
         }
         return ["-m", "opsd.trainer", "tiny", *(f"--set={key}={value}" for key, value in settings.items())]
 
-    def _measured_steps(self) -> int:
-        """The number of steps that the faults and their repairs need on this machine."""
-        with self.console.status("measuring the step time of this machine"):
-            run = self.scene.start_run("calibration", self._program(CALIBRATION_STEPS))
-            if run.wait() != 0:
-                raise DemoError(
-                    f"the trainer does not run here ({run.returncode}):\n{self.scene.tail('calibration.log')}"
-                )
-        with open(self.scene.folder / "calibration" / "metrics.jsonl", encoding="utf-8") as file:
-            times = sorted(json.loads(line)["step_s"] for line in file)
-        step_s = float(times[len(times) // 2])
-        steps = min(MAX_STEPS, max(MIN_STEPS, 20 * math.ceil(TARGET_RUN_S / step_s / 20)))
-        self.console.print(f"run       {steps} steps of {step_s * 1e3:.0f} ms on 2 ranks")
-        return steps
-
-    def _run(self, name: str, steps: int, gpus: Gpus, view: View, director: Director | None) -> RunSnapshot:
-        """One supervised run from start to end; returns its last snapshot."""
+    def _run(
+        self, name: str, steps: int, gpus: Gpus, view: View, agent: subprocess.Popen[bytes], director: Director | None
+    ) -> RunSnapshot:
+        """One supervised run, until all is repaired or its steps are done; returns its last snapshot."""
         process = self.scene.start_run(name, self._program(steps))
         observer = RunObserver(self.scene.shm / name, self.scene.folder / name / "events.jsonl", self.scene.agent_url)
         live = Live(console=self.console, refresh_per_second=5, transient=False) if self.console.is_terminal else None
+        stopping = False
         with live or nullcontext():
-            now = self._watch(process, observer, gpus, view, director, live)
-        if process.wait() != 0:
+            while process.poll() is None:
+                now = observer.look(time.time())
+                gpus.follow(now)
+                self._show(now, view, director, live)
+                if agent.poll() is not None:
+                    raise DemoError(f"the agent ended ({agent.returncode}):\n{self.scene.tail(f'agent-{name}.log')}")
+                if director is not None and director.done and not stopping:
+                    stopping = True
+                    process.terminate()
+                time.sleep(TICK_S)
+        if process.returncode not in (STOPPED if stopping else (exitcodes.OK,)):
             raise DemoError(f"the run ended with exit code {process.returncode}:\n{self.scene.tail(f'{name}.log')}")
         return now
 
-    def _watch(
-        self, process: subprocess.Popen[bytes], observer: RunObserver, gpus: Gpus, view: View,
-        director: Director | None, live: Live | None,
-    ) -> RunSnapshot:  # fmt: skip
-        ended: float | None = None
-        while True:
-            now = observer.look(time.time())
-            gpus.follow(now)
-            injected = director.tick(now) if director else None
-            elapsed = now.wall - self.began
-            lines = [view.note(f"fault  {injected}", elapsed)] if injected else []
-            lines += view.update(now, elapsed)
-            if live:
-                live.update(view.render(now, elapsed))
-            else:
-                for line in lines:
-                    self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            if self._agent.poll() is not None:
-                raise DemoError(f"the agent ended ({self._agent.returncode}):\n{self.scene.tail('agent.log')}")
-            if ended is None and process.poll() is not None:
-                ended = now.wall
-            if ended is not None and (director is None or director.done or now.wall - ended > SETTLE_S):
-                return now
-            time.sleep(TICK_S)
+    def _show(self, now: RunSnapshot, view: View, director: Director | None, live: Live | None) -> None:
+        """What has happened, and what is awaited if that takes long."""
+        injected = director.tick(now) if director else None
+        elapsed = now.wall - self.began
+        lines = [view.note(f"fault  {injected}", elapsed)] if injected else []
+        lines += view.update(now, elapsed)
+        if lines:
+            self._said_at = now.wall
+        awaited = f"step {now.step + 1}" if director is None else director.waits_for
+        waiting = f"waiting for {awaited}, {now.wall - self._said_at:.0f} s"
+        if live:
+            view.waiting = waiting if now.wall - self._said_at > 2 else ""
+            live.update(view.render(now, elapsed))
+            return
+        if not lines and (now.wall - self._said_at) // QUIET_S > (now.wall - TICK_S - self._said_at) // QUIET_S:
+            lines.append(f"{elapsed:6.1f} s  {waiting}")
+        for line in lines:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _report(
-        self, director: Director, steps: int, gpus: Gpus, false_alarms: list[str], target: TextIO | None
-    ) -> bool:
+        self, director: Director, disturbed: Mapping[int, Sequence[str]], found: Sequence[Mapping[str, Any]], why: str,
+        target: TextIO | None,
+    ) -> bool:  # fmt: skip
         scene, console = self.scene, self.console
         undisturbed = report.losses(scene.folder / "undisturbed" / "metrics.jsonl")
-        disturbed = report.losses(scene.folder / "disturbed" / "metrics.jsonl")
         differing = report.differing_steps(undisturbed, disturbed)
-        complete = len(disturbed) == steps
         ledger = read_ledger(scene.folder / "disturbed")
+        missing = [fault.title for fault in director.faults[len(director.trials) :]]
+        false_alarms, starved = report.alarms(found)
         for output in (console, self.recorder):
             output.print()
             output.print(report.faults_table(director.trials))
             output.print(ledger_table(ledger))
-        missing = [fault.title for fault in director.faults[len(director.trials) :]]
-        if gpus.simulated is None:
-            console.print(f"left out: failing and overheating GPUs ({gpus.why})")
+            for line in report.stories(director.trials):
+                output.print(line, highlight=False)
+        if why:
+            left_out = ", ".join(fault.title for fault in FAULTS if fault.simulated)
+            console.print(f"left out: {left_out}, as {why}", markup=False)
+        if starved:
+            console.print(
+                f"other programs here took processor time from the undisturbed run, and opsd noticed: {starved}"
+            )
         for line in report.verdict(director.trials, missing, differing, undisturbed, disturbed, false_alarms):
             console.print(line)
             self.recorder.print(line)
-        passed = (
-            complete and not differing and not missing and not false_alarms and all(t.passed for t in director.trials)
+        passed = not differing and not missing and not false_alarms and all(t.passed for t in director.trials)
+        count = len(director.trials)
+        console.print(
+            f"[green]all {count} faults detected, named and repaired[/]" if passed else "[red]the demo failed[/]"
         )
-        console.print("[green]every fault detected, named and repaired[/]" if passed else "[red]the demo failed[/]")
         console.print(f"everything is in {scene.folder}", style="dim")
         if self.picture is not None:
             self.recorder.save_svg(str(self.picture), title="opsd demo")
         if target is not None:
             result = report.as_json(
-                director.trials, equal=complete and not differing, steps=steps, ledger=ledger.as_dict(),
-                simulated=gpus.simulated is not None,
-            )  # fmt: skip
+                director.trials, equal=not differing, steps=len(disturbed), ledger=ledger.as_dict(), simulated=not why
+            )
             target.write(json.dumps(result, indent=1) + "\n")
         return passed

@@ -36,7 +36,7 @@ def stack(scrape: float, keep: bool) -> None:
         raise click.ClickException(f"{error}; install the boards' libraries: {pip_install('dashboards')}") from error
     with tempfile.TemporaryDirectory(prefix="opsd-stack-") as folder:
         try:
-            with world.Stack(Path(folder), scrape_s=scrape) as running:
+            with world.Stack(Path(folder), scrape_s=scrape, temporary=True) as running:
                 told = _show(running)
                 if keep:
                     click.echo("everything keeps running; Ctrl-C ends it")

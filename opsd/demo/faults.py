@@ -28,9 +28,9 @@ class FaultTargets:
 class DemoFault:
     """``inject`` causes the fault and returns the expected culprit, as a subset of the incident's fields.
 
-    ``restarts`` says that the ranks must be restarted, for which the demo first waits for warm interpreters.
-    ``symptoms`` are the kinds of incidents that must become symptoms of this fault's. ``simulated`` faults need
-    simulated GPUs.
+    ``broke`` and ``by_hand`` say in plain words what it was, and what a person would have had to do. ``restarts`` says
+    that the ranks must be restarted, for which the demo first waits for warm interpreters. ``symptoms`` are the kinds
+    of incidents that must become symptoms of this fault's. ``simulated`` faults need simulated GPUs.
     """
 
     kind: str
@@ -38,6 +38,8 @@ class DemoFault:
     runbook: str
     inject: Callable[[FaultTargets, RunSnapshot], dict[str, object]]
     recovered: Callable[[Trial, RunSnapshot], float | None]
+    broke: str = ""
+    by_hand: str = ""
     ready: Callable[[Trial | None, RunSnapshot], bool] = lambda _previous, _now: True
     restarts: bool = True
     symptoms: tuple[str, ...] = ()
@@ -55,6 +57,7 @@ class Trial:
     detected_at: float | None = None
     recovered_at: float | None = None
     lost_steps: int = 0
+    noticed_by: str = ""
     incident: Mapping[str, Any] | None = None
 
     @property
@@ -69,10 +72,15 @@ class Trial:
         )
 
     @property
+    def over(self) -> bool:
+        """True once its incident has ended well."""
+        return self.incident is not None and self.incident["state"] == "resolved"
+
+    @property
     def passed(self) -> bool:
         """True if the fault was detected, attributed to the right culprit, reported as one incident, and repaired."""
         found = self.detected_at is not None and self.recovered_at is not None and self.culprit_right
-        return found and {*self.fault.symptoms} <= {*self.symptoms}
+        return found and self.over and {*self.fault.symptoms} <= {*self.symptoms}
 
     @property
     def symptoms(self) -> tuple[str, ...]:
@@ -89,7 +97,9 @@ def observe(trial: Trial, now: RunSnapshot) -> None:
                 break
     if trial.detected_at is None and trial.incident is not None:
         noticed = [e["t"] for e in now.events if e["t"] >= trial.injected_at and e["event"] in _NOTICED]
-        trial.detected_at = min([trial.incident["opened_at"], *noticed])
+        trial.detected_at, trial.noticed_by = min(
+            [(trial.incident["opened_at"], "the agent"), *((at, "the launcher") for at in noticed)]
+        )
     if trial.recovered_at is None and trial.detected_at is not None:
         trial.recovered_at = trial.fault.recovered(trial, now)
     trial.lost_steps = sum(e["lost_steps"] for e in now.events if _resumed_after(trial, e))
@@ -181,14 +191,33 @@ def _block_fan(targets: FaultTargets, _now: RunSnapshot) -> dict[str, object]:
 
 
 FAULTS = (
-    DemoFault("kill_rank", "rank 1 killed (SIGKILL)", "rank_crash", _kill_rank, _resumed, ready=_committed),
-    DemoFault("stop_rank", "rank 1 stopped (SIGSTOP)", "rank_hang", _stop_rank, _resumed),
+    DemoFault(
+        "kill_rank",
+        "rank 1 killed (SIGKILL)",
+        "rank_crash",
+        _kill_rank,
+        _resumed,
+        "a rank was killed",
+        "find out which rank died, and submit the job again",
+        ready=_committed,
+    ),
+    DemoFault(
+        "stop_rank",
+        "rank 1 stopped (SIGSTOP)",
+        "rank_hang",
+        _stop_rank,
+        _resumed,
+        "a rank stopped, and all others waited for it",
+        "see that no step is done, find the rank that hangs, kill the job and submit it again",
+    ),
     DemoFault(
         "stall_dataloader",
         "data worker stopped",
         "dataloader_stall",
         _stall_loader,
         _stepping_again,
+        "the process that reads the data stopped",
+        "find the loader that delivers nothing, and restart the job",
         restarts=False,
     ),
     DemoFault(
@@ -197,6 +226,8 @@ FAULTS = (
         "checkpoint_corrupt",
         _corrupt_and_crash,
         _resumed,
+        "a rank died, and the newest checkpoint was damaged",
+        "find out why the job does not start again, delete the damaged checkpoint, and submit it again",
         ready=_just_committed,
     ),
     DemoFault(
@@ -205,6 +236,8 @@ FAULTS = (
         "gpu_xid",
         _fail_memory,
         _resumed,
+        "the memory of a GPU had an error that the driver contained",
+        "look up what Xid 94 means, and submit the job again",
         symptoms=("rank_crash",),
         simulated=True,
     ),
@@ -214,6 +247,8 @@ FAULTS = (
         "gpu_throttle",
         _block_fan,
         _incident_resolved,
+        "a GPU became too hot and slowed all others down",
+        "find the slow GPU among all, and lower its power limit",
         restarts=False,
         simulated=True,
     ),
@@ -226,7 +261,8 @@ class Director:
     """Injects the faults one after the other, each once the run is steady again, and tracks them.
 
     Steady means that the run has done ``gap_steps`` steps in at least ``gap_s`` seconds since the last repair,
-    and that the launcher has warm interpreters again; the wait for these is at most ``warm_s``.
+    and that the launcher has warm interpreters again; the wait for these is at most ``warm_s``. A repair has
+    ``limit_s``, and the end of its incident ``end_s`` after the last injection. ``waits_for`` says what is awaited.
     """
 
     targets: FaultTargets
@@ -234,26 +270,36 @@ class Director:
     gap_steps: int = 12
     gap_s: float = 1.5
     warm_s: float = 10.0
-    limit_s: float = 60.0
+    limit_s: float = 90.0
+    end_s: float = 120.0
     trials: list[Trial] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._waiting = list(self.faults)
         self._steady_step: int | None = None
         self._steady_at = 0.0
+        self.waits_for, self._now = "the first steps", 0.0
 
     def tick(self, now: RunSnapshot) -> str | None:
         """Process one snapshot; returns the title of a fault that was just injected, or None."""
+        self._now = now.wall
         for trial in self.trials:
             observe(trial, now)
         busy = self.trials and self.trials[-1].recovered_at is None
         if busy and now.wall - self.trials[-1].injected_at < self.limit_s:
             self._steady_step = None
+            self.waits_for = f"the repair of: {self.trials[-1].fault.title}"
             return None
-        if not self._waiting or not self._steady(now):
+        if not self._waiting:
+            open_ones = [trial.fault.runbook for trial in self.trials if not trial.over]
+            self.waits_for = f"the end of {', '.join(open_ones)}" if open_ones else "nothing more"
             return None
         fault = self._waiting[0]
+        if not self._steady(now):
+            self.waits_for = "a steady run with warm interpreters" if fault.restarts else "a steady run"
+            return None
         if not fault.ready(self.trials[-1] if self.trials else None, now):
+            self.waits_for = "a checkpoint"
             return None
         del self._waiting[0]
         self.trials.append(Trial(fault, now.wall, now.step, expected={}))
@@ -263,8 +309,11 @@ class Director:
 
     @property
     def done(self) -> bool:
-        """True once every fault was injected and its incident has ended, or its time is up."""
-        return not self._waiting and all(t.incident and t.incident["state"] == "resolved" for t in self.trials)
+        """True once every fault was injected and is repaired and its incident has ended, or its time is up."""
+        if self._waiting:
+            return False
+        late = self._now - self.trials[-1].injected_at > self.end_s
+        return late or all(trial.over and trial.recovered_at is not None for trial in self.trials)
 
     def _steady(self, now: RunSnapshot) -> bool:
         if now.step < 0 or now.incidents is None:

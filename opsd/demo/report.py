@@ -80,6 +80,31 @@ def faults_table(trials: Sequence[Trial]) -> Table:
     return table
 
 
+STARVED = "cpu pressure"
+"""How opsd names the cause of a slow rank on a node whose tasks wait for processors."""
+
+
+def alarms(incidents: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
+    """The kinds of incidents that an undisturbed run should not have, and what other programs were blamed for."""
+    starved = [one for one in incidents if one["culprit"].get("detail") == STARVED]
+    return [one["kind"] for one in incidents if one not in starved], ", ".join(one["summary"] for one in starved)
+
+
+def stories(trials: Sequence[Trial]) -> list[str]:
+    """One line a fault, in plain words: what broke, who noticed, when it was repaired, what nobody had to do."""
+    lines = []
+    for number, trial in enumerate(trials, 1):
+        broke = f"{number}. {trial.fault.broke[0].upper()}{trial.fault.broke[1:]}"
+        noticed = f"{trial.noticed_by} noticed after {_seconds(_after(trial, trial.detected_at))}"
+        repaired = f"all was well after {_seconds(_after(trial, trial.recovered_at))}"
+        lines.append(
+            f"{broke}: {noticed}, {repaired}. Without opsd: {trial.fault.by_hand}."
+            if trial.passed
+            else f"[red]{broke}: not detected, named and repaired as it should be[/]"
+        )
+    return lines
+
+
 def verdict(
     trials: Sequence[Trial],
     missing: Sequence[str],
@@ -89,7 +114,7 @@ def verdict(
     false_alarms: Sequence[str],
 ) -> list[str]:
     """The demo's results, one sentence each, in rich markup."""
-    lines = [f"[red]never injected: {title}; the run was over too soon[/]" for title in missing]
+    lines = [f"[red]never injected: {title}[/]" for title in missing]
     lines += [f"[red]not repaired: {trial.fault.title}[/]" for trial in trials if not trial.passed]
     if false_alarms:
         lines.append(f"[red]false alarms during the undisturbed run: {', '.join(false_alarms)}[/]")

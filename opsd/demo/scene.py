@@ -7,48 +7,69 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from opsd.demo.world import RunSnapshot
+from opsd.dependents import Dependents
 from opsd.ports import free_port
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, SimulationError, build
 
 SIMULATED_GPUS = 8
 RANKS = 2
 SHM_ROOT = Path("/dev/shm")  # noqa: S108 (shared memory, in a folder of our own)
+SHM_BYTES = 48 << 20
+"""What the demo needs of shared memory at most: its checkpoints in memory, rank pages and torch's queues."""
 TEXT_BYTES = 3_000_000
+AGENT_S = 60.0
 
 
 class DemoError(Exception):
     """The demo cannot continue; the message says why."""
 
 
-@dataclass
 class Scene:
-    """``folder`` holds everything that the demo writes, except rank pages, which are in shared memory."""
+    """Starts and stops the programs of the demo. They end with it, however it ends.
 
-    folder: Path
-    shm: Path
-    port: int
-    library: Path | None = None
-    gpu_state: Path | None = None
-    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ``folder`` holds everything that the demo writes, except rank pages and simulated GPUs. These are in ``shm``, a
+    folder in shared memory that is removed at the end, below which each part of the demo has one of its own.
+    """
+
+    def __init__(self, folder: Path, shm: Path) -> None:
+        self.folder, self.port = folder, free_port()
+        self.library: Path | None = None
+        self._dependents = Dependents()
+        self._shm = self._dependents.folder(shm)
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._part = ""
+
+    @property
+    def shm(self) -> Path:
+        """The shared memory of this part of the demo."""
+        return self._shm / self._part
+
+    @property
+    def gpu_state(self) -> Path | None:
+        """The simulated GPUs of this part of the demo."""
+        return self.shm / "gpus" if self.library else None
 
     @property
     def agent_url(self) -> str:
-        """Where the demo's agent listens."""
+        """Where the agent listens."""
         return f"http://127.0.0.1:{self.port}"
+
+    def begin(self, part: str) -> None:
+        """From now on agent, GPUs and ranks are those of another node."""
+        self._part = part
+        self.shm.mkdir(mode=0o700)
 
     def start(self, arguments: Sequence[str], log: str) -> subprocess.Popen[bytes]:
         """Start ``python -m …`` with its output in ``log`` (a name inside the folder)."""
         with open(self.folder / log, "wb") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *arguments], env=self.environment(), stdout=output, stderr=subprocess.STDOUT
-            )
-        self._processes.append(process)
-        return process
+            return self._dependents.start([sys.executable, "-m", *arguments], output, self.environment())
 
     def call(self, arguments: Sequence[str], log: str) -> None:
         """Run ``python -m …`` to its end. Raises DemoError with the end of its output if it fails."""
@@ -57,15 +78,21 @@ class Scene:
             raise DemoError(f"{' '.join(arguments)} failed ({process.returncode}):\n{self.tail(log)}")
 
     def start_agent(self) -> subprocess.Popen[bytes]:
-        """Start the agent in policy mode act."""
-        config = self.folder / "opsd.toml"
+        """Start the agent of this part in policy mode act, in place of the one before. Raises DemoError."""
+        if self._agent is not None:
+            self._agent.terminate()
+            self._agent.wait(AGENT_S)
+        config = self.folder / f"{self._part}.toml"
         library = f'library = "{self.library}"\n' if self.library else ""
         config.write_text(
-            f'[agent]\nlisten = "127.0.0.1:{self.port}"\nstate_dir = "{self.folder / "agent"}"\n\n'
+            f'[agent]\nlisten = "127.0.0.1:{self.port}"\nstate_dir = "{self._state}"\n\n'
             f'[ranks]\nroot = "{self.shm}"\n\n[nvml]\n{library}\n[policy]\nmode = "act"\ncooldown_s = 2.0\n',
             encoding="utf-8",
         )
-        return self.start(["opsd", "agent", "--config", str(config)], "agent.log")
+        self._agent = self.start(["opsd", "agent", "--config", str(config)], f"agent-{self._part}.log")
+        if not _answers(f"{self.agent_url}/readyz", self._agent):
+            raise DemoError(f"the agent does not answer:\n{self.tail(f'agent-{self._part}.log')}")
+        return self._agent
 
     def start_run(self, name: str, program: Sequence[str]) -> subprocess.Popen[bytes]:
         """Start ``opsd launch`` with two ranks of ``program``; its run folder is ``folder / name``."""
@@ -75,7 +102,7 @@ class Scene:
 
     def environment(self) -> dict[str, str]:
         """The environment of everything started here."""
-        extra = {"OPSD_SHM": str(self.shm), "OPSD_STATE_DIR": str(self.folder / "agent"), "PYTHONUNBUFFERED": "1"}
+        extra = {"OPSD_SHM": str(self.shm), "OPSD_STATE_DIR": str(self._state), "PYTHONUNBUFFERED": "1"}
         if self.gpu_state is not None:
             extra["OPSD_SIMULATED_NVML"] = str(self.gpu_state)
             extra["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(SIMULATED_GPUS)))
@@ -87,27 +114,46 @@ class Scene:
 
     def close(self) -> None:
         """Stop everything that is still running and remove the shared memory."""
-        running = [process for process in self._processes if process.poll() is None]
-        for process in running:
-            process.terminate()
-        for process in running:
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        shutil.rmtree(self.shm, ignore_errors=True)
+        self._dependents.close()
+
+    @property
+    def _state(self) -> Path:
+        return self.folder / f"agent-{self._part}"
 
 
-def open_scene(folder: Path) -> Scene:
-    """Create the workspace. Raises DemoError if the folder cannot be used."""
+def _answers(url: str, process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + AGENT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=2):  # noqa: S310 (our own agent)
+                return True
+        except OSError:
+            time.sleep(0.1)
+    return False
+
+
+def open_scene(folder: Path, shm_root: Path = SHM_ROOT) -> Scene:
+    """Create the workspace. Raises DemoError if the folders cannot be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shm = SHM_ROOT / f"opsd-demo-{os.getpid()}"
-        shm.mkdir(mode=0o700)
     except OSError as error:
         raise DemoError(f"the demo cannot write to {error.filename}: {error.strerror}; choose another --dir") from error
-    return Scene(folder, shm, free_port())
+    shm = shm_root / f"opsd-demo-{os.getpid()}"
+    try:
+        shm.mkdir(mode=0o700)
+        room = shutil.disk_usage(shm).free
+    except OSError as error:
+        raise DemoError(
+            f"the demo needs shared memory, and cannot write to {shm_root}: {error.strerror}; in a container mount a "
+            "tmpfs there (docker run --shm-size=1g)"
+        ) from error
+    if room < SHM_BYTES:
+        shm.rmdir()
+        raise DemoError(
+            f"the demo needs {SHM_BYTES >> 20} MiB of shared memory, and {shm_root} has {room >> 20} MiB free; in a "
+            "container mount a larger tmpfs there (docker run --shm-size=1g)"
+        )
+    return Scene(folder, shm)
 
 
 LOAD_WATTS, IDLE_WATTS = 640.0, 95.0
@@ -116,10 +162,14 @@ RANK_BYTES = 60 << 30
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """``simulated`` is None on a machine with real GPUs, and if they cannot be simulated; ``why`` is the reason."""
+    """The GPUs of one part of the demo; ``simulated`` is None if they are real, or cannot be simulated."""
 
     simulated: SimulatedGpus | None
-    why: str = ""
+
+    @classmethod
+    def create(cls, scene: Scene) -> Gpus:
+        """New ones."""
+        return cls(SimulatedGpus.create(scene.gpu_state, count=SIMULATED_GPUS) if scene.gpu_state else None)
 
     def follow(self, now: RunSnapshot) -> None:
         """Put the processes and the load of live ranks on the simulated GPUs; the others are idle."""
@@ -132,16 +182,18 @@ class Gpus:
             gpu.load(utilization=98 if works else 0, power_watts=LOAD_WATTS if works else IDLE_WATTS)
 
 
-def prepare_gpus(scene: Scene, path: str | None = None) -> Gpus:
-    """Find or simulate GPUs and configure ``scene`` for them. ``path`` is searched for a compiler, by default PATH."""
+def prepare_gpus(scene: Scene, path: str | None = None) -> str:
+    """Have ``scene`` simulate GPUs; returns why that cannot be, "" if it can.
+
+    ``path`` is searched for a compiler, by default PATH.
+    """
     if _has_real_gpus():
-        return Gpus(None, "this machine has real GPUs, and the demo does not overheat these")
+        return "this machine has real GPUs, and the demo does not overheat these"
     try:
         scene.library = build(scene.folder / "simulated", path)
     except (NoCompilerError, SimulationError) as error:
-        return Gpus(None, str(error))
-    scene.gpu_state = scene.shm / "gpus"
-    return Gpus(SimulatedGpus.create(scene.gpu_state, count=SIMULATED_GPUS))
+        return str(error)
+    return ""
 
 
 def _has_real_gpus() -> bool:

@@ -28,6 +28,7 @@ class View:
 
     simulated_gpus: bool
     stage: str = ""
+    waiting: str = ""
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=600))
     log: deque[str] = field(default_factory=lambda: deque(maxlen=9))
     _logged_events: int = 0
@@ -54,7 +55,9 @@ class View:
 
     def render(self, now: RunSnapshot, elapsed: float) -> RenderableType:
         """The whole screen."""
-        title = Text.assemble((" opsd demo ", "reverse bold"), f"  {self.stage}  ", (f"{elapsed:.0f} s", "dim"))
+        title = Text.assemble(
+            (" opsd demo ", "reverse bold"), f"  {self.stage}  ", (f"{elapsed:.0f} s  {self.waiting}", "dim")
+        )
         return Group(
             title,
             Panel(_ranks(now), title="ranks", title_align="left"),

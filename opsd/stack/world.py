@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 import time
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any, Self
 import yaml
 
 from opsd.dashboards.alerts.build import rendered
+from opsd.dependents import Dependents
 from opsd.ports import free_port
 from opsd.preflight.inbox import Inbox
 from opsd.stack.node import StackNode
@@ -36,12 +36,14 @@ class Stack:
 
     ``scrape_s`` is the scrape interval in seconds, ``rules_s`` overrides the evaluation interval of the rules.
     ``node_exporters`` are further addresses to scrape. ``nodes`` are closed with the stack; without any there is one,
-    whose instance is its address instead of its name. ``silent`` are names of nodes that do not answer.
+    whose instance is its address instead of its name. ``silent`` are names of nodes that do not answer. A ``temporary``
+    folder is removed with the stack, however that ends.
     """
 
     def __init__(
         self, folder: Path, *, scrape_s: float = 15.0, rules_s: float | None = None,
         node_exporters: Sequence[str] = (), nodes: Sequence[StackNode] = (), silent: Sequence[str] = (),
+        temporary: bool = False,
     ) -> None:  # fmt: skip
         if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
             raise StackError(f"{' and '.join(missing)} missing; install the Debian packages of the same name")
@@ -49,7 +51,9 @@ class Stack:
             raise StackError(f"{DEPLOY} is missing; the stack is started from a checkout")
         self.folder, self._scrape_s, self._rules_s = folder, scrape_s, rules_s
         self._node_exporters, self._silent, self._named = node_exporters, silent, bool(nodes)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._dependents = Dependents()
+        if temporary:
+            self._dependents.folder(folder)
         self._nodes = nodes or (StackNode(folder),)
         prometheus, alertmanager, self._nowhere, *agents = (free_port() for _ in range(3 + len(self._nodes)))
         self.prometheus, self.alertmanager, self.agent = (
@@ -81,13 +85,7 @@ class Stack:
 
     def close(self) -> None:
         """End everything."""
-        for process in self._processes:
-            process.terminate()
-        for process in self._processes:
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+        self._dependents.close()
         for node in self._nodes:
             node.close()
         self.inbox.close()
@@ -121,7 +119,7 @@ class Stack:
 
     def _run(self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:
-            self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+            self._dependents.start(command, log, environment)
 
     def _targets(self, agents: Sequence[int]) -> Iterator[Mapping[str, object]]:
         names = [*(node.name for node in self._nodes), *self._silent]

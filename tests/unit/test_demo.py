@@ -14,8 +14,8 @@ import pytest
 from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, checksum, commit, folder_of, verify
 from opsd.client import Reporter
 from opsd.demo.faults import FAULTS, DemoFault, Director, FaultTargets, Trial, observe
-from opsd.demo.report import differing_steps, losses
-from opsd.demo.scene import Scene, prepare_gpus
+from opsd.demo.report import alarms, differing_steps, losses, stories
+from opsd.demo.scene import DemoError, Gpus, Scene, open_scene, prepare_gpus
 from opsd.demo.text import copy_text
 from opsd.demo.view import culprit_name, describe_event, sparkline
 from opsd.demo.world import RunSnapshot, parse_gpus
@@ -96,6 +96,8 @@ def test_an_unrepaired_fault_does_not_stop_the_show(at_step, targets: FaultTarge
     assert done == ["a", "b"]
     assert not director.trials[0].passed
     assert not director.done
+    director.tick(at_step(9, 13.0 + director.end_s + 1))
+    assert director.done
 
 
 def test_only_an_incident_after_the_injection_counts(at_step, targets: FaultTargets) -> None:
@@ -103,7 +105,7 @@ def test_only_an_incident_after_the_injection_counts(at_step, targets: FaultTarg
     trial = Trial(Injections().fault("a"), injected_at=10.0, injected_step=3, expected={})
     observe(trial, at_step(9, 11.0, incidents=[incident("a", 9.0)]))
     assert trial.detected_at is None
-    observe(trial, at_step(9, 12.0, incidents=[incident("a", 9.0), incident("a", 11.5)]))
+    observe(trial, at_step(9, 12.0, incidents=[incident("a", 9.0), incident("a", 11.5, "resolved")]))
     assert (trial.detected_at, trial.passed) == (11.5, True)
 
 
@@ -119,7 +121,7 @@ def test_the_wrong_culprit_fails_the_trial(at_step, named: dict[str, object], ri
     """Detected and repaired is not enough: the culprit must be the one that was broken."""
     fault = Injections().fault("a")
     trial = Trial(fault, injected_at=1.0, injected_step=0, expected={"component": "rank", "rank": 1})
-    observe(trial, at_step(9, 3.0, incidents=[incident("a", 2.0, **named)]))
+    observe(trial, at_step(9, 3.0, incidents=[incident("a", 2.0, "resolved", **named)]))
     assert trial.passed is right
 
 
@@ -156,12 +158,38 @@ def test_text_is_the_same_every_time(tmp_path: Path) -> None:
 
 def test_without_a_compiler_the_faults_of_gpus_are_left_out(tmp_path: Path) -> None:
     """The summary's reason is the sentence that says what to install, unless the machine has real GPUs."""
-    scene = Scene(tmp_path, tmp_path, port=0)
-    gpus = prepare_gpus(scene, path=str(tmp_path))
-    assert gpus.simulated is None
+    (tmp_path / "shm").mkdir()
+    scene = Scene(tmp_path, tmp_path / "shm")
+    why = prepare_gpus(scene, path=str(tmp_path))
+    scene.begin("disturbed")
+    assert Gpus.create(scene).simulated is None
     assert scene.library is None
-    assert "no C compiler" in gpus.why or "real GPUs" in gpus.why
+    assert "no C compiler" in why or "real GPUs" in why
+    scene.close()
+    assert not (tmp_path / "shm").exists()
     assert any(fault.simulated for fault in FAULTS)
+
+
+@pytest.mark.parametrize("kind", ["missing", "small"])
+def test_shared_memory_that_does_not_do_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """With what to do in a container, where 64 MiB or none are the default; nothing is left behind."""
+    if kind == "small":
+        monkeypatch.setattr("opsd.demo.scene.SHM_BYTES", 1 << 62)
+        (tmp_path / "shm").mkdir()
+    with pytest.raises(DemoError, match=r"shared memory, and .*; in a container mount a .*tmpfs there"):
+        open_scene(tmp_path / "work", tmp_path / "shm")
+    assert not list(tmp_path.glob("shm/*"))
+
+
+def test_a_slow_processor_is_not_blamed_on_opsd() -> None:
+    """Other programs on the machine slow a rank down, which opsd notices rightly; anything else is a false alarm."""
+    found = [
+        {"kind": "straggler", "summary": "rank 1 is slow", "culprit": {"component": "node", "detail": "cpu pressure"}},
+        {"kind": "gpu_throttle", "summary": "GPU 1 is hot", "culprit": {"component": "gpu", "detail": ""}},
+    ]
+    assert alarms(found) == (["gpu_throttle"], "rank 1 is slow")
 
 
 def test_gpu_numbers_come_from_the_metrics() -> None:
@@ -169,6 +197,18 @@ def test_gpu_numbers_come_from_the_metrics() -> None:
     text = 'DCGM_FI_DEV_GPU_TEMP{gpu="3",UUID="x"} 71\nopsd_other{gpu="3"} 5\nDCGM_FI_DEV_SM_CLOCK{gpu="3"} 1980\n'
     assert parse_gpus(text) == {3: {"temperature": 71.0, "clock_mhz": 1980.0}}
     assert parse_gpus(None) is None
+
+
+def test_each_fault_is_told_in_plain_words(at_step) -> None:
+    """What broke, who noticed and when, and what a person would have had to do; or that it went wrong."""
+    fault = replace(Injections().fault("a"), broke="a GPU broke", by_hand="replace it")
+    trials = [Trial(fault, injected_at=1.0, injected_step=0, expected={}) for _ in (1, 2)]
+    found = [incident("a", 3.5, "resolved")]
+    observe(trials[0], at_step(9, 4.0, incidents=found, events=[{"event": "rank_exited", "t": 1.5}]))
+    assert stories(trials) == [
+        "1. A GPU broke: the launcher noticed after 0.5 s, all was well after 3.0 s. Without opsd: replace it.",
+        "[red]2. A GPU broke: not detected, named and repaired as it should be[/]",
+    ]
 
 
 def test_words_for_people() -> None:
@@ -193,9 +233,11 @@ def test_an_incident_told_twice_fails_the_trial(at_step, targets: FaultTargets) 
     """What a fault brings about must be put down to it, not told as an incident of its own."""
     fault = replace(Injections().fault("a"), symptoms=("rank_crash",))
     trial = Trial(fault, injected_at=1.0, injected_step=0, expected={})
-    observe(trial, at_step(9, 3.0, incidents=[incident("a", 2.0)]))
+    observe(trial, at_step(9, 3.0, incidents=[incident("a", 2.0, "verifying")]))
     assert not trial.passed
-    observe(trial, at_step(9, 4.0, incidents=[{**incident("a", 2.0), "symptoms": [{"kind": "rank_crash"}]}]))
+    observe(
+        trial, at_step(9, 4.0, incidents=[{**incident("a", 2.0, "resolved"), "symptoms": [{"kind": "rank_crash"}]}])
+    )
     assert trial.passed
 
 

@@ -1,0 +1,56 @@
+"""What a program has started ends with it, and its folders go, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.clock import eventually
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from opsd.dependents import Dependents
+folder, end = Path(sys.argv[1]), sys.argv[2]
+mine = Dependents(orderly_s=1.0)
+mine.folder(folder / "memory").mkdir()
+obedient = "sleep 600 & echo $$ $! > {0}; wait"
+stubborn = "trap '' TERM; sleep 600 & echo $$ $! > {0}; wait; wait"
+with open(folder / "log", "wb") as log:
+    for name, script in (("obedient", obedient), ("stubborn", stubborn)):
+        mine.start(["bash", "-c", script.format(folder / name)], log)
+while not all((folder / name).exists() for name in ("obedient", "stubborn")):
+    time.sleep(0.05)
+(folder / "ready").touch()
+if end == "closes":
+    mine.close()
+    sys.exit(0)
+if end == "returns":
+    sys.exit(0)
+time.sleep(600)
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("end", ["closes", "returns", *(signal.Signals(n).name for n in (1, 2, 9, 15))])
+def test_nothing_is_left(tmp_path: Path, end: str) -> None:
+    """Neither a child, nor its child, nor one that does not hear SIGTERM, nor a folder."""
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path, end], start_new_session=True)
+    assert eventually((tmp_path / "ready").exists, 60)
+    pids = [int(pid) for name in ("obedient", "stubborn") for pid in (tmp_path / name).read_text().split()]
+    if end.startswith("SIG"):
+        assert all(map(lives, pids))
+        os.killpg(process.pid, signal.Signals[end])
+    process.wait(60)
+    assert eventually(lambda: not any(map(lives, pids)) and not (tmp_path / "memory").exists(), 60)
