@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.collectors.base import Event
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.ports import EXPECTED, Port, by_port, dependent, job_text, name, port_of, roles
 from opsd.runbooks.lib.remedies import notify_node
@@ -64,35 +64,30 @@ def _down(view: View) -> Iterator[_Fault]:
 
 def _slow(view: View) -> Iterator[_Fault]:
     """Ports below the rate that is expected, that their peers have, or that they had some minutes ago."""
-    alike, expected = roles(view), by_port(view, EXPECTED)
-    now = {port: series.last for port, series in by_port(view, RATE).items()}
-    changes = view.events("ib_rate_changed", PAST_S)
-    for port, rate in now.items():
+    alike, expected, rates = roles(view), by_port(view, EXPECTED), by_port(view, RATE)
+    for port, rate in ((port, series.last) for port, series in rates.items()):
         if rate is None:
             continue
-        peers = median(other for p, other in now.items() if alike.get(p) == alike.get(port) and other is not None)
-        best = [(expected[port].last if port in expected else None) or peers]
-        best += [number(e.data, "before_bytes_per_second") or 0.0 for e in changes if _port(e) == port]
-        if rate < max(best):
-            yield _Fault(port, f"runs at {_gbit(rate)} instead of {_gbit(max(best))} Gbit/s", False)
-
-
-def _port(event: Event) -> Port:
-    return text(event.data, "device"), text(event.data, "port")
+        peers = [other.last for p, other in rates.items() if alike.get(p) == alike.get(port) and other.last is not None]
+        best = (expected[port].last if port in expected else None) or median(peers)
+        if not rates[port].unchanged(PAST_S):
+            best = max(best, *(before for _, before in rates[port].values(PAST_S)))
+        if rate < best:
+            yield _Fault(port, f"runs at {rate * 8 / 1e9:g} instead of {best * 8 / 1e9:g} Gbit/s", False)
 
 
 def _flapping(view: View) -> Iterator[_Fault]:
     """Ports that have lost their link again and again."""
-    long = [e for e in view.events("ib_link_up", LONG_S) if (number(e.data, "down_s") or 0.0) >= LONG_DOWN_S]
-    times: dict[Port, int] = {}
-    for event in long:
-        times[_port(event)] = times.get(_port(event), 0) + 1
+    back = [event.data for event in view.events("ib_link_up", LONG_S)]
+    long = Counter(
+        (text(of, "device"), text(of, "port")) for of in back if (number(of, "down_s") or 0.0) >= LONG_DOWN_S
+    )
     for port, series in by_port(view, FLAPS).items():
         lost = growth(series, PAST_S) if series.last else 0.0
         if lost >= FLAPS_LIMIT:
             yield _Fault(port, f"lost its link {lost:.0f} times in ten minutes", False)
-        elif times.get(port, 0) >= LONG_LIMIT:
-            yield _Fault(port, f"lost its link for a while {times[port]} times in twelve hours", False)
+        elif long[port] >= LONG_LIMIT:
+            yield _Fault(port, f"lost its link for a while {long[port]} times in twelve hours", False)
 
 
 def _detect(view: View) -> Iterator[Finding]:
@@ -139,10 +134,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
     slow = {fault.port for fault in _slow(view)}
     restless = {port_of(s.labels) for s in view.select(FLAPS) if growth(s, QUIET_S)}
     return all(states[port] == ACTIVE for port in wanted) and not wanted & (slow | restless)
-
-
-def _gbit(rate: float) -> str:
-    return f"{rate * 8 / 1e9:g}"
 
 
 RUNBOOK = Runbook(
