@@ -6,16 +6,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.gpus import driver_restarted
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import REMEMBERED_S, recovered, unsolved
 from opsd.runbooks.lib.signals import integer, number, text
 
 UP, STATE = "opsd_gpu_nvlink_up", "opsd_gpu_fabric_state"
-IN_PROGRESS, STUCK_S = 2.0, 300.0
+STATUS, PROBLEM = "opsd_gpu_fabric_status", "opsd_gpu_fabric_problem"
+NOT_STARTED, REGISTERED, STUCK_S = 1.0, 3.0, 300.0
 """A GPU is registered with the fabric within seconds of the fabric manager's start; one that is not yet after this time
-waits for something that does not come."""
+waits for something that does not come. A recovery of routes is shorter, too."""
 
 DOWN_S = 60.0
 """After a boot, or a restart of the fabric manager, links may take this long."""
@@ -44,18 +45,28 @@ def _all_down(view: View) -> bool | None:
     return view.now - max(up, default=points[0][0]) >= DOWN_S
 
 
-def _stuck(view: View) -> list[str]:
-    """The GPUs whose registration with the fabric has been in progress for minutes, by index."""
-    found = []
-    for series in view.select(STATE):
-        points = series.values(STUCK_S) if series.last == IN_PROGRESS else ()
-        if (
-            len(points) > 1
-            and points[-1][0] - points[0][0] >= 0.95 * STUCK_S
-            and {v for _, v in points} == {IN_PROGRESS}
-        ):
-            found.append(series.labels["gpu"])
-    return sorted(found)
+def _wrong(view: View) -> list[str]:
+    """What is wrong with the place of GPUs in the fabric, and has been for a while; each with its GPUs."""
+    found: dict[str, list[str]] = {}
+    for metric, fine, lasting_s in ((STATE, REGISTERED, STUCK_S), (STATUS, 0.0, DOWN_S), (PROBLEM, 0.0, STUCK_S)):
+        for series in view.select(metric):
+            points = series.values(lasting_s) if series.last not in (None, fine) else ()
+            if (
+                len(points) > 1
+                and points[-1][0] - points[0][0] >= 0.95 * lasting_s
+                and all(v != fine for _, v in points)
+            ):
+                found.setdefault(_what(metric, series), []).append(series.labels["gpu"])
+    return [f"GPU {', '.join(sorted(gpus))}: {what}" for what, gpus in found.items()]
+
+
+def _what(metric: str, series: Series) -> str:
+    if metric == PROBLEM:
+        return f"the fabric says {series.labels['problem'].replace('_', ' ')}"
+    if metric == STATUS:
+        return f"registering with the fabric has ended with error {series.last:.0f}"
+    how = "has not started" if series.last == NOT_STARTED else "has been in progress"
+    return f"registering with the fabric {how} for {STUCK_S / 60:.0f} minutes"
 
 
 def _refused(view: View) -> Iterator[Event]:
@@ -82,17 +93,15 @@ def _cured(view: View, since: float) -> bool:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    refused, fatal, stuck = list(_refused(view)), list(_fatal(view)), _stuck(view)
-    if _all_down(view) or refused or fatal or stuck:
-        yield _finding(view, refused, fatal, stuck)
+    refused, fatal, wrong = list(_refused(view)), list(_fatal(view)), _wrong(view)
+    if _all_down(view) or refused or fatal or wrong:
+        yield _finding(view, refused, fatal, wrong)
 
 
-def _finding(view: View, refused: Sequence[Event], fatal: Sequence[Event], stuck: Sequence[str]) -> Finding:
+def _finding(view: View, refused: Sequence[Event], fatal: Sequence[Event], wrong: Sequence[str]) -> Finding:
     ranks = [rank for rank in view.ranks if rank.live]
     facts = [Evidence("every NVLink of the node is down", "NVML", view.wall)] if _all_down(view) else []
-    if stuck:
-        who = f"GPU {', '.join(stuck)}: registering with the fabric has been in progress for {STUCK_S / 60:.0f} minutes"
-        facts.append(Evidence(who, "NVML", view.wall))
+    facts += [Evidence(fact, "NVML", view.wall) for fact in wrong]
     facts += [Evidence(event.message, "kernel log", event.at) for event in fatal[-4:]]
     facts += [Evidence(f"rank {text(e.data, 'rank')} ended: {_said(e)}", "launcher", e.at) for e in refused[-4:]]
     what = facts[0].text
@@ -125,7 +134,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
     data = incident.data
     down, fatal_at, run = _all_down(view), number(data, "at"), text(data, "run")
     over = recovered(view, run, integer(data, "generation")) if run else True
-    if down or over is False or _stuck(view) or (fatal_at is not None and not _cured(view, fatal_at)):
+    if down or over is False or _wrong(view) or (fatal_at is not None and not _cured(view, fatal_at)):
         return False
     return None if down is None or over is None else True
 
@@ -138,8 +147,10 @@ RUNBOOK = Runbook(
 ## Meaning
 On boards with NVSwitches a service, the fabric manager, connects the GPUs. One of these is true: every link of every
 GPU has been down for a minute; a rank ended because CUDA said "system not yet initialized" (error 802); a switch has
-reported a fatal error (SXid); a GPU's registration with the fabric has been in progress for five minutes. Links that
-come up within a minute of a boot, and cards without an NVLink bridge, are no incident.
+reported a fatal error (SXid); a GPU's registration with the fabric has not started or has been in progress for five
+minutes, or has ended with an error; the fabric reports less bandwidth, an unhealthy route, a recovery that does not
+end, or a wrong configuration. Links that come up within a minute of a boot, and cards without an NVLink bridge, are no
+incident.
 
 ## Impact
 CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one GPU can run on the node.

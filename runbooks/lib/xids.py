@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from opsd.collectors.base import Event, RankFact
@@ -77,11 +77,22 @@ def rank_at(view: View, gpu: Gpu) -> RankFact | None:
 
 
 def by_address(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """The Xids of each GPU by its PCI address, in their order."""
+    """The Xids of each GPU by its PCI address, in their order.
+
+    An Xid 45 that names the Xid before it counts as that one, if the line of that one was lost.
+    """
     found: dict[str, list[Event]] = {}
     for event in events:
         found.setdefault(text(event.data, "pci_bus_id"), []).append(event)
+    for of_gpu in found.values():
+        seen = {code_of(event) for event in of_gpu}
+        of_gpu[:] = [event if integer(event.data, "caused_by") in {-1, *seen} else _cause_of(event) for event in of_gpu]
     return found
+
+
+def _cause_of(event: Event) -> Event:
+    cause = {"code": event.data["caused_by"], "action": text(event.data, "caused_by_action")}
+    return replace(event, data={**event.data, **cause})
 
 
 def code_of(event: Event) -> int:

@@ -157,6 +157,7 @@ def xid_event(
         "mig": xid.mig,
         "verdict": str(xid.verdict),
         "caused_by": xid.caused_by,
+        "caused_by_action": str(decode(xid.caused_by, "").action) if xid.caused_by is not None else "",
         "inferred": xid.inferred,
         "source": source,
         "count": count,
