@@ -65,6 +65,8 @@ class RunFolders:
     logs: Path
     hold: int
     """A descriptor whose lock says that this launcher has the run; the kernel gives it up with the process."""
+    predecessor: int = 0
+    """The pid of the launcher that had the run on this node before and is dead, 0 if none has left its ``run.json``."""
 
     @classmethod
     def create(
@@ -77,9 +79,9 @@ class RunFolders:
         """
         try:
             _make_shared_root(shared)
-            name, memory, hold = _first_free(shared, run) if alone else (run, *_claim(shared, run))
+            name, memory, hold, before = _first_free(shared, run) if alone else (run, *_claim(shared, run))
             folder = (folder or default_root() / name).absolute()
-            folders = cls(name, folder, memory, (logs / name if logs else folder / "logs").absolute(), hold)
+            folders = cls(name, folder, memory, (logs / name if logs else folder / "logs").absolute(), hold, before)
             for path in (folder, folders.logs, folders.stacks, folder / RECORDER):
                 path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -164,12 +166,17 @@ def prune(root: Path, now: float, keep_s: float = KEEP_FINISHED_S) -> None:
 
 def owner_pid(memory: Path) -> int | None:
     """The pid of the living launcher that ``memory`` belongs to, None if it has none."""
+    pid, start = _launcher(memory)
+    return pid if pid not in (0, os.getpid()) and process_runs(pid, start) else None
+
+
+def _launcher(memory: Path) -> tuple[int, int]:
+    """The pid and the start time of the launcher that has written ``run.json``, (0, 0) without one."""
     try:
         state = json.loads((memory / "run.json").read_text(encoding="utf-8"))
-        pid, start = int(state["launcher_pid"]), int(state["launcher_start"])
+        return int(state["launcher_pid"]), int(state["launcher_start"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return pid if pid != os.getpid() and process_runs(pid, start) else None
+        return 0, 0
 
 
 def _make_shared_root(root: Path) -> None:
@@ -195,7 +202,7 @@ def _make_shared_root(root: Path) -> None:
             os.close(descriptor)
 
 
-def _first_free(shared: Path, run: str) -> tuple[str, Path, int]:
+def _first_free(shared: Path, run: str) -> tuple[str, Path, int, int]:
     for number in range(1, _MAX_TWINS):
         name = run if number == 1 else f"{run}-{number}"
         with contextlib.suppress(RunTakenError):
@@ -207,8 +214,8 @@ class RunTakenError(RunError):
     """A living launcher has the run."""
 
 
-def _claim(shared: Path, run: str) -> tuple[Path, int]:
-    """The folder of ``run`` in shared memory, and its lock.
+def _claim(shared: Path, run: str) -> tuple[Path, int, int]:
+    """The folder of ``run`` in shared memory, its lock, and the pid of the dead launcher that had it before.
 
     What another user's run of that name has left, or is using, stays: this user's then has the user's number added.
     """
@@ -223,8 +230,9 @@ def _claim(shared: Path, run: str) -> tuple[Path, int]:
             os.close(hold)
         by = "another process" if pid is None else f"process {pid}"
         raise RunTakenError(f"run {run} is being run by {by}; give this one another name with --run-id")
+    before, _ = _launcher(memory)
     _clear(memory)
-    return memory, hold
+    return memory, hold, before
 
 
 def _made(memory: Path) -> bool:

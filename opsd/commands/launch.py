@@ -170,7 +170,7 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
     try:
         launchers = _find_launchers(options, settings, folders.folder, several=several)
         secret = job_secret(folders.folder) if several else b""
-        replaces = _replaces(settings, folders.folder, launchers, take_over=options["take_over"])
+        replaces = _replaces(settings, folders, launchers, take_over=options["take_over"])
     except ClaimError as error:
         click.echo(f"opsd: {error.strerror}", err=True)
         return exitcodes.FAILED
@@ -210,13 +210,14 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
     )
 
 
-def _replaces(settings: Settings, folder: Path, launchers: Launchers, *, take_over: bool) -> int:
+def _replaces(settings: Settings, folders: RunFolders, launchers: Launchers, *, take_over: bool) -> int:
     """The newest claim that this launcher may replace: as the batch script has found, or as it finds itself."""
     found = os.environ.pop(REPLACES, "")
     if found.isdecimal():
         return int(found)
     start = start_of(settings.run, os.environ, launchers, settings.node)
-    return replaceable(folder, start, known_jobs, take_over=take_over)
+    dead = f"{settings.node}-{folders.predecessor}"
+    return replaceable(folders.folder, start, known_jobs, take_over=take_over, dead=dead)
 
 
 def _find_launchers(options: dict[str, Any], settings: Settings, folder: Path, *, several: bool) -> Launchers:

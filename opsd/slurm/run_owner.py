@@ -45,19 +45,22 @@ def replaceable(
     jobs: Callable[[Sequence[int]], Sequence[Job]],
     *,
     take_over: bool = False,
+    dead: str = "",
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> int:
     """The number of the newest claim in ``folder``, which the run with this ``start`` may replace; 0 without one.
 
     A claim of another start has an owner while ``jobs`` (see ``Slurm.jobs``) shows its job, or while its lease changes.
-    Raises RunOwnedError for that, unless ``take_over``, and ClaimError.
+    ``dead`` is a launcher, ``NODE-PID``, that the kernel says is dead: nothing is left of a run that it had alone.
+    Raises RunOwnedError, unless ``take_over``, and ClaimError.
     """
     newest = _newest(folder, clock, sleep)
     if newest is None:
         return 0
     of_this_start = newest.start == start or newest.start.startswith(f"{start}, ")
-    if take_over or of_this_start or is_older(newest.start, start) or is_older(start, newest.start):
+    is_dead = newest.alone and newest.launcher.rpartition("-")[0] == dead
+    if take_over or is_dead or of_this_start or is_older(newest.start, start) or is_older(start, newest.start):
         return newest.number
     job = _owner(newest, start, jobs)
     if newest.end is not None:

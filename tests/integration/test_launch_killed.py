@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from opsd import exitcodes
+from opsd.slurm.run_owner import WATCH_S
 from tests.fakes.clock import eventually
 from tests.fakes.launched import TRAIN, Launched, alive
 
@@ -80,6 +82,18 @@ def test_the_next_launcher_ends_what_nobody_has_ended(tmp_path: Path) -> None:
     finally:
         for pid in filter(alive, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_the_run_of_a_killed_launcher_goes_on_at_once(tmp_path: Path) -> None:
+    """Nobody has to wait until its lease is stale: it ran on this node alone, and the kernel says that it is dead."""
+    with Launched(tmp_path, TRAIN + "train(1000, at=5, do=lambda: None, step_s=0.05)") as launched:
+        launched.event("generation_started")
+        launched.signal(signal.SIGKILL)
+        launched.wait()
+    began = time.monotonic()
+    with Launched(tmp_path, TRAIN + "train(1)") as launched:
+        launched.until(lambda: len(launched.events("generation_started")) == 2)
+        assert time.monotonic() - began < WATCH_S, launched.err
 
 
 def test_a_guard_that_is_killed_is_replaced(tmp_path: Path) -> None:
