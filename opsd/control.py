@@ -1,4 +1,4 @@
-"""Asking a launcher through the control socket of its run: one JSON object a line each way."""
+"""Asking a launcher or an agent through its control socket: one JSON object a line each way."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CREDENTIALS = struct.Struct("=iII")
 
 
 class ControlError(Exception):
-    """A launcher that does not answer, or with something else than an answer; the message is one sentence."""
+    """No answer from a launcher or an agent, or one that is none; the message is one sentence."""
 
 
 class GivenUpError(Exception):

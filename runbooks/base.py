@@ -134,6 +134,32 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """Who has an incident since ``at``, until ``until`` (None: its end); it pages nobody meanwhile. Epoch seconds.
+
+    ``over_at`` is when the time was over or the incident became worse, None while it is in force.
+    """
+
+    by: str
+    at: float
+    until: float | None
+    over_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """Who closed an incident by hand, when and why. Epoch seconds.
+
+    ``gone_at`` is when its evidence ended or new evidence came, None while the old evidence goes on.
+    """
+
+    by: str
+    at: float
+    reason: str
+    gone_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Incident:
     """A finding with a history. Times are wall-clock seconds; ``actions`` are those executed or recommended so far.
 
@@ -141,7 +167,7 @@ class Incident:
     came back, the last time at ``reopened_at``. ``job`` and ``run`` are those that it concerns, "" for none.
     ``proposed`` are the actions that its runbook asks for, whatever the policy makes of them: verb, target and args.
     ``struck_at`` is that of its newest finding, see ``Finding``; ``gravity`` is the highest so far. ``worse`` is true
-    if it has risen while actions are under way.
+    if it has risen while actions are under way. ``ack`` and ``closed`` are the word of a person.
     """
 
     id: str
@@ -172,6 +198,8 @@ class Incident:
     struck_at: float | None = None
     gravity: int = 0
     worse: bool = False
+    ack: Acknowledgement | None = None
+    closed: Closing | None = None
 
 
 class Series(Protocol):

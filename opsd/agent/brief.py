@@ -1,4 +1,4 @@
-"""What the person on call needs first: what happened, what it costs, who acts, and the next command, whole. Pure.
+"""What the person on call needs first: what happened, what it costs, who acts, who has it, the next command. Pure.
 
 The page, `opsd incidents show` and notifications all show this brief.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from opsd.agent.by_hand import holder, who_has_it
 from opsd.agent.policy import HARMLESS, Verdict
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Incident, State
@@ -34,20 +35,32 @@ _WORDS: Final[Mapping[str, tuple[str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Brief:
-    """``command`` has no placeholder left; node-local commands run on the node ``on``."""
+    """``command`` has no placeholder left; node-local commands run on the node ``on``.
+
+    ``owner`` is who has the incident, else the command by which a person takes it; "" once it is over.
+    """
 
     happened: str
     cost: str
     acts: str
     command: str
     on: str
+    owner: str = ""
 
 
 def brief(incident: Incident, mode: str, node: str) -> Brief:
     """The brief of ``incident``; ``mode`` is the policy's for its kind, ``node`` the agent's own."""
     acts = _acts(incident, mode)
     happened = f"{printable(incident.summary)}, on {incident.culprit.node or node}"
-    return Brief(happened, cost_now(incident), acts, _command(incident, acts, node), incident.culprit.node or node)
+    on = incident.culprit.node or node
+    return Brief(happened, cost_now(incident), acts, _command(incident, acts, node), on, _owner(incident))
+
+
+def _owner(incident: Incident) -> str:
+    if incident.resolved_at is not None or holder(incident) is not None:
+        return who_has_it(incident)
+    who = who_has_it(incident) or "nobody"
+    return f"{who}; take it: opsd incidents ack {shlex.quote(incident.id)}"
 
 
 def cost_now(incident: Incident) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cache
 
 from opsd.agent import systemd
+from opsd.agent.control import Control
 from opsd.agent.heap import Trim
 from opsd.agent.logs import Log
 from opsd.agent.metrics import log_samples
@@ -50,6 +51,7 @@ class Daemon:
         self._journal = build_journal(settings, log)
         self._parts = build(settings, self._journal, log)
         self._loop, self._history, self._orders = self._parts.loop, History(), Orders(log)
+        self._control = Control(self._parts.responder, self._journal, log)
         self._reloader, self._trim = Reloader(settings, read, self._apply, log, wanted), Trim()
         self._loop.others += self._server.samples, self._reloader.samples, lambda: log_samples(log.lost())
         ledgers = Ledgers()
@@ -78,11 +80,13 @@ class Daemon:
         self._loop.run(stop, after_tick=self._after_tick)
         systemd.notify("STOPPING=1")
         self._server.close()
+        self._control.close()
         self._journal.close()
         self._log.info("agent stopped")
 
     def _after_tick(self) -> None:
         systemd.notify("WATCHDOG=1")
+        self._control.after_tick()
         self._history.note(self._loop.snapshot)
         self._trim.if_due(self._loop.snapshot.at)
         if self._reloader.due():

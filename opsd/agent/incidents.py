@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
-from opsd.agent import lifecycle
+from opsd.agent import by_hand, lifecycle
 from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
 from opsd.runbooks.base import Finding, Incident, State
 
@@ -39,7 +39,7 @@ class Book:
 
     ``recent`` are ended incidents that may still come back. ``watching_since`` is when the agent started: no wait ends
     because of the time before it. ``settled`` has when the newest event struck that an ended incident rested on: no
-    older evidence opens it a second time.
+    older evidence opens it a second time. ``closed`` has incidents that a person closed and whose evidence goes on.
     """
 
     incidents: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
@@ -47,6 +47,7 @@ class Book:
     recent: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
     watching_since: float = 0.0
     settled: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    closed: Mapping[tuple[str, str], Incident] = field(default_factory=dict)
 
 
 def is_over(incident: Incident, transition: Transition) -> bool:
@@ -64,7 +65,9 @@ def reduce(
     book: Book, observed: Observed, rules: Mapping[str, IncidentRules], now: float
 ) -> tuple[Book, tuple[Incident, ...], tuple[Transition, ...]]:
     """One tick: the new book, the incidents that ended in it, and every change of state. ``now`` is epoch seconds."""
-    found = {(finding.kind, finding.key): finding for finding in observed.findings if _is_new(book, finding)}
+    told = {(finding.kind, finding.key): finding for finding in observed.findings}
+    closed = dict(_still_closed(book, told, observed, rules, now))
+    found = {name: finding for name, finding in told.items() if name not in closed and _is_new(book, finding)}
     outcomes: dict[str, list[Outcome]] = {}
     for outcome in observed.outcomes:
         outcomes.setdefault(outcome.incident, []).append(outcome)
@@ -102,7 +105,33 @@ def reduce(
     if ended:
         kept = {name: at for name, at in settled.items() if now - at < SETTLED_S}
         settled = kept | settled_by(ended, now)
-    return Book(current, pending, recent, book.watching_since, settled), tuple(ended), tuple(transitions)
+    return Book(current, pending, recent, book.watching_since, settled, closed), tuple(ended), tuple(transitions)
+
+
+def close(book: Book, incident: Incident, by: str, reason: str, now: float) -> tuple[Book, Incident, Transition]:
+    """End the current ``incident`` for a person: the new book, the incident, and its transition. Raises ByHandError."""
+    after = by_hand.closed(incident, by, reason, now)
+    name = (incident.kind, incident.key)
+    current = {other: kept for other, kept in book.incidents.items() if other != name}
+    settled = {**book.settled, **settled_by([after], now)}
+    kept = replace(book, incidents=current, settled=settled, closed={**book.closed, name: after})
+    return kept, after, _transition(incident.state, after, now)
+
+
+def _still_closed(
+    book: Book,
+    found: Mapping[tuple[str, str], Finding],
+    observed: Observed,
+    rules: Mapping[str, IncidentRules],
+    now: float,
+) -> Iterator[tuple[tuple[str, str], Incident]]:
+    for name, old in book.closed.items():
+        clear_after_s = rules.get(old.kind, IncidentRules()).clear_after_s
+        lost = now - max(old.last_seen_at, book.watching_since) >= lifecycle.GIVE_UP_S
+        healed = observed.healed.get(old.id)
+        after = by_hand.still_closed(old, found.get(name), healed, clear_after_s, lost, now)
+        if after is not None:
+            yield name, after
 
 
 def settled_by(ended: Iterable[Incident], now: float) -> dict[tuple[str, str], float]:
@@ -133,12 +162,17 @@ def cost_growth(before: Book, after: Book) -> Iterator[tuple[str, float]]:
 def shifted(book: Book, seconds: float) -> Book:
     """The book after a step of the wall clock by ``seconds``, so that no wait becomes shorter or longer."""
     return Book(
-        {name: lifecycle.shifted(incident, seconds) for name, incident in book.incidents.items()},
+        {name: _moved(incident, seconds) for name, incident in book.incidents.items()},
         {name: (a + seconds, b + seconds) for name, (a, b) in book.pending.items()},
-        {name: lifecycle.shifted(incident, seconds) for name, incident in book.recent.items()},
+        {name: _moved(incident, seconds) for name, incident in book.recent.items()},
         book.watching_since + seconds,
         {name: at + seconds for name, at in book.settled.items()},
+        {name: _moved(incident, seconds) for name, incident in book.closed.items()},
     )
+
+
+def _moved(incident: Incident, seconds: float) -> Incident:
+    return by_hand.shifted(lifecycle.shifted(incident, seconds), seconds)
 
 
 def _transition(before: State | None, incident: Incident, now: float) -> Transition:

@@ -11,6 +11,7 @@ from typing import Final
 
 from opsd import __version__
 from opsd.agent.actions import VERBS
+from opsd.agent.by_hand import ACKNOWLEDGED, holder
 from opsd.agent.gather import Health, Source
 from opsd.collectors.base import Metric, Sample
 from opsd.runbooks.base import Incident, Severity, State
@@ -59,7 +60,11 @@ JOURNAL_LOST = Metric("opsd_journal_lost_records_total", "Records given up becau
 RUNBOOK_ERRORS = Metric(
     "opsd_runbook_errors_total", "Exceptions raised by a runbook's functions.", "counter", labels=("kind",)
 )
-INCIDENTS = Metric("opsd_incidents", "Incidents that are not over.", labels=("kind", "severity", "state"))
+INCIDENTS = Metric(
+    "opsd_incidents",
+    "Incidents that are not over. Those that a person has acknowledged have the state acknowledged.",
+    labels=("kind", "severity", "state"),
+)
 OPENED = Metric("opsd_incidents_opened_total", "Incidents opened since the agent's start.", "counter", labels=("kind",))
 OVER_QUOTA = Metric(
     "opsd_incidents_over_quota_users", "Users whose runs have so many incidents that no more of them are opened."
@@ -148,7 +153,7 @@ LABELS: Final = {
     "run": "runs on the node, 64 at most",
 }
 
-CURRENT_STATES = (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)
+CURRENT_STATES = (*(s.value for s in (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)), ACKNOWLEDGED)
 OUTCOMES = ("ok", "failed", "recommended", "refused")
 
 
@@ -169,7 +174,7 @@ def runbook_samples(
     kinds: Iterable[str], incidents: Iterable[Incident], opened: Mapping[str, int], errors: Mapping[str, int]
 ) -> tuple[Sample, ...]:
     """Incidents that are not over, incidents opened, and failures of runbooks, zeros included."""
-    current = Counter((incident.kind, incident.severity, incident.state) for incident in incidents)
+    current = Counter((i.kind, i.severity, ACKNOWLEDGED if holder(i) else i.state.value) for i in incidents)
     return _runbook_samples(
         tuple(kinds), frozenset(current.items()), frozenset(opened.items()), frozenset(errors.items())
     )
@@ -178,14 +183,14 @@ def runbook_samples(
 @lru_cache(maxsize=1)
 def _runbook_samples(
     kinds: tuple[str, ...],
-    incidents: frozenset[tuple[tuple[str, Severity, State], int]],
+    incidents: frozenset[tuple[tuple[str, Severity, str], int]],
     opened: frozenset[tuple[str, int]],
     errors: frozenset[tuple[str, int]],
 ) -> tuple[Sample, ...]:
     """The samples, rebuilt only after a change."""
     number, begun, failed = dict(incidents), dict(opened), dict(errors)
     samples = [
-        Sample(INCIDENTS, float(number.get((kind, severity, state), 0)), (kind, severity.value, state.value))
+        Sample(INCIDENTS, float(number.get((kind, severity, state), 0)), (kind, severity.value, state))
         for kind in kinds
         for severity in Severity
         for state in CURRENT_STATES

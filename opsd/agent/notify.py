@@ -8,6 +8,7 @@ from pathlib import Path
 
 from opsd.agent.actions import ActionError, Notifier
 from opsd.agent.brief import brief
+from opsd.agent.by_hand import holder
 from opsd.agent.incidents import Transition, is_over, turn_of
 from opsd.agent.logs import Log
 from opsd.lanes import Lane
@@ -71,14 +72,18 @@ class Announcer:
     def __call__(self, incident: Incident, transition: Transition) -> None:
         """Queue a notification about ``transition`` of ``incident`` if it is relevant.
 
-        There are none about symptoms, nor about each end of an incident that comes back repeatedly.
+        There are none about symptoms, nor about each end of an incident that comes back repeatedly. While an
+        incident is acknowledged, only its end is announced. Once the acknowledgement is over, it is announced again.
         """
         over = is_over(incident, transition)
+        again = transition.before is transition.after and not over and not transition.worse
         if incident.cause is not None or (incident.relapses and over):
+            return
+        if holder(incident) is not None and not over:
             return
         if self._muted(incident.kind, transition.at):
             return
-        told = transition.before is None or over or transition.worse or transition.after is State.ESCALATED
+        told = transition.before is None or over or again or transition.worse or transition.after is State.ESCALATED
         if not told:
             return
         state = "opened" if transition.before is None else "worse" if transition.worse else transition.after.value
@@ -86,6 +91,8 @@ class Announcer:
             state = "over"
         text = f"[{incident.severity}] {self._node}: {incident.kind} {state}: {incident.summary}"
         shown = brief(incident, self._mode_of(incident.kind), self._node)
+        if again and transition.text:
+            text = f"{text}; {transition.text}"
         if not over:
             text = f"{text}; costs: {shown.cost}; {shown.acts}; next: {shown.command}"
         fields: dict[str, object] = {

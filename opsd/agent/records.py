@@ -91,7 +91,16 @@ def _incidents() -> TypeAdapter[Incident]:
 
 def _times(incident: Incident) -> Iterator[float]:
     yield from (incident.opened_at, incident.last_seen_at)
-    ends = (incident.healthy_since, incident.acted_at, incident.resolved_at, incident.reopened_at)
+    ends: tuple[float | None, ...] = (
+        incident.healthy_since,
+        incident.acted_at,
+        incident.resolved_at,
+        incident.reopened_at,
+    )
+    if (ack := incident.ack) is not None:
+        ends = (*ends, ack.at, ack.until, ack.over_at)
+    if (end := incident.closed) is not None:
+        ends = (*ends, end.at, end.gone_at)
     yield from (at for at in ends if at is not None)
     yield from (at for evidence in incident.evidence for at in (evidence.at, evidence.newest))
 

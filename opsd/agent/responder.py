@@ -6,12 +6,13 @@ It connects the pure parts (``incidents``, ``policy``) with those that have effe
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
-from opsd.agent import correlate, incidents, lifecycle
+from opsd.agent import by_hand, correlate, incidents, lifecycle
 from opsd.agent.actions import Executor
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
@@ -71,6 +72,8 @@ class Responder:
         self._quota, self._over_quota = Quota(), frozenset[int | None]()
         self._unfinished = Unfinished()
         self.repairs = Repairs(journal)
+        self.orders: SimpleQueue[by_hand.Order] = SimpleQueue()
+        """Of people, from any thread; the next tick carries them out."""
         self._remember(journal.open(), started_at)
 
     @property
@@ -120,12 +123,14 @@ class Responder:
             view.note(done)
         self._done.clear()
         self.repairs.take(view)
+        while not self.orders.empty():
+            self._obey(self.orders.get(), view.wall)
         self._resume(view)
         now_unprovable = self._judge.unprovable(self.current, view)
         self._unprovable = {name: self._unprovable.get(name, view.wall) for name in now_unprovable}
         observed = lifecycle.Observed(
             findings=self._admitted(view),
-            healed=self._judge.healed(self.current, view),
+            healed=self._judge.healed((*self.current, *self._book.closed.values()), view),
             idle=self._idle,
             held=correlate.held(self.current),
             outcomes=self._outcomes(),
@@ -138,16 +143,56 @@ class Responder:
         remedies = self._propose(view)
         for kind, gpu_seconds in incidents.cost_growth(before, self._book):
             self.cost[kind] += gpu_seconds
+        lapses = [*self._lapse(transitions, view.wall)]
         by_id = {incident.id: incident for incident in (*self.current, *ended)}
-        for transition in transitions:
+        for transition in (*transitions, *lapses):
             self._tell(by_id[transition.incident], transition)
         for incident in ended:
             self.ended.appendleft(incident)
             self._written.pop(incident.id, None)
             self._journal.incident(incident)
+        for name in before.closed.keys() - self._book.closed.keys():
+            self._journal.incident(by_hand.gone(before.closed[name], view.wall))
         self._act(view, remedies)
         for incident in self.current:
             self._record(incident, view.wall)
+
+    def _obey(self, order: by_hand.Order, wall: float) -> None:
+        """Carry out what a person asks for, or say why not."""
+        incident = next((i for i in (*self.current, *self.ended) if i.id == order.incident), None)
+        try:
+            if incident is None:
+                raise by_hand.ByHandError(f"the agent knows no incident {order.incident!r}")
+            if order.verb == "close":
+                self._book, after, transition = incidents.close(self._book, incident, order.by, order.reason, wall)
+                self.ended.appendleft(after)
+                self._written.pop(after.id, None)
+                self._journal.incident(after)
+                self._tell(after, transition)
+                order.done = f"closed {after.id}"
+            else:
+                after = by_hand.acknowledged(incident, order.by, order.for_s, wall)
+                self._put(after)
+                self._record(after, wall)
+                order.done = f"{after.id} is acknowledged: {by_hand.who_has_it(after)}"
+                said = Transition(after.id, after.kind, after.state, after.state, wall, order.done)
+                self._journal.transition(said)
+                self._log.info("acknowledged", incident=after.id, by=order.by, text=order.done)
+        except by_hand.ByHandError as error:
+            order.error = str(error)
+
+    def _lapse(self, transitions: Sequence[Transition], wall: float) -> Iterator[Transition]:
+        """End acknowledgements whose time is over, and those of incidents that are worse now, which is told already."""
+        worse = {transition.incident for transition in transitions if transition.worse}
+        for incident in self.current:
+            after, why = by_hand.lapsed(incident, wall, worse=incident.id in worse)
+            if why:
+                self._put(after)
+            if why and incident.id not in worse:
+                yield Transition(after.id, after.kind, after.state, after.state, wall, why)
+
+    def _put(self, incident: Incident) -> None:
+        self._book = replace(self._book, incidents={**self._book.incidents, (incident.kind, incident.key): incident})
 
     def _admitted(self, view: Window) -> Sequence[Finding]:
         """The findings within the quotas of users; each user who begins to exceed it is a line in the log."""
@@ -173,9 +218,10 @@ class Responder:
             else:
                 known[name] = lifecycle.resumed(incident, wall)
                 self._unfinished.add(known[name])
-        recent = {(i.kind, i.key): i for i in reversed(memory.ended)} | dict(self._book.recent)
+        recent = {(i.kind, i.key): i for i in reversed(memory.ended) if not i.closed} | dict(self._book.recent)
         settled = incidents.settled_by(memory.ended, wall) | dict(self._book.settled)
-        self._book = replace(self._book, incidents=known, recent=recent, settled=settled)
+        closed = {name: old for name, old in by_hand.goes_on(memory.ended).items() if name not in known}
+        self._book = replace(self._book, incidents=known, recent=recent, settled=settled, closed=closed)
         self.ended.extend(memory.ended[: MAX_ENDED - len(self.ended)])
         self._history = [*memory.actions, *self._history]
         of_all = [action for incident in (*memory.ended, *memory.current) for action in incident.actions]
@@ -191,7 +237,7 @@ class Responder:
                 self._executor.outcomes.put(Outcome(incident.id, number, False, detail))
                 continue
             after = lifecycle.resuming(incident, number)
-            self._book = replace(self._book, incidents={**self._book.incidents, (incident.kind, incident.key): after})
+            self._put(after)
             self._record(after, view.wall)
             said = {"verb": action.verb, "target": action.target, "reason": "cut off by the end of the earlier agent"}
             self._log.warning("acting", incident=incident.id, **said)
@@ -245,8 +291,15 @@ class Responder:
         ]
 
     def _propose(self, view: Window) -> Mapping[str, Sequence[Action]]:
-        """What runbooks ask for now, by incident id. Incidents keep it: people see it in every mode."""
-        remedies = self._judge.remedies(self._waiting(), view)
+        """What runbooks ask for now, by incident id. Incidents keep it: people see it in every mode.
+
+        Nobody is notified of an acknowledged one.
+        """
+        silent = {incident.id for incident in self.current if by_hand.holder(incident)}
+        remedies = {
+            id: [action for action in actions if id not in silent or action.verb not in HARMLESS]
+            for id, actions in self._judge.remedies(self._waiting(), view).items()
+        }
         book = dict(self._book.incidents)
         for incident in self._waiting():
             wanted = [a for a in remedies.get(incident.id, ()) if a.verb not in HARMLESS]
@@ -398,5 +451,5 @@ def _recorded(action: Action, outcome: str, detail: str, at: float) -> Mapping[s
 def _essence(incident: Incident) -> tuple[object, ...]:
     return (
         incident.state, incident.severity, incident.culprit, incident.attempts, incident.actions, incident.verdict,
-        incident.cause, incident.relapses, incident.proposed,
+        incident.cause, incident.relapses, incident.proposed, incident.ack,
     )  # fmt: skip

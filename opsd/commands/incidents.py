@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import pwd
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import click
 
+from opsd.agent.by_hand import PATIENCE_S, SOCKET, WRITE_S
 from opsd.agent.web.repairs import outcome
 from opsd.commands.agent_client import Agent, agent_options
-from opsd.commands.options import Group, option
+from opsd.commands.options import Group, Span, option
 from opsd.commands.output import fail, output_console, plain_table, printable
+from opsd.commands.settings import load
+from opsd.control import ControlError, ask
 from opsd.runbooks.base import Culprit, State
 from opsd.words import clock, gpu_time
 
@@ -24,6 +30,16 @@ _REPAIR = "repair-"
 """Begins the ids of repairs."""
 
 
+def _this_user() -> str:
+    """The person behind sudo, else this user."""
+    if name := os.environ.get("SUDO_USER"):
+        return name
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
 class _ListByDefault(Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] not in ctx.help_option_names):
@@ -33,7 +49,10 @@ class _ListByDefault(Group):
 
 @click.group(cls=_ListByDefault)
 def incidents() -> None:
-    """List the incidents and repairs of this node (the default), show one, or show statistics."""
+    """List the incidents and repairs of this node (the default), show one, acknowledge or close it, or show statistics.
+
+    An acknowledged incident pages nobody else.
+    """
 
 
 @incidents.command("list")
@@ -66,6 +85,8 @@ def list_incidents(agent: Agent, as_json: bool, states: tuple[str, ...], limit: 
 
 def _incident_record(incident: Mapping[str, Any]) -> list[str]:
     more = [f"{_culprit(incident['culprit'])}, {incident['id']}"]
+    if (ack := incident.get("ack")) and ack["over_at"] is None and incident["resolved_at"] is None:
+        more.append(f"{ack['by']} has it since {clock(ack['at'])}")
     more += [f"symptom: {symptom['summary']}, {symptom['id']}" for symptom in incident["symptoms"]]
     return [_record(incident, incident["severity"], incident["summary"]), *more]
 
@@ -95,6 +116,50 @@ def show_incident(id: str, agent: Agent, as_json: bool) -> None:
         click.echo(json.dumps(answer, indent=1))
     else:
         output_console().print(*lines(printable(answer)), sep="\n", soft_wrap=True)
+
+
+@incidents.command("ack")
+@click.argument("id")
+@option("--by", default=_this_user, metavar="NAME", help="Who has it. Default: the user who calls.")
+@option("--for", "for_s", type=Span(), help="How long, such as 30m, 4h or 2d. Default: until it is over.")
+@option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Take the state folder from FILE.")
+def acknowledge(id: str, by: str, for_s: float | None, file: Path | None) -> None:
+    """Acknowledge the incident ID: NAME has it, and nobody else is paged.
+
+    opsd still notifies of its end, and if it becomes worse. After the time of --for it notifies again, unless the
+    incident is over. The runbook goes on as before. For root and the agent's user, on the node itself. Exits with 0
+    once that is done, 1 if the agent refuses or does not answer, 2 if the command line is wrong.
+    """
+    _order({"cmd": "ack", "incident": id, "by": by, "for_s": for_s}, file)
+
+
+@incidents.command("close")
+@click.argument("id")
+@option("--reason", required=True, metavar="TEXT", help="Why it is over; it stays in the journal.")
+@option("--by", default=_this_user, metavar="NAME", help="Who says so. Default: the user who calls.")
+@option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Take the state folder from FILE.")
+def close_incident(id: str, reason: str, by: str, file: Path | None) -> None:
+    """Close the incident ID, because a person knows what the machine cannot: that it is over, or is none.
+
+    The same evidence opens it no more. A later event, graver evidence, or the fault after it was gone, opens a new
+    one. For root and the agent's user, on the node itself. Exits with 0 once that is done, 1 if the agent refuses or
+    does not answer, 2 if the command line is wrong.
+    """
+    _order({"cmd": "close", "incident": id, "by": by, "reason": reason}, file)
+
+
+def _order(request: Mapping[str, object], file: Path | None) -> None:
+    """Have the agent of this node do it, and say what it has done."""
+    path = load(file).agent.state_dir / SOCKET
+    try:
+        answer = ask(path, request, PATIENCE_S + 2 * WRITE_S, "the agent")
+    except ControlError as error:
+        denied = isinstance(error.__cause__, PermissionError)
+        advice = "only root and the agent's user may: try it with sudo" if denied else "does an agent run on this node?"
+        fail(f"{error}; {advice}")
+    if not answer.get("ok"):
+        fail(str(answer.get("error", "the agent refuses without a reason")))
+    click.echo(printable(str(answer.get("said", ""))))
 
 
 @incidents.command()
@@ -161,6 +226,7 @@ def _brief_lines(told: Mapping[str, str] | None) -> list[str]:
         f"[bold]{told['happened']}[/bold]",
         f"  costs now  {told['cost']}",
         f"  who acts   {told['acts']}",
+        *([f"  who has it {told['owner']}"] if told.get("owner") else []),
         f"  next       [bold]{told['command']}[/bold]  (on {told['on']})",
         "",
     ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -135,3 +136,17 @@ class Seconds(Finite):
     """A duration."""
 
     name = "seconds"
+
+
+class Span(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no argument
+    """A time with its unit, in seconds: 90s, 30m, 4h, 2d."""
+
+    name = "time"
+    _UNITS: Final = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Raises click.BadParameter."""
+        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smhd])", str(value).strip())
+        if found is None or (seconds := float(found[1]) * self._UNITS[found[2]]) <= 0:
+            self.fail(f"{value!r} is no time such as 30m, 4h or 2d.", param, ctx)
+        return seconds

@@ -57,6 +57,8 @@ def problems(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if told := i.get("brief"):
             yield f"  costs now  {told['cost']}"
             yield f"  who acts   {told['acts']}"
+            if owner := told.get("owner"):
+                yield f"  who has it {owner}"
             yield f"  next       [bold]{told['command']}[/bold]  (on {told['on']})"
 
 

@@ -238,3 +238,44 @@ def test_an_incident_that_gets_worse_is_acted_on(gpu_opsd: Opsd, gpus: Simulated
         assert "Xid 119" in incident()["summary"]
         assert eventually(lambda: any("gpu_xid worse: GPU 0" in str(post["text"]) for post in webhook.posts), 30)
     assert sum("worse" in str(post["text"]) for post in webhook.posts) == 1
+
+
+def test_a_person_has_an_incident_and_closes_it(gpu_opsd: Opsd, gpus: SimulatedGpus, tmp_path: Path) -> None:
+    """On the command line; list, status, pages, API and metric say who has it, also after a restart."""
+    config = ("--config", str(gpu_opsd.config))
+
+    def known() -> list[dict[str, Any]]:
+        found = json.loads(gpu_opsd.get("/api/v1/incidents?state=current") or '{"incidents": []}')["incidents"]
+        return [incident for incident in found if incident["kind"] == "gpu_lost"]
+
+    with gpu_opsd.agent("--set=agent.interval_s=0.2"):
+        assert eventually(lambda: (gpu_opsd.get("/metrics") or "").count("\nDCGM_FI_DEV_GPU_TEMP{") == 2)
+        gpus[1].lost = True
+        (incident,) = eventually(known)
+        id = incident["id"]
+        assert "nobody; take it: opsd incidents ack gpu_lost-" in gpu_opsd.run("status", *config).stdout
+        assert eventually((tmp_path / "state/control.sock").exists)
+        done = gpu_opsd.run("incidents", "ack", id, "--by", "ada", "--for", "4h", *config)
+        assert (done.returncode, done.stderr) == (exitcodes.OK, "") and "ada since" in done.stdout
+        assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+    with gpu_opsd.agent("--set=agent.interval_s=0.2"):
+        (incident,) = eventually(known)
+        assert incident["ack"]["by"] == "ada" and incident["ack"]["until"] - incident["ack"]["at"] == 4 * 3600
+        assert eventually(
+            gpu_opsd.shows('opsd_incidents{kind="gpu_lost",severity="critical",state="acknowledged"} 1.0')
+        )
+        for page in ("/", f"/incident/{id}"):
+            assert "ada since" in (gpu_opsd.get(page) or "")
+        for command in ("status",), ("incidents", "show", id):
+            assert "who has it ada since" in gpu_opsd.run(*command, *config).stdout
+        assert "ada has it since" in gpu_opsd.run("incidents", *config).stdout
+        assert eventually((tmp_path / "state/control.sock").exists)
+        reason = ("--by", "ada", "--reason", "its slot is empty")
+        assert gpu_opsd.run("incidents", "close", id, *reason, *config).stdout == f"closed {id}\n"
+        assert known() == []
+        assert "closed by ada: its slot is empty" in gpu_opsd.run("incidents", "show", id, *config).stdout
+        again = gpu_opsd.run("incidents", "close", id, *reason, *config)
+        assert again.returncode == exitcodes.FAILED and f"{id} is over since" in again.stderr
+    silent = gpu_opsd.run("incidents", "ack", id, *config)
+    assert silent.returncode == exitcodes.FAILED and "does an agent run on this node?" in silent.stderr
+    assert gpu_opsd.run("incidents", "ack", id, "--for", "4", *config).returncode == exitcodes.USAGE

@@ -24,6 +24,7 @@ from opsd.runbooks.base import Incident
 _PUBLIC = (
     "id", "kind", "key", "severity", "state", "summary", "culprit", "confidence", "evidence", "cost", "job", "run",
     "opened_at", "last_seen_at", "resolved_at", "attempts", "verdict", "actions", "cause", "relapses",
+    "ack", "closed",
 )  # fmt: skip
 _BRIEF = ("id", "kind", "state", "severity", "summary", "culprit", "opened_at", "resolved_at")
 _GAUGES = {

@@ -83,6 +83,11 @@ def _moments(incident: Incident, symptoms: Sequence[Incident]) -> Iterator[Momen
         yield Moment(incident.reopened_at, "came back", f"{incident.relapses}. time")
     if incident.healthy_since is not None and incident.resolved_at is None:
         yield Moment(incident.healthy_since, "healthy", "not over yet: it has to stay so")
+    if (ack := incident.ack) is not None:
+        until = "" if ack.until is None else f", until {clock(ack.until)}"
+        yield Moment(ack.at, "acknowledged", f"by {ack.by}{until}")
+        if ack.over_at is not None:
+            yield Moment(ack.over_at, "no longer acknowledged", f"{ack.by} has it no more")
     if incident.resolved_at is not None:
         yield Moment(incident.resolved_at, "over", incident.verdict)
 
@@ -146,6 +151,7 @@ def _box(told: Brief) -> Html:
         ("What happened", told.happened),
         ("What it costs now", told.cost),
         ("Who acts", told.acts),
+        *([("Who has it", told.owner)] if told.owner else []),
         (f"Next command, on {told.on}", Html(f'<pre class="command">{h(told.command)}</pre>')),
     )
     body = "".join(f"<dt>{h(name)}</dt><dd>{h(value)}</dd>" for name, value in rows)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
 
+from opsd.agent.by_hand import holder, who_has_it
 from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
 from opsd.agent.web.guides import guide_of
 from opsd.agent.web.html import Html, card, h, join, link, nothing, pill
@@ -95,6 +96,12 @@ def severity_pill(incident: Incident) -> Html:
     return pill(incident.severity.value, TONES[incident.severity] if incident.resolved_at is None else "")
 
 
+def holder_pills(group: Group) -> Html:
+    """Who has incidents of the group."""
+    acks = (holder(i) for i in group if i.resolved_at is None)
+    return join(pill(f"{name} has it") for name in dict.fromkeys(ack.by for ack in acks if ack is not None))
+
+
 def state_pills(group: Group) -> Html:
     """The states in the group: escalated ones wait for a person."""
     tones = {State.RESOLVED: "good", State.ESCALATED: "bad"}
@@ -113,7 +120,7 @@ def _group(group: Group, known: Sequence[Incident], wall: float) -> Html:
     began = wall - (_end(group) if over else min(i.opened_at for i in group))
     said = first.summary if len(group) == 1 else f"{title_of(first.kind)}: {_members(group)}"
     when = h(f" – {f'ended {span(began)} ago' if over else f'for {span(began)}'}")
-    head = join((severity_pill(first), state_pills(group), said, when))
+    head = join((severity_pill(first), state_pills(group), holder_pills(group), said, when))
     body = _details(first, symptoms_of(first.id, known), wall) if len(group) == 1 else _several(group, known, wall)
     unfold = not over and first.severity is not Severity.INFO
     return Html(f"<details{' open' if unfold else ''}><summary>{head}</summary>{body}</details>")
@@ -180,6 +187,7 @@ def _details(incident: Incident, symptoms: Sequence[Incident], wall: float) -> H
     evidence = [f"{evidence.text} – {span(wall - evidence.newest)} ago" for evidence in incident.evidence]
     return _rows(
         (
+            ("Who has it", who_has_it(incident)),
             ("Culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
             ("Cost", cost_of(incident, symptoms)),
             *_where([incident]),

@@ -1,4 +1,4 @@
-"""The launcher's control socket: one JSON object a line each way, for its own user and root."""
+"""The control socket of a launcher or an agent: one JSON object a line each way, for its own user and root."""
 
 from __future__ import annotations
 
@@ -37,10 +37,16 @@ class ControlServer:
     """Answers requests on a Unix socket at ``path`` with the result of ``handle``.
 
     Each turn of the loop answers one request per client. A client that does not read its answers is dropped, and so is
-    the oldest one if there are too many. A socket that cannot be created is reported and does not stop the run.
+    the oldest one if there are too many. A socket that cannot be created is reported to ``say`` and stops nothing.
     """
 
-    def __init__(self, path: Path, loop: Loop, handle: Callable[[Request], Request]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        loop: Loop,
+        handle: Callable[[Request], Request],
+        say: Callable[[str], None] = print_message,
+    ) -> None:
         self._path = path
         self._loop = loop
         self._handle = handle
@@ -51,7 +57,7 @@ class ControlServer:
         try:
             self._listener = _listen(path)
         except OSError as error:
-            print_message(f"no control socket at {path}: {error.strerror or error}")
+            say(f"no control socket at {path}: {error.strerror or error}")
         else:
             self._admit()
 
