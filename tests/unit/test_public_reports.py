@@ -67,3 +67,33 @@ def test_a_fault_gets_its_name_and_an_oddity_is_silent(
         monkeypatch.setattr(node, "_identity", lambda index: replace(identity(index), model=model))
     scenario = timeline(report)
     assert judge(scenario, play(scenario, "observe")).problems == ()
+
+
+NO_ECC = ("opsd_gpu_ecc_errors_total", "opsd_gpu_row_remap_pending", "DCGM_FI_DEV_ROW_REMAP_FAILURE",
+          "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS", "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
+          "opsd_gpu_recovery_action", "DCGM_FI_DEV_MEMORY_TEMP", "opsd_gpu_nvlink_up",
+          "opsd_gpu_nvlink_errors_total")  # fmt: skip
+NO_INFINIBAND = ("opsd_ib_port_info", "opsd_ib_port_state", "opsd_ib_port_physical_state",
+                 "opsd_ib_port_rate_bytes_per_second", "opsd_ib_errors_total")  # fmt: skip
+IDLE_LINK = {"opsd_gpu_pcie_link_generation": 1}
+QUIET = {
+    "workstation": (
+        2,
+        {**dict.fromkeys((*NO_ECC, *NO_INFINIBAND), "absent"), **IDLE_LINK, "opsd_gpu_pcie_link_width": 8},
+    ),
+    "instances of GPUs": (4, {**IDLE_LINK, "DCGM_FI_DEV_GPU_UTIL": "absent"}),
+    "eight links": (8, {f"opsd_gpu_nvlink_up{{link={link}}}": 0 for link in range(8, 18)}),
+}
+"""Nodes without work: their GPUs, and how their series differ from those of eight H100."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", QUIET)
+def test_an_hour_of_a_quiet_node_is_silent(name: str) -> None:
+    """Cards without ECC and InfiniBand, GPUs that are split, and boards that leave links unconnected."""
+    gpus, differs = QUIET[name]
+    scenario = Scenario.model_validate({
+        "title": name, "duration": 3600.0, "gpus": gpus, "job": {"ranks": 0}, "modes": ["act"],
+        "at": [{"t": 0, "set": differs}],
+    })  # fmt: skip
+    assert judge(scenario, play(scenario, "act")).problems == ()
