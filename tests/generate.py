@@ -8,7 +8,7 @@ from opsd import config
 from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts import build as rules
 from opsd.dashboards.build import rendered as boards
-from tests import manpages, reference
+from tests import manpages, reference, schemas
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,6 +20,7 @@ def rendered() -> dict[Path, str]:
         **dict(boards()),
         **reference.rendered(),
         **manpages.rendered(),
+        **schemas.rendered(),
         ROOT / "deploy/opsd.toml.example": config.template(),
         ROOT / "tests/golden/metrics.txt": "\n".join(_interface()) + "\n",
     }

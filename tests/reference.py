@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from opsd import config, exitcodes
+from opsd.agent.web.app import API
 from opsd.commands import main
 from opsd.commands.metrics import catalogue, label_values
 from opsd.commands.options import SectionedCommand, sections_of
@@ -38,6 +39,7 @@ def rendered(folder: Path = FOLDER) -> dict[Path, str]:
         "exit-codes.md": _exit_codes(),
         "messages.md": _messages(),
         "alerts.md": _alerts(),
+        "api.md": _api(),
         "runbooks/README.md": _runbooks(),
         **{f"runbooks/{name}.md": to_markdown(guide) for name, guide in all_guides().items()},
     }
@@ -171,6 +173,20 @@ def _messages() -> str:
         f"{max(OLDEST, VERSION - 1)} to {VERSION + 1}. Messages are JSON with the name of their kind; fields that a "
         "launcher does not know are ignored, and those that have a default (`=`) may be missing.\n\n"
         + _table(("message", "direction", "fields", "meaning"), protocol.rows(MESSAGES))
+    )
+
+
+def _api() -> str:
+    rows = [
+        (f"`{route.path}`", " ".join(f"`{p.name}`: {p.about}" for p in route.parameters), route.about) for route in API
+    ]
+    return (
+        "# HTTP API of the agent\n\nEvery answer is JSON. The agent serves an OpenAPI 3.1 description at "
+        "`/api/v1/openapi.json`, with the fields of each answer. "
+        "[The file](https://github.com/opsd/opsd/blob/main/opsd/agent/web/openapi.json) is in the repository too. "
+        "It is made from the table of routes, and tests compare it with the answers. Numbers that JSON does not have "
+        '(NaN, infinity) are null. A refusal is `{"error": …}`. Later releases may add fields.\n\n'
+        + _table(("path", "parameters", "answer"), rows)
     )
 
 

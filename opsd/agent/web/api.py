@@ -21,13 +21,14 @@ from opsd.agent.web.repairs import repair_now
 from opsd.collectors.base import RankFact, RepairFact
 from opsd.runbooks.base import Incident
 
-_PUBLIC = (
+PUBLIC = (
     "id", "kind", "key", "severity", "state", "summary", "culprit", "confidence", "evidence", "cost", "job", "run",
     "opened_at", "last_seen_at", "resolved_at", "attempts", "verdict", "actions", "cause", "relapses",
     "ack", "closed",
 )  # fmt: skip
-_BRIEF = ("id", "kind", "state", "severity", "summary", "culprit", "opened_at", "resolved_at")
-_GAUGES = {
+BRIEF = ("id", "kind", "state", "severity", "summary", "culprit", "opened_at", "resolved_at")
+STEP = ("what", "at", "ended_at", "ok", "detail")
+GAUGES = {
     "DCGM_FI_DEV_GPU_UTIL": "utilization_percent",
     "DCGM_FI_DEV_GPU_TEMP": "temperature_celsius",
     "DCGM_FI_DEV_POWER_USAGE": "power_watts",
@@ -64,7 +65,7 @@ def incident(incident: Incident, symptoms: Sequence[Incident] = (), *, nested: b
     """
     document = to_document(incident)
     return {
-        **{name: document[name] for name in _PUBLIC},
+        **{name: document[name] for name in PUBLIC},
         "symptoms": [_symptom(symptom, nested) for symptom in symptoms],
         "joint_gpu_seconds": joint_gpu_seconds([incident, *symptoms]),
     }
@@ -72,7 +73,7 @@ def incident(incident: Incident, symptoms: Sequence[Incident] = (), *, nested: b
 
 def _symptom(symptom: Incident, nested: bool) -> dict[str, Any]:
     whole = incident(symptom)
-    return whole if nested else {name: whole[name] for name in _BRIEF}
+    return whole if nested else {name: whole[name] for name in BRIEF}
 
 
 def newest_first(snapshot: Snapshot) -> list[Incident]:
@@ -120,7 +121,7 @@ def incident_details(snapshot: Snapshot, found: Incident, node: str) -> dict[str
 def _similar(similar: Similar) -> dict[str, Any]:
     whole = incident(similar.incident)
     return {
-        **{name: whole[name] for name in (*_BRIEF, "verdict")},
+        **{name: whole[name] for name in (*BRIEF, "verdict")},
         "similarity": similar.similarity,
         "done": list(similar.done),
         "helped": similar.helped,
@@ -144,7 +145,7 @@ def repair_list(snapshot: Snapshot, states: Iterable[str] = (), limit: int | Non
 
 def repair_details(found: RepairFact) -> dict[str, Any]:
     """One repair with its steps in order. Times are epoch seconds; a step is ``ok`` once it has ended well."""
-    steps = [{name: getattr(s, name) for name in ("what", "at", "ended_at", "ok", "detail")} for s in found.attempts]
+    steps = [{name: getattr(s, name) for name in STEP} for s in found.attempts]
     whole = asdict(found)
     del whole["attempts"], whole["resumed_at"]
     return {**whole, "state": found.state, "steps": steps}
@@ -189,8 +190,8 @@ def _collector(source: Source, now: float) -> dict[str, Any]:
 
 
 def _gauges(snapshot: Snapshot, uuid: str) -> dict[str, float | None]:
-    values = {metric.name: value for metric, value, labels in snapshot.select(*_GAUGES) if uuid in labels}
-    return {name: values.get(metric) for metric, name in _GAUGES.items()}
+    values = {metric.name: value for metric, value, labels in snapshot.select(*GAUGES) if uuid in labels}
+    return {name: values.get(metric) for metric, name in GAUGES.items()}
 
 
 def ranks(snapshot: Snapshot, job: str = "") -> bytes:

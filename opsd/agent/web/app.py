@@ -9,15 +9,7 @@
 ``/metrics``              every series, Prometheus text or OpenMetrics
 ``/healthz``              200 while the loop ticks, 503 otherwise
 ``/readyz``               200 once the first collection is done and while the loop ticks
-``/api/v1/status``        collectors, GPUs, ranks, runs, journal
-``/api/v1/ranks``         the rank pages with their recent steps; ``?job=4242``
-``/api/v1/node``          this node in brief, for the fleet page of others
-``/api/v1/jobs/ID``       a summary of a job on this node
-``/api/v1/incidents``     ``?state=open&state=current&limit=50``, newest first; ``?symptoms=1``: complete symptoms
-``/api/v1/incidents/ID``  one incident, its symptoms, and similar past ones
-``/api/v1/repairs``       the repairs of this node step by step, newest first; ``?state=current&limit=50``
-``/api/v1/repairs/ID``    one repair
-``/api/v1/statistics``    statistics of incidents by kind
+``/api/v1/…``             JSON, see ``API`` below
 ========================= ==========================================================================
 
 A slash at the end of a path changes nothing. A refusal is JSON; outside the API it is a page for a browser.
@@ -30,21 +22,25 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from opsd.agent.loop import Snapshot
-from opsd.agent.web import api
+from opsd.agent.web import api, shapes
 from opsd.agent.web.exposition import Exposition, is_cached
 from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
 from opsd.agent.web.history import History
-from opsd.agent.web.job_nodes import JobNodes
+from opsd.agent.web.job_nodes import JobNodes, NodeOfJob
 from opsd.agent.web.ledgers import Ledgers, forecast_of
+from opsd.runbooks.base import State
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 _CHEAP = frozenset({"/metrics", "/healthz", "/readyz"})
 JSON = "application/json; charset=utf-8"
+OPENAPI: Final = Path(__file__).with_name("openapi.json")
 
 Answer = tuple[HTTPStatus, bytes, Mapping[str, str]]
 
@@ -57,6 +53,11 @@ class Request:
     query: Mapping[str, list[str]]
     accept: str = ""
     accept_encoding: str = ""
+
+    @property
+    def id(self) -> str:
+        """The last part of the path."""
+        return unquote(self.path.rpartition("/")[2])
 
     @property
     def is_of_a_browser(self) -> bool:
@@ -97,15 +98,10 @@ class App:
             "/": self._index,
             "/fleet": self._fleet,
             "/runbooks": lambda _request: _runbook(""),
-            "/api/v1/node": self._node,
             "/metrics": self._metrics,
             "/healthz": self._healthz,
             "/readyz": self._readyz,
-            "/api/v1/status": self._status,
-            "/api/v1/ranks": self._ranks,
-            "/api/v1/incidents": self._incidents,
-            "/api/v1/repairs": self._repairs,
-            "/api/v1/statistics": lambda _request: _json(api.incident_statistics(self._latest())),
+            **{route.path: partial(route.answer, self) for route in API},
         }
 
     @staticmethod
@@ -123,16 +119,11 @@ class App:
         return readable(request, self._answer(replace(request, path=request.path.removesuffix("/") or "/")))
 
     def _answer(self, request: Request) -> Answer:
-        if route := self._routes.get(request.path):
+        folder = request.path.rpartition("/")[0]
+        if route := self._routes.get(request.path) or self._routes.get(f"{folder}/{{id}}"):
             return route(request)
-        if request.path.startswith("/api/v1/incidents/"):
-            return self._incident(request.path.rpartition("/")[2])
-        if request.path.startswith("/api/v1/repairs/"):
-            return self._repair(request.path.rpartition("/")[2])
         if request.path.startswith("/incident/"):
             return self._incident_page(unquote(request.path.removeprefix("/incident/")))
-        if request.path.startswith("/api/v1/jobs/"):
-            return self._job_summary(unquote(request.path.rpartition("/")[2]))
         if request.path.startswith("/job/"):
             return self._job(unquote(request.path.removeprefix("/job/")))
         if request.path.startswith("/runbooks/"):
@@ -171,8 +162,8 @@ class App:
             return problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
         return _json(api.repair_list(self._latest(), request.query.get("state", ()), limit))
 
-    def _repair(self, id: str) -> Answer:
-        found = next((repair for repair in self._latest().repairs if repair.id == id), None)
+    def _repair(self, request: Request) -> Answer:
+        found = next((repair for repair in self._latest().repairs if repair.id == request.id), None)
         if found is None:
             return problem(HTTPStatus.NOT_FOUND, "no repair with this id is remembered")
         return _json(api.repair_details(found))
@@ -181,9 +172,15 @@ class App:
         body = api.ranks(self._latest(), request.query.get("job", [""])[-1])
         return HTTPStatus.OK, body, {"Content-Type": JSON}
 
-    def _incident(self, id: str) -> Answer:
+    def _statistics(self, _request: Request) -> Answer:
+        return _json(api.incident_statistics(self._latest()))
+
+    def _openapi(self, _request: Request) -> Answer:
+        return HTTPStatus.OK, OPENAPI.read_bytes(), {"Content-Type": JSON}
+
+    def _incident(self, request: Request) -> Answer:
         latest = self._latest()
-        found = api.find(latest, id)
+        found = api.find(latest, request.id)
         if found is None:
             return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered")
         return _json(api.incident_details(latest, found, str(self._facts.get("node", ""))))
@@ -231,11 +228,11 @@ class App:
         body = self._pages.get(("fleet", refresh_s), self._latest(), time.monotonic(), make)
         return HTTPStatus.OK, body or b"", pages.HEADERS
 
-    def _job_summary(self, id: str) -> Answer:
+    def _job_summary(self, request: Request) -> Answer:
         from opsd.agent.web import pages
 
         summary = pages.node_of_job(
-            self._history.with_ended(self._latest()), id, str(self._facts.get("node", "")), time.monotonic()
+            self._history.with_ended(self._latest()), request.id, str(self._facts.get("node", "")), time.monotonic()
         )
         if summary is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node")
@@ -264,6 +261,64 @@ class App:
         if body is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
         return HTTPStatus.OK, body, pages.HEADERS
+
+
+class Parameter(NamedTuple):
+    """A parameter of a query. ``schema`` is its JSON Schema; an array may be given several times."""
+
+    name: str
+    about: str
+    schema: Mapping[str, Any]
+
+
+class Route(NamedTuple):
+    """A route of the API. ``{id}`` in the path is any text. ``shape`` is the type of the answer, or a Record."""
+
+    path: str
+    about: str
+    answer: Callable[[App, Request], Answer]
+    shape: Any
+    parameters: tuple[Parameter, ...] = ()
+
+
+_LIMIT: Final = Parameter(
+    "limit",
+    f"How many at most; {MAX_LIMIT} if more are asked for.",
+    {"type": "integer", "minimum": 0, "maximum": 999_999_999, "default": DEFAULT_LIMIT},
+)
+_STATES: Final = "Only those in this state; `current` means all that are not over."
+_STATE: Final = Parameter(
+    "state", _STATES, {"type": "array", "items": {"enum": ["current", *(state.value for state in State)]}}
+)
+_REPAIR_STATE: Final = Parameter("state", _STATES, {"type": "array", "items": {"type": "string"}})
+_WHOLE: Final = Parameter("symptoms", "`1`: symptoms complete, else in brief.", {"enum": ["0", "1"], "default": "0"})
+_JOB: Final = Parameter("job", "Only those of the job with this id, or of the run with this name.", {"type": "string"})
+
+API: Final = (
+    Route("/api/v1/status", "Collectors, GPUs, ranks, runs, jobs, journal", App._status, shapes.STATUS),
+    Route("/api/v1/ranks", "The rank pages with their recent steps", App._ranks, shapes.RANKS, (_JOB,)),
+    Route("/api/v1/node", "This node in brief, for the fleet page of other nodes", App._node, NodeSummary),
+    Route("/api/v1/jobs/{id}", "This node's part of a job, for the job's page on others", App._job_summary, NodeOfJob),
+    Route(
+        "/api/v1/incidents",
+        "Incidents with their symptoms, newest first",
+        App._incidents,
+        shapes.INCIDENTS,
+        (_STATE, _LIMIT, _WHOLE),
+    ),
+    Route("/api/v1/incidents/{id}", "One incident, and similar past ones", App._incident, shapes.INCIDENT),
+    Route(
+        "/api/v1/repairs",
+        "The repairs of this node step by step, newest first",
+        App._repairs,
+        shapes.REPAIRS,
+        (_REPAIR_STATE, _LIMIT),
+    ),
+    Route("/api/v1/repairs/{id}", "One repair", App._repair, shapes.REPAIR),
+    Route("/api/v1/statistics", "Statistics of incidents by kind", App._statistics, shapes.STATISTICS),
+    Route("/api/v1/openapi.json", "This description", App._openapi, dict[str, Any]),
+)
+"""The routes of the API; ``openapi.json`` is made from them."""
 
 
 def _limit(request: Request) -> int | None:
