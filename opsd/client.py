@@ -8,10 +8,10 @@ stopped, killed or stuck in native code still tells what it was doing, and for h
 Standard library only; copy-paste safe into any trainer::
 
     reporter = Reporter.from_env()
-    for batch in reporter.timed("data", loader):
+    for step, batch in enumerate(reporter.timed("data", loader), first):
         with reporter.phase("forward"):
             ...
-        reporter.step(tokens=batch.tokens, loss=loss, grad_norm=norm, learning_rate=rate)
+        reporter.step(step=step, tokens=batch.tokens, loss=loss, grad_norm=norm, learning_rate=rate)
         if reporter.stop_requested:
             save_checkpoint()
             break
@@ -27,6 +27,7 @@ offset  content
 464     since version 1.3, who reports: an index of ``SOURCES``
 468     since version 1.4, 1 and the rank's place in the layout (dp, pp, tp, cp), or 0 if it is unknown
 480     since version 1.5, the step after which the run ends, or 0 if it is unknown
+488     since version 1.7, 1 if steps are counted from the start of the process and not of the run
 512     control word, written by the launcher only
 576     up to 8 helper processes of the rank (pid, role), written rarely
 768     since version 1.6, of a mixture of experts: load, its limit, entropy, dropped share; load 0 if unknown
@@ -79,7 +80,7 @@ What is observed has no tokens, loss or gradient norm; its forward phase is all 
 PAGE_BYTES = 12_288
 RING_STEPS = 64
 MAX_WORKERS = 8
-MAJOR, MINOR = 1, 6
+MAJOR, MINOR = 1, 7
 
 PERSIST = "persist"
 """Role of a helper process that writes a staged checkpoint; the launcher lets it finish after its rank has died."""
@@ -91,12 +92,13 @@ MODEL = struct.Struct("<dd")
 SOURCE = struct.Struct("<I")
 PLACE = struct.Struct("<IHHHH")
 PLANNED = struct.Struct("<Q")
+RELATIVE = struct.Struct("<I")
 CONTROL = struct.Struct("<I")
 WORKER = struct.Struct("<Q16s")
 ROUTER = struct.Struct("<dddd")
 SLOT = struct.Struct("<QIIQQqQ")
 STEP = struct.Struct(f"<QQQQQQdd{len(PHASES)}QQdQ")
-MODEL_AT, SOURCE_AT, PLACE_AT, PLANNED_AT, CONTROL_AT = 448, 464, 468, 480, 512
+MODEL_AT, SOURCE_AT, PLACE_AT, PLANNED_AT, RELATIVE_AT, CONTROL_AT = 448, 464, 468, 480, 488, 512
 WORKERS_AT, ROUTER_AT, SLOTS_AT, SLOT_STRIDE = 576, 768, 1024, 256
 RING_AT, STEP_STRIDE = 2048, 160
 
@@ -166,6 +168,7 @@ class Reporter:
         self._sequence = 0
         self._count = 0
         self._step = 0
+        self._is_relative = False
         self._tokens = 0
         self._committed = -1
         self._state = 0
@@ -228,13 +231,18 @@ class Reporter:
         step: int | None = None,
         gpu_s: float = 0.0,
     ) -> None:
-        """Report one completed step. ``step`` defaults to the previous one plus 1, starting at 1.
+        """Report one completed step. ``step`` is its number in the run, which goes on after a restart.
 
+        Without it this process counts its own steps from 1, and it stays unknown how many are done again after a
+        restart.
         ``gpu_s``: seconds that the GPU computed in this step or one shortly before, by CUDA events that are read when
         they are complete; 0.0 if unknown.
         """
         now = monotonic_ns()
         self._spent[self._current] += now - self._since
+        if (step is None) != self._is_relative:
+            self._is_relative = step is None
+            RELATIVE.pack_into(self._page, RELATIVE_AT, self._is_relative)
         self._step = self._step + 1 if step is None else step
         self._tokens += tokens
         self._count = count = self._count + 1

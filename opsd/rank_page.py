@@ -18,6 +18,7 @@ STATES = ("running", "finished")
 REQUESTS = ("none", "checkpoint_and_stop")
 _LEARNING_RATE_SINCE = 2
 _GPU_SINCE = 4
+_RELATIVE_SINCE = 7
 _SLOTS_BYTES = layout.SLOT_STRIDE + layout.SLOT.size
 _READS = 400
 """Attempts to read a page whose writer is busy; one takes a few microseconds."""
@@ -87,6 +88,8 @@ class RankPage:
     """The step after which the run ends."""
     router: tuple[float, float, float, float] | None = None
     """Load, limit, entropy and dropped share as in ``Reporter.router``."""
+    relative: bool = False
+    """The numbers of steps are counted from the start of the process and not of the run."""
 
     @property
     def last_step(self) -> StepRecord | None:
@@ -265,6 +268,7 @@ def _decode(
         source=SOURCES[source],
         place=(place[0], place[1], place[2], place[3]) if known_place else None,
         planned=planned or None,
+        relative=number(2) >= _RELATIVE_SINCE and bool(layout.RELATIVE.unpack_from(data, layout.RELATIVE_AT)[0]),
         router=router if router[0] > 0 and all(map(math.isfinite, router)) else None,
     )  # fmt: skip
 

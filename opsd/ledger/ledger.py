@@ -137,7 +137,7 @@ def make_ledger(events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[s
         for step in own:
             _book_step(clock, step, again=_again(step, highest), usual=usual, end=end)
         _book_end(clock, generation, known=bool(metrics), stepped=bool(own))
-        highest = max([highest, *(step["step"] for step in own)])
+        highest = max([highest, *(step["step"] for step in own if not step.get("relative"))])
         total += sum(_count(step) for step in own)
     clock.advance(max(_ns(event["t"]) for event in events), "other")
     finished = generations[-1].finished is not None
@@ -192,7 +192,7 @@ def repeated_steps(metrics: Sequence[Mapping[str, Any]]) -> int:
     highest, again = -1, 0.0
     for line in metrics:
         again += _again(line, highest) * _count(line)
-        highest = max(highest, int(line["step"]))
+        highest = highest if line.get("relative") else max(highest, int(line["step"]))
     return round(again)
 
 
@@ -222,7 +222,9 @@ def earlier_tokens(metrics: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _again(line: Mapping[str, Any], highest: int) -> float:
-    """The share of the steps of a line, which follow each other, that had been done before."""
+    """The share of the steps of a line, which follow each other, that had been done before; 0 if nobody knows."""
+    if line.get("relative"):
+        return 0.0
     count = _count(line)
     first = int(line["step"]) - count + 1
     return min(max(highest - first + 1, 0), count) / count
@@ -278,6 +280,11 @@ def _notes(metrics: Sequence[Mapping[str, Any]], finished: bool) -> Iterator[str
         yield (
             "no metrics.jsonl, and no steps on rank pages: steps are not known, so recomputed steps, stalls and the "
             "setup of the first generation count as productive"
+        )
+    if any(line.get("relative") for line in metrics) and len({line["generation"] for line in metrics}) > 1:
+        yield (
+            "the program reports steps without their number (reporter.step(step=…)): which ones were done again after "
+            "a restart is not known, so they count as productive"
         )
     if not finished:
         yield "the run has not finished: the time after the last event or step is missing"

@@ -51,8 +51,8 @@ class Step:
 class Restart:
     """An interruption: what caused it, and how the run went on. ``t`` is the epoch second of the cause.
 
-    ``step`` is the first one afterwards, None if there was none; ``down_s`` the seconds from the cause to its end;
-    ``repeated`` the number of steps that were done again.
+    ``step`` is the first one afterwards, None if its number is not known; ``down_s`` the seconds from the cause to its
+    end, None if there was no step; ``repeated`` the number of steps that were done again.
     """
 
     t: float
@@ -214,7 +214,7 @@ def summarize(
         reason="" if end is None else str(end.get("reason", "")),
         ledger=ledger,
         steps=steps,
-        last_step=max((step.step for step in steps), default=None),
+        last_step=max((int(line["step"]) for line in metrics if not line.get("relative")), default=None),
         repeated=repeated,
         tokens=trained_tokens(metrics),
         restarts=list(_restarts(events, steps)),
@@ -258,8 +258,9 @@ def _restarts(events: Sequence[Record], steps: Sequence[Step]) -> Iterator[Resta
                 yield pending
             pending = _restart(cause, text) if cause is not None else None
             cause = None
-        elif kind == "resumed" and pending is not None and pending.step is None:
-            pending.step, pending.down_s = int(event["step"]), _number(event.get("recovered_s"))
+        elif kind == "resumed" and pending is not None and pending.down_s is None:
+            pending.step = None if event.get("step") is None else int(event["step"])
+            pending.down_s = _number(event.get("recovered_s"))
             pending.repeated = int(event.get("lost_steps") or 0)
             pending.repeated_s = pending.repeated * usual
         elif kind == "finished":

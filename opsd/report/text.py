@@ -35,7 +35,8 @@ def closing_block(run: RunReport, price: Price, *, page: Path | None, resume: st
 def summary(run: RunReport) -> str:
     """How the run ended, what was done and what failures have cost, in one line without the run's name."""
     said = "" if run.exit_code == exitcodes.NOT_FOUND else _reason(run)
-    facts = [f"{plural(run.ledger.steps, 'step')} up to step {run.last_step}"] if run.steps else []
+    last = "" if run.last_step is None else f" up to step {run.last_step}"
+    facts = [f"{plural(run.ledger.steps, 'step')}{last}"] if run.steps else []
     facts += [f"{count(run.tokens)} tokens"] if run.tokens is not None else []
     facts += [_time(run).partition(" (")[0], plural(len(run.restarts), "restart")]
     return f"{run.state}{f' ({said})' if said else ''}: {', '.join(facts)}"
@@ -83,10 +84,12 @@ def scores_of(line: object) -> dict[str, float]:
 
 def restart_line(restart: Restart) -> str:
     """How the run went on after an interruption, and what that cost."""
-    if restart.step is None:
+    if restart.down_s is None:
         return "started again; no step was seen afterwards"
+    if restart.step is None:
+        return f"went on after {duration(restart.down_s)}; how many steps are done again is not known"
     again = f", {plural(restart.repeated, 'step')} done again" if restart.repeated else ", no step lost"
-    return f"went on with step {restart.step} after {duration(restart.down_s or 0.0)}{again}"
+    return f"went on with step {restart.step} after {duration(restart.down_s)}{again}"
 
 
 def _end(run: RunReport) -> str:
@@ -105,7 +108,8 @@ def _reason(run: RunReport) -> str:
 def _facts(run: RunReport, price: Price) -> Iterator[str]:
     if run.steps:
         again = f", {run.repeated:,} of them a second time" if run.repeated else ""
-        yield from _labelled("steps", [f"{run.ledger.steps:,}{again}; the last is step {run.last_step}"])
+        last = "" if run.last_step is None else f"; the last is step {run.last_step}"
+        yield from _labelled("steps", [f"{run.ledger.steps:,}{again}{last}"])
     if run.tokens is not None:
         yield from _labelled("tokens", [count(run.tokens)])
     yield from _labelled("time", [_time(run)])

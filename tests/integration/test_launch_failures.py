@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
+from opsd.report.run import read_run
+from opsd.report.text import restart_line
 from tests.fakes.launched import TRAIN, Launched
 
 TWO = "--nproc-per-node=2"
@@ -36,6 +38,26 @@ def test_killed_rank_restarts_all(tmp_path: Path) -> None:
         ports = {launched.log(0, 1).split()[0], launched.log(0, 2).split()[0]}
         assert len(ports) == 2
         assert launched.log(0, 2).split()[1] == "1"
+
+
+def test_steps_without_numbers_are_not_taken_for_those_of_the_run(tmp_path: Path) -> None:
+    """Whoever reports no numbers counts from 1 after a restart: how many are done again is not known, and said so."""
+    source = TRAIN + (
+        "for step in range(30 * (generation > 1), 60):\n"
+        "    time.sleep(0.01)\n"
+        "    reporter.step()\n"
+        "    if step == 37 and generation == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with Launched(tmp_path, source) as launched:
+        assert launched.wait() == exitcodes.OK
+        resumed = launched.event("resumed")
+        assert [resumed[name] for name in ("step", "previous_step", "lost_steps")] == [None] * 3
+        assert "how many steps are done again is not known" in launched.err
+    run = read_run(tmp_path / "run")
+    assert (run.last_step, run.repeated, run.ledger.steps) == (None, 0, 68)
+    assert run.ledger.buckets["recomputed"] < 0.2
+    assert "which ones were done again" in " ".join(run.ledger.notes)
+    assert "not known" in restart_line(run.restarts[0])
 
 
 def test_standby_interpreters_are_used_and_refilled(tmp_path: Path) -> None:

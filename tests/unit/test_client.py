@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import struct
 import subprocess
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opsd.client import PAGE_BYTES, PHASES, RING_STEPS, SOURCES, Reporter, events_path
+from opsd.commands.checkout import ROOT
 from opsd.rank_page import PageError, process_state, read_page, write_request
 
 
@@ -322,3 +324,10 @@ def test_from_env_without_a_launcher() -> None:
     reporter.step()
     assert not reporter.stop_requested
     reporter.event("nothing")
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/launch.md", "docs/tutorial-torchrun.md", "opsd/client.py"])
+def test_every_example_gives_the_number_of_the_step(name: str) -> None:
+    """Without it the steps of a run begin again at 1 after a restart."""
+    calls = re.findall(r"^ *reporter\.step\(.*", (ROOT / name).read_text(), re.MULTILINE)
+    assert calls and all("step=step" in call for call in calls)

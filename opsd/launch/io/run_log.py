@@ -251,7 +251,17 @@ def _straggler_gone(event: EventRecord) -> str:
     return f"no longer: {event['cause']}{where}"
 
 
+def without_numbers(event: EventRecord) -> str:
+    """How a run went on whose program counts its steps from the start of the process."""
+    return (
+        f"it goes on after {_number(event['recovered_s']):.1f} s; how many steps are done again is not known, because "
+        "the program reports steps without their number: reporter.step(step=…)"
+    )
+
+
 def _resumed(event: EventRecord) -> str:
+    if event.get("step") is None:
+        return without_numbers(event)
     lost = int(event.get("lost_steps") or 0)
     again = f"{lost} step{'s are' if lost != 1 else ' is'} done again" if lost else "no step is lost"
     return f"it goes on with step {event['step']} after {_number(event['recovered_s']):.1f} s; {again}"

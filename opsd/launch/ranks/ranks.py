@@ -282,16 +282,13 @@ class RunProgress:
         stepping = [page for page in pages if page.steps]
         if self.recovery is None or not stepping:
             return
-        first = min((page.steps[0] for page in stepping), key=lambda record: record.end)
-        previous, noticed = self.recovery.previous_step, self.recovery.noticed
+        page = min(stepping, key=lambda page: page.steps[0].end)
+        first, previous, noticed = page.steps[0], self.recovery.previous_step, self.recovery.noticed
         self.recovery = None
-        self.events.emit(
-            "resumed",
-            step=first.step,
-            previous_step=previous,
-            lost_steps=0 if previous is None else max(0, previous - first.step + 1),
-            recovered_s=round(first.end - noticed, 4),
-        )
+        lost = 0 if previous is None else max(0, previous - first.step + 1)
+        steps = (None, None, None) if page.relative else (first.step, previous, lost)
+        told = dict(zip(("step", "previous_step", "lost_steps"), steps, strict=True))
+        self.events.emit("resumed", **told, recovered_s=round(first.end - noticed, 4))
 
     def _relay(self, ranks: Sequence[Rank]) -> None:
         for rank in ranks:

@@ -4,6 +4,7 @@ One line for the steps of ten seconds, of the first rank that steps, by the laun
 the wall second at which ``step``, the last of ``steps``, ended; ``step_s`` are their seconds without the program's
 setup, ``data_s``, ``checkpoint_s`` and ``evaluation_s`` those of them in these phases. What the program reports is
 there as well: the ``loss`` of the last of these steps that had one, ``new_tokens`` of all ranks, and ``tokens_per_s``.
+``relative`` says that ``step`` is counted from the start of the process: the program reports no numbers.
 Ranks of other nodes count like those of this one.
 """
 
@@ -34,6 +35,7 @@ class _Line:
     step_s: float = 0.0
     phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PHASES, 0.0))
     loss: float | None = None
+    relative: bool = False
 
 
 class StepLog:
@@ -76,7 +78,9 @@ class StepLog:
         wall = time.time() - time.monotonic()
         record = {"t": round(wall + line.t, 4), "generation": self._generation, "step": line.step, "steps": line.steps}
         seconds = {"step_s": line.step_s, **{f"{name}_s": spent for name, spent in line.phase_s.items()}}
-        reported: dict[str, float] = {} if line.loss is None else {"loss": line.loss}
+        reported: dict[str, float | bool] = {} if line.loss is None else {"loss": line.loss}
+        if line.relative:
+            reported["relative"] = True
         if self._tokens:
             reported["new_tokens"] = round(self._tokens)
             reported["tokens_per_s"] = round(self._tokens / line.step_s, 1) if line.step_s else 0.0
@@ -96,6 +100,7 @@ class StepLog:
         self._seen = page.steps_reported
         share = new / len(seen)
         line = self._line = self._line or _Line(seen[0].end - seen[0].duration_s)
+        line.relative = page.relative
         line.t, line.step, line.steps = seen[-1].end, seen[-1].step, line.steps + new
         for record in seen:
             line.loss = record.loss if math.isfinite(record.loss) else line.loss

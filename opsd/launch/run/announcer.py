@@ -15,7 +15,7 @@ from typing import Any
 
 from opsd.files import SYSTEM_FILE, read_settings
 from opsd.launch.io.reporting import Tone, print_message
-from opsd.launch.io.run_log import EventRecord, EventText, RunEventLog, names
+from opsd.launch.io.run_log import EventRecord, EventText, RunEventLog, names, without_numbers
 from opsd.launch.run.notices import Notices
 
 DEFAULT_LISTEN = "127.0.0.1:9477"
@@ -105,6 +105,8 @@ class Announcer:
 
 def restarted(event: EventRecord, loaded: EventRecord | None) -> str:
     """How a run went on, from its event ``resumed`` and the checkpoint that it has ``loaded``."""
+    if event.get("step") is None:
+        return without_numbers(event)
     lost = int(event.get("lost_steps") or 0)
     again = f"{lost:,} step{'s are' if lost != 1 else ' is'} done again" if lost else "no step is lost"
     seconds = float(event.get("recovered_s") or 0.0)
