@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 from opsd import durable
 from opsd.checkpoints.manifest import FileEntry
+from opsd.checkpoints.retention import PART
 from opsd.durable import DRAFT
 
 STORAGE_RETRY_S = 60.0
@@ -25,7 +25,6 @@ _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 """What a restarting file server answers."""
 _BLOCK = 1 << 24
 _PAGE = mmap.PAGESIZE
-_PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8}-\d+)\.([0-9a-f]{32})\.safetensors")
 
 
 Found = TypeVar("Found")
@@ -110,24 +109,27 @@ def write_part(folder: Path, plan: PersistPlan, save: str, view: memoryview, dig
 
 
 def _write(descriptor: int, view: memoryview) -> None:
-    """Bypass the page cache as far as the file system allows: for whole pages from page-aligned memory."""
+    """Bypass the page cache as far as the file system allows: for whole pages from page-aligned memory.
+
+    Each write says where: one that failed may have moved the descriptor's position all the same.
+    """
     at = 0
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     with suppress(OSError):  # the file system has only buffered files
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
         while len(view) - at >= _PAGE and at % _PAGE == 0:
             end = min(at + _BLOCK, len(view) // _PAGE * _PAGE)
-            at += os.write(descriptor, view[at:end])
+            at += os.pwrite(descriptor, view[at:end], at)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
     while at < len(view):
-        at += os.write(descriptor, view[at : at + _BLOCK])
+        at += os.pwrite(descriptor, view[at : at + _BLOCK], at)
 
 
 def parts_of(folder: Path, save: str) -> dict[int, FileEntry]:
     """The parts of ``save`` in ``folder`` so far, by rank. Raises OSError."""
     parts = {}
     for path in folder.iterdir():
-        match = _PART.fullmatch(path.name)
+        match = PART.fullmatch(path.name)
         if match and match[2] == save:
             parts[int(match[1])] = FileEntry(path.name, path.stat().st_size, f"xxh3_128:{match[3]}")
     return parts

@@ -12,6 +12,7 @@ from statistics import median
 from opsd.checkpoints.interval import daly
 from opsd.checkpoints.manifest import newest
 from opsd.client import Reporter
+from opsd.durable import make_folder
 from opsd.trainer.audit import Audit
 from opsd.trainer.checkpoint import Saver, State, kept, renew, writers
 from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
@@ -162,7 +163,7 @@ def checkpoint_folder(config: Config, world: World) -> Path:
     """The folder of the run's checkpoints, shared by all nodes. Raises ConfigError if it cannot be made or shared."""
     folder = Path(config.run.folder) / CHECKPOINTS
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise ConfigError(f"run.folder: {folder} cannot be made: {error.strerror}") from error
     if world.nodes > 1:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
 from opsd.checkpoints.manifest import (
     MANIFEST,
+    REJECTED,
     CheckpointError,
     Manifest,
     Unreadable,
@@ -17,10 +19,12 @@ from opsd.checkpoints.manifest import (
     read,
     steps,
 )
-from opsd.durable import sync_folder
+from opsd.durable import DRAFT, FORGOTTEN_S, prove, sync_folder
 
 PRUNED = "manifest.json.pruned"
 
+PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8}-\d+)\.([0-9a-f]{32})\.safetensors")
+"""The name of the file that a rank writes: its number, the save, and the checksum."""
 
 AWAITED = ("awaiting-upload", "awaiting-evaluation")
 """Marker files in a checkpoint's folder for its further uses: it is kept while one exists."""
@@ -67,13 +71,19 @@ def _reason(folder: Path, step: int, every: int) -> str:
 def prune(root: Path, keep: int, every: int = 0) -> list[int]:
     """Remove checkpoints under ``root`` that have no ``reasons`` to stay, and return their steps.
 
-    The manifest is renamed first, so that the checkpoint no longer exists before its first file is removed; then the
-    files that it names are removed, then the folder if it is empty. Other files stay. The next call completes an
-    interrupted removal. A failure does not keep the others from being removed; the last one is raised at the end.
-    Raises OSError.
+    Nothing is removed unless those that stay are proved to outlive a power loss. The manifest is renamed first, so that
+    the checkpoint no longer exists before its first file is removed; then the files that it names are removed, then the
+    folder if it is empty. The next call completes an interrupted removal. What saves that failed have left behind goes
+    too, once it is an hour older than the newest checkpoint. Other files stay. A failure does not keep the others from
+    being removed; the last one is raised at the end. Raises OSError.
     """
     removed, failure = [], None
-    for step in (step for step, reason in reasons(root, keep, every).items() if not reason):
+    kept = reasons(root, keep, every)
+    going = [step for step, reason in kept.items() if not reason]
+    for step in (step for step in kept if going and step not in going):
+        prove(folder_of(root, step) / MANIFEST)
+        prove(folder_of(root, step))
+    for step in going:
         folder = folder_of(root, step)
         try:
             os.rename(folder / MANIFEST, folder / PRUNED)
@@ -87,9 +97,37 @@ def prune(root: Path, keep: int, every: int = 0) -> list[int]:
             _remove(folder)
         except OSError as error:
             failure = error
+    try:
+        _remove_left_behind(root)
+    except OSError as error:
+        failure = error
     if failure is not None:
         raise failure
     return removed
+
+
+def _remove_left_behind(root: Path) -> None:
+    """Remove what saves up to the newest checkpoint have left that were never committed, by their names."""
+    if not (found := steps(root)):
+        return
+    newest = folder_of(root, found[-1]) / MANIFEST
+    before = newest.stat().st_mtime - FORGOTTEN_S
+    for step, folder in folders(root):
+        if step > found[-1] or is_there(folder, REJECTED) or is_there(folder, PRUNED):
+            continue
+        named: set[str] = set()
+        if is_there(folder):
+            try:
+                named = {entry.name for entry in read(folder).files}
+            except CheckpointError:
+                continue
+        for path in list(folder.iterdir()):
+            is_ours = PART.fullmatch(path.name) or (path.name.startswith(".") and path.name.endswith(DRAFT))
+            if is_ours and path.name not in named and path.lstat().st_mtime < before:
+                path.unlink(missing_ok=True)
+        if not named:
+            with suppress(OSError):  # something lies in it
+                folder.rmdir()
 
 
 def _remove(folder: Path) -> None:

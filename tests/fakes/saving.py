@@ -104,7 +104,10 @@ class SavedRun:
         saving = Saving(saver, cast(Any, world), reporter, interval, lambda step: None)
         for step in range(first, last + 1):
             values.fill_(_value(step, world.rank))
-            while world.sum([saver.busy])[0]:  # so that the same calls follow each other in each run
+            while True:  # so that the same calls follow each other in each run
+                busy, failed = world.sum([saver.busy, saver.failed])
+                if not busy or failed:  # then the vote below has the others give up
+                    break
                 saver.poll()
                 time.sleep(0.002)
             saving.save_if_due(world.sum(saving.votes(step)), step, 10 * step, digest)
