@@ -1,20 +1,11 @@
 """Alerts about the hardware of nodes: GPUs, their links, memory, network.
 
-An alert uses the series where they show the fault directly, and the agent's incident where the node's history or logs
-are needed to decide.
+The agent judges, and an alert is a view of its incident. Only what no agent can say has an expression of its own.
 """
 
 from __future__ import annotations
 
 from opsd.dashboards.alerts.model import Alert, Group, RecordingRule, incident, manual
-
-_XIDS_OF_PROGRAMS = "13|14|31|37|38|43|44|45|63|66|67|92|94|106|107|108|137|141|154|157"
-"""Xids that NVIDIA's catalogue says to ignore, that follow other Xids, or that programs can cause. For the last, the
-agent looks at the program and opens an incident if the GPU was the cause."""
-
-_XIDS = (
-    f'sum by (cluster, instance, pci_bus_id, code) (increase(opsd_xid_total{{code!~"{_XIDS_OF_PROGRAMS}"}}[15m])) > 0'
-)
 
 THROTTLES = "sw_thermal|hw_thermal|hw_slowdown|hw_power_brake"
 """Throttle reasons that count. The software power cap does not: near 700 W it is normal."""
@@ -29,70 +20,45 @@ HARDWARE = Group(
         ),
         Alert(
             "GpuThrottle",
-            "instance_gpu:opsd_gpu_throttle:ratio_rate1m > 0.1",
+            incident("gpu_throttle"),
             scope="gpu",
-            severity="critical",
-            keep="1m",
-            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} is throttled "
-            "{{ $value | humanizePercentage }} of the time",
+            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} is throttled",
             description="Heat, power brake or hardware slowdown lower its clocks. The power cap is not counted.",
         ),
         Alert(
             "GpuXid",
-            f"({_XIDS})\n  * on (cluster, instance, pci_bus_id) group_left (gpu) opsd_gpu_info\n"
-            f"or on (cluster, instance, pci_bus_id)\n  {_XIDS}\n"
-            f"or on (cluster, instance)\n  {incident('gpu_xid')}",
+            incident("gpu_xid"),
             scope="gpu",
-            severity="critical",
-            summary="Xid {{ $labels.code }} on {{ $labels.instance }}{{ with $labels.gpu }}, GPU {{ . }}{{ end }}",
-            description="The driver reported a fault that programs cannot cause, or that according to the agent "
-            "was not caused by this program.",
+            summary="The driver of {{ $labels.instance }} reports an Xid{{ with $labels.gpu }} of GPU {{ . }}{{ end }}",
+            description="The incident says what it calls for, and whether the program or the GPU is to blame.",
         ),
         Alert(
             "GpuEcc",
-            """
-sum by (cluster, instance, gpu) (increase(opsd_gpu_ecc_errors_total{type="uncorrected", counter="volatile"}[15m])) > 0
-  or
-sum by (cluster, instance, gpu) (increase(opsd_gpu_ecc_errors_total{type="corrected", counter="volatile"}[1m])) >= 100
-""",
+            incident("gpu_ecc"),
             scope="gpu",
-            severity="critical",
             summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} has memory errors",
             description="Uncorrected ECC errors, or a burst of corrected ones. Jobs may crash or give wrong results.",
         ),
         Alert(
             "GpuRowRemap",
-            "max by (cluster, instance, gpu) (opsd_gpu_row_remap_pending) == 1\n  or\n"
-            "max by (cluster, instance, gpu) (DCGM_FI_DEV_ROW_REMAP_FAILURE) == 1",
+            incident("gpu_row_remap"),
             scope="gpu",
-            severity="warning",
             summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} has a pending or failed row remap",
             description="A pending remap takes effect at the next GPU reset. After a failed one replace the GPU.",
         ),
         Alert(
             "NvlinkErrors",
-            """
-sum by (cluster, instance, gpu) (increase(opsd_gpu_nvlink_errors_total{type="recovery"}[5m])) > 0
-  or
-sum by (cluster, instance, gpu) (increase(opsd_gpu_nvlink_errors_total{type=~"replay|crc_data"}[1m])) >= 30
-  or
-count by (cluster, instance, gpu) (opsd_gpu_nvlink_up == 0) > 0
-""",
+            incident("nvlink_errors"),
             scope="gpu",
-            severity="warning",
-            hold="1m",
             summary="NVLink of GPU {{ $labels.gpu }} of {{ $labels.instance }} has errors or is down",
-            description="Fires after one minute, as links go up and down while a node boots.",
+            description="Links that fail make collectives slow or stop them; the job waits for this GPU.",
         ),
         Alert(
             "FabricManager",
-            "max by (cluster, instance, gpu) ((opsd_gpu_fabric_state > 0) < 3)\n  or\n"
-            "max by (cluster, instance, gpu) (opsd_gpu_fabric_problem) == 1",
+            incident("fabric_manager"),
             scope="gpu",
-            severity="warning",
-            hold="2m",
-            summary="GPU {{ $labels.gpu }} of {{ $labels.instance }} is not registered with its NVLink fabric",
-            description="Without the fabric manager a job on this GPU does not start, or uses slow paths.",
+            summary="The NVLink fabric of {{ $labels.instance }} is not well",
+            description="Jobs that use NVLink there do not start, hang, or use slow paths.",
         ),
         Alert(
             "ImexNotReady",
@@ -130,13 +96,10 @@ stay within the node are not affected. The alert names the job on the node.
         ),
         Alert(
             "PcieDegraded",
-            "max by (cluster, instance, gpu) (opsd_gpu_pcie_link_width < opsd_gpu_pcie_link_width_max)\n  or\n"
-            "max by (cluster, instance, gpu) (rate(DCGM_FI_DEV_PCIE_REPLAY_COUNTER[5m])) > 1",
+            incident("pcie_degraded"),
             scope="gpu",
-            severity="warning",
-            hold="2m",
             summary="The PCIe link of GPU {{ $labels.gpu }} of {{ $labels.instance }} is degraded",
-            description="It runs with fewer lanes than the hardware supports, or resends packets.",
+            description="It runs with fewer lanes or more slowly than the hardware supports, or resends packets.",
         ),
         Alert(
             "FanFailing",
@@ -152,10 +115,8 @@ stay within the node are not affected. The alert names the job on the node.
         ),
         Alert(
             "HostMemory",
-            "max by (cluster, instance) (opsd_host_memory_available_bytes / opsd_host_memory_total_bytes) < 0.03",
-            severity="critical",
-            hold="30s",
-            summary="{{ $labels.instance }} has {{ $value | humanizePercentage }} of its memory left",
+            incident("host_memory"),
+            summary="{{ $labels.instance }} has hardly any memory left",
             description="The kernel is about to kill processes, and ranks are the largest.",
         ),
         Alert(

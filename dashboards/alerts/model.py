@@ -132,8 +132,9 @@ class Group:
 
 
 def incident(kind: str) -> str:
-    """Agents with an incident of ``kind``, by its severity. For faults that need the agent's history and logs."""
-    return f'sum by (cluster, instance, severity) (opsd_incidents{{kind="{kind}"}}) > 0'
+    """Agents with an incident of ``kind``, by its severity and GPU; not one that somebody has, or that has a cause."""
+    mine = f'opsd_incidents{{kind="{kind}", state!~"acknowledged|symptom"}}'
+    return f"sum by (cluster, instance, gpu, severity) ({mine}) > 0"
 
 
 def manual(markdown: str) -> Guide:

@@ -30,10 +30,8 @@ STORAGE = Group(
     (
         Alert(
             "StorageFull",
-            _full("cluster, instance", f"unless on (cluster, instance, mount) {_SHARED}"),
-            severity="warning",
-            hold="1m",
-            summary="{{ $labels.mount }} of {{ $labels.instance }} has {{ $value | humanizePercentage }} left",
+            incident("storage_full"),
+            summary="A file system of {{ $labels.instance }} is nearly full",
             description="The next checkpoint may not fit. If it is shared memory, data loaders crash.",
         ),
         Alert(

@@ -9,13 +9,9 @@ TRAINING = Group(
     (
         Alert(
             "ThroughputDrop",
-            "run:opsd_rank_tokens:rate5m < 0.8 * run:opsd_rank_tokens:usual6h\n  and on (cluster, run) "
-            "run:opsd_run_unfinished:max",
-            scope="run",
-            severity="warning",
-            hold="2m",
-            summary="Run {{ $labels.run }} has dropped to {{ $value | humanize }} tokens/s",
-            description="More than 20 % below its median of the last 6 hours. Check data, then network, then kernels.",
+            incident("throughput_drop"),
+            summary="A run on {{ $labels.instance }} has lost throughput",
+            description="It does fewer tokens a second than before. Check data, then network, then kernels.",
         ),
         Alert(
             "Straggler",

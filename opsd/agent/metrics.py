@@ -62,8 +62,9 @@ RUNBOOK_ERRORS = Metric(
 )
 INCIDENTS = Metric(
     "opsd_incidents",
-    "Incidents that are not over. Those that a person has acknowledged have the state acknowledged.",
-    labels=("kind", "severity", "state"),
+    "Incidents that are not over. Those that a person has acknowledged have the state acknowledged, and those that "
+    "another one brought about the state symptom. gpu is that of the culprit, empty if it is none.",
+    labels=("kind", "severity", "state", "gpu"),
 )
 OPENED = Metric("opsd_incidents_opened_total", "Incidents opened since the agent's start.", "counter", labels=("kind",))
 OVER_QUOTA = Metric(
@@ -150,10 +151,16 @@ LABELS: Final = {
     "outcome": "ok, failed, recommended, refused",
     "reason": "reasons of the HTTP server to refuse",
     "bucket": "buckets of the ledger",
+    "gpu": "one per GPU with an incident",
     "run": "runs on the node, 64 at most",
 }
 
-CURRENT_STATES = (*(s.value for s in (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)), ACKNOWLEDGED)
+SYMPTOM = "symptom"
+CURRENT_STATES = (
+    *(s.value for s in (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)),
+    ACKNOWLEDGED,
+    SYMPTOM,
+)
 OUTCOMES = ("ok", "failed", "recommended", "refused")
 
 
@@ -174,26 +181,40 @@ def runbook_samples(
     kinds: Iterable[str], incidents: Iterable[Incident], opened: Mapping[str, int], errors: Mapping[str, int]
 ) -> tuple[Sample, ...]:
     """Incidents that are not over, incidents opened, and failures of runbooks, zeros included."""
-    current = Counter((i.kind, i.severity, ACKNOWLEDGED if holder(i) else i.state.value) for i in incidents)
+    current = Counter((i.kind, i.severity, _state_of(i), _gpu_of(i)) for i in incidents)
     return _runbook_samples(
         tuple(kinds), frozenset(current.items()), frozenset(opened.items()), frozenset(errors.items())
     )
 
 
+def _state_of(incident: Incident) -> str:
+    if holder(incident):
+        return ACKNOWLEDGED
+    return SYMPTOM if incident.cause else incident.state.value
+
+
+def _gpu_of(incident: Incident) -> str:
+    return "" if incident.culprit.gpu is None else str(incident.culprit.gpu)
+
+
 @lru_cache(maxsize=1)
 def _runbook_samples(
     kinds: tuple[str, ...],
-    incidents: frozenset[tuple[tuple[str, Severity, str], int]],
+    incidents: frozenset[tuple[tuple[str, Severity, str, str], int]],
     opened: frozenset[tuple[str, int]],
     errors: frozenset[tuple[str, int]],
 ) -> tuple[Sample, ...]:
     """The samples, rebuilt only after a change."""
     number, begun, failed = dict(incidents), dict(opened), dict(errors)
     samples = [
-        Sample(INCIDENTS, float(number.get((kind, severity, state), 0)), (kind, severity.value, state))
+        Sample(INCIDENTS, float(number.pop((kind, severity, state, ""), 0)), (kind, severity.value, state, ""))
         for kind in kinds
         for severity in Severity
         for state in CURRENT_STATES
+    ]
+    samples += [
+        Sample(INCIDENTS, float(count), (kind, severity.value, state, gpu))
+        for (kind, severity, state, gpu), count in sorted(number.items())
     ]
     for kind in kinds:
         samples.append(Sample(OPENED, float(begun.get(kind, 0)), (kind,)))

@@ -23,6 +23,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+LOST = f'opsd_incidents{{{GPU},kind="gpu_lost",severity="critical",state="open"}}'
+
+
 def case_of(alert: Alert) -> Case:
     """Of alerts about incidents there is one for each kind, and they differ in nothing else."""
     if alert.scope == "cluster" and alert.name in SHARED:
@@ -30,8 +33,13 @@ def case_of(alert: Alert) -> Case:
     if alert.name in CASES:
         return CASES[alert.name]
     series = f'opsd_incidents{{{NODE},kind="{alert.runbook}",severity="critical",state="acting"}}'
+    of_gpu = f'opsd_incidents{{{GPU},kind="{alert.runbook}",severity="critical",state="open"}}'
+    symptom = f'opsd_incidents{{{NODE},kind="{alert.runbook}",severity="critical",state="symptom"}}'
+    held = f'opsd_incidents{{{NODE},kind="{alert.runbook}",severity="critical",state="acknowledged"}}'
     other = f'opsd_incidents{{{NODE},kind="another",severity="critical",state="acting"}}'
-    return Case([{series: "0x30 1x20"}], [{series: "1x30 0x20", other: "1x50"}])
+    return Case(
+        [{series: "0x30 1x20"}, {of_gpu: "1x50"}], [{series: "1x30 0x20", other: "1x50", held: "1x50", symptom: "1x50"}]
+    )
 
 
 def promtool_group(
@@ -112,7 +120,7 @@ def test_goodput_is_watched_over_short_and_long_windows(tmp_path: Path) -> None:
 
 def test_a_test_that_does_not_hold_is_noticed(tmp_path: Path) -> None:
     """An alert that should fire and does not makes promtool complain."""
-    wrong = groups_of("GpuLost", "critical", Case([{f"opsd_gpu_up{{{GPU}}}": "1x50"}], []))
+    wrong = groups_of("GpuLost", "critical", Case([{LOST: "0x50"}], []))
     assert "GpuLost" in promtool(tmp_path, wrong)
 
 
@@ -141,7 +149,7 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
     The runbook is on another node than the ill one, if one lives.
     """
     series = {
-        f"opsd_gpu_up{{{GPU}}}": "0x50",
+        LOST: "1x50",
         INFO.format(INSTANCE, 3, 0): "1x50",
         INFO.format(INSTANCE, 4, 1): "1x50",
         INFO.format("node-18:9477", 0, 2): "1x50",

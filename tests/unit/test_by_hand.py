@@ -66,7 +66,7 @@ class World:
 
     def states(self) -> set[str]:
         """The states that the metric shows for the kind."""
-        return {name.split(",")[2][:-1] for name, n in self.agent.metrics().items() if "opsd_incidents{" in name and n}
+        return {name.split(",")[2] for name, n in self.agent.metrics().items() if "opsd_incidents{" in name and n}
 
 
 @pytest.fixture
