@@ -69,3 +69,27 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (folder / "rank-0000.safetensors").symlink_to(precious)
     prune(tmp_path / "c", 1)
     assert precious.exists()
+
+
+def test_what_failed_saves_have_left_goes_after_an_hour(tmp_path: Path) -> None:
+    """Parts and drafts by their names, up to the newest checkpoint; what may still be written stays."""
+    old, young = tmp_path / "step-000000000010", tmp_path / "step-000000000015"
+    newer = tmp_path / "step-000000000030"
+    rejected = make(tmp_path, 12)
+    (rejected / MANIFEST).rename(rejected / manifest.REJECTED)
+    newest = make(tmp_path, 20)
+    part = f"rank-0000.0000002a-1.{'0' * 32}.safetensors"
+    for folder in (old, young, newer):
+        folder.mkdir()
+        (folder / part).touch()
+    (old / ".rank-0001.0000002a-1.draft").touch()
+    (rejected / part).touch()
+    (newest / part).touch()
+    (newest / "notes.txt").touch()
+    for path in (*old.iterdir(), *newer.iterdir(), newest / part, newest / "notes.txt", rejected / part):
+        os.utime(path, (0, 0))
+    assert prune(tmp_path, 5) == []
+    assert not old.exists()
+    assert [(folder / part).exists() for folder in (young, newer, rejected, newest)] == [True, True, True, False]
+    assert (newest / "notes.txt").exists()
+    assert manifest.verify(newest).step == 20
