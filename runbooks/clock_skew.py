@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median
 
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
@@ -11,7 +10,7 @@ from opsd.runbooks.lib.remedies import notify_node
 BOOTED = "opsd_host_boot_time_seconds"
 """The kernel derives it from the wall clock, so that it moves by as much as that is stepped."""
 
-WINDOW_S, STEADY_S = 600.0, 300.0
+WINDOW_S = STEADY_S = 300.0
 STEP_S = 3.0
 """The kernel tells whole seconds; a clock that is kept right is moved by milliseconds."""
 
@@ -20,11 +19,11 @@ CREDENTIAL_S = 300.0
 
 
 def _moved(view: View, seconds: float) -> float | None:
-    """Seconds by which the clock was moved within ``seconds``, None if that is not known."""
+    """Seconds by which the clock was moved since its first reading within ``seconds``, None if that is not known."""
     series = view.select(BOOTED)
     if not series or series[0].last is None:
         return None
-    return series[0].last - median(value for _, value in series[0].values(seconds))
+    return series[0].last - series[0].values(seconds)[0][1]
 
 
 def _detect(view: View) -> Iterator[Finding]:
@@ -37,7 +36,7 @@ def _finding(view: View, moved: float) -> Finding:
     ranks = [rank for rank in view.ranks if rank.live]
     how = f"{abs(moved):.0f} s {'forward' if moved > 0 else 'back'}"
     refused = f"more than the {CREDENTIAL_S:.0f} s that MUNGE tolerates" if abs(moved) > CREDENTIAL_S else ""
-    fact = f"the wall clock went {how} against the monotonic one within ten minutes"
+    fact = f"the wall clock went {how} against the monotonic one within five minutes"
     return Finding(
         kind="clock_skew",
         key=view.node,
