@@ -78,12 +78,17 @@ class Cost:
     """What the incident costs the job: share of its throughput lost while it lasts, and GPU-seconds lost so far.
 
     ``gpus`` is how many GPUs lose that share; if it is given the agent adds the loss up beyond what a finding can see.
+    ``whose`` throughput it is, and its tokens per second ``before`` the fault and ``now`` where they are known: see
+    ``lib.losses``, which makes ``text`` of them.
     """
 
     throughput_ratio: float = 0.0
     gpu_seconds: float = 0.0
     text: str = ""
     gpus: int = 0
+    whose: str = ""
+    before: float | None = None
+    now: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, step_seconds
-from opsd.runbooks.lib.signals import counted, integer, number, spread, text
+from opsd.runbooks.lib.signals import integer, number, spread, text
 from opsd.runbooks.lib.trends import Point, by_step, condensed, due, thirds, trend
 
 WAIT, STEP = "opsd_rank_phase_seconds_total", "opsd_rank_step"
@@ -112,7 +113,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _finding(view: View, found: Sequence[_Pattern], ranks: int) -> Finding:
     worst = found[0]
-    rank, world = worst.rank, worst.rank.world_size
+    rank = worst.rank
     course = f"every {worst.period} steps" if worst.period else "longer with every step"
     culprit = Culprit("data", view.node, detail="every loader")
     if len(found) == 1 and ranks > 1:
@@ -125,11 +126,7 @@ def _finding(view: View, found: Sequence[_Pattern], ranks: int) -> Finding:
         culprit=culprit,
         confidence=0.8,
         evidence=tuple(Evidence(pattern.said, "rank pages", view.wall) for pattern in found[:4]),
-        cost=Cost(
-            throughput_ratio=worst.share,
-            text=f"it costs {worst.share:.0%} of the throughput ({counted(world, 'GPU')})",
-            gpus=world,
-        ),
+        cost=lost(view, rank, worst.share),
         job=rank.job,
         data={
             "run": rank.run,

@@ -20,8 +20,9 @@ from opsd.runbooks.base import (
     View,
 )
 from opsd.runbooks.lib.gpus import by_gpu, loaded, rank_on, told
+from opsd.runbooks.lib.losses import lost, lost_by, since_first_growth
 from opsd.runbooks.lib.remedies import swap_out
-from opsd.runbooks.lib.signals import counted, integer, latest, number, seconds_spent, text, usual
+from opsd.runbooks.lib.signals import integer, latest, number, seconds_spent, text, usual
 
 THERMAL = ("sw_thermal", "hw_thermal")
 REASONS = (*THERMAL, "hw_slowdown", "hw_power_brake")
@@ -81,10 +82,10 @@ def _detect(view: View) -> Iterator[Finding]:
         rank = rank_on(view, index)
         if under_load(uuid, rank):
             spent = max(seconds_spent(series, 600.0) for series in gpus[uuid].values())
-            yield _finding(view, uuid, index, rank, reasons, _slowdown(view, uuid, set(throttled)), spent)
+            yield _finding(view, uuid, index, rank, reasons, clocks_of(view, uuid, set(throttled)), spent)
 
 
-def _slowdown(view: View, uuid: str, throttled: set[str]) -> tuple[float, float] | None:
+def clocks_of(view: View, uuid: str, throttled: set[str]) -> tuple[float, float] | None:
     """(clock, the clock it should have) in MHz: that of the healthy GPUs under load, else its own past."""
     clocks = {uuid: series for uuid, (series, *_) in by_gpu(view, CLOCK).items()}
     if uuid not in clocks or (clock := usual(clocks[uuid], SHORT_S)) is None:
@@ -108,8 +109,6 @@ def _finding(
     slowdown: tuple[float, float] | None,
     spent_s: float,
 ) -> Finding:
-    share = 0.0 if slowdown is None else 1.0 - slowdown[0] / slowdown[1]
-    waiting = rank.world_size if rank else 1
     job = rank.job if rank else ""
     temperature = latest(view, TEMPERATURE, UUID=uuid)
     power, limit = (
@@ -122,8 +121,6 @@ def _finding(
         TEMPERATURE: f"temperature {temperature:.0f} °C" if temperature is not None else "",
         POWER: f"power {power:.0f} W of {limit:.0f} W" if power is not None and limit is not None else "",
     }
-    known = "less than 1%" if share < 0.01 else f"{share:.0%}"
-    whose = f"of job {job}" if job else f"of run {rank.run}" if rank else "of this GPU's work"
     return Finding(
         kind="gpu_throttle",
         key=uuid,
@@ -132,15 +129,22 @@ def _finding(
         culprit=Culprit("gpu", view.node, gpu, rank.rank if rank else None, " and ".join(reasons)),
         confidence=0.95 if rank else 0.9,
         evidence=tuple(one for metric, fact in facts.items() for one in told(view, uuid, metric, fact)),
-        cost=Cost(
-            share,
-            share * waiting * spent_s,
-            f"this throttle costs {known} {whose} ({counted(waiting, 'GPU')})" if slowdown else "",
-            waiting,
-        ),
+        cost=cost_of(view, uuid, rank, slowdown, spent_s),
         job=job,
         data={"uuid": uuid, "gpu": gpu, "reasons": list(reasons)},
     )
+
+
+def cost_of(
+    view: View, uuid: str, rank: RankFact | None, clocks: tuple[float, float] | None, spent_s: float = 0.0
+) -> Cost:
+    """What a throttled GPU costs: measured on its run, else by its clock and the one that it should have."""
+    share = 1.0 - clocks[0] / clocks[1] if clocks else 0.0
+    lasting_s = max((since_first_growth(one, view.now) for one in _counters(view).get(uuid, {}).values()), default=0.0)
+    if rank is not None:
+        cost = lost(view, rank, share, lasting_s=lasting_s, counted_s=spent_s)
+        return cost if clocks or cost.before else Cost(gpus=rank.world_size)
+    return lost_by("this GPU's work", share, 1, spent_s) if clocks else Cost(gpus=1)
 
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.gpu_throttle import THERMAL, THROTTLED, throttled_gpus
+from opsd.runbooks.gpu_throttle import THERMAL, THROTTLED, clocks_of, cost_of, throttled_gpus
 from opsd.runbooks.lib.gpus import loaded, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import counted
 
 LEAST, SHARE = 3, 0.5
 """So many GPUs, and this share of those under load: heat sinks do not fail together."""
@@ -45,10 +45,19 @@ def _finding(view: View, together: Mapping[str, Sequence[str]]) -> Finding:
         culprit=Culprit("node", view.node, detail=f"{what} of GPUs {names}"),
         confidence=0.95,
         evidence=told(view, next(iter(together)), THROTTLED, fact),
-        cost=Cost(text=f"{counted(ranks[0].world_size, 'GPU')} run at the speed of the slowest" if ranks else ""),
+        cost=_cost(view, together, ranks),
         job=ranks[0].job if ranks else "",
         data={"uuids": sorted(together)},
     )
+
+
+def _cost(view: View, together: Mapping[str, Sequence[str]], ranks: Sequence[RankFact]) -> Cost:
+    """The run waits for the GPU whose clock has fallen the most."""
+    if not ranks:
+        return Cost()
+    found = [(clocks, uuid) for uuid in together if (clocks := clocks_of(view, uuid, set(together)))]
+    slowest, uuid = min(found, key=lambda one: one[0][0] / one[0][1], default=(None, next(iter(together))))
+    return cost_of(view, uuid, ranks[0], slowest)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:

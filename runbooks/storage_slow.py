@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.collectors.base import Event, RankFact
+from opsd.collectors.base import Event
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, latest, level, number, text
 
@@ -179,16 +180,10 @@ def _finding(view: View, slow: _Slow, evicted: float) -> Finding:
             if fact
         )
         + tuple(Evidence(event.message, "kernel log", event.at) for event in errors[-ERRORS_QUOTED:]),
-        cost=_cost(ranks, share) if waits else Cost(),
+        cost=lost(view, max(ranks, key=lambda rank: rank.world_size), share, counted_s=RECENT_S) if waits else Cost(),
         job=ranks[0].job if ranks else "",
         data={"where": slow.where, "before": slow.before},
     )
-
-
-def _cost(ranks: Sequence[RankFact], share: float) -> Cost:
-    world = max(rank.world_size for rank in ranks)
-    whose = f"job {ranks[0].job}" if ranks[0].job else f"run {ranks[0].run}"
-    return Cost(share, share * world * RECENT_S, f"it costs {share:.0%} of {whose} ({world} GPUs)", world)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:

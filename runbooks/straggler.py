@@ -9,8 +9,9 @@ from statistics import median
 from opsd.collectors.base import RankFact, StepFact
 from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
+from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.runs import ranks_of, recovered, slowdown
+from opsd.runbooks.lib.runs import ranks_of, recovered
 from opsd.runbooks.lib.signals import excess, integer, spread, text
 from opsd.runbooks.lib.slow_causes import explained
 from opsd.runbooks.lib.straggler_news import announced
@@ -130,7 +131,7 @@ def _finding(found: Straggler, view: View) -> Finding:
         evidence=(
             Evidence(f"{said} {found.peers_s:.3f} s over the same {found.steps} steps", "rank pages", view.wall),
         ),
-        cost=slowdown(rank, cost),
+        cost=lost(view, rank, cost),
         job=rank.job,
         data={"run": rank.run, "rank": rank.rank, "generation": rank.generation},
     )

@@ -7,24 +7,27 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.attribution import STOPPED
-from opsd.collectors.base import RankFact, StepFact
+from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
+from opsd.runbooks.lib.losses import (
+    BUT_LAST_S,
+    PAST_S,
+    PAUSES,
+    RECENT_S,
+    SETTLED_STEPS,
+    lost,
+    past_rate,
+    rate,
+    recent_steps,
+    settled,
+)
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, slowdown
-from opsd.runbooks.lib.signals import integer, level, number, text
+from opsd.runbooks.lib.runs import leaders, ranks_of, recovered
+from opsd.runbooks.lib.signals import integer, number, text
 from opsd.runbooks.straggler import stragglers_of
 
-PAST_S, BUT_LAST_S = 600.0, 60.0
-LEAST_SAMPLES = 90
-"""Seconds of steady training before a run has a level that it can fall from."""
-
-RECENT_S, LEAST_STEPS = 30.0, 5
-SETTLED_STEPS = 30
 DROP, BACK, COSTLY = 0.1, 0.05, 0.2
-
-PAUSES = ("checkpoint", "evaluation", "setup")
-"""Time in these phases is not training; it is taken out of the steps that have it."""
 
 _CAUSES = {"data": "data", "collective": "network"}
 """What a phase is spent on; all others are kernels."""
@@ -50,43 +53,12 @@ class _Growth:
         return f"data {self.data:+.3f} s, collectives {self.network:+.3f} s, computing {self.kernels:+.3f} s"
 
 
-def _recent(rank: RankFact, now: float) -> list[StepFact]:
-    recent = [step for step in rank.steps if now - step.end <= RECENT_S]
-    return recent if len(recent) >= LEAST_STEPS else list(rank.steps[-LEAST_STEPS:])
-
-
-def training_seconds(step: StepFact) -> float:
-    """The duration of a step in seconds without its pauses."""
-    return step.without(PAUSES)
-
-
-def _rate(step: StepFact) -> float:
-    """Tokens per second of training."""
-    training = training_seconds(step)
-    return step.tokens / training if training > 0 else 0.0
-
-
-def _past_rate(view: View, rank: RankFact) -> float | None:
-    """Tokens per second that are usual for this rank, None without a past to compare with.
-
-    Tokens that cost more than before, as those of longer sequences do, are no past.
-    """
-    costs = view.select("opsd_rank_flops_per_token", run=rank.run, rank=str(rank.rank))
-    if costs and len({cost for _, cost in costs[0].values(PAST_S)}) > 1:
-        return None
-    series = view.select("opsd_rank_tokens_per_second", run=rank.run, rank=str(rank.rank))
-    past = level(series[0], PAST_S, BUT_LAST_S) if series else None
-    if past is None or past[2] < LEAST_SAMPLES or rank.steps_reported < SETTLED_STEPS:
-        return None
-    return past[0] if past[0] > 0 else None
-
-
 def _drop(view: View, rank: RankFact) -> tuple[float, float] | None:
     """Tokens per second before and now if the difference is a drop."""
-    before = _past_rate(view, rank)
+    before = past_rate(view, rank)
     if before is None:
         return None
-    now = median(_rate(step) for step in _recent(rank, view.now))
+    now = median(rate(step) for step in recent_steps(rank, view.now))
     return (before, now) if now <= (1 - DROP) * before else None
 
 
@@ -116,7 +88,7 @@ def _finding(view: View, leader: RankFact, before: float, now: float) -> Finding
         culprit=Culprit("unknown", view.node),
         confidence=0.3,
         evidence=(Evidence(fact, "rank pages", view.wall),),
-        cost=slowdown(leader, share),
+        cost=settled(replace(lost(view, leader, share), before=before, now=now)),
         job=leader.job,
         data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before},
     )
@@ -136,7 +108,7 @@ def _growth(view: View, rank: RankFact) -> _Growth | None:
         phase = series.labels["phase"]
         spent = [value for at, value in series.values(PAST_S) if at <= until]
         if spent and phase not in PAUSES:
-            now = median(step.phase_s.get(phase, 0.0) for step in _recent(rank, view.now))
+            now = median(step.phase_s.get(phase, 0.0) for step in recent_steps(rank, view.now))
             grown[_CAUSES.get(phase, "kernels")] += now - (spent[-1] - spent[0]) / steps
     return _Growth(rank, **grown)
 
@@ -171,10 +143,10 @@ def _healed(incident: Incident, view: View) -> bool | None:
     leader = next((rank for rank in leaders(view) if rank.run == run and rank.live), None)
     if leader is None:
         return True if recovered(view, run, integer(data, "generation")) else None
-    recent = _recent(leader, view.now)
+    recent = recent_steps(leader, view.now)
     if leader.steps_reported < SETTLED_STEPS or view.now - recent[-1].end > RECENT_S:
         return False
-    return median(_rate(step) for step in recent) >= (1 - BACK) * before
+    return median(rate(step) for step in recent) >= (1 - BACK) * before
 
 
 def _of_collectives(symptom: Incident, _cause: Incident) -> bool:

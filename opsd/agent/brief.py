@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from opsd.agent.by_hand import holder, who_has_it
+from opsd.agent.correlate import joint_gpu_seconds
 from opsd.agent.policy import HARMLESS, Verdict
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Incident, State
@@ -48,12 +49,13 @@ class Brief:
     owner: str = ""
 
 
-def brief(incident: Incident, mode: str, node: str) -> Brief:
+def brief(incident: Incident, mode: str, node: str, symptoms: Sequence[Incident] = ()) -> Brief:
     """The brief of ``incident``; ``mode`` is the policy's for its kind, ``node`` the agent's own."""
     acts = _acts(incident, mode)
     happened = f"{printable(incident.summary)}, on {incident.culprit.node or node}"
     on = incident.culprit.node or node
-    return Brief(happened, cost_now(incident), acts, _command(incident, acts, node), on, _owner(incident))
+    command = _command(incident, acts, node)
+    return Brief(happened, cost_now(incident, symptoms), acts, command, on, _owner(incident))
 
 
 def _owner(incident: Incident) -> str:
@@ -63,11 +65,16 @@ def _owner(incident: Incident) -> str:
     return f"{who}; take it: opsd incidents ack {shlex.quote(incident.id)}"
 
 
-def cost_now(incident: Incident) -> str:
-    """What it costs in words. While it lasts that is the present loss, then the sum."""
-    so_far = gpu_time(incident.cost.gpu_seconds) if incident.cost.gpu_seconds else ""
+def cost_now(incident: Incident, symptoms: Sequence[Incident] = ()) -> str:
+    """What it costs in words, wherever that is told. While it lasts that is the present loss, then the sum.
+
+    The sum is that with its ``symptoms``; overlapping losses count once.
+    """
+    seconds = joint_gpu_seconds([incident, *symptoms])
+    so_far = gpu_time(seconds) if seconds else ""
     if incident.resolved_at is not None:
-        return f"{so_far} altogether" if so_far else "nothing that is known"
+        said = "" if incident.cost.gpus else incident.cost.text  # a share is only of the last moment
+        return "; ".join(filter(None, (said, so_far and f"{so_far} altogether"))) or "nothing that is known"
     return "; ".join(filter(None, (incident.cost.text, so_far and f"{so_far} so far"))) or "not known"
 
 

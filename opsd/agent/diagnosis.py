@@ -13,9 +13,10 @@ from typing import Any
 from opsd.agent.window import Window
 from opsd.attribution import attribute_hang
 from opsd.collectors.base import RankFact, Reading, StepFact
+from opsd.runbooks.lib.losses import training_seconds
 from opsd.runbooks.rank_hang import FACTOR, FLOOR_S, SLOW_PHASE_LIMIT_S, SLOW_PHASES, state_of
 from opsd.runbooks.straggler import SLOW, compute_seconds, stragglers_of
-from opsd.runbooks.throughput_drop import DROP, training_seconds
+from opsd.runbooks.throughput_drop import DROP
 
 LEAST_STEPS = 6
 """Steps that a rank needs before its recent half can be compared with the earlier half."""
@@ -23,6 +24,7 @@ COSTLY = 0.1
 """A share of a step above this is reported even if it has not grown."""
 
 HANGS = "does it hang?"
+AS_BEFORE = "as fast as before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ def _kernels(ranks: Sequence[RankFact], node: str, now: float, total: float, slo
 
 
 def _conclusion(findings: Sequence[DiagnosisStep], slower: bool) -> str:
-    how = "slower than before" if slower else "as fast as before"
+    how = "slower than before" if slower else AS_BEFORE
     suspect = next((finding for finding in findings if finding.suspect), None)
     if suspect is None and (costly := max(findings, key=lambda step: step.share)).share >= COSTLY:
         return f"it trains {how}; {costly.share:.0%} of each step is spent in {_name(costly)}"

@@ -32,6 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
+from opsd.runbooks.lib.losses import followed
 
 MAX_EVIDENCE = 24
 """Limit of sentences; those from the opening take at most two thirds."""
@@ -287,6 +288,7 @@ def _cost(before: Cost, now: Cost, seconds: float) -> Cost:
 
     A finding covers only its window, so that incidents of hours need the sum.
     """
+    now = followed(before, now)
     added = now.throughput_ratio * now.gpus * min(max(seconds, 0.0), COST_GAP_S)
     return replace(now, gpu_seconds=max(now.gpu_seconds, before.gpu_seconds + added))
 

@@ -13,7 +13,7 @@ from typing import IO, Any
 import click
 
 from opsd import exitcodes
-from opsd.agent.diagnosis import Diagnosis, to_rank
+from opsd.agent.diagnosis import AS_BEFORE, Diagnosis, to_rank
 from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
 from opsd.collectors.lib.nccl.dump_folder import read_dumps
@@ -25,6 +25,7 @@ from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
 from opsd.commands.options import option
 from opsd.commands.output import fail, output_console, printable
 from opsd.commands.settings import load
+from opsd.runbooks.lib.losses import NOTHING
 from opsd.stragglers.judge import LEAST_STEPS
 from opsd.stragglers.judge import judge as judge_steps
 from opsd.stragglers.table import ENOUGH, TableError, read_table
@@ -182,7 +183,12 @@ def _lines(diagnosis: Diagnosis, incidents: Sequence[dict[str, Any]]) -> Iterato
     for finding in diagnosis.findings:
         yield f"  {finding.question} {_MARKS[finding.suspect]}"
         yield from (f"    {printable(fact)}" for fact in finding.facts)
-    for incident in incidents:
-        if diagnosis.job and incident["job"] == diagnosis.job:
-            yield f"  incident: {printable(incident['summary'])}  ({printable(incident['id'])})"
-    yield f"  [bold]{printable(diagnosis.conclusion)}[/bold]"
+    of_run = [i for i in incidents if i["run"] == diagnosis.run or (diagnosis.job and i["job"] == diagnosis.job)]
+    for incident in of_run:
+        costs = incident.get("brief", {}).get("cost", "")
+        said = f"{incident['summary']}{f': {costs}' if costs else ''}  ({incident['id']})"
+        yield f"  incident: {printable(said)}"
+    conclusion = diagnosis.conclusion
+    if any(incident["cost"]["throughput_ratio"] >= NOTHING for incident in of_run):
+        conclusion = conclusion.replace(AS_BEFORE, f"{AS_BEFORE} in its last steps, which the incident slows as well")
+    yield f"  [bold]{printable(conclusion)}[/bold]"

@@ -20,7 +20,7 @@ from opsd.commands.output import fail, output_console, plain_table, printable
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask
 from opsd.runbooks.base import Culprit, State
-from opsd.words import clock, gpu_time
+from opsd.words import clock
 
 _STATES = {
     "resolved": "green", "unproven": "yellow", "escalated": "bold red", "returned": "green", "rma": "bold red",
@@ -190,9 +190,7 @@ def _seconds(value: float | None) -> str:
 
 
 def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
-    cost = incident["cost"]
     over = incident["resolved_at"]
-    told = "" if over and cost["gpus"] else cost["text"]  # of the last moment, and long past
     relapses = incident["relapses"]
     lines = [
         *_brief_lines(incident.get("brief")),
@@ -203,7 +201,6 @@ def _incident_lines(incident: Mapping[str, Any]) -> list[str]:
         f"  culprit    {_culprit(incident['culprit'])}, confidence {incident['confidence']:.0%}",
         f"  opened     {clock(incident['opened_at'])}",
         *([f"  over       {clock(over)}"] if over else []),
-        f"  cost       {gpu_time(incident['joint_gpu_seconds'] or 0.0)}{': ' + told if told else ''}",
         *([f"  came back  {relapses} time{'s' * (relapses != 1)}"] if relapses else []),
         *([f"  job        {incident['job']}"] if incident["job"] else []),
         *([f"  cause      {incident['cause']}"] if incident["cause"] else []),

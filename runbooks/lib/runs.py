@@ -116,13 +116,6 @@ def downtime(view: View, event: Event, last_step_at: float) -> Cost:
     )
 
 
-def slowdown(rank: RankFact, share: float) -> Cost:
-    """The cost of a run that loses ``share`` of its throughput."""
-    whose = f"job {rank.job}" if rank.job else f"run {rank.run}"
-    world = rank.world_size
-    return Cost(share, text=f"it costs {share:.0%} of {whose} ({counted(world, 'GPU')})", gpus=world)
-
-
 def finding_of_run(
     view: View,
     leader: RankFact,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, View
-from opsd.runbooks.lib.runs import job_of, rank_of, run_over, world_size
+from opsd.runbooks.base import Culprit, Evidence, Finding, Incident, Severity, View
+from opsd.runbooks.lib.losses import lost, lost_by
+from opsd.runbooks.lib.runs import job_of, rank_of, ranks_of, run_over, world_size
 from opsd.runbooks.lib.signals import counted, integer, integers, number, text
 
 FOUND, GONE = "straggler_found", "straggler_gone"
@@ -65,7 +66,7 @@ def _finding(name: str, event: Event, view: View) -> Finding:
         if len(ranks) == 1
         else f": {counted(len(ranks), 'rank')} on {_node(event)}"
     )
-    world = world_size(view, run)
+    told = rank_of(view, run, ranks[0]) if ranks else next(iter(ranks_of(view, run)), None)
     return Finding(
         kind="straggler",
         key=name,
@@ -78,7 +79,7 @@ def _finding(name: str, event: Event, view: View) -> Finding:
             for one in (*said, f"compared: {counted(integer(data, 'compared', 0), 'rank')} of the job", advice)
             if one
         ),
-        cost=Cost(cost, text=f"it costs {cost:.0%} of run {run} ({counted(world, 'GPU')})", gpus=world),
+        cost=lost(view, told, cost) if told else lost_by(f"run {run}", cost, world_size(view, run)),
         job=job_of(view, run),
         data={
             "run": run,

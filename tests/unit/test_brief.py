@@ -69,7 +69,8 @@ def test_the_cost_is_the_present_loss_and_then_the_sum() -> None:
     """An unknown one says so."""
     assert brief(hot(cost=Cost(0.1, 720.0, "a tenth")), "act", "n").cost == "a tenth; 0.20 GPU-hours so far"
     assert (
-        brief(hot(cost=Cost(0.1, 720.0, "a tenth"), resolved_at=WALL), "act", "n").cost == "0.20 GPU-hours altogether"
+        brief(hot(cost=Cost(0.1, 720.0, "a tenth", 4), resolved_at=WALL), "act", "n").cost
+        == "0.20 GPU-hours altogether"
     )
     assert brief(hot(cost=Cost()), "act", "n").cost == "not known"
 

@@ -12,8 +12,11 @@ from opsd.agent.diagnosis import Diagnosis, diagnose, to_rank
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import api
 from opsd.collectors.base import RankFact
+from opsd.commands.diagnose import _lines
 from opsd.commands.main import cli
+from opsd.runbooks.base import Cost
 from tests.fakes.facts import rank, steps
+from tests.fakes.incidents import incident
 
 NOW = 1000.0
 USUAL = {"data": 0.02, "forward": 0.3, "backward": 0.5, "collective": 0.05}
@@ -93,6 +96,16 @@ def test_ranks_survive_the_api() -> None:
     received = [to_rank(document) for document in answer["ranks"]]
     assert (received[1], received[0].workers) == (ranks[1], ((7, "data"),))
     assert diagnose(received, "n01", answer["at"]) == diagnose(ranks, "n01", NOW)
+
+
+def test_a_run_that_an_incident_slows_is_not_said_to_be_fast() -> None:
+    """The figure is that of the incident; the last steps are compared with steps that it has slowed as well."""
+    slow = Cost(0.12, 60.0, "job 4242 loses 12% (4 GPUs, measured)", gpus=4)
+    found = api.incident_list(Snapshot(1, NOW, 0.0, incidents=(incident(run="smol", cost=slow, job=""),)), node="n01")
+    said = [*_lines(diagnosed(trained(0)), found["incidents"])]
+    assert any("job 4242 loses 12% (4 GPUs, measured); 60 GPU-seconds so far" in line for line in said)
+    assert "as fast as before in its last steps, which the incident slows as well" in said[-1]
+    assert "in its last steps" not in [*_lines(diagnosed(trained(0)), ())][-1]
 
 
 def test_only_the_job_that_was_asked_for_is_sent() -> None:

@@ -51,7 +51,7 @@ def costs(*moments):
 def test_a_throttle_without_effect_on_the_clock_costs_next_to_nothing():
     """The counter of the driver moves; 0 % would be no cost at all."""
     hot = change(10, **{HOT: {"rate": 1.0}})
-    assert costs(hot) == "this throttle costs less than 1% of job 4242 (4 GPUs)"
+    assert costs(hot) == "job 4242 loses less than 1% (4 GPUs, estimated)"
 
 
 def test_a_gpu_that_has_become_idle_is_left_alone():

@@ -9,9 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.agent.brief import cost_now
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.incident_page import incident_page, timeline
-from opsd.agent.web.incidents import cost_of, grouped, incident_cards, incident_path, ranges
+from opsd.agent.web.incidents import grouped, incident_cards, incident_path, ranges
 from opsd.runbooks.base import Cost, Culprit, Evidence, Incident, Severity, State
 from tests.fakes.incidents import WALL, incident
 from tests.unit.test_page import HOSTILE, Structure, snapshot
@@ -105,12 +106,14 @@ def test_an_incident_that_is_over_says_when_and_how() -> None:
 
 def test_an_incident_that_is_over_has_cost_what_it_did_in_all() -> None:
     """The share of the last moment, as the trouble faded, is no longer true; what is no share remains."""
-    cost = Cost(0.0, 1800.0, "this throttle costs less than 1% of job 4242 (16 GPUs)", gpus=16)
+    cost = Cost(0.0, 1800.0, "job 4242 loses less than 1% (16 GPUs, measured)", gpus=16)
     known = incident(cost=cost)
-    assert cost_of(known) == cost.text
-    assert cost_of(replace(known, resolved_at=WALL + 60)) == "0.50 GPU-hours"
-    assert cost_of(replace(known, cost=replace(cost, gpus=0), resolved_at=WALL + 60)) == cost.text
-    assert cost_of(incident(cost=Cost(gpu_seconds=84.0))) == "84 GPU-seconds"
+    assert cost_now(known) == f"{cost.text}; 0.50 GPU-hours so far"
+    assert cost_now(replace(known, resolved_at=WALL + 60)) == "0.50 GPU-hours altogether"
+    assert cost_now(replace(known, cost=replace(cost, gpus=0), resolved_at=WALL + 60)) == (
+        f"{cost.text}; 0.50 GPU-hours altogether"
+    )
+    assert cost_now(incident(cost=Cost(gpu_seconds=84.0))) == "84 GPU-seconds so far"
 
 
 def test_it_is_found_by_its_id_only() -> None:

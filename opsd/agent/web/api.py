@@ -97,23 +97,26 @@ def incident_list(
     ]  # fmt: skip
     return {
         "incidents": [
-            {**incident(i, symptoms_of(i.id, known), nested=nested), "brief": _brief(snapshot, i, node)}
+            {
+                **incident(i, (symptoms := symptoms_of(i.id, known)), nested=nested),
+                "brief": _brief(snapshot, i, node, symptoms),
+            }
             for i in found[:limit]
         ]
     }
 
 
-def _brief(snapshot: Snapshot, found: Incident, node: str) -> dict[str, Any]:
-    return asdict(brief(found, snapshot.mode_of(found.kind), node))
+def _brief(snapshot: Snapshot, found: Incident, node: str, symptoms: Sequence[Incident]) -> dict[str, Any]:
+    return asdict(brief(found, snapshot.mode_of(found.kind), node, symptoms))
 
 
 def incident_details(snapshot: Snapshot, found: Incident, node: str) -> dict[str, Any]:
     """One incident with its brief, its symptoms, and the past incidents most like it."""
     known = newest_first(snapshot)
-    told = _brief(snapshot, found, node)
+    symptoms = symptoms_of(found.id, known)
     return {
-        **incident(found, symptoms_of(found.id, known)),
-        "brief": told,
+        **incident(found, symptoms),
+        "brief": _brief(snapshot, found, node, symptoms),
         "similar": [_similar(s) for s in nearest(found, known)],
     }
 

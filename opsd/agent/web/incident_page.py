@@ -16,7 +16,6 @@ from opsd.agent.web.guides import filled_guide, guide_of
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, table
 from opsd.agent.web.incidents import (
     bullets,
-    cost_of,
     done,
     incident_path,
     job_path,
@@ -46,8 +45,8 @@ def incident_page(snapshot: Snapshot, incident: Incident, node: str) -> bytes:
     symptoms = symptoms_of(incident.id, known)
     cause = next((other for other in known if other.id == incident.cause), None)
     title = title_of(incident.kind)
-    header = join((Html(f"<h1>{h(incident.summary)}</h1>"), _facts(incident, symptoms, cause, node, snapshot.wall)))
-    box = _box(brief(incident, snapshot.mode_of(incident.kind), node))
+    header = join((Html(f"<h1>{h(incident.summary)}</h1>"), _facts(incident, cause, node, snapshot.wall)))
+    box = _box(brief(incident, snapshot.mode_of(incident.kind), node, symptoms))
     told = join((box, _timeline(timeline(incident, symptoms)), _symptoms(symptoms), _similar(nearest(incident, known))))
     body = Html(f'<div class="beside"><div>{told}</div>{_guide(incident, node)}</div>')
     footer = join(
@@ -97,7 +96,7 @@ def _number(action: Mapping[str, object], name: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _facts(incident: Incident, symptoms: Sequence[Incident], cause: Incident | None, node: str, wall: float) -> Html:
+def _facts(incident: Incident, cause: Incident | None, node: str, wall: float) -> Html:
     over = incident.resolved_at
     lasted = span((wall if over is None else over) - incident.opened_at)
     pairs: list[tuple[str, object]] = [
@@ -105,7 +104,6 @@ def _facts(incident: Incident, symptoms: Sequence[Incident], cause: Incident | N
         ("state", state_pills([incident])),
         ("node", link("/", node)),
         ("culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
-        ("cost", cost_of(incident, symptoms)),
         ("lasted" if over is not None else "for", lasted),
         ("job", link(job_path(incident.job, ""), incident.job) if incident.job else ""),
         ("run", link(job_path("", incident.run), incident.run) if incident.run else ""),

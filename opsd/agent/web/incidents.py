@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 from urllib.parse import quote
 
+from opsd.agent.brief import cost_now
 from opsd.agent.by_hand import holder, who_has_it
 from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
 from opsd.agent.web.guides import guide_of
@@ -73,16 +74,6 @@ def title_of(kind: str) -> str:
     """The title of the runbook of ``kind``."""
     guide = guide_of(kind)
     return guide.title if guide else kind.replace("_", " ")
-
-
-def cost_of(incident: Incident, symptoms: Sequence[Incident] = ()) -> str:
-    """What an incident costs in words, "" if nothing is known.
-
-    A share of the throughput is only of the last moment: of one that is over it is the sum.
-    """
-    seconds = joint_gpu_seconds([incident, *symptoms])
-    told = "" if incident.resolved_at is not None and incident.cost.gpus else incident.cost.text
-    return told or (gpu_time(seconds) if seconds else "")
 
 
 def done(action: Mapping[str, object]) -> str:
@@ -189,7 +180,7 @@ def _details(incident: Incident, symptoms: Sequence[Incident], wall: float) -> H
         (
             ("Who has it", who_has_it(incident)),
             ("Culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
-            ("Cost", cost_of(incident, symptoms)),
+            ("Cost", cost_now(incident, symptoms)),
             *_where([incident]),
             ("Evidence", bullets(_some(evidence))),
             ("Done", bullets(_some([done(action) for action in incident.actions]))),
