@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from opsd.rank_page import process_runs
 from opsd.users import in_user_namespace, machine_uid
@@ -39,13 +39,16 @@ class RunError(Exception):
     """The folders of a run cannot be had; the message says why and what to do."""
 
 
+State = Literal["waiting", "running", "restarting", "stopping", "spare", "finished", "failed"]
+
+
 class RunState(TypedDict):
     """The content of ``run.json``."""
 
     run: str
     job: str
     node: str
-    state: str
+    state: State
     generation: int
     launcher_pid: int
     launcher_start: int

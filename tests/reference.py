@@ -15,11 +15,16 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from opsd import config, exitcodes
+from opsd.agent.metrics import COST, OPENED
 from opsd.agent.web.app import API
+from opsd.agent.web.exemplars import LABEL
+from opsd.collectors.base import Metric
+from opsd.collectors.lib.kernel.xid import TOTAL
 from opsd.commands import main
 from opsd.commands.metrics import catalogue, label_values
 from opsd.commands.options import SectionedCommand, sections_of
 from opsd.commands.runbook import all_guides, to_markdown
+from opsd.events import OF_LAUNCHERS, OF_RANKS, OF_RUNS, name_of
 from opsd.launch.claims.messages import MESSAGES
 from opsd.launch.io import protocol
 from opsd.launch.io.handshake import OLDEST, VERSION
@@ -40,6 +45,7 @@ def rendered(folder: Path = FOLDER) -> dict[Path, str]:
         "messages.md": _messages(),
         "alerts.md": _alerts(),
         "api.md": _api(),
+        "events.md": _events(),
         "runbooks/README.md": _runbooks(),
         **{f"runbooks/{name}.md": to_markdown(guide) for name, guide in all_guides().items()},
     }
@@ -68,10 +74,18 @@ def _metrics() -> str:
     labels = _table(("label", "values"), [(f"`{name}`", values) for name, values in label_values().items()])
     return (
         "# Metrics\n\nWhat the agent exports at `/metrics`; `opsd metrics --list` prints the same.\n\n"
+        f"In OpenMetrics, {_names(OPENED, COST, TOTAL)} have exemplars. The label `{LABEL}` is the id of the newest "
+        "incident that the series counts. Prometheus keeps them with `--enable-feature=exemplar-storage`; the page of "
+        "the incident is `/incident/ID` at the agent.\n\n"
         + _table(("name", "type", "unit", "labels", "meaning", "source"), rows)
         + "\n## What labels hold\n\n"
         + labels
     )
+
+
+def _names(*metrics: Metric) -> str:
+    *names, last = (f"`{metric.name}`" for metric in metrics)
+    return f"{', '.join(names)} and {last}"
 
 
 def _settings() -> str:
@@ -97,8 +111,7 @@ def _trainer_settings() -> str:
     for section, field in TrainerConfig.model_fields.items():
         model = field.annotation
         assert isinstance(model, type) and issubclass(model, BaseModel)
-        (body,) = (node.body for node in ast.parse(inspect.getsource(model)).body if isinstance(node, ast.ClassDef))
-        said = _attribute_docs(body)
+        said = field_docs(model)
         rows = [
             (
                 f"`{key}`",
@@ -120,6 +133,12 @@ def _choices(field: FieldInfo) -> str:
 def attribute_docs(module: ModuleType) -> dict[str, str]:
     """What the strings below the annotated assignments of a module say, by name; "" where there is none."""
     return _attribute_docs(ast.parse(inspect.getsource(module)).body)
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """What the strings below the fields of a class say, by name; "" where there is none."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(kind)).body if isinstance(node, ast.ClassDef))
+    return _attribute_docs(body)
 
 
 def _attribute_docs(body: Sequence[ast.stmt]) -> dict[str, str]:
@@ -188,6 +207,41 @@ def _api() -> str:
         '(NaN, infinity) are null. A refusal is `{"error": …}`. Later releases may add fields.\n\n'
         + _table(("path", "parameters", "answer"), rows)
     )
+
+
+def _events() -> str:
+    parts = [
+        "# Events of a run\n\n`events.jsonl` has one JSON object a line. Each has `t` (epoch seconds), `event`, "
+        "`generation`, `run` and `node`. [The JSON Schema](schemas/events.schema.json) is made from the same classes. "
+        "Programs add events of other names with `Reporter.event`. Later releases may add events and fields.\n"
+    ]
+    groups = (
+        (
+            "Of launchers",
+            "Each launcher writes them for its node, in shared memory. The leader writes them for the run.",
+            OF_LAUNCHERS,
+        ),
+        ("Of runs on several nodes", "The leader writes them into the run folder, with its clock.", OF_RUNS),
+        ("Of ranks", "The included trainer and adapters write them. Each has `rank` too.", OF_RANKS),
+    )
+    for title, about, events in groups:
+        rows = [(f"`{name_of(event)}`", "; ".join(_event_fields(event)), _one_line(event)) for event in events]
+        parts.append(f"\n## {title}\n\n{about}\n\n" + _table(("event", "fields", "meaning"), rows))
+    parts.append(
+        "\n`ranks` of `generation_started` are {rank, pid}. `error` is {type, message, where}. `flight_recorder` is "
+        "{culprits, cause, confidence}. `ranks` of `hang_detected` are {rank, phase, stuck_s, process, step}.\n"
+    )
+    return "".join(parts)
+
+
+def _event_fields(event: type) -> Iterator[str]:
+    docs = field_docs(event)
+    for name in event.__annotations__:
+        yield f"`{name}`" + (f" ({text})" if (text := docs.get(name)) else "")
+
+
+def _one_line(kind: type) -> str:
+    return " ".join(inspect.cleandoc(kind.__doc__ or "").split()).replace("``", "`")
 
 
 def _alerts() -> str:

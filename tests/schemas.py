@@ -1,4 +1,4 @@
-"""JSON Schemas, made from the types of the code: the description of the agent's API."""
+"""JSON Schemas, made from the types of the code: the description of the agent's API, and files of runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
 from opsd.agent.web.app import API, JSON, OPENAPI, Route
 from opsd.agent.web.shapes import PROBLEM, Record
+from opsd.checkpoints.manifest import FORMAT, Manifest
+from opsd.checkpoints.sealed import CHECKSUM
+from opsd.events import OF_LAUNCHERS, OF_RANKS, OF_RUNS, name_of
+from opsd.ledger.ledger import BUCKETS, LedgerDocument
+from opsd.rundir import RunState
+from tests.reference import field_docs
 
 _PLAIN: Mapping[Any, dict[str, Any]] = {
     str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}, float: {"type": "number"},
@@ -29,6 +36,10 @@ _REFUSALS = {
     "429": "too many requests at once",
     "500": "a bug",
 }
+
+
+FOLDER = Path(__file__).parents[1] / "docs/schemas"
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 class Schemas:
@@ -65,7 +76,9 @@ class Schemas:
             return {"type": "array", "items": self.of(arguments[0])}
         if isinstance(shape, type) and issubclass(shape, Enum):
             return {"enum": [one.value for one in shape]}
-        return self._named(shape.__name__, said(shape), {name: (kind, True) for name, kind in _hints(shape).items()})
+        optional = getattr(shape, "__optional_keys__", ())
+        found = {name: (kind, name not in optional) for name, kind in _hints(shape).items()}
+        return self._named(shape.__name__, said(shape), found, field_docs(shape))
 
     def _fields_of(self, record: Record) -> dict[str, tuple[Any, bool]]:
         """The type of each field, and whether it is always there."""
@@ -74,11 +87,20 @@ class Schemas:
         more = {name.removesuffix("?"): (shape, not name.endswith("?")) for name, shape in record.more.items()}
         return {**{name: (hints[name], True) for name in wanted}, **more}
 
-    def _named(self, name: str, about: str, found: Mapping[str, tuple[Any, bool]]) -> dict[str, Any]:
+    def _named(
+        self,
+        name: str,
+        about: str,
+        found: Mapping[str, tuple[Any, bool]],
+        docs: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict[str, Any]:
         schema: dict[str, Any] = {"type": "object", "description": about}
         if name not in self.known:
             self.known[name] = schema
-            schema["properties"] = {key: self.of(shape) for key, (shape, _) in found.items()}
+            schema["properties"] = {
+                key: {**self.of(shape), **({"description": docs[key]} if docs.get(key) else {})}
+                for key, (shape, _) in found.items()
+            }
             schema["required"] = [key for key, (_, always) in found.items() if always]
         return {"$ref": self._where + name}
 
@@ -159,6 +181,54 @@ def written(schema: Mapping[str, Any]) -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
+def documents() -> dict[str, dict[str, Any]]:
+    """The schema of each kind of file, by its name."""
+    manifest = _document("manifest.json of a checkpoint, format 2.", Manifest)
+    manifest["$defs"]["Manifest"]["properties"] |= {"format": {"const": FORMAT}, CHECKSUM: {"type": "string"}}
+    manifest["$defs"]["Manifest"]["required"].append(CHECKSUM)
+    ledger = _document("The output of `opsd ledger --json`.", LedgerDocument)
+    ledger["$defs"]["LedgerDocument"]["properties"]["buckets"]["required"] = [*BUCKETS]
+    return {
+        "events": _events(),
+        "run": _document("run.json in the folder of a run in shared memory.", RunState),
+        "manifest": manifest,
+        "ledger": ledger,
+    }
+
+
+def _document(title: str, shape: Any) -> dict[str, Any]:
+    schemas = Schemas()
+    return {"$schema": DIALECT, "title": title, **schemas.of(shape), "$defs": schemas.known}
+
+
+def _events() -> dict[str, Any]:
+    """Of a line: the fields that all events have, and those of each event of opsd."""
+    schemas = Schemas()
+    by_name = [
+        {
+            "if": {"properties": {"event": {"const": name_of(event)}}},
+            "then": {**schemas.of(event), **({"required": ["rank"]} if event in OF_RANKS else {})},
+        }
+        for event in (*OF_LAUNCHERS, *OF_RUNS, *OF_RANKS)
+    ]
+    common = {"t": float, "event": str, "generation": int, "run": str, "node": str}
+    return {
+        "$schema": DIALECT,
+        "title": "A line of events.jsonl.",
+        "type": "object",
+        "properties": {
+            **{name: schemas.of(kind) for name, kind in common.items()},
+            "rank": {"type": ["integer", "null"]},
+        },
+        "required": [*common],
+        "allOf": by_name,
+        "$defs": schemas.known,
+    }
+
+
 def rendered() -> dict[Path, str]:
     """File and content of every schema."""
-    return {OPENAPI: openapi()}
+    return {
+        OPENAPI: openapi(),
+        **{FOLDER / f"{name}.schema.json": written(schema) for name, schema in documents().items()},
+    }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from opsd.client import Reporter
+from opsd.events import ReplicasDiffer, TpShardsEqual
 from opsd.trainer.checksums import checksum
 from opsd.trainer.model import Decoder
 from opsd.trainer.regions import region_of
@@ -68,13 +69,15 @@ class Audit:
         differing = list(different_copies(gathered))
         if tell:
             for holders, tensors in equal_shards(gathered, self._drawn).items():
-                self._reporter.event("tp_shards_equal", tensors=tensors, ranks=[ranks[place] for place in holders])
+                equal = TpShardsEqual(tensors=tensors, ranks=[ranks[place] for place in holders])
+                self._reporter.event("tp_shards_equal", **equal)
             for tensor, places in differing:
                 checksums = [gathered[place][tensor].checksum for place in places]
-                self._reporter.event(
-                    "replicas_differ", step=step, tensor=tensor, ranks=[ranks[place] for place in places],
+                fields = ReplicasDiffer(
+                    step=step, tensor=tensor, ranks=[ranks[place] for place in places],
                     checksums=checksums, agreed=self._agreed,
                 )  # fmt: skip
+                self._reporter.event("replicas_differ", **fields)
         return bool(differing)
 
 

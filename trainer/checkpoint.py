@@ -29,6 +29,7 @@ import torch
 from opsd.checkpoints import remote
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.client import PERSIST, Reporter
+from opsd.events import CheckpointCopyFailed, CheckpointFailed, CheckpointUnproved
 from opsd.trainer import memory
 from opsd.trainer.locks import hold_lock, saving
 from opsd.trainer.model import Decoder
@@ -304,11 +305,11 @@ class Saver:
 
     def _reply(self, state: str, why: str = "", copy: str = "") -> None:
         if copy:
-            self._reporter.event("checkpoint_copy_failed", step=self._step, why=copy)
+            self._reporter.event("checkpoint_copy_failed", **CheckpointCopyFailed(step=self._step, why=copy))
         if state == "failed":
             self._fail(why)
         elif state == "unproved":
-            self._reporter.event("checkpoint_unproved", step=self._step, why=why)
+            self._reporter.event("checkpoint_unproved", **CheckpointUnproved(step=self._step, why=why))
         elif state == "committed" and self._step is not None:
             self.committed = self._step
             self._newly_committed.append(self._step)
@@ -316,7 +317,7 @@ class Saver:
         self._step = None
 
     def _fail(self, why: str) -> None:
-        self._reporter.event("checkpoint_failed", step=self._step, why=why)
+        self._reporter.event("checkpoint_failed", **CheckpointFailed(step=self._step, why=why))
         self.failed, self._step = True, None
 
 

@@ -18,6 +18,7 @@ from opsd.checkpoints.manifest import folder_of, steps
 from opsd.checkpoints.remote import without_user
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import Reporter
+from opsd.events import Evaluation
 from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import CHECKPOINTS, Config
 from opsd.trainer.jsonl import new_lines, read_positions, write_positions
@@ -141,7 +142,7 @@ class Evaluations:
 
     def _failed(self, step: int, how: str) -> None:
         why = f"{self._queue[0].replace(PLACE, 'the evaluation')}{how}; the next start of the run tries it again"
-        self._reporter.event("evaluation", step=step, results={}, why=why)
+        self._reporter.event("evaluation", **Evaluation(step=step, results={}, why=why))
 
     def _is_left(self, step: int) -> bool:
         with suppress(OSError):

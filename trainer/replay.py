@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from opsd.client import Reporter
+from opsd.events import ReplayDiffers
 from opsd.trainer.accumulate import Accumulate
 from opsd.trainer.batches import Batches
 from opsd.trainer.checksums import bit_sum, text_of
@@ -142,13 +143,14 @@ class Replay:
             neighbour = self._peer(-1)
             theirs = gathered[neighbour][2:]
             place = _first_difference(*own)
-            self._reporter.event(
-                "replay_differs", step=step, ranks=ranks, where=own[0].names[place],
+            fields = ReplayDiffers(
+                step=step, ranks=ranks, where=own[0].names[place],
                 verdict=judge((sums[0], sums[1]), (theirs[0], theirs[1]) if theirs else None),
                 checksums=[text_of(total) for total in sums[:2]],
                 neighbour=neighbour if theirs else None, neighbour_checksums=[text_of(total) for total in theirs],
                 agreed=self._agreed,
             )  # fmt: skip
+            self._reporter.event("replay_differs", **fields)
 
     def _pass(self, batch: Batch) -> Trace:
         """Compute ``batch`` forward and backward; the gradients are dropped."""

@@ -29,6 +29,7 @@ from opsd.checkpoints.manifest import (
 from opsd.checkpoints.manifest import newest as newest_step
 from opsd.checkpoints.remote import URL, without_user
 from opsd.client import Reporter
+from opsd.events import CheckpointLoaded, CheckpointRejected
 from opsd.trainer import memory
 from opsd.trainer.checkpoint import State
 from opsd.trainer.config import ConfigError
@@ -136,7 +137,8 @@ def _refuse_data_loss(root: Path, kept: _Damaged | None, unread: str, *, fresh: 
 def _loaded(manifest: Manifest, durable: int, world: World, reporter: Reporter, began: float) -> Manifest:
     if world.rank == 0:
         load_s = time.monotonic() - began
-        reporter.event("checkpoint_loaded", step=manifest.step, tier=manifest.tier, load_s=round(load_s, 4))
+        fields = CheckpointLoaded(step=manifest.step, tier=manifest.tier, load_s=round(load_s, 4))
+        reporter.event("checkpoint_loaded", **fields)
     if durable >= 0:
         reporter.checkpoint_committed(durable)
     return manifest
@@ -176,7 +178,7 @@ def _from_memory(
     if world.least(not why) == 1:
         return replace(manifest, tier=memory.PARTNER) if planned else manifest
     if why:
-        reporter.event("checkpoint_rejected", step=save.step, file=_own(world.rank), why=why)
+        reporter.event("checkpoint_rejected", **CheckpointRejected(step=save.step, file=_own(world.rank), why=why))
     return _Damaged(save.step, folder)
 
 
@@ -225,7 +227,8 @@ def _choose(root: Path, world: World, reporter: Reporter) -> Manifest | None:
         if finder == world.size:
             return manifest
         if world.rank == finder and error is not None:
-            reporter.event("checkpoint_rejected", step=step, file=error.file, why=str(error))
+            fields = CheckpointRejected(step=step, file=error.file, why=str(error))
+            reporter.event("checkpoint_rejected", **fields)
             if not isinstance(error, Unreadable):
                 _set_aside(folder)
         world.least(0)  # no rank looks again before it is set aside
@@ -252,4 +255,4 @@ def _report_incomplete(root: Path, newest: int, reporter: Reporter) -> None:
     for step, folder in folders(root):
         if step > newest and not is_there(folder) and not is_there(folder, REJECTED):
             why = f"{folder} has no {MANIFEST}: the checkpoint was never completed"
-            reporter.event("checkpoint_rejected", step=step, file=MANIFEST, why=why)
+            reporter.event("checkpoint_rejected", **CheckpointRejected(step=step, file=MANIFEST, why=why))

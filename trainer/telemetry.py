@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from opsd.client import Reporter
+from opsd.events import DataMixture
 from opsd.trainer.background import Background
 from opsd.trainer.config import Config
 from opsd.trainer.counts import flops_per_token
@@ -71,7 +72,7 @@ class Telemetry:
             for name, samples in self._mixture.drawn(sample).items():
                 tokens[cuts[name].source] += samples * cuts[name].length
                 epochs[cuts[name].source] += samples / self._mixture.sizes[name]
-            self._reporter.event("data_mixture", step=step, tokens=tokens, epochs=epochs)
+            self._reporter.event("data_mixture", **DataMixture(step=step, tokens=tokens, epochs=epochs))
 
     def poll(self, committed: Iterable[int]) -> None:
         """Start evaluations of the checkpoints of the steps ``committed``, and report finished ones; never waits."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.client import Reporter, append_event
+from opsd.events import TrackingFailed
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.evaluations import RESULTS
 from opsd.trainer.jsonl import Line, new_lines, read_positions, write_positions
@@ -147,7 +148,7 @@ class Sinks:
         why = without_secrets(f"{type(error).__name__}: {error}", os.environ)
         print(f"opsd: {name} failed and gets no more numbers: {why}", file=sys.stderr, flush=True)
         if self._page:
-            append_event(Path(self._page), "tracking_failed", tracker=name, why=why)
+            append_event(Path(self._page), "tracking_failed", **TrackingFailed(tracker=name, why=why))
 
 
 def numbers(line: Line) -> dict[str, float]:

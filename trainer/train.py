@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from opsd.client import Reporter
+from opsd.events import UpdateSkipped
 from opsd.trainer.accumulate import accumulator, micro_batches
 from opsd.trainer.checkpoint import training_state
 from opsd.trainer.config import Config, ConfigError
@@ -205,4 +206,4 @@ class Training:
             self._skipped = 0
             return
         self._skipped += 1
-        self._reporter.event("update_skipped", step=self.step, why=f"the gradient norm is {norm}")
+        self._reporter.event("update_skipped", **UpdateSkipped(step=self.step, why=f"the gradient norm is {norm}"))

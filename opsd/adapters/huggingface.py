@@ -28,6 +28,7 @@ from opsd.adapters.phases import Phases, any_rank
 from opsd.adapters.tokens import Share
 from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
+from opsd.events import Evaluation
 
 
 class RankPageCallback(TrainerCallback):
@@ -112,7 +113,7 @@ class RankPageCallback(TrainerCallback):
     ) -> None:
         """An evaluation is done."""
         if state.is_world_process_zero:
-            self._reporter.event("evaluation", step=state.global_step, results=metrics or {})
+            self._reporter.event("evaluation", **Evaluation(step=state.global_step, results=metrics or {}))
         self._phases.enter("checkpoint" if control.should_save else "data")
 
     def on_train_end(

@@ -29,6 +29,7 @@ from opsd.adapters.phases import Phases, any_rank
 from opsd.adapters.tokens import Share
 from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
+from opsd.events import Evaluation
 
 STOPPED = "last.ckpt"
 NO_FOLDER = (
@@ -132,7 +133,7 @@ class RankPageCallback(Callback):
         """A validation is done."""
         if trainer.is_global_zero and not trainer.sanity_checking:
             results = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            self._reporter.event("evaluation", step=trainer.global_step, results=results)
+            self._reporter.event("evaluation", **Evaluation(step=trainer.global_step, results=results))
         self._phases.enter("data")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -26,6 +26,7 @@ from opsd.adapters.fencing import Gate
 from opsd.adapters.phases import Phases, any_rank
 from opsd.adapters.tokens import Share
 from opsd.client import Reporter
+from opsd.events import Evaluation
 
 VALIDATION = "validation_metrics/"
 
@@ -137,7 +138,7 @@ class _Listener(BaseLogger):
             self.loss, self.grad_norm = metrics["loss_metrics/global_avg_loss"], metrics["grad_norm"]
         elif dist.get_rank() == 0:
             results = {name.removeprefix(VALIDATION): metrics[name] for name in metrics if name.startswith(VALIDATION)}
-            self._reporter.event("evaluation", step=step, results=results)
+            self._reporter.event("evaluation", **Evaluation(step=step, results=results))
         self._inner.log(metrics, step)
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ from opsd.checkpoints.manifest import (
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import append_event
 from opsd.durable import sync_folder
+from opsd.events import CheckpointUploaded, CheckpointUploadFailed
 from opsd.progress import shown
 
 AWAITING = AWAITED[0]
@@ -219,14 +220,15 @@ def main(arguments: list[str]) -> int:
             print(step, flush=True)
             if page:
                 seconds, place = time.monotonic() - began, without_user(url)
-                append_event(Path(page), f"checkpoint_{verb}ed", step=step, url=place, seconds=seconds)
+                fields = CheckpointUploaded(step=step, url=place, seconds=seconds)
+                append_event(Path(page), f"checkpoint_{verb}ed", **fields)
             began = time.monotonic()
     except Exception as error:  # clients of object storages raise what they like
         what = f"{url}: {type(error).__name__}: {str(error) or 'no reason given'}"
         why = without_user(what.splitlines()[0])
         print(why, file=sys.stderr)
         if page:
-            append_event(Path(page), f"checkpoint_{verb}_failed", why=why)
+            append_event(Path(page), f"checkpoint_{verb}_failed", **CheckpointUploadFailed(why=why))
         return 1
     return 0
 

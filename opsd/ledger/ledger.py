@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 from opsd.ledger.records import LedgerError, Opener, open_run_file, read_records
 
@@ -49,6 +49,18 @@ BUCKETS = (
 DATA_STALL_FACTOR = 3.0
 _FAILURES = ("rank_exited", "hang_detected", "node_lost", "ranks_gone", "restart_requested")
 _NS = 1_000_000_000
+
+
+class LedgerDocument(TypedDict):
+    """What ``opsd ledger --json`` prints. ``buckets`` has the seconds in every bucket, which sum to ``wall_s``."""
+
+    wall_s: float
+    ettr: float
+    buckets: dict[str, float]
+    steps: int
+    generations: int
+    finished: bool
+    notes: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +88,17 @@ class Ledger:
         """Share of the wall clock spent on steps done for the first time; 0 for an empty run."""
         return self.nanoseconds["productive"] / _NS / self.wall_s if self.wall_s else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> LedgerDocument:
         """The ledger for JSON."""
-        return {
-            "wall_s": self.wall_s,
-            "ettr": self.ettr,
-            "buckets": self.buckets,
-            "steps": self.steps,
-            "generations": self.generations,
-            "finished": self.finished,
-            "notes": list(self.notes),
-        }
+        return LedgerDocument(
+            wall_s=self.wall_s,
+            ettr=self.ettr,
+            buckets=self.buckets,
+            steps=self.steps,
+            generations=self.generations,
+            finished=self.finished,
+            notes=list(self.notes),
+        )
 
 
 @dataclass(slots=True)

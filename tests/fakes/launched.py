@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.fakes.clock import eventually
+from tests.fakes.events import unknown_fields
 
 TRAIN = """
 import os, signal, sys, time
@@ -111,7 +112,9 @@ class Launched:
             lines = (self.folder / "events.jsonl").read_text().splitlines()
         except FileNotFoundError:
             return []
-        return [event for line in lines if kind in (None, (event := json.loads(line))["event"])]
+        events = [json.loads(line) for line in lines]
+        assert [(event["event"], odd) for event in events if (odd := unknown_fields(event))] == []
+        return [event for event in events if kind in (None, event["event"])]
 
     def event(self, kind: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """The first event of a kind, waited for."""

@@ -18,6 +18,7 @@ import psutil
 
 from opsd.ports import free_port
 from tests.fakes.clock import until
+from tests.fakes.events import unknown_fields
 
 
 class Nodes:
@@ -112,7 +113,9 @@ class Nodes:
             lines = (self.run / "events.jsonl").read_text().splitlines()
         except FileNotFoundError:
             return []
-        return [event for line in lines if kind in (None, (event := json.loads(line))["event"])]
+        events = [json.loads(line) for line in lines]
+        assert [(event["event"], odd) for event in events if (odd := unknown_fields(event))] == []
+        return [event for event in events if kind in (None, event["event"])]
 
     def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         """Wait for something that the launchers or ranks bring about."""

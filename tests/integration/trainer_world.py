@@ -17,6 +17,7 @@ from opsd.ports import free_port
 from opsd.rank_page import PageError, RankPage, read_page
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 from tests.fakes.clock import until
+from tests.fakes.events import unknown_fields
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["opsd.trainer.__main__"])
@@ -216,7 +217,9 @@ class Run:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of that kind, of all ranks."""
-        return [event for event in self._events() if event["event"] == kind]
+        events = [*self._events()]
+        assert [(event["event"], odd) for event in events if (odd := unknown_fields(event))] == []
+        return [event for event in events if event["event"] == kind]
 
     def _events(self) -> Iterator[dict[str, Any]]:
         for page in sorted(self.folder.rglob("rank-*.page")):

@@ -16,7 +16,7 @@ from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.lib.rank_series import PhaseTotals, tokens_per_second
 from opsd.collectors.lib.run_files import RUN_STATES
 from opsd.collectors.ranks import LEFT_OUT, RanksCollector
-from opsd.launch.run.supervisor import State
+from opsd.rundir import State
 from tests.fakes.ranks import FakeRank
 from tests.fakes.run_folder import Clock, ranks, read, reporter, runs, values, write_run
 

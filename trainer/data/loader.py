@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from opsd.client import Reporter
+from opsd.events import DataWorkerRestarted
 from opsd.trainer.config import Config
 from opsd.trainer.data.shards import DataError
 from opsd.trainer.data.sources import Source, sizes
@@ -147,7 +148,8 @@ class Loader:
             raise DataError(f"the data worker died {MAX_DEATHS} times in a row at sample {self._next}, last by {why}")
         self._worker = self._start()
         self._send_begin()
-        self._reporter.event("data_worker_restarted", pid=pid, why=why, sample=self._next, new_pid=self._worker.pid)
+        fields = DataWorkerRestarted(pid=pid, why=why, sample=self._next, new_pid=self._worker.pid)
+        self._reporter.event("data_worker_restarted", **fields)
 
 
 def _place(source: Source, cut: Cut) -> tuple[str, str, int, bool]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from opsd.attribution import STOPPED
+from opsd.events import HangDetected
 from opsd.launch.hangs.activity import Activity, ActivityTracker
 from opsd.launch.hangs.capture import StackCapture, Target
 from opsd.launch.hangs.culprit import Hang, RankStatus
@@ -189,7 +190,7 @@ def _unwritten(path: Path, written: int | OSError) -> None:
         print_message(f"the stacks of a hang are not written to {path}: {written.strerror}")
 
 
-def hang_fields(hang: Hang) -> dict[str, object]:
+def hang_fields(hang: Hang) -> HangDetected:
     """The fields of a ``hang_detected`` event."""
     return {
         "rank": hang.rank,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from opsd.client import PERSIST, events_path
+from opsd.events import CheckpointCommitted, RankExited, Resumed
 from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop, Timer
 from opsd.launch.io.reporting import EventLog, EventTail
@@ -129,8 +130,7 @@ class Rank:
         """Write the ``rank_exited`` event of its ``failure``."""
         page, error = self.page(), failure.error
         last = page.last_step if page is not None else None
-        events.emit(
-            "rank_exited",
+        fields = RankExited(
             rank=self.rank,
             pid=self.child.pid,
             exit=failure.exit,
@@ -142,6 +142,7 @@ class Rank:
             last_step_t=None if last is None else round(_wall(last.end), 4),
             noticed_s=round(self.noticed_s, 4),
         )
+        events.emit("rank_exited", **fields)
 
 
 @dataclass(slots=True)
@@ -275,7 +276,7 @@ class RunProgress:
             step = page.committed_step
             if step is not None and (self.committed is None or step > self.committed):
                 self.committed = step
-                self.events.emit("checkpoint_committed", step=step)
+                self.events.emit("checkpoint_committed", **CheckpointCommitted(step=step))
         return pages
 
     def _note_resumed(self, pages: Sequence[RankPage]) -> None:
@@ -286,9 +287,13 @@ class RunProgress:
         first, previous, noticed = page.steps[0], self.recovery.previous_step, self.recovery.noticed
         self.recovery = None
         lost = 0 if previous is None else max(0, previous - first.step + 1)
-        steps = (None, None, None) if page.relative else (first.step, previous, lost)
-        told = dict(zip(("step", "previous_step", "lost_steps"), steps, strict=True))
-        self.events.emit("resumed", **told, recovered_s=round(first.end - noticed, 4))
+        fields = Resumed(
+            step=None if page.relative else first.step,
+            previous_step=None if page.relative else previous,
+            lost_steps=None if page.relative else lost,
+            recovered_s=round(first.end - noticed, 4),
+        )
+        self.events.emit("resumed", **fields)
 
     def _relay(self, ranks: Sequence[Rank]) -> None:
         for rank in ranks:

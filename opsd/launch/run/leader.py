@@ -15,6 +15,7 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.collectors.lib.nccl.stuck import Verdict
+from opsd.events import Finished, HangDetected, LauncherJoined, NodeLost, RanksGone, Requeued, SpareWanted
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.led import LedGroup
 from opsd.launch.claims.messages import Begun
@@ -128,7 +129,7 @@ class Leader:
         if self._planner.waiting:
             self.propose_next()
         elif self._planner.plan is not None:
-            self._log.emit("launcher_joined", joined=member.name)
+            self._log.emit("launcher_joined", **LauncherJoined(joined=member.name))
         self._growth.look()
 
     def lost(self, name: str, silent_s: float) -> None:
@@ -149,7 +150,7 @@ class Leader:
     def _note_lost(self, name: str, silent_s: float, *, told: bool) -> None:
         self._health.gone.add(name)
         needed = name in self._planner.placed or not self._planner.slots
-        self._log.emit("node_lost", lost=name, silent_s=round(silent_s, 3), ranks=needed)
+        self._log.emit("node_lost", **NodeLost(lost=name, silent_s=round(silent_s, 3), ranks=needed))
         if told:
             self._say(_loss(name, silent_s))
 
@@ -230,7 +231,7 @@ class Leader:
             case messages.Ended(_, told):
                 self._stops.ended(sender, told)
             case messages.Waiting(_, gone_s):
-                self._log.emit("ranks_gone", gone_s, gone=sender, gone_s=round(gone_s, 3))
+                self._log.emit("ranks_gone", gone_s, **RanksGone(gone=sender, gone_s=round(gone_s, 3)))
                 self._stops.ranks_gone(sender)
             case messages.Late(_, reason, told):
                 self._stops.too_slow(told, reason)
@@ -241,7 +242,7 @@ class Leader:
             case messages.Leaving(_, reason):
                 self._stops.release(sender, reason)
             case messages.SpareWanted(_, node, reason):
-                self._log.emit("spare_wanted", swap=node, reason=reason)
+                self._log.emit("spare_wanted", **SpareWanted(swap=node, reason=reason))
 
     def _note_readiness(self, node: str, why: str, lemon: bool) -> None:
         self._health.note_lemon(node, lemon)
@@ -318,8 +319,9 @@ class Leader:
         rank = hang.rank if hang.rank is not None else 0
         node = max((first, name) for name, first in self._first_rank.items() if first <= rank)[1]
         fields = hang_fields(replace(hang, stacks=stacks.get(node)))
-        self._log.emit("hang_detected", **fields, culprit_node=None if hang.rank is None else node)
-        self._group.tell_all(CODEC.encode(messages.HangFound(fields, hang.score)))
+        whole: HangDetected = {**fields, "culprit_node": None if hang.rank is None else node}
+        self._log.emit("hang_detected", **whole)
+        self._group.tell_all(CODEC.encode(messages.HangFound({**fields}, hang.score)))
         cause = Failure(rank, f"a hang in {hang.phase}", "hang", time.time(), hang.step, hang.phase, detail=hang.reason)
         self._noticed = self._clock()
         self._recover(FailureReport(node, cause, "", ""), named=hang.rank is not None)
@@ -342,7 +344,7 @@ class Leader:
 
     def stopped(self, stop: Stop) -> None:
         """The ranks have ended in order, as requested: the job is requeued."""
-        self._log.emit("requeued", signal=str(stop), step=self.furthest)
+        self._log.emit("requeued", **Requeued(signal=str(stop), step=self.furthest))
         self.end(exitcodes.REQUEUE, f"stopped in good order after {stop}")
 
     def replaced(self) -> None:
@@ -363,7 +365,7 @@ class Leader:
             return
         self._finished = True
         self.step_down()
-        self._log.emit("finished", exit_code=code, reason=reason)
+        self._log.emit("finished", **Finished(exit_code=code, reason=reason))
         lost, unfit = tuple(sorted(self._health.gone)), tuple(sorted(self._health.retired))
         memory = {"policy": self._policy.memory()} if code == exitcodes.REQUEUE else {}
         self._over(code, reason, lost, unfit)

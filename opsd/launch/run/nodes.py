@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from opsd.events import NodeCleared, NodeRetired, SpareRefused, SpareWanted, SwapRefused
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.led import LedGroup
 from opsd.launch.io.loop import Timer, Timers
@@ -177,7 +178,7 @@ class NodeHealth:
             return False
         for known in (self._retired, self._proven, self._faults):
             known.pop(node, None)
-        self._log.emit("node_cleared", cleared=node)
+        self._log.emit("node_cleared", **NodeCleared(cleared=node))
         return True
 
     def note_readiness(self, node: str, why: str) -> bool:
@@ -186,7 +187,7 @@ class NodeHealth:
         if why:
             self._unready[node] = why
         if why and why != known:
-            self._log.emit("spare_refused", refused=node, reason=why)
+            self._log.emit("spare_refused", **SpareRefused(refused=node, reason=why))
         return why != known
 
     def note_lemon(self, node: str, lemon: bool) -> None:
@@ -217,7 +218,7 @@ class NodeHealth:
         """Mark ``node`` unfit whether or not another can replace it; without a spare one is to be fetched."""
         if not self.retire(node, reason):
             self._retired[node] = self._wall()
-            self._log.emit("spare_wanted", swap=node, reason=reason)
+            self._log.emit("spare_wanted", **SpareWanted(swap=node, reason=reason))
         self._proven[node] = reason
 
     def retire(self, node: str, reason: str) -> bool:
@@ -225,7 +226,7 @@ class NodeHealth:
         if not self._spares():
             return False
         self._retired[node] = self._wall()
-        self._log.emit("node_retired", retired=node, reason=reason)
+        self._log.emit("node_retired", **NodeRetired(retired=node, reason=reason))
         return True
 
     def keep(self, slots: Collection[str]) -> None:
@@ -242,7 +243,7 @@ class NodeHealth:
 
     def refuse_swap(self, node: str) -> None:
         """Note that ``node`` stays."""
-        self._log.emit("swap_refused", swap=node, reason="there is no spare for it")
+        self._log.emit("swap_refused", **SwapRefused(swap=node, reason="there is no spare for it"))
 
 
 class PlannerCallbacks(Protocol):

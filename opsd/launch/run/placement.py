@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from opsd.events import GenerationStarted, SegmentSplit, SpareJoined
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.io.protocol import Member
 from opsd.launch.ranks.settings import gpu_count
@@ -21,13 +22,13 @@ def begun_events(
     for place, name in enumerate(plan.slots):
         if name in joined:
             cost = _swap_cost(shape.topology, before, plan.slots, place)
-            yield "spare_joined", {"joined": name, "place": place, **cost}
+            yield "spare_joined", {**SpareJoined(joined=name, place=place), **cost}
     size = sum(plan.sizes[name] for name in plan.slots)
     gpus = gpu_count(os.environ) * len({*plan.slots, *plan.spares})
-    nodes = {"nodes": list(plan.slots), "spares": list(plan.spares)}
-    yield "generation_started", {"world_size": size, "gpus": gpus, **nodes}
+    nodes, spares = list(plan.slots), list(plan.spares)
+    yield "generation_started", {**GenerationStarted(world_size=size, gpus=gpus, nodes=nodes, spares=spares)}
     for fields in _split_segments(shape.seen_by(launchers).topology, plan.slots, shape.segment):
-        yield "segment_split", fields
+        yield "segment_split", {**fields}
 
 
 def _swap_cost(topology: Topology, before: Sequence[str], slots: Sequence[str], place: int) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def _swap_cost(topology: Topology, before: Sequence[str], slots: Sequence[str], 
     return {"replaces": old} | cost | ({"bad_ways": bad} if bad else {})
 
 
-def _split_segments(topology: Topology, slots: Sequence[str], segment: int) -> list[dict[str, Any]]:
+def _split_segments(topology: Topology, slots: Sequence[str], segment: int) -> list[SegmentSplit]:
     """The segments that are in several NVLink domains or below several leaf switches, by their first node rank."""
     found = []
     for group in topology.split_groups(slots, segment):
@@ -49,5 +50,5 @@ def _split_segments(topology: Topology, slots: Sequence[str], segment: int) -> l
         for node in group:
             places.setdefault(topology.place(node) or "unknown", []).append(node)
         first = slots.index(group[0])
-        found.append({"first": first, "last": first + len(group) - 1, "places": places})
+        found.append(SegmentSplit(first=first, last=first + len(group) - 1, places=places))
     return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from opsd.events import StragglerFound
 from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.io.reporting import print_message
 from opsd.launch.run.messages import StepTimes
@@ -146,13 +147,13 @@ class SlowRankWatch:
                 continue
             if known is None or now - known.told >= REPEAT_S:
                 self._announced[key] = _Announced(verdict, now, now)
-                self._announce(FOUND, _fields(verdict, step, len(trace.places)))
+                self._announce(FOUND, {**_fields(verdict, step, len(trace.places))})
             else:
                 known.seen = now
         for key, known in list(self._announced.items()):
             if now - known.seen >= max(GONE_S, 3 * LONG_EVERY * self._look_s):
                 del self._announced[key]
-                self._announce(GONE, _fields(known.verdict, step, len(trace.places)))
+                self._announce(GONE, {**_fields(known.verdict, step, len(trace.places))})
 
     def _confirmed(self, key: tuple[str, ...], verdict: Verdict) -> bool:
         """Whether the verdict is sure, or was reached in one of the last looks, too."""
@@ -184,7 +185,7 @@ def _key(verdict: Verdict) -> tuple[str, ...]:
     return verdict.nodes or (verdict.cause,)
 
 
-def _fields(verdict: Verdict, step: int, compared: int) -> dict[str, Any]:
+def _fields(verdict: Verdict, step: int, compared: int) -> StragglerFound:
     """The fields of the event."""
     return {
         "rank": verdict.culprits[0] if verdict.culprits else None,

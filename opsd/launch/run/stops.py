@@ -6,6 +6,7 @@ from collections.abc import Callable, Set
 from typing import Protocol
 
 from opsd import exitcodes
+from opsd.events import RestartRequested, SpareWanted
 from opsd.launch.claims.led import LedGroup
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
@@ -91,7 +92,7 @@ class StopCoordinator:
             return
         if not self._planner.spares:
             if node not in self._leaving:
-                self._log.emit("spare_wanted", swap=node, reason=reason)
+                self._log.emit("spare_wanted", **SpareWanted(swap=node, reason=reason))
             self._leaving[node] = reason
             return
         self._health.withdraw(node, reason)
@@ -101,7 +102,8 @@ class StopCoordinator:
         """The same to take in the spares of a run that has fewer nodes than it may."""
         if self._stop is None:
             stop = Stop(StopReason.GROW, ", ".join(sorted(self._planner.spares)))
-            self._log.emit("restart_requested", reason=f"{stop}: the run has fewer nodes than it may")
+            reason = f"{stop}: the run has fewer nodes than it may"
+            self._log.emit("restart_requested", **RestartRequested(reason=reason))
             self._callbacks.note_interruption()
             self._order(stop)
 
@@ -113,7 +115,7 @@ class StopCoordinator:
 
     def _stop_for_swap(self, node: str, reason: str) -> None:
         stop = Stop(StopReason.SWAP, node)
-        self._log.emit("restart_requested", reason=f"{stop}: {reason}", swap=node)
+        self._log.emit("restart_requested", **RestartRequested(reason=f"{stop}: {reason}", swap=node))
         self._callbacks.note_interruption()
         self._order(stop)
 
@@ -124,7 +126,7 @@ class StopCoordinator:
     def restart(self, reason: str) -> None:
         """Restart all ranks at once, unless they are stopping."""
         if self._stop is None:
-            self._log.emit("restart_requested", reason=reason)
+            self._log.emit("restart_requested", **RestartRequested(reason=reason))
             self._callbacks.restart_all()
 
     def stop(self, stop: Stop) -> None:

@@ -7,10 +7,10 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Literal
 
 from opsd import exitcodes
 from opsd.client import process_start
+from opsd.events import Finished, GenerationStarted, RankProcess
 from opsd.launch.hangs.culprit import RankStatus
 from opsd.launch.hangs.limits import WARM_STEPS
 from opsd.launch.hangs.watch import HangWatch
@@ -29,9 +29,7 @@ from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.run_control import CONTROL, RunControl
 from opsd.launch.run.step_times import StepSampler
 from opsd.rank_page import RankPage
-from opsd.rundir import RunFolders, RunState
-
-State = Literal["waiting", "running", "restarting", "stopping", "spare", "finished", "failed"]
+from opsd.rundir import RunFolders, RunState, State
 
 POLL_S, POLL_SUSPICIOUS_S, POLL_AWAITING_S = 0.25, 0.05, 0.02
 QUIET_S = 10.0
@@ -121,13 +119,13 @@ class Supervisor:
             return
         self._watch_ranks()
         self.set_state("running")
-        self.events.emit(
-            "generation_started",
+        fields = GenerationStarted(
             world_size=place.world_size,
             standby=sum(rank.warm for rank in generation.ranks),
             gpus=gpu_count(os.environ),
-            ranks=[{"rank": rank.rank, "pid": rank.child.pid} for rank in generation.ranks],
+            ranks=[RankProcess(rank=rank.rank, pid=rank.child.pid) for rank in generation.ranks],
         )
+        self.events.emit("generation_started", **fields)
 
     def _watch_ranks(self) -> None:
         self._guard.watch([rank.child.pid for rank in self.generation.ranks])
@@ -345,7 +343,7 @@ class Supervisor:
         self._exit_code, self.reason = code, reason
         self.steps.flush()
         self.set_state("finished" if code in (exitcodes.OK, exitcodes.REQUEUE) else "failed")
-        self.events.emit("finished", exit_code=code, reason=reason)
+        self.events.emit("finished", **Finished(exit_code=code, reason=reason))
         if code != exitcodes.OK:
             print_message(reason)
         self.loop.stop()
