@@ -15,8 +15,14 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from opsd.agent.loop import Snapshot
+from opsd.agent.metrics import COST, OPENED
+from opsd.agent.web.exemplars import LABEL, Exemplar, exemplars
 from opsd.agent.web.exposition import Exposition, negotiate
 from opsd.collectors.base import Metric, Sample
+from opsd.collectors.lib.kernel.xid import TOTAL
+from opsd.runbooks.base import Cost, Evidence
+from tests.fakes.incidents import WALL, incident
 
 METRICS = (
     Metric("opsd_gauge_celsius", 'A "gauge"\nof \\ two lines.', "gauge", "celsius", ("gpu", "UUID")),
@@ -28,6 +34,7 @@ METRICS = (
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 values = st.floats() | st.integers(-(10**12), 10**12).map(float)
 labels = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+found = st.builds(Exemplar, labels, st.floats(0, 2e9))
 samples = st.lists(
     st.sampled_from(METRICS).flatmap(
         lambda metric: st.builds(Sample, st.just(metric), values, st.tuples(*[labels for _ in metric.labels]))
@@ -36,10 +43,12 @@ samples = st.lists(
 )
 
 
-@given(samples, samples)
-def test_text_is_that_of_prometheus_client(first: list[Sample], second: list[Sample]) -> None:
-    """Both formats, any values and labels, on the first scrape and on one that uses what the first has kept."""
-    exposition = Exposition(lambda: (first, second))
+@given(samples, samples, st.data())
+def test_text_is_that_of_prometheus_client(first: list[Sample], second: list[Sample], data: st.DataObject) -> None:
+    """Both formats, any values, labels and exemplars, on the first scrape and on one that uses what that has kept."""
+    counters = [sample.labels for sample in (*first, *second) if sample.metric.kind == "counter"]
+    marked = data.draw(st.dictionaries(st.sampled_from(counters), found)) if counters else {}
+    exposition = Exposition(lambda: (first, second), lambda: {METRICS[1].name: marked})
     registry = CollectorRegistry()
     registry.register(exposition)
     for _ in range(2):
@@ -152,3 +161,38 @@ def test_series_of_a_gpu_can_have_its_job_as_with_dcgm_exporter() -> None:
         registry.register(exposition)
         assert body == generate_latest(registry)
     assert b"hpc_job" not in Exposition(lambda: [*groups]).render()[0]
+
+
+def test_counters_lead_to_their_incidents() -> None:
+    """The newest one of each series, by the GPU and code of an Xid; no counter at 0 has one, nor has the plain text."""
+    said = (Evidence("Xid 119 on GPU 0: timeout", "kmsg", WALL), Evidence("Xid 163", "kmsg", WALL))
+    shown = Snapshot(
+        1, 0.0, WALL,
+        incidents=(
+            incident("new", kind="gpu_xid", opened_at=WALL + 9, evidence=said, data={"pci": "0000:01:00"}),
+            incident("old", kind="gpu_xid", cost=Cost(gpu_seconds=5.0)),
+        ),
+        ended=(incident("ended", kind="straggler", resolved_at=WALL + 1),),
+        samples=(
+            [
+                *(Sample(OPENED, value, (kind,)) for kind, value in (("gpu_xid", 2.0), ("straggler", 0.0))),
+                Sample(COST, 5.0, ("gpu_xid",)),
+                *(Sample(TOTAL, 1.0, ("0000:01:00", code)) for code in ("119", "79", "other")),
+                Sample(TOTAL, 1.0, ("0000:02:00", "119")),
+            ],
+        ),
+    )  # fmt: skip
+    exposition = Exposition(lambda: shown.samples, lambda: exemplars(shown))
+    families = text_string_to_metric_families(exposition.render(OPENMETRICS)[0].decode())
+    series = {
+        (s.name, *(s.labels[name] for name in ("kind", "pci_bus_id", "code") if name in s.labels)): s.exemplar
+        for family in families
+        for s in family.samples
+    }
+    assert {key: (e.labels[LABEL], float(e.timestamp)) for key, e in series.items() if e is not None} == {
+        ("opsd_incidents_opened_total", "gpu_xid"): ("new", WALL + 9),
+        ("opsd_incidents_gpu_seconds_total", "gpu_xid"): ("new", WALL + 9),
+        ("opsd_xid_total", "0000:01:00", "119"): ("new", WALL + 9),
+        ("opsd_xid_total", "0000:01:00", "other"): ("new", WALL + 9),
+    }
+    assert len(series) == 7 and LABEL.encode() not in exposition.render()[0]

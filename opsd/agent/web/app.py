@@ -30,6 +30,7 @@ from urllib.parse import unquote
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import api, shapes
+from opsd.agent.web.exemplars import exemplars
 from opsd.agent.web.exposition import Exposition, is_cached
 from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
 from opsd.agent.web.history import History
@@ -93,7 +94,7 @@ class App:
         self._config = config
         self._pages, self._job_pages = PageCache(), PageCache()
         self._stale_s = stale_s
-        self._exposition = Exposition(lambda: latest().samples, job_label=job_label)
+        self._exposition = Exposition(lambda: latest().samples, lambda: exemplars(latest()), job_label=job_label)
         self._routes: Mapping[str, Callable[[Request], Answer]] = {
             "/": self._index,
             "/fleet": self._fleet,

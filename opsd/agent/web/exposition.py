@@ -13,8 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from opsd.agent.web.exemplars import LABEL, Exemplar, Exemplars
 from opsd.collectors.base import Metric, Sample
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ _ESCAPINGS = ("underscores", "allow-utf-8", "dots", "values")
 _labels = attrgetter("labels")
 _SPECIAL = {"inf": "+Inf", "-inf": "-Inf", "nan": "NaN"}
 
+NONE: Mapping[tuple[str, ...], Exemplar] = MappingProxyType({})
 JOB_INFO = "opsd_gpu_job_info"
 """Has the job of each GPU in its labels ``gpu`` and ``job_id``."""
 JOB_LABEL = "hpc_job"
@@ -55,11 +58,19 @@ class _Family:
     def __init__(self, metric: Metric) -> None:
         self.metric, self.series, self.lines = metric, dict[tuple[str, ...], _Series](), list[str]()
 
-    def text(self, scrape: int, *, openmetrics: bool) -> str:
+    def text(self, scrape: int, *, openmetrics: bool, exemplars: Mapping[tuple[str, ...], Exemplar] = NONE) -> str:
         """Header and lines. Series without a line in this ``scrape`` are forgotten, so that they do not accumulate."""
         if len(self.series) > len(self.lines):
             self.series = {labels: series for labels, series in self.series.items() if series.scrape == scrape}
-        return _header(self.metric, openmetrics=openmetrics) + "".join(self.lines)
+        lines = self.lines
+        if exemplars:
+            marked = {
+                series.line: f"{series.line[:-1]}{_exemplar(exemplars[labels])}\n"
+                for labels, series in self.series.items()
+                if series.value > 0 and labels in exemplars
+            }
+            lines = [marked.get(line, line) for line in lines]
+        return _header(self.metric, openmetrics=openmetrics) + "".join(lines)
 
 
 class Exposition:
@@ -70,11 +81,19 @@ class Exposition:
 
     Of two samples of one series only the first is rendered, as a duplicate makes Prometheus refuse the whole scrape.
 
+    ``exemplars`` are those of counters. Only OpenMetrics has them, and only for counters above 0.
+
     With ``job_label`` the series of dcgm-exporter have the label ``hpc_job`` while a job works on their GPU.
     """
 
-    def __init__(self, latest: Callable[[], Sequence[Iterable[Sample]]], *, job_label: bool = False) -> None:
-        self._latest, self._job_label = latest, job_label
+    def __init__(
+        self,
+        latest: Callable[[], Sequence[Iterable[Sample]]],
+        exemplars: Callable[[], Exemplars] = dict,
+        *,
+        job_label: bool = False,
+    ) -> None:
+        self._latest, self._exemplars, self._job_label = latest, exemplars, job_label
         self._jobs: Mapping[str, str] = {}
         self._families: dict[str, _Family] = {}
         self._scrape = 0
@@ -118,16 +137,19 @@ class Exposition:
     def collect(self) -> Iterator[Family]:
         """The samples as families of prometheus-client, in the order in which metrics first appear."""
         from prometheus_client.metrics_core import Metric as Family
+        from prometheus_client.samples import Exemplar as Attached
 
         groups = self._latest()
         families: dict[str, tuple[Metric, dict[tuple[str, ...], float]]] = {}
         for metric, value, labels in chain.from_iterable(groups):
             families.setdefault(metric.name, (metric, {}))[1].setdefault(labels, value)
-        jobs = self._jobs_of(groups)
+        jobs, exemplars = self._jobs_of(groups), self._exemplars()
         for metric, values in families.values():
             family = Family(_family_name(metric), metric.help, _TYPES[metric.kind], _unit(metric))
             for labels, value in values.items():
-                family.add_sample(metric.name, dict(_labelled(metric, labels, jobs)), value)
+                found = exemplars.get(metric.name, NONE).get(labels) if value > 0 else None
+                exemplar = found and Attached({LABEL: found.incident}, 1.0, found.at)
+                family.add_sample(metric.name, dict(_labelled(metric, labels, jobs)), value, exemplar=exemplar)
             yield family
 
     def _render(self, groups: Iterable[Iterable[Sample]], *, openmetrics: bool) -> bytes:
@@ -135,7 +157,11 @@ class Exposition:
             self._jobs, self._families = jobs, {}
         self._scrape += 1
         self._families = families = self._filled(groups, self._scrape)
-        texts = [family.text(self._scrape, openmetrics=openmetrics) for family in families.values()]
+        told = self._exemplars() if openmetrics else {}
+        texts = [
+            family.text(self._scrape, openmetrics=openmetrics, exemplars=told.get(name, NONE))
+            for name, family in families.items()
+        ]
         if openmetrics:
             texts.append("# EOF\n")
         return "".join(texts).encode()
@@ -242,6 +268,10 @@ def _start(metric: Metric, labels: tuple[str, ...], jobs: Mapping[str, str]) -> 
     pairs = sorted(_labelled(metric, labels, jobs))
     text = ",".join(f'{name}="{_escape(value)}"' for name, value in pairs)
     return f"{metric.name}{{{text}}} " if text else f"{metric.name} "
+
+
+def _exemplar(exemplar: Exemplar) -> str:
+    return f' # {{{LABEL}="{_escape(exemplar.incident)}"}} 1.0 {exemplar.at}'
 
 
 def _header(metric: Metric, *, openmetrics: bool) -> str:
