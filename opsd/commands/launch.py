@@ -37,7 +37,7 @@ from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import EventLog, flush_all, print_message
 from opsd.launch.ranks.process import become_subreaper, has_own_proc
-from opsd.launch.ranks.settings import Program, ProgramNotFound, Settings
+from opsd.launch.ranks.settings import Program, ProgramNotFound, Settings, too_few_gpus
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.assembly import assemble_run
 from opsd.launch.run.closing import print_closing_block, summarize_job
@@ -185,6 +185,8 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
     if shape.segment > 1:
         launchers = replace(launchers, own=replace(launchers.own, domain=own_domain()))
     if several and (problem := imex_problem(launchers.own.domain)):
+        print_message(problem)
+    if problem := too_few_gpus(settings.local_size, os.environ):
         print_message(problem)
     if launchers.members[0] == launchers.own:
         keep_plan(settings.program, folders.folder, shape.most * settings.local_size)

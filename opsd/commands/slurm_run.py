@@ -25,9 +25,10 @@ from opsd.rundir import RUN_NAME, default_root, valid_name
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import Batch
 from opsd.slurm.connect import choose, known_jobs
+from opsd.slurm.port import JobDetails, SlurmError
 from opsd.slurm.requeue_helper import OPSD
 from opsd.slurm.run_owner import REPLACES, RunOwnedError, replaceable
-from opsd.slurm.steps import Steps, cpus_of, srun
+from opsd.slurm.steps import Steps, cpus_of, srun, step_environment
 
 WAIT_FOR_POOL_S = 300.0
 _PATH = click.Path(path_type=Path)
@@ -112,12 +113,13 @@ def run(context: click.Context, /, run: str, launch: tuple[str, ...], **options:
     if (step := os.environ.get("SLURM_STEP_ID", "")).isdecimal() and int(step) < 1 << 31:
         raise click.UsageError("start it once in the job, in its batch script; srun would start it on every node")
     plan = Plan.of(job, run, launch, options)
-    commands = {node: srun(node, plan.cpus.get(node), plan.command) for node in job.nodes}
+    gres = _details(job.job).gres
+    commands = {node: srun(node, plan.cpus.get(node), gres.get(node, {}), plan.command) for node in job.nodes}
     if options["dry_run"]:
         for command in commands.values():
             click.echo(shlex.join(command))
         return
-    environ = {**os.environ, NOTIFY: " ".join(options["notify"])}
+    environ = {**step_environment(os.environ), NOTIFY: " ".join(options["notify"])}
     context.exit(_start(job, plan, commands, environ, take_over=options["take_over"]))
 
 
@@ -161,6 +163,15 @@ class Plan:
         if options["pool"]:
             command = attend_command(opsd, options["pool"], folder.absolute(), told, command)
         return cls(run, folder.absolute(), command, cpus_of(job.nodes, os.environ), count.least)
+
+
+def _details(job: int) -> JobDetails:
+    """What Slurm tells of the job, nothing where it does not answer."""
+    try:
+        return choose().slurm.details(job)
+    except SlurmError as error:
+        _say(f"what the job has on each node is not known, and its steps get what Slurm gives them: {error}")
+        return JobDetails({})
 
 
 def _start(

@@ -21,6 +21,7 @@ from opsd.slurm.output import (
     format_option,
     parse_comments,
     parse_configuration,
+    parse_details,
     parse_excluded,
     parse_given,
     parse_job_comments,
@@ -36,6 +37,7 @@ from opsd.slurm.output import (
 from opsd.slurm.port import (
     Given,
     Job,
+    JobDetails,
     Node,
     NodeUpdate,
     Partition,
@@ -146,7 +148,13 @@ class CommandSlurm:
         return parse_steps(output.stdout, separator)
 
     def given(self, job: int, node: str) -> Given:
-        return parse_given(self._run("scontrol", "--details", "show", "job", self._name(job)).stdout, node)
+        return parse_given(self._shown(job), node)
+
+    def details(self, job: int) -> JobDetails:
+        return parse_details(self._shown(job))
+
+    def _shown(self, job: int) -> str:
+        return self._run("scontrol", "--details", "show", "job", self._name(job)).stdout
 
     def requeue(self, job: int) -> None:
         self._run("scontrol", "requeue", self._task(job))

@@ -19,6 +19,7 @@ from opsd.slurm.port import (
     OLDEST,
     Given,
     Job,
+    JobDetails,
     Node,
     Partition,
     Reservation,
@@ -46,6 +47,10 @@ _GPUS = re.compile(r"(?:^|,)gpu(?:(?::(?:\(null\)|[^:(),]+))?:(\d+)(?:\(IDX:([\d
 """``gpu:h100:2(IDX:0-1)``, one for each type of GPU; its name may be (null). What is of another form has no count."""
 _SHARES = re.compile(r"(?:^|,)(?:shard|mps)(?::(?:\(null\)|[^:(),]+))?:\d+\((?:IDX:([\d,-]+)|([\d/,]+))\)")
 """``shard:3(3/4,0/4)``: three of the four parts of the first of two GPUs; 22.05.8 prints ``shard:3(IDX:0)``."""
+_GRES = re.compile(r"(?:^|,)([^:,(]+)(?::(\(null\)|[^:,()]+))?:(\d+)(?:\([^)]*\))?")
+"""Any GRES, its type, its count, and in brackets which ones."""
+_REQUEUE = re.compile(r"^ +Requeue=(\d)", re.MULTILINE)
+_PART = re.compile(r"^JobId=\d+ HetJobId=(\d+) ")
 CONFIGURED_NOT = ("(null)", "none", "")
 
 
@@ -137,6 +142,20 @@ def parse_given(text: str, node: str) -> Given:
     sluid = sluids[0] if len(sluids) == 1 else ""
     lines = [match[2] for match in _DETAILS.finditer(text) if node in _hosts(match[1])]
     return Given(_gpus(lines[0]), sluid, _shares(lines[0])) if len(lines) == 1 else Given(None, sluid)
+
+
+def parse_details(text: str) -> JobDetails:
+    """The first job in the output of ``scontrol --details show job``: of a heterogeneous one all parts are shown."""
+    first = text.split("\nJobId=", 1)[0]
+    requeue, part = _REQUEUE.search(first), _PART.match(first)
+    gres = {}
+    for nodes, told in _DETAILS.findall(first):
+        counts: dict[str, int] = {}
+        for name, kind, count in _GRES.findall(told):
+            key = f"{name}:{kind}" if kind not in ("", "(null)") else name
+            counts[key] = counts.get(key, 0) + int(count)
+        gres.update(dict.fromkeys(_hosts(nodes), counts))
+    return JobDetails(gres, requeue is None or requeue[1] == "1", int(part[1]) if part is not None else 0)
 
 
 def _shares(gres: str) -> frozenset[int]:

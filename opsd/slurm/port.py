@@ -131,6 +131,19 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
+class JobDetails:
+    """What Slurm tells of one job at greater length.
+
+    ``gres`` has what it was given on each node, by GRES and type: {"n1": {"gpu:h100": 8, "nic": 2}}. ``requeues`` says
+    whether it may be requeued; ``part_of`` is the number of the heterogeneous job of which it is a part, 0 otherwise.
+    """
+
+    gres: Mapping[str, Mapping[str, int]]
+    requeues: bool = True
+    part_of: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Reservation:
     """A reservation. ``state`` is active or inactive; ``flags`` are in Slurm's spelling (REPLACE_DOWN …)."""
 
@@ -209,6 +222,9 @@ class Slurm(SlurmNodes, Protocol):
 
     def given(self, job: int, node: str) -> Given:
         """What the job has on ``node``."""
+
+    def details(self, job: int) -> JobDetails:
+        """More about a job that the controller still knows."""
 
     def reboot(self, name: str, reason: str) -> None:
         """Have a node rebooted once its jobs have ended; it is down for ``reason`` then, until somebody resumes it.

@@ -10,6 +10,7 @@ from pathlib import Path
 from opsd.slurm.port import (
     Given,
     Job,
+    JobDetails,
     Node,
     NodeUpdate,
     Partition,
@@ -59,6 +60,7 @@ class FakeSlurm:
         self.summaries: dict[int, str] = {}
         self.by_gpu: dict[tuple[int, str], frozenset[int] | None] = {}
         self.by_share: dict[tuple[int, str], frozenset[int]] = {}
+        self.by_details: dict[int, JobDetails] = {}
         self.sluids: dict[int, str] = {}
         self._jobs = list(jobs)
         self._partitions = partitions
@@ -120,6 +122,10 @@ class FakeSlurm:
         self._answer()
         place = job, node
         return Given(self.by_gpu.get(place), self.sluids.get(job, ""), self.by_share.get(place, frozenset()))
+
+    def details(self, job: int) -> JobDetails:
+        self._answer()
+        return self.by_details.get(job, JobDetails({}))
 
     def requeue(self, job: int) -> None:
         self._answer()

@@ -17,6 +17,7 @@ from opsd.launch.ranks.settings import (
     flight_recorder,
     gpu_count,
     gpu_of,
+    too_few_gpus,
 )
 
 
@@ -85,3 +86,10 @@ def test_gpu_of_a_rank(tmp_path: Path, visible: str | None, local_rank: int, gpu
 def test_no_driver_no_gpus(tmp_path: Path) -> None:
     """A node without the driver has no GPUs."""
     assert gpu_count({}, str(tmp_path)) == 0
+
+
+@pytest.mark.parametrize(("ranks", "visible", "said"), [(2, "0", True), (8, "0,1,2,3", True), (4, "0,1,2,3", False),
+                                                        (2, "", False), (1, "0,1", False)])  # fmt: skip
+def test_more_ranks_than_gpus_are_said(ranks: int, visible: str, said: bool) -> None:
+    """A program without GPUs may have as many ranks as it likes."""
+    assert bool(too_few_gpus(ranks, {"CUDA_VISIBLE_DEVICES": visible})) == said

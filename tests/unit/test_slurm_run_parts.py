@@ -27,7 +27,7 @@ from opsd.slurm.run_outcome import (
     RunOutcome,
     outcome_of,
 )
-from opsd.slurm.steps import Steps, cpus_of, srun
+from opsd.slurm.steps import Steps, cpus_of, srun, step_environment
 
 START = "train, job 7.0"
 NODES = frozenset({"n1", "n2", "n3"})
@@ -73,10 +73,12 @@ def test_each_task_of_an_array_has_a_run_of_its_own() -> None:
 
 def test_a_step_is_one_task_on_one_node_and_outlives_the_others() -> None:
     """With --no-kill, which the step needs as well as the job."""
-    argv = srun("n2", 64, ["opsd", "launch"])
+    argv = srun("n2", 64, {"gpu:h100": 4, "gpu:1g": 2, "nic": 1}, ["opsd", "launch"])
     assert argv[-2:] == ["opsd", "launch"]
     assert {"--no-kill", "--nodes=1", "--ntasks=1", "--nodelist=n2", "--overlap", "--cpus-per-task=64"} <= set(argv)
-    assert "--export=ALL" in argv
+    assert {"--export=ALL", "--gpus=h100:4,1g:2", "--gres=nic:1", "--mem=0"} <= set(argv)
+    assert not [option for option in srun("n2", 1, {"shard": 1}, []) if option.startswith(("--gpus", "--gres"))]
+    assert "--gpus=3" in srun("n2", 1, {"gpu": 3}, [])
 
 
 def test_processors_are_those_of_each_node() -> None:
@@ -84,6 +86,23 @@ def test_processors_are_those_of_each_node() -> None:
     told = {"SLURM_JOB_CPUS_PER_NODE": "8(x2),4"}
     assert cpus_of(["n1", "n2", "n3"], told) == {"n1": 8, "n2": 8, "n3": 4}
     assert cpus_of(["n1"], told) == cpus_of(["n1"], {}) == {}
+    assert cpus_of(["n1", "n2", "n3"], {**told, "SLURM_GPUS_PER_TASK": "1"}) == {}
+
+
+def test_a_step_asks_for_nothing_that_the_whole_job_has_asked_for() -> None:
+    """Of the variables that sbatch sets those remain that say what the job is and where it runs."""
+    names = (
+        "SLURM_JOB_ID", "SLURM_JOB_CPUS_PER_NODE", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "SLURM_ARRAY_TASK_ID",
+        "SLURM_CONF", "SLURM_NODE_ALIASES", "SLURM_CPU_BIND", "HOME",
+    )  # fmt: skip
+    kept = dict.fromkeys(names, "1")
+    dropped = (
+        "SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_PER_SOCKET", "SLURM_GPU_BIND",
+        "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_TASKS_PER_NODE",
+        "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_GPU", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU",
+        "SLURM_MEM_PER_NODE", "SLURM_TRES_PER_TASK", "SLURM_STEP_GRES", "SLURM_EXCLUSIVE", "SLURM_HINT",
+    )  # fmt: skip
+    assert step_environment({**kept, **dict.fromkeys(dropped, "2")}) == kept
 
 
 def test_the_run_ends_as_it_says_whatever_srun_says() -> None:

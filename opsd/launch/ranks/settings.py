@@ -18,6 +18,7 @@ from opsd.launch.ranks.interpreters import python_with, why_unfit
 from opsd.launch.ranks.leftovers import LAUNCHER
 from opsd.launch.ranks.process import launcher_mark
 from opsd.rundir import RECORDER
+from opsd.words import plural
 
 PREFIX = "[rank${rank}]: "
 StreamMap = Mapping[int | None, int]
@@ -255,6 +256,19 @@ def gpu_of(env: Mapping[str, str], local_rank: int, proc: str = "/proc") -> int 
         return local_rank if local_rank < gpu_count(env, proc) else None
     entries = [entry.strip() for entry in visible.split(",")]
     return int(entries[local_rank]) if local_rank < len(entries) and entries[local_rank].isdigit() else None
+
+
+def too_few_gpus(ranks: int, env: Mapping[str, str], proc: str = "/proc") -> str:
+    """What to say if fewer GPUs than ``ranks`` may be used here, "" otherwise, and if there is none."""
+    count = gpu_count(env, proc)
+    if not 0 < count < ranks:
+        return ""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    why = f" (CUDA_VISIBLE_DEVICES={visible})" if visible is not None else ""
+    return (
+        f"{ranks} ranks on this node have {plural(count, 'GPU')}{why}: a rank without its own fails or shares one; "
+        f"--nproc-per-node {count} starts one rank for each GPU"
+    )
 
 
 def gpu_count(env: Mapping[str, str], proc: str = "/proc") -> int:

@@ -233,7 +233,7 @@ class Cluster:
             (self.folder / "etc/gres.conf").write_text("".join(map(self._gres_line, self._parts)))
         elif self._gpus:
             for number in range(self._gpus):
-                (self.folder / f"etc/gpu{number}").touch()
+                (self.folder / f"etc/gpu{number}").symlink_to("/dev/null")
             devices = f"{self.folder}/etc/gpu[0-{self._gpus - 1}]"
             (self.folder / "etc/gres.conf").write_text(f"Name=gpu File={devices}\n")
         text = _CONFIGURATION.format(folder=self.folder, settings=settings, nodes=nodes)

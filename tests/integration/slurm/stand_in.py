@@ -28,7 +28,8 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, note)
-    job = {name: os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")}
+    names = ("SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT", "CUDA_VISIBLE_DEVICES")
+    job = {name: os.environ.get(name, "") for name in names}
     Path(f"job-{node}").write_text(json.dumps(job))
     with open("calls", "a") as calls:
         calls.write(f"{node} {json.dumps(sys.argv[1:])}\n")
