@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from opsd.agent.brief import PLACEHOLDER, brief, fill, values
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Cost, Culprit, Incident, State
+from opsd.scenarios.model import load
+from opsd.scenarios.player import play
 from tests.fakes.incidents import WALL, incident
 
 LIMIT = {"verb": "set_power_limit", "target": "GPU-1", "args": {"gpu": 3, "watts": 595, "restore_watts": 700}}
@@ -82,3 +85,17 @@ def test_guides_are_filled_where_it_is_known() -> None:
         fill("nvidia-smi -i GPU -pl WATTS; scontrol requeue JOB", known)
         == "nvidia-smi -i 3 -pl 595; scontrol requeue JOB"
     )
+
+
+@pytest.mark.parametrize(
+    ("timeline", "kind", "command"),
+    [
+        ("gpu_capped/power_limit", "gpu_capped", "nvidia-smi -i 2 -pl 700"),
+        ("loss_nan/run_stops", "rank_crash", "opsd report /home/user/.local/state/opsd/runs/smol --text"),
+    ],
+)
+def test_what_runbooks_and_judge_know_is_in_the_command(timeline: str, kind: str, command: str) -> None:
+    """The default limit in watts, and the folder of the run: nothing is left for a person to look up."""
+    played = play(load(Path(__file__).parents[1] / "scenarios" / f"{timeline}.toml"), "observe")
+    (found,) = (incident for incident in played.incidents.values() if incident.kind == kind)
+    assert brief(found, "observe", "n01").command == command
