@@ -142,11 +142,14 @@ def test_a_file_is_read_once_and_what_is_left_out_is_counted(tmp_path: Path) -> 
     (tmp_path / "a.txt").write_text("once")
     (tmp_path / "b.txt").symlink_to("a.txt")
     (tmp_path / "c.txt").hardlink_to(tmp_path / "a.txt")
-    for name in ("x.pdf", "y.pdf.gz", "README", ".hidden", "package.json", "numbers.csv"):
+    for name in ("x.pdf", "y.pdf.gz", "README", ".hidden", "empty.json"):
         (tmp_path / name).write_bytes(b"")
+    (tmp_path / "package.json").write_text('{"name": "x", "scripts": {"text": "make"}}')
+    (tmp_path / "api.json").write_text('{"text": {"type": "string"}}')
+    (tmp_path / "numbers.csv").write_text("a,b\n1,text\n")
     others: Counter[str] = Counter()
     assert len(find_files([tmp_path, tmp_path / "a.txt", tmp_path / ".." / tmp_path.name], others=others)) == 1
-    assert others == {".pdf": 4, "README": 2, ".json": 2, ".csv": 2}
+    assert others == {".pdf": 4, "README": 2, ".json": 6, ".csv": 2}
 
 
 def test_numbers_are_no_text(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def main(
     elif (out / INDEX).exists():
         raise DataError(f"{out} already has a corpus; choose another folder or pass --overwrite")
     others: Counter[str] = Counter()
-    found = find_files(sources, tuple(suffix.lower() for suffix in suffixes), others, field)
+    found = find_files(sources, tuple(suffix.lower() for suffix in suffixes), others, reading)
     files = list(limited(found, max_bytes))
     tokenizer = _tokenizer(tokenizer_file, files, reading, vocab, out)
     framing = framing_of(tokenizer, tokenizer_file, separator)

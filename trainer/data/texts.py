@@ -32,9 +32,6 @@ SUFFIXES = (*TEXT, *JSON, *TABLES, ".parquet", ".arrow")
 FIELD = "text"
 """The field of JSON, CSV, Parquet and Arrow files with the text, by default."""
 
-SNIFFED = 1 << 20
-"""Bytes in which JSON and CSV files of folders have the name of the field, so 1 MiB."""
-
 MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",
@@ -58,16 +55,19 @@ class Reading:
     """Leave out files that cannot be read, and count them, in place of refusing them."""
 
 
+READING = Reading()
+
+
 def find_files(
     sources: Iterable[Path],
     suffixes: tuple[str, ...] = SUFFIXES,
     others: Counter[str] | None = None,
-    field: str = FIELD,
+    reading: Reading = READING,
 ) -> list[Path]:
     """The files among ``sources``, and those below its folders that end in one of ``suffixes``, sorted, each once.
 
     For a compressed file the suffix before the compression counts. JSON and CSV are also the form of settings and
-    results, so that of folders only those with ``field`` near their beginning are taken. ``others`` counts the files of
+    results, so that of folders only those whose first record has the field are taken. ``others`` counts the files of
     folders that are left out, by suffix, but for hidden ones. Raises DataError if there are no files.
     """
     found: dict[tuple[int, int], Path] = {}
@@ -80,7 +80,7 @@ def find_files(
     for source in sources:
         if source.is_dir():
             for path in sorted(path for path in source.rglob("*") if path.is_file()):
-                if kind(path) in suffixes and (kind(path) not in (".json", *TABLES) or _names(path, field)):
+                if kind(path) in suffixes and (kind(path) not in (".json", *TABLES) or _has_texts(path, reading)):
                     take(path)
                 elif not any(part.startswith(".") for part in path.relative_to(source).parts):
                     others[kind(path) or path.name] += 1
@@ -98,15 +98,19 @@ def kind(path: Path) -> str:
     return (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
 
 
-def _names(path: Path, field: str) -> bool:
-    """Whether ``field`` is near the beginning of the file. One that cannot be opened is judged when it is read."""
+class _OtherContentError(DataError):
+    """A file of another content than documents: it can be read, and has no field with the text."""
+
+
+def _has_texts(path: Path, reading: Reading) -> bool:
+    """Whether the first record of the file has the field. A file that cannot be read is refused when it is read."""
     try:
-        with _open(path) as file:
-            return field.encode() in file.read(SNIFFED).replace(b"\0", b"")
+        next(_documents(path, reading), None)
+    except _OtherContentError:
+        return False
     except DataError:
         return True
-    except _damages():
-        return True
+    return path.stat().st_size > 0
 
 
 def read_texts(
@@ -214,8 +218,12 @@ def _json(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[str
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not {encoding}; pass --encoding") from error
     except _NoTextError:
-        raise DataError(f'{path}, line {number}: "{reading.field}" is not text') from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _OtherContentError(f'{path}, line {number}: "{reading.field}" is not text') from None
+    except (KeyError, TypeError) as error:
+        raise _OtherContentError(
+            f'{path}, line {number}: not a JSON object with "{reading.field}"; see --field'
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise DataError(f'{path}, line {number}: not a JSON object with "{reading.field}"; see --field') from error
 
 
@@ -241,7 +249,7 @@ def _table(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[st
     rows = csv.DictReader(io.TextIOWrapper(file, encoding, newline=""), delimiter=TABLES[kind(path)], strict=True)
     try:
         if reading.field not in (names := rows.fieldnames or ()):
-            raise DataError(f'{path} has no column "{reading.field}" but {", ".join(names)}; see --field')
+            raise _OtherContentError(f'{path} has no column "{reading.field}" but {", ".join(names)}; see --field')
         for row in rows:
             if None in row:
                 raise DataError(f"{path}, line {rows.line_num}: more columns than the {len(names)} of the first line")
