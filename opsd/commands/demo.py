@@ -27,7 +27,7 @@ from opsd.demo.faults import FAULTS, Director, FaultTargets
 from opsd.demo.scene import TEXT_BYTES, DemoError, Gpus, Scene, open_scene, prepare_gpus
 from opsd.demo.text import copy_text
 from opsd.demo.view import View
-from opsd.demo.world import RunObserver, RunSnapshot
+from opsd.demo.world import RunObserver, RunSnapshot, waited_s
 from opsd.ledger.ledger import read_ledger
 
 TICK_S = 0.2
@@ -84,6 +84,7 @@ class Demo:
         self.picture = picture
         self.recorder = Console(record=True, width=PICTURE_WIDTH, file=io.StringIO(), force_terminal=True)
         self.began = self._said_at = time.time()
+        self._waited = 0.0
 
     def play(self, target: TextIO | None, *, browse: bool) -> bool:
         """The whole demo; True if it passed."""
@@ -111,7 +112,9 @@ class Demo:
         view.stage = f"2 of 2: the same {len(disturbed)} steps undisturbed, for comparison"
         if not self.console.is_terminal:
             self.console.print(view.stage)
+        waited, began = waited_s(), time.monotonic()
         quiet = self._run("undisturbed", max(disturbed), gpus, view, agent, None)
+        self._waited = (waited_s() - waited) / (time.monotonic() - began)
         return self._report(director, disturbed, quiet.incidents or (), why, target)
 
     def _prepare(self) -> str:
@@ -188,7 +191,7 @@ class Demo:
         differing = report.differing_steps(undisturbed, disturbed)
         ledger = read_ledger(scene.folder / "disturbed")
         missing = [fault.title for fault in director.faults[len(director.trials) :]]
-        false_alarms, starved = report.alarms(found)
+        false_alarms, starved = report.alarms(found, self._waited)
         for output in (console, self.recorder):
             output.print()
             output.print(report.faults_table(director.trials))
@@ -200,7 +203,7 @@ class Demo:
             console.print(f"left out: {left_out}, as {why}", markup=False)
         if starved:
             console.print(
-                f"other programs here took processor time from the undisturbed run, and opsd noticed: {starved}"
+                f"opsd noticed: {starved}; tasks here waited for a processor in {self._waited:.0%} of the undisturbed run"
             )
         for line in report.verdict(director.trials, missing, differing, undisturbed, disturbed, false_alarms):
             console.print(line)

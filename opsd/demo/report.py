@@ -80,13 +80,16 @@ def faults_table(trials: Sequence[Trial]) -> Table:
     return table
 
 
-STARVED = "cpu pressure"
-"""How opsd names the cause of a slow rank on a node whose tasks wait for processors."""
+STARVED = 0.1
+"""Share of the time in which tasks wait for a processor from which ranks take turns, so that one may well be slower."""
 
 
-def alarms(incidents: Sequence[Mapping[str, Any]]) -> tuple[list[str], str]:
-    """The kinds of incidents that an undisturbed run should not have, and what other programs were blamed for."""
-    starved = [one for one in incidents if one["culprit"].get("detail") == STARVED]
+def alarms(incidents: Sequence[Mapping[str, Any]], waited: float) -> tuple[list[str], str]:
+    """The kinds of incidents that an undisturbed run should not have, and stragglers that wanted for a processor.
+
+    ``waited`` is the share of the time in which tasks of this machine waited for one.
+    """
+    starved = [one for one in incidents if one["kind"] == "straggler" and waited >= STARVED]
     return [one["kind"] for one in incidents if one not in starved], ", ".join(one["summary"] for one in starved)
 
 

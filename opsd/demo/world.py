@@ -114,6 +114,15 @@ def _pages(folder: Path) -> list[RankPage]:
     return pages
 
 
+def waited_s() -> float:
+    """Seconds in which at least one task of this machine waited for a processor; 0 if the kernel does not tell."""
+    try:
+        some = Path("/proc/pressure/cpu").read_text(encoding="ascii").splitlines()[0]
+        return int(some.rpartition("total=")[2]) / 1e6
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 def parse_gpus(text: str | None) -> Mapping[int, Mapping[str, float]] | None:
     """GPU index -> its values on the screen, from the agent's metrics; None without metrics."""
     if text is None:
