@@ -203,7 +203,7 @@ class Demo:
             console.print(f"left out: {left_out}, as {why}", markup=False)
         if starved:
             console.print(
-                f"opsd noticed: {starved}; tasks here waited for a processor in {self._waited:.0%} of the undisturbed run"
+                f"opsd noticed: {starved}; tasks waited for a processor in {self._waited:.0%} of the undisturbed run"
             )
         for line in report.verdict(director.trials, missing, differing, undisturbed, disturbed, false_alarms):
             console.print(line)

@@ -16,6 +16,7 @@ import lzma
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -124,7 +125,8 @@ def read_texts(
     reading, tally, left = reading or Reading(), tally or Tally(), limit
     for path in files:
         tally.files += 1
-        tally.bytes += path.stat().st_size
+        with suppress(OSError):  # told when it is opened
+            tally.bytes += path.stat().st_size
         try:
             for text in _documents(path, reading):
                 left -= len(text.encode()) if text else 0
