@@ -16,6 +16,7 @@ from opsd.checkpoints.manifest import (
     folder_of,
     folders,
     is_there,
+    newest,
     read,
     steps,
 )
@@ -108,12 +109,11 @@ def prune(root: Path, keep: int, every: int = 0) -> list[int]:
 
 def _remove_left_behind(root: Path) -> None:
     """Remove what saves up to the newest checkpoint have left that were never committed, by their names."""
-    if not (found := steps(root)):
+    if (last := newest(root)) is None:
         return
-    newest = folder_of(root, found[-1]) / MANIFEST
-    before = newest.stat().st_mtime - FORGOTTEN_S
+    before = (folder_of(root, last) / MANIFEST).lstat().st_mtime - FORGOTTEN_S
     for step, folder in folders(root):
-        if step > found[-1] or is_there(folder, REJECTED) or is_there(folder, PRUNED):
+        if step > last or is_there(folder, REJECTED) or is_there(folder, PRUNED):
             continue
         named: set[str] = set()
         if is_there(folder):
