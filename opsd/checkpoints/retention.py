@@ -27,6 +27,7 @@ PRUNED = "manifest.json.pruned"
 PART = re.compile(r"rank-(\d{4,})\.([0-9a-f]{8}-\d+)\.([0-9a-f]{32})\.safetensors")
 """The name of the file that a rank writes: its number, the save, and the checksum."""
 
+NEWEST = "among the newest"
 AWAITED = ("awaiting-upload", "awaiting-evaluation")
 """Marker files in a checkpoint's folder for its further uses: it is kept while one exists."""
 
@@ -45,7 +46,7 @@ def reasons(root: Path, keep: int, every: int = 0) -> dict[int, str]:
         except CheckpointError as error:
             found[step] = "its manifest " + ("cannot be read" if isinstance(error, Unreadable) else "is damaged")
             continue
-        found[step] = (flaw or "among the newest") if left else _reason(folder, step, every)
+        found[step] = (flaw or NEWEST) if left else _reason(folder, step, every)
         left -= bool(left and not flaw)
     return dict(sorted(found.items()))
 
@@ -72,18 +73,19 @@ def _reason(folder: Path, step: int, every: int) -> str:
 def prune(root: Path, keep: int, every: int = 0) -> list[int]:
     """Remove checkpoints under ``root`` that have no ``reasons`` to stay, and return their steps.
 
-    Nothing is removed unless those that stay are proved to outlive a power loss. The manifest is renamed first, so that
-    the checkpoint no longer exists before its first file is removed; then the files that it names are removed, then the
-    folder if it is empty. The next call completes an interrupted removal. What saves that failed have left behind goes
+    Nothing is removed unless the newest that stay are proved to outlive a power loss. The manifest is renamed first, so
+    that the checkpoint no longer exists before its first file is removed. Then the files that it names are removed, and
+    the folder if it is empty. The next call completes an interrupted removal. What saves that failed have left behind goes
     too, once it is an hour older than the newest checkpoint. Other files stay. A failure does not keep the others from
     being removed; the last one is raised at the end. Raises OSError.
     """
     removed, failure = [], None
     kept = reasons(root, keep, every)
     going = [step for step, reason in kept.items() if not reason]
-    for step in (step for step in kept if going and step not in going):
-        prove(folder_of(root, step) / MANIFEST)
-        prove(folder_of(root, step))
+    if going:
+        for step in [step for step, reason in kept.items() if reason == NEWEST]:
+            prove(folder_of(root, step) / MANIFEST)
+        sync_folder(root)
     for step in going:
         folder = folder_of(root, step)
         try:
