@@ -79,10 +79,14 @@ RUNBOOK = kernel_runbook(
 # A local disk or file system has errors
 
 ## Meaning
-The kernel has reported one of these: an NVMe controller that does not answer in time and is reset, or is given up;
-I/O errors of a disk; errors of a file system on it, up to one that is set to read-only or shut down; an array of
-software RAID that has failed or lacks a disk (`/proc/mdstat` counts as well). Devices without a disk (loop, CD, RAM) do
-not count, nor commands that a drive does not support, nor an array that is being rebuilt.
+The kernel has reported trouble with a disk. It is one of these:
+- An NVMe controller does not answer in time and is reset, or is given up.
+- A disk has I/O errors.
+- A file system on it has errors. Some are set to read-only or shut down for that.
+- An array of software RAID has failed or lacks a disk. `/proc/mdstat` counts as well.
+
+Devices without a disk (loop, CD, RAM) do not count. Nor do commands that a drive does not support, or an array that is
+being rebuilt.
 
 ## Impact
 Reads and writes of that disk fail or hang for half a minute and longer: loaders, staged data, local checkpoints, or

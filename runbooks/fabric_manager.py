@@ -145,12 +145,14 @@ RUNBOOK = Runbook(
 # The NVLink fabric does not work
 
 ## Meaning
-On boards with NVSwitches a service, the fabric manager, connects the GPUs. One of these is true: every link of every
-GPU has been down for a minute; a rank ended because CUDA said "system not yet initialized" (error 802); a switch has
-reported a fatal error (SXid); a GPU's registration with the fabric has not started or has been in progress for five
-minutes, or has ended with an error; the fabric reports less bandwidth, an unhealthy route, a recovery that does not
-end, or a wrong configuration. Links that come up within a minute of a boot, and cards without an NVLink bridge, are no
-incident.
+On boards with NVSwitches a service, the fabric manager, connects the GPUs. One of these is true:
+- Every link of every GPU has been down for a minute.
+- A rank ended because CUDA said "system not yet initialized" (error 802).
+- A switch has reported a fatal error (SXid).
+- The registration of a GPU with the fabric failed, has not started, or has taken five minutes.
+- The fabric reports less bandwidth, an unhealthy route, an endless recovery or a wrong configuration.
+
+Links that come up within a minute of a boot, and cards without an NVLink bridge, are no incident.
 
 ## Impact
 CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one GPU can run on the node.

@@ -103,9 +103,12 @@ RUNBOOK = kernel_runbook(
 `RmInitAdapter failed` or a probe that failed: the driver is loaded and cannot start this GPU. Or the GPU's firmware
 (GSP) no longer answers the driver, or the driver's watchdog says that a GPU is locked, without an Xid. Or the module
 `nvidia-peermem` does not load beside the present network driver (a symbol of another version), or reports an invalid
-context. Two more are seen without a message, once they have lasted for two minutes: a GPU on the PCI bus that the
-driver does not have, and a library of the driver on the node's disk that is of another release than the loaded module,
-mostly after an unattended upgrade. GPUs of another kernel driver (`vfio-pci`, `nouveau`) and excluded ones do not
+context.
+
+Two more are seen without a message, once they have lasted for two minutes. The driver lacks a GPU that is on the PCI
+bus. Or its library on the node's disk is of another release than the loaded module, mostly after an unattended upgrade.
+
+GPUs of another kernel driver (`vfio-pci`, `nouveau`) and excluded ones do not
 count. A mismatch of a client's library (`API mismatch`) in a container is no incident.
 
 ## Impact

@@ -51,8 +51,8 @@ class Step:
 class Restart:
     """An interruption: what caused it, and how the run went on. ``t`` is the epoch second of the cause.
 
-    ``step`` is the first one afterwards, None if its number is not known; ``down_s`` the seconds from the cause to its
-    end, None if there was no step; ``repeated`` the number of steps that were done again.
+    ``step`` is the first one afterwards, None if its number is not known. ``down_s`` are the seconds from the cause to
+    the end of that step, None if there was none. ``repeated`` is how many steps were done again.
     """
 
     t: float

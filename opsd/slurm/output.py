@@ -49,8 +49,6 @@ _SHARES = re.compile(r"(?:^|,)(?:shard|mps)(?::(?:\(null\)|[^:(),]+))?:\d+\((?:I
 """``shard:3(3/4,0/4)``: three of the four parts of the first of two GPUs; 22.05.8 prints ``shard:3(IDX:0)``."""
 _GRES = re.compile(r"(?:^|,)([^:,(]+)(?::(\(null\)|[^:,()]+))?:(\d+)(?:\([^)]*\))?")
 """Any GRES, its type, its count, and in brackets which ones."""
-_REQUEUE = re.compile(r"^ +Requeue=(\d)", re.MULTILINE)
-_PART = re.compile(r"^JobId=\d+ HetJobId=(\d+) ")
 CONFIGURED_NOT = ("(null)", "none", "")
 
 
@@ -147,7 +145,6 @@ def parse_given(text: str, node: str) -> Given:
 def parse_details(text: str) -> JobDetails:
     """The first job in the output of ``scontrol --details show job``: of a heterogeneous one all parts are shown."""
     first = text.split("\nJobId=", 1)[0]
-    requeue, part = _REQUEUE.search(first), _PART.match(first)
     gres = {}
     for nodes, told in _DETAILS.findall(first):
         counts: dict[str, int] = {}
@@ -155,7 +152,7 @@ def parse_details(text: str) -> JobDetails:
             key = f"{name}:{kind}" if kind not in ("", "(null)") else name
             counts[key] = counts.get(key, 0) + int(count)
         gres.update(dict.fromkeys(_hosts(nodes), counts))
-    return JobDetails(gres, requeue is None or requeue[1] == "1", int(part[1]) if part is not None else 0)
+    return JobDetails(gres)
 
 
 def _shares(gres: str) -> frozenset[int]:

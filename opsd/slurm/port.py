@@ -134,13 +134,10 @@ class Given:
 class JobDetails:
     """What Slurm tells of one job at greater length.
 
-    ``gres`` has what it was given on each node, by GRES and type: {"n1": {"gpu:h100": 8, "nic": 2}}. ``requeues`` says
-    whether it may be requeued; ``part_of`` is the number of the heterogeneous job of which it is a part, 0 otherwise.
+    ``gres`` has what it was given on each node: the number by GRES and type, for instance 8 of "gpu:h100".
     """
 
     gres: Mapping[str, Mapping[str, int]]
-    requeues: bool = True
-    part_of: int = 0
 
 
 @dataclass(frozen=True, slots=True)

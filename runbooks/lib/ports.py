@@ -29,8 +29,7 @@ def name(port: Port) -> str:
 
 EXPECTED = "opsd_ib_port_expected_rate_bytes_per_second"
 Role = tuple[str, str, str, bool]
-"""Link layer, model of the adapter, which function of it the port is, and whether the configuration names it:
-("InfiniBand", "MT_0000000838", "0", False)."""
+"""Link layer, model of the adapter, its function on the bus, and whether the configuration names the port."""
 
 
 def roles(view: View) -> dict[Port, Role]:

@@ -59,7 +59,7 @@ def main(
     is refused. At the end it prints what was read, and what was dropped and why. Interrupted, it goes on where it was
     when it is run again. With ``propose`` in place of SOURCES it proposes weights; see ``propose --help``.
 
-    Exit codes: 0 done; 1 the folder cannot be written; 2 the sources, the tokenizer or the folder cannot be used; 3
+    Exit codes: 0 done; 1 the folder cannot be written; 2 a source, the tokenizer or --out cannot be used; 3
     interrupted.
     """
     reading = Reading(field, _known(encoding), skip_unreadable)

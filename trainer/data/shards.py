@@ -2,13 +2,13 @@
 
 A corpus is a folder::
 
-    index.json            the files below, with sizes and checksums; without it the corpus does not exist
+    index.json            sizes and checksums of the files below; the corpus exists once this does
     tokenizer.json        the tokenizer that made the ids (Hugging Face format)
     shard-00000.tokens    ids, little-endian uint16 or uint32
     shard-00000.documents uint64 position of the first token of each document, ascending from 0
 
-A document begins with the tokenizer's own BOS and ends with the separator. Without a BOS it begins with the separator,
-which as an input predicts the first word of its document and as a target ends the previous one. So every token of a
+A document begins with the tokenizer's own BOS and ends with the separator. Without a BOS it begins with the separator.
+As an input that predicts the first word of its document, as a target it ends the previous one. So every token of a
 shard is a target, with its context in its own document.
 """
 
