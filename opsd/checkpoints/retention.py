@@ -75,9 +75,9 @@ def prune(root: Path, keep: int, every: int = 0) -> list[int]:
 
     Nothing is removed unless the newest that stay are proved to outlive a power loss. The manifest is renamed first, so
     that the checkpoint no longer exists before its first file is removed. Then the files that it names are removed, and
-    the folder if it is empty. The next call completes an interrupted removal. What saves that failed have left behind goes
-    too, once it is an hour older than the newest checkpoint. Other files stay. A failure does not keep the others from
-    being removed; the last one is raised at the end. Raises OSError.
+    the folder if it is empty. The next call completes an interrupted removal. What failed saves have left goes too,
+    once it is an hour older than the newest checkpoint. Other files stay. A failure does not keep the others from being
+    removed; the last one is raised at the end. Raises OSError.
     """
     removed, failure = [], None
     kept = reasons(root, keep, every)
