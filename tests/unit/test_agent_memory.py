@@ -35,6 +35,7 @@ class Node:
         self.trouble = True
         self.wait = threading.Event()
         self.wait.set()
+        self.begun = threading.Event()
 
     def agent(self, **changes: object) -> Agent:
         book = runbook(detect=self._detect, remedy=lambda _incident, _view: self.remedy, healed=lambda _i, _v: False)
@@ -47,7 +48,9 @@ class Node:
             yield finding(evidence=(Evidence("too hot", "nvml", view.wall),))
 
     def _lower(self, _gpu: int, watts: float) -> None:
-        self.wait.wait(20)
+        wait = self.wait
+        self.begun.set()
+        wait.wait(20)
         self.limits.append(watts)
 
 
@@ -63,6 +66,7 @@ def killed_while_acting(node: Node, **changes: object) -> Iterator[None]:
     first = node.agent(**changes)
     first.tick()
     assert first.journal.flush(20)
+    assert node.begun.wait(20)
     first.journal.close(20)
     held, node.limits, node.wait = node.wait, [], threading.Event()
     node.wait.set()
