@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from opsd.checkpoints.manifest import MANIFEST, read, steps
 from opsd.trainer.locks import LOCKS
 from tests.fakes.faults import ERRORS, Call, Faults, calls
+from tests.fakes.power_loss import changes, losses, rebuild
 from tests.fakes.saving import EVERY, STEPS, SavedRun
 
 A_WHILE = 1000
@@ -108,3 +110,22 @@ def test_every_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank:
         except BaseException as error:
             error.add_note(f"call {call.number}: {call.name} {call.path}, {shape}")
             raise
+
+
+def test_power_may_fail_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every checkpoint that is there afterwards is whole, and of a run that had ended the last one is there."""
+    run, record = SavedRun(tmp_path / "run"), tmp_path / "record"
+    assert saved(run, Faults(run.checkpoints, '"rank": ', record=record), monkeypatch)
+    made = changes(record)
+    assert {change.call for change in made} >= {"create", "write", "sync", "rename", "link", "unlink", "mkdir"}
+    seen = set()
+    for end in range(len(made) + 1):
+        for number, left in enumerate(losses(made[:end], end, 3)):
+            again = SavedRun(tmp_path / f"{end}-{number}")
+            rebuild(left, run.checkpoints.resolve(), again.checkpoints)
+            found = steps(again.checkpoints)
+            assert [again.state(step) for step in found] == [again.expected(step) for step in found], (end, number)
+            assert end < len(made) or STEPS in found, number
+            seen.update(found)
+            shutil.rmtree(again.folder)
+    assert seen == {*range(EVERY, STEPS + 1, EVERY)}

@@ -1,0 +1,147 @@
+"""What a power loss leaves of a folder: the calls that ``faults.c`` has recorded, less some that were not synced.
+
+The model is that of ALICE (Pillai et al., OSDI 2014) for file systems that order the changes of one folder among
+themselves and nothing else: a synced folder has all its names, another one those of a beginning of its changes since;
+of a file whatever was written since its last sync may be there or not, and reads as zeros where it is not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NAMES = ("create", "mkdir", "link", "rename", "unlink", "rmdir")
+DATA = ("write", "truncate", "extend")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A recorded call. ``number`` is the offset of a write, the length of a truncation; ``file`` outlives its names."""
+
+    call: str
+    file: int
+    number: int
+    path: Path
+    other: Path
+    data: bytes
+
+    @property
+    def folder(self) -> Path:
+        """The folder whose names it changes."""
+        return (self.other if self.call in ("link", "rename") else self.path).parent
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The names as the programs saw them, to follow files through their renames. Numbers of inodes are used again."""
+
+    names: dict[Path, int] = field(default_factory=dict)
+    files: dict[int, int] = field(default_factory=dict)
+    made: int = 0
+
+    def file(self, call: str, inode: int, path: Path, other: Path) -> int:
+        """The file that a call is about, by a number of its own."""
+        if call in ("create", "mkdir"):
+            self.made += 1
+            self.files[inode] = self.names[path] = self.made
+            return self.made
+        if call == "rename":
+            self.names[other] = self.names.pop(path)
+            return self.names[other]
+        if call == "link":
+            self.names[other] = self.names[path]
+            return self.names[other]
+        if call in ("unlink", "rmdir"):
+            return self.names.pop(path)
+        return self.files.get(inode, 0)
+
+
+def changes(record: Path) -> list[Change]:
+    """The calls in a record of ``faults.c``, in their order. A folder that existed before has the file 0."""
+    content, at, seen, found = record.read_bytes(), 0, _Seen(), list[Change]()
+    while at < len(content):
+        end = content.index(b"\n", at)
+        call, inode, number, length, rest = content[at:end].decode().split(" ", 4)
+        path, other = (Path(text) for text in rest.split("\t"))
+        at = end + 1 + int(length)
+        file = seen.file(call, int(inode), path, other)
+        found.append(Change(call, file, int(number), path, other, content[end + 1 : at]))
+    return found
+
+
+def after(done: Sequence[Change], rng: random.Random | None, *, names: bool) -> tuple[dict[Path, bytes], set[Path]]:
+    """Files and folders that are left if power fails after ``done``.
+
+    Of what was not synced ``rng`` chooses; without it no data is left, and the names are there if ``names``.
+    """
+    synced_names: dict[Path, int] = {}
+    synced_data: dict[int, int] = {}
+    for at, change in enumerate(done):
+        if change.call == "sync":
+            synced_names[change.path] = synced_data[change.file] = at
+    beginnings = {
+        folder: rng.randint(synced_names.get(folder, 0), len(done)) if rng else len(done) if names else -1
+        for folder in {change.folder for change in done if change.call in NAMES}
+    }
+    found: dict[Path, int] = {}
+    folders: set[Path] = set()
+    contents: dict[int, bytearray] = {}
+    for at, change in enumerate(done):
+        if change.call in NAMES:
+            contents.setdefault(change.file, bytearray())
+            if at <= max(synced_names.get(change.folder, -1), beginnings[change.folder]):
+                _rename(change, found, folders)
+        elif change.call in DATA and (at <= synced_data.get(change.file, -1) or (rng and rng.random() < 0.5)):
+            _write(change, contents.setdefault(change.file, bytearray()))
+    whole = {path for path in folders if all(above in folders for above in path.parents if _inside(above, done))}
+    return {
+        path: bytes(contents[file])
+        for path, file in found.items()
+        if path not in folders and (path.parent in whole or not _inside(path.parent, done))
+    }, whole
+
+
+def _inside(path: Path, done: Sequence[Change]) -> bool:
+    """Whether the programs have made the folder ``path``."""
+    return any(change.call == "mkdir" and change.path == path for change in done)
+
+
+def _rename(change: Change, found: dict[Path, int], folders: set[Path]) -> None:
+    if change.call == "mkdir":
+        folders.add(change.path)
+    if change.call in ("create", "mkdir"):
+        found[change.path] = change.file
+        return
+    if change.call in ("rename", "link"):
+        found[change.other] = change.file
+    if change.call != "link":
+        found.pop(change.path, None)
+        folders.discard(change.path)
+
+
+def _write(change: Change, content: bytearray) -> None:
+    if change.call == "truncate":
+        del content[change.number :]
+    end = change.number + len(change.data)
+    content.extend(bytes(max(0, end - len(content))))
+    content[change.number : end] = change.data
+
+
+def losses(done: Sequence[Change], seed: int, times: int) -> Iterator[tuple[Mapping[Path, bytes], set[Path]]]:
+    """What different losses of power leave after ``done``: nothing unsynced, all names without data, and a choice."""
+    yield after(done, None, names=False)
+    yield after(done, None, names=True)
+    for number in range(times):
+        yield after(done, random.Random(1000 * seed + number), names=False)
+
+
+def rebuild(left: tuple[Mapping[Path, bytes], set[Path]], old: Path, new: Path) -> None:
+    """Make in ``new`` what is left of ``old``."""
+    files, folders = left
+    new.mkdir(parents=True)
+    for folder in sorted(folders):
+        (new / folder.relative_to(old)).mkdir(parents=True, exist_ok=True)
+    for path, content in files.items():
+        (new / path.relative_to(old)).write_bytes(content)
