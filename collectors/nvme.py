@@ -38,20 +38,15 @@ SPARE = _nvme("available_spare_ratio", "Share of the spare blocks that is left."
 SPARE_LIMIT = _nvme("available_spare_threshold_ratio", "Share of spare blocks at which the drive warns.", "ratio")
 WARNING = _nvme("critical_warning", "1 if the drive gives this warning.", "", "warning")
 MEDIA_ERRORS = _nvme("media_errors_total", "Data that could not be read back as written.", kind="counter")
-LOG_ENTRIES = _nvme(
-    "error_log_entries_total", "Entries in the drive's error log, harmless ones included.", kind="counter"
-)
 WRITTEN = _nvme("written_bytes_total", "Data written by the host in the drive's life.", "bytes", kind="counter")
-READ = _nvme("read_bytes_total", "Data read by the host in the drive's life.", "bytes", kind="counter")
 POWER_ON = _nvme("power_on_seconds_total", "Time the drive was powered.", "seconds", kind="counter")
-UNSAFE_SHUTDOWNS = _nvme("unsafe_shutdowns_total", "Times the drive lost power unprepared.", kind="counter")
 OVERHEATED = _nvme(
     "overheated_seconds_total", "Time spent above the temperature limit.", "seconds", "limit", kind="counter"
 )
 
 METRICS: Final = (
-    INFO, LIVE, READABLE, TEMPERATURE, WEAR, SPARE, SPARE_LIMIT, WARNING, MEDIA_ERRORS, LOG_ENTRIES, WRITTEN, READ,
-    POWER_ON, UNSAFE_SHUTDOWNS, OVERHEATED,
+    INFO, LIVE, READABLE, TEMPERATURE, WEAR, SPARE, SPARE_LIMIT, WARNING, MEDIA_ERRORS, WRITTEN, POWER_ON,
+    OVERHEATED,
 )  # fmt: skip
 LABELS: Final = {
     "controller": "NVMe drives, 64 at most",
@@ -89,12 +84,9 @@ class Smart(NamedTuple):
     spare: float
     spare_limit: float
     wear: float
-    read_bytes: int
     written_bytes: int
     power_on_s: int
-    unsafe_shutdowns: int
     media_errors: int
-    log_entries: int
     warm_s: int
     hot_s: int
 
@@ -104,7 +96,7 @@ def parse_smart(log: bytes) -> Smart:
     if len(log) < _SMART_BYTES or not any(log):
         raise ValueError(f"a SMART log has {_SMART_BYTES} bytes and is not all zero; this one has {len(log)}")
     warning, kelvin, spare, spare_limit, used = _SMART_HEAD.unpack_from(log)
-    read, written, _, _, _, _, hours, unsafe, media, entries = (
+    _, written, _, _, _, _, hours, _, media, _ = (
         int.from_bytes(log[at : at + _COUNTER_BYTES], "little")
         for at in range(_COUNTERS_AT, _OVERHEATED_AT, _COUNTER_BYTES)
     )
@@ -116,12 +108,9 @@ def parse_smart(log: bytes) -> Smart:
         spare=spare / 100,
         spare_limit=spare_limit / 100,
         wear=used / 100,
-        read_bytes=read * _DATA_UNIT_BYTES,
         written_bytes=written * _DATA_UNIT_BYTES,
         power_on_s=hours * 3600,
-        unsafe_shutdowns=unsafe,
         media_errors=media,
-        log_entries=entries,
         warm_s=warm_minutes * 60,
         hot_s=hot_minutes * 60,
     )
@@ -135,8 +124,7 @@ def smart_samples(controller: str, smart: Smart) -> Iterator[Sample]:
         yield Sample(WARNING, float(warning in smart.warnings), (controller, warning))
     for metric, value in (
         (WEAR, smart.wear), (SPARE, smart.spare), (SPARE_LIMIT, smart.spare_limit), (MEDIA_ERRORS, smart.media_errors),
-        (LOG_ENTRIES, smart.log_entries), (WRITTEN, smart.written_bytes), (READ, smart.read_bytes),
-        (POWER_ON, smart.power_on_s), (UNSAFE_SHUTDOWNS, smart.unsafe_shutdowns),
+        (WRITTEN, smart.written_bytes), (POWER_ON, smart.power_on_s),
     ):  # fmt: skip
         yield Sample(metric, value, (controller,))
     yield Sample(OVERHEATED, smart.warm_s, (controller, "warning"))
@@ -201,7 +189,8 @@ class NvmeCollector:
         controller = drive.name
         about = tuple(_text(drive / name) for name in ("model", "serial", "firmware_rev"))
         yield Sample(INFO, 1, (controller, *about))
-        yield Sample(LIVE, float(_text(drive / "state") == "live"), (controller,))
+        if state := _text(drive / "state"):
+            yield Sample(LIVE, float(state == "live"), (controller,))
         try:
             smart = parse_smart(self._read_smart(self._dev / controller))
         except (OSError, ValueError):

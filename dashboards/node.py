@@ -125,6 +125,42 @@ ERRORS = row(
     ),
 )  # fmt: skip
 
+HOST = row(
+    "Host",
+    graph(
+        "Memory", "What can be had without swapping, and what is swapped out.", "bytes",
+        Query(f"opsd_host_memory_available_bytes{{{NODE}}}", "available"),
+        Query(f"opsd_host_swap_used_bytes{{{NODE}}}", "swapped out"), width=8,
+    ),
+    graph(
+        "Tasks", "Tasks that run or wait for a processor or a disk, and those of them that wait for a disk.", "none",
+        Query(f'opsd_host_load_average{{{NODE}, minutes="1"}}', "load, 1 minute"),
+        Query(f"opsd_host_tasks_blocked{{{NODE}}}", "blocked"), width=8, top=1,
+    ),
+    graph(
+        "Heat", "Thermal zones of the host, and the composite temperature of its NVMe drives.", "celsius",
+        Query(f"opsd_thermal_zone_celsius{{{NODE}}}", "{{zone}} {{type}}"),
+        Query(f'opsd_storage_nvme_temperature_celsius{{{NODE}, sensor="composite"}}', "{{controller}}"), width=8,
+        empty="no sensors",
+    ),
+    graph(
+        "Network held up", "Ticks a second in which a port had data and no credit to send it; their length is the "
+        "adapter's. And congestion notifications a second.", "none",
+        Query(f"rate(opsd_ib_transmit_wait_ticks_total{{{NODE}}}[$__rate_interval]) > 0", "{{device}} waits"),
+        Query(f"rate(opsd_ib_congestion_events_total{{{NODE}}}[$__rate_interval]) > 0", "{{device}} {{event}}"),
+        width=8, top=1, empty="not held up",
+    ),
+    graph(
+        "Clock", "How far the clock may be off, by the kernel; missing while no time service keeps it.", "s",
+        Query(f"opsd_host_clock_max_error_seconds{{{NODE}}}", "at most"),
+        Query(f"abs(opsd_host_clock_offset_seconds{{{NODE}}})", "known offset"), width=8, empty="not synchronised",
+    ),
+    graph(
+        "Disks busy", "Share of time in which each disk had something to do.", "percentunit",
+        Query(f"rate(opsd_storage_busy_seconds_total{{{NODE}}}[$__rate_interval])", "{{device}}"), width=8,
+    ),
+)  # fmt: skip
+
 TRAINING = row(
     "Training",
     graph(
@@ -181,5 +217,5 @@ def build() -> dashboard.Dashboard:
         "One GPU node and what runs on it, from its opsd agent.",
         variables,
         within=NODE,
-        rows=(NOW, GPUS, ERRORS, TRAINING, AGENT),
+        rows=(NOW, GPUS, ERRORS, HOST, TRAINING, AGENT),
     )

@@ -1,4 +1,4 @@
-"""The node's wall clock was stepped, or runs away."""
+"""The node's wall clock was stepped, runs away, or is not corrected any more."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from collections.abc import Iterator
 
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.signals import latest, text
 
 BOOTED = "opsd_host_boot_time_seconds"
 """The kernel derives it from the wall clock, so that it moves by as much as that is stepped."""
+
+SYNCHRONISED, OFFSET = "opsd_host_clock_synchronized", "opsd_host_clock_offset_seconds"
+MAX_ERROR = "opsd_host_clock_max_error_seconds"
+"""The kernel adds 0.5 ms a second since the last correction; from 16 s on it takes the clock for not synchronised."""
+
+UNCORRECTED_S, CORRECTED_S = 5.0, 1.0
+"""Errors possible. Time services correct every half hour at least, which keeps them below one second."""
+
+DRIFT = 500e-6
 
 WINDOW_S = STEADY_S = 300.0
 STEP_S = 3.0
@@ -30,6 +40,29 @@ def _detect(view: View) -> Iterator[Finding]:
     moved = _moved(view, WINDOW_S)
     if moved is not None and abs(moved) >= STEP_S:
         yield _finding(view, moved)
+    error = latest(view, MAX_ERROR)
+    if error is not None and error >= UNCORRECTED_S:
+        yield _uncorrected(view, error)
+
+
+def _uncorrected(view: View, error: float) -> Finding:
+    """The time service has stopped. A clock that no service has ever kept, as a container's, has no such error."""
+    hours, offset = error / DRIFT / 3600.0, latest(view, OFFSET)
+    facts = [
+        f"the kernel says that the clock may be {error:.1f} s off: the last correction was about {hours:.0f} h ago",
+        f"{1e3 * offset:.1f} ms of that correction are left" if offset else "",
+    ]
+    return Finding(
+        kind="clock_skew",
+        key=f"{view.node}/uncorrected",
+        severity=Severity.WARNING,
+        summary=f"no time service has corrected the clock of {view.node} for about {hours:.0f} hours",
+        culprit=Culprit("node", view.node, detail="time service"),
+        confidence=0.9,
+        evidence=tuple(Evidence(fact, "kernel", view.wall) for fact in facts if fact),
+        cost=Cost(text="nothing itself; once the clock is minutes off, Slurm refuses the node"),
+        data={"what": "uncorrected"},
+    )
 
 
 def _finding(view: View, moved: float) -> Finding:
@@ -37,6 +70,8 @@ def _finding(view: View, moved: float) -> Finding:
     how = f"{abs(moved):.0f} s {'forward' if moved > 0 else 'back'}"
     refused = f"more than the {CREDENTIAL_S:.0f} s that MUNGE tolerates" if abs(moved) > CREDENTIAL_S else ""
     fact = f"the wall clock went {how} against the monotonic one within five minutes"
+    kept = {1.0: "a time service keeps the clock", 0.0: "no time service keeps the clock"}
+    state = kept.get(-1.0 if (known := latest(view, SYNCHRONISED)) is None else known, "")
     return Finding(
         kind="clock_skew",
         key=view.node,
@@ -44,14 +79,17 @@ def _finding(view: View, moved: float) -> Finding:
         summary=f"the clock of {view.node} was moved {how}",
         culprit=Culprit("node", view.node, detail="wall clock"),
         confidence=0.95,
-        evidence=tuple(Evidence(text, "host", view.wall) for text in (fact, refused) if text),
+        evidence=tuple(Evidence(said, "host", view.wall) for said in (fact, refused, state) if said),
         cost=Cost(text="nothing itself; Slurm and logs that are compared with other nodes may suffer" if ranks else ""),
         job=ranks[0].job if ranks else "",
     )
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once the clock has been steady for five minutes; whether it is right only others can tell."""
+    """True once the clock is corrected again, or has been steady for five minutes; others tell whether it is right."""
+    if text(incident.data, "what") == "uncorrected":
+        error = latest(view, MAX_ERROR)
+        return error < CORRECTED_S if error is not None else None
     series = view.select(BOOTED)
     if not series or series[0].last is None:
         return None
@@ -63,12 +101,13 @@ def _healed(incident: Incident, view: View) -> bool | None:
 RUNBOOK = Runbook(
     kind="clock_skew",
     guide=Guide.parse("""
-# The clock was stepped
+# The clock was stepped, or nobody corrects it
 
 ## Meaning
 The node's wall clock jumped by at least 3 s against the monotonic clock. A person set it, or time synchronisation
 corrected it. It was wrong either before or after the step; the incident does not know which. Constant offsets and
-offsets of less than 3 s are not detected.
+offsets of less than 3 s are not detected. Or the time service has stopped: nothing has corrected the clock for hours,
+and it drifts from those of other nodes. A clock that no service has kept is not reported.
 
 ## Impact
 Training and opsd's own measurements are not affected. With an offset of more than five minutes, Slurm and other users
@@ -85,10 +124,11 @@ compared.
 ## Mitigation
 - The clock is right now: nothing to do, the incident resolves by itself.
 - The clock is wrong now: `chronyc makestep`, and find out what set it.
+- Nobody corrects it: start the time service (`systemctl restart chronyd`), and find out why it had stopped.
 - It drifts again: the board's clock or battery is faulty; drain (`opsd drain NODE --incident ID --reason WHY`).
 
 ## What opsd does by itself
-- observe: opens the incident; resolves it once the clock had no step for five minutes.
+- observe: opens the incident; resolves it once the clock had no step for five minutes, or is corrected again.
 - recommend, act: the same, and notifies. It never sets a clock.
 """),
     first=("chronyc tracking",),

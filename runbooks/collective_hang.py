@@ -9,9 +9,10 @@ from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_unsupervised
 from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
-from opsd.runbooks.lib.signals import counted, integer, integers, number, text
+from opsd.runbooks.lib.signals import counted, integer, integers, latest, number, text
 from opsd.runbooks.rank_hang import hangs, limit_of, moved_on, reported_states, state_of, waits_for_others
 
+RAS_UP = "opsd_nccl_ras_up"
 NAMES_EARLY_S = 30.0
 """NCCL may have reported the fault this many seconds before the hang was detected."""
 
@@ -87,6 +88,8 @@ def _diagnose(finding: Finding, view: View) -> Finding:
     found = next(((culprit, sure) for culprit, sure in named if culprit is not None), None)
     evidence = [Evidence(event.message, source, event.at) for event, source in told[-4:]]
     evidence += [Evidence(event.message, "rank log", event.at) for event in logs[-2:]]
+    if not told and latest(view, RAS_UP) == 0:
+        evidence.append(Evidence("NCCL's RAS service does not answer: it names no rank", "NCCL RAS", view.wall))
     finding = replace(finding, evidence=(*finding.evidence, *evidence))
     return finding if found is None else replace(finding, culprit=found[0], confidence=found[1])
 

@@ -1,48 +1,57 @@
-"""The driver replaces a bad row of GPU memory: the replacement waits for a reset, or has failed."""
+"""The driver replaces bad memory of a GPU: the replacement of a row or page waits for a reset, or has failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.runbooks.base import Action, Cause, Finding, Guide, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import gpu_culprit, job_evidence, newest, told
+from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import text
 from opsd.runbooks.lib.xids import of_its_memory
 
-PENDING = "opsd_gpu_row_remap_pending"
 FAILED = "DCGM_FI_DEV_ROW_REMAP_FAILURE"
-ROWS = "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS"
+ROWS, PAGES = "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS", "opsd_gpu_retired_pages"
+FLAGS: Mapping[str, str] = {
+    FAILED: "remapping a row of its memory has failed",
+    "opsd_gpu_row_remap_pending": "a remapped row of its memory waits for a reset",
+    "opsd_gpu_retired_pages_pending": "retired pages of its memory wait for a reset",
+}
+"""What each flag says, the worst first. GPUs before Ampere retire pages, later ones remap rows."""
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    failed = {uuid for uuid, value in newest(view, FAILED).items() if value}
-    pending = {uuid for uuid, value in newest(view, PENDING).items() if value}
-    if failed or pending:
-        rows = newest(view, ROWS)
-        indexes = {gpu.uuid: gpu.index for gpu in view.gpus}
-        for uuid in sorted((failed | pending) & indexes.keys()):
-            yield _finding(view, uuid, indexes[uuid], uuid in failed, rows.get(uuid))
+    said: dict[str, str] = {}
+    for flag in FLAGS:
+        for uuid, value in newest(view, flag).items():
+            if value:
+                said.setdefault(uuid, flag)
+    for gpu in view.gpus if said else ():
+        if gpu.uuid in said:
+            yield _finding(view, gpu.uuid, gpu.index, said[gpu.uuid])
 
 
-def _finding(view: View, uuid: str, gpu: int, failed: bool, rows: float | None) -> Finding:
-    what = "remapping a row of its memory has failed" if failed else "a remapped row of its memory waits for a reset"
+def _finding(view: View, uuid: str, gpu: int, flag: str) -> Finding:
+    what = FLAGS[flag]
     culprit, rank = gpu_culprit(view, gpu, what)
+    rows, pages = newest(view, ROWS).get(uuid), sum(series.last or 0.0 for series in by_gpu(view, PAGES).get(uuid, ()))
     remapped = f"{rows:.0f} rows were remapped after uncorrectable errors so far" if rows is not None else ""
+    retired = f"{pages:.0f} pages were retired so far" if pages else ""
     return Finding(
         kind="gpu_row_remap",
         key=uuid,
-        severity=Severity.CRITICAL if failed else Severity.WARNING,
+        severity=Severity.CRITICAL if flag == FAILED else Severity.WARNING,
         summary=f"GPU {gpu}: {what}",
         culprit=culprit,
         confidence=0.98,
         evidence=(
-            *told(view, uuid, FAILED if failed else PENDING, f"GPU {gpu}: {what}"),
+            *told(view, uuid, flag, f"GPU {gpu}: {what}"),
             *told(view, uuid, ROWS, remapped),
+            *told(view, uuid, PAGES, retired),
             job_evidence(view, rank),
         ),
         job=rank.job if rank else "",
-        data={"uuid": uuid, "gpu": gpu},
+        data={"uuid": uuid, "gpu": gpu, "flag": flag},
     )
 
 
@@ -54,9 +63,9 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    uuid = text(incident.data, "uuid")
-    pending, failed = newest(view, PENDING).get(uuid), newest(view, FAILED).get(uuid)
-    return None if pending is None or failed is None else not pending and not failed
+    uuid, flag = text(incident.data, "uuid"), text(incident.data, "flag") or FAILED
+    values = {flag: newest(view, flag).get(uuid) for flag in FLAGS}
+    return None if values.get(flag) is None else not any(values.values())
 
 
 RUNBOOK = Runbook(
@@ -66,7 +75,8 @@ RUNBOOK = Runbook(
 
 ## Meaning
 After memory errors the GPU replaces the bad row by a spare one. Pending: the remap takes effect at the next reset;
-until then errors may come back. Failed: no spare row is left in that bank, and the GPU must be replaced.
+until then errors may come back. Failed: no spare row is left in that bank, and the GPU must be replaced. GPUs before
+Ampere retire pages instead of rows; NVIDIA replaces a GPU from about 60 retired pages on.
 
 ## Impact
 Pending: none now, but the next error in the same row may end the rank. Failed: do not train on it.

@@ -10,6 +10,7 @@ from opsd.runbooks.lib.signals import latest, seconds_spent
 
 TOTAL, AVAILABLE = "opsd_host_memory_total_bytes", "opsd_host_memory_available_bytes"
 SHARED, PRESSURE = "opsd_host_memory_shared_bytes", "opsd_host_pressure_seconds_total"
+SWAPPED = "opsd_host_swap_used_bytes"
 
 LOW, CRITICAL = 0.05, 0.02
 """Share of the memory that can still be had without swapping."""
@@ -39,11 +40,13 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _finding(view: View, available: float, share: float, stalled: float) -> Finding:
     total, shared = latest(view, TOTAL) or 1.0, latest(view, SHARED) or 0.0
+    swapped = latest(view, SWAPPED) or 0.0
     ranks = [rank for rank in view.ranks if rank.live]
     facts = [
         f"{available / GIB:.1f} GiB ({share:.1%}) of the memory are left",
         f"all tasks waited for memory in {stalled:.0%} of the last {PRESSURE_S:.0f} s" if stalled else "",
         f"{shared / GIB:.0f} GiB are shared memory" if shared > LARGE_SHARED * total else "",
+        f"{swapped / GIB:.1f} GiB are swapped out" if swapped >= GIB / 10 else "",
     ]
     return Finding(
         kind="host_memory",
@@ -77,7 +80,8 @@ The kernel will kill a process, often a rank or a loader as the largest, and the
 becomes slow, loaders first.
 
 ## Diagnosis
-1. `opsd incidents show ID`: available memory, whether tasks are stalled, and whether shared memory is the cause.
+1. `opsd incidents show ID`: available memory, whether tasks are stalled, what is swapped out, and whether
+   shared memory is the cause.
 2. `ps -eo pid,rss,comm --sort=-rss`: loaders that grow with every epoch, several copies of an index, an unrelated
    process.
 3. `df -h /dev/shm` and `ls -laS /dev/shm`: staged checkpoints, segments left by dead processes.

@@ -12,6 +12,8 @@ from opsd.runbooks.lib.signals import growth, latest, text
 WEAR, WRITTEN = "opsd_storage_nvme_wear_ratio", "opsd_storage_nvme_written_bytes_total"
 POWER_ON, INFO = "opsd_storage_nvme_power_on_seconds_total", "opsd_storage_nvme_info"
 WARNING, MEDIA_ERRORS = "opsd_storage_nvme_critical_warning", "opsd_storage_nvme_media_errors_total"
+LIVE, OVERHEATED = "opsd_storage_nvme_live", "opsd_storage_nvme_overheated_seconds_total"
+SPARE, SPARE_LIMIT = "opsd_storage_nvme_available_spare_ratio", "opsd_storage_nvme_available_spare_threshold_ratio"
 
 WINDOW_S = 600.0
 DAY_S = 86_400.0
@@ -20,6 +22,9 @@ HORIZON_DAYS = 30.0
 
 LASTING_S = 3 * 3600.0
 """How long a pace must last that is faster than that of the drive's life: checkpoints and the staging of data end."""
+
+RESET_S = 150.0
+"""Longer than the kernel needs to reset a controller, also if two questions to the drive meet resets."""
 
 LEAST_WEAR = 0.2
 """Drives tell wear in whole percent: below this its pace is not known well enough."""
@@ -62,6 +67,11 @@ def _warnings(view: View, controller: str) -> Iterator[_Fault]:
             yield _Fault(MEANINGS.get(warning, warning), warning in GRAVE)
 
 
+def _dead(view: View, controller: str) -> Iterator[_Fault]:
+    if latest(view, LIVE, controller=controller) == 0:
+        yield _Fault("the kernel cannot use its controller", grave=True, lasting_s=RESET_S)
+
+
 def _media_errors(view: View, controller: str) -> Iterator[_Fault]:
     for series in view.select(MEDIA_ERRORS, controller=controller):
         if series.last is not None and (errors := growth(series, WINDOW_S)) >= 1:
@@ -84,7 +94,7 @@ def _worn(view: View, controller: str) -> Iterator[_Fault]:
 
 
 def _faults(view: View, controller: str) -> list[_Fault]:
-    return [fault for find in (_warnings, _media_errors, _worn) for fault in find(view, controller)]
+    return [fault for find in (_warnings, _dead, _media_errors, _worn) for fault in find(view, controller)]
 
 
 def _detect(view: View) -> Iterator[Finding]:
@@ -93,11 +103,21 @@ def _detect(view: View) -> Iterator[Finding]:
             yield _finding(view, controller, faults)
 
 
+def _beside(view: View, controller: str) -> Iterator[str]:
+    """What its SMART log says besides: spare blocks and heat."""
+    spare, limit = (latest(view, metric, controller=controller) for metric in (SPARE, SPARE_LIMIT))
+    if spare is not None and limit is not None:
+        yield f"{spare:.0%} of its spare blocks are left; it warns below {limit:.0%}"
+    if hot := sum(series.last or 0.0 for series in view.select(OVERHEATED, controller=controller)):
+        yield f"it was hotter than its limits for {hot / 60:.0f} minutes of its life"
+
+
 def _finding(view: View, controller: str, faults: Sequence[_Fault]) -> Finding:
     drive = next(series.labels for series in view.select(INFO, controller=controller))
     ranks = [rank for rank in view.ranks if rank.live]
     grave = any(fault.grave for fault in faults)
-    facts = [*(fault.what for fault in faults), f"{drive['model']}, serial number {drive['serial']}"]
+    model = f"{drive['model']}, serial number {drive['serial']}"
+    facts = [*(fault.what for fault in faults), model, *_beside(view, controller)]
     return Finding(
         kind="nvme_failing",
         key=f"{view.node}/{controller}/{drive['serial']}",
@@ -130,9 +150,10 @@ RUNBOOK = Runbook(
 # An NVMe drive is failing
 
 ## Meaning
-The drive reports a critical warning (spare blocks, heat, reliability, read-only) or media errors, or its rated
-endurance will be used up within 30 days. The prediction is the wear per byte written so far, times the present or the
-average write rate, whichever is higher; the present one counts once it has lasted for three hours.
+The drive reports a critical warning (spare blocks, heat, reliability, read-only) or media errors, the kernel has not
+been able to use its controller for some minutes, or its rated endurance will be used up within 30 days. The prediction
+is the wear per byte written so far, times the present or the average write rate, whichever is higher; the present one
+counts once it has lasted for three hours.
 
 ## Impact
 Staged shards and local checkpoints on it may be lost. A drive that becomes read-only fails every save to it; training

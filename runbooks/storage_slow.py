@@ -10,10 +10,11 @@ from opsd.collectors.base import Event
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import growth, latest, level, number, text
+from opsd.runbooks.lib.signals import counted, growth, latest, level, number, text
 
 DISK, NFS = "opsd_storage_io_latency_seconds", "opsd_storage_nfs_latency_seconds"
 REFAULTS = "opsd_storage_page_refaults_total"
+BLOCKED = "opsd_host_tasks_blocked"
 REACHABLE, COLLECTOR = "opsd_storage_reachable", "opsd_collector_state"
 
 RECENT_S, LEAST_RECENT, LATEST = 30.0, 10, 5
@@ -165,6 +166,9 @@ def _finding(view: View, slow: _Slow, evicted: float) -> Finding:
     share, ranks = _waiting(view), [rank for rank in view.ranks if rank.live]
     again = f"{evicted:.0f} pages a second are read again soon after they were evicted" if evicted else ""
     waits = f"ranks wait for data in {share:.0%} of their time" if share >= COSTLY else ""
+    stuck = int(latest(view, BLOCKED) or 0)
+    blocked = f"{counted(stuck, 'task')} of the node blocked on input or output" if stuck else ""
+    facts = ((slow.what, slow.source), (again, "page cache"), (waits, "rank pages"), (blocked, "host"))
     errors = view.events("network_filesystem_error", LOST_S) if slow.source == "kernel log" else ()
     detail = f"{slow.detail}: evicts what is read again" if evicted else slow.detail
     return Finding(
@@ -174,11 +178,7 @@ def _finding(view: View, slow: _Slow, evicted: float) -> Finding:
         summary=f"{view.node}: {slow.what or again}",
         culprit=Culprit("storage", view.node, detail=detail),
         confidence=0.85 if slow.what else 0.7,
-        evidence=tuple(
-            Evidence(fact, source, view.wall)
-            for fact, source in ((slow.what, slow.source), (again, "page cache"), (waits, "rank pages"))
-            if fact
-        )
+        evidence=tuple(Evidence(fact, source, view.wall) for fact, source in facts if fact)
         + tuple(Evidence(event.message, "kernel log", event.at) for event in errors[-ERRORS_QUOTED:]),
         cost=lost(view, max(ranks, key=lambda rank: rank.world_size), share, counted_s=RECENT_S) if waits else Cost(),
         job=ranks[0].job if ranks else "",

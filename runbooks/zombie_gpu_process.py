@@ -13,7 +13,7 @@ from opsd.runbooks.lib.runs import run_of
 from opsd.runbooks.lib.signals import text
 
 PROCESSES, USED = "opsd_gpu_processes", "DCGM_FI_DEV_FB_USED"
-DEAD_PROCESSES = "opsd_gpu_orphan_processes"
+DEAD_PROCESSES, DEAD_MEMORY = "opsd_gpu_orphan_processes", "opsd_gpu_orphan_memory_bytes"
 JOBS = "opsd_slurm_jobs"
 
 LEAST_MIB = 2048.0
@@ -119,6 +119,8 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _finding(view: View, gpu: GpuFact, what: str, used: float | None) -> Finding:
     memory = f"{used / 1024:.1f} GiB of GPU {gpu.index} are in use" if used is not None else ""
+    dead = newest(view, DEAD_MEMORY).get(gpu.uuid)
+    kept = f"{dead / 2**30:.1f} GiB of it by processes that are dead" if dead else ""
     return Finding(
         kind="zombie_gpu_process",
         key=gpu.uuid,
@@ -128,7 +130,7 @@ def _finding(view: View, gpu: GpuFact, what: str, used: float | None) -> Finding
         confidence=0.85,
         evidence=(
             *told(view, gpu.uuid, PROCESSES, f"GPU {gpu.index}: {what}"),
-            *told(view, gpu.uuid, USED, memory),
+            *told(view, gpu.uuid, USED, memory, kept),
         ),
         cost=Cost(text="the next rank on this GPU may run out of memory, or shares it with a stranger"),
         data={"uuid": gpu.uuid},

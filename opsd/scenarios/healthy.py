@@ -74,6 +74,9 @@ def host() -> Iterator[Course]:
     yield host_collector.MEMORY_SHARED, (), Signal(40 * GIB)
     yield host_collector.SWAP_TOTAL, (), Signal(0)
     yield host_collector.SWAP_USED, (), Signal(0)
+    yield host_collector.CLOCK_SYNCED, (), Signal(1)
+    yield host_collector.CLOCK_OFFSET, (), Signal(1e-5)
+    yield host_collector.CLOCK_ERROR, (), Signal(0.02)
     for resource in host_collector.RESOURCES:
         for kind in ("some", "full"):
             yield host_collector.PRESSURE, (resource, kind), Signal(100, rate=0.001)

@@ -14,6 +14,7 @@ CLOCK = "DCGM_FI_DEV_SM_CLOCK"
 POWER_LIMIT, POWER_DEFAULT = "opsd_gpu_power_limit_watts", "opsd_gpu_power_limit_default_watts"
 REASONS = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS"
 PRESSURE = "opsd_host_pressure_seconds_total"
+COOLING = "opsd_thermal_cooling_ratio"
 BEHIND = 0.95
 """A clock or limit below this share of what it should be explains a slow rank."""
 SET_BY_SOMEBODY = 0x2
@@ -51,6 +52,8 @@ def _causes(view: View, gpu: int | None) -> Iterator[SlowCause]:
         yield from _clock(view, gpu)
     if view.known("host"):
         yield from _host(view)
+    if view.known("thermal"):
+        yield from _heat(view)
 
 
 def _indexes(view: View) -> dict[str, int]:
@@ -93,3 +96,12 @@ def _host(view: View) -> Iterator[SlowCause]:
             if share > PRESSURE_SHARE and len(series.values(LOOK_S)) > 1:
                 said = f"tasks on this node waited for {words} in {share:.0%} of the last {LOOK_S:.0f} s"
                 yield SlowCause("node", f"{resource} pressure", (Evidence(said, "kernel", view.wall),))
+
+
+def _heat(view: View) -> Iterator[SlowCause]:
+    """Processors that the kernel has held back all the time. Other cooling devices, as fans, are there to be used."""
+    for series in view.select(COOLING, type="Processor"):
+        ratios = [value for _, value in series.values(LOOK_S)]
+        if len(ratios) > 1 and series.last and min(ratios) > 0:
+            said = f"the kernel holds processors back for their heat, by {series.last:.0%} of what it can"
+            yield SlowCause("node", "processor heat", (Evidence(said, "kernel", view.wall),))
