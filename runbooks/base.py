@@ -35,6 +35,10 @@ class State(StrEnum):
     ESCALATED = "escalated"
 
 
+SHARED_MOUNT = "shared_mount"
+"""Field of an incident's data: where the network file system is mounted that it is about, if it is about one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Culprit:
     """The cause. ``component`` is one of: rank, gpu, node, data, storage, network, user code, unknown."""

@@ -7,7 +7,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import (
+    SHARED_MOUNT,
+    Cost,
+    Culprit,
+    Evidence,
+    Finding,
+    Guide,
+    Incident,
+    Runbook,
+    Series,
+    Severity,
+    View,
+)
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import text
 
@@ -20,6 +32,8 @@ COUNTED = (
 """Source, what is counted, the series of all of it and of what is left. Of what two sources count the first counts."""
 
 READ_ONLY = "opsd_storage_read_only"
+SHARED = "opsd_storage_reachable"
+"""Only network file systems have this series."""
 
 LOW, CRITICAL = 0.05, 0.01
 """Share of space or inodes left."""
@@ -125,7 +139,7 @@ def _finding(view: View, mount: str, low: Sequence[_Room]) -> Finding:
         confidence=0.95 if any(room.share < LOW for room in low) else 0.7,
         evidence=(Evidence(f"{mount}: {said}", low[0].source, view.wall),),
         cost=Cost(text=f"checkpoints and logs of {', '.join(runs)} may not be written" if runs else ""),
-        data={"mount": mount},
+        data={"mount": mount, SHARED_MOUNT: mount if view.select(SHARED, mount=mount) else ""},
         lasting_s=min(room.lasting_s for room in low),
     )
 

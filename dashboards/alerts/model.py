@@ -75,6 +75,9 @@ class Alert:
             rule["keep_firing_for"] = self.keep
         if self.severity:
             rule["labels"] = {"severity": self.severity, **({"window": self.window} if self.window else {})}
+        elif self.scope == "cluster":
+            # promtool takes two rules of one name for one unless their labels differ.
+            rule["labels"] = {"severity": "{{ $labels.severity }}"}
         return {**rule, "annotations": self._annotations()}
 
     def _annotations(self) -> dict[str, str]:
@@ -131,9 +134,12 @@ class Group:
     interval: str = "15s"
 
 
-def incident(kind: str) -> str:
-    """Agents with an incident of ``kind``, by its severity and GPU; not one that somebody has, or that has a cause."""
-    mine = f'opsd_incidents{{kind="{kind}", state!~"acknowledged|symptom"}}'
+def incident(kind: str, *matchers: str) -> str:
+    """Agents with an incident of ``kind``, by its severity and GPU; not one that somebody has, or that has a cause.
+
+    ``matchers`` narrow them down by further labels.
+    """
+    mine = ", ".join((f'opsd_incidents{{kind="{kind}"', *matchers, 'state!~"acknowledged|symptom"}'))
     return f"sum by (cluster, instance, gpu, severity) ({mine}) > 0"
 
 

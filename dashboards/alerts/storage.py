@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from opsd.dashboards.alerts.model import Alert, Group, incident
 
-_SHARED = "opsd_storage_reachable"
-"""Only network file systems have this series."""
-_WRITABLE = "unless on (cluster, instance, mount) opsd_storage_read_only == 1"
+_OF_SHARED = 'opsd_incidents{kind="storage_full", mount!="", '
 
 
-def _full(scope: str, which: str) -> str:
-    """File systems that are nearly full by the runbook's rule: small share free, and few GiB or inodes free."""
-    on_mount = f"on ({scope}, mount)"
-    counted = f"max by ({scope}, mount) (\n  ({{}})\n  {which}\n  {_WRITABLE}\n)"
-    share = counted.format(
-        "opsd_host_filesystem_available_bytes / opsd_host_filesystem_size_bytes or "
-        "opsd_storage_available_bytes / opsd_storage_size_bytes"
-    )
-    left = counted.format("opsd_host_filesystem_available_bytes or opsd_storage_available_bytes")
-    inodes = counted.format(
-        "opsd_host_filesystem_inodes_free / opsd_host_filesystem_inodes or "
-        "opsd_storage_inodes_free / opsd_storage_inodes"
-    )
-    return f"{share} < 0.05\nand {on_mount}\n{left} < 100 * 2 ^ 30\nor\n{inodes} < 0.05"
+def _shared(severity: str) -> str:
+    mine = f'{_OF_SHARED}severity="{severity}", state!~"acknowledged|symptom"}}'
+    return f"max by (cluster, mount, severity) ({mine}) > 0"
+
+
+_SHARED = f"""
+(
+  {_shared("critical")}
+  or on (cluster, mount)
+  {_shared("warning")}
+)
+unless on (cluster, mount) {_OF_SHARED}state="acknowledged"}} > 0
+"""
+"""Network file systems with an incident on any node, by the gravest; not one that somebody has on any node."""
 
 
 STORAGE = Group(
@@ -30,17 +28,15 @@ STORAGE = Group(
     (
         Alert(
             "StorageFull",
-            incident("storage_full"),
+            incident("storage_full", 'mount=""'),
             summary="A file system of {{ $labels.instance }} is nearly full",
             description="The next checkpoint may not fit. If it is shared memory, data loaders crash.",
         ),
         Alert(
             "StorageFull",
-            _full("cluster", f"and on (cluster, instance, mount) {_SHARED}"),
+            _SHARED,
             scope="cluster",
-            severity="critical",
-            hold="1m",
-            summary="{{ $labels.mount }} has {{ $value | humanizePercentage }} left",
+            summary="{{ $labels.mount }} is nearly full",
             description="A network file system; one alert for all its nodes. The next checkpoint may not fit.",
             cost="Every run that writes there will lose its checkpoints.",
         ),

@@ -14,7 +14,7 @@ from opsd.agent.actions import VERBS
 from opsd.agent.by_hand import ACKNOWLEDGED, holder
 from opsd.agent.gather import Health, Source
 from opsd.collectors.base import Metric, Sample
-from opsd.runbooks.base import Incident, Severity, State
+from opsd.runbooks.base import SHARED_MOUNT, Incident, Severity, State
 
 BUILD = Metric("opsd_build_info", "Release of the agent.", "info", labels=("version", "python"))
 COLLECTOR_STATE = Metric(
@@ -63,8 +63,9 @@ RUNBOOK_ERRORS = Metric(
 INCIDENTS = Metric(
     "opsd_incidents",
     "Incidents that are not over. Those that a person has acknowledged have the state acknowledged, and those that "
-    "another one brought about the state symptom. gpu is that of the culprit, empty if it is none.",
-    labels=("kind", "severity", "state", "gpu"),
+    "another one brought about the state symptom. gpu is that of the culprit, empty if it is none; mount is that of a "
+    "network file system, which all its nodes report, and empty for all else.",
+    labels=("kind", "severity", "state", "gpu", "mount"),
 )
 OPENED = Metric("opsd_incidents_opened_total", "Incidents opened since the agent's start.", "counter", labels=("kind",))
 OVER_QUOTA = Metric(
@@ -152,6 +153,7 @@ LABELS: Final = {
     "reason": "reasons of the HTTP server to refuse",
     "bucket": "buckets of the ledger",
     "gpu": "one per GPU with an incident",
+    "mount": "one per network file system with an incident",
     "run": "runs on the node, 64 at most",
 }
 
@@ -181,7 +183,7 @@ def runbook_samples(
     kinds: Iterable[str], incidents: Iterable[Incident], opened: Mapping[str, int], errors: Mapping[str, int]
 ) -> tuple[Sample, ...]:
     """Incidents that are not over, incidents opened, and failures of runbooks, zeros included."""
-    current = Counter((i.kind, i.severity, _state_of(i), _gpu_of(i)) for i in incidents)
+    current = Counter((i.kind, i.severity, _state_of(i), _gpu_of(i), _mount_of(i)) for i in incidents)
     return _runbook_samples(
         tuple(kinds), frozenset(current.items()), frozenset(opened.items()), frozenset(errors.items())
     )
@@ -197,24 +199,28 @@ def _gpu_of(incident: Incident) -> str:
     return "" if incident.culprit.gpu is None else str(incident.culprit.gpu)
 
 
+def _mount_of(incident: Incident) -> str:
+    return str(incident.data.get(SHARED_MOUNT) or "")
+
+
 @lru_cache(maxsize=1)
 def _runbook_samples(
     kinds: tuple[str, ...],
-    incidents: frozenset[tuple[tuple[str, Severity, str, str], int]],
+    incidents: frozenset[tuple[tuple[str, Severity, str, str, str], int]],
     opened: frozenset[tuple[str, int]],
     errors: frozenset[tuple[str, int]],
 ) -> tuple[Sample, ...]:
     """The samples, rebuilt only after a change."""
     number, begun, failed = dict(incidents), dict(opened), dict(errors)
     samples = [
-        Sample(INCIDENTS, float(number.pop((kind, severity, state, ""), 0)), (kind, severity.value, state, ""))
+        Sample(INCIDENTS, float(number.pop((kind, severity, state, "", ""), 0)), (kind, severity.value, state, "", ""))
         for kind in kinds
         for severity in Severity
         for state in CURRENT_STATES
     ]
     samples += [
-        Sample(INCIDENTS, float(count), (kind, severity.value, state, gpu))
-        for (kind, severity, state, gpu), count in sorted(number.items())
+        Sample(INCIDENTS, float(count), (kind, severity.value, state, gpu, mount))
+        for (kind, severity, state, gpu, mount), count in sorted(number.items())
     ]
     for kind in kinds:
         samples.append(Sample(OPENED, float(begun.get(kind, 0)), (kind,)))

@@ -42,13 +42,10 @@ def forecast(seconds: str) -> Series:
     }
 
 
-def shared(available: float, size: float) -> Series:
-    """A network file system that two nodes have mounted."""
-    return {
-        f'opsd_storage_{name}{{instance="node-{node}:9477",mount="/results"}}': f"{value}x50"
-        for node in (17, 18)
-        for name, value in (("available_bytes", available), ("size_bytes", size), ("reachable", 1))
-    }
+def full(node: int, severity: str = "critical", state: str = "open", mount: str = "/results") -> Series:
+    """An incident of a file system that is full; ``mount`` is "" if it is none of the network."""
+    where = f'instance="node-{node}:9477",kind="storage_full",severity="{severity}",state="{state}",mount="{mount}"'
+    return {f"opsd_incidents{{{where}}}": "1x50"}
 
 
 CASES: Mapping[str, Case] = {
@@ -192,6 +189,10 @@ CASES: Mapping[str, Case] = {
         [forecast("110000x400"), forecast("90000x400"), {f"opsd_run_forecast_seconds{{{NODE},{RUN}}}": "120000x400"}],
         at="70m",
     ),
+    "StorageFull": Case(
+        [full(17, mount="")],
+        [full(17, mount="", state="acknowledged")],
+    ),
     "SlurmSilent": Case([{f"opsd_slurm_up{{{NODE}}}": "0x50"}], [{f"opsd_slurm_up{{{NODE}}}": "1x50"}]),
     "IncidentEscalated": Case(
         [{f'opsd_incidents{{{NODE},kind="gpu_lost",severity="critical",state="escalated"}}': "1x50"}],
@@ -204,8 +205,8 @@ CASES: Mapping[str, Case] = {
 }
 SHARED: Mapping[str, Case] = {
     "StorageFull": Case(
-        [shared(available=4, size=100)],
-        [shared(available=6, size=100), shared(available=4e11, size=1e13)],
+        [{**full(17), **full(18)}, {**full(17, "warning"), **full(18)}],
+        [{**full(17, state="acknowledged"), **full(18)}, full(17, state="symptom")],
     ),
 }
 """Cases of alerts that are told once for a cluster, beside one of the same name that each node has."""

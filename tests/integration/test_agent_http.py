@@ -129,7 +129,7 @@ def test_counters_exist_at_zero_from_the_first_scrape(site: Site) -> None:
     series = site.series()
     assert series["opsd_runbook_errors_total{trouble}"] == 0
     assert series["opsd_actions_total{ok,kill_process}"] == 0
-    assert series["opsd_incidents{,trouble,critical,escalated}"] == 0
+    assert series["opsd_incidents{,trouble,,critical,escalated}"] == 0
 
 
 def test_incidents_are_served_as_promised(site: Site) -> None:

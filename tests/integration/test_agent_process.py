@@ -262,7 +262,9 @@ def test_a_person_has_an_incident_and_closes_it(gpu_opsd: Opsd, gpus: SimulatedG
         (incident,) = eventually(known)
         assert incident["ack"]["by"] == "ada" and incident["ack"]["until"] - incident["ack"]["at"] == 4 * 3600
         assert eventually(
-            gpu_opsd.shows('opsd_incidents{gpu="1",kind="gpu_lost",severity="critical",state="acknowledged"} 1.0')
+            gpu_opsd.shows(
+                'opsd_incidents{gpu="1",kind="gpu_lost",mount="",severity="critical",state="acknowledged"} 1.0'
+            )
         )
         for page in ("/", f"/incident/{id}"):
             assert "ada since" in (gpu_opsd.get(page) or "")
