@@ -237,3 +237,25 @@ def test_the_command(tmp_path: Path) -> None:
     assert run(tmp_path / "text", "--out", out, "--overwrite", "--tokenizer", out / TOKENIZER).returncode == 0
     assert run(tmp_path / "none", "--out", tmp_path / "o2").returncode == 2
     assert run(tmp_path / "text", "--out", tmp_path / "text" / "0.py").returncode == 2
+
+
+def test_a_corpus_is_replaced_once_its_sources_are_known_to_be_good(tmp_path: Path) -> None:
+    """With sources or a tokenizer that cannot be used it stays; replaced by a smaller one, no shard is left over."""
+    for name, texts in (("many", TEXTS), ("few", TEXTS[:2])):
+        (tmp_path / name).mkdir()
+        for number, text in enumerate(texts):
+            (tmp_path / name / f"{number}.py").write_text(text)
+    out = tmp_path / "out"
+    assert run(tmp_path / "many", "--out", out, "--vocab", VOCAB, "--shard-tokens", 500).returncode == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    (tmp_path / "bad.json").write_text("{}")
+    for arguments in ((tmp_path / "none",), (tmp_path / "few", "--tokenizer", tmp_path / "bad.json")):
+        assert run(*arguments, "--out", out, "--overwrite").returncode == 2
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    replaced = run(tmp_path / "few", "--out", out, "--overwrite", "--tokenizer", out / TOKENIZER)
+    assert replaced.returncode == 0, replaced.stderr
+    index = read_index(out)
+    verify(out, index, content=True)
+    listed = {file.name for shard in index.shards for file in shard.files}
+    assert len(before) > len(listed) + 2
+    assert {path.name for path in out.iterdir()} == listed | {INDEX, TOKENIZER}

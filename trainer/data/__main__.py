@@ -14,7 +14,7 @@ import click
 from tokenizers import Tokenizer
 
 from opsd.progress import shown
-from opsd.trainer.data.build import BuildTask, begun, build, forget, limited
+from opsd.trainer.data.build import BuildTask, begun, build, clear, limited
 from opsd.trainer.data.propose import propose, read_run
 from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, summary
 from opsd.trainer.data.texts import FIELD, SUFFIXES, Reading, find_files, read_texts
@@ -63,16 +63,16 @@ def main(
     interrupted.
     """
     reading = Reading(field, _known(encoding), skip_unreadable)
-    if overwrite:
-        (out / INDEX).unlink(missing_ok=True)
-        forget(out)
-    elif (out / INDEX).exists():
+    if (out / INDEX).exists() and not overwrite:
         raise DataError(f"{out} already has a corpus; choose another folder or pass --overwrite")
     others: Counter[str] = Counter()
     found = find_files(sources, tuple(suffix.lower() for suffix in suffixes), others, reading)
     files = list(limited(found, max_bytes))
-    tokenizer = _tokenizer(tokenizer_file, files, reading, vocab, out)
+    resumed = out / TOKENIZER if begun(out) and not overwrite else None
+    tokenizer = _tokenizer(tokenizer_file or resumed, files, reading, vocab)
     framing = framing_of(tokenizer, tokenizer_file, separator)
+    if overwrite:
+        clear(out)
     cores = len(os.sched_getaffinity(0))
     workers = workers or cores
     total, done = sum(path.stat().st_size for path in files), 0
@@ -105,12 +105,10 @@ def _known(encoding: str) -> str:
         raise DataError(f"--encoding {encoding}: not known; for instance utf-8, utf-16 or latin-1") from error
 
 
-def _tokenizer(file: Path | None, files: list[Path], reading: Reading, vocab: int, out: Path) -> Tokenizer:
-    """The given one; otherwise that of the build to resume, or a new one trained on the beginning of the text."""
+def _tokenizer(file: Path | None, files: list[Path], reading: Reading, vocab: int) -> Tokenizer:
+    """The given one, or a new one trained on the beginning of the text."""
     if file is not None:
         return load_tokenizer(file)
-    if begun(out) and (out / TOKENIZER).exists():
-        return load_tokenizer(out / TOKENIZER)
     return train_tokenizer(read_texts(files, TRAINING_BYTES, reading), vocab)
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -22,12 +23,13 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from opsd.durable import replace
-from opsd.trainer.data.shards import TOKENIZER, DataError, Framing, Index, Shard, Tally, parse_shard
+from opsd.durable import Unproved, replace
+from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, Framing, Index, Shard, Tally, parse_shard
 from opsd.trainer.data.texts import Reading, read_texts
 from opsd.trainer.data.tokenize import commit_corpus, load_tokenizer, write_shards
 
 PLAN = "plan.json"
+_SHARD = re.compile(r"shard-\d{5,}-\d{5,}\.(tokens|documents)")
 GROUP_BYTES = 64 << 20
 
 Told = Callable[[int], object]
@@ -75,7 +77,12 @@ def build(
         part, tally = _read_part(job.folder, number) or ((), Tally())
         shards += part
         read.add(tally)
-    index = commit_corpus(job.folder, tokenizer, job.framing, shards, read)
+    try:
+        index = commit_corpus(job.folder, tokenizer, job.framing, shards, read)
+    except Unproved:
+        forget(job.folder)
+        raise
+    _remove_surplus(job.folder, index)
     forget(job.folder)
     return index
 
@@ -98,10 +105,33 @@ def begun(folder: Path) -> bool:
     return (folder / PLAN).exists()
 
 
+def clear(folder: Path) -> None:
+    """Have ``folder`` contain no corpus and no build any more; the shards go once another corpus is there.
+
+    Raises OSError.
+    """
+    (folder / INDEX).unlink(missing_ok=True)
+    forget(folder)
+
+
+def _remove_surplus(folder: Path, index: Index) -> None:
+    """Remove the shards of earlier builds that ``index`` does not list."""
+    listed = {file.name for shard in index.shards for file in shard.files}
+    for path in folder.glob("shard-*"):
+        if _SHARD.fullmatch(path.name) and path.name not in listed:
+            path.unlink(missing_ok=True)
+
+
 def forget(folder: Path) -> None:
     """Remove the records of a build; its shards stay."""
+    errors = []
     for record in [*folder.glob("part-*.json"), folder / PLAN]:
-        record.unlink(missing_ok=True)
+        try:
+            record.unlink(missing_ok=True)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _begin(job: BuildTask, groups: list[list[Path]], tokenizer: Tokenizer) -> None:

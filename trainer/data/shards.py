@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -28,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from opsd.checkpoints.manifest import checksum
-from opsd.durable import sync_folder
+from opsd.durable import replace, sync_folder
 
 INDEX = "index.json"
 TOKENIZER = "tokenizer.json"
@@ -203,13 +202,8 @@ def summary(index: Index, length: int = SHOWN_SEQUENCE) -> dict[str, int]:
 
 def write_index(folder: Path, index: Index) -> None:
     """Write the index, which makes the corpus exist, once all its files are there and complete."""
-    draft = folder / f".{INDEX}.{os.getpid()}"
-    with open(draft, "w", encoding="utf-8") as file:
-        json.dump(asdict(index), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(draft, folder / INDEX)
     sync_folder(folder)
+    replace(folder / INDEX, json.dumps(asdict(index), indent=1).encode())
 
 
 def place(folder: Path, entry: File, fallback: Path | None) -> Path:

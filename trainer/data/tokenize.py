@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from opsd.durable import replace
 from opsd.trainer.data.shards import (
     DOCUMENT,
     TOKENIZER,
@@ -265,8 +265,5 @@ class _ShardWriter:
 
 
 def _write(path: Path, array: np.ndarray) -> File:
-    with open(path, "wb") as file:
-        file.write(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
-        file.flush()
-        os.fsync(file.fileno())
+    replace(path, array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
     return describe(path)
