@@ -83,7 +83,10 @@ def run(command: Callable[[], object] = main) -> None:
     """Entry point: errors that the user can fix are one sentence."""
     try:
         command()
-    except (ConfigError, CheckpointError, FormatError, OSError, KeyError) as error:
+    except OSError as error:
+        click.echo(f"opsd: {error.filename}: {error.strerror}" if error.filename else f"opsd: {error}", err=True)
+        sys.exit(2)
+    except (ConfigError, CheckpointError, FormatError, KeyError) as error:
         click.echo(f"opsd: {error}", err=True)
         sys.exit(2)
     except Different as error:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from opsd.checkpoints.manifest import read
+from opsd.durable import move_into
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.shards import TOKENIZER, DataError, Framing, find_index
 from opsd.trainer.hf.config import config_of
 from opsd.trainer.hf.weights import CONFIG, parameters_in, write
+
+DRAFT = ".export"
 
 
 def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> int:
@@ -29,14 +34,31 @@ def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch
     tokens: dict[str, int] = {}
     corpora = [".", *settings.data.sources]
     paths = [Path(root, name, TOKENIZER) for root in (settings.data.shards, settings.data.fallback) for name in corpora]
-    target.mkdir(parents=True, exist_ok=True)
-    if tokenizer := next((path for path in paths if path.is_file()), None):
-        tokens = _write_tokenizer(tokenizer, _framing(tokenizer.parent), target, shape.sequence)
-    config |= tokens
-    count = write(target, parameters_in(folder), dtype, architecture, config)
-    if tokens:
-        _write_json(target / "generation_config.json", {"_from_model_config": True, **tokens})
+    with _whole_or_not(target) as draft:
+        if tokenizer := next((path for path in paths if path.is_file()), None):
+            tokens = _write_tokenizer(tokenizer, _framing(tokenizer.parent), draft, shape.sequence)
+        config |= tokens
+        count = write(draft, parameters_in(folder), dtype, architecture, config)
+        if tokens:
+            _write_json(draft / "generation_config.json", {"_from_model_config": True, **tokens})
     return count
+
+
+@contextmanager
+def _whole_or_not(target: Path) -> Iterator[Path]:
+    """A folder whose files go to ``target`` at the end, the configuration last. A failure leaves nothing in it."""
+    made = not target.exists()
+    draft = target / DRAFT
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(draft, ignore_errors=True)  # a killed process has left it
+    draft.mkdir()
+    try:
+        yield draft
+        move_into(draft, target, CONFIG)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if made and not any(target.iterdir()):
+            target.rmdir()
 
 
 def _framing(corpus: Path) -> Framing:
