@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from opsd.checkpoints.manifest import FileEntry
-from opsd.durable import sync_folder
+from opsd.durable import prove, replace, sync_folder
 from opsd.spares.corpus import INDEX, Corpus, indexed
 from opsd.spares.storage import Folder, Storage
 from opsd.spares.transfer import (
@@ -32,7 +32,6 @@ from opsd.spares.transfer import (
     part_of,
     reporting,
     size_of,
-    write_durably,
 )
 
 LEFT_FREE = 0.02
@@ -68,7 +67,7 @@ def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work)
         _check_space(target, missing)
         for corpus in corpora:
             if corpus.folder not in known:
-                write_durably(target / corpus.folder / DRAFT, corpus.index)
+                replace(target / corpus.folder / DRAFT, corpus.index)
         transfer = Transfer(work, Progress(sum(entry.size for _, entry in missing)))
         transfer.run(
             [
@@ -81,7 +80,7 @@ def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work)
             sync_folder(folder)
             if corpus.folder not in known:
                 os.rename(folder / DRAFT, folder / INDEX)
-                sync_folder(folder)
+                prove(folder / INDEX)
         return Staged(transfer.progress.total, not known)
 
 

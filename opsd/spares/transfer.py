@@ -147,7 +147,11 @@ class Transfer:
                 raise StageError("stopped")
             if counted == entry.size and matches(digest, entry):
                 file.flush()
-                os.fsync(file.fileno())
+                try:
+                    os.fsync(file.fileno())
+                except OSError:  # Linux would read it from memory the next time, and it would seem whole
+                    file.truncate(0)
+                    raise
                 return True
             self.progress.add(-counted)
             file.truncate(0)
@@ -192,15 +196,6 @@ def size_of(path: Path) -> int | None:
 def part_of(path: Path) -> Path:
     """The name of ``path`` while it is incomplete."""
     return path.with_name(f".{path.name}.part")
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write ``content`` and sync it to disk."""
-    with open_file(path, os.O_RDWR | os.O_CREAT) as file:
-        file.truncate(0)
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -334,4 +335,25 @@ def test_a_killed_staging_is_resumed(tmp_path: Path) -> None:
     again = Source(source)
     staged(again, target)
     assert again.copied()["shard-00000.tokens"] == kept
+    assert contents(target) == contents(source)
+
+
+def test_what_could_not_be_synced_is_copied_again(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux drops what it could not write, and reads it from memory until then: it would be found whole."""
+    failed = []
+
+    def fsync(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name.endswith(".part") and TOKENS in name and not failed:
+            failed.append(name)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StageError, match="Input/output error"):
+        stage(Folder(source), read_corpora(Folder(source)), target, WORK)
+    again = Source(source)
+    stage(again, read_corpora(again), target, WORK)
+    assert again.copied()[TOKENS] == 0
     assert contents(target) == contents(source)
