@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import re
@@ -331,3 +332,14 @@ def test_every_example_gives_the_number_of_the_step(name: str) -> None:
     """Without it the steps of a run begin again at 1 after a restart."""
     calls = re.findall(r"^ *reporter\.step\(.*", (ROOT / name).read_text(), re.MULTILINE)
     assert calls and all("step=step" in call for call in calls)
+
+
+def test_a_page_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shared memory that is full every start of every rank would leave a draft."""
+
+    def full(_descriptor: int, _offset: int, _length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    Reporter(tmp_path / "rank-0000.page").close()
+    assert list(tmp_path.iterdir()) == []
