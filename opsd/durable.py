@@ -100,6 +100,39 @@ def replace(path: Path, content: bytes, mode: int = 0o644) -> None:
         file.write(content)
 
 
+def write(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Create ``path``, a draft, with ``content``, not yet durable by its name. Raises OSError, also if it exists."""
+    with _created(path, mode) as file:
+        file.write(content)
+        _sync(file)
+
+
+def move_into(draft: Path, folder: Path, last: str) -> None:
+    """Move the files of the folder ``draft`` into ``folder``, synced, and ``last`` once the others are there.
+
+    Raises Unproved, OSError. After an OSError the files that are new in ``folder`` have been removed again.
+    """
+    paths = sorted(draft.iterdir(), key=lambda path: (path.name == last, path.name))
+    for path in paths:
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+    moved: list[Path] = []
+    try:
+        for path in paths:
+            if path.name == last:
+                sync_folder(folder)
+            target = folder / path.name
+            is_new = not os.path.lexists(target)
+            rename(path, target)
+            moved += [target] * is_new
+    except OSError:
+        for target in moved:
+            with suppress(OSError):
+                target.unlink()
+        raise
+    prove(folder / last)
+
+
 def create(path: Path, content: bytes, link: Link = os.link) -> bool:
     """Create ``path`` with ``content``; False if it existed. Exactly one of several processes succeeds.
 
@@ -108,9 +141,7 @@ def create(path: Path, content: bytes, link: Link = os.link) -> bool:
     """
     draft = draft_of(path)
     try:
-        with _created(draft, 0o644) as file:
-            file.write(content)
-            _sync(file)
+        write(draft, content)
         done = linked(draft, path, link)
         _remove_forgotten(path)
     finally:
@@ -145,8 +176,11 @@ def rename(source: Path, target: Path) -> None:
     try:
         os.rename(source, target)
     except OSError:
-        found = target.lstat()
-        if (found.st_dev, found.st_ino) != (moved.st_dev, moved.st_ino):
+        try:
+            found = target.lstat()
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != (moved.st_dev, moved.st_ino):
             raise
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import select
 import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+from opsd import durable
 
 SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
 """The configuration of a node."""
@@ -59,7 +60,7 @@ def open_regular(path: str, flags: int, opener: Callable[[str, int], int] = os.o
 def write_text(path: Path, text: str, *, in_place: bool = True) -> None:
     """Write ``text`` to ``path``, "-" being stdout. Raises OSError.
 
-    A regular file is replaced by rename after its content is durable; a symbolic link is replaced, not followed.
+    A regular file is replaced durably; a symbolic link is replaced, not followed.
     Devices and pipes are written to as they are, also behind a link, unless ``in_place`` is off: they are replaced too
     then, because another user than the one who chose ``path`` may have put them there.
     """
@@ -71,14 +72,4 @@ def write_text(path: Path, text: str, *, in_place: bool = True) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
         return
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
+    durable.replace(path, text.encode())

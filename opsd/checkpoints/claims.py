@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from opsd.checkpoints import exclusive
-from opsd.checkpoints.exclusive import CONTENT, Link, draft_in, remove_folder, sync
+from opsd.checkpoints.exclusive import CONTENT, draft_in, remove_folder
 from opsd.checkpoints.sealed import CHECKSUM, Damaged, parse, read_regular, seal, unseal
+from opsd.durable import Link, sync_folder
 
 FOLDER = "generations"
 LEASE = "lease"
@@ -334,7 +335,7 @@ def _same(one: Claim, other: Claim) -> bool:
 def _make(claims: Path) -> None:
     if not claims.is_dir():
         claims.mkdir(parents=True, exist_ok=True)
-        sync(claims.parent)
+        sync_folder(claims.parent)
 
 
 def _look(claims: Path, *, must_be_new: bool = False) -> dict[int, Path]:

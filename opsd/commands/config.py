@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from opsd import config as settings
-from opsd import exitcodes
+from opsd import durable, exitcodes
 from opsd.commands.agent_client import Agent, with_agent
 from opsd.commands.options import Group, config_options, option
 from opsd.commands.output import fail
@@ -151,11 +151,9 @@ def init(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # For everybody: commands of users and launchers of jobs read it too. Secrets have files of their own.
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError as error:
-        raise BadConfig(f"{file} exists and is left alone; name another file or move it away") from error
+        created = durable.create(file, settings.template().encode())
     except OSError as error:
         raise BadConfig(f"{file}: cannot be written: {error.strerror}") from error
-    with open(descriptor, "w", encoding="utf-8") as stream:
-        stream.write(settings.template())
+    if not created:
+        raise BadConfig(f"{file} exists and is left alone; name another file or move it away")
     click.echo(f"{file} written; everything in it is optional")

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from opsd import durable
 from opsd.commands.options import Seconds, option
 from opsd.commands.output import fail
 from opsd.slurm.connect import choose
@@ -39,10 +40,9 @@ def replace(file: Path, text: str) -> bool:
     """Put ``text`` into ``file`` at once, so that Prometheus never reads half; False if it held that already."""
     if file.exists() and file.read_text(encoding="utf-8") == text:
         return False
-    draft = file.with_name(f".{file.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.chmod(0o644)
-    draft.rename(file)
+    with durable.replacing(file) as draft:
+        draft.write(text.encode())
+        os.fchmod(draft.fileno(), 0o644)
     return True
 
 

@@ -95,7 +95,7 @@ class CaseFile:
                 for old in sorted(self.folder.glob(PAST))[:-KEPT]:
                     with suppress(OSError):  # a folder of that name is nobody's repair
                         old.unlink()
-            sync_folder(self.folder)
+                sync_folder(self.folder)
 
     def past(self) -> list[Case]:
         """The ended repairs, oldest first; those that cannot be read are left out. Raises nothing."""

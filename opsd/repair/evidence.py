@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import io
 import json
-import os
 import re
 import shutil
 import sqlite3
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd import __version__
-from opsd.durable import sync_folder
+from opsd.durable import replacing
 from opsd.preflight.history import History, HistoryError
 from opsd.repair import nvml_state, unspoken
 from opsd.repair.case_file import CaseError, CaseFile
@@ -123,17 +122,8 @@ def make(sources: Sources, now: float, to: Path | None = None, *, bug_report: bo
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     if to is None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{stem}", delete=False) as draft:
-        try:
-            with tarfile.open(fileobj=draft, mode="w:gz") as archive:
-                _fill(archive, stem, sources, now, bug_report)
-            draft.flush()
-            os.fsync(draft.fileno())
-            Path(draft.name).rename(path)
-        except BaseException:
-            Path(draft.name).unlink(missing_ok=True)
-            raise
-    sync_folder(path.parent)
+    with replacing(path, 0o600) as draft, tarfile.open(fileobj=draft, mode="w:gz") as archive:
+        _fill(archive, stem, sources, now, bug_report)
     if to is None:
         for old in sorted(path.parent.glob(f"{FOLDER}-*.tar.gz"), key=lambda one: one.stat().st_mtime)[:-KEPT]:
             old.unlink(missing_ok=True)

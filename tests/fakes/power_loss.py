@@ -1,8 +1,8 @@
 """What a power loss leaves of a folder: the calls that ``faults.c`` has recorded, less some that were not synced.
 
-The model is that of ALICE (Pillai et al., OSDI 2014) for file systems that order the changes of one folder among
-themselves and nothing else: a synced folder has all its names, another one those of a beginning of its changes since;
-of a file whatever was written since its last sync may be there or not, and reads as zeros where it is not.
+The model is that of ALICE (Pillai et al., OSDI 2014), for file systems that order only the changes of one folder. A
+synced folder has all its names. Of the changes since then it has the first so many. Each write to a file since the
+last sync may be there or not. What is not there reads as zeros.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def changes(record: Path) -> list[Change]:
 def after(done: Sequence[Change], rng: random.Random | None, *, names: bool) -> tuple[dict[Path, bytes], set[Path]]:
     """Files and folders that are left if power fails after ``done``.
 
-    Of what was not synced ``rng`` chooses; without it no data is left, and the names are there if ``names``.
+    ``rng`` chooses from what was not synced. Without it no such data is left, and such names only if ``names``.
     """
     synced_names: dict[Path, int] = {}
     synced_data: dict[int, int] = {}
