@@ -15,7 +15,7 @@ ROWS, PAGES = "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS", "opsd_gpu_retired_pages
 FLAGS: Mapping[str, str] = {
     FAILED: "remapping a row of its memory has failed",
     "opsd_gpu_row_remap_pending": "a remapped row of its memory waits for a reset",
-    "opsd_gpu_retired_pages_pending": "retired pages of its memory wait for a reset",
+    "opsd_gpu_retired_pages_pending": "a retired page of its memory waits for a reset",
 }
 """What each flag says, the worst first. GPUs before Ampere retire pages, later ones remap rows."""
 
