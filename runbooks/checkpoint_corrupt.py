@@ -127,6 +127,7 @@ In every mode the trainer refuses the checkpoint and loads the newest one that v
     detect=_detect,
     remedy=notify_run("; the file stays where it is for the post-mortem"),
     healed=_healed,
+    proved_by="run",
     needs=("ranks",),
     verify_s=300.0,
 )

@@ -18,8 +18,9 @@ from pathlib import Path
 from opsd.agent.incidents import Transition
 from opsd.agent.journal_file import StoreError
 from opsd.agent.policy import PastAction
-from opsd.agent.store import JournalContent, MovedError, Row, Store
-from opsd.collectors.base import RepairFact
+from opsd.agent.records import event_document
+from opsd.agent.store import JournalContent, MovedError, Row, Store, this_boot
+from opsd.collectors.base import Event, RepairFact
 from opsd.runbooks.base import Incident
 
 MAX_BACKLOG = 10_000
@@ -128,6 +129,16 @@ class Journal:
         """Record the repair as it is now; that replaces what was recorded of it."""
         document = json.dumps(asdict(repair), ensure_ascii=False)
         self._append(("INSERT OR REPLACE INTO repairs VALUES (?, ?, ?)", (repair.id, repair.opened_at, document)))
+
+    def event(self, event: Event) -> None:
+        """Record what kernel or driver has told: the window of the next agent begins with it."""
+        with contextlib.suppress(TypeError, ValueError):
+            values = this_boot(), event.at, event_document(event)
+            self._append(("INSERT INTO events (boot, at, document) VALUES (?, ?, ?)", values))
+
+    def clock_stepped(self, seconds: float) -> None:
+        """Move the times of recorded events by a step of the wall clock."""
+        self._append(("UPDATE events SET at = at + ?", (seconds,)))
 
     def action(self, incident: str, past: PastAction) -> Intention:
         """Record that an action begins, which must wait until that is on the disk."""

@@ -19,6 +19,8 @@ MAX_CURRENT = 2_000
 KEEP_INCIDENTS = 20_000
 KEEP_REPAIRS = 1_000
 KEEP_ROWS = 100_000
+KEEP_EVENTS = 2_000
+"""Number of events that are kept for the window of the next agent: the newest."""
 """Number of ended incidents, of repairs, and of actions and of transitions, that are kept."""
 WASTE_BYTES = 64 << 20
 """A file with more unused room than this is written again when it is opened."""
@@ -45,8 +47,22 @@ CREATE TABLE actions (
 );
 """
 _REPAIRS = "CREATE TABLE repairs (id TEXT PRIMARY KEY, opened_at REAL NOT NULL, document TEXT NOT NULL)"
+_EVENTS = (
+    "CREATE TABLE events (number INTEGER PRIMARY KEY, boot TEXT NOT NULL, at REAL NOT NULL, document TEXT NOT NULL)"
+)
 _ADDED = (
     ("ALTER TABLE actions ADD COLUMN user INTEGER", frozenset({("actions", "user", "INTEGER", 0)})),
+    (
+        _EVENTS,
+        frozenset(
+            {
+                ("events", "number", "INTEGER", 1),
+                ("events", "boot", "TEXT", 0),
+                ("events", "at", "REAL", 0),
+                ("events", "document", "TEXT", 0),
+            }
+        ),
+    ),
     (
         _REPAIRS,
         frozenset(
@@ -100,7 +116,9 @@ def open_file(path: Path, now: float) -> sqlite3.Connection:
         if verdict != "ok":
             raise UnusableError("damaged", "is damaged")
         if version == 0:
-            database.executescript(f"BEGIN; {_SCHEMA} {_REPAIRS}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            database.executescript(
+                f"BEGIN; {_SCHEMA} {_REPAIRS}; {_EVENTS}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+            )
         else:
             _complete(database, tables)
         forget(database, now)
@@ -138,6 +156,7 @@ def forget(database: sqlite3.Connection, now: float) -> None:
             database.execute(f"DELETE FROM incidents WHERE resolved_at {over} AND opened_at <= ?", last)  # noqa: S608
     kept = "SELECT rowid FROM repairs ORDER BY opened_at DESC LIMIT ?"
     database.execute(f"DELETE FROM repairs WHERE rowid NOT IN ({kept})", (KEEP_REPAIRS,))  # noqa: S608
+    database.execute("DELETE FROM events WHERE number <= (SELECT max(number) FROM events) - ?", (KEEP_EVENTS,))
     for table in ("actions", "transitions"):
         excess = f"number <= (SELECT max(number) FROM {table}) - ?"  # noqa: S608
         database.execute(f"DELETE FROM {table} WHERE at < ? OR {excess}", (oldest, KEEP_ROWS))  # noqa: S608
@@ -164,7 +183,7 @@ def _tables(database: sqlite3.Connection) -> frozenset[tuple[object, ...]]:
 @cache
 def _own_tables() -> frozenset[tuple[object, ...]]:
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
-        database.executescript(f"{_SCHEMA} {_REPAIRS};")
+        database.executescript(f"{_SCHEMA} {_REPAIRS}; {_EVENTS};")
         return _tables(database)
 
 

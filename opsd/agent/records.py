@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
 
 from opsd.agent.policy import PastAction
-from opsd.collectors.base import RepairFact
+from opsd.collectors.base import Event, RepairFact
 from opsd.collectors.repairs import parse
 from opsd.runbooks.base import Incident
 
@@ -79,9 +79,33 @@ def past_repair(row: Sequence[object]) -> RepairFact:
     return repair
 
 
+def event_document(event: Event) -> str:
+    """What the journal keeps of an event beside its time. Raises TypeError or ValueError for what JSON has not."""
+    return json.dumps(
+        {"kind": event.kind, "at": 0.0, "message": event.message, "data": dict(event.data)}, ensure_ascii=False
+    )
+
+
+def past_event(row: Sequence[object], now: float) -> Event:
+    """The event of a row with its time and document; a time to come is ``now``. Raises RecordError."""
+    at, document = row
+    try:
+        event = _events().validate_json(document if isinstance(document, str) else "")
+    except ValidationError as error:
+        raise RecordError("not an event") from error
+    if not _is_time(at):
+        raise RecordError("a time is no number")
+    return replace(event, at=min(at, now))
+
+
 def clean(text: str) -> str:
     """``text`` as valid UTF-8: names that users give may be any bytes."""
     return text.encode(errors="replace").decode()
+
+
+@cache
+def _events() -> TypeAdapter[Event]:
+    return TypeAdapter(Event)
 
 
 @cache

@@ -25,6 +25,7 @@ from opsd.agent.repairs import Repairs
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
 from opsd.agent.unfinished import Unfinished
 from opsd.agent.window import Window
+from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Done, Finding, Incident, State
 
 REWRITE_S = 30.0
@@ -66,6 +67,7 @@ class Responder:
         self.ended: deque[Incident] = deque(maxlen=MAX_ENDED)
         self._history: list[PastAction] = []
         self._done: list[Done] = []
+        self._told: list[Event] = []
         self._written: dict[str, tuple[Incident, float]] = {}
         self._idle: frozenset[str] = frozenset()
         self._unprovable: dict[str, float] = {}
@@ -112,6 +114,7 @@ class Responder:
         """Shift all times by a step of the wall clock."""
         self._book = incidents.shifted(self._book, seconds)
         self._started_at += seconds
+        self._journal.clock_stepped(seconds)
         self._unprovable = {name: at + seconds for name, at in self._unprovable.items()}
         self._history = [replace(past, at=past.at + seconds) for past in self._history]
 
@@ -121,7 +124,11 @@ class Responder:
             self._remember(late, view.wall)
         for done in self._done:
             view.note(done)
+        view.remember(self._told)
+        for event in view.news:
+            self._journal.event(event)
         self._done.clear()
+        self._told.clear()
         self.repairs.take(view)
         while not self.orders.empty():
             self._obey(self.orders.get(), view.wall)
@@ -224,6 +231,7 @@ class Responder:
         self._book = replace(self._book, incidents=known, recent=recent, settled=settled, closed=closed)
         self.ended.extend(memory.ended[: MAX_ENDED - len(self.ended)])
         self._history = [*memory.actions, *self._history]
+        self._told += memory.events
         of_all = [action for incident in (*memory.ended, *memory.current) for action in incident.actions]
         self._done += [_done(action) for action in of_all if action["outcome"] == "ok"]
 

@@ -8,12 +8,13 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from opsd.agent.journal_file import (
+    KEEP_EVENTS,
     MAX_CURRENT,
     StoreError,
     UnusableError,
@@ -25,8 +26,9 @@ from opsd.agent.journal_file import (
     set_aside,
 )
 from opsd.agent.policy import HARMLESS, PastAction
-from opsd.agent.records import RecordError, clean, from_json, past_action, past_repair, to_json
-from opsd.collectors.base import RepairFact
+from opsd.agent.records import RecordError, clean, from_json, past_action, past_event, past_repair, to_json
+from opsd.collectors.base import Event, RepairFact
+from opsd.collectors.lib.boot import boot_id
 from opsd.collectors.repairs import MOST as MAX_REPAIRS
 from opsd.runbooks.base import Incident
 
@@ -42,6 +44,16 @@ MAX_ACTIONS = 10_000
 Row = tuple[str, tuple[object, ...]]
 """An SQL statement and its values."""
 
+
+@cache
+def this_boot() -> str:
+    """Identifies the boot of this machine, "" if the kernel does not tell."""
+    try:
+        return boot_id()
+    except OSError:
+        return ""
+
+
 _REFUSED = (sqlite3.IntegrityError, sqlite3.InterfaceError, sqlite3.ProgrammingError, sqlite3.DataError)
 """What SQLite raises for values that no table of the journal takes."""
 
@@ -52,12 +64,16 @@ class MovedError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class JournalContent:
-    """The records of an earlier agent: current incidents, ended ones (newest first), recent actions, newest repairs."""
+    """The records of an earlier agent: current incidents, ended ones (newest first), recent actions, newest repairs.
+
+    ``events`` are those that kernel and drivers have told since the node was booted, oldest first.
+    """
 
     current: Sequence[Incident] = ()
     ended: Sequence[Incident] = ()
     actions: Sequence[PastAction] = ()
     repairs: Sequence[RepairFact] = ()
+    events: Sequence[Event] = ()
 
 
 class Store:
@@ -98,9 +114,10 @@ class Store:
             " AND verb NOT IN (SELECT value FROM json_each(?)) ORDER BY at"
         )
         repairs = "SELECT rowid, id, document FROM repairs ORDER BY opened_at DESC LIMIT ?"
+        events = "SELECT rowid, at, document FROM events WHERE boot = ? ORDER BY number DESC LIMIT ?"
         recent = (MAX_ACTIONS, now - KEEP_ACTIONS_S, json.dumps([*HARMLESS]))
         with self._reporting():
-            odd: dict[str, list[int]] = {"incidents": [], "actions": [], "repairs": []}
+            odd: dict[str, list[int]] = {"incidents": [], "actions": [], "repairs": [], "events": []}
             content = JournalContent(
                 self._read(current, (MAX_CURRENT,), lambda row: _incident(row, over=False), odd["incidents"])[::-1],
                 self._read(ended, (MAX_ENDED,), lambda row: _incident(row, over=True), odd["incidents"]),
@@ -111,6 +128,7 @@ class Store:
                     odd["actions"],
                 ),
                 self._read(repairs, (MAX_REPAIRS,), past_repair, odd["repairs"])[::-1],
+                self._read(events, (this_boot(), KEEP_EVENTS), lambda row: past_event(row, now), odd["events"])[::-1],
             )
             if any(odd.values()):
                 self._leave_out(odd)

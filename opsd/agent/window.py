@@ -68,6 +68,8 @@ class Window:
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
         self._done: dict[tuple[str, str], Done] = {}
         self._fresh: set[str] = set()
+        self.news: list[Event] = []
+        """What witnesses have told in this tick."""
 
     @property
     def gpus(self) -> Sequence[GpuFact]:
@@ -95,6 +97,7 @@ class Window:
         self.tick += 1
         self.times[self.tick % self.ticks] = now
         self._fresh.clear()
+        self.news.clear()
         if self.tick % max(1, self.ticks // 40) == 0 or self._added > MAX_GONE:
             self._drop_unseen()
 
@@ -110,6 +113,8 @@ class Window:
         witness = collector in self.witnesses
         for event in reading.events:
             self._events.add(event, witness)
+        if witness:
+            self.news += reading.events
         self._store(reading.samples, self._witnessed if witness else self._told, collector)
 
     def forget(self, collector: str) -> None:
@@ -134,6 +139,11 @@ class Window:
         known = self._done.get((done.verb, done.target))
         if known is None or known.at <= done.at:
             self._done[done.verb, done.target] = done
+
+    def remember(self, events: Iterable[Event]) -> None:
+        """Take in what witnesses told an earlier agent."""
+        for event in events:
+            self._events.add(event, witness=True)
 
     def done(self, verb: str, target: str) -> Done | None:
         """The newest action of this kind that opsd has carried out, also before the agent's last restart."""

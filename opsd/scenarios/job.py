@@ -36,6 +36,7 @@ class SimulatedJob:
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
         self._events: list[Event] = []
+        self._written: list[Event] = []
         self._checkpoint: int | None = None
         self._ended_at = NEVER
         self._awaited: tuple[float, int] | None = None
@@ -71,10 +72,15 @@ class SimulatedJob:
         taken, self._events = tuple(self._events), []
         return taken
 
+    def read_again(self) -> None:
+        """Let the next reading have all events: a collector that starts reads the event files from their beginning."""
+        self._events = [*self._written]
+
     def emit(self, kind: str, at: float, /, **fields: object) -> None:
         """Add an event to the run's events at monotonic second ``at``."""
         data = {"run": self.settings.run, "node": self._node, "generation": self.generation, **fields}
         self._events.append(Event(kind, self._wall(at), f"{kind} of {self.settings.run}", data))
+        self._written.append(self._events[-1])
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -203,6 +209,8 @@ class SimulatedJob:
         if change.event is not None:
             fields = dict(change.event)
             self.emit(str(fields.pop("event")), at, **fields)
+        if self.state == "finished":
+            return
         if change.crash is not None:
             self._crash(chosen[0], change.crash, at)
         if change.hang is not None:

@@ -80,6 +80,7 @@ class _Player:
                     self._agent_restarts = False
                     journal.close()
                     self._keep(responder)
+                    self._node.job.read_again()
                     journal, window, responder = self._agent(Path(folder))
                 self._look(window)
                 responder.respond(window)

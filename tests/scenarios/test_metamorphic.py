@@ -1,0 +1,32 @@
+"""Timelines that are changed in what must not matter: see ``tests.fakes.metamorphic``."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from opsd.scenarios.model import files, load
+from tests.fakes.metamorphic import TRANSFORMATIONS, differences
+
+FOLDER = Path(__file__).parent
+BY_KIND = {path.parent.name: path for path in reversed([*files(FOLDER)]) if load(path).expect}
+"""One timeline with a fault of each kind: the first by its name."""
+CASES = [(path, name) for path in BY_KIND.values() for name in TRANSFORMATIONS]
+SAMPLED = random.Random(32).sample(CASES, 12)
+
+
+def _named(value):
+    return value if isinstance(value, str) else f"{value.parent.name}/{value.stem}"
+
+
+@pytest.mark.parametrize(("path", "name"), SAMPLED, ids=_named)
+def test_what_must_not_matter_changes_nothing(path, name):
+    """The same incidents, culprits and jobs, each once, and nothing stays open whose condition is over."""
+    assert differences(load(path), name) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("path", "name"), CASES, ids=_named)
+def test_nothing_that_must_not_matter_changes_anything(path, name):
+    """The same for a fault of every kind and every transformation."""
+    assert differences(load(path), name) == []
