@@ -133,7 +133,7 @@ def move_into(draft: Path, folder: Path, last: str) -> None:
     prove(folder / last)
 
 
-def create(path: Path, content: bytes, link: Link = os.link) -> bool:
+def create(path: Path, content: bytes, link: Link = os.link, mode: int = 0o644) -> bool:
     """Create ``path`` with ``content``; False if it existed. Exactly one of several processes succeeds.
 
     Raises Unproved if this call created it. After any other OSError it is unknown whether this call did. The error of
@@ -141,7 +141,7 @@ def create(path: Path, content: bytes, link: Link = os.link) -> bool:
     """
     draft = draft_of(path)
     try:
-        write(draft, content)
+        write(draft, content, mode)
         done = linked(draft, path, link)
         _remove_forgotten(path)
     finally:

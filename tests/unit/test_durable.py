@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+from opsd.commands.checkout import ROOT
 from tests.fakes.faults import Faults, calls
+
+ELSEWHERE = {
+    "opsd/chaos/undo.py": "changes one byte in place",
+    "opsd/checkpoints/remote.py": "syncs what a library has downloaded",
+    "opsd/spares/transfer.py": "goes on with a part of a copy",
+    "trainer/parts.py": "writes around the page cache, into space that was reserved",
+}
+"""Modules that sync a file themselves, and why ``opsd.durable`` cannot do it for them."""
 
 REPLACE = """
 import sys
@@ -42,3 +52,22 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         assert path.read_bytes() == (b"new" if told.startswith("Unproved") else b"old")
         assert str(path.parent) in told
         assert list(path.parent.iterdir()) == [path]
+
+
+def test_files_are_made_durable_in_one_module() -> None:
+    """But for those whose content comes about in another way."""
+    paths = [path for room in ("opsd", "trainer", "collectors", "runbooks") for path in (ROOT / room).rglob("*.py")]
+    syncing = [path for path in paths if re.search(r"os\.(fsync|fdatasync)\(", path.read_text(encoding="utf-8"))]
+    assert {str(path.relative_to(ROOT)) for path in syncing} == {"opsd/durable.py", *ELSEWHERE}
+
+
+def test_a_rename_that_fails_tells_its_own_error(tmp_path: Path) -> None:
+    """Also if the target does not exist, which is found out when the target is looked at."""
+    faults = Faults(tmp_path / "folder", calls="rename", first=1, error=errno.ENOSPC)
+    faults.folder.mkdir()
+    told = subprocess.run(
+        [sys.executable, "-c", REPLACE, faults.folder / "file"],
+        env=faults.environment, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert told.startswith("OSError")
+    assert list(faults.folder.iterdir()) == []

@@ -17,11 +17,11 @@ import os
 import stat
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from opsd import durable
 from opsd.launch.io.protocol import Codec, JsonMessage, Member, ProtocolError
 
 SECRET_FILE = ".secret"  # noqa: S105  # no password, a file's name
@@ -213,11 +213,4 @@ def job_secret(folder: Path, environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def _make_secret(path: Path) -> None:
-    draft = path.with_name(f"{SECRET_FILE}.{os.urandom(8).hex()}")
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(os.urandom(_SECRET_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
-    with suppress(FileExistsError):
-        os.link(draft, path)
-    draft.unlink()
+    durable.create(path, os.urandom(_SECRET_BYTES), mode=0o600)
