@@ -81,6 +81,7 @@ class Daemon:
         systemd.notify("STOPPING=1")
         self._server.close()
         self._control.close()
+        self._loop.keep_window()
         self._journal.close()
         self._log.info("agent stopped")
 

@@ -136,6 +136,10 @@ class Journal:
             values = this_boot(), event.at, event_document(event)
             self._append(("INSERT INTO events (boot, at, document) VALUES (?, ?, ?)", values))
 
+    def window(self, kept: bytes) -> None:
+        """Record what the next agent of this boot begins with: see ``kept_window``."""
+        self._append(("INSERT OR REPLACE INTO window VALUES (0, ?, ?)", (this_boot(), kept)))
+
     def clock_stepped(self, seconds: float) -> None:
         """Move the times of recorded events by a step of the wall clock."""
         self._append(("UPDATE events SET at = at + ?", (seconds,)))

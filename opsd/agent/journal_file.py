@@ -50,8 +50,13 @@ _REPAIRS = "CREATE TABLE repairs (id TEXT PRIMARY KEY, opened_at REAL NOT NULL, 
 _EVENTS = (
     "CREATE TABLE events (number INTEGER PRIMARY KEY, boot TEXT NOT NULL, at REAL NOT NULL, document TEXT NOT NULL)"
 )
+_WINDOW = "CREATE TABLE window (id INTEGER PRIMARY KEY, boot TEXT NOT NULL, content BLOB NOT NULL)"
 _ADDED = (
     ("ALTER TABLE actions ADD COLUMN user INTEGER", frozenset({("actions", "user", "INTEGER", 0)})),
+    (
+        _WINDOW,
+        frozenset({("window", "id", "INTEGER", 1), ("window", "boot", "TEXT", 0), ("window", "content", "BLOB", 0)}),
+    ),
     (
         _EVENTS,
         frozenset(
@@ -117,7 +122,7 @@ def open_file(path: Path, now: float) -> sqlite3.Connection:
             raise UnusableError("damaged", "is damaged")
         if version == 0:
             database.executescript(
-                f"BEGIN; {_SCHEMA} {_REPAIRS}; {_EVENTS}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+                f"BEGIN; {_SCHEMA} {_REPAIRS}; {_EVENTS}; {_WINDOW}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
             )
         else:
             _complete(database, tables)
@@ -183,7 +188,7 @@ def _tables(database: sqlite3.Connection) -> frozenset[tuple[object, ...]]:
 @cache
 def _own_tables() -> frozenset[tuple[object, ...]]:
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
-        database.executescript(f"{_SCHEMA} {_REPAIRS}; {_EVENTS};")
+        database.executescript(f"{_SCHEMA} {_REPAIRS}; {_EVENTS}; {_WINDOW};")
         return _tables(database)
 
 

@@ -12,6 +12,7 @@ from opsd.agent import metrics
 from opsd.agent.gather import Gatherer, Health, Source
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.kept_window import pack
 from opsd.agent.logs import Log
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
@@ -121,6 +122,10 @@ class Loop:
         """Judge by this one from now on; the counters stay."""
         judge.errors = self._judge.errors
         self._judge = judge
+
+    def keep_window(self) -> None:
+        """Record the window for the next agent."""
+        self._journal.window(pack(self._window))
 
     def tick(self) -> None:
         """One round of everything."""

@@ -68,6 +68,8 @@ class Responder:
         self._history: list[PastAction] = []
         self._done: list[Done] = []
         self._told: list[Event] = []
+        self.kept_window = b""
+        """What an earlier agent has kept of its window."""
         self._written: dict[str, tuple[Incident, float]] = {}
         self._idle: frozenset[str] = frozenset()
         self._unprovable: dict[str, float] = {}
@@ -232,6 +234,7 @@ class Responder:
         self.ended.extend(memory.ended[: MAX_ENDED - len(self.ended)])
         self._history = [*memory.actions, *self._history]
         self._told += memory.events
+        self.kept_window = memory.window
         of_all = [action for incident in (*memory.ended, *memory.current) for action in incident.actions]
         self._done += [_done(action) for action in of_all if action["outcome"] == "ok"]
 

@@ -7,7 +7,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
@@ -66,7 +66,8 @@ class MovedError(StoreError):
 class JournalContent:
     """The records of an earlier agent: current incidents, ended ones (newest first), recent actions, newest repairs.
 
-    ``events`` are those that kernel and drivers have told since the node was booted, oldest first.
+    ``events`` are those that kernel and drivers have told since the node was booted, oldest first; ``window`` is what
+    an agent that was stopped has kept of its window, b"" for nothing.
     """
 
     current: Sequence[Incident] = ()
@@ -74,6 +75,7 @@ class JournalContent:
     actions: Sequence[PastAction] = ()
     repairs: Sequence[RepairFact] = ()
     events: Sequence[Event] = ()
+    window: bytes = b""
 
 
 class Store:
@@ -130,6 +132,7 @@ class Store:
                 self._read(repairs, (MAX_REPAIRS,), past_repair, odd["repairs"])[::-1],
                 self._read(events, (this_boot(), KEEP_EVENTS), lambda row: past_event(row, now), odd["events"])[::-1],
             )
+            content = replace(content, window=self._window())
             if any(odd.values()):
                 self._leave_out(odd)
             return content
@@ -144,6 +147,10 @@ class Store:
             except RecordError:
                 odd.append(number)
         return tuple(read)
+
+    def _window(self) -> bytes:
+        found = self._database.execute("SELECT content FROM window WHERE boot = ?", (this_boot(),)).fetchone()
+        return found[0] if found and isinstance(found[0], bytes) else b""
 
     def _leave_out(self, odd: dict[str, list[int]]) -> None:
         aside = free_name(self.path, "odd")

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import TypeVar, cast
 
 from opsd.agent.event_log import EventLog
+from opsd.agent.kept_window import Past
 from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RepairFact, RunFact, Sample
 from opsd.runbooks.base import Done
 
@@ -29,6 +30,9 @@ MAX_TOLD = 30_000
 
 MAX_GONE = 4_000
 """Limit of stored series that have no sample any more; those that ended first are dropped."""
+
+PAST_TICKS = 120
+"""Ticks after the start in which a series still gets its past back."""
 
 MAX_REBASES = 64
 """Limit of series per collector and tick that get a new base, at 0.1 ms each; the others wait."""
@@ -68,6 +72,8 @@ class Window:
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
         self._done: dict[tuple[str, str], Done] = {}
         self._fresh: set[str] = set()
+        self._past: Past | None = None
+        self._past_until = 0
         self.news: list[Event] = []
         """What witnesses have told in this tick."""
 
@@ -97,6 +103,8 @@ class Window:
         self.tick += 1
         self.times[self.tick % self.ticks] = now
         self._fresh.clear()
+        if self.tick >= self._past_until:
+            self._past = None
         self.news.clear()
         if self.tick % max(1, self.ticks // 40) == 0 or self._added > MAX_GONE:
             self._drop_unseen()
@@ -139,6 +147,16 @@ class Window:
         known = self._done.get((done.verb, done.target))
         if known is None or known.at <= done.at:
             self._done[done.verb, done.target] = done
+
+    def rings(self) -> Iterator[tuple[bool, Ring]]:
+        """Every series, with whether it is another's word than a witness's."""
+        for told, families in ((False, self._witnessed), (True, self._told)):
+            yield from ((told, ring) for family in families.values() for ring in family.values())
+
+    def go_on(self, past: Past) -> None:
+        """Begin with what an earlier agent has kept, before the first tick. Series that come late have none."""
+        self.tick, self.times, self._past = past.tick, past.times, past
+        self._past_until = past.tick + PAST_TICKS
 
     def remember(self, events: Iterable[Event]) -> None:
         """Take in what witnesses told an earlier agent."""
@@ -188,6 +206,8 @@ class Window:
                     self.refused += 1
                     continue
                 ring = family[labels] = Ring(self, metric, labels, value, source)
+                if self._past is not None:
+                    self._past.give(ring, told=told)
                 self._count += 1
                 self._told_count += told
                 self._added += 1

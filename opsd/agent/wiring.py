@@ -11,6 +11,7 @@ from opsd.agent.actions import Drainer, Executor, Notifier
 from opsd.agent.annotate import Annotator
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.kept_window import KeptWindowError, unpack
 from opsd.agent.logs import Log
 from opsd.agent.loop import Loop
 from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
@@ -132,8 +133,15 @@ def build(settings: Settings, journal: Journal, log: Log) -> Parts:
         started_at=time.time(),
         listeners=_listeners(settings, notifier, log),
     )
+    window = Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses())
+    if responder.kept_window:
+        try:
+            window.go_on(unpack(responder.kept_window, window.ticks, time.monotonic()))
+        except KeptWindowError as error:
+            log.warning("window begins empty", reason=str(error))
+        responder.kept_window = b""
     loop = Loop(
-        Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses()),
+        window,
         collectors.build(settings, agent.state_dir),
         judge,
         responder,

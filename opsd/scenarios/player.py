@@ -13,6 +13,7 @@ from opsd.agent.actions import Executor, Intended
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
+from opsd.agent.kept_window import pack, unpack
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.policy import Limits
@@ -78,6 +79,7 @@ class _Player:
                     responder.clock_stepped(stepped)
                 if self._agent_restarts:
                     self._agent_restarts = False
+                    journal.window(pack(window))
                     journal.close()
                     self._keep(responder)
                     self._node.job.read_again()
@@ -91,7 +93,11 @@ class _Player:
     def _agent(self, folder: Path) -> tuple[Journal, Window, Responder]:
         """An agent that has just started, with what the journal in ``folder`` remembers."""
         journal = Journal(folder, lambda _problem: None)
-        return journal, Window(NODE, interval_s=self._look_s, witnesses=witnesses()), self._responder(journal)
+        responder = self._responder(journal)
+        window = Window(NODE, interval_s=self._look_s, witnesses=witnesses())
+        if responder.kept_window:
+            window.go_on(unpack(responder.kept_window, window.ticks, self._node.now))
+        return journal, window, responder
 
     def _keep(self, responder: Responder) -> None:
         for incident in (*responder.ended, *responder.current):

@@ -1,0 +1,89 @@
+"""The last minutes outlive the agent that is stopped."""
+
+import pytest
+
+from opsd.agent.journal import Journal
+from opsd.agent.kept_window import KeptWindowError, pack, unpack
+from opsd.agent.window import Window
+from opsd.collectors.base import Metric, Reading, Sample
+
+TEMPERATURE = Metric("temperature", "Of a GPU.", labels=("gpu",))
+WALL = 1_700_000_000.0
+
+
+def _window():
+    return Window("node", seconds=10, witnesses=["nvml"])
+
+
+def _tick(window, now, *samples, collector="nvml"):
+    window.begin(now, WALL + now)
+    window.add(collector, Reading(tuple(samples)))
+
+
+def _sample(value, gpu="0"):
+    return Sample(TEMPERATURE, value, (gpu,))
+
+
+def _stopped(last=3):
+    window = _window()
+    _tick(window, -1.0)
+    for now in range(last + 1):
+        _tick(window, float(now), _sample(60.0 + now), _sample(40.0, "1"))
+    return pack(window)
+
+
+def test_a_series_has_its_past_after_a_restart(tmp_path):
+    """Values keep their times, and the time without an agent is a gap."""
+    before = Journal(tmp_path, lambda _problem: None)
+    before.open()
+    before.window(_stopped())
+    before.close()
+    after = Journal(tmp_path, lambda _problem: None)
+    kept = after.open().window
+    after.close()
+    window = _window()
+    window.go_on(unpack(kept, window.ticks, 6.0))
+    _tick(window, 6.0, _sample(70.0))
+    (series,) = window.select("temperature")
+    assert [*series.values(60.0)] == [(0.0, 60.0), (1.0, 61.0), (2.0, 62.0), (3.0, 63.0), (6.0, 70.0)]
+    assert series.last == 70.0
+
+
+def test_what_is_older_than_the_window_is_not_told():
+    """A long pause leaves nothing to compare with."""
+    window = _window()
+    window.go_on(unpack(_stopped(), window.ticks, 500.0))
+    _tick(window, 500.0, _sample(70.0))
+    (series,) = window.select("temperature")
+    assert [*series.values(10.0)] == [(500.0, 70.0)]
+
+
+def test_a_user_gets_no_past_that_a_driver_told():
+    """The same name from another kind of source is another series."""
+    window = _window()
+    window.go_on(unpack(_stopped(), window.ticks, 6.0))
+    _tick(window, 6.0, _sample(70.0), collector="ranks")
+    (series,) = window.select("temperature")
+    assert [*series.values(60.0)] == [(6.0, 70.0)]
+
+
+def test_a_steady_series_is_unchanged_since_before_the_restart():
+    """What has not moved has not moved because of a restart either."""
+    window = _window()
+    window.go_on(unpack(_stopped(), window.ticks, 6.0))
+    _tick(window, 6.0, _sample(70.0), _sample(40.0, "1"))
+    assert [series.unchanged(4.0) for series in window.select("temperature")] == [False, True]
+
+
+@pytest.mark.parametrize("kept", [b"", b"x", _stopped()[:-20], _stopped()[:40]])
+def test_what_is_no_window_is_refused(kept):
+    """A file that is cut or foreign leaves the window empty."""
+    with pytest.raises(KeptWindowError):
+        unpack(kept, _window().ticks, 6.0)
+
+
+@pytest.mark.parametrize(("ticks", "now"), [(30, 6.0), (11, 2.0)])
+def test_other_ticks_or_an_earlier_clock_are_refused(ticks, now):
+    """The slots of the rings, and the clock of their times, are those of one configuration and one boot."""
+    with pytest.raises(KeptWindowError):
+        unpack(_stopped(), ticks, now)
