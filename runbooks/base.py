@@ -261,6 +261,10 @@ class View(Protocol):
     @property
     def runs(self) -> Sequence[RunFact]: ...
 
+    def ranks_then(self, second: float) -> Sequence[RankFact]:
+        """The ranks that worked here at the wall second ``second``, also where they are gone or cannot be read now."""
+        ...
+
     def select(self, metric: str, **labels: str) -> Sequence[Series]:
         """Every series of ``metric`` whose labels include ``labels``."""
         ...

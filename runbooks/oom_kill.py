@@ -26,7 +26,7 @@ class _Owner:
 def _owner(view: View, event: Event) -> _Owner:
     """By what the kernel says of process and control group, by rank pages, and by the launcher if the rank is gone."""
     pid, job = integer(event.data, "pid"), text(event.data, "job")
-    for rank in view.ranks:
+    for rank in (*view.ranks, *view.ranks_then(event.at)):
         if pid == rank.pid or any(pid == helper for helper, _ in rank.workers):
             return _Owner(job or rank.job, rank.run, rank.rank)
     for gone in view.events("rank_exited", REMEMBERED_S):

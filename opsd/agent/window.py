@@ -16,6 +16,7 @@ from operator import itemgetter
 from typing import TypeVar, cast
 
 from opsd.agent.event_log import EventLog
+from opsd.agent.holders import Holders
 from opsd.agent.kept_window import Past
 from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RepairFact, RunFact, Sample
 from opsd.runbooks.base import Done
@@ -68,6 +69,7 @@ class Window:
         self._told: Families = {}
         self._count = self._told_count = self._added = 0
         self._events = EventLog()
+        self._holders = Holders()
         self._readings: dict[str, Reading] = {}
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
         self._done: dict[tuple[str, str], Done] = {}
@@ -112,6 +114,7 @@ class Window:
     def clock_stepped(self, seconds: float) -> None:
         """Move the times of events by a step of the wall clock, so that they become no older or younger."""
         self._events.shift(seconds)
+        self._holders.shift(seconds)
 
     def add(self, collector: str, reading: Reading) -> None:
         """Add the reading of ``collector`` in this tick."""
@@ -121,6 +124,8 @@ class Window:
         witness = collector in self.witnesses
         for event in reading.events:
             self._events.add(event, witness)
+        if collector == "ranks":
+            self._holders.note(self.ranks, self.wall)
         if witness:
             self.news += reading.events
         self._store(reading.samples, self._witnessed if witness else self._told, collector)
@@ -147,6 +152,10 @@ class Window:
         known = self._done.get((done.verb, done.target))
         if known is None or known.at <= done.at:
             self._done[done.verb, done.target] = done
+
+    def ranks_then(self, second: float) -> Sequence[RankFact]:
+        """The ranks that worked here at the wall second ``second``, as far back as this agent has seen them."""
+        return self._holders.at(second)
 
     def rings(self) -> Iterator[tuple[bool, Ring]]:
         """Every series, with whether it is another's word than a witness's."""
@@ -254,7 +263,7 @@ class Witnessed:
     def __init__(self, window: Window, families: Families, events: EventLog) -> None:
         self.node, self.now, self.wall = window.node, window.now, window.wall
         self.gpus, self.ranks, self.runs = window.gpus, window.ranks, window.runs
-        self.known, self.done = window.known, window.done
+        self.known, self.done, self.ranks_then = window.known, window.done, window.ranks_then
         self._families = families
         self._events = events
 

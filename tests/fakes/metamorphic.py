@@ -22,7 +22,8 @@ AFTER_S = 50.0
 """Seconds by which a scenario is played on, so that what is over can end."""
 CLOCK = frozenset({"clock_skew", "clock_unstable"})
 """Kinds that a step of the clock may open."""
-OF_RUNS = frozenset(book.kind for book in RUNBOOKS if book.told_by_runs or "ranks" in book.needs)
+OF_RUNS = frozenset(book.kind for book in RUNBOOKS if book.proved_by == "run")
+"""Kinds whose end only their run can show, so that they end with it."""
 WITHOUT_RUN = frozenset({"gpu_idle"})
 """Kinds that the end of a run may open: its job still holds the GPUs."""
 
@@ -56,7 +57,9 @@ def agent_restarts_early(scenario: Scenario, played: PlayedScenario, rng: random
     """The agent ends and starts again at some instant between the fault and the incident."""
     begin = min((m.t for m in scenario.at), default=0.0)
     first = min(played.opened.values(), default=scenario.duration)
-    return _with(scenario, Moment(t=rng.uniform(begin, max(begin, first)), agent_restart=True))
+    changed = _with(scenario, Moment(t=rng.uniform(begin, max(begin, first)), agent_restart=True))
+    waits_anew = max(0.0, first - begin)
+    return changed.model_copy(update={"duration": changed.duration + waits_anew})
 
 
 def clock_steps(step_s: float, scenario: Scenario, played: PlayedScenario, _rng: random.Random) -> Scenario | None:
