@@ -72,9 +72,12 @@ def _detect(view: View) -> Iterator[Finding]:
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once it is set as its peers are; None while limits and clocks are not known."""
+    """True once it is set as its peers are; None while limits and clocks are not known, or not for long."""
     uuid = text(incident.data, "uuid")
     if uuid not in newest(view, LIMIT) or not view.known("nvml"):
+        return None
+    reasons = by_gpu(view, REASONS).get(uuid)
+    if reasons and len(reasons[0].values(LASTING_S)) <= LASTING_S / 2:
         return None
     return all(gpu.uuid != uuid for gpu, _, _ in _capped(view))
 

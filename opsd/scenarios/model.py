@@ -112,6 +112,7 @@ class Change(_Part):
     blind: tuple[str, ...] = Field((), description="Collectors that fail from now on.")
     hung: tuple[str, ...] = Field((), description="Collectors that do not return from now on.")
     sighted: tuple[str, ...] = Field((), description="Collectors that work again.")
+    read_again: bool = Field(False, description="The event files of the run are read again from their beginning.")
     agent_restart: bool = Field(False, description="The agent ends and starts again, with its journal.")
     clock: float = Field(0.0, description="A step of the wall clock, in seconds.")
 

@@ -146,6 +146,8 @@ class SimulatedNode:
         if unknown := {*change.blind, *change.hung, *change.sighted} - COLLECTORS.keys():
             raise ScenarioError(f"{', '.join(sorted(unknown))}: no such collector")
         self._clock_offset += change.clock
+        if change.read_again:
+            self.job.read_again()
         self._states |= dict.fromkeys(change.blind, Health.ERROR) | dict.fromkeys(change.hung, Health.HUNG)
         self._states |= dict.fromkeys(change.sighted, Health.OK)
         for line in change.kernel:

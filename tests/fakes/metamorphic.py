@@ -67,6 +67,11 @@ def clock_steps(step_s: float, scenario: Scenario, played: PlayedScenario, _rng:
     return _with(scenario, Moment(t=_last_opened(scenario, played) + 2.5, clock=step_s))
 
 
+def events_twice(scenario: Scenario, played: PlayedScenario, _rng: random.Random) -> Scenario | None:
+    """The run's event files are replaced, as by a restored folder, so that each event is read a second time."""
+    return _with(scenario, Moment(t=_last_opened(scenario, played) + 2.5, read_again=True))
+
+
 def collector_blind(collector: str, scenario: Scenario, played: PlayedScenario, _rng: random.Random) -> Scenario | None:
     """A collector fails for 20 s while the incident is open."""
     begin = _last_opened(scenario, played) + 2.5
@@ -83,6 +88,7 @@ TRANSFORMATIONS: Mapping[str, Transformation] = {
     "agent restarts early": agent_restarts_early,
     "clock forward": partial(clock_steps, HOUR_S),
     "clock back": partial(clock_steps, -HOUR_S),
+    "events twice": events_twice,
     "ranks blind": partial(collector_blind, "ranks"),
     "nvml blind": partial(collector_blind, "nvml"),
     "kmsg blind": partial(collector_blind, "kmsg"),

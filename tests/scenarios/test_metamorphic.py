@@ -12,7 +12,19 @@ FOLDER = Path(__file__).parent
 BY_KIND = {path.parent.name: path for path in reversed([*files(FOLDER)]) if load(path).expect}
 """One timeline with a fault of each kind: the first by its name."""
 CASES = [(path, name) for path in BY_KIND.values() for name in TRANSFORMATIONS]
-SAMPLED = random.Random(32).sample(CASES, 12)
+FOUND = [
+    (FOLDER / file, name)
+    for file, name in (
+        ("oom_kill/a_rank.toml", "ranks blind"),
+        ("gradient_explosion/growing.toml", "agent restarts early"),
+        ("storage_slow/evicted_shards.toml", "agent restarts"),
+        ("straggler/announced_clocks.toml", "nvml blind"),
+        ("checkpoint_corrupt/healed_by_the_next_save.toml", "run ends while open"),
+        ("loss_rising/falls_again.toml", "agent restarts early"),
+    )
+]
+"""Differences that there have been."""
+SAMPLED = [*FOUND, *random.Random(32).sample([case for case in CASES if case not in FOUND], 6)]
 
 
 def _named(value):
