@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from typing import Any
 
 import xxhash
 
+from opsd import durable
 from opsd.checkpoints.manifest import (
     MANIFEST,
     MAX_BYTES,
@@ -70,6 +72,8 @@ class Remote:
 
     def __init__(self, filesystem: Any, base: str) -> None:
         self._files, self._base = filesystem, base.rstrip("/")
+        protocols = filesystem.protocol
+        self._is_folder = "file" in ((protocols,) if isinstance(protocols, str) else protocols)
 
     @classmethod
     def open(cls, url: str) -> Remote:
@@ -99,12 +103,30 @@ class Remote:
         """
         manifest = read(folder)
         target = f"{self._base}/{folder.name}"
-        self._files.makedirs(target, exist_ok=True)
+        self._make_folder(target)
         for entry in manifest.files:
-            self._files.put_file(str(folder / entry.name), f"{target}/{entry.name}")
+            self._put(folder / entry.name, f"{target}/{entry.name}")
             if self._checksum(f"{target}/{entry.name}") != entry.checksum:
                 raise CheckpointError(f"{target}/{entry.name} is not what was uploaded", entry.name)
-        self._files.pipe_file(f"{target}/{MANIFEST}", encode(replace(manifest, tier="remote")))
+        content = encode(replace(manifest, tier="remote"))
+        if self._is_folder:
+            durable.replace(Path(target, MANIFEST), content)
+        else:
+            self._files.pipe_file(f"{target}/{MANIFEST}", content)
+
+    def _make_folder(self, path: str) -> None:
+        if self._is_folder:
+            durable.make_folder(Path(path))
+        else:
+            self._files.makedirs(path, exist_ok=True)
+
+    def _put(self, source: Path, path: str) -> None:
+        """Copy a file, which appears as a whole. Storage of objects does that itself, a folder does not."""
+        if self._is_folder:
+            with open(source, "rb") as origin, durable.replacing(Path(path)) as file:
+                shutil.copyfileobj(origin, file, _BLOCK)
+        else:
+            self._files.put_file(str(source), path)
 
     def fetch(self, step: int, root: Path) -> Manifest:
         """Copy the checkpoint of ``step`` to ``root``, where it exists once its files match their checksums.

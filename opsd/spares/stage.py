@@ -56,7 +56,7 @@ def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work)
     ``verify`` does that. Under a changed or missing index, existing files are compared first.
     """
     make_folder(target)
-    with _alone(target), reporting(target):
+    with reporting(target), _alone(target):
         wanted = [(corpus, entry) for corpus in corpora for entry in corpus.files]
         for corpus in corpora:
             make_folder(target / corpus.folder)
@@ -176,7 +176,7 @@ def remove(target: Path) -> int:
         return 0
     make_folder(target)
     freed, storage = 0, Folder(target)
-    with _alone(target), reporting(target):
+    with reporting(target), _alone(target):
         for corpus in indexed(storage, INDEX):
             folder = target / corpus.folder
             os.rename(folder / INDEX, folder / DRAFT)

@@ -35,6 +35,8 @@ def make_waiting(root: Path, step: int) -> Path:
 class Damaging(LocalFileSystem):
     """A storage that keeps something else than it was given."""
 
+    protocol = "objects"
+
     def put_file(self, path1: str, path2: str, *arguments: object, **more: object) -> None:
         super().put_file(path1, path2)
         with open(path2, "ab") as file:
@@ -43,6 +45,8 @@ class Damaging(LocalFileSystem):
 
 class Refusing(LocalFileSystem):
     """A storage whose credentials have expired."""
+
+    protocol = "objects"
 
     def put_file(self, *arguments: object, **more: object) -> None:
         raise PermissionError("the token has expired")
