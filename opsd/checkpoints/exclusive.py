@@ -1,8 +1,8 @@
 """Creating a file such that exactly one of several processes succeeds, on any file system.
 
 The content is written durably under another name and then linked to the target, link(2), which fails if the target
-exists. Without links, a folder with the content in it is renamed to the target, rename(2), which fails if the target is
-a file or a folder that is not empty; so both ways exclude each other.
+exists. Without links, a folder with the content in it is renamed to the target. rename(2) fails if the target is a file
+or a folder that is not empty, so both ways exclude each other.
 """
 
 from __future__ import annotations

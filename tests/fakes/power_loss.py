@@ -1,7 +1,7 @@
 """What a power loss leaves of a folder: the calls that ``faults.c`` has recorded, less some that were not synced.
 
 The model is that of ALICE (Pillai et al., OSDI 2014), for file systems that order only the changes of one folder. A
-synced folder has all its names. Of the changes since then it has the first so many. Each write to a file since the
+synced folder has all its names. It may lack the last changes since then. Each write to a file since the
 last sync may be there or not. What is not there reads as zeros.
 """
 

@@ -1,6 +1,6 @@
 """Files that commands write when a call of theirs fails, one at a time: whole or not at all, and nothing is left over.
 
-The commands run as users run them. Each is told of the error, in a sentence with the file, and ends well without one.
+The commands run as users run them. Each says of the error one sentence, with the file.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def run(writer: Writer, faults: Faults) -> subprocess.CompletedProcess[str]:
 def swept(writer: Writer, tmp_path: Path, *, kept: bool, every: int = 1) -> None:
     """Fail each call of ``writer`` once; with ``kept`` what it has made so far may stay, for the next time.
 
-    Of ``every`` so many calls it is one, another one each day.
+    One of ``every`` calls fails; which one changes with the day.
     """
     log = tmp_path / "calls"
     faults = Faults(writer.folder, log=log)
@@ -183,7 +183,7 @@ def swept(writer: Writer, tmp_path: Path, *, kept: bool, every: int = 1) -> None
             assert again.returncode == 0, f"{where}{again.stderr}"
         left = listed(writer.folder)
         assert writer.whole(), where
-        if writer.same and left != after:  # what was to be removed is all that is there
+        if writer.same and left != after:  # the file that could not be removed
             assert (call.name, len(left), set(left) > set(after)) == ("unlink", len(after) + 1, True), where
 
 
