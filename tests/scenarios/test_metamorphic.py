@@ -26,6 +26,10 @@ FOUND = [
 """Differences that there have been."""
 KNOWN = {
     ("checkpoint_slow/falls_behind", "events twice"): "the window counts a commit that is read a second time again",
+    (
+        "dataloader_stall/healthy_stopped_rank",
+        "run ends while open",
+    ): "no launcher is left to restart the hung rank: told",
     ("clock_skew/back", "events twice"): "after the step the same commit has another time, and is one more",
 }
 """Differences that there are still, and why."""
