@@ -342,7 +342,8 @@ def _create_page(path: Path | None, header: bytes) -> mmap.mmap:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                draft.unlink()
             print(f"opsd: no rank page at {path} ({error}); this rank runs unobserved", file=sys.stderr)
     page = mmap.mmap(-1, PAGE_BYTES)
     page[: len(header)] = header

@@ -343,3 +343,13 @@ def test_a_page_that_finds_no_room_leaves_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "posix_fallocate", full)
     Reporter(tmp_path / "rank-0000.page").close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_that_cannot_be_made_stops_no_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its folder is none, is not there, or may not be written to: the rank runs unobserved and says so."""
+    (tmp_path / "file").touch()
+    for place in ("file/rank-0000.page", "none/rank-0000.page"):
+        reporter = Reporter(tmp_path / place)
+        reporter.step(step=1)
+        reporter.close()
+        assert "runs unobserved" in capsys.readouterr().err
