@@ -34,6 +34,15 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def size(number: float) -> str:
+    """Bytes in powers of 1000, with three digits: 512 B, 40.1 kB, 3 MB, 12.5 GB, 1.2 TB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
 def gpu_time(seconds: float) -> str:
     """GPU-seconds, from a tenth of an hour on GPU-hours: 84 GPU-seconds, 0.35 GPU-hours, 1,204.00 GPU-hours."""
     return f"{seconds:.0f} GPU-seconds" if seconds < 360 else f"{seconds / 3600:,.2f} GPU-hours"

@@ -13,7 +13,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from opsd import exitcodes
+from opsd import exitcodes, words
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, is_there, read, verify
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
@@ -67,7 +67,7 @@ def list_command(path: Path, as_json: bool) -> int:
             entry.state,
             " ".join(f"{name}{size}" for name, size in manifest.layout.items()) if manifest else "",
             str(len(manifest.files)) if manifest else "",
-            _bytes(entry.size),
+            words.size(entry.size),
             str(manifest.sample) if manifest else "",
             _age(time.time() - manifest.created) if manifest else "",
         )
@@ -95,7 +95,7 @@ def verify_command(path: Path, as_json: bool) -> int:
         state, why = "ok", ""
         try:
             manifest = verify(entry.folder)
-            said = f"ok, {len(manifest.files)} files, {_bytes(entry.size)}"
+            said = f"ok, {len(manifest.files)} files, {words.size(entry.size)}"
         except CheckpointError as error:
             gone = not any(is_there(entry.folder, name) for name in (MANIFEST, REJECTED))
             damaged += not gone
@@ -141,7 +141,7 @@ def prune_command(path: Path, keep: int, keep_every: int, dry_run: bool) -> int:
         return exitcodes.FAILED
     for step in sorted({*kept, *going}):
         fate = ("would be removed" if dry_run else "removed") if step in going else f"kept: {kept[step]}"
-        click.echo(f"step {step}: {fate}, {_bytes(sizes.get(step, 0))}")
+        click.echo(f"step {step}: {fate}, {words.size(sizes.get(step, 0))}")
     if not going:
         click.echo(f"nothing to remove under {root}")
     return exitcodes.OK
@@ -180,7 +180,7 @@ def upload_command(path: Path, url: str, dry_run: bool) -> int:
 
 def _upload(entry: Entry, remote: Remote, there: Collection[int], *, dry_run: bool) -> str:
     """What has become of the checkpoint. Raises CheckpointError, OSError or what the client raises."""
-    size = _bytes(entry.size)
+    size = words.size(entry.size)
     if dry_run:
         return "already there" if entry.step in there else f"would be uploaded, {size}"
     if entry.step not in there:
@@ -225,14 +225,6 @@ def _size(folder: Path) -> int:
             with suppress(OSError):
                 size += file.lstat().st_size
     return size
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _age(seconds: float) -> str:

@@ -61,7 +61,7 @@ class _Known:
     type=Finite(0, _MOST_DAYS, min_open=True),
     help="Find the fewest nodes that are done in so many days (30).",
 )
-@option("--gpu", "kind", type=click.Choice(GPUS), default="h100", help="Kind of the GPUs.")
+@option("--gpu", "kind", type=click.Choice(GPUS, case_sensitive=False), default="h100", help="Kind of the GPUs.")
 @option("--tokens", type=Finite(1, 1e18), help="Train on so many tokens instead of run.steps; 11e12 is 11 trillion.")
 @option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of the run.")
 @option(

@@ -16,6 +16,7 @@ from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
 from opsd.slurm.dry_run import preview
+from opsd.slurm.job_state import whose_hold
 from opsd.slurm.port import SlurmError
 from opsd.slurm.requeue import LIMIT_S, REASON, ExcludedNodes, Requeued, requeue_now
 from opsd.slurm.requeue_helper import helper_of, requeue_from_inside
@@ -101,7 +102,7 @@ def requeue(
         click.echo(json.dumps(asdict(done), indent=1))
     if done.held:
         click.echo(
-            f"opsd: job {done.job} is on hold ({done.held}), which somebody has set and which stays; scontrol "
+            f"opsd: job {done.job} is on hold ({done.held}), which {whose_hold(done.held)} and which stays; scontrol "
             f"release {done.job} lets it start",
             err=True,
         )

@@ -16,6 +16,15 @@ _HOLD = re.compile(r"h[eo]ld", re.IGNORECASE)
 BadConstraints does not match: Slurm itself holds such a job, because of its excluded nodes.
 """
 
+_HOLDS = (
+    ("launch", "Slurm has set, because the start of the job failed (a prolog for instance)"),
+    ("maxrequeue", "Slurm has set, because the job was requeued too often (MaxBatchRequeue)"),
+    ("requeued", "somebody has set (scontrol requeuehold)"),
+    ("requeue_hold", "somebody has set (scontrol requeuehold)"),
+    ("heldadmin", "an administrator has set"),
+)
+"""In reasons and states of held jobs, and whose hold it is."""
+
 NextStep = Literal["requeue", "wait", "held", "start", "done"]
 
 
@@ -33,6 +42,12 @@ def next_step(job: Job, restarts: int) -> NextStep:
     if job.state in _ALIVE:
         return "requeue" if job.restarts <= restarts else "done"
     raise SlurmRejected(f"job {job.id} has ended ({job.state}) and cannot be put back into the queue; submit it again")
+
+
+def whose_hold(reason: str) -> str:
+    """Who has set a hold that Slurm gives ``reason`` for, as the end of "a hold that …"."""
+    known = reason.lower()
+    return next((whose for word, whose in _HOLDS if word in known), "somebody has set")
 
 
 def is_alive(job: Job) -> bool:

@@ -33,6 +33,7 @@ from opsd.spares.transfer import (
     reporting,
     size_of,
 )
+from opsd.words import size
 
 LEFT_FREE = 0.02
 """Share of the disk that staging leaves free."""
@@ -144,7 +145,7 @@ def _check_space(target: Path, missing: Sequence[tuple[Corpus, FileEntry]]) -> N
     needed, free = sum(entry.size for _, entry in missing) - begun, disk.free - LEFT_FREE * disk.total
     if needed > max(free, 0.0):
         raise StageError(
-            f"{target} has room for {max(free, 0.0) / 1e9:.1f} GB and {needed / 1e9:.1f} GB are missing; "
+            f"{target} has room for {size(max(free, 0.0))} and {size(needed)} are missing; "
             "make room, or set spare.folder to a larger disk"
         )
 

@@ -313,3 +313,10 @@ def test_a_plan_is_of_one_shape() -> None:
     refused = opsd("smollm3-3b", "--gpus", "64", "--set", stages)
     assert refused.exit_code == exitcodes.USAGE
     assert "--set data.stages=[]" in refused.output
+
+
+def test_a_kind_of_gpu_is_known_in_any_case() -> None:
+    """As NVIDIA writes it, too."""
+    assert planned("smollm3-3b", "--gpus", "384", "--gpu", "A100") == planned(
+        "smollm3-3b", "--gpus", "384", "--gpu", "a100"
+    )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from opsd import exitcodes
 from opsd.commands.main import cli
 from opsd.slurm.dry_run import preview
-from opsd.slurm.job_state import next_step
+from opsd.slurm.job_state import next_step, whose_hold
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue import LIMIT_S, UNFIT_S, ExcludedNodes, Requeued, requeue_now
 from tests.fakes.clock import FakeClock
@@ -325,3 +325,20 @@ def test_only_the_number_of_a_job_is_taken_for_one(job: str) -> None:
     """12_3 is a task of an array to Slurm and 123 to Python: another job, perhaps of the same user."""
     done = CliRunner().invoke(cli, ["requeue", "--dry-run", "--", job])
     assert (done.exit_code, "Error: Invalid value for '[JOB]'" in done.output) == (exitcodes.USAGE, True), done.output
+
+
+@pytest.mark.parametrize(
+    ("reason", "whose"),
+    [
+        ("launch failed requeued held", "Slurm has set, because the start"),
+        ("launch_failed_requeued_held", "Slurm has set, because the start"),
+        ("JobHoldMaxRequeue", "Slurm has set, because the job was requeued too often"),
+        ("job requeued in held state", "somebody has set (scontrol requeuehold)"),
+        ("requeue_hold", "somebody has set (scontrol requeuehold)"),
+        ("JobHeldAdmin", "an administrator has set"),
+        ("JobHeldUser", "somebody has set"),
+    ],
+)
+def test_a_hold_is_told_as_whose_it_is(reason: str, whose: str) -> None:
+    """As squeue of 22.05 to 26.05 words it."""
+    assert whose_hold(reason).startswith(whose)
