@@ -51,6 +51,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from time import monotonic_ns
@@ -342,7 +343,7 @@ def _create_page(path: Path | None, header: bytes) -> mmap.mmap:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 draft.unlink()
             print(f"opsd: no rank page at {path} ({error}); this rank runs unobserved", file=sys.stderr)
     page = mmap.mmap(-1, PAGE_BYTES)

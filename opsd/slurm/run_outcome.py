@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from opsd import exitcodes
+from opsd import durable, exitcodes
 from opsd.checkpoints.claims import Claim
 
 LEASE_GRACE_S = 5.0
@@ -158,7 +158,7 @@ class BadStarts:
         count, before = self._read()
         count = 1 if step > before or lasted_s >= PROGRESS_S else count + 1
         with suppress(OSError):
-            self._path.write_text(json.dumps({"count": count, "step": max(step, before)}) + "\n", encoding="utf-8")
+            durable.replace(self._path, json.dumps({"count": count, "step": max(step, before)}).encode() + b"\n")
         return count
 
     @property

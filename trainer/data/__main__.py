@@ -159,5 +159,5 @@ if __name__ == "__main__":
         click.echo(f"opsd: {error}", err=True)
         sys.exit(USAGE)
     except OSError as error:
-        click.echo(f"opsd: {error.filename}: {error.strerror}", err=True)
+        click.echo(f"opsd: {error.filename}: {error.strerror}" if error.filename else f"opsd: {error}", err=True)
         sys.exit(FAILED)
