@@ -34,6 +34,9 @@ _ANY_AGENT = (
 
 That of the alert's own node is taken if it is the only one; without any, localhost.
 """
+LOST = "opsd_incidents_gpu_seconds_total"
+_RECENT = "2m"
+"""Over which the loss of an incident is averaged."""
 _REMEMBERED = "15m"
 """How long after its last scrape the jobs of a silent agent are still looked up."""
 
@@ -103,14 +106,20 @@ class Alert:
             every, hit = (f"last_over_time({series}[{_REMEMBERED}])" for series in (every, hit))
         jobs = f"count by (job_id) ({every} and on (job_id) {hit})"
         found = f'{{{{ range $i, $job := query (printf "{jobs}"{arguments}) }}}}{{{{ if $i }}}}, {{{{ end }}}}'
-        held = (
-            "{{ $job.Value }} GPUs of job {{ $job.Labels.job_id }} wait or run slower: "
-            "up to {{ $job.Value }} GPU-hours lost per hour"
-        )
+        held = "{{ $job.Value }} GPUs of job {{ $job.Labels.job_id }} are affected"
         return {
             "job": f"{found}{{{{ $job.Labels.job_id }}}}{{{{ else }}}}none{{{{ end }}}}",
-            "cost": self.cost or f"{found}{held}{{{{ else }}}}no job is known to be affected{{{{ end }}}}",
+            "cost": self.cost
+            or f"{found}{held}{{{{ else }}}}no job is known to be affected{{{{ end }}}}{self._lost()}",
         }
+
+    def _lost(self) -> str:
+        """The loss that the agent counts for the incident, as its page has it; empty while it counts none."""
+        if self.guide is not None or self.scope == "run":
+            return ""
+        lost = f'sum(rate({LOST}{{kind=\\"{self.runbook}\\", instance=%q}}[{_RECENT}])) > 0'
+        counted = '; {{ . | first | value | printf "%.1f" }} GPU-hours are lost per hour'
+        return f'{{{{ with query (printf "{lost}" $labels.instance) }}}}{counted}{{{{ end }}}}'
 
 
 @dataclass(frozen=True, slots=True)

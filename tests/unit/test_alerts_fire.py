@@ -153,6 +153,8 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         INFO.format(INSTANCE, 3, 0): "1x50",
         INFO.format(INSTANCE, 4, 1): "1x50",
         INFO.format("node-18:9477", 0, 2): "1x50",
+        f'opsd_incidents_gpu_seconds_total{{{NODE},kind="gpu_lost"}}': "0+90x50",
+        f'opsd_incidents_gpu_seconds_total{{{NODE},kind="gpu_hot"}}': "0+900x50",
     }
     message = {
         "summary": "GPU 3 of node-17:9477 is lost",
@@ -160,7 +162,7 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         "node": "node-17",
         "gpu": "3",
         "job": "4242",
-        "cost": "3 GPUs of job 4242 wait or run slower: up to 3 GPU-hours lost per hour",
+        "cost": "3 GPUs of job 4242 are affected; 1.5 GPU-hours are lost per hour",
         "next_step": "on node-17: opsd incidents; opsd runbook show gpu_lost",
     }
     labels = {"instance": INSTANCE, "gpu": "3", "severity": "critical"}
@@ -182,7 +184,7 @@ def test_a_node_that_is_down_still_names_its_job(tmp_path: Path) -> None:
         "description": "The node, its network or the agent is down. Nothing is known about its GPUs.",
         "node": "node-17",
         "job": "4242",
-        "cost": "1 GPUs of job 4242 wait or run slower: up to 1 GPU-hours lost per hour",
+        "cost": "1 GPUs of job 4242 are affected",
         "next_step": "opsd runbook show agent_silent",
     }
     down = {f'up{{{NODE},job="opsd"}}': "1x20 0x50", INFO.format(INSTANCE, 3, 0): "1x20 stale"}
