@@ -153,7 +153,7 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         INFO.format(INSTANCE, 3, 0): "1x50",
         INFO.format(INSTANCE, 4, 1): "1x50",
         INFO.format("node-18:9477", 0, 2): "1x50",
-        f'opsd_incidents_gpu_seconds_total{{{NODE},kind="gpu_lost"}}': "0+90x50",
+        f'opsd_incidents_gpu_seconds_total{{{NODE},kind="gpu_lost"}}': "0+22.5x50",
         f'opsd_incidents_gpu_seconds_total{{{NODE},kind="gpu_hot"}}': "0+900x50",
     }
     message = {
