@@ -174,10 +174,12 @@ def test_a_hold_that_a_person_has_set_stays(cluster: Cluster, hold: str) -> None
     wait_until(lambda: user.jobs([job])[0].state == "pending", "the job waits")
     began = user.jobs([job])[0].starts_at
     said = cluster.nodes["n4"].run(*OPSD.split(), "requeue", str(job), user="nobody", check=False)
-    reason = "job requeued in held state" if hold == "requeuehold" else "JobHeldUser"
+    reason, by = (
+        ("job requeued in held state", " (scontrol requeuehold)") if hold == "requeuehold" else ("JobHeldUser", "")
+    )
     assert (said.returncode, said.stdout) == (exitcodes.FAILED, "")
     assert said.stderr == (
-        f"opsd: job {job} is on hold ({reason}), which somebody has set and which stays; scontrol "
+        f"opsd: job {job} is on hold ({reason}), which somebody has set{by} and which stays; scontrol "
         f"release {job} lets it start\n"
     )
     said = cluster.nodes["n4"].run(*OPSD.split(), "requeue", "--json", str(job), user="nobody", check=False)
