@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from opsd.agent.incidents import Transition
-from opsd.agent.journal_file import StoreError
+from opsd.agent.journal_file import FORGET_EVENTS, KEEP_EVENTS, StoreError
 from opsd.agent.policy import PastAction
 from opsd.agent.records import event_document
 from opsd.agent.store import JournalContent, MovedError, Row, Store, this_boot
@@ -72,7 +72,7 @@ class Journal:
     ) -> None:
         self.path = folder / "journal.db"
         self._problem = "not opened yet"
-        self.lost = self.opened = 0
+        self.lost = self.opened = self._events = 0
         self._on_problem = on_problem
         self._retry_s, self._slow_s, self._wall = retry_s, slow_s, wall
         self._memory: JournalContent | None = None
@@ -135,6 +135,9 @@ class Journal:
         with contextlib.suppress(TypeError, ValueError):
             values = this_boot(), event.at, event_document(event)
             self._append(("INSERT INTO events (boot, at, document) VALUES (?, ?, ?)", values))
+            self._events += 1
+            if self._events % KEEP_EVENTS == 0:  # a kernel log can grow faster than the hourly cleaning
+                self._append((FORGET_EVENTS, (KEEP_EVENTS,)))
 
     def window(self, kept: bytes) -> None:
         """Record what the next agent of this boot begins with: see ``kept_window``."""

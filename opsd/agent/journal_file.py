@@ -19,9 +19,10 @@ MAX_CURRENT = 2_000
 KEEP_INCIDENTS = 20_000
 KEEP_REPAIRS = 1_000
 KEEP_ROWS = 100_000
+"""Number of ended incidents, of repairs, and of actions and of transitions, that are kept."""
 KEEP_EVENTS = 2_000
 """Number of events that are kept for the window of the next agent: the newest."""
-"""Number of ended incidents, of repairs, and of actions and of transitions, that are kept."""
+FORGET_EVENTS = "DELETE FROM events WHERE number <= (SELECT max(number) FROM events) - ?"
 WASTE_BYTES = 64 << 20
 """A file with more unused room than this is written again when it is opened."""
 KEEP_ASIDE = 5
@@ -161,7 +162,7 @@ def forget(database: sqlite3.Connection, now: float) -> None:
             database.execute(f"DELETE FROM incidents WHERE resolved_at {over} AND opened_at <= ?", last)  # noqa: S608
     kept = "SELECT rowid FROM repairs ORDER BY opened_at DESC LIMIT ?"
     database.execute(f"DELETE FROM repairs WHERE rowid NOT IN ({kept})", (KEEP_REPAIRS,))  # noqa: S608
-    database.execute("DELETE FROM events WHERE number <= (SELECT max(number) FROM events) - ?", (KEEP_EVENTS,))
+    database.execute(FORGET_EVENTS, (KEEP_EVENTS,))
     for table in ("actions", "transitions"):
         excess = f"number <= (SELECT max(number) FROM {table}) - ?"  # noqa: S608
         database.execute(f"DELETE FROM {table} WHERE at < ? OR {excess}", (oldest, KEEP_ROWS))  # noqa: S608

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opsd.agent.window import Ring, Window
 
-MAX_BYTES = 256 << 20
-"""Unpacked; 50,000 series of 600 ticks take half of that."""
+MAX_BYTES = 64 << 20
+"""Unpacked; 27,000 series of 600 ticks. A larger window is not kept: both would not fit into the agent's memory."""
 _LEVEL = 1
 _ITEM = array("f").itemsize
 
@@ -27,8 +27,10 @@ class KeptWindowError(ValueError):
 
 
 def pack(window: Window) -> bytes:
-    """The series of ``window`` and their times. They are read again by ``unpack``."""
+    """The series of ``window`` and their times, to be read again by ``unpack``; b"" if they are too large."""
     rings = [*window.rings()]
+    if (len(rings) * _ITEM + window.times.itemsize) * window.ticks > MAX_BYTES * 7 // 8:  # the rest is for the names
+        return b""
     head = {
         "tick": window.tick,
         "now": window.now,

@@ -28,6 +28,8 @@ from opsd.agent.window import Window
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Done, Finding, Incident, State
 
+MAX_NEWS = 200
+"""Events of one tick that are kept for the next agent: the newest."""
 REWRITE_S = 30.0
 """An incident without changes is written to the journal this often, in seconds."""
 
@@ -124,10 +126,11 @@ class Responder:
         """One tick: update incidents from ``view`` and start actions."""
         if (late := self._journal.remembered()) is not None:
             self._remember(late, view.wall)
+            self.kept_window = b""  # the window has begun without it
         for done in self._done:
             view.note(done)
         view.remember(self._told)
-        for event in view.news:
+        for event in view.news[-MAX_NEWS:]:
             self._journal.event(event)
         self._done.clear()
         self._told.clear()
