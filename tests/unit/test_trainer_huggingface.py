@@ -16,6 +16,7 @@ from opsd.trainer.config import ConfigError, load
 from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE
 from opsd.trainer.hf.config import config_of, settings_of
 from opsd.trainer.hf.dual_chunk import FIELD
+from opsd.trainer.hf.verify import compare
 from opsd.trainer.hf.weights import CONFIG, write
 from opsd.trainer.huggingface import main
 from opsd.trainer.model import Decoder
@@ -168,14 +169,26 @@ def test_what_they_do_not_have_is_not_exported() -> None:
         config_of(settings, 64)
 
 
-def test_verify_compares_with_transformers(tmp_path: Path) -> None:
-    """The command says how far the logits are apart; what transformers computes otherwise ends with 1."""
-    theirs("Gemma 2", tmp_path)
-    good = CliRunner().invoke(main, ["verify", str(tmp_path)])
-    assert good.exit_code == 0, good.output
-    assert "4 of 4 layers" in good.output
-    part = CliRunner().invoke(main, ["verify", str(tmp_path), "--layers", "2"])
-    assert "2 of 4 layers" in part.output, part.output
+@pytest.mark.parametrize("name", ["Gemma 2", "Bamba", "Qwen 3 Next", "SmolLM3"])
+def test_verify_compares_with_transformers(tmp_path: Path, name: str) -> None:
+    """The command says how far the logits of all or some layers are apart."""
+    theirs(name, tmp_path)
+    for options, layers in (((), 4), (("--layers", "2"), 2)):
+        found = CliRunner().invoke(main, ["verify", str(tmp_path), *options])
+        assert found.exit_code == 0, found.output
+        assert f"{layers} of 4 layers" in found.output
+
+
+def test_what_transformers_raises_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it is, and however long."""
+
+    def raising(*_arguments: object, **_options: object) -> None:
+        raise AttributeError("no setter\nand more")
+
+    theirs("SmolLM3", tmp_path)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", raising)
+    with pytest.raises(ConfigError, match=r"transformers cannot load .*: no setter$"):
+        compare(tmp_path)
 
 
 def test_settings_are_printed_as_toml(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import torch
 
 from opsd.trainer.config import ConfigError
 from opsd.trainer.hf.config import settings_of
+from opsd.trainer.hf.kinds import Fields
 from opsd.trainer.hf.weights import config_in, fill
 from opsd.trainer.model import Decoder, count_parameters
 from opsd.trainer.model_settings import ModelSettings
+from opsd.words import first_line, reason
 
 TOLERANCE = 1e-4
 """Greatest difference of two logits in float32, as a share of the greatest logit, that rounding explains."""
@@ -82,13 +84,22 @@ def _ours(folder: Path, settings: ModelSettings, tokens: torch.Tensor, *, part: 
 def _theirs(transformers: Any, folder: Path, layers: int, tokens: torch.Tensor) -> torch.Tensor:
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        config.num_hidden_layers = layers
-        if types := getattr(config, "layer_types", None):
-            config.layer_types = types[:layers]
+        if layers != config.num_hidden_layers:
+            config = type(config).from_dict(_first(config.to_dict(), layers))
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
         logits: torch.Tensor = model(tokens, use_cache=False).logits
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"transformers cannot load {folder}: {error}") from error
+    except Exception as error:  # whatever a release of theirs raises
+        raise ConfigError(f"transformers cannot load {folder}: {first_line(reason(error))}") from error
     return logits
+
+
+def _first(config: Fields, layers: int) -> Fields:
+    """The configuration of the first ``layers``, for transformers. Its own objects refuse such changes (Bamba)."""
+    cut = {**config, "num_hidden_layers": layers}
+    if types := config.get("layer_types"):
+        cut["layer_types"] = types[:layers]
+    if (indices := config.get("attn_layer_indices")) is not None:
+        cut["attn_layer_indices"] = [index for index in indices if index < layers]
+    return cut
