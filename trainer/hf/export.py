@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch
 @contextmanager
 def _whole_or_not(target: Path) -> Iterator[Path]:
     """A folder whose files go to ``target`` at the end, the configuration last. A failure leaves nothing in it."""
-    made = not target.exists()
+    made = [folder for folder in (target, *target.absolute().parents) if not folder.exists()]
     draft = target / DRAFT
     target.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(draft, ignore_errors=True)  # a killed process has left it
@@ -57,8 +57,9 @@ def _whole_or_not(target: Path) -> Iterator[Path]:
         move_into(draft, target, CONFIG)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-        if made and not any(target.iterdir()):
-            target.rmdir()
+        with suppress(OSError):  # it is not empty
+            for folder in made:
+                folder.rmdir()
 
 
 def _framing(corpus: Path) -> Framing:
