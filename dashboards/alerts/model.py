@@ -114,11 +114,11 @@ class Alert:
         }
 
     def _lost(self) -> str:
-        """The loss that the agent counts for the incident, as its page has it; empty while it counts none."""
+        """What the agent counts as lost by such incidents of the node, as their pages have it; empty if nothing."""
         if self.guide is not None or self.scope == "run":
             return ""
         lost = f'sum(rate({LOST}{{kind=\\"{self.runbook}\\", instance=%q}}[{_RECENT}])) > 0'
-        counted = '; {{ . | first | value | printf "%.1f" }} GPU-hours are lost per hour'
+        counted = '; this kind of incident costs the node {{ . | first | value | printf "%.1f" }} GPU-hours per hour'
         return f'{{{{ with query (printf "{lost}" $labels.instance) }}}}{counted}{{{{ end }}}}'
 
 

@@ -86,7 +86,7 @@ def test_a_message_says_what_where_whose_and_what_next(tmp_path: Path) -> None:
             "description": "Heat holds its clocks back.",
             "node": "node-17",
             "job": "4242",
-            "cost": "512 GPUs of job 4242 are affected; 480.0 GPU-hours are lost per hour",
+            "cost": "512 GPUs of job 4242 are affected; this kind of incident costs the node 480.0 GPU-hours per hour",
             "next_step": "on node-17: opsd incidents; opsd runbook show gpu_throttle",
             "runbook_url": "http://node-17:9477/runbooks/gpu_throttle",
         },
@@ -103,6 +103,6 @@ def test_a_message_says_what_where_whose_and_what_next(tmp_path: Path) -> None:
 
     assert render("opsd.title") == "[CRITICAL] GPU 3 of node-17:9477 is throttled 40% of the time (one of 2)"
     text = render("opsd.text")
-    assert "Node: node-17  GPU: 3  Job: 4242\nCost: 512 GPUs of job 4242 are affected; 480.0 GPU-hours" in text
+    assert "Node: node-17  GPU: 3  Job: 4242\nCost: 512 GPUs of job 4242 are affected; this kind" in text
     assert "Next: on node-17: opsd incidents; opsd runbook show gpu_throttle\nPage: http://node-17:9477/" in text
     assert render("opsd.color") == "danger"

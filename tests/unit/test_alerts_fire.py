@@ -162,7 +162,7 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         "node": "node-17",
         "gpu": "3",
         "job": "4242",
-        "cost": "3 GPUs of job 4242 are affected; 1.5 GPU-hours are lost per hour",
+        "cost": "3 GPUs of job 4242 are affected; this kind of incident costs the node 1.5 GPU-hours per hour",
         "next_step": "on node-17: opsd incidents; opsd runbook show gpu_lost",
     }
     labels = {"instance": INSTANCE, "gpu": "3", "severity": "critical"}
