@@ -64,6 +64,11 @@ def reason(error: BaseException) -> str:
     return _ERRNO.sub("", said) or type(error).__name__  # libraries keep the number in texts of their own
 
 
+def of_file(error: OSError) -> str:
+    """What ``error`` says, with its file if it names one, and without the number."""
+    return f"{error.filename}: {reason(error)}" if error.filename else reason(error)
+
+
 def first_line(text: str, most: int = 300) -> str:
     """The first line of ``text``, shortened, without control characters."""
     line = text.strip().splitlines()[0] if text.strip() else ""

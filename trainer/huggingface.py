@@ -20,6 +20,7 @@ from opsd.trainer.hf.export import export_checkpoint
 from opsd.trainer.hf.verify import compare
 from opsd.trainer.hf.weights import config_in
 from opsd.trainer.stored import FormatError
+from opsd.words import of_file
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -84,7 +85,7 @@ def run(command: Callable[[], object] = main) -> None:
     try:
         command()
     except OSError as error:
-        click.echo(f"opsd: {error.filename}: {error.strerror}" if error.filename else f"opsd: {error}", err=True)
+        click.echo(f"opsd: {of_file(error)}", err=True)
         sys.exit(2)
     except (ConfigError, CheckpointError, FormatError, KeyError) as error:
         click.echo(f"opsd: {error}", err=True)

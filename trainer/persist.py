@@ -67,6 +67,7 @@ from opsd.trainer.locks import POLL_S, locked
 from opsd.trainer.memory import StateInfo, checksum, write_info
 from opsd.trainer.parts import PersistPlan, parts_of, remove_parts, with_retries, write_part
 from opsd.trainer.replica import KEY, Receiver, Sender
+from opsd.words import of_file
 
 LIMIT_S = 600
 """A process whose rank is gone ends after this in any case; after ``remote.LIMIT_S`` if it only uploads."""
@@ -188,7 +189,7 @@ class Writer:
                     with_retries(lambda: prove(folder), patience_s)
                 return {"state": "committed"}
         except Unproved as error:
-            return {"state": "unproved", "why": f"{error.filename}: {error.strerror}"}
+            return {"state": "unproved", "why": of_file(error)}
         except OSError as error:
             return {"state": "failed", "why": why or f"{folder}: {_reason(error)}"}
         self._clean(folder, save)

@@ -19,7 +19,7 @@ from opsd.trainer.data.propose import propose, read_run
 from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, summary
 from opsd.trainer.data.texts import FIELD, SUFFIXES, Reading, find_files, read_texts
 from opsd.trainer.data.tokenize import TRAINING_BYTES, framing_of, load_tokenizer, train_tokenizer
-from opsd.words import plural
+from opsd.words import of_file, plural
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 3
 
@@ -159,5 +159,5 @@ if __name__ == "__main__":
         click.echo(f"opsd: {error}", err=True)
         sys.exit(USAGE)
     except OSError as error:
-        click.echo(f"opsd: {error.filename}: {error.strerror}" if error.filename else f"opsd: {error}", err=True)
+        click.echo(f"opsd: {of_file(error)}", err=True)
         sys.exit(FAILED)
