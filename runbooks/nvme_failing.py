@@ -150,10 +150,10 @@ RUNBOOK = Runbook(
 # An NVMe drive is failing
 
 ## Meaning
-The drive reports a critical warning (spare blocks, heat, reliability, read-only) or media errors, the kernel has not
-been able to use its controller for some minutes, or its rated endurance will be used up within 30 days. The prediction
-is the wear per byte written so far, times the present or the average write rate, whichever is higher; the present one
-counts once it has lasted for three hours.
+One of these: the drive reports a critical warning (spare blocks, heat, reliability, read-only) or media errors. The
+kernel has not been able to use its controller for some minutes. Its rated endurance will be used up within 30 days.
+That is predicted from the wear per byte written so far, and the present or the average write rate, whichever is higher.
+The present one counts once it has lasted for three hours.
 
 ## Impact
 Staged shards and local checkpoints on it may be lost. A drive that becomes read-only fails every save to it; training
