@@ -47,6 +47,7 @@ from opsd.client import append_event
 from opsd.durable import sync_folder
 from opsd.events import CheckpointUploaded, CheckpointUploadFailed
 from opsd.progress import shown
+from opsd.words import first_line, of_file
 
 AWAITING = AWAITED[0]
 URL = "OPSD_REMOTE"
@@ -65,6 +66,13 @@ class RemoteError(Exception):
 def without_user(text: str) -> str:
     """``text`` without the user names and passwords of the URLs in it, s3://user:password@bucket for instance."""
     return _USER.sub("//", text)
+
+
+def reason_of(error: Exception) -> str:
+    """What a client of a storage, or the system, has raised, in one line."""
+    if isinstance(error, OSError) and error.errno:
+        return of_file(error)
+    return f"{type(error).__name__}: {first_line(str(error)) or 'no reason given'}"
 
 
 class Remote:
@@ -246,8 +254,7 @@ def main(arguments: list[str]) -> int:
                 append_event(Path(page), f"checkpoint_{verb}ed", **fields)
             began = time.monotonic()
     except Exception as error:  # clients of object storages raise what they like
-        what = f"{url}: {type(error).__name__}: {str(error) or 'no reason given'}"
-        why = without_user(what.splitlines()[0])
+        why = without_user(f"{url}: {reason_of(error)}")
         print(why, file=sys.stderr)
         if page:
             append_event(Path(page), f"checkpoint_{verb}_failed", **CheckpointUploadFailed(why=why))

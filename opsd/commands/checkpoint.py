@@ -15,7 +15,7 @@ from rich.table import Table
 
 from opsd import exitcodes, words
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, is_there, read, verify
-from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, without_user
+from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, reason_of, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
 from opsd.commands.checkpoint_audit import audit
 from opsd.commands.options import Group, RunPath, option
@@ -166,12 +166,12 @@ def upload_command(path: Path, url: str, dry_run: bool) -> int:
             try:
                 click.echo(f"step {entry.step}: {_upload(entry, remote, there, dry_run=dry_run)}")
             except (CheckpointError, OSError) as error:
-                click.echo(without_user(f"opsd: {url}: step {entry.step}: {_reason(error)}"), err=True)
+                click.echo(without_user(f"opsd: {url}: step {entry.step}: {reason_of(error)}"), err=True)
                 failed = True
     except RemoteError as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:  # clients of object storages raise what they like
-        click.echo(without_user(f"opsd: {url}: {_reason(error)}"), err=True)
+        click.echo(without_user(f"opsd: {url}: {reason_of(error)}"), err=True)
         return exitcodes.FAILED
     if not entries:
         click.echo(f"no complete checkpoint under {path}", err=True)
@@ -187,10 +187,6 @@ def _upload(entry: Entry, remote: Remote, there: Collection[int], *, dry_run: bo
         remote.upload(entry.folder)
     (entry.folder / AWAITING).unlink(missing_ok=True)
     return "already there" if entry.step in there else f"uploaded, {size}"
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error) or 'no reason given'}"
 
 
 def find(path: Path) -> list[Entry]:
