@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -224,6 +224,10 @@ class _Gather(torch.autograd.Function):
         return own, None
 
 
+_GROUPED: Final[dict[str, Any]] = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}) else {}
+"""That several heads share keys: torch 2.11 sees it for itself and has no such argument."""
+
+
 def _attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Packed, scale: float
 ) -> torch.Tensor:  # fmt: skip
@@ -235,7 +239,7 @@ def _attend_packed(
     window = (mask.window - 1 if mask.window else -1, 0)
     y = varlen_attn(
         q, k, v, mask.starts, mask.starts, mask.longest, mask.longest, scale=scale, window_size=window,
-        enable_gqa=True,
+        **_GROUPED,
     )  # fmt: skip
     assert isinstance(y, torch.Tensor)
     return y.view(batch, length, heads, channels)[..., :values].transpose(1, 2)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -57,10 +57,12 @@ _KEPT = {
 """Operations whose results selective recomputation keeps: those expensive to compute or communicate again."""
 
 
-def demand_float8(settings: ParallelSettings) -> None:
-    """Raises ConfigError if the model is to be multiplied in float8 and torchao is not installed."""
+def demand_libraries(settings: ParallelSettings) -> None:
+    """Raises ConfigError for float8 without torchao, and for sharded experts with a torch older than 2.12."""
     if settings.fp8 and find_spec("torchao") is None:
         raise ConfigError(f"parallel.fp8 needs torchao: {pip_install('fp8')}, or set it to false")
+    if settings.ep > 1 and not hasattr(_fsdp_common, "ShardPlacementResult"):
+        raise ConfigError(f"parallel.ep needs torch 2.12, here is {torch.__version__}; upgrade it, or set ep to 1")
 
 
 def build(config: Config, world: World) -> Decoder:
@@ -266,12 +268,14 @@ def _shard(model: Decoder, config: Config, world: World) -> None:
     fully_shard(model, mesh=world.sharding, mp_policy=policy, reshard_after_forward=False)
 
 
-def _placement(model: Decoder, mesh: DeviceMesh) -> Callable[[nn.Parameter], ShardPlacementResult | None]:
+def _placement(model: Decoder, mesh: DeviceMesh) -> Callable[[nn.Parameter], _fsdp_common.ShardPlacementResult | None]:
     """Experts are sharded over ``mesh``, by the hooks of their layer: its recomputation must not run into others."""
-    info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) if mesh.ndim > 1 else FSDPMeshInfo(mesh, 0)
+    info = _fsdp_common.FSDPMeshInfo(mesh, 0)
+    if mesh.ndim > 1:
+        info = _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     experts = {id(value) for part in model.modules() if isinstance(part, Networks) for value in part.parameters()}
 
-    def place(parameter: nn.Parameter) -> ShardPlacementResult | None:
-        return ShardPlacementResult(Shard(0), info) if id(parameter) in experts else None
+    def place(parameter: nn.Parameter) -> _fsdp_common.ShardPlacementResult | None:
+        return _fsdp_common.ShardPlacementResult(Shard(0), info) if id(parameter) in experts else None
 
     return place

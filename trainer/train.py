@@ -27,7 +27,7 @@ from opsd.trainer.data_settings import Shape
 from opsd.trainer.experts import routing_figures
 from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.optimizer import Optimizer
-from opsd.trainer.parallel import build, demand_float8
+from opsd.trainer.parallel import build, demand_libraries
 from opsd.trainer.replay import Repeatable, Replay
 from opsd.trainer.restore import restore
 from opsd.trainer.saving import Saving, checkpoint_folder
@@ -70,7 +70,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     reporter = Reporter.from_env()
     # What the ranks can refuse alone comes first: once they have met, the first to end breaks the others' collectives.
     demand_installed(config.tracking)
-    demand_float8(config.parallel)
+    demand_libraries(config.parallel)
     counts = micro_batches(config, int(os.environ.get("WORLD_SIZE", "1")))
     sources = open_corpora(config)
     world = join(config.run, config.parallel)
