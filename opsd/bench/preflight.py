@@ -27,6 +27,8 @@ from opsd.preflight.simulated_cluster import PLANTS, score
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
+    import torch
+
 TRIALS: Final = 20
 _SIMULATED: Final = 200
 _NODES: Final = 4
@@ -164,25 +166,36 @@ def _allreduce_rank(rank: int, store: str, answers: Queue[tuple[float, float]]) 
 
 
 def gemm() -> dict[str, float | int | str]:
-    """Throughput of the burn beside the best slice of plain torch.mm of the same shape, on the first GPU."""
-    import torch
+    """Throughput of the burn beside plain torch.mm of the same shape, on the first GPU; {} without one.
 
-    from opsd.preflight.burn import bf16, burn, size_of
+    They take turns, because a GPU slows down as it gets hot. Both numbers are medians over the last half.
+    """
+    import torch
 
     if not torch.cuda.is_available():
         return {}
-    device = torch.device("cuda", 0)
-    size = size_of(device)
-    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    rates = []
-    for _ in range(40):
-        torch.cuda.synchronize(device)
-        began = time.perf_counter()
-        for _ in range(50):
-            torch.mm(left, right)
-        torch.cuda.synchronize(device)
-        rates.append(50 * 2.0 * size**3 / (time.perf_counter() - began))
-    del left, right
-    torch.cuda.empty_cache()
-    burned = burn(device, bf16, seconds=_BURN_S, size=size, progress=lambda _share: None)
-    return {"ours_burn_flops": burned.flops, "torch_mm_flops": max(rates), "ratio_burn": burned.flops / max(rates)}
+    ours, plain = in_turns(torch.device("cuda", 0), _BURN_S)
+    return {"ours_burn_flops": ours, "torch_mm_flops": plain, "ratio_burn": ours / plain}
+
+
+def in_turns(device: torch.device, seconds: float, turns: int = 4) -> tuple[float, float]:
+    """FLOP/s of the burn and of torch.mm, which have ``seconds`` each: medians over the last half of the turns."""
+    import torch
+
+    from opsd.preflight.burn import bf16, burn, size_of, synchronise
+
+    size, each = size_of(device), seconds / turns
+    ours, plain = [], []
+    for _ in range(turns):
+        torch.cuda.empty_cache()
+        ours.append(burn(device, bf16, seconds=each, size=size, progress=lambda _share: None).flops)
+        left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+        rates, until = [], time.perf_counter() + each
+        while (began := time.perf_counter()) < until:
+            for _ in range(50):
+                torch.mm(left, right)
+            synchronise(device)
+            rates.append(50 * 2.0 * size**3 / (time.perf_counter() - began))
+        plain.append(median(rates))
+        del left, right
+    return median(ours[turns // 2 :]), median(plain[turns // 2 :])
