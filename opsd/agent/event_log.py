@@ -31,9 +31,15 @@ class EventLog:
         self._by_run: dict[str, dict[str, list[Event]]] = {}
 
     def add(self, event: Event, witness: bool) -> None:
-        """Remember ``event``; what is too much then is forgotten."""
+        """Remember ``event``; what is too much then is forgotten.
+
+        The files of a run may be read a second time, after its folder was restored: the same word counts once.
+        """
         tellers = self._kinds.setdefault(event.kind, {})
-        tellers.setdefault((event.user, witness), deque()).append(event)
+        said = tellers.setdefault((event.user, witness), deque())
+        if not witness and any(one.at == event.at and one == event for one in said):
+            return
+        said.append(event)
         self._sorted.pop(event.kind, None)
         self._by_run.pop(event.kind, None)
         if event.user is not None:

@@ -166,7 +166,9 @@ def test_a_flood_of_events_leaves_those_of_other_kinds() -> None:
     window.begin(10.0, 1000.0)
     xid = Event("xid", 999.0, "")
     window.add("kmsg", Reading(events=(xid,)))
-    window.add("ranks", Reading(events=tuple(Event("evaluation", 999.5, "") for _ in range(MAX_TOLD + 1))))
+    window.add(
+        "ranks", Reading(events=tuple(Event("evaluation", 999.5, str(number)) for number in range(MAX_TOLD + 1)))
+    )
     assert window.events("xid", 30) == [xid]
     assert len(window.events("evaluation", 30)) == MAX_TOLD
 
@@ -177,7 +179,10 @@ def test_a_flood_of_one_users_events_leaves_those_of_others() -> None:
     window.begin(10.0, 1000.0)
     mine = Event("rank_exited", 999.0, "", user=1000)
     window.add("ranks", Reading(events=(mine,)))
-    window.add("ranks", Reading(events=tuple(Event("rank_exited", 999.5, "", user=1001) for _ in range(MAX_TOLD))))
+    window.add(
+        "ranks",
+        Reading(events=tuple(Event("rank_exited", 999.5, str(number), user=1001) for number in range(MAX_TOLD))),
+    )
     assert mine in window.events("rank_exited", 30)
     assert len(window.events("rank_exited", 30)) == MAX_TOLD
 
@@ -187,7 +192,9 @@ def test_a_flood_of_told_events_leaves_the_witnessed_ones_of_the_same_kind() -> 
     window = Window("node", seconds=60, witnesses=frozenset({"kmsg"}))
     window.begin(10.0, 1000.0)
     window.add("kmsg", Reading(events=tuple(Event("xid", 999.0, "kernel") for _ in range(MAX_WITNESSED + 1))))
-    window.add("ranks", Reading(events=tuple(Event("xid", 999.5, "told", user=1001) for _ in range(MAX_TOLD + 1))))
+    window.add(
+        "ranks", Reading(events=tuple(Event("xid", 999.5, str(number), user=1001) for number in range(MAX_TOLD + 1)))
+    )
     assert len(window.witnessed.events("xid", 30)) == MAX_WITNESSED
     assert len(window.events("xid", 30)) == MAX_WITNESSED + MAX_TOLD
 
@@ -198,12 +205,23 @@ def test_what_is_kept_of_users_events_has_a_size() -> None:
     window.begin(10.0, 1000.0)
     for user in range(1000, 1008):
         small = Event("finished", 990.0, "", {"run": str(user)}, user, 200)
-        large = (Event("evaluation", 999.0, "", {"run": str(user)}, user, USER_BYTES // 10) for _ in range(40))
+        large = (Event("evaluation", 999.0, str(n), {"run": str(user)}, user, USER_BYTES // 10) for n in range(40))
         window.add("ranks", Reading(events=(small, *large)))
     assert [event.user for event in window.events("finished", 30)] == [*range(1000, 1008)]
     kept = [event for kind in ("finished", "evaluation") for event in window.events(kind, 30)]
     assert max(sum(e.size for e in kept if e.user == user) for user in range(1000, 1008)) <= USER_BYTES
     assert USERS_BYTES // 2 < sum(event.size for event in kept) <= USERS_BYTES
+
+
+def test_the_same_word_of_a_run_counts_once() -> None:
+    """A restored folder is read again; what a witness tells twice has happened twice."""
+    window = Window("node", seconds=60, witnesses=frozenset({"kmsg"}))
+    window.begin(10.0, 1000.0)
+    for _ in range(2):
+        window.add("ranks", Reading(events=(Event("finished", 999.0, "", {"run": "a"}, 1000, 10),)))
+        window.add("kmsg", Reading(events=(Event("xid", 999.0, ""),)))
+    assert len(window.events("finished", 30)) == 1
+    assert len(window.events("xid", 30)) == 2
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 99)), max_size=40))
