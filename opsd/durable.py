@@ -60,11 +60,18 @@ def prove(path: Path) -> None:
 
 
 def make_folder(folder: Path, mode: int = 0o777) -> None:
-    """Create ``folder`` and its missing parents durably; one that exists is proved again. Raises OSError."""
+    """Create ``folder`` and its missing parents durably; one that exists is proved again. Raises Unproved, OSError.
+
+    A parent that this user may not list cannot be synced, and is left to the file system.
+    """
     if not folder.parent.is_dir():
-        make_folder(folder.parent, mode)
+        make_folder(folder.parent)
     folder.mkdir(mode, exist_ok=True)
-    prove(folder)
+    try:
+        prove(folder)
+    except Unproved as error:
+        if error.errno != errno.EACCES:
+            raise
 
 
 def draft_of(path: Path) -> Path:

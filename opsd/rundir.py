@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
 
+from opsd.durable import Unproved, make_folder
 from opsd.rank_page import process_runs
 from opsd.users import in_user_namespace, machine_uid
 
@@ -85,7 +86,9 @@ class RunFolders:
             name, memory, hold, before = _first_free(shared, run) if alone else (run, *_claim(shared, run))
             folder = (folder or default_root() / name).absolute()
             folders = cls(name, folder, memory, (logs / name if logs else folder / "logs").absolute(), hold, before)
-            for path in (folder, folders.logs, folders.stacks, folder / RECORDER):
+            with contextlib.suppress(Unproved):  # of a power loss only; the claims, which count, are proved
+                make_folder(folder)
+            for path in (folders.logs, folders.stacks, folder / RECORDER):
                 path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"the run's folder {error.filename} cannot be made: {error.strerror}") from error

@@ -194,9 +194,12 @@ def _own_tables() -> frozenset[tuple[object, ...]]:
 
 
 def set_aside(path: Path, word: str) -> Path:
-    """Rename the file, and what SQLite keeps beside it, to a name with ``word``."""
+    """Rename the file, and what SQLite keeps beside it, to a name with ``word``.
+
+    The file comes last: SQLite would play a log that stays behind into the next file of this name.
+    """
     aside = free_name(path, word)
-    for suffix in ("", "-wal", "-shm"):
+    for suffix in ("-shm", "-wal", ""):
         with contextlib.suppress(FileNotFoundError):
             path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
     prune(path, word)

@@ -30,6 +30,7 @@ from opsd.agent.records import RecordError, clean, from_json, past_action, past_
 from opsd.collectors.base import Event, RepairFact
 from opsd.collectors.lib.boot import boot_id
 from opsd.collectors.repairs import MOST as MAX_REPAIRS
+from opsd.durable import make_folder
 from opsd.runbooks.base import Incident
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class Store:
         self.path = path
         self.notices: list[str] = []
         with self._reporting(), contextlib.ExitStack() as undo:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(path.parent, mode=0o700)
             self._lock = lock(path)
             undo.callback(os.close, self._lock)
             try:

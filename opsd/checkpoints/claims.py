@@ -27,7 +27,7 @@ from typing import Any
 from opsd.checkpoints import exclusive
 from opsd.checkpoints.exclusive import CONTENT, draft_in, remove_folder
 from opsd.checkpoints.sealed import CHECKSUM, Damaged, parse, read_regular, seal, unseal
-from opsd.durable import Link, sync_folder
+from opsd.durable import Link, make_folder
 
 FOLDER = "generations"
 LEASE = "lease"
@@ -334,8 +334,7 @@ def _same(one: Claim, other: Claim) -> bool:
 
 def _make(claims: Path) -> None:
     if not claims.is_dir():
-        claims.mkdir(parents=True, exist_ok=True)
-        sync_folder(claims.parent)
+        make_folder(claims)
 
 
 def _look(claims: Path, *, must_be_new: bool = False) -> dict[int, Path]:
@@ -352,7 +351,7 @@ def _look(claims: Path, *, must_be_new: bool = False) -> dict[int, Path]:
         except FileNotFoundError:
             if not claims.parent.is_dir():
                 return {}
-            claims.mkdir(exist_ok=True)
+            make_folder(claims)
             draft.touch()
         draft.unlink()
     except OSError as error:

@@ -143,7 +143,7 @@ class Remote:
         Raises CheckpointError if a file does not match, OSError or what the client raises if the transfer fails.
         """
         folder = folder_of(root, step)
-        folder.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(folder)
         source = f"{self._base}/{folder.name}"
         manifest = self._manifest(f"{source}/{MANIFEST}", step)
         total, done = sum(entry.size for entry in manifest.files), 0
@@ -168,7 +168,7 @@ class Remote:
         return decode(content, place, step)
 
     def _fetch_file(self, source: str, path: Path, entry: FileEntry) -> None:
-        draft = path.with_name(f".{path.name}.fetched")
+        draft = path.with_name(f".{path.name}.fetched{durable.DRAFT}")
         try:
             self._files.get_file(source, str(draft))
         except (FileNotFoundError, IsADirectoryError) as error:
@@ -179,8 +179,8 @@ class Remote:
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
         if path.exists():
-            path.rename(path.with_name(f"{path.name}.rejected"))
-        draft.rename(path)
+            durable.rename(path, path.with_name(f"{path.name}.rejected"))
+        durable.rename(draft, path)
 
     def _checksum(self, path: str) -> str:
         digest = xxhash.xxh3_128()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ from opsd.checkpoints.manifest import (
     read,
     steps,
 )
-from opsd.durable import DRAFT, FORGOTTEN_S, prove, sync_folder
+from opsd.durable import DRAFT, FORGOTTEN_S, prove, rename, sync_folder
 
 PRUNED = "manifest.json.pruned"
 
@@ -89,7 +88,7 @@ def prune(root: Path, keep: int, every: int = 0) -> list[int]:
     for step in going:
         folder = folder_of(root, step)
         try:
-            os.rename(folder / MANIFEST, folder / PRUNED)
+            rename(folder / MANIFEST, folder / PRUNED)
             removed.append(step)
         except FileNotFoundError:  # removed by another process just now
             pass

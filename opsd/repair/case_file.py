@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from pydantic import TypeAdapter
 
 from opsd.collectors.repairs import CASE, FOLDER, ORDER, PAST, read_record
-from opsd.durable import sync_folder
+from opsd.durable import make_folder, sync_folder
 from opsd.files import write_text
 from opsd.repair.ladder import Case
 
@@ -50,7 +50,7 @@ class CaseFile:
     def order(self, refused_for: str = "") -> None:
         """Ask for a repair of this node, which is drained, or has refused a job ``refused_for`` these failures."""
         with self._reporting():
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.folder, mode=0o700)
             write_text(self.folder / ORDER, f"{_REFUSED}{refused_for}\n" if refused_for else "")
 
     @property
@@ -87,7 +87,7 @@ class CaseFile:
     def keep(self, case: Case) -> None:
         """Make ``case`` durable; one that has ended goes to the ended ones."""
         with self._reporting():
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.folder, mode=0o700)
             path = self._current if case.end is None else self.folder / f"{case.id}.json"
             write_text(path, _CASE.dump_json(case, indent=1).decode() + "\n")
             if case.end is not None:
@@ -135,7 +135,7 @@ class CaseFile:
     def alone(self) -> Iterator[None]:
         """Hold the lock of this node's repair. Raises CaseError if another program does."""
         with self._reporting():
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self.folder, mode=0o700)
             descriptor = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:

@@ -20,6 +20,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from opsd.durable import make_folder
 from opsd.files import write_text
 from opsd.slurm import node_comment, ownership
 from opsd.slurm.ownership import PreflightResult, Rules
@@ -55,7 +56,7 @@ class DeferredUpdates:
     def enable(self) -> None:
         """Accept updates. Called by the agent that applies them; does nothing if the folder cannot be created."""
         with suppress(OSError):
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._folder, mode=0o700)
 
     def disable(self) -> None:
         """Accept no more updates, unless some are still pending."""
@@ -73,7 +74,7 @@ class DeferredUpdates:
 
     def put(self, update: DeferredUpdate) -> Path:
         """Keep ``update``; replaces an earlier one for the same nodes. Raises OSError."""
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self._folder, mode=0o700)
         names = sorted(update.names)
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
         path = self._folder / f"{'-'.join(names)[:180].replace('/', '_')}-{digest}.json"

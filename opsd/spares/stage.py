@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from opsd import durable
 from opsd.checkpoints.manifest import FileEntry
-from opsd.durable import prove, replace, sync_folder
+from opsd.durable import prove, rename, replace, sync_folder
 from opsd.spares.corpus import INDEX, Corpus, indexed
 from opsd.spares.storage import Folder, Storage
 from opsd.spares.transfer import (
@@ -80,7 +81,7 @@ def stage(storage: Storage, corpora: Sequence[Corpus], target: Path, work: Work)
             folder = target / corpus.folder
             sync_folder(folder)
             if corpus.folder not in known:
-                os.rename(folder / DRAFT, folder / INDEX)
+                rename(folder / DRAFT, folder / INDEX)
                 prove(folder / INDEX)
         return Staged(transfer.progress.total, not known)
 
@@ -118,7 +119,7 @@ def verify(corpora: Sequence[Corpus], target: Path, work: Work) -> list[str]:
 def make_folder(path: Path) -> None:
     """Create ``path`` and its parents. Raises StageError, also if it is a link or writable by other users."""
     try:
-        path.mkdir(mode=0o755, parents=True, exist_ok=True)
+        durable.make_folder(path, mode=0o755)
         found = path.lstat()
     except OSError as error:
         raise StageError(
@@ -180,7 +181,7 @@ def remove(target: Path) -> int:
     with reporting(target), _alone(target):
         for corpus in indexed(storage, INDEX):
             folder = target / corpus.folder
-            os.rename(folder / INDEX, folder / DRAFT)
+            rename(folder / INDEX, folder / DRAFT)
         for corpus in indexed(storage, DRAFT):
             folder = target / corpus.folder
             files = [folder / entry.name for entry in corpus.files]

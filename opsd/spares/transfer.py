@@ -16,6 +16,7 @@ from typing import BinaryIO, Protocol
 
 import xxhash
 
+from opsd import durable
 from opsd.checkpoints.manifest import FileEntry
 from opsd.spares.storage import Storage, StorageError
 
@@ -117,7 +118,7 @@ class Transfer:
         part = part_of(target)
         with reporting(target):
             if size_of(target) is not None:
-                os.rename(target, part)
+                durable.rename(target, part)
             began = size_of(part) or 0
             if not self._fill(storage, source, part, entry) and not (
                 began and self._fill(storage, source, part, entry)
@@ -126,7 +127,7 @@ class Transfer:
                 raise StageError(
                     f"{source} does not match its checksum in the index; make the shard again at the source"
                 )
-            os.rename(part, target)
+            durable.rename(part, target)
 
     def _fill(self, storage: Storage, source: str, part: Path, entry: FileEntry) -> bool:
         """Complete ``part``: True if whole and durable; if its content is wrong, it is emptied and this is False."""
