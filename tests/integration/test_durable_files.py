@@ -1,17 +1,20 @@
-"""Files that commands write when a call of theirs fails, one at a time: whole or not at all, and nothing is left over.
+"""Files of commands whose call fails, that are killed, or whose power fails: whole or absent, and nothing is left over.
 
-The commands run as users run them. Each says of the error one sentence, with the file.
+The commands run as users run them. Each says of an error one sentence, with the file.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import os
+import random
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +23,10 @@ from trainer_world import CONFIG, Run
 
 from opsd.checkpoints.manifest import folder_of, steps, verify
 from opsd.config import template
+from opsd.durable import DRAFT
 from tests.fakes.corpora import make_corpus
-from tests.fakes.faults import ERRORS, Faults, calls
+from tests.fakes.faults import ERRORS, Call, Faults, calls
+from tests.fakes.power_loss import changes, losses, rebuild
 from tests.fakes.saving import SavedRun
 
 
@@ -40,14 +45,23 @@ class Writer:
     """Whether the same files are there however often it has run."""
 
 
+STORAGE = "storage"
+"""The folder that loses its power."""
+
+
 def listed(folder: Path) -> list[str]:
     """All below ``folder``."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+def drafts(folder: Path) -> list[str]:
+    """The drafts among them."""
+    return [name for name in listed(folder) if name.endswith(DRAFT)]
+
+
 def configuration(tmp_path: Path) -> Writer:
     """``opsd config init``."""
-    folder = tmp_path / "out"
+    folder = tmp_path / STORAGE
     folder.mkdir()
     file = folder / "opsd.toml"
     command = [sys.executable, "-m", "opsd", "config", "init", str(file)]
@@ -56,8 +70,8 @@ def configuration(tmp_path: Path) -> Writer:
 
 def corpus(tmp_path: Path) -> Writer:
     """``python -m opsd.trainer.data``, whose build goes on the next time."""
-    folder, source = tmp_path / "out", tmp_path / "text"
-    folder.mkdir()
+    folder, source = tmp_path / STORAGE / "out", tmp_path / "text"
+    folder.parent.mkdir()
     source.mkdir()
     for number in range(3):
         (source / f"{number}.txt").write_text(f"some words about number {number} " * 200)
@@ -101,7 +115,8 @@ sys.exit(0 if is_written and [action.verb for action in actions] == ["drain_node
 
 def staged(tmp_path: Path) -> Writer:
     """The stager of a spare."""
-    source, target = tmp_path / "source", tmp_path / "target"
+    source, target = tmp_path / "source", tmp_path / STORAGE / "target"
+    target.parent.mkdir()
     make_corpus(source, shards=1)
 
     def whole() -> bool:
@@ -114,7 +129,8 @@ def staged(tmp_path: Path) -> Writer:
 
 def uploaded(tmp_path: Path) -> Writer:
     """``opsd checkpoint upload`` to a folder."""
-    run, target = SavedRun(tmp_path / "run"), tmp_path / "target"
+    run, target = SavedRun(tmp_path / "run"), tmp_path / STORAGE / "target"
+    target.parent.mkdir()
     assert all(run.go())
     command = [sys.executable, "-m", "opsd", "checkpoint", "upload", str(run.checkpoints), str(target)]
 
@@ -126,7 +142,8 @@ def uploaded(tmp_path: Path) -> Writer:
 
 def journalled(tmp_path: Path) -> Writer:
     """The agent's journal, of which an action waits until it is on the disk."""
-    folder = tmp_path / "state"
+    folder = tmp_path / STORAGE / "state"
+    folder.parent.mkdir()
     return Writer(
         [sys.executable, "-c", JOURNAL, str(folder)],
         folder,
@@ -138,7 +155,8 @@ def journalled(tmp_path: Path) -> Writer:
 
 def claimed(tmp_path: Path) -> Writer:
     """The claim of a generation by ``opsd launch``."""
-    folder = tmp_path / "run"
+    folder = tmp_path / STORAGE / "run"
+    folder.parent.mkdir()
     program = tmp_path / "program.py"
     program.write_text("")
     options = ["--nproc-per-node=1", "--run-dir", str(folder), "--run-id", "r"]
@@ -157,21 +175,30 @@ def run(writer: Writer, faults: Faults) -> subprocess.CompletedProcess[str]:
     )
 
 
+def made_by(writer: Writer, log: Path) -> list[Call]:
+    """The calls of a run without faults, of which the files are left."""
+    done = run(writer, Faults(writer.folder, log=log))
+    assert (done.returncode, writer.whole()) == (0, True), done.stderr
+    made = calls(log)
+    assert len(made) >= 4
+    return made
+
+
+def of_today(found: Sequence[Call], every: int) -> Sequence[Call]:
+    """One of ``every``; which one changes with the day."""
+    return found[int(time.time() / 86_400) % every :: every]
+
+
 def swept(writer: Writer, tmp_path: Path, *, kept: bool, every: int = 1) -> None:
     """Fail each call of ``writer`` once; with ``kept`` what it has made so far may stay, for the next time.
 
-    One of ``every`` calls fails; which one changes with the day.
+    One of ``every`` calls fails.
     """
-    log = tmp_path / "calls"
-    faults = Faults(writer.folder, log=log)
-    done = run(writer, faults)
-    assert (done.returncode, writer.whole()) == (0, True), done.stderr
+    made = made_by(writer, tmp_path / "calls")
     after = listed(writer.folder)
-    made = calls(log)
-    assert len(made) >= 4
-    for call in made[int(time.time() / 86_400) % every :: every]:
+    for call in of_today(made, every):
         shutil.rmtree(writer.root or writer.folder)
-        failed = run(writer, replace(faults, log=None, first=call.number, error=ERRORS[call.number % len(ERRORS)]))
+        failed = run(writer, Faults(writer.folder, first=call.number, error=ERRORS[call.number % len(ERRORS)]))
         where = f"call {call.number}: {call.name} {call.path}: {failed.stderr}"
         assert "Traceback" not in failed.stderr, where
         if failed.returncode and writer.sentences:
@@ -179,12 +206,52 @@ def swept(writer: Writer, tmp_path: Path, *, kept: bool, every: int = 1) -> None
             assert str(writer.folder) in failed.stderr, where
             assert writer.whole() or kept or listed(writer.folder) == [], where
         if not writer.whole():
-            again = run(writer, replace(faults, log=None))
+            again = run(writer, Faults(writer.folder))
             assert again.returncode == 0, f"{where}{again.stderr}"
         left = listed(writer.folder)
         assert writer.whole(), where
         if writer.same and left != after:  # the file that could not be removed
             assert (call.name, len(left), set(left) > set(after)) == ("unlink", len(after) + 1, True), where
+
+
+def killed(writer: Writer, tmp_path: Path, every: int = 1) -> None:
+    """Kill ``writer`` at each call, before or after it; an hour later its next run leaves what an undisturbed one does.
+
+    It is killed at one of ``every`` calls.
+    """
+    made = made_by(writer, tmp_path / "calls")
+    after = listed(writer.folder)
+    for call in of_today(made, every):
+        shutil.rmtree(writer.root or writer.folder)
+        ended = run(writer, Faults(writer.folder, first=call.number, kill=True, done=bool(call.number % 2)))
+        where = f"call {call.number}: {call.name} {call.path}: {ended.stderr}"
+        assert ended.returncode, where
+        for path in writer.folder.rglob("*"):
+            os.utime(path, (0, 0), follow_symlinks=False)
+        was_whole = writer.whole()
+        again = run(writer, Faults(writer.folder))
+        assert (again.returncode == 0 or was_whole, writer.whole()) == (True, True), f"{where}{again.stderr}"
+        if writer.same:
+            left = set(listed(writer.folder)) - (set(drafts(writer.folder)) if was_whole else set())
+            assert left == set(after), where
+
+
+def without_power(writer: Writer, tmp_path: Path, ends: int) -> None:
+    """Let the power fail at ``ends`` moments of ``writer``, the end among them; its next run makes what is missing."""
+    storage, record = tmp_path / STORAGE, tmp_path / "record"
+    done = run(writer, Faults(storage, record=record))
+    assert done.returncode == 0, done.stderr
+    made, began = changes(record), storage.resolve()
+    rng = random.Random(int(time.time() / 86_400))
+    for end in sorted({*rng.sample(range(len(made)), min(ends, len(made))), len(made)}):
+        for number, left in enumerate(losses(made[:end], end, 1)):
+            shutil.rmtree(storage)
+            rebuild(left, began, storage)
+            where = f"{end} of {len(made)}, {number}: {listed(storage)}"
+            assert end < len(made) or writer.whole(), where
+            was_whole = writer.whole()
+            again = run(writer, Faults(writer.folder))
+            assert (again.returncode == 0 or was_whole, writer.whole()) == (True, True), f"{where}{again.stderr}"
 
 
 def test_a_configuration_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -202,10 +269,39 @@ def test_the_next_run_makes_what_is_missing(tmp_path: Path, writer: Callable[[Pa
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("writer", WRITERS)
 def test_the_next_run_makes_what_is_missing_after_any_call(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
     """Each of its calls fails once."""
     swept(writer(tmp_path), tmp_path, kept=True)
+
+
+@pytest.mark.parametrize("writer", [configuration, *WRITERS])
+def test_the_next_run_goes_on_after_a_kill(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
+    """At some calls."""
+    killed(writer(tmp_path), tmp_path, every=11)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("writer", [configuration, *WRITERS])
+def test_the_next_run_goes_on_after_a_kill_at_any_call(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
+    """At each of its calls."""
+    killed(writer(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("writer", [configuration, *WRITERS])
+def test_the_next_run_goes_on_after_a_power_loss(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
+    """At some moments, and what a command had finished is there."""
+    without_power(writer(tmp_path), tmp_path, 2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("writer", [configuration, *WRITERS])
+def test_the_next_run_goes_on_after_any_power_loss(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
+    """At every moment."""
+    without_power(writer(tmp_path), tmp_path, 10_000)
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, undisturbed: Run) -> None:
@@ -234,3 +330,54 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, undisturbed: Run) -
             path.unlink()
         assert run(writer, Faults(target)).returncode == 0
         assert json.loads((target / "config.json").read_text())["model_type"]
+
+
+def test_an_old_corpus_stays_until_the_new_one_is_complete(tmp_path: Path) -> None:
+    """If ``--overwrite`` meets an error or is killed, one of them is there whole, or the next run completes the new."""
+    writer = corpus(tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(3):
+        (other / f"{number}.txt").write_text(f"different things with number {number} " * 300)
+    overwrite = replace(writer, command=[*writer.command[:3], str(other), *writer.command[4:], "--overwrite"])
+
+    def contents() -> dict[str, bytes]:
+        files = [name for name in listed(writer.folder) if (writer.folder / name).is_file()]
+        return {name: (writer.folder / name).read_bytes() for name in files}
+
+    assert run(writer, Faults(writer.folder)).returncode == 0
+    old, kept = contents(), tmp_path / "kept"
+    shutil.copytree(writer.folder, kept)
+    made = made_by(overwrite, tmp_path / "calls")
+    new = contents()
+    assert old != new
+    for call in of_today(made, 7):
+        shutil.rmtree(writer.folder)
+        shutil.copytree(kept, writer.folder)
+        is_killed = bool(call.number % 2)
+        failed = run(overwrite, Faults(writer.folder, first=call.number, error=errno.ENOSPC, kill=is_killed))
+        where = f"call {call.number}: {call.name} {call.path}: {failed.stderr}"
+        assert "Traceback" not in failed.stderr, where
+        if writer.whole():
+            there = contents()
+            assert all(there[name] == old[name] for name in old) or all(there[name] == new[name] for name in new), where
+        else:
+            assert failed.returncode, where
+            run(writer, Faults(writer.folder))
+            assert contents() == new, where
+        assert run(overwrite, Faults(writer.folder)).returncode == 0
+        assert contents() == new, where
+
+
+def test_two_builds_of_one_corpus_do_not_mix(tmp_path: Path) -> None:
+    """The second is refused with a sentence while the first is running."""
+    writer = corpus(tmp_path)
+    writer.folder.mkdir()
+    descriptor = os.open(writer.folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        refused = run(writer, Faults(writer.folder))
+    finally:
+        os.close(descriptor)
+    assert (refused.returncode, refused.stderr.count("\n"), "another build" in refused.stderr) == (2, 1, True)
+    assert run(writer, Faults(writer.folder)).returncode == 0

@@ -14,9 +14,9 @@ import click
 from tokenizers import Tokenizer
 
 from opsd.progress import shown
-from opsd.trainer.data.build import BuildTask, begun, build, clear, limited
+from opsd.trainer.data.build import BuildTask, begun, build, limited, locked, overwriting, put_in_place, tidy
 from opsd.trainer.data.propose import propose, read_run
-from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, summary
+from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, Framing, Index, summary
 from opsd.trainer.data.texts import FIELD, SUFFIXES, Reading, find_files, read_texts
 from opsd.trainer.data.tokenize import TRAINING_BYTES, framing_of, load_tokenizer, train_tokenizer
 from opsd.words import of_file, plural
@@ -63,16 +63,36 @@ def main(
     interrupted.
     """
     reading = Reading(field, _known(encoding), skip_unreadable)
-    if (out / INDEX).exists() and not overwrite:
-        raise DataError(f"{out} already has a corpus; choose another folder or pass --overwrite")
     others: Counter[str] = Counter()
     found = find_files(sources, tuple(suffix.lower() for suffix in suffixes), others, reading)
     files = list(limited(found, max_bytes))
-    resumed = out / TOKENIZER if begun(out) and not overwrite else None
-    tokenizer = _tokenizer(tokenizer_file or resumed, files, reading, vocab)
-    framing = framing_of(tokenizer, tokenizer_file, separator)
-    if overwrite:
-        clear(out)
+    with locked(out):
+        tidy(out)
+        if (out / INDEX).exists() and not overwrite:
+            raise DataError(f"{out} already has a corpus; choose another folder or pass --overwrite")
+        resumed = out / TOKENIZER if begun(out) and not overwrite else None
+        tokenizer = _tokenizer(tokenizer_file or resumed, files, reading, vocab)
+        framing = framing_of(tokenizer, tokenizer_file, separator)
+        folder = overwriting(out) if overwrite else out
+        index = _built(folder, files, tokenizer, (reading, framing, shard_tokens), workers)
+        if folder != out:
+            put_in_place(out)
+    tokens, documents = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
+    click.echo(
+        f"{out}: {plural(documents, 'document')}, {tokens:,} tokens, {index.vocab:,} ids, "
+        f"{plural(len(index.shards), 'shard')}"
+    )
+    left_out = {f"files that end in {suffix}": count for suffix, count in sorted(others.items())}
+    if beyond := len(found) - len(files):
+        left_out["files beyond --max-bytes"] = beyond
+    for name, value in {**summary(index), **left_out}.items():
+        click.echo(f"  {value:>15,} {name}{' left out' if name in left_out else ''}")
+
+
+def _built(
+    folder: Path, files: list[Path], tokenizer: Tokenizer, options: tuple[Reading, Framing, int], workers: int
+) -> Index:
+    """Build the corpus with a progress line; ``options`` are how to read, the framing, and the tokens of a shard."""
     cores = len(os.sched_getaffinity(0))
     workers = workers or cores
     total, done = sum(path.stat().st_size for path in files), 0
@@ -84,18 +104,8 @@ def main(
             done += size
             look(done, total)
 
-        job = BuildTask(out, reading, framing, shard_tokens, max(1, cores // workers))
-        index = build(files, tokenizer, job, workers, advance)
-    tokens, documents = sum(s.tokens for s in index.shards), sum(s.documents for s in index.shards)
-    click.echo(
-        f"{out}: {plural(documents, 'document')}, {tokens:,} tokens, {index.vocab:,} ids, "
-        f"{plural(len(index.shards), 'shard')}"
-    )
-    left_out = {f"files that end in {suffix}": count for suffix, count in sorted(others.items())}
-    if beyond := len(found) - len(files):
-        left_out["files beyond --max-bytes"] = beyond
-    for name, value in {**summary(index), **left_out}.items():
-        click.echo(f"  {value:>15,} {name}{' left out' if name in left_out else ''}")
+        job = BuildTask(folder, *options, max(1, cores // workers))
+        return build(files, tokenizer, job, workers, advance)
 
 
 def _known(encoding: str) -> str:

@@ -5,30 +5,35 @@ group, which is then not repeated. The corpus exists when all groups are done::
 
     plan.json        what the folder is made from; a build with another plan does not resume it
     part-00007.json  the shards of a finished group
+
+A corpus that is overwritten stays until the new one is complete in ``.overwriting`` below its folder.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from opsd.durable import Unproved, replace
-from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, Framing, Index, Shard, Tally, parse_shard
+from opsd.durable import Unproved, make_folder, prove, rename, replace, sync_folder
+from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, Framing, Index, Shard, Tally, parse_shard, read_index
 from opsd.trainer.data.texts import Reading, read_texts
 from opsd.trainer.data.tokenize import commit_corpus, load_tokenizer, write_shards
 
 PLAN = "plan.json"
+OVERWRITING = ".overwriting"
 _SHARD = re.compile(r"shard-\d{5,}-\d{5,}\.(tokens|documents)")
 GROUP_BYTES = 64 << 20
 
@@ -56,7 +61,7 @@ def build(
     Raises DataError if the folder was begun from other data or a file cannot be used, OSError if the folder cannot be
     written.
     """
-    job.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(job.folder)
     groups = group(files, job.group_bytes)
     _begin(job, groups, tokenizer)
     left = []
@@ -105,13 +110,62 @@ def begun(folder: Path) -> bool:
     return (folder / PLAN).exists()
 
 
-def clear(folder: Path) -> None:
-    """Have ``folder`` contain no corpus and no build any more; the shards go once another corpus is there.
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create ``folder`` and keep other builds out of it. Raises DataError if one is running, OSError."""
+    make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"another build is writing to {folder}; wait for it, or choose another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
-    Raises OSError.
-    """
-    (folder / INDEX).unlink(missing_ok=True)
+
+def tidy(folder: Path) -> None:
+    """Complete what a build that was killed at its end has left to do in ``folder``. Raises DataError, OSError."""
+    if (folder / OVERWRITING / INDEX).exists():
+        put_in_place(folder)
+    if (folder / INDEX).exists():
+        forget(folder)
+        with suppress(OSError):
+            (folder / OVERWRITING).rmdir()
+
+
+def overwriting(folder: Path) -> Path:
+    """Where to build instead of what is in ``folder``; an earlier attempt is removed. Raises OSError."""
+    draft = folder / OVERWRITING
+    if draft.exists():
+        shutil.rmtree(draft)
+    if (folder / INDEX).exists():
+        return draft
     forget(folder)
+    return folder
+
+
+def put_in_place(folder: Path) -> None:
+    """Replace the corpus of ``folder`` with the complete one in ``.overwriting``. Raises DataError, OSError.
+
+    If it is interrupted, ``tidy`` completes it.
+    """
+    draft = folder / OVERWRITING
+    index = read_index(draft)
+    (folder / INDEX).unlink(missing_ok=True)
+    sync_folder(folder)
+    for path in sorted(draft.iterdir()):
+        if path.name != INDEX:
+            rename(path, folder / path.name)
+    forget(folder)
+    _remove_surplus(folder, index)
+    sync_folder(folder)
+    rename(draft / INDEX, folder / INDEX)
+    prove(folder / INDEX)
+    draft.rmdir()
 
 
 def _remove_surplus(folder: Path, index: Index) -> None:
