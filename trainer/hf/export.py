@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from opsd.checkpoints.manifest import read
-from opsd.durable import move_into
+from opsd.durable import make_folder, move_into
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.shards import TOKENIZER, DataError, Framing, find_index
 from opsd.trainer.hf.config import config_of
@@ -49,7 +49,7 @@ def _whole_or_not(target: Path) -> Iterator[Path]:
     """A folder whose files go to ``target`` at the end, the configuration last. A failure leaves nothing in it."""
     made = [folder for folder in (target, *target.absolute().parents) if not folder.exists()]
     draft = target / DRAFT
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     shutil.rmtree(draft, ignore_errors=True)  # a killed process has left it
     draft.mkdir()
     try:
