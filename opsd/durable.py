@@ -28,7 +28,7 @@ FORGOTTEN_S = 3600.0
 DRAFT = ".draft"
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 """Errors of file systems without hard links (link(2))."""
-_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 Link = Callable[[Path, Path], None]
 """Makes a hard link, as ``os.link`` does."""
@@ -44,10 +44,20 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:
+        if error.errno not in _NO_SYNC:
             raise _named(error, folder) from error
     finally:
         os.close(descriptor)
+
+
+def sync(file: BinaryIO) -> None:
+    """Make the content of ``file`` durable, if it is on a disk. Raises OSError."""
+    file.flush()
+    try:
+        os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 def prove(path: Path) -> None:
@@ -89,7 +99,7 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     try:
         with _created(draft, mode) as file:
             yield file
-            _sync(file)
+            sync(file)
         rename(draft, path)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename is None:  # of a call with a descriptor
@@ -111,7 +121,7 @@ def write(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Create ``path``, a draft, with ``content``, not yet durable by its name. Raises OSError, also if it exists."""
     with _created(path, mode) as file:
         file.write(content)
-        _sync(file)
+        sync(file)
 
 
 def move_into(draft: Path, folder: Path, last: str) -> None:
@@ -196,11 +206,6 @@ def _created(path: Path, mode: int) -> Iterator[BinaryIO]:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(path, flags, mode), "wb") as file:
         yield file
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _remove_forgotten(path: Path) -> None:

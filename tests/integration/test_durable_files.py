@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,12 +38,10 @@ class Writer:
     command: list[str]
     folder: Path
     whole: Callable[[], bool]
-    root: Path | None = None
-    """What is removed before it runs again, if that is more than ``folder``."""
     sentences: bool = True
     """Whether it says one sentence of an error, and nothing else."""
     same: bool = True
-    """Whether the same files are there however often it has run."""
+    """Whether it makes the same calls and files each time, however often it has run."""
 
 
 STORAGE = "storage"
@@ -153,20 +152,22 @@ def journalled(tmp_path: Path) -> Writer:
     )
 
 
-def claimed(tmp_path: Path) -> Writer:
-    """The claim of a generation by ``opsd launch``."""
+def launched(tmp_path: Path) -> Writer:
+    """A run's folder with the claims and events of ``opsd launch``."""
     folder = tmp_path / STORAGE / "run"
     folder.parent.mkdir()
     program = tmp_path / "program.py"
     program.write_text("")
-    options = ["--nproc-per-node=1", "--run-dir", str(folder), "--run-id", "r"]
+    run_id = f"durable-{zlib.crc32(bytes(tmp_path))}"
+    options = ["--nproc-per-node=1", "--run-dir", str(folder), "--run-id", run_id]
     command = [sys.executable, "-m", "opsd", "launch", *options, str(program)]
-    generations = folder / "generations"
 
     def whole() -> bool:
-        return any(generations.glob("*.json")) and not list(generations.glob("*.draft"))
+        events = folder / "events.jsonl"
+        told = [json.loads(line)["event"] for line in events.open()] if events.exists() else []
+        return any((folder / "generations").glob("*.json")) and told[-1:] == ["finished"] and not drafts(folder)
 
-    return Writer(command, generations, whole, folder, sentences=False, same=False)
+    return Writer(command, folder, whole, sentences=False, same=False)
 
 
 def run(writer: Writer, faults: Faults) -> subprocess.CompletedProcess[str]:
@@ -184,6 +185,12 @@ def made_by(writer: Writer, log: Path) -> list[Call]:
     return made
 
 
+def age(folder: Path) -> None:
+    """Make the files below ``folder`` old."""
+    for path in folder.rglob("*"):
+        os.utime(path, (0, 0), follow_symlinks=False)
+
+
 def of_today(found: Sequence[Call], every: int) -> Sequence[Call]:
     """One of ``every``; which one changes with the day."""
     return found[int(time.time() / 86_400) % every :: every]
@@ -197,7 +204,7 @@ def swept(writer: Writer, tmp_path: Path, *, kept: bool, every: int = 1) -> None
     made = made_by(writer, tmp_path / "calls")
     after = listed(writer.folder)
     for call in of_today(made, every):
-        shutil.rmtree(writer.root or writer.folder)
+        shutil.rmtree(writer.folder)
         failed = run(writer, Faults(writer.folder, first=call.number, error=ERRORS[call.number % len(ERRORS)]))
         where = f"call {call.number}: {call.name} {call.path}: {failed.stderr}"
         assert "Traceback" not in failed.stderr, where
@@ -222,12 +229,11 @@ def killed(writer: Writer, tmp_path: Path, every: int = 1) -> None:
     made = made_by(writer, tmp_path / "calls")
     after = listed(writer.folder)
     for call in of_today(made, every):
-        shutil.rmtree(writer.root or writer.folder)
+        shutil.rmtree(writer.folder)
         ended = run(writer, Faults(writer.folder, first=call.number, kill=True, done=bool(call.number % 2)))
         where = f"call {call.number}: {call.name} {call.path}: {ended.stderr}"
-        assert ended.returncode, where
-        for path in writer.folder.rglob("*"):
-            os.utime(path, (0, 0), follow_symlinks=False)
+        assert ended.returncode or not writer.same, where
+        age(writer.folder)
         was_whole = writer.whole()
         again = run(writer, Faults(writer.folder))
         assert (again.returncode == 0 or was_whole, writer.whole()) == (True, True), f"{where}{again.stderr}"
@@ -247,6 +253,7 @@ def without_power(writer: Writer, tmp_path: Path, ends: int) -> None:
         for number, left in enumerate(losses(made[:end], end, 1)):
             shutil.rmtree(storage)
             rebuild(left, began, storage)
+            age(storage)
             where = f"{end} of {len(made)}, {number}: {listed(storage)}"
             assert end < len(made) or writer.whole(), where
             was_whole = writer.whole()
@@ -259,7 +266,7 @@ def test_a_configuration_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     swept(configuration(tmp_path), tmp_path, kept=False)
 
 
-WRITERS = [corpus, staged, uploaded, journalled, claimed]
+WRITERS = [corpus, staged, uploaded, journalled, launched]
 
 
 @pytest.mark.parametrize("writer", WRITERS)

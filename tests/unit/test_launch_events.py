@@ -56,6 +56,24 @@ def test_line_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
     assert len(path.read_bytes().splitlines()) == 4
 
 
+def test_events_go_to_the_file_that_has_the_name(tmp_path: Path) -> None:
+    """Also after another program has replaced it, as sed and editors do, or removed it."""
+    path = tmp_path / "events"
+    log = EventLog("r", "n", [path])
+    log.emit("a")
+    log.flush()
+    copy = tmp_path / "copy"
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+    log.emit("b")
+    log.flush()
+    assert [record["event"] for record in EventTail(path).read()] == ["a", "b"]
+    path.unlink()
+    log.emit("c")
+    log.flush()
+    assert [record["event"] for record in EventTail(path).read()] == ["c"]
+
+
 def test_tail_takes_whole_lines_only(tmp_path: Path) -> None:
     """A line being written is left for later, garbage is skipped, a link is not followed."""
     path = tmp_path / "events"

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from opsd import durable
+
 Work = Callable[[], None]
 Tone = Literal["", "title", "good", "bad"]
 LIMIT = 4096
@@ -140,7 +142,8 @@ atexit.register(flush)
 class EventFile:
     """One file of events. A failure to write is reported once and does not stop the run.
 
-    A full disk may take a part of a line; the next event then begins on a new line.
+    A full disk may take a part of a line; the next event then begins on a new line. If another program replaces or
+    removes the file, the next event goes to the one that has its name then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,16 +154,26 @@ class EventFile:
 
     def open(self) -> None:
         """Create the file if it does not exist. Raises OSError."""
+        if self._file is not None and not self._has_its_name(self._file):
+            self._file.close()
+            self._file = None
         if self._file is None:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # for as long as the launcher lives
 
+    def _has_its_name(self, file: BinaryIO) -> bool:
+        try:
+            return os.path.samestat(self.path.stat(), os.fstat(file.fileno()))
+        except OSError:
+            return False
+
     def append(self, line: bytes) -> None:
-        """Write one encoded event; blocks as long as the file system does."""
+        """Write one encoded event durably; blocks as long as the file system does."""
         whole = b"\n" + line if self._torn else line
         try:
             self.open()
             assert self._file is not None
             self._torn = self._file.write(whole) != len(whole)
+            durable.sync(self._file)
         except OSError as error:
             if not self._failed:
                 self._failed = True
