@@ -232,7 +232,7 @@ class Batch:
                 slurm, self.job, ExcludedNodes(lost, end.unfit), log=str(self.folder / "requeue.log"), say=self._tell
             )
         except SlurmError as error:
-            self._tell(f"the job is not put back into the queue: {error}")
+            self._tell(f"the job is not put back into the queue, and ends with {end.code}: {error}")
             return end.code
         return exitcodes.OK
 

@@ -9,6 +9,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import Final
 
+from opsd.slurm import complete
 from opsd.slurm.hostlist import compress
 from opsd.slurm.output import (
     COMMENT_FIELDS,
@@ -43,6 +44,7 @@ from opsd.slurm.port import (
     Partition,
     Reservation,
     SlurmDenied,
+    SlurmMissing,
     SlurmRejected,
     SlurmUnavailable,
     Version,
@@ -155,6 +157,17 @@ class CommandSlurm:
 
     def _shown(self, job: int) -> str:
         return self._run("scontrol", "--details", "show", "job", self._name(job)).stdout
+
+    def script(self, job: int) -> str:
+        return self._run("scontrol", "write", "batch_script", str(job), "-").stdout
+
+    def complete(self, job: int, code: int) -> None:
+        argv = complete.command(self.configuration().get("PluginDir", ""), job, code)
+        output = self._runner(argv, self._deadline_s)
+        if output.code == complete.NO_LIBRARY:
+            raise SlurmMissing(output.stderr.strip())
+        if output.code:
+            raise failure(["slurm_complete_job"], output)
 
     def requeue(self, job: int) -> None:
         self._run("scontrol", "requeue", self._task(job))

@@ -43,6 +43,8 @@ NAME_FIELDS = ("JobID", "JobArrayID")
 STEP_FIELDS = ("StepID", "Nodes")
 _DETAILS = re.compile(r"^ +Nodes=(\S+) CPU_IDs=\S* Mem=\S+ GRES=(\S*)", re.MULTILINE)
 _SLUID = re.compile(r"^ +SLUID=(s[0-9A-Z]{13})$", re.MULTILINE)
+_REQUEUES = re.compile(r"^ +Requeue=([01]) Restarts=\d+ BatchFlag=(\d)", re.MULTILINE)
+_COMMAND = re.compile(r"^   (Command|SubmitLine)=(.+)$", re.MULTILINE)
 _GPUS = re.compile(r"(?:^|,)gpu(?:(?::(?:\(null\)|[^:(),]+))?:(\d+)(?:\(IDX:([\d,-]+)\))?)?")
 """``gpu:h100:2(IDX:0-1)``, one for each type of GPU; its name may be (null). What is of another form has no count."""
 _SHARES = re.compile(r"(?:^|,)(?:shard|mps)(?::(?:\(null\)|[^:(),]+))?:\d+\((?:IDX:([\d,-]+)|([\d/,]+))\)")
@@ -152,7 +154,17 @@ def parse_details(text: str) -> JobDetails:
             key = f"{name}:{kind}" if kind not in ("", "(null)") else name
             counts[key] = counts.get(key, 0) + int(count)
         gres.update(dict.fromkeys(_hosts(nodes), counts))
-    return JobDetails(gres)
+    flags = set(_REQUEUES.findall(first))
+    requeues, batch = flags.pop() if len(flags) == 1 else ("", "1")
+    told = dict(_COMMAND.findall(first))
+    return JobDetails(
+        gres,
+        requeues=requeues == "1" if requeues else None,
+        batch=batch != "0",
+        heterogeneous=" HetJobId=" in first.partition(" JobName=")[0],
+        command=_set(told, "Command"),
+        submitted=_set(told, "SubmitLine"),
+    )
 
 
 def _shares(gres: str) -> frozenset[int]:

@@ -135,9 +135,17 @@ class JobDetails:
     """What Slurm tells of one job at greater length.
 
     ``gres`` has what it was given on each node: the number by GRES and type, for instance 8 of "gpu:h100".
+    ``requeues`` is whether it may be requeued, None if Slurm does not say. A job that is not ``batch`` has no script.
+    ``command`` is the file of the script, ``submitted`` the command line of sbatch; "" where Slurm has none (24.11 has
+    no second one).
     """
 
     gres: Mapping[str, Mapping[str, int]]
+    requeues: bool | None = None
+    batch: bool = True
+    heterogeneous: bool = False
+    command: str = ""
+    submitted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +230,12 @@ class Slurm(SlurmNodes, Protocol):
 
     def details(self, job: int) -> JobDetails:
         """More about a job that the controller still knows."""
+
+    def script(self, job: int) -> str:
+        """The batch script of this user's job."""
+
+    def complete(self, job: int, code: int) -> None:
+        """End a running job as if its batch script had exited with ``code``. Its owner may do that from any node."""
 
     def reboot(self, name: str, reason: str) -> None:
         """Have a node rebooted once its jobs have ended; it is down for ``reason`` then, until somebody resumes it.

@@ -60,7 +60,7 @@ def requeue_from_inside(
     The rest is left to the helper job. It needs one processor on any node, at the latest one that this job frees, and
     writes its output to ``log``. ``restarts`` is as in ``requeue_now``, but None means this process's own restart
     count. Both keep trying for ``limit_s`` seconds. Returns once the job is stopping, or has to end so that the helper
-    can go on: a caller that does not exit then delays the restart. Raises SlurmError.
+    can go on: a caller that does not exit then delays the restart. Raises SlurmError, a Refused among them.
     """
     has_helper = False
     restarts = allocation.restarts if restarts is None else restarts
@@ -69,6 +69,10 @@ def requeue_from_inside(
 
     def submit() -> int:
         _refuse_cancelled(slurm, allocation.job, restarts)
+        if slurm.details(allocation.job).requeues is False:
+            raise Refused(
+                f"job {allocation.job} has --no-requeue, or slurm.conf has JobRequeue=0; submit the job again"
+            )
         return slurm.submit(*helper_job)
 
     try:
@@ -80,7 +84,7 @@ def requeue_from_inside(
             return Requeued(allocation.job, "running", allocation.restarts, handed_over=True)
     except SlurmUnavailable:
         say("Slurm does not answer; the requeue waits for it")
-    except Cancelled:
+    except Refused:
         raise
     except SlurmError as error:
         say(f"job {allocation.job} may start up to three minutes late: {error}")
@@ -97,8 +101,12 @@ def requeue_from_inside(
     )
 
 
-class Cancelled(SlurmRejected):
-    """The job is being cancelled; it must not run again."""
+class Refused(SlurmRejected):
+    """The job may not be requeued."""
+
+
+class Cancelled(Refused):
+    """It is being cancelled; it must not run again."""
 
 
 def _refuse_cancelled(slurm: Slurm, job: int, restarts: int) -> None:

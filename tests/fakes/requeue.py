@@ -26,7 +26,8 @@ class FakeQueue(FakeSlurm):
     away at the requests whose numbers are in ``away``; a requeue counts twice, and may be carried out unheard. A job
     that is completing takes no changes, and one that ``needs_all`` nodes is held once one is excluded.
     ``excluded_at`` are those that opsd keeps it off, ``with_steps`` the nodes on which it has steps. A helper that
-    was submitted runs if there is ``room`` for it. Slurm ``refuses`` "submit" or "start_after".
+    was submitted runs if there is ``room`` for it. Slurm ``refuses`` "submit", "start_after"
+    or "complete".
     """
 
     def __init__(
@@ -90,6 +91,16 @@ class FakeQueue(FakeSlurm):
         self.calls.append("requeue")
         self.job = replace(self.job, state="completing")
         self._answer()
+
+    def complete(self, job: int, code: int) -> None:
+        self._change()
+        self._refuse("complete")
+        self.calls.append(f"complete {code}")
+        self.job = replace(self.job, state="completing")
+
+    def cancel(self, job: int) -> None:
+        self._answer()
+        self.calls.append(f"cancel {job}")
 
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
         self._answer()

@@ -61,6 +61,7 @@ class FakeSlurm:
         self.by_gpu: dict[tuple[int, str], frozenset[int] | None] = {}
         self.by_share: dict[tuple[int, str], frozenset[int]] = {}
         self.by_details: dict[int, JobDetails] = {}
+        self.scripts: dict[int, str] = {}
         self.sluids: dict[int, str] = {}
         self._jobs = list(jobs)
         self._partitions = partitions
@@ -126,6 +127,13 @@ class FakeSlurm:
     def details(self, job: int) -> JobDetails:
         self._answer()
         return self.by_details.get(job, JobDetails({}))
+
+    def script(self, job: int) -> str:
+        self._answer()
+        return self.scripts.get(job, "#!/bin/sh\n")
+
+    def complete(self, job: int, code: int) -> None:
+        self._answer()
 
     def requeue(self, job: int) -> None:
         self._answer()

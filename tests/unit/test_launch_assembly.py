@@ -9,7 +9,7 @@ import pytest
 from opsd import exitcodes
 from opsd.launch.run.assembly import EnclosingJob
 from opsd.launch.run.closing import summarize_job
-from opsd.slurm.port import Node, SlurmUnavailable
+from opsd.slurm.port import JobDetails, Node, SlurmUnavailable
 from tests.fakes.requeue import FakeQueue, running
 
 ENVIRON = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
@@ -36,3 +36,27 @@ def test_a_controller_that_is_away_is_one_line(capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().err == (
         "opsd: the job's comment has no summary of the run: the controller does not answer\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("code", "refuses", "calls"),
+    [
+        (exitcodes.OK, "", ["complete 0"]),
+        (exitcodes.REPEATED, "", ["complete 70"]),
+        (exitcodes.OK, "complete", ["cancel 7"]),
+    ],
+)
+def test_a_run_ends_its_job_with_its_own_code(tmp_path: Path, code: int, refuses: str, calls: list[str]) -> None:
+    """The batch host is dead. A cancel breaks each chain of afterok, so it is the last resort."""
+    slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2")], running("n1", "n2"), refuses=refuses)
+    EnclosingJob(ENVIRON, tmp_path / "log", lambda: slurm).end(code, ("n1",), ())
+    assert slurm.calls == calls
+
+
+def test_a_job_that_slurm_may_not_requeue_ends_with_75(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """No helper is submitted; nothing else would end the job, whose batch script is dead."""
+    slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2")], running("n1", "n2"), room=True)
+    slurm.by_details[7] = JobDetails({}, requeues=False)
+    EnclosingJob(ENVIRON, tmp_path / "log", lambda: slurm).end(exitcodes.REQUEUE, ("n1",), ())
+    assert (slurm.calls, slurm.submitted) == (["complete 75"], [])
+    assert "job 7 has --no-requeue" in capfd.readouterr().err

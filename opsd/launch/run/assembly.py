@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from opsd import exitcodes
 from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.hangs.recorder import RecorderJudge
 from opsd.launch.io.reporting import WorkQueue, print_message
@@ -24,10 +23,9 @@ from opsd.launch.run.readiness import given_back_at, is_lemon
 from opsd.launch.run.supervisor import Supervisor
 from opsd.slurm.allocation import AllocationError, allocation, in_job
 from opsd.slurm.connect import choose
+from opsd.slurm.job_end import end_job
 from opsd.slurm.port import Slurm, SlurmError
 from opsd.slurm.requeue import ExcludedNodes
-from opsd.slurm.requeue_helper import requeue_from_inside
-from opsd.slurm.spare_jobs import cancel_spares
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class EnclosingJob:
     connect: Callable[[], Slurm] = lambda: choose().slurm
 
     def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
-        """Requeue the job without the nodes it lost; cancel it if the run is over and its batch script is dead.
+        """Requeue the job without the nodes it lost; end it with ``code`` if the run is over and its script is dead.
 
         While the batch script lives, it handles the end. A borrowed node that is gone is no loss of this job.
         """
@@ -48,18 +46,8 @@ class EnclosingJob:
         try:
             job = allocation(self.environ)
             lost = tuple(name for name in lost if name in job.nodes)
-            if not lost:
-                return
-            slurm = self.connect()
-            if code == exitcodes.REQUEUE:
-                cancel_spares(slurm, self.log.parent, job, print_message)
-                requeue_from_inside(slurm, job, ExcludedNodes(lost, unfit), log=str(self.log), say=print_message)
-            elif any(found.batch_host in lost for found in slurm.jobs([job.job])):
-                print_message(
-                    f"the batch script of job {job.job} died with its node; cancelling the job, which is done"
-                )
-                cancel_spares(slurm, self.log.parent, job, print_message)
-                slurm.cancel(job.job)
+            if lost:
+                end_job(self.connect(), job, code, ExcludedNodes(lost, unfit), self.log, print_message)
         except (SlurmError, AllocationError) as error:
             print_message(f"Slurm: {error}")
 
