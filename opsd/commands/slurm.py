@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
@@ -12,9 +13,11 @@ from opsd import exitcodes
 from opsd.commands.options import Group, Seconds, option
 from opsd.commands.slurm_attend import attend
 from opsd.commands.slurm_run import run
-from opsd.slurm.check import Report
+from opsd.slurm.check import Fact, Report
 from opsd.slurm.check import check as find_out
 from opsd.slurm.connect import choose
+from opsd.slurm.port import Slurm, SlurmError
+from opsd.slurm.promises import Asked, facts, of_job, of_script
 
 MARKS = {True: "ok ", False: "no ", None: "   "}
 
@@ -30,18 +33,42 @@ slurm.add_command(attend)
 
 @slurm.command()
 @option("--node", default=lambda: os.uname().nodename, show_default="host name", help="Its name in Slurm.")
+@option("--sbatch", "script", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+        help="Say what a job of this batch script can keep of what opsd slurm run promises.")  # fmt: skip
+@option("--job", type=click.IntRange(1), metavar="JOB", help="The same of a job that runs or waits.")
 @option("--deadline", default=12.0, type=Seconds(min=0.1), help="Seconds for an answer.")
 @option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
-def check(ctx: click.Context, node: str, deadline: float, as_json: bool) -> None:
+def check(ctx: click.Context, node: str, script: Path | None, job: int | None, deadline: float, as_json: bool) -> None:
     """Say which Slurm this is, what this user may do, and which settings make recovery slow.
 
-    Changes nothing. Exits with 1 where opsd can do nothing with Slurm: no commands, no configuration, no answer.
+    Changes nothing. Exits with 1 where opsd can do nothing with Slurm: no commands, no configuration, no answer. With
+    --sbatch or --job it exits with 1 if a promise cannot be kept.
     """
-    choice = choose(deadline)
-    report = find_out(choice.slurm, node, no_bindings=choice.no_bindings)
+    if script is not None and job is not None:
+        raise click.UsageError("--sbatch and --job exclude each other")
+    if script is not None:
+        report = _promises(of_script(script.read_text(errors="replace")))
+    elif job is not None:
+        report = _of_job(choose(deadline).slurm, job)
+    else:
+        choice = choose(deadline)
+        report = find_out(choice.slurm, node, no_bindings=choice.no_bindings)
     click.echo(json.dumps(asdict(report), indent=1) if as_json else _text(report))
     ctx.exit(exitcodes.OK if report.usable else exitcodes.FAILED)
+
+
+def _of_job(slurm: Slurm, job: int) -> Report:
+    try:
+        details = slurm.details(job)
+        return _promises(of_job(details, slurm.script(job) if details.batch else None), job)
+    except SlurmError as error:
+        return Report(False, (Fact(False, str(error)),))
+
+
+def _promises(asked: Asked, job: int = 0) -> Report:
+    found = facts(asked, job)
+    return Report(all(fact.ok is not False for fact in found), found)
 
 
 def _text(report: Report) -> str:

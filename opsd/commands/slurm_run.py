@@ -8,6 +8,7 @@ import shlex
 import stat
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,14 @@ from opsd.commands.launch_options import NOTIFY
 from opsd.commands.options import Seconds, option
 from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
+from opsd.launch.run.closing import RESUME
 from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job
 from opsd.rundir import RUN_NAME, default_root, valid_name
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import Batch
 from opsd.slurm.connect import choose, known_jobs
 from opsd.slurm.port import JobDetails, SlurmError
+from opsd.slurm.promises import HETEROGENEOUS, broken, of_job
 from opsd.slurm.requeue_helper import OPSD
 from opsd.slurm.run_owner import REPLACES, RunOwnedError, replaceable
 from opsd.slurm.steps import Steps, cpus_of, srun, step_environment
@@ -113,13 +116,14 @@ def run(context: click.Context, /, run: str, launch: tuple[str, ...], **options:
     if (step := os.environ.get("SLURM_STEP_ID", "")).isdecimal() and int(step) < 1 << 31:
         raise click.UsageError("start it once in the job, in its batch script; srun would start it on every node")
     plan = Plan.of(job, run, launch, options)
-    gres = _details(job.job).gres
+    details, environ = _details(job.job)
+    gres = details.gres
     commands = {node: srun(node, plan.cpus.get(node), gres.get(node, {}), plan.command) for node in job.nodes}
     if options["dry_run"]:
         for command in commands.values():
             click.echo(shlex.join(command))
         return
-    environ = {**step_environment(os.environ), NOTIFY: " ".join(options["notify"])}
+    environ |= {**step_environment(os.environ), NOTIFY: " ".join(options["notify"])}
     context.exit(_start(job, plan, commands, environ, take_over=options["take_over"]))
 
 
@@ -165,13 +169,27 @@ class Plan:
         return cls(run, folder.absolute(), command, cpus_of(job.nodes, os.environ), count.least)
 
 
-def _details(job: int) -> JobDetails:
-    """What Slurm tells of the job, nothing where it does not answer."""
+def _details(job: int) -> tuple[JobDetails, dict[str, str]]:
+    """What Slurm tells of the job, nothing if it does not answer, and variables for its launchers.
+
+    Says which promises of opsd the job cannot keep. Raises click.UsageError for a heterogeneous job.
+    """
+    if "SLURM_HET_SIZE" in os.environ:
+        raise click.UsageError(HETEROGENEOUS)
+    slurm = choose().slurm
     try:
-        return choose().slurm.details(job)
+        details = slurm.details(job)
     except SlurmError as error:
         _say(f"what the job has on each node is not known, and its steps get what Slurm gives them: {error}")
-        return JobDetails({})
+        return JobDetails({}), {}
+    script = None
+    with suppress(SlurmError):
+        script = slurm.script(job) if details.batch else None
+    asked = of_job(details, script, os.environ)
+    for sentence in broken(asked, job):
+        _say(sentence)
+    again = f"sbatch {details.command}" if details.command else "submit the job again"
+    return details, {RESUME: again} if asked.requeue is False else {}
 
 
 def _start(

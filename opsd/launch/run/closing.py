@@ -21,6 +21,8 @@ from opsd.slurm.port import Slurm, SlurmError
 REPORT_S = 15.0
 STOPPED_S = 5.0
 """The same for a run that was told to stop: Slurm ends its job soon."""
+RESUME = "OPSD_RESUME"
+"""What resumes the run of a job that Slurm does not requeue, from the batch script."""
 SLURM_S = 3.0
 """Time for each of at most three of Slurm's commands."""
 
@@ -88,6 +90,8 @@ def resume_command(
     Without Slurm, each start on one node has a name of its own unless it is ``named``. The command is printed and
     stored, and has ``URL`` in the place of each of ``secrets``.
     """
+    if again := environ.get(RESUME):
+        return again
     if job := environ.get("SLURM_JOB_ID"):
         array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
         return f"scontrol requeue {f'{array}_{task}' if array and task else job}"
