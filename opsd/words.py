@@ -26,6 +26,11 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
+def spans(*days: float) -> list[str]:
+    """In days, or all in smaller units if none of them is one."""
+    return [f"{each:.1f}" if max(days) >= 1 else duration(each * 86400) for each in days]
+
+
 def count(number: float) -> str:
     """A count with separators, or shortened from ten million on: 250,000, 12.4 M, 3.21 B, 1.05 T."""
     for factor, name in ((1e12, "T"), (1e9, "B"), (1e6, "M")):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from opsd.plan.reliability import DAY_S, HABITS, spares_for
-from opsd.words import duration
+from opsd.words import duration, spans
 
 TOLERANCE: Final = 0.1
 """Of the plan's days, by which a forecast may exceed them."""
@@ -182,16 +182,11 @@ def brief(found: Forecast) -> str:
     return f"{found.left_s / DAY_S:.1f} days left, ETTR {found.ettr:.1%}, {found.spares()} spares advised{late}"
 
 
-def _spans(*days: float) -> list[str]:
-    """In days, or all in smaller units if none of them is one."""
-    return [f"{each:.1f}" if max(days) >= 1 else duration(each * DAY_S) for each in days]
-
-
 def told(found: Forecast) -> list[tuple[str, str]]:
     """The forecast in words, as names with a text."""
     planned, left = found.planned, found.left_s / DAY_S
     lines = [
-        ("days left", "{} of {} expected; {} were planned".format(*_spans(left, found.days, found.planned_days))),
+        ("days left", "{} of {} expected; {} were planned".format(*spans(left, found.days, found.planned_days))),
         ("ETTR", f"{found.ettr:.1%} expected at the end; {found.planned_ettr:.1%} planned"),
         ("spares", f"{found.spares()} advised for 99 % of the time; {planned.spares} planned"),
     ]

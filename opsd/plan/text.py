@@ -12,7 +12,7 @@ from opsd.plan.plan import ABLATIONS, Plan, checkpoint_bytes
 from opsd.plan.reliability import DAY_S
 from opsd.plan.scaling import SOURCES
 from opsd.trainer import counts
-from opsd.words import count, duration, plural
+from opsd.words import count, duration, plural, spans
 
 _TOLD: Final = {
     "products": "products that are too small", "attention": "attention", "states": "layers with a state",
@@ -68,10 +68,11 @@ def _time(plan: Plan) -> list[tuple[str, str]]:
     training = plan.training_s / DAY_S
     money = f", {plan.gpu_hours * plan.price:,.0f} {plan.currency}" if plan.price else ""
     spares = " and ".join(f"{number} for {share}" for share, number in kept.spares.items())
-    low, high = plan.budget
+    in_days = plan.days >= 1
+    days, of_training = spans(plan.days, training) if in_days else map(duration, (plan.days * DAY_S, plan.training_s))
     return [
         ("GPUs", f"{plan.gpus:,} on {plural(-(-plan.gpus // node), 'node')}, spares to be complete: {spares}"),
-        ("days", f"{plan.days:.1f}: {training:.1f} of training; such runs budget {low:.0f} to {high:.0f}"),
+        ("days" if in_days else "time", f"{days}: {of_training} of training; such runs budget {_range(plan.budget)}"),
         ("speed", f"{plan.tokens_per_s / plan.gpus:,.0f} tokens/s per GPU, MFU {plan.mfu(plan.best):.1%}"),
         ("cost", f"{plan.gpu_hours:,.0f} GPU-hours{money}, {plan.kwh:,.0f} kWh"),
         ("ablations", f"{plan.gpu_hours * ABLATIONS.value:,.0f} GPU-hours more ({ABLATIONS.source})"),
@@ -142,23 +143,26 @@ def _overheads(plan: Plan) -> list[tuple[str, str]]:
         "data": source_of(habits.data),
         "evaluation": source_of(habits.evaluation),
     }
-    rows = [(name, _share(share, days[name]) + reasons[name]) for name, share in kept.overheads.items()]
+    rows = [(name, _share(share, days[name], plan.days) + reasons[name]) for name, share in kept.overheads.items()]
     training = plan.training_s / DAY_S
     rest = [budget / training - plan.days / training for budget in plan.budget]
-    unnamed = f"what no formula has: such runs are budgeted with {_range(plan.budget)} days"
+    budget = _range(plan.budget) + (" days" if plan.budget[1] >= 1 else "")
+    unnamed = f"what no formula has: such runs are budgeted with {budget}"
     return [
         *((name.replace("_", " "), text) for name, text in rows),
-        ("sum", _share(sum(kept.overheads.values()), sum(days.values())).rstrip()),
+        ("sum", _share(sum(kept.overheads.values()), sum(days.values()), plan.days).rstrip()),
         ("allowance", f"{max(0.0, rest[0]):.0%} to {max(0.0, rest[1]):.0%} more, {unnamed}"),
     ]
 
 
-def _share(share: float, days: float) -> str:
-    return f"{share:6.2%} {days:6.2f} days  "
+def _share(share: float, days: float, whole: float) -> str:
+    return f"{share:6.2%} " + (f"{days:6.2f} days  " if whole >= 1 else f"{duration(days * DAY_S):>11}  ")
 
 
 def _range(days: tuple[float, float]) -> str:
-    return f"{days[0]:.0f} to {days[1]:.0f}"
+    """In whole days if there are ten, or else more exactly."""
+    low, high = (f"{each:.0f}" for each in days) if days[1] >= 10 else spans(*days)
+    return f"{low} to {high}"
 
 
 def _curve(plan: Plan) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -47,6 +48,21 @@ def planned(*words: str) -> dict[str, Any]:
     result = opsd(*words, "--measured", "none", "--json", "-")
     assert result.exit_code == 0, result.output
     return dict(json.loads(result.stdout))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ("11e12", r"days +36.\d: 35.\d of training; such runs budget 43 to 47\n"),
+        ("1e12", r"days +3.3: 3.3 of training; such runs budget 3.9 to 4.2\n"),
+        ("1e11", r"time +7 h \d+ min: 7 h \d+ min of training; such runs budget 9 h \d+ min to 10 h \d+ min\n"),
+    ],
+)
+def test_times_of_short_runs_are_in_hours(tokens: str, expected: str) -> None:
+    """A run of hours has a budget of hours, not of 0 to 0 days; its overheads too."""
+    text = opsd("smollm3-3b", "--gpus", "256", "--tokens", tokens, "--measured", "none").output
+    assert re.search(expected, text), text
+    assert ("0.00 days" in text) == (tokens != "1e11")
 
 
 def test_smollm3_is_planned_as_it_went() -> None:
