@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from opsd.checkpoints.remote import without_user
 from opsd.trainer.data_settings import DataSettings, Shape
 from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings, Section
@@ -42,8 +43,10 @@ if TYPE_CHECKING:
 
 PRESETS = Path(__file__).parent / "configs"
 MIXTURES = PRESETS / "mixtures"
-CHECKPOINTS = "checkpoints"
-"""The checkpoint folder inside the run folder."""
+CHECKPOINTS, CONFIG = "checkpoints", "config.json"
+"""In the run folder: the checkpoint folder, and the settings of the run's last start."""
+_FREE = {"dtype", "attention"}
+"""Settings of [model] that may change during a run."""
 
 
 class ConfigError(ValueError):
@@ -107,7 +110,7 @@ class Config(Section):
         """
         order = mixture.identity(position)
         identity = {
-            "model": self.model.model_dump(exclude={"dtype", "attention"}, exclude_defaults=True),
+            "model": self.model.model_dump(exclude=_FREE, exclude_defaults=True),
             "seed": self.run.seed,
             "sequence": self.data.sequence,
             "order": asdict(order),
@@ -120,6 +123,30 @@ class Config(Section):
         if self.optimizer.kind != "adamw":
             identity["optimizer"] = self.optimizer.kind
         return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    @property
+    def lasting(self) -> dict[str, object]:
+        """The settings that cannot change during a run, by key; the order of the data so far is not among them."""
+        model = {f"model.{name}": value for name, value in self.model.model_dump(exclude=_FREE).items()}
+        rest = {"optimizer.kind": self.optimizer.kind, "run.seed": self.run.seed, "data.sequence": self.data.sequence}
+        return model | rest
+
+    def store(self, folder: Path) -> None:
+        """Write the settings into the run's ``folder``, without the passwords of addresses."""
+        (folder / CONFIG).write_text(without_user(self.model_dump_json(indent=1)), encoding="utf-8")
+
+    def changes(self, folder: Path) -> list[str]:
+        """What differs from the settings that the run in ``folder`` was last started with and cannot change.
+
+        Nothing if these are not known.
+        """
+        try:
+            before = Config.model_validate_json((folder / CONFIG).read_text(encoding="utf-8")).lasting
+        except (OSError, ValueError):
+            return []
+        return [
+            f"{key} was {before[key]!r} and is {value!r}" for key, value in self.lasting.items() if before[key] != value
+        ]
 
 
 def load(source: str, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:

@@ -32,11 +32,11 @@ from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
 from opsd.progress import tracked
 from opsd.trainer import harness
 from opsd.trainer.cache import Cache
-from opsd.trainer.config import CHECKPOINTS, Config, ConfigError
+from opsd.trainer.config import CHECKPOINTS, CONFIG, Config, ConfigError
 from opsd.trainer.data.shards import DataError, Framing, find_index, place
 from opsd.trainer.data.texts import read_texts
 from opsd.trainer.data.tokenize import MAX_UNCOVERED, ids, load_tokenizer, uncovered
-from opsd.trainer.evaluations import AWAITING, CONFIG, RESULTS
+from opsd.trainer.evaluations import AWAITING, RESULTS
 from opsd.trainer.hf.weights import config_in
 from opsd.trainer.load import load
 from opsd.trainer.model import Decoder

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opsd.checkpoints.manifest import folder_of, steps
-from opsd.checkpoints.remote import without_user
 from opsd.checkpoints.retention import AWAITED
 from opsd.client import Reporter
 from opsd.events import Evaluation
@@ -23,8 +22,8 @@ from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import CHECKPOINTS, Config
 from opsd.trainer.jsonl import new_lines, read_positions, write_positions
 
-CONFIG, RESULTS = "config.json", "evaluations.jsonl"
-"""In the run folder: the run's settings, and one line per evaluation."""
+RESULTS = "evaluations.jsonl"
+"""In the run folder: one line per evaluation."""
 
 LOG, POSITION = "evaluations.log", "evaluations.position.json"
 AWAITING = AWAITED[1]
@@ -64,7 +63,6 @@ class Evaluations:
         self._waiting = deque(step for step in steps(folder / CHECKPOINTS) if self._is_left(step))
         self._running: RunningEvaluation | None = None
         self._polled = 0.0
-        (folder / CONFIG).write_text(without_user(config.model_dump_json(indent=1)), encoding="utf-8")
         results = folder / RESULTS
         told = results.stat().st_size if results.exists() else 0
         self._positions = read_positions(folder / POSITION) or {RESULTS: told}

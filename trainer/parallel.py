@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import nn
@@ -55,6 +55,29 @@ _KEPT = {
     torch.ops._c10d_functional.all_gather_into_tensor.default,
 }
 """Operations whose results selective recomputation keeps: those expensive to compute or communicate again."""
+
+
+_LEAST: Final = {"flex": (0, 0), "varlen": (8, 0), "fp8": (8, 9)}
+"""The compute capability of a GPU that has the kernels; 8.0 is A100, 8.9 is L40, 9.0 is H100."""
+
+
+def demand_device(config: Config, gpu: tuple[int, int] | None) -> None:
+    """Raises ConfigError for kernels that this device has not; ``gpu`` is its compute capability, None is the CPU.
+
+    The CPU computes products in float8 step by step.
+    """
+    kernel = config.model.attention
+    if kernel in _LEAST and gpu is None:
+        raise ConfigError(f"model.attention {kernel} needs a GPU, and this run is on the CPU; set it to auto or sdpa")
+    for key, name, instead in (
+        (f"model.attention {kernel}", kernel, "set it to auto"),
+        ("parallel.fp8", "fp8" if config.parallel.fp8 else "", "set it to false"),
+    ):
+        if gpu is not None and name in _LEAST and gpu < (least := _LEAST[name]):
+            here, needed = ("{}.{}".format(*each) for each in (gpu, least))
+            raise ConfigError(
+                f"{key} needs a GPU of compute capability {needed} or more, this one has {here}; {instead}"
+            )
 
 
 def demand_libraries(settings: ParallelSettings) -> None:

@@ -79,14 +79,15 @@ def restore(
     *,
     remote: str = "",
     fresh: bool = False,
+    changes: Callable[[], list[str]] = list,
 ) -> Manifest | None:
     """Fill ``state`` from the newest valid checkpoint, in memory, under ``root`` or at ``remote``.
 
     None if there is none. All ranks call it together and load the same step: the first rank proposes, the ranks share
     the verification, and a damaged checkpoint is set aside in favour of the next older one. ``digest`` identifies model
-    and data after a number of samples. Raises ConfigError if the checkpoint is of another model or data, and
-    RestoreError, unless ``fresh``, if there were checkpoints and none of them is valid, or if ``remote`` cannot be
-    read.
+    and data after a number of samples; if it differs, ``changes`` names settings. Raises ConfigError if the checkpoint
+    is of another model or data, and RestoreError, unless ``fresh``, if there were checkpoints and none of them is
+    valid, or if ``remote`` cannot be read.
     """
     began = time.monotonic()
     if world.rank == 0:
@@ -109,9 +110,9 @@ def restore(
         return None
     folder = folder_of(root, manifest.step)
     if manifest.config_digest != digest(manifest.sample):
+        what = f"other settings: {'; '.join(names)}" if (names := changes()) else "another corpus or order of the data"
         raise ConfigError(
-            f"{folder} was made with another model, seed, sequence length, corpus or order of the data so far; "
-            "use the settings that the run was started with, or another run folder"
+            f"{folder} was made with {what}; use the settings that the run was started with, or another run folder"
         )
     load(folder, manifest, state, world.rank)
     return _loaded(manifest, manifest.step, world, reporter, began)

@@ -35,6 +35,7 @@ class Telemetry:
         if not self._first:
             return
         folder = Path(config.run.folder)
+        config.store(folder)
         self._background = Background()
         background = self._background.run
         self._metrics = MetricsLog(folder / METRICS, config, world.size, background)

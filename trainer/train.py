@@ -27,14 +27,14 @@ from opsd.trainer.data_settings import Shape
 from opsd.trainer.experts import routing_figures
 from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.optimizer import Optimizer
-from opsd.trainer.parallel import build, demand_libraries
+from opsd.trainer.parallel import build, demand_device, demand_libraries
 from opsd.trainer.replay import Repeatable, Replay
 from opsd.trainer.restore import restore
 from opsd.trainer.saving import Saving, checkpoint_folder
 from opsd.trainer.settings import ScheduleSettings
 from opsd.trainer.telemetry import Telemetry
 from opsd.trainer.tracking import demand_installed
-from opsd.trainer.world import World, join
+from opsd.trainer.world import World, gpu_here, join
 
 
 def rate_factor(step: int, schedule: ScheduleSettings) -> float:
@@ -71,6 +71,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     # What the ranks can refuse alone comes first: once they have met, the first to end breaks the others' collectives.
     demand_installed(config.tracking)
     demand_libraries(config.parallel)
+    demand_device(config, gpu_here(config.run))
     counts = micro_batches(config, int(os.environ.get("WORLD_SIZE", "1")))
     sources = open_corpora(config)
     world = join(config.run, config.parallel)
@@ -135,8 +136,9 @@ class Training:
         """Resume from the newest valid checkpoint; without one, start from the initial weights."""
         config = self._config
         manifest = restore(
-            root, self.state, self._world, self.digest, self._reporter, remote=config.checkpoint.remote, fresh=fresh
-        )
+            root, self.state, self._world, self.digest, self._reporter, remote=config.checkpoint.remote, fresh=fresh,
+            changes=partial(config.changes, root.parent),
+        )  # fmt: skip
         if manifest is not None:
             self.step, self.sample = manifest.step, manifest.sample
             planned = config.data.position(self.step + 1)

@@ -168,6 +168,18 @@ def await_store(address: str, port: int, limit_s: float = STORE_S) -> None:
             return
 
 
+def gpu_here(run: RunSettings, environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """The compute capability of this rank's GPU, None if it computes on the CPU.
+
+    Raises ConfigError if a required GPU is missing.
+    """
+    if torch.cuda.is_available() and run.device != "cpu":
+        return torch.cuda.get_device_capability(int(environ.get("LOCAL_RANK", "0")))
+    if run.device == "cuda":
+        raise ConfigError("run.device is cuda, and torch finds no GPU here; set it to auto or cpu")
+    return None
+
+
 def join(run: RunSettings, parallel: ParallelSettings, environ: Mapping[str, str] = os.environ) -> World:
     """Join the process group that torchrun's variables describe; without them this process is the only rank.
 
@@ -175,9 +187,7 @@ def join(run: RunSettings, parallel: ParallelSettings, environ: Mapping[str, str
     """
     rank, size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     local_rank, local_size = int(environ.get("LOCAL_RANK", "0")), int(environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available() and run.device != "cpu"
-    if run.device == "cuda" and not cuda:
-        raise ConfigError("run.device is cuda, and torch finds no GPU here; set it to auto or cpu")
+    cuda = gpu_here(run, environ) is not None
     dims = mesh_shape(size, parallel)
     if cuda:
         torch.cuda.set_device(local_rank)

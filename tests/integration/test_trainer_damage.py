@@ -11,6 +11,7 @@ import torch
 from trainer_world import Run, flip
 
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, folder_of, read, steps
+from opsd.trainer.config import CONFIG
 from tests.fakes.clock import until
 
 
@@ -146,7 +147,12 @@ def test_another_model_is_refused(stopped_at_20: Run) -> None:
     saved = steps(stopped_at_20.checkpoints)
     code, line = refused(stopped_at_20, model__ffn=64)
     assert code == 2
-    assert "made with another model" in line
+    assert "other settings: model.ffn was 50 and is 64;" in line
+    code, line = refused(stopped_at_20, optimizer__kind="muon")
+    assert code == 2
+    assert "other settings: optimizer.kind was 'adamw' and is 'muon';" in line
+    (stopped_at_20.folder / CONFIG).unlink()
+    assert "another corpus or order of the data" in refused(stopped_at_20, run__seed=9)[1]
     assert steps(stopped_at_20.checkpoints) == saved
 
 
