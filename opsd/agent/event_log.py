@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -16,6 +16,8 @@ MAX_TOLD: Final = 500
 USER_BYTES: Final = 1 << 20
 USERS_BYTES: Final = 3 << 20
 """Size of the events kept of one user, and of all users, as they were read; in memory they take some six times that."""
+STEPS: Final = 4
+"""Steps of the clock across which an event that is read again is recognised."""
 
 Teller = tuple[int | None, bool]
 """The user whose word an event is, None for nobody's, and whether a witness told it."""
@@ -29,6 +31,7 @@ class EventLog:
         self._sizes: dict[int, int] = {}
         self._sorted: dict[str, list[Event]] = {}
         self._by_run: dict[str, dict[str, list[Event]]] = {}
+        self._steps: deque[float] = deque(maxlen=STEPS)
 
     def add(self, event: Event, witness: bool) -> None:
         """Remember ``event``; what is too much then is forgotten.
@@ -37,7 +40,7 @@ class EventLog:
         """
         tellers = self._kinds.setdefault(event.kind, {})
         said = tellers.setdefault((event.user, witness), deque())
-        if not witness and any(one.at == event.at and one == event for one in said):
+        if not witness and any(one.at == told.at and one == told for told in self._as_shifted(event) for one in said):
             return
         said.append(event)
         self._sorted.pop(event.kind, None)
@@ -49,8 +52,16 @@ class EventLog:
         if sum(len(tellers[teller]) for teller in alike) > (MAX_WITNESSED if witness else MAX_TOLD):
             self._drop(event.kind, max(alike, key=lambda teller: len(tellers[teller])))
 
+    def _as_shifted(self, event: Event) -> Iterator[Event]:
+        """``event`` as it would be here if it had been added before one of the steps of the clock, or after all."""
+        yield event
+        steps = list(self._steps)
+        for first in range(len(steps)):
+            yield replace(event, at=sum(steps[first:], event.at))
+
     def shift(self, seconds: float) -> None:
         """Move the times of all events by a step of the wall clock."""
+        self._steps.append(seconds)
         for tellers in self._kinds.values():
             for teller, events in tellers.items():
                 tellers[teller] = deque(replace(event, at=event.at + seconds) for event in events)

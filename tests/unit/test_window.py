@@ -214,14 +214,14 @@ def test_what_is_kept_of_users_events_has_a_size() -> None:
 
 
 def test_the_same_word_of_a_run_counts_once() -> None:
-    """A restored folder is read again; what a witness tells twice has happened twice."""
+    """A restored folder is read again, also after steps of the clock; what a witness tells twice has happened twice."""
     window = Window("node", seconds=60, witnesses=frozenset({"kmsg"}))
-    window.begin(10.0, 1000.0)
-    for _ in range(2):
+    for now, wall in ((10.0, 1000.0), (11.0, 940.0), (12.0, 1000.5)):
+        window.begin(now, wall)
         window.add("ranks", Reading(events=(Event("finished", 999.0, "", {"run": "a"}, 1000, 10),)))
         window.add("kmsg", Reading(events=(Event("xid", 999.0, ""),)))
-    assert len(window.events("finished", 30)) == 1
-    assert len(window.events("xid", 30)) == 2
+    assert len(window.events("finished", 3600)) == 1
+    assert len(window.events("xid", 3600)) == 3
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 99)), max_size=40))
