@@ -216,8 +216,9 @@ def test_what_is_kept_of_users_events_has_a_size() -> None:
 def test_the_same_word_of_a_run_counts_once() -> None:
     """A restored folder is read again, also after steps of the clock; what a witness tells twice has happened twice."""
     window = Window("node", seconds=60, witnesses=frozenset({"kmsg"}))
-    for now, wall in ((10.0, 1000.0), (11.0, 940.0), (12.0, 1000.5)):
-        window.begin(now, wall)
+    for step in (0.0, -60.5, 60.0):
+        window.begin(10.0, 1000.0)
+        window.clock_stepped(step)
         window.add("ranks", Reading(events=(Event("finished", 999.0, "", {"run": "a"}, 1000, 10),)))
         window.add("kmsg", Reading(events=(Event("xid", 999.0, ""),)))
     assert len(window.events("finished", 3600)) == 1
