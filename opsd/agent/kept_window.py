@@ -1,5 +1,7 @@
-"""The window as it is kept on the disk when the agent stops, so that the next one compares with the same minutes.
+"""The window as it is kept for the next agent, which then compares with the same minutes.
 
+It goes into the journal when the agent stops. For an agent that is killed it goes into the memory of the machine every
+few seconds: systemd keeps that folder until the service is stopped, and a full or slow disk holds nothing up.
 A series gets its past back when its collector delivers it again. The times are those of the monotonic clock, so that
 only an agent of the same boot goes on with them; the time without an agent is a gap, as with a blind collector.
 """
@@ -10,7 +12,9 @@ import json
 import math
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +22,10 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 64 << 20
 """Unpacked; 27,000 series of 600 ticks. A larger window is not kept: both would not fit into the agent's memory."""
+MAX_SAVED_BYTES = 16 << 20
+"""In the memory of the machine, which counts as the agent's; 6,700 series of 600 ticks."""
+SAVE_S = 8.0
+_FILE = "window"
 _LEVEL = 1
 _ITEM = array("f").itemsize
 
@@ -26,10 +34,13 @@ class KeptWindowError(ValueError):
     """What was kept is no window of this release, or of other ticks; the message says which."""
 
 
-def pack(window: Window) -> bytes:
-    """The series of ``window`` and their times, to be read again by ``unpack``; b"" if they are too large."""
+def pack(window: Window, most: int = MAX_BYTES, level: int = _LEVEL) -> bytes:
+    """The series of ``window`` and their times, to be read again by ``unpack``; b"" if they are more than ``most``.
+
+    ``level`` is that of zlib; with 0 nothing is compressed.
+    """
     rings = [*window.rings()]
-    if (len(rings) * _ITEM + window.times.itemsize) * window.ticks > MAX_BYTES * 7 // 8:  # the rest is for the names
+    if (len(rings) * _ITEM + window.times.itemsize) * window.ticks > most * 7 // 8:  # the rest is for the names
         return b""
     head = {
         "tick": window.tick,
@@ -39,7 +50,7 @@ def pack(window: Window) -> bytes:
             [told, r.metric.name, *r.values_of, r.base, r.limit, r.tick, r.changed, r.value] for told, r in rings
         ],
     }
-    packer = zlib.compressobj(_LEVEL)
+    packer = zlib.compressobj(level)
     first = json.dumps(head).encode()
     parts = [packer.compress(len(first).to_bytes(8, "little") + first), packer.compress(window.times.tobytes())]
     parts += [packer.compress(ring.offsets.tobytes()) for _, ring in rings]
@@ -47,10 +58,12 @@ def pack(window: Window) -> bytes:
 
 
 class Past:
-    """The series of an earlier agent, each of which is given back once."""
+    """The series of an earlier agent, each of which is given back once; ``now`` is its last monotonic second."""
 
-    def __init__(self, tick: int, times: array[float], series: dict[tuple[object, ...], tuple[Any, ...]]) -> None:
-        self.tick, self.times, self._series = tick, times, series
+    def __init__(
+        self, tick: int, now: float, times: array[float], series: dict[tuple[object, ...], tuple[Any, ...]]
+    ) -> None:
+        self.tick, self.now, self.times, self._series = tick, now, times, series
 
     def give(self, ring: Ring, *, told: bool) -> None:
         """Let ``ring``, which is new, go on where the same series ended."""
@@ -80,7 +93,44 @@ def unpack(kept: bytes, ticks: int, now: float) -> Past:
         raise KeptWindowError("the kept window cannot be read") from error
     if of != ticks or not last <= now or tick < 0:
         raise KeptWindowError("the kept window has other ticks, or is of another boot")
-    return Past(tick, times, series)
+    return Past(tick, last, times, series)
+
+
+def newest(kept: Iterable[bytes], ticks: int, now: float) -> Past | None:
+    """The newest of several windows; None if there is none. Raises KeptWindowError if none can be used."""
+    found, error = [], None
+    for content in filter(None, kept):
+        try:
+            found.append(unpack(content, ticks, now))
+        except KeptWindowError as unusable:
+            error = unusable
+    if error is not None and not found:
+        raise error
+    return max(found, key=lambda past: past.now, default=None)
+
+
+class SavedWindow:
+    """The window in a folder in memory, for the next agent if this one is killed; without a ``folder`` nothing."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = folder / _FILE if folder is not None else None
+        self._next = -math.inf
+
+    def read(self) -> bytes:
+        """What the last agent has saved; b"" if it has nothing."""
+        with suppress(OSError):
+            if self._path is not None and self._path.lstat().st_size <= MAX_BYTES:
+                return self._path.read_bytes()
+        return b""
+
+    def save(self, window: Window) -> None:
+        """Save ``window``, if the last time is ``SAVE_S`` ago. Raises OSError."""
+        if self._path is None or window.now < self._next:
+            return
+        self._next = window.now + SAVE_S
+        draft = self._path.with_name(f".{_FILE}.draft")
+        draft.write_bytes(pack(window, MAX_SAVED_BYTES, level=0))
+        draft.replace(self._path)
 
 
 def _series(

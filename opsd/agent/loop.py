@@ -12,7 +12,7 @@ from opsd.agent import metrics
 from opsd.agent.gather import Gatherer, Health, Source
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
-from opsd.agent.kept_window import pack
+from opsd.agent.kept_window import SavedWindow, pack
 from opsd.agent.logs import Log
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
@@ -82,9 +82,10 @@ class Loop:
         interval_s: float = 1.0,
         deadline_s: float = 2.0,
         clock: Clock = Clock(),
+        saved: SavedWindow | None = None,
     ) -> None:
         self._window, self._judge, self._responder, self._journal = window, judge, responder, journal
-        self._log, self._interval_s, self._clock = log, interval_s, clock
+        self._log, self._interval_s, self._clock, self._saved = log, interval_s, clock, saved
         self._gather = partial(Gatherer, deadline_s=deadline_s, clock=clock.monotonic)
         self._gatherer = self._gather(collectors)
         self._healths: dict[str, tuple[Health, str]] = {}
@@ -127,6 +128,14 @@ class Loop:
         """Record the window for the next agent."""
         self._journal.window(pack(self._window))
 
+    def _save_window(self) -> None:
+        if self._saved is not None:
+            try:
+                self._saved.save(self._window)
+            except OSError as error:
+                self._log.warning("the window is not saved for an agent after this one", reason=error.strerror)
+                self._saved = None
+
     def tick(self) -> None:
         """One round of everything."""
         began = self._clock.monotonic()
@@ -136,6 +145,7 @@ class Loop:
         self._take_in(sources, now, wall)
         self._responder.respond(self._window)
         self._ticks += 1
+        self._save_window()
         self._publish(sources, began)
 
     def _allow_for_clock_step(self, wall_of_zero: float) -> None:

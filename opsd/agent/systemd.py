@@ -13,6 +13,7 @@ import socket
 import struct
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Final, TextIO
 
 from opsd.agent.sink import Sink
@@ -33,6 +34,12 @@ def notify(state: str, env: Mapping[str, str] = os.environ) -> None:
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagram:
         datagram.setblocking(False)
         datagram.sendto(state.encode(), address)
+
+
+def runtime_folder(env: Mapping[str, str] = os.environ) -> Path | None:
+    """The service's folder in memory (``RuntimeDirectory=``), which outlives a killed agent; None without systemd."""
+    folder = env.get("RUNTIME_DIRECTORY", "").partition(":")[0]
+    return Path(folder) if folder else None
 
 
 def leads_to_journal(stream: TextIO, environ: Mapping[str, str]) -> bool:

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass
 from functools import cache, partial
 
-from opsd.agent import collectors
+from opsd.agent import collectors, systemd
 from opsd.agent.actions import Drainer, Executor, Notifier
 from opsd.agent.annotate import Annotator
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
-from opsd.agent.kept_window import KeptWindowError, unpack
+from opsd.agent.kept_window import KeptWindowError, SavedWindow, newest
 from opsd.agent.logs import Log
 from opsd.agent.loop import Loop
 from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
@@ -134,12 +134,13 @@ def build(settings: Settings, journal: Journal, log: Log) -> Parts:
         listeners=_listeners(settings, notifier, log),
     )
     window = Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses())
-    if responder.kept_window:
-        try:
-            window.go_on(unpack(responder.kept_window, window.ticks, time.monotonic()))
-        except KeptWindowError as error:
-            log.warning("window begins empty", reason=str(error))
-        responder.kept_window = b""
+    saved = SavedWindow(systemd.runtime_folder())
+    try:
+        if past := newest((responder.kept_window, saved.read()), window.ticks, time.monotonic()):
+            window.go_on(past)
+    except KeptWindowError as error:
+        log.warning("window begins empty", reason=str(error))
+    responder.kept_window = b""
     loop = Loop(
         window,
         collectors.build(settings, agent.state_dir),
@@ -149,5 +150,6 @@ def build(settings: Settings, journal: Journal, log: Log) -> Parts:
         log,
         interval_s=agent.interval_s,
         deadline_s=agent.deadline_s,
+        saved=saved,
     )
     return Parts(loop, responder, journal, log)

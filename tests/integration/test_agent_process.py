@@ -182,6 +182,20 @@ def test_incidents_survive_an_agent_that_is_killed(opsd: Opsd, tmp_path: Path) -
         assert "opsd runbook show rank_crash" in shown.stdout
 
 
+def test_a_killed_agent_leaves_its_window_in_memory(opsd: Opsd, tmp_path: Path) -> None:
+    """The next one goes on with it, and begins empty, which it says, if it cannot be read."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    for kept in (True, False):
+        with opsd.agent(RUNTIME_DIRECTORY=str(memory)) as process:
+            assert eventually(lambda: (memory / "window").exists())
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=60)
+        assert ("window begins empty" in log) is not kept
+        (tmp_path / "state/journal.db").unlink()
+        (memory / "window").write_bytes(b"not a window")
+
+
 def _journaled(path: Path) -> bool:
     import sqlite3
 

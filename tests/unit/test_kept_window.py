@@ -3,7 +3,7 @@
 import pytest
 
 from opsd.agent.journal import Journal
-from opsd.agent.kept_window import KeptWindowError, pack, unpack
+from opsd.agent.kept_window import SAVE_S, KeptWindowError, SavedWindow, newest, pack, unpack
 from opsd.agent.window import Window
 from opsd.collectors.base import Metric, Reading, Sample
 
@@ -87,3 +87,33 @@ def test_other_ticks_or_an_earlier_clock_are_refused(ticks, now):
     """The slots of the rings, and the clock of their times, are those of one configuration and one boot."""
     with pytest.raises(KeptWindowError):
         unpack(_stopped(), ticks, now)
+
+
+def test_a_killed_agent_leaves_its_last_seconds(tmp_path):
+    """They are as old as the last time at most, and newer than what the journal has of an earlier stop."""
+    saved, window = SavedWindow(tmp_path), _window()
+    for now in range(31):
+        _tick(window, float(now), _sample(60.0 + now))
+        saved.save(window)
+    assert [path.name for path in tmp_path.iterdir()] == ["window"]
+    past = newest((_stopped(), saved.read()), window.ticks, 40.0)
+    assert 30.0 - SAVE_S < past.now <= 30.0
+
+
+def test_of_several_windows_one_that_can_be_read_is_taken():
+    """One that cannot does not keep the agent from the other; only if none can there is an error."""
+    ticks = _window().ticks
+    assert newest((b"x", _stopped()), ticks, 6.0).now == 3.0
+    assert newest((b"", b""), ticks, 6.0) is None
+    with pytest.raises(KeptWindowError):
+        newest((b"x", b""), ticks, 6.0)
+
+
+def test_without_a_folder_in_memory_nothing_is_saved(tmp_path):
+    """And one that cannot be written is an error that the loop tells once."""
+    window = _window()
+    _tick(window, 1.0, _sample(60.0))
+    SavedWindow(None).save(window)
+    assert SavedWindow(None).read() == SavedWindow(tmp_path).read() == b""
+    with pytest.raises(OSError, match="No such file"):
+        SavedWindow(tmp_path / "none").save(window)
