@@ -117,7 +117,7 @@ class SavedWindow:
         self._next = -math.inf
 
     def read(self) -> bytes:
-        """What the last agent has saved; b"" if it has nothing."""
+        """The window that the last agent has saved; b"" without one."""
         with suppress(OSError):
             if self._path is not None and self._path.lstat().st_size <= MAX_BYTES:
                 return self._path.read_bytes()
