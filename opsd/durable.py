@@ -4,8 +4,9 @@ A function that returns has done it. One that raises ``Unproved`` has done it to
 storage did not confirm that it outlives a power loss: call again to prove it, and never undo it. After any other
 OSError the earlier content is still there.
 
-Content is written to a draft, ``.NAME.RANDOM.draft`` beside the target, and synced before it gets its name. The draft
-of a process that was killed is removed by the first write to the same target that comes ``FORGOTTEN_S`` later.
+Content is written to a draft, ``.NAME.PROCESS.RANDOM.draft`` beside the target, and synced before it gets its name. The
+draft of a process that was killed is removed by the next write to the same target, if that is by the same machine, and
+otherwise by the first that comes ``FORGOTTEN_S`` later.
 
 A failed fsync of a file is never repeated, because Linux drops the pages that it could not write: the file is written
 again instead. A folder may be synced again; file systems keep the failure of a journal (ext4 and XFS go read-only).
@@ -18,8 +19,10 @@ import errno
 import os
 import secrets
 import stat
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,12 +55,15 @@ def sync_folder(folder: Path) -> None:
 
 def sync(file: BinaryIO) -> None:
     """Make the content of ``file`` durable, if it is on a disk. Raises OSError."""
-    file.flush()
     try:
+        file.flush()
         os.fsync(file.fileno())
     except OSError as error:
-        if error.errno not in _NO_SYNC:
-            raise
+        if error.errno in _NO_SYNC:
+            return
+        if isinstance(file.name, str | Path):
+            raise _named(error, Path(file.name)) from error
+        raise
 
 
 def prove(path: Path) -> None:
@@ -76,7 +82,10 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
     """
     if not folder.parent.is_dir():
         make_folder(folder.parent)
-    folder.mkdir(mode, exist_ok=True)
+    try:
+        folder.mkdir(mode, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, "a file, or a link to nothing, has this name", str(folder)) from None
     try:
         prove(folder)
     except Unproved as error:
@@ -86,7 +95,7 @@ def make_folder(folder: Path, mode: int = 0o777) -> None:
 
 def draft_of(path: Path) -> Path:
     """An unused name for a draft of ``path``."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(8)}{DRAFT}")
+    return path.with_name(f".{path.name}.{_machine()}-{os.getpid():x}.{secrets.token_hex(4)}{DRAFT}")
 
 
 @contextmanager
@@ -102,7 +111,7 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
             sync(file)
         rename(draft, path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # of a call with a descriptor
+        if isinstance(error, OSError) and error.filename in (None, str(draft)):
             error.filename = str(path)
         with suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -132,7 +141,7 @@ def move_into(draft: Path, folder: Path, last: str) -> None:
     paths = sorted(draft.iterdir(), key=lambda path: (path.name == last, path.name))
     for path in paths:
         with open(path, "rb+") as file:
-            os.fsync(file.fileno())
+            sync(file)
     moved: list[Path] = []
     try:
         for path in paths:
@@ -161,6 +170,10 @@ def create(path: Path, content: bytes, link: Link = os.link, mode: int = 0o644) 
         write(draft, content, mode)
         done = linked(draft, path, link)
         _remove_forgotten(path)
+    except OSError as error:
+        if error.filename in (None, str(draft)):
+            error.filename = str(path)
+        raise
     finally:
         with suppress(OSError):
             draft.unlink(missing_ok=True)
@@ -217,8 +230,40 @@ def _remove_forgotten(path: Path) -> None:
             now = path.lstat().st_mtime
             for entry in drafts:
                 status = entry.stat(follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode) and now - status.st_mtime > FORGOTTEN_S:
+                is_old = now - status.st_mtime > FORGOTTEN_S
+                if stat.S_ISREG(status.st_mode) and (is_old or _is_dead(entry.name[len(prefix) :])):
                     Path(entry.path).unlink()
+
+
+@cache
+def _machine() -> str:
+    """This boot of this machine, with its space of process numbers; "" if that is not known."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        return f"{zlib.crc32(boot + str(os.stat('/proc/self/ns/pid').st_ino).encode()):08x}"  # noqa: PTH116  # a link
+    return ""
+
+
+def _is_dead(maker: str) -> bool:
+    """Whether a draft, the end of whose name begins with ``maker``, is that of a process here that has ended."""
+    machine, _, process = maker.partition(".")[0].partition("-")
+    if not machine or machine != _machine():
+        return False
+    try:
+        os.kill(int(process, 16), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return False
+
+
+def is_named(path: Path, descriptor: int) -> bool:
+    """Whether ``path`` is the open file: another program may have moved it away or put another in its place."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        return False
 
 
 def _named(error: OSError, path: Path) -> OSError:

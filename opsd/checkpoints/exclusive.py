@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from opsd.durable import NO_LINKS, Link, linked, sync_folder, write
+from opsd.durable import FORGOTTEN_S, NO_LINKS, Link, linked, sync_folder, write
 
 CONTENT = "claim.json"
 """The file in a target that is a folder."""
+_DRAFT = re.compile(r"\..+\.[0-9a-f]{16}")
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 """Errors of renaming a folder to an existing target (rename(2))."""
 
@@ -58,8 +60,19 @@ def put(content: bytes, target: Path, link: Link = os.link) -> bool:
         done = _put_folder(content, target)
     finally:
         draft.unlink(missing_ok=True)
+    _remove_forgotten(target)
     sync_folder(target.parent)
     return done
+
+
+def _remove_forgotten(target: Path) -> None:
+    """Remove drafts beside ``target`` that were not removed at the time, as far as possible."""
+    with suppress(OSError), os.scandir(target.parent) as entries:
+        now = target.lstat().st_mtime
+        for entry in entries:
+            is_draft = _DRAFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+            if is_draft and now - entry.stat(follow_symlinks=False).st_mtime > FORGOTTEN_S:
+                Path(entry.path).unlink()
 
 
 def draft_in(folder: Path) -> Path:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from opsd import durable
+from opsd.checkpoints.exclusive import put
 from opsd.commands.checkout import ROOT
+from opsd.durable import draft_of
 from tests.fakes.faults import Faults, calls
 
 ELSEWHERE = {
@@ -71,3 +77,47 @@ def test_a_rename_that_fails_tells_its_own_error(tmp_path: Path) -> None:
     ).stdout  # fmt: skip
     assert told.startswith("OSError")
     assert list(faults.folder.iterdir()) == []
+
+
+def test_the_draft_of_a_killed_process_goes_with_the_next_write(tmp_path: Path) -> None:
+    """That of a living one stays, and so does that of another machine, until it is old."""
+    killed = Faults(tmp_path, calls="rename", first=1, kill=True)
+    path = tmp_path / "file"
+    subprocess.run([sys.executable, "-c", REPLACE, path], env=killed.environment, check=False)
+    (dead,) = tmp_path.iterdir()
+    living, elsewhere = draft_of(path), tmp_path / re.sub(r"file\.[0-9a-f]{8}", "file.00000000", dead.name)
+    for draft in (living, elsewhere):
+        draft.touch()
+    durable.replace(path, b"new")
+    assert {*tmp_path.iterdir()} == {path, living, elsewhere}
+    for draft in (living, elsewhere):
+        os.utime(draft, (0, 0))
+    durable.replace(path, b"newer")
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_an_error_names_the_file_and_not_its_draft(tmp_path: Path) -> None:
+    """Whichever call met it; a link to nothing is no folder."""
+    faults = Faults(tmp_path / "folder", calls="open", first=1)
+    faults.folder.mkdir()
+    told = subprocess.run(
+        [sys.executable, "-c", REPLACE, faults.folder / "file"],
+        env=faults.environment, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert told == f"OSError {faults.folder / 'file'}\n"
+    (tmp_path / "link").symlink_to(tmp_path / "none")
+    with pytest.raises(NotADirectoryError, match="a link to nothing"):
+        durable.make_folder(tmp_path / "link")
+
+
+def test_a_draft_of_a_claim_that_could_not_be_removed_goes_later(tmp_path: Path) -> None:
+    """Once it is an hour older than a new claim; other files stay."""
+    draft = tmp_path / f".n1.{8 * '0f'}"
+    for path in (draft, tmp_path / ".room"):
+        path.touch()
+    assert put(b"{}", tmp_path / "000001.json")
+    assert draft.exists()
+    for path in (draft, tmp_path / ".room"):
+        os.utime(path, (0, 0))
+    assert put(b"{}", tmp_path / "000002.json")
+    assert {path.name for path in tmp_path.iterdir()} == {".room", "000001.json", "000002.json"}
