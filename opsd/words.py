@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from itertools import pairwise
@@ -9,6 +10,14 @@ from itertools import pairwise
 _MENTION = re.compile(r"@(?=channel|here|all|everyone)|(?<!\w)@(?=\w)", re.IGNORECASE)
 """Of everybody anywhere, of one person at the beginning of a word: an address of mail stays whole."""
 _ERRNO = re.compile(r"\[Errno -?\d+\] ")
+_REMEDIES = {
+    errno.ENOSPC: "make room there, or choose another folder",
+    errno.EDQUOT: "remove something of yours there, or choose another folder",
+    errno.EROFS: "mount it for writing, or choose another folder",
+    errno.EACCES: "give this user the right to write there, or choose another folder",
+    errno.EIO: "the kernel log (`dmesg`) says why; then run it again",
+    errno.ESTALE: "mount it again; then run it again",
+}
 _MARKUP = {0x3C: "‹", 0x3E: "›"}
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -72,6 +81,17 @@ def reason(error: BaseException) -> str:
 def of_file(error: OSError) -> str:
     """What ``error`` says, with its file if it names one, and without the number."""
     return f"{error.filename}: {reason(error)}" if error.filename else reason(error)
+
+
+def with_remedy(error: OSError) -> str:
+    """``of_file``, and what to do about it as far as that is known."""
+    return of_file(error) + remedy(error)
+
+
+def remedy(error: OSError) -> str:
+    """What to do about ``error``, after a semicolon; "" if that is not known."""
+    known = _REMEDIES.get(error.errno or 0, "")
+    return f"; {known}" if known else ""
 
 
 def first_line(text: str, most: int = 300) -> str:

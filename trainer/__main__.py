@@ -47,7 +47,6 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
         click.echo(f"opsd: {error.strerror}", err=True)
         sys.exit(EXIT_FENCED if isinstance(error, Fenced) else FAILED)
     if not saved:
-        click.echo("opsd: stopped, but the last state could not be saved; see the events of the run", err=True)
         sys.exit(FAILED)
 
 

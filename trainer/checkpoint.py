@@ -38,6 +38,7 @@ from opsd.trainer.parts import PersistPlan
 from opsd.trainer.regions import Region, region_of
 from opsd.trainer.replica import KEY, Pairing
 from opsd.trainer.world import World
+from opsd.words import of_file
 
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _TYPES = {name: dtype for dtype, name in _DTYPES.items()}
@@ -177,6 +178,8 @@ class Saver:
         """Step of the newest durable checkpoint."""
         self.failed = False
         """Whether this rank's part could not be written; reset by ``abandon`` once the other ranks know."""
+        self.why = ""
+        """Why the last save that failed did, or why it is not proved to be durable."""
 
     @property
     def busy(self) -> bool:
@@ -271,7 +274,7 @@ class Saver:
                     memory.remove(self._shared, plan.rank)
                 return memory.open_state(self._shared, plan.rank, size)
             except OSError as error:
-                print(f"opsd: checkpoints will not outlive the rank in memory: {error}", file=sys.stderr)
+                print(f"opsd: checkpoints will not outlive the rank in memory: {of_file(error)}", file=sys.stderr)
                 self._shared = None
         descriptor = os.memfd_create("opsd-checkpoint")
         os.posix_fallocate(descriptor, 0, size)
@@ -309,6 +312,7 @@ class Saver:
         if state == "failed":
             self._fail(why)
         elif state == "unproved":
+            self.why = why
             self._reporter.event("checkpoint_unproved", **CheckpointUnproved(step=self._step, why=why))
         elif state == "committed" and self._step is not None:
             self.committed = self._step
@@ -318,7 +322,7 @@ class Saver:
 
     def _fail(self, why: str) -> None:
         self._reporter.event("checkpoint_failed", **CheckpointFailed(step=self._step, why=why))
-        self.failed, self._step = True, None
+        self.failed, self._step, self.why = True, None, why or self.why
 
 
 def renew(reporter: Reporter) -> None:

@@ -67,7 +67,7 @@ from opsd.trainer.locks import POLL_S, locked
 from opsd.trainer.memory import StateInfo, checksum, write_info
 from opsd.trainer.parts import PersistPlan, parts_of, remove_parts, with_retries, write_part
 from opsd.trainer.replica import KEY, Receiver, Sender
-from opsd.words import of_file
+from opsd.words import of_file, remedy
 
 LIMIT_S = 600
 """A process whose rank is gone ends after this in any case; after ``remote.LIMIT_S`` if it only uploads."""
@@ -151,7 +151,7 @@ def _declare(plan: PersistPlan, memory: mmap.mmap, command: Mapping[str, Any]) -
         try:
             write_info(Path(plan.shared), info)
         except OSError as error:
-            print(f"opsd: the checkpoint is not kept in memory: {error}", file=sys.stderr)
+            print(f"opsd: the checkpoint is not kept in memory: {of_file(error)}", file=sys.stderr)
     return info
 
 
@@ -287,14 +287,15 @@ def _read(folder: Path) -> Manifest:
 def _reason(error: OSError) -> str:
     if isinstance(error, FileExistsError):
         return "another start of the run has committed another checkpoint of this step"
-    return error.strerror or str(error)
+    return (error.strerror or str(error)) + remedy(error)
 
 
 def _prune(plan: PersistPlan) -> None:
     try:
         prune(Path(plan.root), plan.keep, plan.every)
     except OSError as error:
-        print(f"opsd: old checkpoints could not be removed: {error}", file=sys.stderr)
+        why = of_file(error)
+        print(f"opsd: old checkpoints could not be removed: {why}; the next save tries again", file=sys.stderr)
 
 
 class Uploads:

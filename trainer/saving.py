@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 from opsd.checkpoints.interval import daly
-from opsd.checkpoints.manifest import newest
+from opsd.checkpoints.manifest import folder_of, newest, prove
 from opsd.client import Reporter
 from opsd.durable import make_folder
 from opsd.trainer.audit import Audit
@@ -89,7 +90,7 @@ class Saving:
             persist_plan(config, world, state),
             kept(state, model, world),
             reporter,
-            committed=with_retries(lambda: newest(Path(config.run.folder) / CHECKPOINTS)) or 0,
+            committed=_newest_proved(Path(config.run.folder) / CHECKPOINTS, world),
             pairing=pair(world, os.environ.get("OPSD_JOB_SECRET", "")) if paired else None,
         )
         return cls(saver, world, reporter, Interval(config.checkpoint, time.monotonic()), audit)
@@ -128,6 +129,9 @@ class Saving:
         if not self._settle(step):
             self._saver.save(step, sample, digest(sample))
         saved = self._settle(step)
+        if not saved:
+            why = self._saver.why or "another rank could not write its part"
+            print(f"opsd: stopped, but the last state could not be saved: {why}", file=sys.stderr)
         self._saver.close()
         if saved:
             self._saver.release()
@@ -146,6 +150,20 @@ class Saving:
             elif not busy:
                 return committed == self._world.size
             time.sleep(SETTLE_POLL_S)
+
+
+def _newest_proved(root: Path, world: World) -> int:
+    """The step of the newest checkpoint; 0 in the first rank if it may not outlive a power loss, so that it is saved.
+
+    The start that made it may have ended for want of that proof.
+    """
+    step = with_retries(lambda: newest(root)) or 0
+    if step and world.rank == 0:
+        try:
+            prove(folder_of(root, step))
+        except OSError:
+            return 0
+    return step
 
 
 def persist_plan(config: Config, world: World, state: State) -> PersistPlan:

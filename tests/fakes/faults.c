@@ -2,6 +2,7 @@
  *
  * FAULTS is a list of NAME=VALUE, separated by newlines:
  *   folder   only calls on files below this path count
+ *   exact    1: only calls on this folder itself
  *   command  only in processes whose command line contains this text
  *   calls    only these calls, separated by commas; all without it
  *   first    the number of the first call that fails, from 1; none without it
@@ -32,7 +33,7 @@
 #include <unistd.h>
 
 static char folder[PATH_MAX], calls[512];
-static long first, times = 1, error_number = EIO, done_first, to_kill;
+static long first, times = 1, error_number = EIO, done_first, to_kill, exact;
 static int log_file = -1, record_file = -1, chosen;
 static atomic_long counter;
 
@@ -82,6 +83,7 @@ __attribute__((constructor)) static void begin(void) {
     error_number = number_of(settings, "errno", EIO);
     done_first = number_of(settings, "done", 0);
     to_kill = number_of(settings, "kill", 0);
+    exact = number_of(settings, "exact", 0);
     if (value_of(settings, "log", text, sizeof text)) log_file = private_file(text);
     if (value_of(settings, "record", text, sizeof text)) record_file = private_file(text);
     chosen = 1;
@@ -117,7 +119,7 @@ enum { PASS, FAIL, FAIL_AFTER };
 
 /* Counts a call and says what becomes of it. */
 static int judge(const char *name, const char *path) {
-    if (!path || !is_listed(name)) return PASS;
+    if (!path || !is_listed(name) || (exact && strcmp(path, folder))) return PASS;
     long number = atomic_fetch_add(&counter, 1) + 1;
     if (log_file >= 0) {
         char line[PATH_MAX + 64];

@@ -49,6 +49,7 @@ class Faults:
     error: int = errno.EIO
     done: bool = False
     kill: bool = False
+    exact: bool = False
     log: Path | None = None
     record: Path | None = None
 
@@ -59,6 +60,7 @@ class Faults:
             "folder": self.folder.resolve(), "command": self.command, "calls": self.calls, "first": self.first,
             "count": self.count, "errno": self.error, "done": int(self.done), "kill": int(self.kill), "log": self.log,
             "record": self.record,
+            "exact": int(self.exact),
         }  # fmt: skip
         lines = [f"{name}={value}" for name, value in settings.items() if value not in (None, "")]
         return {"LD_PRELOAD": str(library()), "FAULTS": "\n".join(lines)}

@@ -54,6 +54,16 @@ def test_a_sync_of_the_last_save_fails_once(tmp_path: Path, shards: Path) -> Non
         assert check(tmp_path / f"{number}", shards, replace(faults, calls="fsync", first=number)) == exitcodes.OK
 
 
+def test_a_last_save_that_is_never_proved_ends_no_run_well(tmp_path: Path, shards: Path) -> None:
+    """Nor its restart, which finds that checkpoint: it used to end with 0."""
+    root = tmp_path / "run/run/checkpoints"
+    faults = Faults(root, "opsd.trainer", calls="fsync", first=1, count=100_000, exact=True)
+    with launched(tmp_path / "run", shards, faults) as run:
+        assert run.wait(400) != exitcodes.OK
+        assert STEPS in steps(root)
+        assert f"could not be saved: {root}" in run.err
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_that_cannot_save_its_last_step_fails(tmp_path: Path, shards: Path, rank: int) -> None:
     """And it says so; the checkpoints before are whole."""
