@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Final
 
 OK: Final = 0
@@ -26,3 +27,8 @@ FENCED: Final = 76
 runs, or a later generation of it has begun elsewhere."""
 NOT_FOUND: Final = 127
 """``opsd launch``: the program does not exist or cannot be executed."""
+
+
+def of_error(error: OSError, otherwise: int = FAILED) -> int:
+    """The exit code after ``error``: ``NO_SPACE`` if the disk or the quota is full."""
+    return NO_SPACE if error.errno in (errno.ENOSPC, errno.EDQUOT) else otherwise

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import torch
 
+from opsd import exitcodes
 from opsd.checkpoints.manifest import CheckpointError, folder_of, steps
 from opsd.trainer.config import CHECKPOINTS, ConfigError, load
 from opsd.trainer.hf.config import settings_of
@@ -20,7 +21,7 @@ from opsd.trainer.hf.export import export_checkpoint
 from opsd.trainer.hf.verify import compare
 from opsd.trainer.hf.weights import config_in
 from opsd.trainer.stored import FormatError
-from opsd.words import of_file
+from opsd.words import with_remedy
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -85,8 +86,8 @@ def run(command: Callable[[], object] = main) -> None:
     try:
         command()
     except OSError as error:
-        click.echo(f"opsd: {of_file(error)}", err=True)
-        sys.exit(2)
+        click.echo(f"opsd: {with_remedy(error)}", err=True)
+        sys.exit(exitcodes.of_error(error, otherwise=2))
     except (ConfigError, CheckpointError, FormatError, KeyError) as error:
         click.echo(f"opsd: {error}", err=True)
         sys.exit(2)

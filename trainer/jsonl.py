@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from opsd.durable import is_named
 from opsd.trainer.background import Work, run_now
 
 Line = dict[str, Any]
@@ -20,15 +21,21 @@ Positions = dict[str, int]
 
 
 class Appender:
-    """Appends lines to a file. A full disk does not stop the training: lines are dropped, with one message."""
+    """Appends lines to a file. A full disk does not stop the training: lines are dropped, with one message.
+
+    If another program moves or removes the file, the next line goes to a new one.
+    """
 
     def __init__(self, path: Path, background: Callable[[Work], None] = run_now) -> None:
         """``background`` runs work that may have to wait for storage."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = self._open()
         self._told = False
         self._background = background
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def append(self, line: Line) -> None:
         """Append ``line``, whose numbers are finite."""
@@ -37,6 +44,10 @@ class Appender:
     def _append(self, line: bytes) -> None:
         """Append a whole line, or nothing."""
         try:
+            if not is_named(self._path, self._file):
+                opened = self._open()
+                os.dup2(opened, self._file, inheritable=False)
+                os.close(opened)
             end = os.lseek(self._file, 0, os.SEEK_END)
             if os.write(self._file, line) < len(line):
                 os.ftruncate(self._file, end)

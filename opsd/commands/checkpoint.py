@@ -158,7 +158,7 @@ def upload_command(path: Path, url: str, dry_run: bool) -> int:
     manifest, which is written last. Exit code 1 if one could not be copied.
     """
     entries = [entry for entry in find(path) if entry.state == "complete"]
-    failed = False
+    code = exitcodes.OK if entries else exitcodes.FAILED
     try:
         remote = Remote.open(url)
         there = set(remote.steps())
@@ -167,7 +167,7 @@ def upload_command(path: Path, url: str, dry_run: bool) -> int:
                 click.echo(f"step {entry.step}: {_upload(entry, remote, there, dry_run=dry_run)}")
             except (CheckpointError, OSError) as error:
                 click.echo(without_user(f"opsd: {url}: step {entry.step}: {reason_of(error)}"), err=True)
-                failed = True
+                code = exitcodes.of_error(error) if isinstance(error, OSError) else exitcodes.FAILED
     except RemoteError as error:
         raise click.UsageError(str(error)) from error
     except Exception as error:  # clients of object storages raise what they like
@@ -175,7 +175,7 @@ def upload_command(path: Path, url: str, dry_run: bool) -> int:
         return exitcodes.FAILED
     if not entries:
         click.echo(f"no complete checkpoint under {path}", err=True)
-    return exitcodes.FAILED if failed or not entries else exitcodes.OK
+    return code
 
 
 def _upload(entry: Entry, remote: Remote, there: Collection[int], *, dry_run: bool) -> str:

@@ -22,7 +22,7 @@ from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
 from opsd.files import SYSTEM_FILE
 from opsd.notify.receiver import NotifyError, read_receivers
-from opsd.words import reason
+from opsd.words import of_file, reason
 
 RELOAD_S = 15.0
 
@@ -140,20 +140,26 @@ def show(file: Path | None, overrides: tuple[str, ...]) -> None:
 
 @config.command()
 @click.argument("file", type=click.Path(path_type=Path), default=SYSTEM_FILE)
-def init(file: Path) -> None:
+def init(file: Path) -> int:
     """Write a commented configuration to FILE (by default /etc/opsd/opsd.toml), - for stdout.
 
     An existing file is left alone.
     """
     if str(file) == "-":
         click.echo(settings.template(), nl=False)
-        return
+        return exitcodes.OK
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # For everybody: commands of users and launchers of jobs read it too. Secrets have files of their own.
         created = durable.create(file, settings.template().encode())
+    except durable.Unproved as error:
+        click.echo(f"opsd: {of_file(error)}", err=True)
+        return exitcodes.FAILED
     except OSError as error:
+        if exitcodes.of_error(error) == exitcodes.NO_SPACE:
+            raise
         raise BadConfig(f"{file}: cannot be written: {error.strerror}") from error
     if not created:
         raise BadConfig(f"{file} exists and is left alone; name another file or move it away")
     click.echo(f"{file} written; everything in it is optional")
+    return exitcodes.OK

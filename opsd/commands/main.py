@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import os
 import sys
 import traceback
@@ -136,7 +135,7 @@ def main() -> None:
         click.echo("opsd: interrupted", err=True)
         sys.exit(exitcodes.INTERRUPTED)
     except Exception as error:  # 1, as Python has it, would be the answer no: a prolog drains the node for it
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(error, OSError) and exitcodes.of_error(error) == exitcodes.NO_SPACE:
             where = f"{error.filename}: " if error.filename else ""
             click.echo(f"opsd: {where}{error.strerror}: free some, or send the output elsewhere", err=True)
             os._exit(exitcodes.NO_SPACE)  # the interpreter's own end would try to write again

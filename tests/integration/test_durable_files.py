@@ -323,6 +323,11 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, undisturbed: Run) -
     assert done.returncode == 0, done.stderr
     files = listed(target)
     names = {call.name: call.number for call in calls(log)}
+    (tmp_path / "limited").mkdir()
+    limited = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", *command[:5], str(tmp_path / "limited"), *settings]
+    refused = run(replace(writer, command=limited), Faults(target))
+    assert (refused.returncode, listed(tmp_path / "limited"), refused.stderr.count("\n")) == (2, [], 1), refused.stderr
+    assert "File too large" in refused.stderr
     assert folder_of(undisturbed.checkpoints, 40).exists()
     for first in (names["open"], names["fsync"], names["rename"]):
         for path in target.iterdir():
@@ -374,6 +379,19 @@ def test_an_old_corpus_stays_until_the_new_one_is_complete(tmp_path: Path) -> No
             assert contents() == new, where
         assert run(overwrite, Faults(writer.folder)).returncode == 0
         assert contents() == new, where
+
+
+def test_a_corpus_whose_records_cannot_be_removed_is_complete(tmp_path: Path) -> None:
+    """It says which file stays, and the next call removes it; a full disk has an exit code of its own."""
+    writer = corpus(tmp_path)
+    log = tmp_path / "calls"
+    done = run(writer, Faults(writer.folder, calls="unlink", first=1, count=1000, log=log))
+    assert (done.returncode, writer.whole(), "the corpus is complete, but" in done.stderr) == (0, True, True)
+    assert run(writer, Faults(writer.folder)).returncode == 2
+    assert not [name for name in listed(writer.folder) if name.startswith(("part-", "plan"))]
+    shutil.rmtree(writer.folder)
+    full = run(writer, Faults(writer.folder, calls="write,pwrite", first=1, count=1000, error=errno.ENOSPC))
+    assert (full.returncode, full.stderr.count("\n"), "make room" in full.stderr) == (74, 1, True), full.stderr
 
 
 def test_two_builds_of_one_corpus_do_not_mix(tmp_path: Path) -> None:

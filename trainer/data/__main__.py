@@ -13,15 +13,16 @@ from pathlib import Path
 import click
 from tokenizers import Tokenizer
 
+from opsd import exitcodes
 from opsd.progress import shown
 from opsd.trainer.data.build import BuildTask, begun, build, limited, locked, overwriting, put_in_place, tidy
 from opsd.trainer.data.propose import propose, read_run
 from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, Framing, Index, summary
 from opsd.trainer.data.texts import FIELD, SUFFIXES, Reading, find_files, read_texts
 from opsd.trainer.data.tokenize import TRAINING_BYTES, framing_of, load_tokenizer, train_tokenizer
-from opsd.words import of_file, plural
+from opsd.words import plural, with_remedy
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 3
+USAGE, INTERRUPTED = 2, 3
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -60,7 +61,7 @@ def main(
     when it is run again. With ``propose`` in place of SOURCES it proposes weights; see ``propose --help``.
 
     Exit codes: 0 done; 1 the folder cannot be written; 2 a source, the tokenizer or --out cannot be used; 3
-    interrupted.
+    interrupted; 74 the disk or the quota is full.
     """
     reading = Reading(field, _known(encoding), skip_unreadable)
     others: Counter[str] = Counter()
@@ -169,5 +170,6 @@ if __name__ == "__main__":
         click.echo(f"opsd: {error}", err=True)
         sys.exit(USAGE)
     except OSError as error:
-        click.echo(f"opsd: {of_file(error)}", err=True)
-        sys.exit(FAILED)
+        where = "" if error.filename else "the output cannot be written: "
+        click.echo(f"opsd: {where}{with_remedy(error)}", err=True)
+        sys.exit(exitcodes.of_error(error))

@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -27,10 +28,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from opsd.durable import Unproved, make_folder, prove, rename, replace, sync_folder
+from opsd.durable import DRAFT, Unproved, make_folder, prove, rename, replace, sync_folder
 from opsd.trainer.data.shards import INDEX, TOKENIZER, DataError, Framing, Index, Shard, Tally, parse_shard, read_index
 from opsd.trainer.data.texts import Reading, read_texts
 from opsd.trainer.data.tokenize import commit_corpus, load_tokenizer, write_shards
+from opsd.words import of_file
 
 PLAN = "plan.json"
 OVERWRITING = ".overwriting"
@@ -87,8 +89,11 @@ def build(
     except Unproved:
         forget(job.folder)
         raise
-    _remove_surplus(job.folder, index)
-    forget(job.folder)
+    try:
+        _remove_surplus(job.folder, index)
+        forget(job.folder)
+    except OSError as error:
+        print(f"opsd: the corpus is complete, but {of_file(error)}; remove that file", file=sys.stderr)
     return index
 
 
@@ -132,8 +137,9 @@ def tidy(folder: Path) -> None:
     if (folder / OVERWRITING / INDEX).exists():
         put_in_place(folder)
     if (folder / INDEX).exists():
-        forget(folder)
         with suppress(OSError):
+            _remove_surplus(folder, read_index(folder))
+            forget(folder)
             (folder / OVERWRITING).rmdir()
 
 
@@ -169,10 +175,11 @@ def put_in_place(folder: Path) -> None:
 
 
 def _remove_surplus(folder: Path, index: Index) -> None:
-    """Remove the shards of earlier builds that ``index`` does not list."""
+    """Remove the shards of earlier builds that ``index`` does not list, and what killed builds have begun to write."""
     listed = {file.name for shard in index.shards for file in shard.files}
-    for path in folder.glob("shard-*"):
-        if _SHARD.fullmatch(path.name) and path.name not in listed:
+    for path in list(folder.iterdir()):
+        is_draft = path.name.startswith(".") and path.name.endswith(DRAFT)
+        if is_draft or (_SHARD.fullmatch(path.name) and path.name not in listed):
             path.unlink(missing_ok=True)
 
 

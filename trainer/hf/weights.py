@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ FILE_BYTES = 4_000_000_000
 _DTYPES: Final = {"F64", "F32", "F16", "BF16"}
 _NOT_WEIGHTS: Final = re.compile(r".*rotary_emb\.inv_freq")
 """Tensors that older releases stored and that are computed from the configuration."""
+_OS_ERROR: Final = re.compile(r"os error (\d+)")
 _DERIVED: Final = ("kinds", "attention_scale")
 _SETTING: Final = {"kinds": "pattern", "head_channels": "head_dim"}
 
@@ -174,7 +176,14 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write ``tensors`` with the mode that the umask gives; safetensors lets only the owner read."""
     path.touch()
     mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # the number of the system's error is in its text only
+        found = _OS_ERROR.search(str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
     path.chmod(mode)
 
 

@@ -154,17 +154,11 @@ class EventFile:
 
     def open(self) -> None:
         """Create the file if it does not exist. Raises OSError."""
-        if self._file is not None and not self._has_its_name(self._file):
+        if self._file is not None and not durable.is_named(self.path, self._file.fileno()):
             self._file.close()
             self._file = None
         if self._file is None:
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # for as long as the launcher lives
-
-    def _has_its_name(self, file: BinaryIO) -> bool:
-        try:
-            return os.path.samestat(self.path.stat(), os.fstat(file.fileno()))
-        except OSError:
-            return False
 
     def append(self, line: bytes) -> None:
         """Write one encoded event durably; blocks as long as the file system does."""
