@@ -31,7 +31,7 @@ from opsd.slurm.port import JobDetails, SlurmError
 from opsd.slurm.promises import HETEROGENEOUS, broken, of_job
 from opsd.slurm.requeue_helper import OPSD
 from opsd.slurm.run_owner import REPLACES, RunOwnedError, replaceable
-from opsd.slurm.steps import Steps, cpus_of, srun, step_environment
+from opsd.slurm.steps import Steps, srun, step_environment
 
 WAIT_FOR_POOL_S = 300.0
 _PATH = click.Path(path_type=Path)
@@ -118,7 +118,7 @@ def run(context: click.Context, /, run: str, launch: tuple[str, ...], **options:
     plan = Plan.of(job, run, launch, options)
     details, environ = _details(job.job)
     gres = details.gres
-    commands = {node: srun(node, plan.cpus.get(node), gres.get(node, {}), plan.command) for node in job.nodes}
+    commands = {node: srun(node, gres.get(node, {}), plan.command) for node in job.nodes}
     if options["dry_run"]:
         for command in commands.values():
             click.echo(shlex.join(command))
@@ -134,7 +134,6 @@ class Plan:
     run: str
     folder: Path
     command: tuple[str, ...]
-    cpus: Mapping[str, int]
     needs: int = 1
 
     @classmethod
@@ -166,7 +165,7 @@ class Plan:
         command = (*opsd, "launch", "--nodes", hostlist, *told)
         if options["pool"]:
             command = attend_command(opsd, options["pool"], folder.absolute(), told, command)
-        return cls(run, folder.absolute(), command, cpus_of(job.nodes, os.environ), count.least)
+        return cls(run, folder.absolute(), command, count.least)
 
 
 def _details(job: int) -> tuple[JobDetails, dict[str, str]]:

@@ -16,15 +16,14 @@ _JOB_WIDE = re.compile(
     r"|EXCLUSIVE|DISTRIBUTION|OVERCOMMIT|CORE_SPEC|THREAD_SPEC|HOSTFILE|ARBITRARY_NODELIST|SPREAD_JOB|USE_MIN_NODES)"
 )
 """Variables that srun takes for its options, as sbatch sets them or a shell exports them."""
-_PER_TASK = frozenset({"SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK"})
-_CPUS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-def srun(node: str, cpus: int | None, gres: Mapping[str, int], command: Sequence[str]) -> list[str]:
-    """The command that runs ``command`` once on ``node`` with ``cpus`` processors, ``gres`` and the job's memory.
+def srun(node: str, gres: Mapping[str, int], command: Sequence[str]) -> list[str]:
+    """The command that runs ``command`` once on ``node`` with ``gres``, and all processors and memory of the job there.
 
     ``gres`` is what the job has on that node (see ``JobDetails``). Slurm gives a step the GPUs that were asked for the
-    whole job, a task or a socket; with ``--gpus`` it gives as many as are named, of each type (22.05.8).
+    whole job, a task or a socket; with ``--gpus`` it gives as many as are named, of each type (22.05.8). A step that
+    names no processors has all of them. One that asks for all gets none, if tasks or GPUs were asked for unevenly.
     A step of several nodes would end when the first of them fails, and without --no-kill when Slurm notices a dead
     node. The task gets the environment of the batch script, also in a job of ``sbatch --export=NONE``, whose steps have
     none by default.
@@ -33,7 +32,7 @@ def srun(node: str, cpus: int | None, gres: Mapping[str, int], command: Sequence
     others = ",".join(f"{name}:{count}" for name, count in gres.items() if name not in gpus)
     told = ",".join(f"{name[4:]}:{count}" if name[4:] else str(count) for name, count in gpus.items())
     bound = [
-        *([f"--cpus-per-task={cpus}"] if cpus else []), *([f"--gpus={told}"] if told else []),
+        *([f"--gpus={told}"] if told else []),
         *([f"--gres={others}"] if told and others else []), "--mem=0",
     ]  # fmt: skip
     return [
@@ -45,21 +44,6 @@ def srun(node: str, cpus: int | None, gres: Mapping[str, int], command: Sequence
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` without what was asked for the whole job: srun would ask the same for the step."""
     return {name: value for name, value in environ.items() if _JOB_WIDE.fullmatch(name) is None}
-
-
-def cpus_of(nodes: Sequence[str], environ: Mapping[str, str]) -> dict[str, int]:
-    """How many processors the job has on each of ``nodes``, from ``8(x3),4``; empty if Slurm does not say.
-
-    Empty as well if the job has asked for GPUs per task: Slurm 22.05.8 gives a step of it that asks for all processors
-    none, and all of them to one that asks for none.
-    """
-    if not _PER_TASK.isdisjoint(environ):
-        return {}
-    counts: list[int] = []
-    for part in environ.get("SLURM_JOB_CPUS_PER_NODE", "").split(","):
-        if (match := _CPUS.fullmatch(part)) is not None:
-            counts += [int(match[1])] * int(match[2] or 1)
-    return dict(zip(nodes, counts, strict=True)) if len(counts) == len(nodes) else {}
 
 
 class Steps:

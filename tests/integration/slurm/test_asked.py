@@ -37,6 +37,15 @@ ASKED = (
     "--gpus-per-socket=1 --sockets-per-node=1 --ntasks-per-node=1",
     "--gpus=4 --ntasks-per-gpu=1",
     "--ntasks-per-node=3 --cpus-per-task=2 --mem=4000",
+    "--gpus=4 --ntasks=4 --gpu-bind=closest --gpu-freq=low",
+    "--gpus-per-task=2 --gpu-bind=per_task:2 --ntasks-per-node=1",
+    "--gpus-per-node=2 --ntasks-per-gpu=2",
+    "--gpus-per-node=4 --cpus-per-gpu=2 --mem-per-gpu=500 --exclusive",
+    "--gres=gpu:1 --gres-flags=enforce-binding --overcommit",
+    "--gres=gpu:2 --ntasks=2 --ntasks-per-node=1 --ntasks-per-core=1",
+    "--ntasks=8 --distribution=cyclic --hint=nomultithread",
+    "--ntasks-per-node=2 --threads-per-core=1 --mem-bind=local --contiguous",
+    "--mincpus=4 --mem-per-cpu=100 --spread-job",
 )
 _HAS = re.compile(r"^ +Nodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=", re.MULTILINE)
 
@@ -48,6 +57,13 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(reason)
     with Cluster(NODES, gpus=4) as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def none_left(cluster: Cluster) -> Iterator[None]:
+    """A job that did not begin keeps no other from it."""
+    yield
+    cluster.restore()
 
 
 def count(ids: str) -> int:
@@ -74,7 +90,13 @@ def test_a_launcher_has_what_the_job_has_on_its_node(cluster: Cluster, asked: st
     def said() -> str:
         return (folder / "job.out").read_text() if (folder / "job.out").exists() else ""
 
-    wait_until(lambda: all(path.exists() and path.read_text() for path in found.values()) or not slurm.jobs([job]), "")
+    try:
+        wait_until(
+            lambda: all(path.exists() and path.read_text() for path in found.values()) or not slurm.jobs([job]),
+            "all launchers run",
+        )
+    except TimeoutError as error:
+        raise TimeoutError(f"{error}: {slurm.jobs([job])}: {said()}") from error
     assert all(path.exists() for path in found.values()), said()
     has = {node: json.loads(path.read_text()) for node, path in found.items()}
     details = slurm.details(job).gres
