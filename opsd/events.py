@@ -154,8 +154,8 @@ class CheckpointCommitted(TypedDict):
     step: int
 
 
-class Requeued(TypedDict):
-    """The ranks ended in order, and the job goes back into the queue."""
+class Stopped(TypedDict):
+    """The ranks ended in order, as somebody asked. The run ends with 75, to be started again."""
 
     signal: str
     """its name, or `control`"""
@@ -396,7 +396,7 @@ class Evaluation(TypedDict):
 
 OF_LAUNCHERS: Final[tuple[type, ...]] = (
     GenerationStarted, RankExited, HangDetected, StragglerFound, StragglerGone, RestartRequested, Resumed,
-    CheckpointCommitted, Requeued, Finished,
+    CheckpointCommitted, Stopped, Finished,
 )  # fmt: skip
 """Written by the launcher of a node, and by the leader for the run."""
 OF_RUNS: Final[tuple[type, ...]] = (

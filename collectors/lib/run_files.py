@@ -21,7 +21,7 @@ MAX_DIGITS: Final = 18
 MAX_DEPTH: Final = 16
 """Digits of a whole number, and lists and objects inside one another, in what a user writes."""
 EVENTS: Final = frozenset((
-    "generation_started", "rank_exited", "hang_detected", "resumed", "checkpoint_committed", "requeued", "finished",
+    "generation_started", "rank_exited", "hang_detected", "resumed", "checkpoint_committed", "stopped", "finished",
     "node_lost", "spare_joined", "checkpoint_rejected", "checkpoint_loaded", "data_worker_restarted",
     "tp_shards_equal", "replicas_differ", "replay_differs", "evaluation", "data_mixture", "straggler_found",
     "straggler_gone",

@@ -263,7 +263,7 @@ def _restarts(events: Sequence[Record], steps: Sequence[Step]) -> Iterator[Resta
             pending.down_s = _number(event.get("recovered_s"))
             pending.repeated = int(event.get("lost_steps") or 0)
             pending.repeated_s = pending.repeated * usual
-        elif kind == "finished":
+        elif kind == "finished" and event.get("exit_code") != exitcodes.REQUEUE:
             cause = None
     if pending is not None:
         yield pending

@@ -143,7 +143,7 @@ def test_control_socket(tmp_path: Path) -> None:
         assert launched.ask(cmd="fly")["ok"] is False
         assert launched.ask(cmd="stop") == {"ok": True}
         assert launched.wait() == exitcodes.REQUEUE
-        assert launched.event("requeued")["signal"] == "control"
+        assert launched.event("stopped")["signal"] == "control"
 
 
 def test_second_launcher_of_a_run_is_refused(tmp_path: Path) -> None:

@@ -33,8 +33,8 @@ def test_stop_at_a_step_boundary(tmp_path: Path, number: signal.Signals, everyon
         launched.signal(number)
         assert launched.wait() == exitcodes.REQUEUE
         assert launched.log(0) == launched.log(1) == "stopped in order\n"
-        requeued = launched.event("requeued")
-        assert requeued["signal"] == number.name
+        stopped = launched.event("stopped")
+        assert stopped["signal"] == number.name
         assert launched.events()[-1]["exit_code"] == exitcodes.REQUEUE
         assert not launched.events("rank_exited")
 

@@ -196,7 +196,7 @@ def test_a_stop_on_one_node_stops_all(tmp_path: Path) -> None:
         nodes.until(lambda: nodes.state("n2")["state"] == "running" and nodes.state("n1")["state"] == "running")
         nodes.processes["n2"].send_signal(signal.SIGUSR1)
         assert nodes.wait() == {"n1": exitcodes.REQUEUE, "n2": exitcodes.REQUEUE}
-    assert nodes.events("requeued")[0]["signal"] == "SIGUSR1"
+    assert nodes.events("stopped")[0]["signal"] == "SIGUSR1"
 
 
 def test_a_planned_swap_loses_no_step(tmp_path: Path) -> None:

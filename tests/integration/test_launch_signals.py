@@ -220,7 +220,7 @@ def test_sighup_and_sigquit_stop_in_order(tmp_path: Path, number: signal.Signals
         launched.signal(number)
         assert launched.wait() == exitcodes.REQUEUE
         assert launched.log() == "stopped in order\n"
-        assert launched.event("requeued")["signal"] == number.name
+        assert launched.event("stopped")["signal"] == number.name
 
 
 def test_nohup_outlives_the_terminal(tmp_path: Path) -> None:

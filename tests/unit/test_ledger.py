@@ -117,7 +117,7 @@ def test_requeued_run() -> None:
     """The time in the queue between two launchers is not the run's fault and not restart."""
     events = [
         event(0, "generation_started"),
-        event(3, "requeued"),
+        event(3, "stopped"),
         event(3, "finished"),
         event(1003, "generation_started", 2),
         event(1006, "finished", 2),
@@ -186,7 +186,7 @@ EVENTS = st.builds(
             "finished",
             "checkpoint_loaded",
             "resumed",
-            "requeued",
+            "stopped",
         ]
     ),
     st.integers(1, 4),

@@ -101,6 +101,16 @@ def test_cost_is_of_the_gpus_and_leaves_the_queue_out(folder: Path) -> None:
     assert "0.27 EUR" in cost_line(run, Price(2.0, "EUR"))
 
 
+def test_a_requeue_for_a_lost_node_is_a_restart(folder: Path) -> None:
+    """A stop in good order is none."""
+    lost = event(19, "node_lost", 2, lost="n3", silent_s=2.0, ranks=True)
+    ends = [event(20, "finished", 2, exit_code=75, reason="too few"), event(60, "generation_started", 3, world_size=8)]
+    write(folder, [*EVENTS[:-1], lost, *ends], STEPS)
+    assert [restart.kind for restart in read_run(folder).restarts] == ["rank_exited", "node_lost"]
+    write(folder, [*EVENTS[:-1], event(19, "stopped", 2, signal="SIGUSR1", step=6), *ends], STEPS)
+    assert [restart.kind for restart in read_run(folder).restarts] == ["rank_exited"]
+
+
 def test_a_run_without_gpus_has_no_cost(folder: Path) -> None:
     """Nothing is said in place of what is not known."""
     write(folder, [{**e, "gpus": 0} for e in EVENTS], STEPS)

@@ -175,6 +175,11 @@ def _present(event: Mapping[str, Any]) -> tuple[object, ...]:
     return (event.get("joined"),)
 
 
+def tell(folder: Path, sentence: str) -> None:
+    """Append a line to ``job.log`` of the run in ``folder`` for what no event tells. Raises OSError."""
+    _append_line(folder / JOB_LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {_one_line(sentence)}")
+
+
 def _append_line(path: Path, line: str, *, create: bool = True) -> None:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o644)
@@ -276,7 +281,7 @@ def _node_lost(event: EventRecord) -> str:
     return f"{event['lost']} is lost{what}: silent for {_number(event['silent_s']):.1f} s"
 
 
-def _requeued(event: EventRecord) -> str:
+def _stopped(event: EventRecord) -> str:
     step = event.get("step")
     return f"{f'saved at step {step} and ' if step is not None else ''}stopped after {event['signal']}"
 
@@ -308,7 +313,7 @@ _TOLD: Mapping[str, Callable[[EventRecord], str]] = {
     "straggler_gone": _straggler_gone,
     "resumed": _resumed,
     "restart_requested": lambda event: f"a restart is asked for: {event['reason']}",
-    "requeued": _requeued,
+    "stopped": _stopped,
     "finished": _finished,
     "node_lost": _node_lost,
     "ranks_gone": lambda event: f"the ranks of {event['gone']} ended while no launcher led the run",

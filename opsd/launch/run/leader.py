@@ -15,7 +15,7 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.collectors.lib.nccl.stuck import Verdict
-from opsd.events import Finished, HangDetected, LauncherJoined, NodeLost, RanksGone, Requeued, SpareWanted
+from opsd.events import Finished, HangDetected, LauncherJoined, NodeLost, RanksGone, SpareWanted, Stopped
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.led import LedGroup
 from opsd.launch.claims.messages import Begun
@@ -343,8 +343,8 @@ class Leader:
         self.propose_next()
 
     def stopped(self, stop: Stop) -> None:
-        """The ranks have ended in order, as requested: the job is requeued."""
-        self._log.emit("requeued", **Requeued(signal=str(stop), step=self.furthest))
+        """The ranks have ended in order, as requested: the run is to be started again."""
+        self._log.emit("stopped", **Stopped(signal=str(stop), step=self.furthest))
         self.end(exitcodes.REQUEUE, f"stopped in good order after {stop}")
 
     def replaced(self) -> None:
