@@ -72,7 +72,8 @@ def requeue(
     Faster than Slurm by itself, which waits for dead nodes and then two minutes more; opsd slurm check says which
     settings help. The owner of the job needs no further rights unless the node of the batch script is dead.
 
-    A hold that a person has set (scontrol hold, uhold, requeuehold) is never released. Exits with 0 once the job is
+    A hold that a person has set (scontrol hold, uhold, requeuehold) is never released. That of Slurm after a start that
+    failed, as by a prolog, is released once. Exits with 0 once the job is
     back in the queue, or will be, 1 if it is held, cannot be requeued, or Slurm refuses, 2 if the command line is
     wrong.
     """

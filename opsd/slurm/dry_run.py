@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opsd.slurm.check import may_update_nodes
-from opsd.slurm.job_state import next_step
+from opsd.slurm.job_state import failed_to_launch, next_step
 from opsd.slurm.port import Job, Slurm, SlurmRejected
 from opsd.slurm.requeue import ExcludedNodes
 
@@ -29,6 +29,8 @@ def preview(slurm: Slurm, number: int, excluded: ExcludedNodes, user: str) -> Pr
     step = next_step(job, job.restarts)
     if not operator and job.user != user:
         return Preview(False, f"job {number} is {job.user}'s: {user} may not requeue it, that needs {NEEDED}")
+    if step == "held" and failed_to_launch(job):
+        return Preview(True, f"job {number} is on hold because its start failed: would release it once")
     if step == "held":
         return Preview(False, f"job {number} is on hold ({job.reason or job.state}): would leave it so")
     if step != "requeue":

@@ -25,6 +25,12 @@ _HOLDS = (
 )
 """In reasons and states of held jobs, and whose hold it is."""
 
+_NEVER = re.compile(
+    r"(QOS|Assoc)(\w*PerJob|Min|\w*Wall|NotAllowed)|Partition(NodeLimit|TimeLimit|Config|Down|Inactive)|BadConstraints"
+    r"|DependencyNeverSatisfied|JobHeld|Invalid|AccountNotAllowed|DeadLine|MaxMemPerLimit|ReservationDeleted"
+)
+"""Not a limit on what several jobs have together: the end of one of them makes room."""
+
 NextStep = Literal["requeue", "wait", "held", "start", "done"]
 
 
@@ -48,6 +54,16 @@ def whose_hold(reason: str) -> str:
     """Who has set a hold that Slurm gives ``reason`` for, as the end of "a hold that …"."""
     known = reason.lower()
     return next((whose for word, whose in _HOLDS if word in known), "somebody has set")
+
+
+def failed_to_launch(job: Job) -> bool:
+    """Whether the hold is Slurm's own, after a start that failed: no person has asked for it."""
+    return job.state == "pending" and "launch" in job.reason.lower() and _HOLD.search(job.reason) is not None
+
+
+def never_starts(job: Job) -> bool:
+    """Whether a pending job waits for what no other job's end brings: a limit, or nodes that there are not."""
+    return job.state == "pending" and _NEVER.match(job.reason) is not None
 
 
 def is_alive(job: Job) -> bool:

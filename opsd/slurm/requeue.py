@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from opsd.slurm.check import longest_until_noticed, may_update_nodes
 from opsd.slurm.drain import take_down
 from opsd.slurm.hostlist import compress
-from opsd.slurm.job_state import next_step
+from opsd.slurm.job_state import failed_to_launch, next_step
 from opsd.slurm.port import Job, Slurm, SlurmDenied, SlurmRejected, SlurmUnavailable
 
 LIMIT_S = 900.0
@@ -109,7 +109,7 @@ def requeue_now(
     since then is left alone. None is the present count. For ``defer_s`` seconds the requeue itself is left to another
     process, unless the job has no steps any more. With ``only_stop``, that process also does what comes after the job
     has stopped. A ``helper`` has to end after this, and the job starts then. A hold that someone else has set is never
-    released. While the controller is down, requests are repeated.
+    released, that of Slurm after a start that failed is once. While the controller is down, requests are repeated.
 
     Raises SlurmError: the job belongs to another user, is unknown or has ended, a node is not one of the job's, or
     ``limit_s`` seconds have passed and the job does not just wait for its nodes.
@@ -155,6 +155,7 @@ class _Attempt:
     _released_at: float | None = None
     _look_at: float = float("-inf")
     _stopped_at: float | None = None
+    _has_unheld: bool = False
 
     def tell(self, sentence: str) -> None:
         if sentence != self._told:
@@ -177,6 +178,11 @@ class _Attempt:
         if step == "start":
             return self._start(job)
         if step == "held":
+            if failed_to_launch(job) and not self._has_unheld:
+                self._has_unheld = True
+                self.tell(f"job {job.id} is on hold because its start failed; it is tried once more")
+                self.slurm.release(job.id)
+                return None
             return Requeued(job.id, job.state, job.restarts, held=job.reason or job.state)
         if step == "requeue":
             if may_requeue or self._has_no_living_steps(job):

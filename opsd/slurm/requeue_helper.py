@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
-from opsd.slurm.job_state import is_stopping
+from opsd.slurm.job_state import is_stopping, never_starts
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue import (
     LIMIT_S,
@@ -65,7 +65,7 @@ def requeue_from_inside(
     has_helper = False
     restarts = allocation.restarts if restarts is None else restarts
     task = _Task(allocation.job, excluded, restarts, limit_s, tuple(command), log)
-    helper_job = task.submission(allocation, f"--lead={DEFER_S:g}", f"--log={log}")
+    script, options = task.submission(allocation, f"--lead={DEFER_S:g}", f"--log={log}")
 
     def submit() -> int:
         _refuse_cancelled(slurm, allocation.job, restarts)
@@ -73,7 +73,7 @@ def requeue_from_inside(
             raise Refused(
                 f"job {allocation.job} has --no-requeue, or slurm.conf has JobRequeue=0; submit the job again"
             )
-        return slurm.submit(*helper_job)
+        return _submit_where_it_runs(slurm, script, options)
 
     try:
         helper = _repeated(submit, limit_s, clock, sleep, say)
@@ -99,6 +99,26 @@ def requeue_from_inside(
         sleep=sleep,
         say=say,
     )
+
+
+def _submit_where_it_runs(slurm: Slurm, script: str, options: Sequence[str]) -> int:
+    """The id of a helper that Slurm may start in the queue of its job, or else in the cluster's default partition.
+
+    Slurm takes jobs that exceed a limit of their partition or QOS, and never starts them; it says so at once. Raises
+    SlurmRejected if it starts in neither.
+    """
+    anywhere = [option for option in options if not option.startswith("--partition=")]
+    reasons = []
+    for chosen in (options, anywhere):
+        helper = slurm.submit(script, chosen)
+        stuck = next((found for found in slurm.jobs([helper]) if never_starts(found)), None)
+        if stuck is None:
+            return helper
+        slurm.cancel(helper)
+        reasons.append(stuck.reason)
+        if anywhere == list(options):
+            break
+    raise SlurmRejected(f"Slurm would not start the job that restarts it ({', '.join(dict.fromkeys(reasons))})")
 
 
 class Refused(SlurmRejected):

@@ -57,6 +57,8 @@ class FakeQueue(FakeSlurm):
         self._dead = dead
         self._owner = operator or owner
         self._looks = 0
+        self.stuck: tuple[str, str] = ("", "")
+        """A helper with this option never starts, for that reason."""
 
     def _answer(self) -> None:
         super()._answer()
@@ -71,7 +73,10 @@ class FakeQueue(FakeSlurm):
             if self._looks > COMPLETING_LOOKS:
                 again = self.job.restarts + 1
                 self.job = replace(self.job, state="pending", reason="BeginTime", nodes=(), restarts=again)
-        helper = [replace(self.job, id=HELPER, state="running" if self._room else "pending", nodes=())]
+        state, why = "running" if self._room else "pending", ""
+        if self.submitted and self.stuck[0] in self.submitted[-1][1]:
+            state, why = "pending", self.stuck[1]
+        helper = [replace(self.job, id=HELPER, state=state, reason=why, nodes=())]
         known = [self.job, *(helper if self.submitted else [])]
         return [found for found in known if not ids or found.id in ids]
 
@@ -104,7 +109,7 @@ class FakeQueue(FakeSlurm):
 
     def submit(self, script: str, options: Sequence[str] = ()) -> int:
         self._answer()
-        assert not self.calls or "requeue" in self.calls
+        assert "requeue" in self.calls or all(call == f"cancel {HELPER}" for call in self.calls)
         self._refuse("submit")
         self.submitted.append((script, tuple(options)))
         return HELPER

@@ -220,6 +220,23 @@ def test_a_hold_stays(state: str, reason: str) -> None:
     assert (would.possible, would.text) == (False, f"job 7 is on hold ({reason or state}): would leave it so")
 
 
+@pytest.mark.parametrize("reason", ["launch failed requeued held", "launch_failed_requeued_held"])
+def test_slurms_own_hold_after_a_failed_start_is_released_once(reason: str) -> None:
+    """Nobody has asked for it. A second one in the same requeue stays."""
+    slurm = queue(restarts=3)
+    slurm.job = replace(slurm.job, state="pending", reason=reason, nodes=())
+    done, _ = ask(slurm, restarts=2)
+    assert (done.held, slurm.calls) == ("", ["release", "start"])
+    slurm = queue(restarts=3)
+    slurm.job = replace(slurm.job, state="pending", reason=reason, nodes=())
+
+    def fail_again() -> None:
+        slurm.job = replace(slurm.job, state="pending", reason=reason, nodes=())
+
+    done, _ = ask(slurm, restarts=2, each_pause=fail_again)
+    assert (done.held, slurm.calls) == (reason, ["release"])
+
+
 def test_the_lead_is_left_to_another() -> None:
     """The attending job requeues by itself only if nobody else has done so in time."""
     slurm, seen = queue(), list[int]()

@@ -120,3 +120,28 @@ def test_a_helper_whose_end_nobody_waits_for_stays(refused: str) -> None:
     slurm = queue(dead=("n2",), restarts=2, operator=False, refuses=refused)
     assert attend(slurm, ExcludedNodes(("n2",))) == Requeued(7, "pending", 3, ("n2",))
     assert slurm.calls[-2:] == ["exclude n2", "start"]
+
+
+@pytest.mark.parametrize(
+    ("option", "reason", "tried", "is_left"),
+    [
+        ("--partition=train", "PartitionNodeLimit", 2, True),
+        ("--nodes=1", "QOSMinCpuNotSatisfied", 2, False),
+        ("--nodes=1", "AssocMaxWallDurationPerJobLimit", 2, False),
+        ("--nodes=1", "QOSMaxJobsPerUserLimit", 1, True),
+        ("--nodes=1", "Resources", 1, True),
+    ],
+)
+def test_a_helper_that_never_starts_is_not_trusted(option: str, reason: str, tried: int, is_left: bool) -> None:
+    """It is cancelled, tried in the default partition, and else the job is requeued without one."""
+    slurm, said = queue(dead=("n2",), restarts=2), list[str]()
+    slurm.stuck = (option, reason)
+    clock = FakeClock()
+    done = requeue_from_inside(
+        slurm, OWN, ExcludedNodes(("n2",)), clock=clock.monotonic, sleep=clock.advance, say=said.append
+    )
+    assert len(slurm.submitted) == tried
+    assert slurm.calls.count(f"cancel {HELPER}") == tried - is_left
+    assert done.handed_over is is_left
+    assert any("may start up to three minutes late: Slurm would not start" in text for text in said) is not is_left
+    assert "requeue" in slurm.calls

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from opsd import exitcodes
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import Job, SlurmDenied, SlurmRejected
 from opsd.slurm.requeue import ExcludedNodes, Requeued, requeue_now
-from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
+from tests.integration.slurm.cluster import FAST, Cluster, missing, runner_on, wait_until
 
 pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.slow]
 
@@ -186,6 +187,48 @@ def test_a_hold_that_a_person_has_set_stays(cluster: Cluster, hold: str) -> None
     assert (json.loads(said.stdout)["state"], json.loads(said.stdout)["held"]) == ("pending", reason)
     [found] = user.jobs([job])
     assert (found.state, found.reason, found.starts_at) == ("pending", reason, began)
+
+
+def test_a_job_whose_start_failed_is_tried_once_more(tmp_path: Path) -> None:
+    """Slurm holds it after a prolog that fails, on behalf of nobody, and drains the node."""
+    if reason := missing():
+        pytest.skip(reason)
+    prolog = tmp_path / "prolog"
+    prolog.write_text(f"#!/bin/sh\ntest ! -e {tmp_path}/fail\n")
+    prolog.chmod(0o755)
+    (tmp_path / "fail").touch()
+    with Cluster(settings={**FAST, "Prolog": str(prolog)}) as cluster:
+        user = CommandSlurm(runner_on(cluster.controller, "nobody"))
+        job = user.submit("#!/bin/sh\nsleep 600\n", ["-N1", "--mem=100M", "--requeue", "--output=/dev/null"])
+        wait_until(lambda: "launch" in user.jobs([job])[0].reason, "Slurm holds the job")
+        again = cluster.nodes["n4"].run(*OPSD.split(), "requeue", str(job), user="nobody", check=False)
+        assert "is tried once more" in again.stdout, again
+        (tmp_path / "fail").unlink()
+        wait_until(lambda: user.jobs([job])[0].state == "pending", "it waits")
+        cluster.nodes["n4"].run(*OPSD.split(), "requeue", str(job), user="nobody", check=False)
+        wait_until(lambda: user.jobs([job])[0].state == "running", "the job runs")
+
+
+@pytest.mark.parametrize("default", ["train", "dev"])
+def test_a_helper_that_may_never_start_is_not_left_in_the_queue(cluster: Cluster, default: str) -> None:
+    """Its job's partition takes no job of one node. That of another partition does the same, if that is the default."""
+    slurm = CommandSlurm(runner_on(cluster.controller))
+    user = CommandSlurm(runner_on(cluster.controller, "nobody"))
+    cluster.controller.run("scontrol", "update", "partitionname=train", "minnodes=2")
+    cluster.controller.run("scontrol", "update", f"partitionname={default}", "default=yes")
+    try:
+        job = begin(cluster, user, "--partition=train", "--exclude=n4")
+        victim = next(name for name in job.nodes if name != job.batch_host)
+        (cluster.shared / f"tell-{job.batch_host}").write_text(victim)
+        said = cluster.shared / f"said-{job.batch_host}"
+        wait_until(lambda: slurm.jobs([job.id])[0].restarts == 1, "the job is requeued")
+        if default == "dev":
+            wait_until(lambda: resumed(cluster, slurm, job.id), "the job runs again", 60)
+        else:
+            assert "may start up to three minutes late: Slurm would not start" in said.read_text()
+        wait_until(lambda: [found.id for found in slurm.jobs()] == [job.id], "no helper is left")
+    finally:
+        cluster.controller.run("scontrol", "update", "partitionname=train", "minnodes=0", "default=yes")
 
 
 def test_what_cannot_be_requeued_is_refused(cluster: Cluster) -> None:
