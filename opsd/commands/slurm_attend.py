@@ -7,12 +7,14 @@ import select
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import click
 
 from opsd import exitcodes
 from opsd.commands.options import option
+from opsd.launch.io.run_log import tell
 from opsd.launch.run.launchers import BATCH
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
 from opsd.slurm.batch import STOPPING
@@ -50,7 +52,7 @@ def attend(context: click.Context, pool: str, folder: Path, of_opsd: int, of_spa
         raise click.UsageError(str(error)) from error
     handed = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
     spare = SpareJob((*pool_options(pool, job),), tuple(opsd), tuple(told), handed)
-    requester = SpareRequester(folder, job.node, job, spare, lambda: choose().slurm, say=_say)
+    requester = SpareRequester(folder, job.node, job, spare, lambda: choose().slurm, say=partial(_say, folder))
     run_detached(requester)
     try:
         os.execvp(launcher[0], launcher)  # noqa: S606
@@ -94,5 +96,9 @@ def _request_until_end(requester: SpareRequester, launcher: int) -> None:
         requester.look()
 
 
-def _say(sentence: str) -> None:
-    print(f"opsd: {sentence}", file=sys.stderr, flush=True)
+def _say(folder: Path, sentence: str) -> None:
+    """In the log of the run, which is copied to the job's output, or else there."""
+    try:
+        tell(folder, sentence)
+    except OSError:
+        print(f"opsd: {sentence}", file=sys.stderr, flush=True)

@@ -247,7 +247,10 @@ def test_a_spare_is_fetched_for_a_lost_node(submit: Submit, cluster: Cluster) ->
     job = json.loads((run.folder / "job-n4").read_text())
     expected = {"SLURM_JOB_ID": str(run.id), "SLURM_JOB_NODELIST": "n1,n2,n3", "SLURM_RESTART_COUNT": "0"}
     assert {name: job[name] for name in expected} == expected
-    assert len(list((run.run / "spares").iterdir())) == 1
+    (asked,) = (run.run / "spares").iterdir()
+    assert (
+        f"job {json.loads(asked.read_text())['job']} will add a spare to the run" in (run.run / "job.log").read_text()
+    )
     run.answer("n1", "n2", "n3", "n4", exit=0, end=0)
     assert run.outcome() == "COMPLETED 0:0"
     wait_until(lambda: not run.slurm.jobs(), "the spare's job has ended")
