@@ -85,6 +85,8 @@ class _Finder:
 
     def diagnose(self) -> Search[tuple[tuple[Culprit, ...], tuple[str, ...]]]:
         """The whole search: culprits, and nodes that were suspected but not confirmed."""
+        if len(self.nodes) == 2:
+            return (yield from self.only_pair())
         failing = yield from self.screen()
         if not self.good:
             return (Culprit("everything", ()),), ()
@@ -102,6 +104,20 @@ class _Finder:
                     suspected += culprit.parts
         culprits += yield from self.between({*self._members(culprits)})
         return tuple(_merged(culprits, self.switch_of)), tuple(dict.fromkeys(suspected))
+
+    def only_pair(self) -> Search[tuple[tuple[Culprit, ...], tuple[str, ...]]]:
+        """Whether the only pair exchanges data, two of three tests deciding.
+
+        There is no other pair to compare its speed with, and its own scatter is that of what else the nodes do: only
+        the floor of ``tolerance`` counts.
+        """
+        pair, passed = (self.nodes[0], self.nodes[1]), list[bool]()
+        while passed.count(True) < 2 and passed.count(False) < 2:
+            (answer,) = yield [GroupTest(pair, "pair")]
+            passed.append(self.baseline.passes(2, answer))
+        if passed.count(False) == 2:
+            return (Culprit("everything", ()),), ()
+        return (), () if all(passed) else pair
 
     def screen(self) -> Search[list[tuple[str, ...]]]:
         """The failing groups. Where none passes, smaller ones are tried, down to pairs."""

@@ -175,7 +175,11 @@ def findings(diagnosis: Diagnosis) -> Iterator[Finding]:
 
 def protocol(diagnosis: Diagnosis) -> dict[str, str]:
     """Every test of the search with its result, to be stored with the report."""
-    return {
+    if all(entry.purpose == "pair" for entry in diagnosis.evidence):
+        unknown = {"speed": "not judged by this search: the only pair has no other to compare with"}
+    else:
+        unknown = {}
+    return unknown | {
         f"test {number}, round {e.round}, {e.purpose}": f"{'passed' if e.passed else 'FAILED'}: {evidence(e)}"
         for number, e in enumerate(diagnosis.evidence, start=1)
     }
