@@ -49,6 +49,7 @@ def open_run_file(path: str, flags: int) -> int:
 def read_records(folder: Path, opener: Opener = open_run_file) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The events of the run in ``folder``, and the lines about its steps, each in the order of time.
 
+    A program may have a metrics.jsonl of its own in the folder, whose lines lack the seconds of a step.
     ``opener`` opens the files, as in open(). Raises LedgerError if there are no events.
     """
     try:
@@ -58,7 +59,7 @@ def read_records(folder: Path, opener: Opener = open_run_file) -> tuple[list[dic
     metrics: list[dict[str, Any]] = []
     for name in (METRICS, STEPS):
         with suppress(OSError):
-            metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation"), opener))
+            metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation", "step_s"), opener))
     return sorted(events, key=_time), sorted(metrics, key=_time)
 
 

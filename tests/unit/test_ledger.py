@@ -153,6 +153,16 @@ def test_steps_of_the_trainer_come_before_those_of_the_launcher(tmp_path: Path, 
     assert read_ledger(tmp_path).steps == 3
 
 
+def test_a_metrics_file_of_the_program_is_none_of_the_trainer(tmp_path: Path) -> None:
+    """Its lines say nothing of time; those of the launcher count."""
+    (tmp_path / "events.jsonl").write_text(json.dumps(event(0, "generation_started")) + "\n")
+    own = [{"t": t, "step": t, "generation": 1, "loss": 2.0} for t in range(1, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in own))
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(step(t, t)) + "\n" for t in range(2, 5)))
+    ledger = read_ledger(tmp_path)
+    assert (ledger.steps, ledger.ettr) == (3, pytest.approx(0.75))
+
+
 def test_without_metrics() -> None:
     """From events alone the ledger still sums, and says what it cannot tell."""
     events = [
