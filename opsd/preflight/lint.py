@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 from opsd.preflight.base import Finding, Verdict
 from opsd.preflight.plan import INTERRUPTIONS_PER_GPU_DAY, STALL_S, RunPlan
 from opsd.preflight.units import duration, quantity
+from opsd.slurm.promises import sbatch_options
 
 if TYPE_CHECKING:
     from opsd.trainer.config import Config
 
-_OPTION: Final = re.compile(r"(?P<option>--?[A-Za-z][\w-]*)(?:=|[ \t]+(?!-)|(?=\s|$))(?P<value>[^\s-]\S*)?")
 _TIME: Final = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 DALY_FACTOR: Final = 3.0
 """An interval within this factor of the best one costs little more."""
@@ -118,14 +118,14 @@ def _script(setting: Setting) -> Iterator[Finding]:
         yield Finding(Verdict.FAIL, summary, "add #SBATCH --signal=USR1@300")
     if options.get("--open-mode") != "append":
         yield Finding(Verdict.WARN, "a requeued job overwrites its log", "add #SBATCH --open-mode=append")
-    if setting.nodes > 1 and "--no-kill" not in options and "-k" not in options:
+    if setting.nodes > 1 and "--no-kill" not in options:
         summary = "the batch script has no --no-kill: Slurm ends the whole job when one of its nodes fails"
         yield Finding(Verdict.FAIL, summary, "add #SBATCH --no-kill")
-    nodes = options.get("--nodes") or options.get("-N") or ""
+    nodes = options.get("--nodes", "")
     if setting.nodes > 1 and nodes.isdigit() and int(nodes) <= setting.nodes:
         summary = f"the job has {nodes} nodes and the run needs {setting.nodes}: there is no spare"
         yield Finding(Verdict.WARN, summary, "ask for one or two more, and pass --spares to opsd launch")
-    yield from _time_limit(options.get("--time") or options.get("-t") or "", setting.plan)
+    yield from _time_limit(options.get("--time", ""), setting.plan)
 
 
 def _time_limit(text: str, plan: RunPlan) -> Iterator[Finding]:
@@ -134,12 +134,6 @@ def _time_limit(text: str, plan: RunPlan) -> Iterator[Finding]:
         return
     summary = f"the time limit is {duration(limit)} and the run takes {duration(wall[0])} to {duration(wall[1])}"
     yield Finding(Verdict.WARN, summary, f"the job will be requeued about {wall[1] / limit:.0f} times")
-
-
-def sbatch_options(script: str) -> dict[str, str]:
-    """The options in the ``#SBATCH`` lines of a batch script, "" for those without a value; the last one counts."""
-    lines = (line.removeprefix("#SBATCH") for line in script.splitlines() if line.startswith("#SBATCH"))
-    return {match["option"]: match["value"] or "" for line in lines for match in _OPTION.finditer(line)}
 
 
 def seconds_of(text: str) -> float | None:

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from opsd.slurm.check import Fact
 from opsd.slurm.port import JobDetails
 
-_SHORT = {"-k": "--no-kill", "-N": "--nodes"}
-_WITH_VALUE = {"-N", "--nodes", "--signal", "--open-mode", "--ntasks-per-node"}
-"""Options of sbatch that matter here and whose value may be the next word."""
+_LONG = {"-k": "--no-kill", "-N": "--nodes", "-t": "--time"}
+_WITHOUT_VALUE = ("--no-kill", "--requeue", "--no-requeue", "--exclusive")
+"""Options after which the next word is no value of theirs."""
 HETEROGENEOUS = (
     "a heterogeneous job cannot keep what opsd promises: Slurm starts only the first part's batch script, and requeues "
     "that part when a node dies, in spite of --no-kill. Ask for all nodes in one part, or submit each part as a job"
@@ -45,7 +45,8 @@ class Asked:
 
 def of_script(text: str) -> Asked:
     """The options in the ``#SBATCH`` lines of a batch script."""
-    return _of_words(list(_words(text)))
+    parts = any(word in ("hetjob", "packjob") for word in _words(text))
+    return replace(_of_options(sbatch_options(text)), heterogeneous=parts)
 
 
 def of_job(details: JobDetails, script: str | None, environ: Mapping[str, str] = MappingProxyType({})) -> Asked:
@@ -53,8 +54,8 @@ def of_job(details: JobDetails, script: str | None, environ: Mapping[str, str] =
 
     ``environ`` is that of the job, which has the SBATCH variables of the user.
     """
-    words = [*_words(script or ""), *(["--no-kill"] if "SBATCH_NO_KILL" in environ else []), *details.submitted.split()]
-    found = _of_words(words)
+    more = [*(["--no-kill"] if "SBATCH_NO_KILL" in environ else []), *details.submitted.split()]
+    found = _of_options(sbatch_options(script or "", more))
     return replace(
         found,
         requeue=found.requeue if details.requeues is None else details.requeues,
@@ -124,6 +125,23 @@ def _is_for_script_alone(signal: str) -> bool:
     return bool(colon) and "B" in who.upper()
 
 
+def sbatch_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
+    """The options in the ``#SBATCH`` lines of a batch script and then in ``more`` words, by their long names.
+
+    The value is "" for those without one, and the last one counts.
+    """
+    found: dict[str, str] = {}
+    words = [*_words(script), *more]
+    for word, after in zip_longest(words, words[1:], fillvalue=""):
+        name, given, value = word.partition("=")
+        if not name.startswith("--") and name[:2] in _LONG:
+            name, given, value = _LONG[name[:2]], word[2:], word[2:].removeprefix("=")
+        if name.startswith("--"):
+            found.pop(name, None)
+            found[name] = value if given or after.startswith("-") or name in _WITHOUT_VALUE else after
+    return found
+
+
 def _words(script: str) -> Iterator[str]:
     """The words of the ``#SBATCH`` lines, which end at the first line of the program."""
     for line in script.splitlines():
@@ -136,25 +154,13 @@ def _words(script: str) -> Iterator[str]:
             return
 
 
-def _of_words(words: Sequence[str]) -> Asked:
-    """Later words replace earlier ones, as the command line does those of the script."""
-    found: dict[str, str] = {}
-    for word, after in zip_longest(words, words[1:], fillvalue=""):
-        name, given, value = word.partition("=")
-        if word.startswith("-N") and word[2:]:
-            name, given, value = "-N", "=", word[2:]
-        if name in ("--requeue", "--no-requeue"):
-            name, value = "--requeue", "yes" if name == "--requeue" else "no"
-        elif not given and name in _WITH_VALUE:
-            value = after
-        found[_SHORT.get(name, name)] = value
-    parts = any(word in ("hetjob", "packjob", ":") for word in words)
+def _of_options(found: Mapping[str, str]) -> Asked:
+    requeue = [name == "--requeue" for name in found if name in ("--requeue", "--no-requeue")]
     return Asked(
-        no_kill=(found["--no-kill"].lower() != "off") if "--no-kill" in found else None,
-        requeue=found["--requeue"] == "yes" if "--requeue" in found else None,
+        no_kill=found["--no-kill"].lower() != "off" if "--no-kill" in found else None,
+        requeue=requeue[-1] if requeue else None,
         signal=found.get("--signal"),
         open_mode=found.get("--open-mode"),
-        heterogeneous=parts,
         nodes=found.get("--nodes", ""),
         tasks_per_node="--ntasks-per-node" in found,
     )

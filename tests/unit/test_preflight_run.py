@@ -9,7 +9,7 @@ import pytest
 
 from opsd.preflight.base import Context, Demand, Verdict
 from opsd.preflight.checks import run_steps
-from opsd.preflight.lint import Setting, findings, sbatch_options, seconds_of
+from opsd.preflight.lint import Setting, findings, seconds_of
 from opsd.preflight.memory_use import MemoryUse
 from opsd.preflight.plan import predict
 from opsd.preflight.training import demand_of
@@ -98,15 +98,6 @@ def test_each_mistake_is_found(overrides: list[str], fields: dict[str, Any], tex
 def test_one_node_needs_neither_spares_nor_a_script() -> None:
     """What only many nodes need is not asked of one."""
     assert said("checkpoint.every=300", ranks=8, nodes=1, script=None) == ""
-
-
-def test_options_are_read_as_sbatch_reads_them() -> None:
-    """Several on a line, with an equals sign, a blank or no value; other lines are none."""
-    lines = ("#!/bin/sh", "#SBATCH --nodes=4 --requeue", "#SBATCH -t 2-00:00:00 -k", "#SBATCH --signal=B:USR1@300")
-    script = "\n".join((*lines, "echo --nodes=9"))
-    assert sbatch_options(script) == {
-        "--nodes": "4", "--requeue": "", "-t": "2-00:00:00", "-k": "", "--signal": "B:USR1@300",
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from opsd import exitcodes
 from opsd.commands.checkout import ROOT
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.port import JobDetails
-from opsd.slurm.promises import Asked, broken, facts, of_job, of_script
+from opsd.slurm.promises import Asked, broken, facts, of_job, of_script, sbatch_options
 from tests.fakes.slurm import RELEASES, SEPARATOR, RecordedRunner
 
 WHOLE = "#SBATCH --no-kill --requeue --open-mode=append --signal=USR1@300"
@@ -40,6 +40,15 @@ def test_a_script_is_read_as_sbatch_reads_it(lines: str, remedies: list[str]) ->
     """Short options, later lines, comments, and what comes after the first command."""
     said = list(broken(of_script(f"#!/bin/bash\n{lines}\nexec opsd slurm run -- train.py\n")))
     assert [next(word for word in (NO_KILL, NO_REQUEUE, SCRIPT_ALONE) if word in text) for text in said] == remedies
+
+
+def test_options_are_read_as_sbatch_reads_them() -> None:
+    """Several on a line, with an equals sign, a blank or no value; other lines are none."""
+    lines = ("#!/bin/sh", "#SBATCH --nodes=4 --requeue", "#SBATCH -t 2-00:00:00 -k", "#SBATCH --signal=B:USR1@300")
+    script = "\n".join((*lines, "#SBATCH -J train -N5", "echo --nodes=9"))
+    assert sbatch_options(script) == {
+        "--nodes": "5", "--requeue": "", "--time": "2-00:00:00", "--no-kill": "", "--signal": "B:USR1@300",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("template", sorted((ROOT / "deploy/slurm").glob("train-*.sbatch")), ids=lambda path: path.name)
