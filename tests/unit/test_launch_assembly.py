@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from opsd import exitcodes
+from opsd.launch.io.addresses import host_is_up
 from opsd.launch.run.assembly import EnclosingJob
 from opsd.launch.run.closing import summarize_job
 from opsd.slurm.port import JobDetails, Node, SlurmUnavailable
@@ -60,3 +63,29 @@ def test_a_job_that_slurm_may_not_requeue_ends_with_75(tmp_path: Path, capfd: py
     EnclosingJob(ENVIRON, tmp_path / "log", lambda: slurm).end(exitcodes.REQUEUE, ("n1",), ())
     assert (slurm.calls, slurm.submitted) == (["complete 75"], [])
     assert "job 7 has --no-requeue" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("is_up", "calls"), [(True, []), (False, ["complete 0"])])
+def test_a_batch_host_that_died_before_it_joined_is_no_loss_that_the_run_knows(
+    tmp_path: Path, is_up: bool, calls: list[str]
+) -> None:
+    """It is asked whether it still lives: nobody else would end the job."""
+    slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2")], running("n1", "n2"))
+    environ = {**ENVIRON, "OPSD_BATCH_HOST": "n1"}
+    EnclosingJob(environ, tmp_path / "log", lambda: slurm, lambda host: is_up).end(exitcodes.OK, (), ())
+    assert slurm.calls == calls
+
+
+def test_a_host_that_refuses_is_up() -> None:
+    """One that does not answer is not, and one without an address is unknown."""
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        port = server.getsockname()[1]
+        assert host_is_up("127.0.0.1", (port,))
+        for _ in range(4):  # a queue that is full takes no more
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        assert not host_is_up("127.0.0.1", (port,), timeout_s=0.2)
+    assert host_is_up("127.0.0.1", (port,))
+    assert host_is_up("nobody.invalid")

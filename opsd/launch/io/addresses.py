@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from ipaddress import ip_address
@@ -28,6 +28,23 @@ def lookup(host: str) -> str:
     except UnicodeError as error:  # a label that is empty or longer than 63 characters
         raise OSError(errno.EINVAL, "this cannot be a host name") from error
     return min((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
+
+
+def host_is_up(host: str, ports: Sequence[int] = (6818, 22), timeout_s: float = 2.0) -> bool:
+    """Whether ``host`` answers on one of ``ports`` (slurmd, ssh), if only to refuse. True if it has no address."""
+    try:
+        address = lookup(host)
+    except OSError:
+        return True
+    for port in ports:
+        try:
+            socket.create_connection((address, port), timeout_s).close()
+        except ConnectionError:
+            return True
+        except OSError:
+            continue
+        return True
+    return False
 
 
 def is_address(host: str) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.hangs.recorder import RecorderJudge
+from opsd.launch.io.addresses import host_is_up
 from opsd.launch.io.reporting import WorkQueue, print_message
 from opsd.launch.io.run_log import BATCH_HOST, EventRecord, LocalRunLog, RunEventLog, RunLog
 from opsd.launch.ranks.failure import RestartPolicy
@@ -30,19 +31,29 @@ from opsd.slurm.requeue import ExcludedNodes
 
 @dataclass(frozen=True, slots=True)
 class EnclosingJob:
-    """The Slurm job that this launcher belongs to, if any; ``log`` is a file in the run's folder."""
+    """The Slurm job that this launcher belongs to, if any; ``log`` is a file in the run's folder.
+
+    ``is_up`` is whether the host of that name answers in any way.
+    """
 
     environ: Mapping[str, str]
     log: Path
     connect: Callable[[], Slurm] = lambda: choose().slurm
+    is_up: Callable[[str], bool] = host_is_up
 
     def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
         """Requeue the job without the nodes it lost; end it with ``code`` if the run is over and its script is dead.
 
-        While the batch script lives, it handles the end. A borrowed node that is gone is no loss of this job.
+        While the batch script lives, it handles the end. A borrowed node that is gone is no loss of this job. The
+        batch host may have died before its launcher joined the run, which then has not lost it.
         """
-        if not lost or not in_job(self.environ) or self._batch_script_lives(lost):
+        host = self.environ.get(BATCH_HOST)
+        if not in_job(self.environ) or (host is None and not lost):
             return
+        if host is not None and host not in lost:
+            if self.is_up(host):
+                return
+            lost = (*lost, host)
         try:
             job = allocation(self.environ)
             lost = tuple(name for name in lost if name in job.nodes)
@@ -50,11 +61,6 @@ class EnclosingJob:
                 end_job(self.connect(), job, code, ExcludedNodes(lost, unfit), self.log, print_message)
         except (SlurmError, AllocationError) as error:
             print_message(f"Slurm: {error}")
-
-    def _batch_script_lives(self, lost: tuple[str, ...]) -> bool:
-        """Whether an ``opsd slurm run`` is alive that reads the outcome of the run."""
-        host = self.environ.get(BATCH_HOST)
-        return host is not None and host not in lost
 
 
 def assemble_run(
