@@ -286,4 +286,5 @@ def _supervise(
         notices.finished(code, supervisor.reason, end.summary, end.report)
         summarize_job(end.summary)
         sender.flush(LAST_S)
+    control.last_look()
     return code

@@ -41,7 +41,7 @@ class EnclosingJob:
     connect: Callable[[], Slurm] = lambda: choose().slurm
     is_up: Callable[[str], bool] = host_is_up
 
-    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> bool:
         """Requeue the job without the nodes it lost; end it with ``code`` if the run is over and its script is dead.
 
         While the batch script lives, it handles the end. A borrowed node that is gone is no loss of this job. The
@@ -49,18 +49,20 @@ class EnclosingJob:
         """
         host = self.environ.get(BATCH_HOST)
         if not in_job(self.environ) or (host is None and not lost):
-            return
+            return False
         if host is not None and host not in lost:
             if self.is_up(host):
-                return
+                return False
             lost = (*lost, host)
         try:
             job = allocation(self.environ)
             lost = tuple(name for name in lost if name in job.nodes)
-            if lost:
-                end_job(self.connect(), job, code, ExcludedNodes(lost, unfit), self.log, print_message)
+            if not lost:
+                return False
+            end_job(self.connect(), job, code, ExcludedNodes(lost, unfit), self.log, print_message)
         except (SlurmError, AllocationError) as error:
             print_message(f"Slurm: {error}")
+        return True
 
 
 def assemble_run(

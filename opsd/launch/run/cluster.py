@@ -182,6 +182,10 @@ class ClusterRun:
             waits=self._shape.wait_s > 0,
         )  # fmt: skip
 
+    def last_look(self) -> None:
+        """See ``Shutdown.last_look``."""
+        self._shutdown.last_look()
+
     def close(self) -> None:
         """Leave the group."""
         self._group.leave()

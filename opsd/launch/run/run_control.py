@@ -50,6 +50,9 @@ class RunControl(Protocol):
     def request(self, request: Request) -> Request:
         """The answer to a request on the control socket other than ``stop``."""
 
+    def last_look(self) -> None:
+        """The launcher has done and said all; see that the job of the run ends."""
+
     def close(self) -> None:
         """The launcher ends."""
 

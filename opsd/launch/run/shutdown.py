@@ -21,10 +21,10 @@ CLAIM_S = 20.0
 class BatchJob(Protocol):
     """The batch job of the run. Methods may block and are called in a thread."""
 
-    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
+    def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> bool:
         """The run has ended with ``code``, without the nodes ``lost``; ``unfit`` ones are to be avoided.
 
-        May not return, because it ends the job.
+        May not return, because it ends the job. False if that was left to the batch script.
         """
 
 
@@ -41,6 +41,7 @@ class Shutdown:
         self._bad_nodes: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._unclaimed: Timer | None = None
         self._pending_exit: tuple[int, str] | None = None
+        self._has_ended_job = False
 
     def over(self, code: int, reason: str, lost: tuple[str, ...], unfit: tuple[str, ...]) -> None:
         """This launcher, the leader, is about to claim the end of the run."""
@@ -95,9 +96,17 @@ class Shutdown:
     def _tell_job(self) -> None:
         assert self._pending_exit is not None
         (lost, unfit), (code, reason) = self._bad_nodes, self._pending_exit
-        self._node.loop.run_in_thread(
-            lambda: self._job.end(code, lost, unfit), lambda _: self._node.finish(code, reason)
-        )
+
+        def told(has_ended_job: bool | OSError) -> None:
+            self._has_ended_job = has_ended_job is True
+            self._node.finish(code, reason)
+
+        self._node.loop.run_in_thread(lambda: self._job.end(code, lost, unfit), told)
+
+    def last_look(self) -> None:
+        """The batch host may have died since the job was told of the end."""
+        if self._pending_exit is not None and not self._has_ended_job:
+            self._job.end(self._pending_exit[0], *self._bad_nodes)
 
     def exit_now(self) -> None:
         """Exit now if the end has come: Slurm is ending the job, as this launcher has requested."""
