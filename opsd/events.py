@@ -391,6 +391,8 @@ class Evaluation(TypedDict):
     tokens: NotRequired[int]
     reference: NotRequired[dict[str, float]]
     """the other run's results at equal tokens"""
+    errors: NotRequired[dict[str, float]]
+    """standard errors of results"""
     why: NotRequired[str]
 
 

@@ -4,9 +4,10 @@ Appends one line to ``evaluations.jsonl`` of the run folder: ``t``, ``step``, ``
 with a reference run, its results at equal tokens as ``reference``. Results of a set NAME are
 
 * ``NAME_loss``, nats per token, and ``NAME_bits_per_byte``, which does not depend on the tokenizer, of a set of texts;
-* ``NAME_accuracy`` of a cloze set, JSON lines with ``context``, ``choices`` and the number of the right one as
-  ``answer``: the model's choice is the continuation with the highest log-likelihood per byte (as in lighteval's CF).
+* ``NAME_accuracy``, ``NAME_accuracy_norm`` and ``NAME_accuracy_raw`` of a cloze set, and ``NAME_mc_accuracy`` of one
+  that is asked with letters (``opsd.trainer.items``).
 
+``scores/step-N/NAME.jsonl`` of the run folder has the scores of each item, and ``errors`` of the line standard errors.
 Results of ``evaluation.harness`` are added (``opsd.trainer.harness``). A failed evaluation has a line with empty
 results. Exit codes: 0 evaluated; 1 failed; 2 nothing to evaluate.
 """
@@ -19,7 +20,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from opsd.trainer.config import CHECKPOINTS, CONFIG, Config, ConfigError
 from opsd.trainer.data.shards import DataError, Framing, find_index, place
 from opsd.trainer.data.texts import read_texts
 from opsd.trainer.data.tokenize import MAX_UNCOVERED, ids, load_tokenizer, uncovered
-from opsd.trainer.evaluations import AWAITING, RESULTS
+from opsd.trainer.evaluations import AWAITING, RESULTS, SCORES
 from opsd.trainer.hf.weights import config_in
+from opsd.trainer.items import Item, Score, accuracies, read_items, standard_error, write_scores
 from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
@@ -58,11 +60,15 @@ class Model:
     def log_likelihoods(self, text: str) -> torch.Tensor:
         """Log-likelihood in nats of each token of ``text``, float64.
 
-        A text longer than a sequence is read in independent windows.
+        A text longer than a sequence is read in windows that follow each other. The last window begins earlier, so
+        that it is whole (as in lm-evaluation-harness).
         """
-        tokens = self._encode(text)[0]
-        windows = [tokens[at : at + self._length + 1] for at in range(0, len(tokens) - 1, self._length)]
-        found = [torch.zeros(0, dtype=torch.float64), *(self._read(window) for window in windows)]
+        tokens, length = self._encode(text), self._length
+        found = [torch.zeros(0, dtype=torch.float64)]
+        for at in range(0, len(tokens) - 1, length):
+            new = min(length, len(tokens) - 1 - at)
+            window = tokens[max(0, at + new - length) : at + new + 1]
+            found.append(self._read(window)[-new:])
         return torch.cat(found)[len(self._begin) - 1 :]
 
     def scored_bytes(self, text: str) -> int:
@@ -74,18 +80,20 @@ class Model:
     def continuations(self, context: str, choices: Sequence[str]) -> list[torch.Tensor]:
         """Log-likelihoods of the tokens of each of ``choices`` after ``context``, as if each were read with it.
 
-        Of a text longer than a sequence the end is read, so that the choice has as much of its context as fits. Tokens
-        with which all texts begin are read once, if all fit into a sequence and no layer has a state.
+        White space at the end of the context belongs to the choice. The rest of the context has the tokens that it has
+        alone, and the choice those of the whole text from there on (as in lm-evaluation-harness). Of a text longer than
+        a sequence the end is read, so that the choice has as much of its context as fits. Tokens with which all texts
+        begin are read once, if all fit into a sequence and no layer has a state.
         """
-        encoded = [self._encode(context + choice) for choice in choices]
-        texts = [tokens for tokens, _ in encoded]
-        counts = [sum(end > len(context) for end in ends) for _, ends in encoded]
+        before, whole = self._encode(context.rstrip()), [self._encode(context + choice) for choice in choices]
+        counts = [max(len(tokens) - len(before), bool(choice)) for tokens, choice in zip(whole, choices, strict=True)]
+        texts = [before[: len(tokens) - n] + tokens[len(tokens) - n :] for tokens, n in zip(whole, counts, strict=True)]
         shared = _shared(texts)
         if shared < 1 or max(map(len, texts)) > self._length + 1 or self._decoder.settings.has_states:
             return [self._last(tokens, count) for tokens, count in zip(texts, counts, strict=True)]
         cache = Cache()
-        before = self._read(texts[0][: shared + 1], cache)
-        found = [torch.cat((before, self._read(tokens, cache.branch()))) for tokens in texts]
+        begin = self._read(texts[0][: shared + 1], cache)
+        found = [torch.cat((begin, self._read(tokens, cache.branch()))) for tokens in texts]
         return [values[len(values) - count :] for values, count in zip(found, counts, strict=True)]
 
     def _last(self, tokens: list[int], count: int) -> torch.Tensor:
@@ -95,10 +103,9 @@ class Model:
             return window[len(window) - count :]
         return torch.cat((self._last(tokens[: -self._length], count - self._length), window))
 
-    def _encode(self, text: str) -> tuple[list[int], list[int]]:
-        """The tokens of ``text`` after those that begin a document, and after which character each of its own ends."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return [*self._begin, *encoding.ids], [end for _, end in encoding.offsets]
+    def _encode(self, text: str) -> list[int]:
+        """The tokens of ``text`` after those that begin a document."""
+        return [*self._begin, *self._tokenizer.encode(text, add_special_tokens=False).ids]
 
     def _read(self, ids: list[int], cache: Cache | None = None) -> torch.Tensor:
         """Log-likelihoods of the tokens ``ids``, except the first and those in the ``cache``."""
@@ -131,44 +138,11 @@ def perplexity(model: Model, texts: Iterator[str], name: str) -> dict[str, float
     return {f"{name}_loss": total / tokens, f"{name}_bits_per_byte": total / size / math.log(2)}
 
 
-def cloze(
-    model: Model, items: Sequence[Mapping[str, Any]], name: str, shown: Iterable[Mapping[str, Any]] | None = None
-) -> dict[str, float]:
-    """Share of ``items`` whose right choice is the likeliest per byte. Raises DataError if there are none.
-
-    ``shown`` are the same items, to watch the progress.
-    """
-    if not items:
-        raise DataError(f"the evaluation set {name} has no items")
-    right = 0
-    for item in items if shown is None else shown:
-        scores = [
-            float(likelihoods.sum()) / len(choice.encode())
-            for choice, likelihoods in zip(
-                item["choices"], model.continuations(item["context"], item["choices"]), strict=True
-            )
-        ]
-        right += scores.index(max(scores)) == item["answer"]
-    return {f"{name}_accuracy": right / len(items)}
-
-
-def read_items(path: Path) -> list[dict[str, Any]]:
-    """The items of a cloze set. Raises DataError naming an invalid line."""
-    items = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            item = json.loads(line)
-            choices = item["choices"]
-            if not (isinstance(item["context"], str) and all(choices) and 0 <= item["answer"] < len(choices)):
-                raise ValueError("answer or choices out of range")
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: no cloze item with context, choices and answer") from error
-        items.append(item)
-    return items
+def scored(model: Model, items: Iterable[Item]) -> list[Score]:
+    """The scores of ``items``, in their order."""
+    return [
+        Score.of(item, [found.tolist() for found in model.continuations(item.context, item.choices)]) for item in items
+    ]
 
 
 def at_equal_tokens(reference: Path, tokens: int) -> dict[str, float]:
@@ -192,15 +166,25 @@ def at_equal_tokens(reference: Path, tokens: int) -> dict[str, float]:
     return found
 
 
-def evaluate(config: Config, model: Model) -> dict[str, float]:
-    """The results of all sets of the run. Raises DataError."""
+def evaluate(config: Config, model: Model, kept: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """The results of all sets of the run, and standard errors of some; ``kept`` gets the scores of each item.
+
+    Raises DataError.
+    """
     results: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for name, path in config.evaluation.perplexity.items():
         results |= perplexity(model, tracked(read_texts([Path(path)]), f"evaluating {name}", "texts"), name)
-    for name, path in config.evaluation.cloze.items():
-        items = read_items(Path(path))
-        results |= cloze(model, items, name, tracked(items, f"evaluating {name}", "items", len(items)))
-    return results
+    asked = [(name, path, False) for name, path in config.evaluation.cloze.items()]
+    asked += [(name, path, True) for name, path in config.evaluation.multiple_choice.items()]
+    for name, path, letters in asked:
+        items = [item.as_letters if letters else item for item in read_items(Path(path))]
+        scores = scored(model, tracked(items, f"evaluating {name}", "items", len(items)))
+        found = accuracies(scores, name, letters=letters)
+        write_scores(kept / (f"{name}_mc.jsonl" if letters else f"{name}.jsonl"), scores)
+        results |= found
+        errors |= {metric: standard_error(share, len(scores)) for metric, share in found.items()}
+    return results, errors
 
 
 def load_model(config: Config, folder: Path) -> tuple[Model, int]:
@@ -255,11 +239,16 @@ def main(arguments: Sequence[str]) -> int:
         print(f"opsd: {run / CONFIG} cannot be used: {error}", file=sys.stderr)
         return USAGE
     folder = folder_of(run / CHECKPOINTS, step)
+    kept = run / SCORES / folder.name
     line: dict[str, Any] = {"step": step, "tokens": None, "results": {}}
     try:
         model, samples = load_model(config, folder)
         line["tokens"] = config.data.tokens(samples)
-        line["results"] = evaluate(config, model) | (harness.run(config, folder) if config.evaluation.harness else {})
+        line["results"], line["errors"] = evaluate(config, model, kept)
+        if config.evaluation.harness:
+            results, errors = harness.run(config, folder, kept)
+            line["results"] |= results
+            line["errors"] |= errors
         if config.evaluation.reference:
             line["reference"] = at_equal_tokens(Path(config.evaluation.reference), line["tokens"])
     except (CheckpointError, ConfigError, DataError, OSError) as error:

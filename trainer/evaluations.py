@@ -22,8 +22,8 @@ from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import CHECKPOINTS, Config
 from opsd.trainer.jsonl import new_lines, read_positions, write_positions
 
-RESULTS = "evaluations.jsonl"
-"""In the run folder: one line per evaluation."""
+RESULTS, SCORES = "evaluations.jsonl", "scores"
+"""In the run folder: one line per evaluation, and a folder for each with the scores of single items."""
 
 LOG, POSITION = "evaluations.log", "evaluations.position.json"
 AWAITING = AWAITED[1]

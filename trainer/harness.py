@@ -2,12 +2,13 @@
 
 Both take a Hugging Face model and write ``results_….json``, in which ``results`` maps each task to its numbers. They
 become results named TASK_METRIC: ``hellaswag_acc_norm`` from lm-evaluation-harness's ``acc_norm,none``, and
-``arc_challenge_acc`` from lighteval's task ``leaderboard|arc:challenge|0``. Standard errors are left out.
+``arc_challenge_acc`` from lighteval's task ``leaderboard|arc:challenge|0``. Their standard errors are kept beside them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -22,11 +23,20 @@ from opsd.trainer.hf.export import export_checkpoint
 
 MODEL, OUTPUT = "{model}", "{output}"
 """Placeholders in the command for the folders of the model and of the results."""
-_NO_RESULT = re.compile(r"stderr|^sample_len$")
+LOG = "harness.log"
+"""What the command last wrote, in the folder of the evaluation's scores."""
+_STDERR, _NO_RESULT = "_stderr", "sample_len"
+_TAIL = 4096
+
+Results = tuple[dict[str, float], dict[str, float]]
+"""The results by name, and the standard errors of those that have one."""
 
 
-def run(config: Config, checkpoint: Path) -> dict[str, float]:
-    """The results of the run's harness for ``checkpoint``. Raises DataError, CheckpointError or OSError."""
+def run(config: Config, checkpoint: Path, kept: Path) -> Results:
+    """The results of the run's harness for ``checkpoint``; its output goes into the folder ``kept``.
+
+    Raises DataError with the last line of its output, CheckpointError or OSError.
+    """
     with tempfile.TemporaryDirectory(prefix="opsd-evaluation-") as name:
         model, output = Path(name, "model"), Path(name, "results")
         export_checkpoint(config, checkpoint, model)
@@ -34,25 +44,39 @@ def run(config: Config, checkpoint: Path) -> dict[str, float]:
             word.replace(MODEL, str(model)).replace(OUTPUT, str(output))
             for word in shlex.split(config.evaluation.harness)
         ]
-        try:
-            done = subprocess.run(words, stdin=subprocess.DEVNULL, check=False)
-        except OSError as error:
-            raise DataError(f"evaluation.harness: {words[0]} cannot be run: {error.strerror}") from error
+        kept.mkdir(parents=True, exist_ok=True)
+        with open(kept / LOG, "wb") as log:
+            try:
+                done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
+            except OSError as error:
+                raise DataError(f"evaluation.harness: {words[0]} cannot be run: {error.strerror}") from error
         if done.returncode:
-            raise DataError(f"evaluation.harness: {words[0]} ended with status {done.returncode}")
+            last = _last_line(kept / LOG)
+            raise DataError(f"evaluation.harness: {words[0]} ended with status {done.returncode}{last}")
         return read_results(output)
 
 
-def read_results(folder: Path) -> dict[str, float]:
+def _last_line(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+        lines = file.read().decode(errors="replace").split("\n")
+    line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {line}; all it wrote is in {log}" if line else ""
+
+
+def read_results(folder: Path) -> Results:
     """The numbers in the newest results under ``folder``. Raises DataError if there are none."""
     files = sorted(folder.rglob("results*.json"), key=lambda path: path.stat().st_mtime)
     try:
         found = dict(_numbers(json.loads(files[-1].read_text(encoding="utf-8"))["results"])) if files else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"evaluation.harness: {files[-1].name} is no file of results: {error!r}") from error
-    if not found:
+    if all(_STDERR in name for name in found):
         raise DataError(f"evaluation.harness wrote no results_….json with numbers into {OUTPUT}")
-    return found
+    return (
+        {name: value for name, value in found.items() if _STDERR not in name},
+        {name.replace(_STDERR, ""): value for name, value in found.items() if _STDERR in name},
+    )
 
 
 def _numbers(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
@@ -61,6 +85,6 @@ def _numbers(results: dict[str, dict[str, Any]]) -> Iterator[tuple[str, float]]:
         short = parts[1] if len(parts) > 2 else task
         for name, value in values.items():
             metric, _, variant = name.partition(",")
-            if isinstance(value, int | float) and not isinstance(value, bool) and not _NO_RESULT.search(metric):
+            if isinstance(value, int | float) and not isinstance(value, bool) and metric != _NO_RESULT:
                 full = f"{short}_{metric}" + (f"_{variant}" if variant not in ("", "none") else "")
                 yield re.sub(r"\W", "_", full), float(value)

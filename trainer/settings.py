@@ -240,7 +240,15 @@ class EvaluationSettings(Section):
     perplexity: dict[str, str] = {}  # noqa: RUF012 -- pydantic copies it
     """Files of text, or JSON lines or Parquet with it, by the name of the set."""
     cloze: dict[str, str] = {}  # noqa: RUF012 -- pydantic copies it
-    """Files of JSON lines with ``context``, ``choices`` and ``answer``, by the name of the set."""
+    """Files of JSON lines with ``context``, ``choices`` and ``answer``, by the name of the set.
+
+    Each choice is scored as the continuation of the context.
+    """
+    multiple_choice: dict[str, str] = {}  # noqa: RUF012 -- pydantic copies it
+    """The same files, asked otherwise: the choices are listed in the text, and their letters are scored.
+
+    Small models answer above chance as a cloze first (arXiv 2406.08446).
+    """
     sequence: NonNegativeInt = 0
     """Tokens of texts that are read at once; 0 is the length of training.
 
@@ -261,7 +269,7 @@ class EvaluationSettings(Section):
     @property
     def wanted(self) -> bool:
         """Whether there is anything to evaluate on."""
-        return bool(self.perplexity or self.cloze or self.harness)
+        return bool(self.perplexity or self.cloze or self.multiple_choice or self.harness)
 
 
 class TrackingSettings(Section):

@@ -39,6 +39,9 @@ def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
     assert [line["tokens"] for line in lines] == [20 * 4 * 32, 40 * 4 * 32]
     assert lines[1]["results"]["held_loss"] < lines[0]["results"]["held_loss"] < 6.0
     assert lines[0]["results"]["items_accuracy"] in (0.0, 1.0)
+    assert lines[0]["errors"] == dict.fromkeys((f"items_accuracy{part}" for part in ("", "_norm", "_raw")), 0.0)
+    kept = json.loads((run.folder / "scores" / "step-000000000020" / "items.jsonl").read_text())
+    assert (kept["answer"], kept["bytes"]) == (0, [5, 4])
     assert lines[0]["reference"] == {"held_loss": 1.0}
     events = run.events("evaluation")
     assert [event["results"] for event in events] == [line["results"] for line in lines]
@@ -117,15 +120,20 @@ def test_it_computes_in_the_type_of_the_training(trained: Run) -> None:
     assert half == pytest.approx(whole, rel=1e-2)
 
 
-def test_an_evaluation_that_breaks_down_is_told(trained: Run, tmp_path: Path) -> None:
+def test_an_evaluation_that_breaks_down_is_told(trained: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it dies of there is a line that says so, and the checkpoint may go."""
+
+    def broken(*_: object) -> None:
+        raise MemoryError("used up")
+
+    monkeypatch.setattr("opsd.trainer.evaluate.scored", broken)
     items = tmp_path / "items.jsonl"
-    items.write_text('{"context": "a", "choices": ["b", 5], "answer": 0}')
+    items.write_text('{"context": "a", "choices": ["b", "c"], "answer": 0}')
     mark = folder_of(trained.checkpoints, 1) / "awaiting-evaluation"
     mark.touch()
     line = evaluated(trained, f'evaluation.cloze={{items = "{items}"}}')
     assert line["results"] == {}
-    assert line["why"].startswith("TypeError: ")
+    assert line["why"].startswith("MemoryError: used up")
     assert not mark.exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from tokenizers import Tokenizer, models
 
 from opsd.trainer.data.shards import DOCUMENT, DataError
 from opsd.trainer.data.tokenize import train_tokenizer
-from opsd.trainer.evaluate import Model, at_equal_tokens, cloze, perplexity, read_items, reading, trained_length
+from opsd.trainer.evaluate import Model, at_equal_tokens, perplexity, reading, scored, trained_length
+from opsd.trainer.items import Item, Score, accuracies, read_items, standard_error, write_scores
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings
@@ -67,7 +69,9 @@ def test_choices_are_scored_as_if_read_one_by_one(
     for choices in [[" the mat", " the größer mat and things", " a dog"], [" a"], ["", " mat"]]:
         for choice, found in zip(choices, ours.continuations(context, choices), strict=True):
             ends = [end for _, end in tokenizer.encode(context + choice).offsets]
-            expected = ours.log_likelihoods(context + choice)[[end > len(context) for end in ends]]
+            own = sum(end > len(context) for end in ends)
+            whole = [*ours._begin, *tokenizer.encode(context + choice).ids]
+            expected = ours._read(whole[-length - 1 :])[-own:] if own else found[:0]
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
@@ -126,12 +130,10 @@ def test_the_likeliest_choice_wins(tokenizer: Tokenizer) -> None:
         optimizer.zero_grad()
         loss.sum().backward()
         optimizer.step()
-    items = [
-        {"context": "the cat", "choices": [" sat", " and größer things"], "answer": 0},
-        {"context": "the cat", "choices": [" a", " sat"], "answer": 1},
-    ]
-    assert cloze(ours, items, "set") == {"set_accuracy": 1.0}
-    assert cloze(ours, [item | {"answer": 1 - item["answer"]} for item in items], "set") == {"set_accuracy": 0.0}
+    items = [Item("the cat", (" sat", " and größer things"), 0), Item("the cat", (" a", " sat"), 1)]
+    assert set(accuracies(scored(ours, items), "set").values()) == {1.0}
+    others = [replace(item, answer=1 - item.answer) for item in items]
+    assert set(accuracies(scored(ours, others), "set").values()) == {0.0}
 
 
 def test_empty_sets_are_refused(tokenizer: Tokenizer) -> None:
@@ -139,10 +141,44 @@ def test_empty_sets_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(DataError, match="set has no text"):
         perplexity(model(tokenizer), iter([]), "set")
     with pytest.raises(DataError, match="set has no items"):
-        cloze(model(tokenizer), [], "set")
+        accuracies([], "set")
 
 
-@pytest.mark.parametrize("line", ["{", '{"context": "a", "choices": ["b"], "answer": 1}', '{"context": "a"}'])
+def test_choices_are_listed_with_letters() -> None:
+    """MCF asks for the letter: the choices stand before the word that asks, once."""
+    item = Item("Question: What barks?\nAnswer:", (" a cat", " a dog"), 1)
+    letters = item.as_letters
+    assert letters.context == "Question: What barks?\n A. a cat\n B. a dog\nAnswer:"
+    assert (letters.choices, letters.answer) == ((" A", " B"), 1)
+    assert replace(item, context="Question: What barks?").as_letters == letters
+    with pytest.raises(DataError, match="27 choices, more than there are letters"):
+        _ = Item("", (" a",) * 27, 0).as_letters
+
+
+def test_lengths_leave_out_the_space_before_a_choice(tmp_path: Path) -> None:
+    """Each length may have another winner; the scores of single items are kept, whole."""
+    score = Score.of(Item("a", (" größer", " aaaaaaa"), 0), [[-2.0, -5.5], [-8.0]])
+    assert (score.characters, score.bytes, score.tokens) == ((6, 7), (8, 7), (2, 1))
+    assert [score.is_right(lengths) for lengths in (None, score.characters, score.bytes)] == [True, False, True]
+    write_scores(tmp_path / "scores" / "set.jsonl", [score, score])
+    lines = [json.loads(line) for line in (tmp_path / "scores" / "set.jsonl").read_text().splitlines()]
+    assert lines[1] == {
+        "item": 2, "answer": 0, "log_likelihoods": [-7.5, -8.0], "tokens": [2, 1], "characters": [6, 7],
+        "bytes": [8, 7],
+    }  # fmt: skip
+    assert accuracies([score], "set", letters=True) == {"set_mc_accuracy": 1.0}
+    assert standard_error(0.5, 101) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"context": "a", "choices": ["b", 5], "answer": 0}',
+        "{",
+        '{"context": "a", "choices": ["b"], "answer": 1}',
+        '{"context": "a"}',
+    ],
+)
 def test_bad_items_are_named(tmp_path: Path, line: str) -> None:
     """A line that is no item is refused with its number."""
     (tmp_path / "set.jsonl").write_text('{"context": "a", "choices": ["b", "c"], "answer": 1}\n' + line)

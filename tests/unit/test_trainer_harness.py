@@ -46,11 +46,14 @@ def write(folder: Path, name: str, content: str) -> Path:
     ],
 )
 def test_numbers_are_taken_by_task_and_metric(tmp_path: Path, content: object, expected: dict[str, float]) -> None:
-    """Of the newest file; standard errors, names and other text are left out."""
+    """Of the newest file; standard errors stand by themselves, names and other text are left out."""
     older = write(tmp_path, "results_2026-01-01T00-00-00.json", '{"results": {"old": {"acc": 1}}}')
     os.utime(older, (1, 1))
     write(tmp_path, "results_2026-01-02T00-00-00.json", json.dumps(content))
-    assert read_results(tmp_path) == expected
+    results, errors = read_results(tmp_path)
+    assert results == expected
+    assert errors == {name: 0.1 if "gsm8k" in name else 0.01 for name in errors}
+    assert errors.keys() <= expected.keys()
 
 
 @pytest.mark.parametrize(

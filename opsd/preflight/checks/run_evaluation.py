@@ -66,14 +66,15 @@ def run(context: Context, progress: Progress) -> Outcome:
 def _sets(config: Config) -> Iterator[Finding]:
     from opsd.trainer.data.shards import DataError
     from opsd.trainer.data.texts import read_texts
-    from opsd.trainer.evaluate import at_equal_tokens, read_items
+    from opsd.trainer.evaluate import at_equal_tokens
+    from opsd.trainer.items import read_items
 
     sets = config.evaluation
     try:
         for name, path in sets.perplexity.items():
             if not any(text.strip() for text in read_texts([Path(path)])):
                 yield Finding(V.FAIL, f"the evaluation set {name} has no text", f"look at {path}", name)
-        for name, path in sets.cloze.items():
+        for name, path in (*sets.cloze.items(), *sets.multiple_choice.items()):
             if (count := len(read_items(Path(path)))) < FEWEST:
                 summary = f"the evaluation set {name} has {count} items, too few to tell one checkpoint from another"
                 yield Finding(V.WARN if count else V.FAIL, summary, f"take {FEWEST} or more", name)
