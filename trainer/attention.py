@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Final
 
@@ -85,10 +85,13 @@ def attention_inputs(
     queries, keys = positions(length, context, device)[past:], gathered_positions(length, context, device)
     kernel = "sdpa" if past else kernel_for(settings, device, context)
     seen = documents if settings.document_mask else torch.zeros_like(documents)
+    packs: dict[torch.Tensor, Packed] = {}
 
     def mask(within: torch.Tensor, window: int = 0) -> Mask:
         if kernel == "varlen":
-            return pack(within, window)
+            if within not in packs:
+                packs[within] = pack(within)
+            return replace(packs[within], window=window)
         if kernel == "flex":
             return _block_mask(within, queries, keys, window)
         return visible(within, queries, keys, window)
@@ -280,7 +283,10 @@ def _block_mask(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tens
 
 
 def pack(documents: torch.Tensor, window: int = 0) -> Packed:
-    """The starts of the ``documents`` [batch, sequence] when all rows are concatenated."""
+    """The starts of the ``documents`` [batch, sequence] when all rows are concatenated.
+
+    Waits for the device, which alone knows how many there are.
+    """
     rows, length = documents.shape
     begin = first_tokens(documents).flatten().nonzero().flatten()
     starts = begin.new_full((2 ** math.ceil(math.log2(len(begin))) + 1,), rows * length, dtype=torch.int32)

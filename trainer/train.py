@@ -25,6 +25,7 @@ from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
 from opsd.trainer.data_settings import Shape
 from opsd.trainer.experts import routing_figures
+from opsd.trainer.garbage import Collections
 from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build, demand_device, demand_libraries
@@ -85,8 +86,10 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     if training.step >= config.run.steps and world.rank == 0:
         print(f"all {config.run.steps:,} steps are done; a larger run.steps goes on", flush=True)
     stop = False
-    while training.step < config.run.steps and not stop:
-        stop = training.advance(saving, telemetry)
+    with Collections() as garbage:
+        while training.step < config.run.steps and not stop:
+            stop = training.advance(saving, telemetry)
+            garbage.after(training.step)
     training.loader.close()
     telemetry.report_mixture(training.step, training.sample)
     with reporter.phase("checkpoint"):

@@ -58,7 +58,7 @@ tokenizer = AutoTokenizer.from_pretrained(model)
 assert tokenizer.decode(tokenizer.bos_token_id) and tokenizer.eos_token_id is not None, "lm_eval needs one of them"
 ids = tokenizer("import torch")["input_ids"]
 (output / "m").mkdir(parents=True)
-results = {"results": {"task": {"acc,none": len(ids) / 100, "parameters,none": parameters}}}
+results = {"results": {"task": {"acc,none": len(ids) / 100, "acc_stderr,none": 0.01, "parameters,none": parameters}}}
 (output / "m/results_1.json").write_text(json.dumps(results))
 """
 """In the place of lm-evaluation-harness: loads the model as that does, and writes what that writes."""
@@ -74,14 +74,19 @@ def test_a_harness_has_the_model_and_its_results_are_taken(run: Run, tmp_path: P
     (event,) = run.events("evaluation")
     assert event["results"].keys() == {"task_acc", "task_parameters"}, (run.folder / "evaluations.log").read_text()
     assert event["results"]["task_parameters"] > 20_000
+    assert event["errors"] == {"task_acc": 0.01}
     assert 0 < event["results"]["task_acc"] < 1
 
 
-def test_a_harness_that_fails_is_told(run: Run) -> None:
-    """Its exit code is in the event, and the training does not mind."""
-    assert run.start(run__steps=5, evaluation__harness="false {model}").wait() == [0, 0]
+def test_a_harness_that_fails_is_told(run: Run, tmp_path: Path) -> None:
+    """Its exit code and its last line are in the event, all it wrote is kept, and the training does not mind."""
+    (tmp_path / "broken.sh").write_text("echo loading; echo no such task >&2; exit 3")
+    assert run.start(run__steps=5, evaluation__harness=f"sh {tmp_path}/broken.sh {{model}}").wait() == [0, 0]
     (event,) = run.events("evaluation")
-    assert (event["results"], event["why"]) == ({}, "evaluation.harness: false ended with status 1")
+    log = run.folder / "scores" / "step-000000000005" / "harness.log"
+    why = f"evaluation.harness: sh ended with status 3: no such task; all it wrote is in {log}"
+    assert (event["results"], event["why"]) == ({}, why)
+    assert log.read_text() == "loading\nno such task\n"
 
 
 def test_an_evaluation_that_fails_is_told(run: Run, tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from opsd.client import Reporter
@@ -84,13 +82,8 @@ class Loader:
                 self._replace()
             sample = int.from_bytes(ready, "little")
             assert sample == self._next, f"the worker sent sample {sample}, expected {self._next}"
-            tokens, documents = (torch.from_numpy(view) for view in self._views())
-            batch = Batch(
-                sample,
-                tokens[:, :-1].to(self.device, copy=True),
-                tokens[:, 1:].to(self.device, copy=True),
-                documents.to(self.device, copy=True),
-            )
+            tokens, documents = self._copy()
+            batch = Batch(sample, tokens[:, :-1], tokens[:, 1:], documents)
             self._send(bytes(1))
         self._wait_s += time.perf_counter() - began
         self._deaths = 0
@@ -98,8 +91,18 @@ class Loader:
         self._next, self._form = next(self._expected)
         return batch
 
-    def _views(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        return slot_views(self._memory, self._plan, self._slot, self._form)
+    def _copy(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens [rows, length + 1] and documents [rows, length] of the slot, on the device.
+
+        All go in one copy. For a GPU they are first moved into pinned memory, so that no copy waits for it.
+        """
+        tokens, documents = slot_views(self._memory, self._plan, self._slot, self._form)
+        at, size = self._slot * self._plan.slot_bytes, tokens.nbytes + documents.nbytes
+        filled = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=at)
+        pinned = filled.pin_memory() if self.device.type == "cuda" else filled
+        copied = pinned.to(self.device, non_blocking=True, copy=True)
+        parts = copied[: tokens.nbytes], copied[tokens.nbytes :]
+        return parts[0].view(torch.int64).view(tokens.shape), parts[1].view(torch.int32).view(documents.shape)
 
     def take_wait(self) -> float:
         """Seconds that the training waited for data since the last call."""
