@@ -6,7 +6,6 @@ from pathlib import Path
 
 from opsd import config
 from opsd.commands.metrics import catalogue
-from opsd.dashboards.alerts import build as rules
 from opsd.dashboards.build import rendered as boards
 from tests import manpages, reference, schemas
 
@@ -16,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[1]
 def rendered() -> dict[Path, str]:
     """File and content of everything that is generated."""
     return {
-        **rules.rendered(),
         **dict(boards()),
         **reference.rendered(),
         **manpages.rendered(),
@@ -43,8 +41,7 @@ def outdated() -> dict[Path, str]:
 
 def leftovers() -> list[Path]:
     """Files that were made from something that is gone."""
-    made = (*reference.leftovers(), *manpages.leftovers())
-    return [*made, *(path for path in rules.FOLDER.glob("*.yml") if path not in rules.rendered())]
+    return [*reference.leftovers(), *manpages.leftovers()]
 
 
 def _shown(path: Path) -> Path:

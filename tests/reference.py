@@ -28,6 +28,7 @@ from opsd.events import OF_LAUNCHERS, OF_RANKS, OF_RUNS, name_of
 from opsd.launch.claims.messages import MESSAGES
 from opsd.launch.io import protocol
 from opsd.launch.io.handshake import OLDEST, VERSION
+from opsd.runbooks import RUNBOOKS
 from opsd.trainer.config import Config as TrainerConfig
 
 FOLDER = Path(__file__).parents[1] / "docs"
@@ -47,7 +48,7 @@ def rendered(folder: Path = FOLDER) -> dict[Path, str]:
         "api.md": _api(),
         "events.md": _events(),
         "runbooks/README.md": _runbooks(),
-        **{f"runbooks/{name}.md": to_markdown(guide) for name, guide in all_guides().items()},
+        **{f"runbooks/{book.kind}.md": to_markdown(book.guide) for book in RUNBOOKS},
     }
     return {folder / name: NOTE + "\n" + text for name, text in pages.items()}
 
@@ -245,14 +246,14 @@ def _one_line(kind: type) -> str:
 
 
 def _alerts() -> str:
-    from opsd.dashboards.alerts.catalogue import alerts
+    from opsd.dashboards.alerts import alerts
 
     rows = [
         (
             f"[{alert.name}](runbooks/{alert.runbook}.md)",
             alert.severity or "of the incident",
             alert.hold,
-            alert.description,
+            alert.annotations["description"],
         )
         for alert in alerts()
     ]

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import yaml
 
-from opsd.dashboards.alerts.build import rendered
+from opsd.dashboards.alerts import linked
 from opsd.dependents import Dependents
 from opsd.ports import free_port
 from opsd.preflight.inbox import Inbox
@@ -131,8 +131,8 @@ class Stack:
         """The shipped configuration, with targets and rules in the folder of the stack."""
         rules = self.folder / "rules"
         rules.mkdir()
-        for path, text in rendered(rules).items():
-            path.write_text(
+        for name, text in linked().items():
+            (rules / name).write_text(
                 text if self._rules_s is None else re.sub(r"interval: \w+", f"interval: {self._rules_s:g}s", text)
             )
         (self.folder / "opsd-targets.json").write_text(json.dumps([*self._targets(agents)]))

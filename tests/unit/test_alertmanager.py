@@ -14,7 +14,7 @@ pytest.importorskip("yaml")
 
 import yaml
 
-from opsd.dashboards.alerts.catalogue import alerts
+from opsd.dashboards.alerts import Rule, alerts
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "alertmanager"
 CONFIG = FOLDER / "alertmanager.yml"
@@ -58,17 +58,19 @@ def test_inhibition_names_only_alerts_that_exist() -> None:
                 assert set(names[1].split("|")) <= known, matcher
 
 
+def labels_of(alert: Rule) -> set[str]:
+    """Labels that tell where it is."""
+    if alert.shared:
+        return {"cluster", "run"} if "by (cluster, run)" in alert.expr or "run:" in alert.expr else {"cluster"}
+    return {"cluster", "instance"} | ({"gpu"} if "gpu" in alert.annotations else set())
+
+
 def test_inhibition_compares_only_labels_that_the_alerts_have() -> None:
     """A label that one of two alerts lacks never equals that of the other, and the rule would silence nothing.
 
     What is told once for the cluster beside the nodes is not meant.
     """
-    of_scope = {"gpu": {"instance", "gpu"}, "node": {"instance"}, "run": {"run"}, "cluster": set()}
-    labels: dict[str, set[str]] = {}
-    for alert in sorted(alerts(), key=lambda alert: alert.scope == "cluster"):
-        if alert.scope == "cluster" and alert.name in labels:
-            continue
-        labels[alert.name] = {"cluster"} | of_scope[alert.scope] & labels.get(alert.name, of_scope[alert.scope])
+    labels = {alert.name: labels_of(alert) for alert in sorted(alerts(), key=lambda alert: not alert.shared)}
     for rule in yaml.safe_load(CONFIG.read_text())["inhibit_rules"]:
         for matcher in (*rule["source_matchers"], *rule["target_matchers"]):
             if names := re.match(r'alertname=~?"(.*)"', matcher):

@@ -1,4 +1,4 @@
-"""The alerts: current, explained, complete, and about series that exist."""
+"""The rules that are written by hand: complete, explained, alike, and about series that exist."""
 
 from __future__ import annotations
 
@@ -12,48 +12,79 @@ pytest.importorskip("yaml")
 
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
-from opsd.dashboards.alerts.catalogue import GROUPS, GUIDES, alerts
-from opsd.dashboards.alerts.model import RecordingRule, incident
+from opsd.commands.runbook import to_markdown
+from opsd.dashboards.alerts import Rule, alerts, linked, rules
+from opsd.dashboards.guides import FOLDER as GUIDE_FILES
+from opsd.dashboards.guides import GUIDES
 from opsd.runbooks import RUNBOOKS
 from tests.fakes.alert_cases import BURNS, CASES
+
+KINDS = {book.kind for book in RUNBOOKS}
+SEVERITIES = {"critical", "warning", "info"}
+OF_A_FILE_SYSTEM = {"storage_full": ', mount=""'}
+"""Kinds that have another alert for what all nodes report, and how theirs leaves that out."""
+ABOUT_INCIDENTS = {"IncidentEscalated"}
+"""Alerts about incidents of every kind."""
+
+
+def of_kind(alert: Rule) -> bool:
+    """Whether it is about the incidents of one kind on one node."""
+    return alert.runbook in KINDS and not alert.shared
 
 
 def test_alerts_and_guides_are_a_bijection() -> None:
     """Every kind of incident has its alert, every alert its guide, and the URL leads to that guide."""
-    guides = {alert.runbook for alert in alerts()}
-    assert guides == {runbook.kind for runbook in RUNBOOKS} | set(GUIDES)
+    assert {alert.runbook for alert in alerts()} == KINDS | set(GUIDES)
+    assert sorted(alert.runbook for alert in alerts() if of_kind(alert)) == sorted(KINDS)
     for alert in alerts():
-        assert alert.as_rule()["annotations"]["runbook_url"].endswith(f"/runbooks/{alert.runbook}")
+        guide = "{{ $labels.kind }}" if of_kind(alert) else alert.runbook
+        assert alert.annotations["runbook_url"].endswith(f"/runbooks/{guide}"), alert.name
+        assert alert.annotations["next_step"].endswith(f"opsd runbook show {guide}"), alert.name
+
+
+def test_an_alert_of_a_kind_is_a_view_of_its_incidents_and_nothing_else() -> None:
+    """At once, with the incident's severity. No other alert looks at incidents, and none at what an agent judges."""
+    for alert in alerts():
+        if of_kind(alert):
+            mine = f'kind="{alert.runbook}"{OF_A_FILE_SYSTEM.get(alert.runbook, "")}'
+            assert alert.expr == f"instance:opsd_incidents:open{{{mine}}}", alert.name
+            assert (alert.severity, alert.hold) == (None, "0s"), alert.name
+        elif not alert.shared:
+            assert ("opsd_incidents" in alert.expr) == (alert.name in ABOUT_INCIDENTS), alert.name
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_that_is_written_by_hand_has_the_form_of_those_that_are_made(name: str) -> None:
+    """The page on the site is the file; the agent shows what it parses of it."""
+    assert to_markdown(GUIDES[name]) == (GUIDE_FILES / f"{name}.md").read_text(encoding="utf-8")
 
 
 def test_every_alert_is_tested_by_hand_or_is_about_an_incident() -> None:
     """A new alert without a test fails here, and so does a test of an alert that is gone."""
-    of_incidents = {alert.name for alert in alerts() if alert.expr == incident(alert.runbook)}
-    burns = {alert.window for alert in alerts() if alert.name == "GoodputBurn"}
+    of_incidents = {alert.name for alert in alerts() if of_kind(alert) and alert.runbook not in OF_A_FILE_SYSTEM}
+    burns = {alert.labels["window"] for alert in alerts() if alert.name == "GoodputBurn"}
     assert {alert.name for alert in alerts()} == of_incidents | set(CASES) | {"GoodputBurn"}
     assert of_incidents & set(CASES) == set()
     assert burns == set(BURNS)
 
 
-@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name + alert.window)
-def test_an_alert_says_all_that_the_person_on_call_needs(alert) -> None:
-    """Summary, description, severity, how long it must hold, what to do next; node and GPU where it is about one."""
-    rule = alert.as_rule()
-    assert rule["for"].endswith(("s", "m"))
-    assert rule.get("labels", {}).get("severity") or "severity)" in alert.expr
+@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name + alert.labels.get("window", ""))
+def test_an_alert_says_all_that_the_person_on_call_needs(alert: Rule) -> None:
+    """Summary, description, severity, how long it must hold, what to do next; node and job where it is about one."""
+    assert alert.hold.endswith(("s", "m"))
+    assert alert.severity in SEVERITIES or "severity" in alert.expr or "opsd_incidents:open" in alert.expr
     promised = {"summary", "description", "next_step", "runbook_url"}
-    promised |= {"gpu": {"node", "gpu", "job", "cost"}, "node": {"node", "job", "cost"}, "run": {"job", "cost"}}.get(
-        alert.scope, set()
-    )
-    assert promised <= rule["annotations"].keys()
+    promised |= set() if alert.shared else {"node", "job", "cost"}
+    promised |= {"job", "cost"} if "by (cluster, run)" in alert.expr else set()
+    promised |= {"gpu"} if of_kind(alert) else set()
+    assert promised <= alert.annotations.keys()
 
 
 def test_rules_use_only_series_that_exist() -> None:
     """A rule about a series that nobody writes would be silent for ever."""
     exported = {metric.name for _, metric in catalogue()}
-    rules = [rule for group in GROUPS for rule in group.rules]
-    recorded = {rule.name for rule in rules if isinstance(rule, RecordingRule)}
-    for rule in rules:
+    recorded = {rule.name for rule in rules() if not rule.alert}
+    for rule in rules():
         words = set(re.findall(r"(?<![\w:])(?:opsd|DCGM_FI)_\w+", rule.expr))
         levels = set(re.findall(r"\b(?:instance|run|cluster)\w*:[\w:]+", rule.expr))
         assert (words - exported, levels - recorded) == (set(), set()), rule.name
@@ -64,10 +95,10 @@ def test_the_command_writes_and_checks_the_rules(tmp_path: Path) -> None:
     folder = tmp_path / "rules"
     assert CliRunner().invoke(cli, ["alerts", "build", "--out", str(folder)]).exit_code == 0
     assert CliRunner().invoke(cli, ["alerts", "check", "--out", str(folder)]).exit_code == 0
-    (folder / "data.yml").write_text("groups: []")
+    (folder / "runs.yml").write_text("groups: []")
     checked = CliRunner().invoke(cli, ["alerts", "check", "--out", str(folder)])
     assert checked.exit_code == 1
-    assert "data.yml is not current; run: opsd alerts build" in checked.output
+    assert f"runs.yml is not current; run: opsd alerts build --out {folder}" in checked.output
 
 
 def test_the_links_are_those_of_agents_with_tls_if_asked_for(tmp_path: Path) -> None:
@@ -76,7 +107,7 @@ def test_the_links_are_those_of_agents_with_tls_if_asked_for(tmp_path: Path) -> 
     assert CliRunner().invoke(cli, ["alerts", "build", *https]).exit_code == 0
     assert CliRunner().invoke(cli, ["alerts", "check", *https]).exit_code == 0
     links = re.findall(r"runbook_url: (\w+)://", "".join(path.read_text() for path in tmp_path.glob("*.yml")))
-    assert len(links) == len(alerts())
+    assert len(links) == sum(text.count("runbook_url:") for text in linked().values())
     assert {*links} == {"https"}
 
 
@@ -85,4 +116,4 @@ def test_the_links_lead_to_a_site_with_the_runbooks_if_one_is_named(tmp_path: Pa
     site = ["--out", str(tmp_path), "--runbooks=https://wiki.example/opsd/"]
     assert CliRunner().invoke(cli, ["alerts", "build", *site]).exit_code == 0
     assert CliRunner().invoke(cli, ["alerts", "check", *site]).exit_code == 0
-    assert "runbook_url: https://wiki.example/opsd/gpu_lost\n" in (tmp_path / "availability.yml").read_text()
+    assert "runbook_url: https://wiki.example/opsd/plan_exceeded\n" in (tmp_path / "runs.yml").read_text()

@@ -13,9 +13,7 @@ pytest.importorskip("yaml")
 
 import yaml
 
-from opsd.dashboards.alerts.build import FOLDER, rendered
-from opsd.dashboards.alerts.catalogue import alerts
-from opsd.dashboards.alerts.model import Alert
+from opsd.dashboards.alerts import FOLDER, Rule, alerts
 from tests.fakes.alert_cases import BURNS, CASES, GPU, NODE, SHARED, Case, Series
 
 pytestmark = pytest.mark.skipif(
@@ -23,12 +21,13 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+RULES = tuple(sorted(FOLDER.glob("*.yml")))
 LOST = f'opsd_incidents{{{GPU},kind="gpu_lost",severity="critical",state="open"}}'
 
 
-def case_of(alert: Alert) -> Case:
+def case_of(alert: Rule) -> Case:
     """Of alerts about incidents there is one for each kind, and they differ in nothing else."""
-    if alert.scope == "cluster" and alert.name in SHARED:
+    if alert.shared and alert.name in SHARED:
         return SHARED[alert.name]
     if alert.name in CASES:
         return CASES[alert.name]
@@ -72,7 +71,7 @@ def groups_of(
     ]
 
 
-def promtool(folder: Path, groups: Sequence[dict[str, object]], rules: Iterable[Path] = tuple(rendered())) -> str:
+def promtool(folder: Path, groups: Sequence[dict[str, object]], rules: Iterable[Path] = RULES) -> str:
     """What promtool says of the tests, "" if they pass."""
     file = folder / "tests.yml"
     file.write_text(yaml.safe_dump({"rule_files": [str(path) for path in rules], "tests": list(groups)}))
@@ -82,7 +81,7 @@ def promtool(folder: Path, groups: Sequence[dict[str, object]], rules: Iterable[
 
 def test_promtool_finds_nothing_wrong() -> None:
     """Not even what is only bad style."""
-    files = [str(path) for path in rendered()]
+    files = [str(path) for path in RULES]
     checked = subprocess.run(
         ["promtool", "check", "rules", "--lint=all", "--lint-fatal", *files],
         capture_output=True,
@@ -112,10 +111,10 @@ def test_goodput_is_watched_over_short_and_long_windows(tmp_path: Path) -> None:
     tests = [
         group
         for alert in alerts()
-        if alert.name == "GoodputBurn"
-        for group in groups_of(alert.name, alert.severity, BURNS[alert.window], f',window="{alert.window}"', "1m")
+        if (window := alert.labels.get("window", ""))
+        for group in groups_of(alert.name, alert.severity, BURNS[window], f',window="{window}"', "1m")
     ]
-    assert promtool(tmp_path, tests, [FOLDER / "goodput.yml"]) == ""
+    assert promtool(tmp_path, tests, [FOLDER / "runs.yml"]) == ""
 
 
 def test_a_test_that_does_not_hold_is_noticed(tmp_path: Path) -> None:
@@ -165,7 +164,7 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         "cost": "3 GPUs of job 4242 are affected; this kind of incident costs the node 1.5 GPU-hours per hour",
         "next_step": "on node-17: opsd incidents; opsd runbook show gpu_lost",
     }
-    labels = {"instance": INSTANCE, "gpu": "3", "severity": "critical"}
+    labels = {"instance": INSTANCE, "kind": "gpu_lost", "gpu": "3", "severity": "critical"}
     own = {f'up{{{NODE},job="opsd"}}': "1x50"}
     other = {'up{instance="node-18:9477",job="opsd"}': "1x50"}
     tests = [

@@ -14,15 +14,14 @@ from opsd.collectors.base import Metric
 pytest.importorskip("grafana_foundation_sdk")
 
 from opsd.commands.metrics import catalogue
-from opsd.dashboards.alerts.catalogue import GROUPS
-from opsd.dashboards.alerts.model import RecordingRule
+from opsd.dashboards.alerts import rules
 from opsd.dashboards.build import rendered
 from opsd.preflight.formats import openmetrics
 from tests.fakes.preflight_reports import GEMM, report
 
 BOARDS = [pytest.param(json.loads(text), id=path.stem) for path, text in rendered()]
 COUNTING = ("counter", "untyped")
-RECORDED = {rule.name for group in GROUPS for rule in group.rules if isinstance(rule, RecordingRule)}
+RECORDED = {rule.name for rule in rules() if not rule.alert}
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from opsd import dashboards, runbooks
 from opsd.commands.metrics import catalogue
+from opsd.dashboards.alerts import FOLDER
 
 UNJUDGED: Mapping[str, Collection[str]] = {
     "counts events that runbooks judge one by one, or problems that come as events, too": (
@@ -44,7 +45,8 @@ UNJUDGED: Mapping[str, Collection[str]] = {
     ),
     "says whether a source answers; the collector's state, or an alert about what it says, judges that": (
         "opsd_dcgm_engine_up", "opsd_dcgm_exporter_up", "opsd_kmsg_position_kept", "opsd_nccl_blocked_users",
-        "opsd_nccl_ras_answer_age_seconds", "opsd_prolog_age_seconds", "opsd_slurm_answer_age_seconds",
+        "opsd_nccl_ras_answer_age_seconds", "opsd_prolog_age_seconds", "opsd_ranks_left_out",
+        "opsd_slurm_answer_age_seconds",
         "opsd_storage_nvme_smart_readable",
     ),
     "the kernel gives out more than memory can hold": ("opsd_host_open_files", "opsd_host_open_files_max"),
@@ -70,8 +72,9 @@ def exported() -> Iterator[str]:
 
 def unread() -> set[str]:
     judged = text_of(Path(runbooks.__file__).parent, "**/*.py")
-    shown = text_of(Path(dashboards.__file__).parent, "**/*.py")
-    return set(exported()) - read_by(judged) - read_by(shown)
+    shown = text_of(Path(dashboards.__file__).parent, "*.py")
+    alerted = text_of(FOLDER, "*.yml")
+    return set(exported()) - read_by(judged) - read_by(shown) - read_by(alerted)
 
 
 def test_every_series_is_judged_or_has_a_reason() -> None:
