@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from opsd.agent import metrics
 from opsd.agent.actions import Executor, Intended
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
@@ -20,7 +21,7 @@ from opsd.agent.policy import Limits
 from opsd.agent.responder import Responder
 from opsd.agent.window import Window
 from opsd.collectors import witnesses
-from opsd.collectors.base import NoData
+from opsd.collectors.base import NoData, Sample
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Action, Incident
 from opsd.scenarios.model import Mode, Scenario
@@ -51,10 +52,14 @@ class _SimulatedExecutor(Executor):
         self.outcomes.put(Outcome(incident, number, not fails, fails or "done"))
 
 
+Looked = Callable[[Sequence[Incident], Sequence[Sequence[Sample]]], None]
+
+
 class _Player:
-    def __init__(self, scenario: Scenario, mode: Mode, look_s: float) -> None:
+    def __init__(self, scenario: Scenario, mode: Mode, look_s: float, looked: Looked | None) -> None:
         self.played = PlayedScenario(mode)
-        self._scenario, self._look_s = scenario, look_s
+        self._scenario, self._look_s, self._looked = scenario, look_s, looked
+        self._collected: list[Sequence[Sample]] = []
         self._node = SimulatedNode(scenario)
         self._order = itertools.count()
         self._agent_restarts = False
@@ -86,6 +91,8 @@ class _Player:
                     journal, window, responder = self._agent(Path(folder))
                 self._look(window)
                 responder.respond(window)
+                if self._looked is not None:
+                    self._looked(responder.current, self._exported(responder))
             journal.close()
         self._keep(responder)
         return self.played
@@ -105,13 +112,26 @@ class _Player:
 
     def _look(self, window: Window) -> None:
         window.begin(self._node.now, self._node.wall)
-        window.add("agent", self._node.health())
+        health = self._node.health()
+        window.add("agent", health)
+        self._collected = [health.samples]
         for collector in COLLECTORS:
             reading = self._node.read(collector)
             if isinstance(reading, NoData):
                 window.forget(collector)
             else:
                 window.add(collector, reading)
+                self._collected.append(reading.samples)
+
+    def _exported(self, responder: Responder) -> Sequence[Sequence[Sample]]:
+        """What a scrape would get now."""
+        kinds = [book.kind for book in RUNBOOKS]
+        return [
+            metrics.runbook_samples(kinds, responder.current, responder.opened, {}),
+            metrics.cost_samples(kinds, responder.cost),
+            metrics.action_samples(responder.actions),
+            *self._collected,
+        ]
 
     def _responder(self, journal: Journal) -> Responder:
         log = Log(self._logged)
@@ -149,9 +169,10 @@ class _Player:
         return stepped
 
 
-def play(scenario: Scenario, mode: Mode, look_s: float = 1.0) -> PlayedScenario:
+def play(scenario: Scenario, mode: Mode, look_s: float = 1.0, looked: Looked | None = None) -> PlayedScenario:
     """Play ``scenario`` once, in real code and virtual time; the agent looks every ``look_s`` seconds.
 
-    Raises ScenarioError for a series that does not exist.
+    After each look ``looked`` gets the incidents that are not over, and the samples that the agent exports. Raises
+    ScenarioError for a series that does not exist.
     """
-    return _Player(scenario, mode, look_s).play()
+    return _Player(scenario, mode, look_s, looked).play()
