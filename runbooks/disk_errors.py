@@ -14,7 +14,7 @@ _NO_DISK = compile(r"(?:loop|sr|fd|zram|ram|nbd)\d")
 """Devices without a disk of the node behind them: the errors of a mounted image, which any user may have made."""
 
 _LOST = compile(r"Disabling|Removing|Device not ready|no available path")
-_POLLED = "completion polled"
+_POLLED, _GONE = "completion polled", "SAS host is non-operational"
 
 
 def _disk(data: Data) -> bool:
@@ -67,6 +67,14 @@ ROWS = (
         "device",
         within_s=HOUR_S,
     ),
+    Row("controller_error", "{device} is lost: {outcome}", has("outcome", _GONE), "device", critical=True),
+    Row(
+        "controller_error",
+        "the firmware of {device} has failed: {outcome}",
+        lambda data: text(data, "outcome") != _GONE,
+        "device",
+        within_s=HOUR_S,
+    ),
     Row("nvme_error", "{device} loses interrupts", has("outcome", _POLLED), "device", at_least=3, within_s=HOUR_S),
     Row("io_error", "I/O errors of {device}", _disk, "device", within_s=HOUR_S),
     Row("filesystem_error", "errors of the file system on {device}", _disk, "device", within_s=HOUR_S),
@@ -82,6 +90,7 @@ RUNBOOK = kernel_runbook(
 The kernel has reported trouble with a disk. It is one of these:
 - An NVMe controller does not answer in time and is reset, or is given up.
 - A disk has I/O errors.
+- The firmware of a SAS or RAID controller has failed, or the controller is gone.
 - A file system on it has errors. Some are set to read-only or shut down for that.
 - An array of software RAID has failed or lacks a disk. `/proc/mdstat` counts as well.
 

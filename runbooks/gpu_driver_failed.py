@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, Series, View
 from opsd.runbooks.lib.gpus import gpu_culprit
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Lasting, Row, kernel_runbook, lasting_fault
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Lasting, Row, has, kernel_runbook, lasting_fault
 from opsd.runbooks.lib.signals import text
 
 ROWS = (
@@ -27,6 +27,19 @@ ROWS = (
         "gpu_firmware_silent",
         "a GPU (number {instance} of the driver) does not go on: {cause}",
         lambda data: "locked" in text(data, "cause"),
+        within_s=HOUR_S,
+    ),
+    Row(
+        "gpu_driver_fatal",
+        "the driver fails every new program until the node is rebooted: {cause}",
+        has("asks", "os reboot"),
+        critical=True,
+    ),
+    Row(
+        "gpu_driver_fatal",
+        "a GPU waits for its reset: {cause}",
+        has("asks", "Reset required"),
+        critical=True,
         within_s=HOUR_S,
     ),
     Row(
@@ -101,9 +114,10 @@ RUNBOOK = kernel_runbook(
 
 ## Meaning
 `RmInitAdapter failed` or a probe that failed: the driver is loaded and cannot start this GPU. Or the GPU's firmware
-(GSP) no longer answers the driver, or the driver's watchdog says that a GPU is locked, without an Xid. Or the module
-`nvidia-peermem` does not load beside the present network driver (a symbol of another version), or reports an invalid
-context.
+(GSP) no longer answers the driver, or the driver's watchdog says that a GPU is locked, without an Xid. Or the driver
+says that it needs a reboot (`uvm encountered global fatal error`) or a GPU its reset (`NV_ERR_RESET_REQUIRED`). Or the
+module `nvidia-peermem` does not load beside the present network driver (a symbol of another version), or reports an
+invalid context.
 
 Two more are seen without a message, once they have lasted for two minutes. The driver lacks a GPU that is on the PCI
 bus. Or its library on the node's disk is of another release than the loaded module, mostly after an unattended upgrade.

@@ -37,6 +37,16 @@ MESSAGES = [
         {"instance": "6", "cause": "heartbeat timed out"},
     ),
     (
+        "NVRM: nvGpuOpsReportFatalError: uvm encountered global fatal error 0x60, requiring os reboot to recover.",
+        "gpu_driver_fatal",
+        {"cause": "uvm encountered global fatal error 0x60", "asks": "os reboot"},
+    ),
+    (
+        "mpt3sas_cm0: SAS host is non-operational !!!!",
+        "controller_error",
+        {"device": "mpt3sas_cm0", "outcome": "SAS host is non-operational"},
+    ),
+    (
         "DMAR: [DMA Read NO_PASID] Request device [0x3b:0x00.0] fault addr 0x1000 [fault reason 0x06] PTE Read access",
         "iommu_fault",
         {"access": "Read", "pci_bus_id": "00000000:3B:00.0"},

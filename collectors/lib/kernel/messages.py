@@ -52,6 +52,16 @@ _GPU = (
         r"NVRM: (?:GPU(?P<instance>\d+) )?krcWatchdog\w*: .*?(?P<cause>GPU is probably locked)",
     ),
     _rule(
+        "gpu_driver_fatal",
+        "global fatal error",
+        r"NVRM: (?:\w+: )?(?P<cause>uvm encountered a? ?global fatal error 0x[0-9a-f]+), requiring (?P<asks>os reboot)",
+    ),
+    _rule(
+        "gpu_driver_fatal",
+        "NV_ERR_RESET_REQUIRED]",
+        r"NVRM: nv(?:Assert|Check)\w*: .*?failed: (?P<asks>Reset required) \[(?P<cause>NV_ERR_RESET_REQUIRED)\]",
+    ),
+    _rule(
         "peermem_error",
         "nv_get_p2p_free_callback",
         r"(?:nvidia-peermem|nv_mem) nv_get_p2p_free_callback:\d+ .*?(?P<cause>invalid \w+)",
@@ -212,6 +222,17 @@ _DEVICES = (
         r"md/raid\w*:?(?P<device>md\w+): Disk failure on (?P<disk>[\w-]+)(?: detected)?, "
         r"(?P<outcome>failing array|disabling device)",
     ),
+    _rule(
+        "controller_error",
+        "_cm",
+        r"(?P<device>mpt[23]sas_cm\d+): (?P<outcome>SAS host is non-operational|fault_state\(0x[0-9a-f]+\))",
+    ),
+    _rule(
+        "controller_error",
+        "FAULT state",
+        rf"megaraid_sas {_PCI}: (?:Found )?(?P<outcome>FW in FAULT state)",
+        device="megaraid_sas",
+    ),
     _rule("raid_failed", "Cannot continue", r"md/raid\w*:?(?P<device>md\w+): (?P<outcome>Cannot continue operation)"),
     _rule("io_error", "Buffer I/O error", rf"Buffer I/O error on dev(?:ice)? {_DEVICE}, logical block"),
     _rule(
@@ -335,7 +356,15 @@ _FILESYSTEMS = (
     ),
     _rule("filesystem_readonly", "forced readonly", rf"(?P<fs>BTRFS).*?\(device {_DEVICE}"),
     _rule("filesystem_shutdown", "XFS (", rf"(?P<fs>XFS) \({_DEVICE}\): .*(?:[Ss]hutting down|has been shut down)"),
-    _rule("filesystem_error", "EXT4-fs error", rf"(?P<fs>EXT4)-fs error \(device {_DEVICE}\)"),
+    _rule(
+        "filesystem_shutdown", "has been suspended", r"WARNING: Pool '(?P<device>[^']+)' has encountered an ", fs="ZFS"
+    ),
+    _rule("filesystem_error", "-fs error", rf"(?P<fs>EXT[234])-fs error \(device {_DEVICE}\)"),
+    _rule(
+        "filesystem_error",
+        "EXT4-fs warning",
+        rf"(?P<fs>EXT4)-fs warning \(device {_DEVICE}\): ext4_end_bio:\d+: I/O error",
+    ),
     _rule("filesystem_error", "EXT4-fs (", rf"(?P<fs>EXT4)-fs \({_DEVICE}\): .*(?:I/O error|failed to)"),
     _rule(
         "filesystem_error", "Aborting journal", r"Aborting journal on device (?P<device>\S+?)(?:-\d+)?\.?$", fs="EXT4"

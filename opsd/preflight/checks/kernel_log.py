@@ -33,6 +33,8 @@ _WINDOW_S: Final = 86_400.0
 _HARMLESS: Final = frozenset({XidAction.NONE, XidAction.IGNORE, XidAction.RESTART_APP, XidAction.WORKFLOW})
 _FATAL: Final = frozenset(
     {
+        "controller_error",
+        "gpu_driver_fatal",
         "gpu_init_failed",
         "gpu_firmware_silent",
         "kernel_oops",
