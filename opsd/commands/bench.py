@@ -36,14 +36,15 @@ BENCHES = {
     "soak": "the agent under attack for an hour: memory, scrapes, and whether anything is lost",
     "stragglers": "what comparing the step times of 4,096 ranks costs the leader",
     "swap": "how long a run stops when it loses a node, on a real Slurm cluster in namespaces",
+    "wording": "what other monitors match in the kernel log, and opsd does not",
     "trainer": "tokens/s of the trainer beside torchtitan and transformers' Llama under FSDP2; start of eight ranks",
 }
-LONG = ("faults", "simulate", "soak", "swap")
-"""Left out of ``--names``, and so of ``make bench``."""
+LONG = ("faults", "simulate", "soak", "swap", "wording")
+"""Left out of ``--names``, and so of ``make bench``: they take long, or fetch."""
 OPTIONS = {
     "nodes": ("protocol", "rendezvous"), "trials": ("faults", "simulate", "swap"),
     "seed": ("detect", "faults", "simulate"), "scenario": ("swap",), "hours": ("soak",),
-    "outside": ("detect",),
+    "outside": ("detect", "wording"),
 }  # fmt: skip
 """Options that only some benchmarks have."""
 
@@ -87,7 +88,7 @@ def _listed(names: Sequence[str]) -> str:
     "--outside",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Of detect: judge only the larger sets that were cloned into FOLDER; docs/benchmarks.md says which.",
+    help="Of detect and wording: judge only what was cloned into FOLDER; docs/benchmarks.md says what.",
 )
 @option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
 @option("--hours", type=Finite(min=0.02), help="Of soak: how long it lasts; 1 unless given.")
