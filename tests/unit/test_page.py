@@ -129,6 +129,14 @@ def test_everything_that_matters_is_on_it() -> None:
         assert said in text
 
 
+def test_problems_come_first_and_what_is_over_after_the_inventory() -> None:
+    """As in `opsd status`: problems, cost, what is being done, the inventory."""
+    past = incident("past", summary="it is over", state=State.RESOLVED, resolved_at=WALL - 200, opened_at=WALL - 300)
+    text = Structure(page(snapshot(incidents=(incident("a"), incident("b", kind="gpu_ecc")), ended=(past,)))).text
+    order = ("Open incidents", "Who acts", "Runs and checkpoints", "Ranks", "it is over", "What opsd sees with")
+    assert [*map(text.index, order)] == sorted(map(text.index, order))
+
+
 def test_a_spare_says_whether_it_is_ready() -> None:
     """With the age of the verdict; another node says nothing of it."""
     verdict = json.dumps({"ready": True, "expires_at": 200.0, "checked_at": 40.0, "staged_bytes": 1})

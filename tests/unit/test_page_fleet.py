@@ -55,12 +55,30 @@ def test_what_needs_a_look_comes_first() -> None:
         assert said in text
 
 
+def test_the_problems_of_all_nodes_come_before_the_list_of_nodes() -> None:
+    """With what each costs, who acts, and a link to the incident on its node; without any it says so."""
+    ill = {
+        "incidents": {"critical": 1},
+        "worst": "GPU 3 is lost",
+        "worst_id": "a/b",
+        "cost": "8 GPUs",
+        "acts": "you act",
+    }
+    silent = Answer("node-4", "http://node-4:9477", problem="timed out")
+    found = page(told("node-2"), told("node-3", **ill), silent)
+    problems = found.text.partition("Problems")[2].partition("Repair")[0]
+    for said in ("node-3", "GPU 3 is lost", "8 GPUs", "you act", "node-4", "timed out"):
+        assert said in problems
+    assert "http://node-3:9477/incident/a%2Fb" in {a["href"] for tag, a in found.tags if tag == "a"}
+    assert "No node that answers has one" in page(told("node-2")).text
+
+
 def test_long_sentences_stay_on_a_line() -> None:
     """They are cut by the browser; a pointer shows all of it, as does the page of the node."""
     long = "GPU 3 is throttled by " + "sw_thermal, " * 12
     found = page(told("node-2", incidents={"warning": 2}, worst=long), slurm=(Node("node-2", "idle", reason=long),))
     briefs = [a["title"] for tag, a in found.tags if tag == "span" and a.get("class") == "brief"]
-    assert briefs == [long, long]
+    assert briefs == [long]
 
 
 def test_runs_lead_to_their_pages_on_their_nodes() -> None:
@@ -97,6 +115,7 @@ def test_a_node_in_brief() -> None:
     )
     brief = node_summary(shown, "node-17", 1003.0)
     assert (brief.incidents, brief.worst) == ({"warning": 1, "critical": 1}, "lost")
+    assert (brief.worst_id, brief.acts) == ("b", "you act: opsd only observes") and brief.cost
     assert (brief.gpus, brief.gpus_lost, brief.spare, brief.age_s) == (2, 1, True, 3.0)
     assert brief.runs[0].state == "running, no launcher"
     status, body, _ = App(lambda: shown, {"node": "node-17"}, stale_s=5.0)(Request("/api/v1/node", {}))

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.agent.brief import cost_now
+from opsd.agent.brief import brief, cost_now
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.incident_page import incident_page, timeline
-from opsd.agent.web.incidents import grouped, incident_cards, incident_path, ranges
+from opsd.agent.web.incidents import Listing, ended_card, grouped, incident_path, open_card, ranges
 from opsd.runbooks.base import Cost, Culprit, Evidence, Incident, Severity, State
 from tests.fakes.incidents import WALL, incident
 from tests.unit.test_page import HOSTILE, Structure, snapshot
@@ -29,7 +29,7 @@ def crash(id: str = "crash", **changes: Any) -> Incident:
 
 
 def cards(*known: Incident) -> Structure:
-    return Structure(incident_cards(known, WALL + 60).encode())
+    return Structure(open_card(Listing(known, WALL + 60, "node-17")).encode())
 
 
 def test_equal_incidents_are_one_row() -> None:
@@ -40,6 +40,21 @@ def test_equal_incidents_are_one_row() -> None:
     assert found.text.index("rank 5 died") < found.text.index("5 GPUs")
     links = [str(a["href"]) for tag, a in found.tags if tag == "a" and "/incident/throttle" in str(a["href"])]
     assert links == [f"/incident/throttle-{gpu}" for gpu in (0, 1, 2, 5, 7)]
+
+
+def test_an_open_incident_says_who_acts_and_with_what() -> None:
+    """Before its evidence, on every page that lists it; one of a group names the first. One that is over does not."""
+    hot = throttled(3, evidence=(Evidence("as hot as that", "driver", WALL),), cost=Cost(text="a tenth"))
+    text = re.sub(r"\s+", " ", cards(hot).text)
+    told = brief(hot, "observe", "node-17")
+    order = ("GPU 3 is throttled", "a tenth", told.acts, told.command, "as hot as that")
+    assert [*map(text.index, order)] == sorted(map(text.index, order))
+    group = cards(throttled(4), throttled(5))
+    assert ("pre", {"class": "command"}) in group.tags and brief(
+        throttled(4), "observe", "node-17"
+    ).command in group.text
+    over = replace(hot, resolved_at=WALL + 9, state=State.RESOLVED)
+    assert "Who acts" not in Structure(ended_card(Listing([over], WALL + 60, "node-17")).encode()).text
 
 
 def test_what_differs_in_what_matters_stays_apart() -> None:
@@ -133,7 +148,8 @@ def test_what_was_written_into_it_has_no_effect() -> None:
         actions=({"verb": HOSTILE, "target": HOSTILE, "outcome": HOSTILE, "at": WALL, "reason": HOSTILE},),
     )  # fmt: skip
     shown = snapshot(incidents=(hostile, incident("s", cause=HOSTILE, summary=HOSTILE)))
-    for page in (incident_page(shown, hostile, HOSTILE), incident_cards([hostile, hostile], WALL).encode()):
+    listing = Listing([hostile, hostile], WALL, HOSTILE)
+    for page in (incident_page(shown, hostile, HOSTILE), open_card(listing).encode()):
         found = Structure(page)
         assert not {tag for tag, _ in found.tags} & {"script", "img"}
         assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)

@@ -15,7 +15,7 @@ from opsd.agent.web.ledgers import LedgerResult
 from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.collectors.base import Metric, Sample, StepFact
 from opsd.collectors.lib.rank_series import MFU, ROUTER_DROPPED, ROUTER_ENTROPY, ROUTER_LIMIT, ROUTER_LOAD
-from tests.fakes.incidents import incident
+from tests.fakes.incidents import WALL, incident
 from tests.unit.test_page import HOSTILE, Structure, rank, run, samples, snapshot
 from tests.unit.test_plan_forecast import PLAN
 
@@ -68,6 +68,34 @@ def test_everything_about_a_job_is_on_it() -> None:
     for said in ("job 4242", "25,000", "41.0%", "2 of 8", "ours", "ETTR 90.0%", "productive", "15 min", "1234"):
         assert said in text
     assert "of others" not in text and "load" not in text
+
+
+def test_problems_come_first_then_cost_runs_and_nodes() -> None:
+    """As in `opsd status`."""
+    over = incident("past", job="4242", summary="a past one", resolved_at=WALL)
+    found = page(incidents=(incident(job="4242", summary="ours"),), ended=(over,))
+    assert found is not None
+    text = Structure(found).text
+    order = (
+        "ours",
+        "Where the time of train went",
+        "Run train",
+        "Nodes of the job",
+        "Speed and learning",
+        "a past one",
+    )
+    assert [*map(text.index, order)] == sorted(map(text.index, order))
+
+
+def test_the_trackers_of_a_run_are_linked() -> None:
+    """W&B by its address, TensorBoard by the command that shows its folder; nothing but an address becomes a link."""
+    places = {"wandb": "https://wandb.ai/a/b/runs/c?x=1&y", "tensorboard": "/runs/a b/tensorboard"}
+    found = page(made=LedgerResult({**LEDGER, "places": places}))
+    assert found is not None and "tensorboard --logdir '/runs/a b/tensorboard'" in Structure(found).text
+    assert places["wandb"] in {a["href"] for tag, a in Structure(found).tags if tag == "a"}
+    for odd in ({"wandb": "javascript:alert(1)"}, {"wandb": "https://" + "x" * 999}, [], None):
+        shown = page(made=LedgerResult({**LEDGER, "places": odd}))
+        assert shown is not None and "Weights" not in Structure(shown).text
 
 
 def test_a_mixture_of_experts_shows_its_routers() -> None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from opsd import __version__
 from opsd.agent.loop import Snapshot
+from opsd.agent.web.incidents import Listing
 from opsd.agent.web.job_nodes import JobNodes
 from opsd.agent.web.other_agents import Answer, OtherAgents, OtherNodes
 from opsd.agent.web.parts import TONES, run_state_text
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 FRESH_S: Final = 20.0
 MAX_ASKED: Final = 512
 MAX_RUNS: Final = 8
+MAX_SAID: Final = 200
 _GONE: Final = ("future", "unknown")
 
 
@@ -46,7 +48,8 @@ class RunSummary(BaseModel):
 class NodeSummary(BaseModel):
     """What an agent says of its node in brief: the answer of ``/api/v1/node``.
 
-    ``incidents`` are the numbers of open ones by severity, symptoms left out; ``worst`` is the summary of the gravest.
+    ``incidents`` are the numbers of open ones by severity, symptoms left out. ``worst`` is the summary of the gravest,
+    ``cost`` what that costs now, ``acts`` who acts, and ``worst_id`` its id.
     ``spare`` is None on a node that is no spare, else whether it is ready. ``repair`` is where its repair is, "" if
     there is none. ``age_s`` is the age of what is told.
     """
@@ -61,6 +64,9 @@ class NodeSummary(BaseModel):
     runs: tuple[RunSummary, ...] = ()
     incidents: Mapping[str, int] = {}
     worst: str = Field(default="", max_length=4096)
+    worst_id: str = Field(default="", max_length=256)
+    cost: str = Field(default="", max_length=MAX_SAID)
+    acts: str = Field(default="", max_length=MAX_SAID)
     spare: bool | None = None
     repair: str = Field(default="", max_length=80)
     lemon: bool = False
@@ -74,6 +80,7 @@ def node_summary(
     roots = [incident for incident in snapshot.incidents if incident.cause is None]
     severities = [*TONES]
     worst = min(roots, key=lambda incident: severities.index(incident.severity), default=None)
+    told = Listing.of(snapshot, node).brief(worst) if worst else None
     ready, repair = snapshot.value("opsd_spare_ready"), repair_now(snapshot)
     return NodeSummary(
         node=node,
@@ -85,7 +92,10 @@ def node_summary(
             _run_summary(run, forecast_of(run) if run.run in leading else None) for run in snapshot.runs[:MAX_RUNS]
         ),
         incidents=Counter(incident.severity.value for incident in roots),
-        worst=worst.summary[:200] if worst else "",
+        worst=worst.summary[:MAX_SAID] if worst else "",
+        worst_id=worst.id[:256] if worst else "",
+        cost=told.cost[:MAX_SAID] if told else "",
+        acts=told.acts[:MAX_SAID] if told else "",
         spare=None if ready is None else bool(ready),
         repair=repair.text[:80] if repair else "",
         lemon=snapshot.value("opsd_node_lemon") == 1,

@@ -1,4 +1,4 @@
-"""The page of all nodes: state, runs, incidents and spares at a glance. Pure."""
+"""The page of all nodes: their problems first, then state, runs and spares of each. Pure."""
 
 from __future__ import annotations
 
@@ -7,12 +7,27 @@ from typing import Final
 from urllib.parse import quote
 
 from opsd.agent.web.fleet import FleetView, NodeSummary
-from opsd.agent.web.html import Html, brief, card, document, facts, h, join, link, nothing, pill, table, whole
+from opsd.agent.web.html import (
+    Html,
+    brief,
+    card,
+    document,
+    facts,
+    h,
+    join,
+    link,
+    nothing,
+    pill,
+    stacked_table,
+    table,
+    whole,
+)
 from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.agent.web.parts import STATE_TONES, TONES, span
 from opsd.slurm.port import Node
 
 MAX_ROWS: Final = 256
+MAX_PROBLEMS: Final = 16
 STALE_S: Final = 10.0
 ALONE: Final = FleetView(
     OtherNodes(
@@ -39,8 +54,47 @@ def fleet_page(here: NodeSummary, view: FleetView, *, refresh_s: int) -> bytes:
     footer = join((link("/", here.node), link("/runbooks/", "runbooks"), again), " · ")
     worst = {severity for a in answers if a.summary for severity in a.summary.incidents}
     tone = next((tone or "warn" for severity, tone in TONES.items() if severity.value in worst), "good")
-    main = card("nodes", "Nodes", body)
+    main = join((_problems(nodes), card("nodes", "Nodes", body)))
     return document("all nodes – opsd", header, main, footer, refresh_s=refresh_s, tone=tone)
+
+
+def _problems(nodes: Sequence[Answer[NodeSummary]]) -> Html:
+    """The nodes with critical incidents, lost GPUs, warnings or no answer: what, its cost, who acts."""
+    rows = [
+        (
+            link(f"{answer.url}/", answer.node) if answer.url or answer.summary else answer.node,
+            _problem(answer),
+            (answer.summary and answer.summary.cost) or "–",
+            (answer.summary and answer.summary.acts) or "–",
+        )
+        for answer in nodes
+        if _in_trouble(answer)
+    ]
+    if not rows:
+        return card("problems", "Problems", nothing("No node that answers has one."))
+    listed = stacked_table("Problems", ("Node", "Gravest problem", "Costs now", "Who acts"), rows[:MAX_PROBLEMS])
+    rest = len(rows) - MAX_PROBLEMS
+    more = nothing(f"and {rest} more, listed below") if rest > 0 else Html("")
+    return card("problems", "Problems", join((listed, more)))
+
+
+def _in_trouble(answer: Answer[NodeSummary]) -> bool:
+    known = answer.summary
+    if known is None:
+        return bool(answer.problem)
+    grave = known.incidents.get("critical") or known.incidents.get("warning")
+    return bool(grave or known.gpus_lost or known.age_s > STALE_S)
+
+
+def _problem(answer: Answer[NodeSummary]) -> Html:
+    known = answer.summary
+    if known is None:
+        return join((pill("no answer", "bad"), answer.problem), " ")
+    stale = [pill(f"agent stands still for {span(known.age_s)}", "bad")] if known.age_s > STALE_S else []
+    lost = [pill(f"{known.gpus_lost} GPUs lost", "bad")] if known.gpus_lost and not known.worst else []
+    page = f"{answer.url}/incident/{quote(known.worst_id, safe='')}"
+    worst = link(page, known.worst) if known.worst_id else h(known.worst)
+    return join((*stale, *lost, *_counts(known), worst), " ")
 
 
 def _sums(known: Sequence[NodeSummary], nodes: int) -> Html:
@@ -87,7 +141,7 @@ def _row(answer: Answer[NodeSummary], node: Node | None) -> Sequence[object]:
     lost = join((f"{known.gpus} ", pill(f"{known.gpus_lost} lost", "bad"))) if known.gpus_lost else h(known.gpus)
     runs = join(_runs(known, answer.url), ", ") if known.runs else h("–")
     spare = {True: pill("ready", "good"), False: pill("not ready", "warn"), None: h("–")}[known.spare]
-    return name, _incidents(known), agent, lost, _slurm(node), _repair(known), spare, runs
+    return name, join(_counts(known), " ") or h("none"), agent, lost, _slurm(node), _repair(known), spare, runs
 
 
 def _runs(known: NodeSummary, url: str) -> Iterator[Html]:
@@ -100,15 +154,12 @@ def _runs(known: NodeSummary, url: str) -> Iterator[Html]:
         yield join((whole(join((link(where, said), pill(run.state, tone)), " ")), *outlook), " ")
 
 
-def _incidents(known: NodeSummary) -> Html:
-    if not known.incidents:
-        return h("none")
-    counts = (
+def _counts(known: NodeSummary) -> list[Html]:
+    return [
         pill(f"{number} {severity.value}", tone)
         for severity, tone in TONES.items()
         if (number := known.incidents.get(severity.value))
-    )
-    return join((join(counts, " "), brief(known.worst)), " ")
+    ]
 
 
 def _repair(known: NodeSummary) -> Html:

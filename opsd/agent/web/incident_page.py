@@ -19,6 +19,7 @@ from opsd.agent.web.incidents import (
     done,
     incident_path,
     job_path,
+    next_command,
     page_tone,
     severity_pill,
     state_pills,
@@ -150,7 +151,7 @@ def _box(told: Brief) -> Html:
         ("What it costs now", told.cost),
         ("Who acts", told.acts),
         *([("Who has it", told.owner)] if told.owner else []),
-        (f"Next command, on {told.on}", Html(f'<pre class="command">{h(told.command)}</pre>')),
+        *next_command(told),
     )
     body = "".join(f"<dt>{h(name)}</dt><dd>{h(value)}</dd>" for name, value in rows)
     heading = '<h2 id="first">Do this first</h2>'

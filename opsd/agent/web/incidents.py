@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 from urllib.parse import quote
 
-from opsd.agent.brief import cost_now
+from opsd.agent.brief import Brief, brief, cost_now
 from opsd.agent.by_hand import holder, who_has_it
 from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
+from opsd.agent.loop import Snapshot
+from opsd.agent.web.api import newest_first
 from opsd.agent.web.guides import guide_of
 from opsd.agent.web.html import Html, card, h, join, link, nothing, pill
 from opsd.agent.web.parts import TONES, count, span
@@ -22,6 +25,34 @@ MAX_LISTED: Final = 6
 """Number of sentences of evidence, actions and symptoms shown for an incident; its page has them all."""
 
 Group = Sequence[Incident]
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The incidents of a page, newest first. ``node`` is the agent's own, ``mode_of`` the policy's mode of a kind."""
+
+    known: Sequence[Incident]
+    wall: float
+    node: str
+    mode_of: Callable[[str], str] = lambda _kind: "observe"
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, node: str, known: Sequence[Incident] | None = None) -> Listing:
+        """All incidents of ``snapshot``, or those ``known`` of them."""
+        return cls(newest_first(snapshot) if known is None else known, snapshot.wall, node, snapshot.mode_of)
+
+    def roots(self) -> list[Incident]:
+        """Those whose cause is not listed."""
+        ids = {i.id for i in self.known}
+        return [i for i in self.known if i.cause not in ids]
+
+    def symptoms(self, group: Group) -> list[Incident]:
+        """The symptoms of all incidents of ``group``."""
+        return [symptom for i in group for symptom in symptoms_of(i.id, self.known)]
+
+    def brief(self, incident: Incident) -> Brief:
+        """What the person on call needs first."""
+        return brief(incident, self.mode_of(incident.kind), self.node, self.symptoms([incident]))
 
 
 def incident_path(incident: Incident) -> str:
@@ -46,21 +77,28 @@ def grouped(incidents: Iterable[Incident]) -> list[Group]:
     return sorted(groups.values(), key=lambda group: severities.index(group[0].severity))
 
 
-def incident_cards(known: Sequence[Incident], wall: float) -> Html:
-    """The current ones of ``known`` (newest first) with details, and the last that are over; ``wall`` is now."""
-    ids = {i.id for i in known}
-    roots = [i for i in known if i.cause not in ids]
-    open_ones = grouped(i for i in roots if i.resolved_at is None)
-    ended = sorted(grouped(i for i in roots if i.resolved_at is not None), key=lambda group: -_end(group))
-    rest = len(open_ones) - MAX_GROUPS
+def open_card(listing: Listing) -> Html:
+    """The open incidents with details, the gravest first, and the cost of all of them."""
+    open_ones = [i for i in listing.roots() if i.resolved_at is None]
+    if not open_ones:
+        return card("incidents", "Open incidents", nothing("None is open."))
+    groups = grouped(open_ones)
+    rest = len(groups) - MAX_GROUPS
     more = nothing(f"{count(rest, 'more kind')}: /api/v1/incidents?state=current") if rest > 0 else Html("")
-    body = join(_group(group, known, wall) for group in open_ones[:MAX_GROUPS])
-    past = join(_group(group, known, wall) for group in ended[:MAX_ENDED])
-    return join(
-        (
-            card("incidents", "Open incidents", join((body, more)) if open_ones else nothing("None is open.")),
-            card("ended", "Incidents that are over", past) if ended else Html(""),
-        )
+    lost = joint_gpu_seconds([*open_ones, *listing.symptoms(open_ones)])
+    total = nothing(f"Together they have cost {gpu_time(lost)} so far.") if lost and len(open_ones) > 1 else Html("")
+    body = join(_group(group, listing) for group in groups[:MAX_GROUPS])
+    return card("incidents", "Open incidents", join((body, more, total)))
+
+
+def ended_card(listing: Listing) -> Html:
+    """The last incidents that are over; empty without any."""
+    ended = grouped(i for i in listing.roots() if i.resolved_at is not None)
+    latest = sorted(ended, key=lambda group: -_end(group))[:MAX_ENDED]
+    return (
+        card("ended", "Incidents that are over", join(_group(group, listing) for group in latest))
+        if ended
+        else Html("")
     )
 
 
@@ -106,13 +144,13 @@ def _end(group: Group) -> float:
     return max(i.resolved_at or 0.0 for i in group)
 
 
-def _group(group: Group, known: Sequence[Incident], wall: float) -> Html:
+def _group(group: Group, listing: Listing) -> Html:
     first, over = group[0], group[0].resolved_at is not None
-    began = wall - (_end(group) if over else min(i.opened_at for i in group))
+    began = listing.wall - (_end(group) if over else min(i.opened_at for i in group))
     said = first.summary if len(group) == 1 else f"{title_of(first.kind)}: {_members(group)}"
     when = h(f" – {f'ended {span(began)} ago' if over else f'for {span(began)}'}")
     head = join((severity_pill(first), state_pills(group), holder_pills(group), said, when))
-    body = _details(first, symptoms_of(first.id, known), wall) if len(group) == 1 else _several(group, known, wall)
+    body = _details(first, listing) if len(group) == 1 else _several(group, listing)
     unfold = not over and first.severity is not Severity.INFO
     return Html(f"<details{' open' if unfold else ''}><summary>{head}</summary>{body}</details>")
 
@@ -154,19 +192,20 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in runs)
 
 
-def _several(group: Group, known: Sequence[Incident], wall: float) -> Html:
-    symptoms = [symptom for i in group for symptom in symptoms_of(i.id, known)]
+def _several(group: Group, listing: Listing) -> Html:
+    symptoms = listing.symptoms(group)
     lost = joint_gpu_seconds([*group, *symptoms])
     members = sorted(group, key=lambda i: (i.culprit.gpu or 0, i.culprit.rank or 0, i.opened_at))
     named = len(_runs(group)) > 1
-    each: list[object] = [link(incident_path(i), _member(i, wall, named=named)) for i in members[:MAX_MEMBERS]]
+    each: list[object] = [link(incident_path(i), _member(i, listing.wall, named=named)) for i in members[:MAX_MEMBERS]]
     if len(group) > len(each):
         each.append(f"and {len(group) - len(each)} more")
     return _rows(
         (
             ("Such as", group[0].summary),
-            ("Each", join(each, ", ")),
             ("Cost", f"{gpu_time(lost)} together" if lost else ""),
+            *_who_acts(members, listing),
+            ("Each", join(each, ", ")),
             *_where(group),
             ("Symptoms", bullets(_some([symptom.summary for symptom in symptoms]))),
             ("Runbook", link(f"/runbooks/{quote(group[0].kind)}", title_of(group[0].kind))),
@@ -174,13 +213,15 @@ def _several(group: Group, known: Sequence[Incident], wall: float) -> Html:
     )
 
 
-def _details(incident: Incident, symptoms: Sequence[Incident], wall: float) -> Html:
-    evidence = [f"{evidence.text} – {span(wall - evidence.newest)} ago" for evidence in incident.evidence]
+def _details(incident: Incident, listing: Listing) -> Html:
+    symptoms = listing.symptoms([incident])
+    evidence = [f"{evidence.text} – {span(listing.wall - evidence.newest)} ago" for evidence in incident.evidence]
     return _rows(
         (
+            ("Cost", cost_now(incident, symptoms)),
+            *_who_acts([incident], listing),
             ("Who has it", who_has_it(incident)),
             ("Culprit", f"{incident.culprit} ({incident.confidence:.0%} sure)"),
-            ("Cost", cost_now(incident, symptoms)),
             *_where([incident]),
             ("Evidence", bullets(_some(evidence))),
             ("Done", bullets(_some([done(action) for action in incident.actions]))),
@@ -192,6 +233,20 @@ def _details(incident: Incident, symptoms: Sequence[Incident], wall: float) -> H
     )
 
 
+def _who_acts(members: Group, listing: Listing) -> list[tuple[str, object]]:
+    """Who acts, and the next command for the first of ``members``; empty once they are over."""
+    if members[0].resolved_at is not None:
+        return []
+    told = [listing.brief(i) for i in members[:MAX_MEMBERS]]
+    acts = _some([*dict.fromkeys(each.acts for each in told)])
+    return [("Who acts", acts[0] if len(acts) == 1 else bullets(acts)), *next_command(told[0])]
+
+
+def next_command(told: Brief) -> list[tuple[str, object]]:
+    """The command with the node on which it runs; one click selects it whole."""
+    return [(f"Next, on {told.on}", Html(f'<pre class="command">{h(told.command)}</pre>'))]
+
+
 def _where(group: Group) -> list[tuple[str, object]]:
     jobs, runs = ([*dict.fromkeys(filter(None, names))] for names in ([i.job for i in group], [i.run for i in group]))
     return [
@@ -201,7 +256,7 @@ def _where(group: Group) -> list[tuple[str, object]]:
 
 
 def _rows(rows: Iterable[tuple[str, object]]) -> Html:
-    return Html(f"<dl>{''.join(f'<dt>{name}</dt><dd>{h(value)}</dd>' for name, value in rows if value)}</dl>")
+    return Html(f"<dl>{''.join(f'<dt>{h(name)}</dt><dd>{h(value)}</dd>' for name, value in rows if value)}</dl>")
 
 
 def _some(texts: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
-"""The page of a job: its runs and nodes, the ranks here, incidents, speed, and the ledger of its time. Pure."""
+"""The page of a job: problems, where its time went, its runs, then nodes, ranks and speed. Pure."""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -12,8 +13,8 @@ from opsd.agent.web.api import newest_first
 from opsd.agent.web.course import gpu_charts, run_charts
 from opsd.agent.web.gpus import slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History
-from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.incidents import MAX_GROUPS, incident_cards, page_tone
+from opsd.agent.web.html import MAX_TEXT, Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
+from opsd.agent.web.incidents import MAX_GROUPS, Listing, ended_card, open_card, page_tone
 from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
 from opsd.agent.web.ledgers import LedgerResult, forecast_of
 from opsd.agent.web.other_agents import OtherNodes
@@ -66,12 +67,16 @@ def job_page(
         return None
     values = _values(snapshot)
     told = _incidents(snapshot, id, runs)
+    listing = Listing.of(snapshot, node, told)
+    made = [(run, ledger_of(run)) for run in runs]
     parts = [
-        incident_cards(told, snapshot.wall),
-        *(part for run in runs for part in _run_parts(run, of_job, snapshot, history, ledger_of(run), told)),
+        open_card(listing),
+        *(_ledger(run, ledger) for run, ledger in made),
+        *(part for run, ledger in made for part in _run_parts(run, of_job, snapshot, history, ledger, told)),
         _nodes(here, others_of(runs[0].job) if others_of else ALONE),
         ranks(of_job, now),
         _speed(of_job, values),
+        ended_card(listing),
     ]
     title = f"job {id}" if any(run.job == id for run in runs) else f"run {id}"
     header = join((Html(f"<h1>{h(title)}</h1>"), facts([("node", node), ("seen", f"{now - snapshot.at:.1f} s ago")])))
@@ -87,10 +92,9 @@ def _run_parts(
 ) -> Iterator[Html]:  # fmt: skip
     here = [rank for rank in of_job if rank.run == run.run]
     gpus = [gpu for gpu in snapshot.gpus if gpu.index in {rank.gpu for rank in here}]
-    yield _run(run, here, _values(snapshot), history)
+    yield _run(run, here, _values(snapshot), history, made)
     yield run_charts(run, here, history, made.ledger, told, snapshot.wall)
     yield gpu_charts(gpus, history, told, snapshot.wall, limit_c=slowdown_limit(snapshot))
-    yield _ledger(run, made)
 
 
 def node_of_job(snapshot: Snapshot, id: str, node: str, now: float) -> NodeOfJob | None:
@@ -200,7 +204,7 @@ def _values(snapshot: Snapshot) -> Values:
     return {(metric.name, labels[0], labels[1]): value for metric, value, labels in found}
 
 
-def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: History) -> Html:
+def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: History, made: LedgerResult) -> Html:
     def of(name: str) -> list[float]:
         return [value for (metric, owner, _), value in values.items() if metric == name and owner == run.run]
 
@@ -221,8 +225,19 @@ def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: Histor
         ("learning rate", f"{max(rate):.3g}" if rate else "–"),
         ("checkpoint", f"step {min(saved)}" if saved else "none yet"),
         *([("routers", _routers(*map(max, routers)))] if all(routers) else []),
+        *_trackers((made.ledger or {}).get("places")),
     ]
     return card(f"run-{h(run.run)}", f"Run {run.run}", facts(pairs))
+
+
+def _trackers(found: object) -> Iterator[tuple[str, object]]:
+    """Where the run is in trackers of experiments. The user of the run has written it."""
+    known = found if isinstance(found, Mapping) else {}
+    url, folder = str(known.get("wandb", "")), known.get("tensorboard")
+    if url.startswith(("https://", "http://")) and len(url) <= MAX_TEXT:
+        yield "Weights & Biases", link(url, url.partition("://")[2])
+    if folder:
+        yield "TensorBoard", Html(f"<code>{h(shlex.join(('tensorboard', '--logdir', str(folder))))}</code>")
 
 
 def _routers(load: float, limit: float, entropy: float, dropped: float) -> str:

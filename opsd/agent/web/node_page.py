@@ -1,4 +1,4 @@
-"""The page of a node: incidents, GPUs, runs, ranks and collectors on one screen, complete without JavaScript.
+"""The page of a node: problems, what is being done, then the inventory. It is complete without JavaScript.
 
 It shows a snapshot and the last minutes of a few series. Pure.
 """
@@ -17,7 +17,7 @@ from opsd.agent.web.course import gpu_charts
 from opsd.agent.web.gpus import gpu_table, slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History, current
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.incidents import incident_cards, page_tone
+from opsd.agent.web.incidents import Listing, ended_card, open_card, page_tone
 from opsd.agent.web.jobs import JobOnGpus, cost_text, jobs_on_gpus
 from opsd.agent.web.parts import TONES, count, phase_shares, ranks, run_state, span
 from opsd.agent.web.repairs import repair_card, repair_now
@@ -33,14 +33,16 @@ _HEALTH: Final = {Health.OK: "good", Health.LIMITED: "warn", Health.ERROR: "bad"
 def node_page(snapshot: Snapshot, history: History, about: Mapping[str, Any], *, refresh_s: int, now: float) -> bytes:
     """The page of this node as UTF-8. ``now`` is the monotonic second of the request."""
     node = about.get("node", "")
+    listing = Listing.of(snapshot, str(node))
     parts = (
-        incident_cards(newest_first(snapshot), snapshot.wall),
+        open_card(listing),
         repair_card(snapshot),
-        gpu_table(snapshot, history, str(node)),
-        gpu_charts(snapshot.gpus, history, _of_gpus(snapshot), snapshot.wall, limit_c=slowdown_limit(snapshot)),
         _jobs(snapshot, about),
         _runs(snapshot, history),
+        gpu_table(snapshot, history, str(node)),
+        gpu_charts(snapshot.gpus, history, _of_gpus(snapshot), snapshot.wall, limit_c=slowdown_limit(snapshot)),
         ranks(snapshot.ranks, now),
+        ended_card(listing),
         _collectors(snapshot),
     )
     header = join((Html(f"<h1>{h(node)}</h1>"), _summary(snapshot, about, now)))
