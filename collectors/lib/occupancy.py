@@ -60,6 +60,14 @@ class Occupancy:
         found = self._users_on(gpu, pids)
         return user in found or (bool(pids) and not found)
 
+    def holds(self, gpu: int, user: int) -> bool:
+        """True if the driver lists a process of the user on the GPU."""
+        return user in self._users_on(gpu, self.holders.get(gpu, ()))
+
+    def is_free(self, gpu: int) -> bool:
+        """True if the driver lists no process on the GPU."""
+        return self.holders.get(gpu) == ()
+
     def _users_on(self, gpu: int, pids: Sequence[int]) -> frozenset[int]:
         """Whose processes these are. Looked up once for all ranks that ask of the same list."""
         known = self._users.get(gpu)
@@ -85,6 +93,8 @@ class Proof:
         self._process: tuple[int, int] | None = None
         self._identity: Identity | None = None
         self._until = 0.0
+        self._held: tuple[int, tuple[int, int] | None] | None = None
+        """The GPU on which the process was seen, until others take it."""
 
     def owns(self, pid: int, start: int, now: float, here: int | None) -> bool | None:
         """Whether the process with this start time is the owner's; None if it is gone and was never seen.
@@ -109,5 +119,16 @@ class Proof:
         return claimed if claimed and self._occupancy.confirms(claimed, self._owner) else ""
 
     def gpu(self, claimed: int | None) -> int | None:
-        """``claimed`` unless nobody, or another user's processes, hold that GPU."""
-        return claimed if claimed is not None and self._occupancy.may_hold(claimed, self._owner) else None
+        """``claimed`` unless nobody, or another user's processes, hold that GPU.
+
+        The driver's list empties before a rank that dies is known to be dead. So a rank that was seen on the GPU stays
+        on it until others take it.
+        """
+        if claimed is None:
+            return None
+        here = claimed, self._process
+        if self._occupancy.holds(claimed, self._owner):
+            self._held = here
+        elif not self._occupancy.is_free(claimed):
+            self._held = None
+        return claimed if self._held == here or self._occupancy.may_hold(claimed, self._owner) else None

@@ -82,7 +82,18 @@ def test_a_control_group_with_a_sluid_is_the_job_that_slurm_names(occupancy: Occ
 def test_a_gpu_is_who_holds_its(run: Path, collector: RanksCollector, occupancy: Occupancy, other: int) -> None:
     """A page's claim stands unless the driver lists only other users' processes, or says that nobody is on the GPU."""
     reporter(run, gpu=3)
-    for holders, gpu in (({}, 3), ({3: ()}, None), ({3: (other,)}, None), ({3: (other, os.getpid())}, 3)):
+    both = {3: (other, os.getpid())}
+    for holders, gpu in (({}, 3), ({3: ()}, None), ({3: (other,)}, None), (both, 3)):
+        occupancy.holders = holders
+        assert [rank.gpu for rank in ranks(read(collector))] == [gpu]
+
+
+def test_a_rank_keeps_the_gpu_that_it_had(
+    run: Path, collector: RanksCollector, occupancy: Occupancy, other: int
+) -> None:
+    """The list of the driver empties before a rank that dies is known to be dead; others on the GPU end the claim."""
+    reporter(run, gpu=3)
+    for holders, gpu in (({3: (os.getpid(),)}, 3), ({3: ()}, 3), ({3: (other,)}, None), ({3: ()}, None)):
         occupancy.holders = holders
         assert [rank.gpu for rank in ranks(read(collector))] == [gpu]
 
