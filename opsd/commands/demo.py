@@ -191,7 +191,7 @@ class Demo:
         differing = report.differing_steps(undisturbed, disturbed)
         ledger = read_ledger(scene.folder / "disturbed")
         missing = [fault.title for fault in director.faults[len(director.trials) :]]
-        false_alarms, starved = report.alarms(found, self._waited)
+        seen = report.alarms(found, self._waited)
         for output in (console, self.recorder):
             output.print()
             output.print(report.faults_table(director.trials))
@@ -201,14 +201,15 @@ class Demo:
         if why:
             left_out = ", ".join(fault.title for fault in FAULTS if fault.simulated)
             console.print(f"left out: {left_out}, as {why}", markup=False)
-        if starved:
-            console.print(
-                f"opsd noticed: {starved}; tasks waited for a processor in {self._waited:.0%} of the undisturbed run"
-            )
-        for line in report.verdict(director.trials, missing, differing, undisturbed, disturbed, false_alarms):
+        if seen.starved:
+            waited = f"tasks waited for a processor in {self._waited:.0%} of the undisturbed run"
+            console.print(f"opsd noticed: {seen.starved}; {waited}", markup=False)
+        if seen.elsewhere:
+            console.print(f"opsd noticed, of this machine and not of the run: {seen.elsewhere}", markup=False)
+        for line in report.verdict(director.trials, missing, differing, undisturbed, disturbed, seen.false):
             console.print(line)
             self.recorder.print(line)
-        passed = not differing and not missing and not false_alarms and all(t.passed for t in director.trials)
+        passed = not differing and not missing and not seen.false and all(t.passed for t in director.trials)
         count = len(director.trials)
         console.print(
             f"[green]all {count} faults detected, named and repaired[/]" if passed else "[red]the demo failed[/]"

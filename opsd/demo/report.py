@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -84,13 +84,30 @@ STARVED = 0.1
 """Share of the time in which tasks wait for a processor from which ranks take turns, so that one may well be slower."""
 
 
-def alarms(incidents: Sequence[Mapping[str, Any]], waited: float) -> tuple[list[str], str]:
-    """The kinds of incidents that an undisturbed run should not have, and stragglers that wanted for a processor.
+class Alarms(NamedTuple):
+    """Incidents of the undisturbed run. ``false`` has the kinds of those that it should not have.
 
-    ``waited`` is the share of the time in which tasks of this machine waited for one.
+    ``starved`` has the stragglers that wanted for a processor, ``elsewhere`` what is about this machine and not about
+    the demo, such as a full disk. Both are summaries.
     """
+
+    false: list[str]
+    starved: str
+    elsewhere: str
+
+
+def alarms(incidents: Sequence[Mapping[str, Any]], waited: float) -> Alarms:
+    """``waited`` is the share of the time in which tasks of this machine waited for a processor."""
+    elsewhere = [one for one in incidents if not _is_of_demo(one)]
     starved = [one for one in incidents if one["kind"] == "straggler" and waited >= STARVED]
-    return [one["kind"] for one in incidents if one not in starved], ", ".join(one["summary"] for one in starved)
+    false = [one["kind"] for one in incidents if one not in elsewhere and one not in starved]
+    return Alarms(false, *(", ".join(one["summary"] for one in some) for some in (starved, elsewhere)))
+
+
+def _is_of_demo(incident: Mapping[str, Any]) -> bool:
+    """True if it is about the run, or about a GPU."""
+    culprit: Mapping[str, Any] = incident["culprit"]
+    return bool(incident.get("run")) or any(culprit.get(key) is not None for key in ("gpu", "rank"))
 
 
 def stories(trials: Sequence[Trial]) -> list[str]:

@@ -186,11 +186,18 @@ def test_shared_memory_that_does_not_do_is_a_sentence(
 def test_a_slow_processor_is_not_blamed_on_opsd() -> None:
     """Other programs on the machine slow a rank down, which opsd notices rightly; anything else is a false alarm."""
     found = [
-        {"kind": "straggler", "summary": "rank 1 is slow", "culprit": {"component": "rank"}},
-        {"kind": "gpu_throttle", "summary": "GPU 1 is hot", "culprit": {"component": "gpu"}},
+        {"kind": "straggler", "summary": "rank 1 is slow", "culprit": {"component": "rank", "rank": 1}},
+        {"kind": "gpu_throttle", "summary": "GPU 1 is hot", "culprit": {"component": "gpu", "gpu": 1}},
     ]
-    assert alarms(found, 0.3) == (["gpu_throttle"], "rank 1 is slow")
-    assert alarms(found, 0.05) == (["straggler", "gpu_throttle"], "")
+    assert alarms(found, 0.3) == (["gpu_throttle"], "rank 1 is slow", "")
+    assert alarms(found, 0.05) == (["straggler", "gpu_throttle"], "", "")
+
+
+def test_a_full_disk_of_the_machine_is_no_false_alarm() -> None:
+    """The agent of the demo sees the whole machine; what is about the run is one, whoever is to blame."""
+    full = {"kind": "storage_full", "summary": "/ is full", "culprit": {"component": "storage"}}
+    assert alarms([full], 0.0) == ([], "", "/ is full")
+    assert alarms([{**full, "run": "undisturbed"}], 0.0) == (["storage_full"], "", "")
 
 
 def test_gpu_numbers_come_from_the_metrics() -> None:
