@@ -4,24 +4,30 @@ A watcher of a session of its own holds the reading end of a pipe whose other en
 each process and folder. When the pipe closes, since the owner is done or was killed, the watcher ends the processes,
 with all in their groups, and removes the folders. The kernel's own signal for this (``PR_SET_PDEATHSIG``) reaches
 neither grandchildren nor folders.
+
+What other code starts is found by a mark in its environment, which descendants inherit, in sessions of their own too.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Self
 
 ORDERLY_S = 20.0
 """That of most programs: a launcher that stops its ranks in good order takes a few seconds."""
+MARKS = "OPSD_ENDS_WITH"
+"""The variable with the marks of all programs with which a process ends."""
 
 
 class Dependents:
@@ -36,7 +42,10 @@ class Dependents:
             stdin=subprocess.PIPE,
             start_new_session=True,
             text=True,
+            env={name: value for name, value in os.environ.items() if name != MARKS},
         )
+        self._marks_before: str | None = None
+        self._marked = False
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -49,6 +58,17 @@ class Dependents:
         """Have ``path`` removed at the end."""
         self._tell(folder=str(path))
         return path
+
+    def temporary(self, prefix: str, where: Path | None = None) -> Path:
+        """A new folder below ``where``, by default that for temporary files; it is removed at the end."""
+        return self.folder(Path(tempfile.mkdtemp(prefix=prefix, dir=where)))
+
+    def claim_descendants(self) -> None:
+        """From now on everything that this process starts ends with it, and what that starts."""
+        mark = secrets.token_hex(16)
+        self._marks_before, self._marked = os.environ.get(MARKS), True
+        os.environ[MARKS] = f"{self._marks_before or ''}:{mark}"
+        self._tell(mark=mark)
 
     def start(
         self, command: Sequence[str], output: IO[bytes], environment: Mapping[str, str] | None = None
@@ -65,6 +85,9 @@ class Dependents:
     def close(self) -> None:
         """End all processes and remove the folders; returns once that is done."""
         assert self._watcher.stdin is not None
+        if self._marked:
+            os.environ.pop(MARKS, None)
+            os.environ |= {MARKS: self._marks_before} if self._marks_before else {}
         for process in self._processes:
             if process.poll() is not None:
                 self._tell(ended=process.pid)
@@ -81,9 +104,22 @@ class Dependents:
         print(json.dumps(what), file=self._watcher.stdin, flush=True)
 
 
+@contextmanager
+def nothing_left(prefix: str) -> Iterator[Dependents]:
+    """What the block starts, and its temporary folders, end with it or with the program."""
+    before = tempfile.tempdir
+    with Dependents() as mine:
+        mine.claim_descendants()
+        tempfile.tempdir = str(mine.temporary(prefix))
+        try:
+            yield mine
+        finally:
+            tempfile.tempdir = before
+
+
 def _watch(lines: IO[str], orderly_s: float) -> None:
     """Wait for the end of ``lines``, then end and remove what they have told of."""
-    pids, folders = list[int](), list[str]()
+    pids, folders, marks = list[int](), list[str](), list[bytes]()
     for line in lines:
         match json.loads(line):
             case {"process": int(pid)}:
@@ -93,24 +129,45 @@ def _watch(lines: IO[str], orderly_s: float) -> None:
                 pids.remove(pid)
             case {"folder": str(folder)}:
                 folders.append(folder)
-    for pid in pids:
+            case {"mark": str(mark)}:
+                marks.append(mark.encode())
+    marked = {*_marked(marks)}
+    first = [pid for pid in marked if _field(pid, 1) not in {str(other) for other in marked}]
+    for pid in (*pids, *first):
         _signal(pid, signal.SIGTERM, os.kill)
     deadline = time.monotonic() + orderly_s
-    while any(map(_leads, pids)) and time.monotonic() < deadline:
+    while any(map(_lives, (*pids, *first))) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in pids:
         _signal(pid, signal.SIGKILL)
+    while left := [*_marked(marks)]:  # they may start others meanwhile
+        for pid in left:
+            _signal(pid, signal.SIGKILL, os.kill)
+        time.sleep(0.02)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _leads(pid: int) -> bool:
-    """True while the leader of the group lives."""
+def _marked(marks: Sequence[bytes]) -> Iterator[int]:
+    """The living processes with one of ``marks`` in their environment, if they are of the same user."""
+    for folder in Path("/proc").glob("[0-9]*") if marks else ():
+        with suppress(OSError):
+            environment = (folder / "environ").read_bytes()  # that of a zombie is empty
+            if any(mark in environment for mark in marks):
+                yield int(folder.name)
+
+
+def _lives(pid: int) -> bool:
+    """True until the process ends, also if nobody has taken notice of its end."""
+    return _field(pid, 0) not in ("", "Z")
+
+
+def _field(pid: int, number: int) -> str:
+    """A field of the process's status behind its name, "" if it is gone: 0 is its state, 1 its parent."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[number]
     except OSError:
-        return False
-    return state != "Z"
+        return ""
 
 
 def _signal(pid: int, number: int, send: Callable[[int, int], None] = os.killpg) -> None:

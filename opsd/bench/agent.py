@@ -13,7 +13,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import psutil
 
+from opsd.bench import memory_folder
 from opsd.client import Reporter, process_start
 from opsd.ports import free_port
 from opsd.simulated.gpus import STATE_ENV, SimulatedGpus, build
@@ -62,7 +62,7 @@ class BenchNode:
 def node() -> Iterator[BenchNode]:
     """A node with a training run, until the end of the block."""
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        folder = stack.enter_context(memory_folder())
         library = build(folder)
         gpus = stack.enter_context(SimulatedGpus.create(folder / "gpus.state", count=GPUS))
         for gpu in gpus:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
+from opsd.bench import memory_folder
 from opsd.checkpoints.manifest import folder_of, read, verify
 from opsd.client import Reporter
 from opsd.trainer.checkpoint import Saver, State
@@ -61,12 +62,12 @@ def run() -> Results:
     writes in sequence, ``ratio_restore`` the restore from disk over that from memory, both into the same state; the
     disk's files are not in the page cache.
     """
-    with tempfile.TemporaryDirectory(dir=_disk()) as disk, tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
+    with tempfile.TemporaryDirectory(dir=_disk()) as disk, memory_folder() as shared:
         torch.set_num_threads(1)
         tensors = [torch.randn(STATE_BYTES // TENSORS // 4) for _ in range(TENSORS)]
         step = _step()
         copy_s = _copy_seconds(tensors)
-        results = {"copy_s": copy_s} | _ours(tensors, step, Path(disk), Path(shared))
+        results = {"copy_s": copy_s} | _ours(tensors, step, Path(disk), shared)
         results["ratio_blocked"] = results["ours_blocked_s"] / copy_s
         if fio := _fio(Path(disk)):
             results["fio_write_mb_s"] = fio

@@ -7,11 +7,11 @@ import os
 import platform
 import statistics
 import struct
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from opsd.bench import memory_folder
 from opsd.client import Reporter
 
 ROUNDS, CALLS = 9, 50_000
@@ -24,8 +24,8 @@ def run() -> dict[str, float | int | str]:
 
     It is compared with a JSON heartbeat file replaced by rename, the standard library's alternative.
     """
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        reporter = Reporter(Path(folder) / "rank-0000.page")
+    with memory_folder() as folder:
+        reporter = Reporter(folder / "rank-0000.page")
         phase = reporter.phase("forward")
 
         def change() -> None:

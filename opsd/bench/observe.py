@@ -14,7 +14,6 @@ import importlib.util
 import os
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 import opsd.client
+from opsd.bench import memory_folder
 from opsd.launch.observe import install
 from opsd.launch.observe.torch_hooks import REPLACED
 from opsd.rank_page import read_page
@@ -55,9 +55,9 @@ def run() -> dict[str, float | int]:
     """
     torch.set_num_threads(1)
     torch.manual_seed(1)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        page = Path(folder, "rank-0000.page")
-        os.environ |= {"OPSD_RANK_PAGE": str(page), "OPSD_RUN_DIR": folder}
+    with memory_folder() as folder:
+        page = folder / "rank-0000.page"
+        os.environ |= {"OPSD_RANK_PAGE": str(page), "OPSD_RUN_DIR": str(folder)}
         install(opsd.client).begin()
         switch = _Switch()
         results: dict[str, float | int] = {

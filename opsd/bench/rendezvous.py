@@ -15,13 +15,11 @@ import sys
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 import psutil
 
-from opsd.bench import BenchError
+from opsd.bench import BenchError, memory_folder
 from opsd.bench.launchers import States
 from opsd.ports import free_port
 
@@ -35,11 +33,12 @@ DEADLINE_S = 120.0
 @contextmanager
 def _running(nodes: int) -> Iterator[tuple[list[int], States]]:
     """The process ids of the launchers, and their states."""
-    with TemporaryDirectory(prefix="opsd-bench-", dir="/dev/shm") as folder:
-        path = Path(folder) / "states"
+    with memory_folder() as folder:
+        path = folder / "states"
         states = States(path, nodes)
         settings = {
-            "nodes": nodes, "port": free_port(), "secret": secrets.token_hex(32), "folder": folder, "states": str(path),
+            "nodes": nodes, "port": free_port(), "secret": secrets.token_hex(32), "folder": str(folder),
+            "states": str(path),
         }  # fmt: skip
         command = [sys.executable, "-m", "opsd.bench.launchers", json.dumps(settings)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

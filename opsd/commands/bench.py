@@ -15,6 +15,7 @@ from opsd import exitcodes
 from opsd.bench import BenchError
 from opsd.commands.options import Finite, option
 from opsd.commands.output import output_console
+from opsd.dependents import nothing_left
 from opsd.scenarios.model import ScenarioError
 from opsd.simulated.library import NoCompilerError, SimulationError
 
@@ -111,7 +112,8 @@ def bench(name: str, target: TextIO | None, **given: Any) -> None:
         if name not in OPTIONS[other]:
             raise click.UsageError(f"--{other} goes with the benchmark {_listed(OPTIONS[other])} only")
     try:
-        results: dict[str, Any] = import_module(f"opsd.bench.{name}").run(**options)
+        with nothing_left("opsd-bench-"):
+            results: dict[str, Any] = import_module(f"opsd.bench.{name}").run(**options)
     except (BenchError, ScenarioError) as error:
         raise click.ClickException(str(error)) from error
     except (NoCompilerError, SimulationError) as error:

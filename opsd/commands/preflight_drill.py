@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import stat
-import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from opsd.commands.options import Seconds, option, report_options, report_target
 from opsd.commands.preflight_network import exit_code
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
+from opsd.dependents import Dependents
 from opsd.preflight import view
 from opsd.preflight.base import Context, CouldNotRunError, Verdict
 from opsd.preflight.command import HISTORY, keep, yardsticks
@@ -84,7 +84,9 @@ def node_drill(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _frame: stop.append(received))
     shared = _folder(folder, settings, first=here.node == 0)
-    with tempfile.TemporaryDirectory(prefix="opsd-drill-", dir="/dev/shm") as memory:
+    with Dependents() as mine:
+        mine.claim_descendants()
+        memory = mine.temporary("opsd-drill-", Path("/dev/shm"))  # noqa: S108 (mkdtemp makes the folder in it)
         this = Drill(
             context,
             config,
@@ -93,7 +95,7 @@ def node_drill(
             spares,
             ranks or devices_of(context),
             shared,
-            Path(memory),
+            memory,
             here.port,
         )
         if here.node != 0:

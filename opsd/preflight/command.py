@@ -21,6 +21,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from opsd import __version__
+from opsd.dependents import Dependents
 from opsd.files import write_text
 from opsd.preflight import burnin, formats, series, view
 from opsd.preflight.base import Check, Context, Demand, Limits
@@ -72,7 +73,8 @@ def preflight(
     known, python = request.context, settings.python or sys.executable
     ensure_torch(python, selected, known, settings.optional)
     known = replace(known, demand=demand_by(python, known))
-    with _logs(request.state_dir) as logs, view.watching(console) as watcher:
+    with Dependents() as mine, _logs(request.state_dir) as logs, view.watching(console) as watcher:
+        mine.claim_descendants()
         check_run = CheckRun(
             selected,
             known,

@@ -13,18 +13,21 @@ import pytest
 from tests.fakes.clock import eventually
 
 PROGRAM = """
-import sys, time
+import subprocess, sys, time
 from pathlib import Path
 from opsd.dependents import Dependents
 folder, end = Path(sys.argv[1]), sys.argv[2]
 mine = Dependents(orderly_s=1.0)
 mine.folder(folder / "memory").mkdir()
+apart = "setsid bash -c 'echo $$ > {0}; sleep 600' & wait"
+mine.claim_descendants()
+subprocess.Popen(["bash", "-c", apart.format(folder / "apart")])
 obedient = "sleep 600 & echo $$ $! > {0}; wait"
 stubborn = "trap '' TERM; sleep 600 & echo $$ $! > {0}; wait; wait"
 with open(folder / "log", "wb") as log:
     for name, script in (("obedient", obedient), ("stubborn", stubborn)):
         mine.start(["bash", "-c", script.format(folder / name)], log)
-while not all((folder / name).exists() for name in ("obedient", "stubborn")):
+while not all((folder / name).exists() for name in ("obedient", "stubborn", "apart")):
     time.sleep(0.05)
 (folder / "ready").touch()
 if end == "closes":
@@ -45,10 +48,10 @@ def lives(pid: int) -> bool:
 
 @pytest.mark.parametrize("end", ["closes", "returns", *(signal.Signals(n).name for n in (1, 2, 9, 15))])
 def test_nothing_is_left(tmp_path: Path, end: str) -> None:
-    """Neither a child, nor its child, nor one that does not hear SIGTERM, nor a folder."""
+    """Neither a child nor its child, nor one that hears no SIGTERM or is in another session, nor a folder."""
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path, end], start_new_session=True)
     assert eventually((tmp_path / "ready").exists, 60)
-    pids = [int(pid) for name in ("obedient", "stubborn") for pid in (tmp_path / name).read_text().split()]
+    pids = [int(pid) for name in ("obedient", "stubborn", "apart") for pid in (tmp_path / name).read_text().split()]
     if end.startswith("SIG"):
         assert all(map(lives, pids))
         os.killpg(process.pid, signal.Signals[end])

@@ -6,12 +6,12 @@ The boards need half an hour of history. Uses npm, chromium, Prometheus and Aler
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 
 import click
 
 from opsd.agent.web.server import Server
+from opsd.dependents import nothing_left
 from opsd.simulated.gpus import NoCompilerError
 from opsd.stack.world import StackError
 from tests.fakes.agent import SILENT
@@ -31,8 +31,8 @@ def main(folder: Path, minutes: float) -> None:
     """Make the pictures in FOLDER."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="opsd-pictures-") as made:
-            work = Path(made)
+        with nothing_left("opsd-pictures-") as mine:
+            work = mine.temporary("work-")
             boards.bundle(CACHE)
             for name in ("cluster", "run"):
                 (work / name).mkdir()
