@@ -13,8 +13,12 @@ MEMORY = Path("/dev/shm")  # noqa: S108 (the folder in it is made by mkdtemp)
 
 @contextmanager
 def memory_folder() -> Iterator[Path]:
-    """A new folder in shared memory; it goes at the end of the block, or with the program."""
+    """A new folder in shared memory; it goes at the end of the block, or with the program.
+
+    Whatever is started meanwhile ends first, since it might write into the folder again.
+    """
     with Dependents() as mine:
+        mine.claim_descendants()
         yield mine.temporary("opsd-bench-", MEMORY)
 
 
