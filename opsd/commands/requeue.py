@@ -74,8 +74,8 @@ def requeue(
 
     A hold that a person has set (scontrol hold, uhold, requeuehold) is never released. That of Slurm after a start that
     failed, as by a prolog, is released once. Exits with 0 once the job is
-    back in the queue, or will be, 1 if it is held, cannot be requeued, or Slurm refuses, 2 if the command line is
-    wrong.
+    back in the queue, or will be. Exits with 1 if it is held, cannot be requeued, or Slurm refuses. Exits with 2 if the
+    command line is wrong.
     """
     slurm, without = choose().slurm, ExcludedNodes(lost, unfit, reason)
     say = partial(click.echo, err=as_json)

@@ -169,7 +169,7 @@ class Plan:
 
 
 def _details(job: int) -> tuple[JobDetails, dict[str, str]]:
-    """What Slurm tells of the job, nothing if it does not answer, and variables for its launchers.
+    """The details of the job, empty if Slurm does not answer, and variables for its launchers.
 
     Says which promises of opsd the job cannot keep. Raises click.UsageError for a heterogeneous job.
     """

@@ -1,4 +1,4 @@
-"""What a job has asked of Slurm, and which promises of ``opsd slurm run`` it can keep with that. Pure.
+"""The promises of ``opsd slurm run`` that a job can keep, from the options of the job. Pure.
 
 Slurm does not tell of a running job whether it has --no-kill and --signal. So the batch script is read, which its owner
 may have back from Slurm, and the command line of sbatch where Slurm keeps it (25.11).

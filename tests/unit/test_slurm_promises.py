@@ -1,4 +1,4 @@
-"""What a job can keep of opsd's promises, from its batch script and from what Slurm tells."""
+"""Which of opsd's promises a job can keep, by its batch script and by what Slurm tells."""
 
 from __future__ import annotations
 

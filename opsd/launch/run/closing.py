@@ -22,7 +22,7 @@ REPORT_S = 15.0
 STOPPED_S = 5.0
 """The same for a run that was told to stop: Slurm ends its job soon."""
 RESUME = "OPSD_RESUME"
-"""What resumes the run of a job that Slurm does not requeue, from the batch script."""
+"""Set by the batch script: the command that resumes a run whose job Slurm does not requeue."""
 SLURM_S = 3.0
 """Time for each of at most three of Slurm's commands."""
 

@@ -190,7 +190,7 @@ def test_a_hold_that_a_person_has_set_stays(cluster: Cluster, hold: str) -> None
 
 
 def test_a_job_whose_start_failed_is_tried_once_more(tmp_path: Path) -> None:
-    """Slurm holds it after a prolog that fails, on behalf of nobody, and drains the node."""
+    """After a prolog that fails Slurm holds the job and drains the node. No person has asked for the hold."""
     if reason := missing():
         pytest.skip(reason)
     prolog = tmp_path / "prolog"
