@@ -39,33 +39,24 @@ ASKS: Mapping[int, str] = {
 
 RESTART, DIAGNOSTICS = "restart_app", "diagnostics"
 
-ADVICE: Mapping[str, str] = {
-    RESTART: "restart the program, the GPU can go on",
-    DIAGNOSTICS: "drain the node and run diagnostics; if they pass, have the GPU replaced all the same",
-    "reset_gpu": "drain the node and reset the GPU before it trains again",
-    "drain_and_reset": "drain the node and reset the GPU before it trains again",
-    "drain_p2p": "stop the programs that reach this GPU from others, then reset it",
-    "recover_imex_domain": "recover the IMEX domain of the NVLink fabric",
-    "restart_vm": "restart the virtual machine",
-    "reboot_node": "drain the node and reboot it",
-    "check_mechanicals": "drain the node; have the GPU's power and seating checked",
-    "update_software": "update the node's driver and firmware",
-    "workflow": "drain the node and read the driver's messages beside it; mostly the GPU has to be reset",
-    "contact_support": "not in NVIDIA's catalogue: drain the node and ask the vendor",
+ACTIONS: Mapping[str, tuple[int, str]] = {
+    "none": (0, ""),
+    "ignore": (0, ""),
+    RESTART: (1, "restart the program, the GPU can go on"),
+    "update_software": (2, "update the node's driver and firmware"),
+    "workflow": (2, "drain the node and read the driver's messages beside it; mostly the GPU has to be reset"),
+    "contact_support": (2, "not in NVIDIA's catalogue: drain the node and ask the vendor"),
+    "drain_p2p": (3, "stop the programs that reach this GPU from others, then reset it"),
+    "recover_imex_domain": (3, "recover the IMEX domain of the NVLink fabric"),
+    "reset_gpu": (4, "drain the node and reset the GPU before it trains again"),
+    "drain_and_reset": (4, "drain the node and reset the GPU before it trains again"),
+    "restart_vm": (5, "restart the virtual machine"),
+    "reboot_node": (5, "drain the node and reboot it"),
+    "check_mechanicals": (6, "drain the node; have the GPU's power and seating checked"),
+    DIAGNOSTICS: (7, "drain the node and run diagnostics; if they pass, have the GPU replaced all the same"),
 }
-
-_LADDER = (
-    ("none", "ignore"),
-    (RESTART,),
-    ("update_software", "workflow", "contact_support"),
-    ("drain_p2p", "recover_imex_domain"),
-    ("reset_gpu", "drain_and_reset"),
-    ("restart_vm", "reboot_node"),
-    ("check_mechanicals",),
-    (DIAGNOSTICS,),
-)
-_RUNG = {action: rung for rung, actions in enumerate(_LADDER) for action in actions}
-_MILD, _NODE_GOES = _RUNG[RESTART], _RUNG["reset_gpu"]
+"""How much an action interferes, and what it means for the person on call."""
+_UNKNOWN, _MILD, _NODE_GOES = (ACTIONS[action][0] for action in ("check_mechanicals", RESTART, "reset_gpu"))
 
 ANSWERED_S = 2.5
 QUIET_S = 300.0
@@ -87,7 +78,11 @@ def _rung(action: str) -> int:
 
     What the driver asks for in words that are not known here is as severe as the replacement of the board.
     """
-    return _RUNG.get(action, _RUNG["check_mechanicals"])
+    return ACTIONS[action][0] if action in ACTIONS else _UNKNOWN
+
+
+def _advice(action: str) -> str:
+    return ACTIONS.get(action, ACTIONS["contact_support"])[1]
 
 
 def _action(xid: Event) -> str:
@@ -182,7 +177,8 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, x
     rank = rank_at(view, gpu)
     live = rank if rank is not None and rank.live else None
     soft = action == RESTART or rank is None
-    asks = f"it calls for {action.replace('_', ' ')}: {ADVICE.get(action, ADVICE['contact_support'])}"
+    at = xids[-1].at if xids else view.wall
+    asks = f"it calls for {action.replace('_', ' ')}: {_advice(action)}"
     return Finding(
         kind="gpu_xid",
         key=gpu.uuid or gpu.pci,
@@ -198,14 +194,8 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, x
         cost=Cost(text="the driver ends the program that used it" if rank else ""),
         job=rank.job if rank else _job(xids),
         gravity=_rung(action),
-        struck_at=xids[-1].at if xids and _asked(view, gpu.uuid) in (None, "none") else None,
-        data={
-            "uuid": gpu.uuid,
-            "pci": gpu.pci,
-            "gpu": gpu.index,
-            "action": action,
-            "at": xids[-1].at if xids else view.wall,
-        },
+        struck_at=at if xids and _asked(view, gpu.uuid) in (None, "none") else None,
+        data={"uuid": gpu.uuid, "pci": gpu.pci, "gpu": gpu.index, "action": action, "at": at},
     )
 
 
@@ -227,7 +217,7 @@ def _times(xid: Event) -> str:
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     action = text(incident.data, "action")
-    told = f"{incident.summary}: {ADVICE.get(action, ADVICE['contact_support'])}"
+    told = f"{incident.summary}: {_advice(action)}"
     swaps = swap_out(incident, view) if _rung(action) >= _NODE_GOES else ()
     return (*swaps, Action("notify", target=view.node, reason=told))
 
