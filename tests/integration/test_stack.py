@@ -177,21 +177,28 @@ def test_boards_of_others_show_data(stack: Stack, board: str, asked: int, left: 
 
 
 def test_a_node_that_is_down_has_no_other_alerts(stack: Stack) -> None:
-    """Alertmanager holds back what its last scrape said, and nothing of other nodes."""
+    """Alertmanager holds back what its last scrape said, what one fault brings about, and nothing of other nodes."""
 
     def labels(name: str, instance: str) -> dict[str, str]:
         return {"alertname": name, "instance": instance, "severity": "critical"}
 
     sent = [labels("AgentSilent", "a:1"), labels("GpuThrottle", "a:1"), labels("GpuThrottle", "b:1")]
     sent += [{**labels("LossNan", "c:1")}, {**labels("LossSpike", "c:1")}]
+    sent += [{**labels(name, "d:1"), "gpu": gpu} for name, gpu in (("GpuLost", "3"), ("GpuXid", "3"), ("GpuXid", "4"))]
     body = json.dumps([{"labels": each, "annotations": {"summary": "x", "runbook_url": "http://x/"}} for each in sent])
     post(f"{stack.alertmanager}/api/v2/alerts", body)
 
-    def held() -> set[tuple[str, str]]:
+    def held() -> set[tuple[str, str, str]]:
         listed: list[dict[str, Any]] = get(f"{stack.alertmanager}/api/v2/alerts")
-        return {(a["labels"]["alertname"], a["labels"]["instance"]) for a in listed if a["status"]["inhibitedBy"]}
+        return {
+            (a["labels"]["alertname"], a["labels"]["instance"], a["labels"].get("gpu", ""))
+            for a in listed
+            if a["status"]["inhibitedBy"]
+        }
 
-    assert eventually(lambda: held() == {("GpuThrottle", "a:1"), ("LossSpike", "c:1")}, 20), held()
+    assert eventually(
+        lambda: held() == {("GpuThrottle", "a:1", ""), ("LossSpike", "c:1", ""), ("GpuXid", "d:1", "3")}, 20
+    ), held()
 
 
 def post(url: str, body: str) -> None:
