@@ -198,3 +198,17 @@ def test_settings_are_printed_as_toml(tmp_path: Path) -> None:
     theirs("Gemma 3, scaled", tmp_path)
     printed = CliRunner().invoke(main, ["settings", str(tmp_path)]).output
     assert ModelSettings(**tomllib.loads(printed)["model"]).architecture == ours(tmp_path).settings.architecture
+
+
+def test_an_old_transformers_is_not_the_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A difference from a version with known errors is no verdict about the model; equality is one."""
+    theirs("SmolLM3", tmp_path)
+    monkeypatch.setattr("transformers.__version__", "5.14.0")
+    assert CliRunner().invoke(main, ["verify", str(tmp_path)]).exit_code == 0
+    monkeypatch.setattr("opsd.trainer.hf.verify._theirs", lambda *_: torch.randn(2, 64, 64))
+    found = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert found.exit_code != 0
+    assert "differs from transformers 5.14.0" in f"{found.output}{found.exception}"
+    monkeypatch.setattr("transformers.__version__", "5.23.1")
+    again = CliRunner().invoke(main, ["verify", str(tmp_path)])
+    assert "does not compute the same" in f"{again.output}{again.exception}"

@@ -21,6 +21,8 @@ from opsd.words import first_line, reason
 
 TOLERANCE = 1e-4
 """Greatest difference of two logits in float32, as a share of the greatest logit, that rounding explains."""
+OLDEST = 5, 23
+"""The oldest transformers whose models are those of their authors, as far as they are tested here."""
 TOKENS = 64
 """Length of each of the two compared sequences."""
 
@@ -63,7 +65,13 @@ def compare(folder: Path, layers: int = 0) -> Comparison:
     if not (ours.isfinite().all() and theirs.isfinite().all()):
         raise ConfigError(f"{folder} gives logits that are not finite")
     difference = ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
-    return Comparison(difference, layers, settings.layers)
+    found, version = Comparison(difference, layers, settings.layers), transformers.__version__
+    if not found.same and tuple(map(int, version.split(".")[:2])) < OLDEST:
+        raise ConfigError(
+            f"{folder} differs from transformers {version}, which computes DeepSeek-V2 and Bamba wrongly; "
+            "update it to {}.{} or newer and compare again".format(*OLDEST)
+        )
+    return found
 
 
 def _fitting(settings: ModelSettings) -> int:
