@@ -64,6 +64,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("Mistral", {"sliding_window": 7}),
     "Mistral, no window": ("Mistral", {"sliding_window": None, "head_dim": 10}),
     "OLMo 2": ("Olmo2", {}),
+    "OLMo 3": ("Olmo3", {"sliding_window": 5}),
+    "OLMo 3, YaRN above windows": (
+        "Olmo3", {
+            "sliding_window": 9, "num_key_value_heads": 4,
+            "rope_parameters": {
+                "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
     "OLMoE": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
     "OLMoE, normalised": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 1, "norm_topk_prob": True}),
     "Mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),

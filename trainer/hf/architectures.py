@@ -181,6 +181,11 @@ ARCHITECTURES: Final = (
         {"norms": "after", "qk_norm": True, "qk_norm_over": "all"}, kinds.all_global, flags=_BIASED,
     ),
     Architecture(
+        "olmo3", "Olmo3",
+        _LLAMA_LIKE | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096, "rope_local_base_freq": None},
+        {"norms": "after", "qk_norm": True, "qk_norm_over": "all"}, kinds.olmo3, _WINDOW, flags=_BIASED,
+    ),
+    Architecture(
         "olmoe", "Olmoe",
         _LLAMA_LIKE | {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
         {"qk_norm": True, "qk_norm_over": "all"}, kinds.all_global, flags=_BIASED, experts=_OLMOE,

@@ -58,6 +58,11 @@ def gemma3(config: Fields) -> list[LayerKind]:
     return _last_of_each(config.get("sliding_window_pattern", 6), config, "_sliding_window_pattern")
 
 
+def olmo3(config: Fields) -> list[LayerKind]:
+    """Every fourth layer sees its whole document, the others have a window."""
+    return _last_of_each(4, config)
+
+
 def _last_of_each(every: int, config: Fields, *not_read: str) -> list[LayerKind]:
     if config.get("layer_types"):
         return by_type(config)

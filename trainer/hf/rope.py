@@ -38,7 +38,7 @@ def settings_of_rope(architecture: Architecture, fields: Fields) -> dict[str, An
     if architecture.latent and "yarn_factor" in found:
         found["yarn_scores"] = float(rope.get("mscale_all_dim") or 0)
     if "rope_local_base_freq" in architecture.defaults:
-        local = {"rope_theta": fields["rope_local_base_freq"], **by_layer.get("sliding_attention", {})}
+        local = {"rope_theta": fields["rope_local_base_freq"] or theta, **by_layer.get("sliding_attention", {})}
         found["window_theta"] = float(local.pop("rope_theta"))
         if _scaling(local, fields):
             raise ConfigError("config.json scales the positions of layers with a window, which this trainer does not")
