@@ -33,7 +33,8 @@ Alert = tuple[str, str, str, str]
 """Name, severity, GPU and network file system."""
 
 START_S, SHOWN_S = 60.0, 150.0
-"""Limits of a hang, not of a busy machine: a hundred agents are scraped at once."""
+"""Limits of a hang, not of a busy machine: dozens of agents are scraped at once."""
+SCRAPE = "4s"
 GRAVEST = (Severity.CRITICAL, Severity.WARNING, Severity.INFO)
 NAMES = {alert.runbook: alert.name for alert in alerts()}
 ESCALATED = "IncidentEscalated"
@@ -174,7 +175,7 @@ class Replay:
             for told, path in zip(self._told, paths, strict=True)
         ]
         config = {
-            "global": {"scrape_interval": "2s", "scrape_timeout": "2s"},
+            "global": {"scrape_interval": SCRAPE, "scrape_timeout": SCRAPE},
             "rule_files": [f"{rules}/*.yml"],
             "scrape_configs": [{"job_name": "opsd", "static_configs": targets}],
         }
