@@ -14,7 +14,12 @@ Numbers = Mapping[str, float]
 
 
 class Tracker(Protocol):
-    """Takes the numbers of one run. ``t`` is in wall-clock seconds. Every method may raise any exception."""
+    """Takes the numbers of one run. ``t`` is in wall-clock seconds. Every method may raise any exception.
+
+    ``place`` is where a person finds the run: an address or a folder, "" if there is none.
+    """
+
+    place: str
 
     def step(self, step: int, t: float, numbers: Numbers) -> None: ...
     def evaluation(self, step: int, t: float, numbers: Numbers) -> None: ...
@@ -27,7 +32,8 @@ class TensorBoard:
     def __init__(self, *, folder: Path, project: str, run: str, shape: Mapping[str, Any]) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(folder / "tensorboard"))
+        self.place = str(folder / "tensorboard")
+        self._writer = EventFileWriter(self.place)
 
     def step(self, step: int, t: float, numbers: Numbers) -> None:
         """Tags train/NAME."""
@@ -60,6 +66,7 @@ class WandB:
         self._run = wandb.init(
             project=project, id=run, name=run, resume="allow", dir=folder, config=dict(shape), settings=settings
         )
+        self.place = self._run.url or ""  # none offline
         self._run.define_metric("evaluation/*", step_metric="evaluation/step")
 
     def step(self, step: int, t: float, numbers: Numbers) -> None:
@@ -81,6 +88,7 @@ class Trackio:
     def __init__(self, *, folder: Path, project: str, run: str, shape: Mapping[str, Any]) -> None:
         import trackio
 
+        self.place = ""
         self._trackio = trackio
         trackio.init(
             project=project, name=run, resume="allow", config=dict(shape), embed=False,

@@ -24,6 +24,7 @@ from typing import Any
 
 from opsd.client import Reporter, append_event
 from opsd.events import TrackingFailed
+from opsd.files import write_text
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.evaluations import RESULTS
 from opsd.trainer.jsonl import Line, new_lines, read_positions, write_positions
@@ -31,7 +32,7 @@ from opsd.trainer.metrics import METRICS
 from opsd.trainer.settings import TrackingSettings
 from opsd.trainer.trackers import TRACKERS, Tracker
 
-FOLDER, POSITION, LOG = "tracking", "position.json", "tracking.log"
+FOLDER, POSITION, PLACES, LOG = "tracking", "position.json", "places.json", "tracking.log"
 POLL_S = 5.0
 CLOSE_S = 30.0
 """How long a finished run waits for its trackers."""
@@ -99,6 +100,7 @@ def main(order: Mapping[str, Any]) -> None:
     with open(folder / FOLDER / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # that of an earlier start may still be passing on its last numbers
         sinks = Sinks(order)
+        write_text(folder / FOLDER / PLACES, json.dumps(sinks.places()))
         positions = read_positions(folder / FOLDER / POSITION)
         more = True
         while more:
@@ -123,6 +125,10 @@ class Sinks:
                 )
             except Exception as error:  # whatever a tracker's library raises
                 self._failed(name, error)
+
+    def places(self) -> dict[str, str]:
+        """By tracker, where a person finds the run."""
+        return {name: tracker.place for name, tracker in self._trackers.items() if tracker.place}
 
     def pass_on(self, file: str, line: Line) -> None:
         """Give a line of ``file`` to all of them."""

@@ -17,7 +17,7 @@ from opsd.collectors.lib.rights import Rights, open_as
 from opsd.files import open_regular
 from opsd.ledger.curves import curves
 from opsd.ledger.ledger import earlier_tokens, make_ledger, trained_tokens
-from opsd.ledger.records import LedgerError, Opener, gpus_of, lost_nodes, read_plan, read_records
+from opsd.ledger.records import LedgerError, Opener, gpus_of, lost_nodes, read_places, read_plan, read_records
 
 
 def records_for_user(folder: Path, user: int) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
     return {
         **make_ledger(events, metrics).as_dict(), "curves": curves(metrics), "plan": _plan(folder, opener),
         "tokens": trained_tokens(metrics), "earlier_tokens": earlier_tokens(metrics), "lost_nodes": lost_nodes(events),
-        "gpus": gpus_of(events),
+        "gpus": gpus_of(events), "places": read_places(folder, opener),
     }  # fmt: skip
 
 

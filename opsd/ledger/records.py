@@ -14,6 +14,8 @@ from typing import Any, Final
 from opsd.files import open_regular
 
 EVENTS, METRICS, STEPS, PLAN = "events.jsonl", "metrics.jsonl", "steps.jsonl", "plan.json"
+PLACES = "tracking/places.json"
+"""By tracker of experiments, the address or the folder in which it has the run."""
 _NUMBERS: Final = (
     "t", "generation", "step", "steps", "tokens", "new_tokens", "step_s", "data_s", "checkpoint_s", "evaluation_s",
     "load_s", "noticed_s", "silent_s", "stuck_s",
@@ -83,6 +85,17 @@ def read_plan(folder: Path, opener: Opener = open_run_file) -> str:
     """The text of the run's plan, as long as it can be. Raises OSError."""
     with open(folder / PLAN, encoding="utf-8", errors="replace", opener=opener) as file:
         return file.read(_LONGEST_PLAN)
+
+
+def read_places(folder: Path, opener: Opener = open_run_file) -> dict[str, str]:
+    """Where trackers have the run, by their names; empty if that is not known."""
+    try:
+        with open(folder / PLACES, encoding="utf-8", errors="replace", opener=opener) as file:
+            found = json.loads(file.read(_LONGEST_PLAN))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    known = found if isinstance(found, dict) else {}
+    return {name: place for name, place in known.items() if isinstance(place, str)}
 
 
 def _is_sound(record: Mapping[str, Any]) -> bool:

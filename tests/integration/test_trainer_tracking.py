@@ -15,6 +15,7 @@ import pytest
 from trainer_world import Run, make_small_corpus
 
 from opsd.client import events_path
+from opsd.ledger.records import read_places
 from opsd.trainer.config import Config, ConfigError, load
 from opsd.trainer.settings import TrackingSettings
 from opsd.trainer.tracking import demand_installed, numbers, shape, without_secrets
@@ -86,6 +87,13 @@ def test_a_tracker_that_fails_stops_nothing(tmp_path: Path) -> None:
     (event,) = run.events("tracking_failed")
     assert event["tracker"] == "tensorboard"
     assert "tensorboard" in event["why"]
+
+
+def test_where_the_run_is_tracked_is_written_for_the_page_of_its_job(tmp_path: Path) -> None:
+    """The folder of TensorBoard; W&B has an address where it is online."""
+    add_lines(tmp_path, range(1, 3))
+    pass_on(tmp_path, {"tensorboard": "true"})
+    assert read_places(tmp_path) == {"tensorboard": str(tmp_path / "tracking" / "tensorboard")}
 
 
 def test_an_unknown_project_of_a_tracker_is_told(tmp_path: Path) -> None:

@@ -98,12 +98,15 @@ def test_a_ledger_is_made_from_the_files_of_the_run(tmp_path: Path) -> None:
     step = json.dumps({"t": 110.0, "step": 1, "generation": 1, "loss": 1.0}) + "\n"
     (tmp_path / "metrics.jsonl").write_text(step)
     (tmp_path / "plan.json").write_text(PLAN.model_dump_json())
+    (tmp_path / "tracking").mkdir()
+    (tmp_path / "tracking" / "places.json").write_text('{"wandb": "https://w", "odd": 1}')
     found = LedgerMaker()(tmp_path, os.getuid()).ledger
     assert found is not None and (found["plan"], found["tokens"], found["lost_nodes"]) == (
         PLAN.model_dump_json(),
         None,
         0,
     )
+    assert found["places"] == {"wandb": "https://w"}
     (tmp_path / "metrics.jsonl").write_text(step * 500_000)
     assert "too long for the agent" in LedgerMaker()(tmp_path, os.getuid()).problem
 
