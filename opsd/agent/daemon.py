@@ -12,7 +12,7 @@ from opsd.agent import systemd
 from opsd.agent.control import Control
 from opsd.agent.heap import Trim
 from opsd.agent.logs import Log
-from opsd.agent.metrics import log_samples
+from opsd.agent.metrics import brief_samples, log_samples
 from opsd.agent.reload import Reloader
 from opsd.agent.web.access import WebConfig, WebConfigError, load
 from opsd.agent.web.app import App
@@ -54,6 +54,8 @@ class Daemon:
         self._control = Control(self._parts.responder, self._journal, log)
         self._reloader, self._trim = Reloader(settings, read, self._apply, log, wanted), Trim()
         self._loop.others += self._server.samples, self._reloader.samples, lambda: log_samples(log.lost())
+        responder = self._parts.responder
+        self._loop.others.append(lambda: brief_samples(responder.current, responder.mode_of, agent.node))
         ledgers = Ledgers()
         if agent.run_seconds:
             seconds = RunSeconds(ledgers)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import platform
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Final
 
 from opsd import __version__
 from opsd.agent.actions import VERBS
+from opsd.agent.brief import brief
 from opsd.agent.by_hand import ACKNOWLEDGED, holder
 from opsd.agent.gather import Health, Source
 from opsd.collectors.base import Metric, Sample
@@ -78,6 +80,21 @@ COST = Metric(
     "seconds",
     ("kind",),
 )
+BRIEF = Metric(
+    "opsd_incident_brief_info",
+    "Who acts on an incident that is not over, and the next command, which runs on the node in the label on. Symptoms "
+    "and acknowledged incidents are left out.",
+    "info",
+    labels=("kind", "gpu", "incident", "acts", "command", "on"),
+    kept=False,
+)
+SO_FAR = Metric(
+    "opsd_incident_gpu_seconds",
+    "GPU-seconds that incidents which are not over have lost so far, where that is known. Symptoms are left out.",
+    unit="seconds",
+    labels=("kind", "gpu"),
+    kept=False,
+)
 ACTIONS = Metric(
     "opsd_actions_total",
     "Actions by what became of them: ok, failed, recommended, refused.",
@@ -138,7 +155,7 @@ RUN_BEYOND = Metric(
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,
     MISSED, SERIES, REFUSED, JOURNAL_UP, JOURNAL_BACKLOG, JOURNAL_LOST, RUNBOOK_ERRORS, INCIDENTS, OPENED, COST,
-    ACTIONS, OVER_QUOTA, HTTP_CONNECTIONS, HTTP_REFUSED, LOG_LOST, CONFIG_OK, CONFIG_AT,
+    BRIEF, SO_FAR, ACTIONS, OVER_QUOTA, HTTP_CONNECTIONS, HTTP_REFUSED, LOG_LOST, CONFIG_OK, CONFIG_AT,
     RUN_SECONDS, RUN_PLANNED, RUN_FORECAST, RUN_BEYOND,
 )  # fmt: skip
 LABELS: Final = {
@@ -153,10 +170,17 @@ LABELS: Final = {
     "reason": "reasons of the HTTP server to refuse",
     "bucket": "buckets of the ledger",
     "gpu": "one per GPU with an incident",
+    "incident": "incidents that are not over, 32 at most",
+    "acts": "one per incident at a time",
+    "command": "one per incident at a time",
+    "on": "the node of the incident's culprit",
     "mount": "one per network file system with an incident",
     "run": "runs on the node, 64 at most",
 }
 
+MAX_BRIEFS: Final = 32
+MAX_LABEL: Final = 400
+"""Characters of a label that is a sentence or a command."""
 SYMPTOM = "symptom"
 CURRENT_STATES = (
     *(s.value for s in (State.OPEN, State.ACTING, State.VERIFYING, State.ESCALATED)),
@@ -237,6 +261,21 @@ def cost_samples(kinds: Iterable[str], cost: Mapping[str, float]) -> tuple[Sampl
 def _cost_samples(kinds: tuple[str, ...], cost: frozenset[tuple[str, float]]) -> tuple[Sample, ...]:
     lost = dict(cost)
     return tuple(Sample(COST, lost.get(kind, 0.0), (kind,)) for kind in kinds)
+
+
+def brief_samples(incidents: Sequence[Incident], mode_of: Callable[[str], str], node: str) -> Iterator[Sample]:
+    """Who acts on the gravest ``incidents``, and what they have lost so far; ``node`` is the agent's own."""
+    roots = [i for i in incidents if i.cause is None]
+    lost = defaultdict[tuple[str, str], float](float)
+    for i in roots:
+        lost[i.kind, _gpu_of(i)] += i.cost.gpu_seconds
+    yield from (Sample(SO_FAR, seconds, labels) for labels, seconds in sorted(lost.items()) if seconds)
+    grave = [*Severity].index
+    told_of = sorted((i for i in roots if not holder(i)), key=lambda i: (-grave(i.severity), i.opened_at))
+    for i in told_of[:MAX_BRIEFS]:
+        told = brief(i, mode_of(i.kind), node)
+        whole = told.command if len(told.command) <= MAX_LABEL else f"opsd incidents show {shlex.quote(i.id)}"
+        yield Sample(BRIEF, 1.0, (i.kind, _gpu_of(i), i.id, told.acts[:MAX_LABEL], whole, told.on))
 
 
 def action_samples(actions: Mapping[tuple[str, str], int]) -> tuple[Sample, ...]:

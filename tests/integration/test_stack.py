@@ -89,6 +89,7 @@ def test_a_fault_reaches_everybody_who_is_to_be_told(stack: Stack) -> None:
     assert (said["node"], said["job"]) == ("127.0.0.1", "4242")
     assert said["cost"].startswith("8 GPUs of job 4242")
     assert said["next_step"].endswith("opsd runbook show gpu_throttle")
+    assert said["who_acts"].startswith(("you act", "opsd ")) and " -pl " in said["next_step"]
     assert eventually(lambda: {m.receiver for m in stack.inbox.messages} == {"webhook", "slack", "pagerduty"}, 30)
     (slack, *_) = [m.body for m in stack.inbox.messages if m.receiver == "slack" and "GPU 3" in str(m.body)]
     assert slack["attachments"][0]["title"].startswith("[CRITICAL] GPU 3 of")

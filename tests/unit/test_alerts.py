@@ -77,6 +77,7 @@ def test_an_alert_says_all_that_the_person_on_call_needs(alert: Rule) -> None:
     promised |= set() if alert.shared else {"node", "job", "cost"}
     promised |= {"job", "cost"} if "by (cluster, run)" in alert.expr else set()
     promised |= {"gpu"} if of_kind(alert) else set()
+    promised |= {"who_acts"} if of_kind(alert) or alert.name in ABOUT_INCIDENTS else set()
     assert promised <= alert.annotations.keys()
 
 
@@ -85,7 +86,8 @@ def test_rules_use_only_series_that_exist() -> None:
     exported = {metric.name for _, metric in catalogue()}
     recorded = {rule.name for rule in rules() if not rule.alert}
     for rule in rules():
-        words = set(re.findall(r"(?<![\w:])(?:opsd|DCGM_FI)_\w+", rule.expr))
+        text = " ".join((rule.expr, *rule.annotations.values()))
+        words = set(re.findall(r"(?<![\w:])(?:opsd|DCGM_FI)_\w+", text))
         levels = set(re.findall(r"\b(?:instance|run|cluster)\w*:[\w:]+", rule.expr))
         assert (words - exported, levels - recorded) == (set(), set()), rule.name
 

@@ -154,6 +154,10 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         INFO.format("node-18:9477", 0, 2): "1x50",
         f'opsd_incidents_gpu_seconds_total{{{NODE},kind="gpu_lost"}}': "0+22.5x50",
         f'opsd_incidents_gpu_seconds_total{{{NODE},kind="gpu_hot"}}': "0+900x50",
+        f'opsd_incident_gpu_seconds{{{NODE},kind="gpu_lost",gpu="3"}}': "1800x50",
+        f'opsd_incident_gpu_seconds{{{NODE},kind="gpu_lost",gpu="4"}}': "9000x50",
+        f'opsd_incident_brief_info{{{NODE},kind="gpu_lost",gpu="3",incident="i",acts="you act: opsd only observes",'
+        'command="opsd drain node-17 --incident i",on="node-17"}': "1x50",
     }
     message = {
         "summary": "GPU 3 of node-17:9477 is lost",
@@ -161,8 +165,10 @@ def test_a_message_names_node_gpu_job_cost_and_next_step(tmp_path: Path) -> None
         "node": "node-17",
         "gpu": "3",
         "job": "4242",
-        "cost": "3 GPUs of job 4242 are affected; this kind of incident costs the node 1.5 GPU-hours per hour",
-        "next_step": "on node-17: opsd incidents; opsd runbook show gpu_lost",
+        "cost": "3 GPUs of job 4242 are affected; this kind of incident costs the node 1.5 GPU-hours per hour; "
+        "this one has cost 0.5 GPU-hours so far",
+        "who_acts": "you act: opsd only observes",
+        "next_step": "on node-17: opsd drain node-17 --incident i; opsd runbook show gpu_lost",
     }
     labels = {"instance": INSTANCE, "kind": "gpu_lost", "gpu": "3", "severity": "critical"}
     own = {f'up{{{NODE},job="opsd"}}': "1x50"}

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent.brief import PLACEHOLDER, brief, fill, values
+from opsd.agent.metrics import brief_samples
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.base import Cost, Culprit, Incident, State
+from opsd.runbooks.base import Acknowledgement, Cost, Culprit, Incident, Severity, State
 from opsd.scenarios.model import load
 from opsd.scenarios.player import play
 from tests.fakes.incidents import WALL, incident
@@ -99,3 +100,27 @@ def test_what_runbooks_and_judge_know_is_in_the_command(timeline: str, kind: str
     played = play(load(Path(__file__).parents[1] / "scenarios" / f"{timeline}.toml"), "observe")
     (found,) = (incident for incident in played.incidents.values() if incident.kind == kind)
     assert brief(found, "observe", "n01").command == command
+
+
+def test_alerts_get_the_brief_of_incidents_that_wait_for_somebody() -> None:
+    """The gravest first, at most 32; what they have lost is told by kind and GPU."""
+    first = hot(id="hot")
+    told = brief(first, "observe", "n17")
+    acknowledged = replace(first, id="had", ack=Acknowledgement("anna", WALL, None))
+    symptom = replace(first, id="symptom", cause="hot")
+    found = list(brief_samples([first, acknowledged, symptom], lambda _kind: "observe", "n17"))
+    assert [(s.metric.name, s.value, s.labels) for s in found] == [
+        ("opsd_incident_gpu_seconds", 2 * first.cost.gpu_seconds, ("gpu_throttle", "3")),
+        ("opsd_incident_brief_info", 1.0, ("gpu_throttle", "3", "hot", told.acts, told.command, "n17")),
+    ]
+    many = [replace(first, id=f"{n}", severity=Severity.INFO) for n in range(99)]
+    grave = replace(first, id="grave", severity=Severity.CRITICAL)
+    briefs = [s for s in brief_samples([*many, grave], lambda _kind: "act", "n") if s.metric.name.endswith("_info")]
+    assert len(briefs) == 32 and briefs[0].labels[2] == "grave"
+
+
+def test_a_command_in_a_label_is_whole_or_another_one() -> None:
+    """A long one is not cut: it would do something else."""
+    hostile = incident("a b", kind="gpu_lost", summary="'" * 200, culprit=Culprit("gpu", "node-17", 3))
+    (sample,) = (s for s in brief_samples([hostile], lambda _kind: "observe", "n") if s.metric.name.endswith("_info"))
+    assert sample.labels[4] == "opsd incidents show 'a b'"
