@@ -1,7 +1,7 @@
 """Prometheus' rules, which are written by hand under ``deploy/prometheus/rules``.
 
 An alert is named like its guide: ``GpuThrottle`` is explained by ``gpu_throttle``. Its messages say node, GPU, job,
-cost and next step. They look up the job when they are rendered. As a label it would make another alert of the same
+cost, who acts and next step. They look these up when they are rendered. As a label it would make another alert of the same
 fault once the next job starts.
 """
 

@@ -1,11 +1,12 @@
 """Processes and folders that end with the program that owns them, however it ends.
 
-A watcher of a session of its own holds the reading end of a pipe whose other end only the owner has. It is told of
-each process and folder. When the pipe closes, since the owner is done or was killed, the watcher ends the processes,
-with all in their groups, and removes the folders. The kernel's own signal for this (``PR_SET_PDEATHSIG``) reaches
-neither grandchildren nor folders.
+A watcher of a session of its own holds the reading end of a pipe whose other end only the owner has. The owner
+tells it of each process and folder. When the pipe closes, since the owner is done or was killed, the watcher ends the
+processes with all in their groups, and removes the folders. The kernel's own signal for this (``PR_SET_PDEATHSIG``)
+reaches neither grandchildren nor folders.
 
-What other code starts is found by a mark in its environment, which descendants inherit, in sessions of their own too.
+The watcher finds what other code has started by a mark in the environment. Descendants inherit it, also those in
+sessions of their own.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def test_what_runbooks_and_judge_know_is_in_the_command(timeline: str, kind: str
 
 
 def test_alerts_get_the_brief_of_incidents_that_wait_for_somebody() -> None:
-    """The gravest first, at most 32; what they have lost is told by kind and GPU."""
+    """The gravest come first, at most 32. Another series has the loss by kind and GPU."""
     first = hot(id="hot")
     told = brief(first, "observe", "n17")
     acknowledged = replace(first, id="had", ack=Acknowledgement("anna", WALL, None))

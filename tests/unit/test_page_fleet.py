@@ -67,7 +67,7 @@ def test_the_problems_of_all_nodes_come_before_the_list_of_nodes() -> None:
     silent = Answer("node-4", "http://node-4:9477", problem="timed out")
     found = page(told("node-2"), told("node-3", **ill), silent)
     problems = found.text.partition("Problems")[2].partition("Repair")[0]
-    for said in ("node-3", "GPU 3 is lost", "8 GPUs", "you act", "node-4", "timed out"):
+    for said in ("node-3", "GPU 3 is lost", "8 GPUs", "you act", "node-4", "timed out", "you act: see"):
         assert said in problems
     assert "http://node-3:9477/incident/a%2Fb" in {a["href"] for tag, a in found.tags if tag == "a"}
     assert "No node that answers has one" in page(told("node-2")).text

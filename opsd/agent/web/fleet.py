@@ -51,7 +51,7 @@ class NodeSummary(BaseModel):
     ``incidents`` are the numbers of open ones by severity, symptoms left out. ``worst`` is the summary of the gravest,
     ``cost`` what that costs now, ``acts`` who acts, and ``worst_id`` its id.
     ``spare`` is None on a node that is no spare, else whether it is ready. ``repair`` is where its repair is, "" if
-    there is none. ``age_s`` is the age of what is told.
+    there is none. ``age_s`` is the age of this answer.
     """
 
     model_config = ConfigDict(frozen=True)

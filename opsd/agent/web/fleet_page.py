@@ -65,7 +65,7 @@ def _problems(nodes: Sequence[Answer[NodeSummary]]) -> Html:
             link(f"{answer.url}/", answer.node) if answer.url or answer.summary else answer.node,
             _problem(answer),
             (answer.summary and answer.summary.cost) or "–",
-            (answer.summary and answer.summary.acts) or "–",
+            (answer.summary.acts or "–") if answer.summary else "you act: see whether node and agent are up",
         )
         for answer in nodes
         if _in_trouble(answer)
