@@ -17,6 +17,7 @@ RULES = (
     {"alertname": "GoodputBurn", "severity": "warning", "window": "1h"},
     {"alertname": "GoodputBurn", "severity": "critical", "window": "6h"},
     {"alertname": "LossSpike"},
+    {"alertname": "StorageFull", "severity": "{{ $labels.severity }}", "kind": "{{ $labels.kind }}"},
 )
 FIRED = fired_for(RULES, "n1", 1000.0, 1180.0)
 LISTED = {name: Listed(alert.labels, ("slack",), (), True) for name, alert in FIRED.items()}
@@ -25,8 +26,8 @@ GOOD = Seen(FIRED, LISTED, Notified({"slack": 4.0}, {}), dict.fromkeys(FIRED, 1)
 
 def test_each_rule_is_fired_with_its_own_severity_and_marked_as_a_test() -> None:
     """No two share an instance or a run, by which one would hold back another."""
-    assert [*FIRED] == ["GpuThrottle", "GoodputBurn 1h", "GoodputBurn 6h", "LossSpike"]
-    assert [alert.labels["severity"] for alert in FIRED.values()] == ["critical", "warning", "critical", "critical"]
+    assert [*FIRED] == ["GpuThrottle", "GoodputBurn 1h", "GoodputBurn 6h", "LossSpike", "StorageFull"]
+    assert [alert.labels["severity"] for alert in FIRED.values()] == ["critical", "warning", *3 * ["critical"]]
     assert {alert.labels["test"] for alert in FIRED.values()} == {"true"}
     assert all("nothing is wrong" in alert.annotations["summary"] for alert in FIRED.values())
     for label in ("instance", "run"):
