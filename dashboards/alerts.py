@@ -1,8 +1,8 @@
 """Prometheus' rules, which are written by hand under ``deploy/prometheus/rules``.
 
 An alert is named like its guide: ``GpuThrottle`` is explained by ``gpu_throttle``. Its messages say node, GPU, job,
-cost, who acts and next step. They look these up when they are rendered. As a label it would make another alert of the same
-fault once the next job starts.
+cost and next step. Those about incidents also say who acts. All this is looked up when a message is rendered. The job
+as a label would make another alert of the same fault once the next job starts.
 """
 
 from __future__ import annotations
