@@ -136,7 +136,7 @@ class Config(Section):
         (folder / CONFIG).write_text(without_user(self.model_dump_json(indent=1)), encoding="utf-8")
 
     def changes(self, folder: Path) -> list[str]:
-        """What differs from the settings that the run in ``folder`` was last started with and cannot change.
+        """Which settings cannot change and differ from those of the last start of the run in ``folder``.
 
         Nothing if these are not known.
         """

@@ -86,8 +86,8 @@ def restore(
     None if there is none. All ranks call it together and load the same step: the first rank proposes, the ranks share
     the verification, and a damaged checkpoint is set aside in favour of the next older one. ``digest`` identifies model
     and data after a number of samples; if it differs, ``changes`` names settings. Raises ConfigError if the checkpoint
-    is of another model or data, and RestoreError, unless ``fresh``, if there were checkpoints and none of them is
-    valid, or if ``remote`` cannot be read.
+    is of another model or data. Raises RestoreError, unless ``fresh``, if there were checkpoints and none of them is
+    valid. The same goes for a ``remote`` that cannot be read.
     """
     began = time.monotonic()
     if world.rank == 0:
