@@ -95,7 +95,7 @@ def test_a_ledger_is_made_from_the_files_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
     made = LedgerMaker()(tmp_path, os.getuid())
     assert made.ledger is not None and made.ledger["wall_s"] == 60.0
-    step = json.dumps({"t": 110.0, "step": 1, "generation": 1, "loss": 1.0}) + "\n"
+    step = json.dumps({"t": 110.0, "step": 1, "generation": 1, "step_s": 1.0, "loss": 1.0}) + "\n"
     (tmp_path / "metrics.jsonl").write_text(step)
     (tmp_path / "plan.json").write_text(PLAN.model_dump_json())
     (tmp_path / "tracking").mkdir()
