@@ -64,9 +64,9 @@ class Occupancy:
         """True if the driver lists a process of the user on the GPU."""
         return user in self._users_on(gpu, self.holders.get(gpu, ()))
 
-    def is_free(self, gpu: int) -> bool:
-        """True if the driver lists no process on the GPU."""
-        return self.holders.get(gpu) == ()
+    def is_taken(self, gpu: int) -> bool:
+        """True if the driver lists a process of a known user on the GPU; that of a dead process is not known."""
+        return bool(self._users_on(gpu, self.holders.get(gpu, ())))
 
     def _users_on(self, gpu: int, pids: Sequence[int]) -> frozenset[int]:
         """Whose processes these are. Looked up once for all ranks that ask of the same list."""
@@ -129,6 +129,6 @@ class Proof:
         here = claimed, self._process
         if self._occupancy.holds(claimed, self._owner):
             self._held = here
-        elif not self._occupancy.is_free(claimed):
+        elif self._occupancy.is_taken(claimed):
             self._held = None
         return claimed if self._held == here or self._occupancy.may_hold(claimed, self._owner) else None

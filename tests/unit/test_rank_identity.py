@@ -93,7 +93,8 @@ def test_a_rank_keeps_the_gpu_that_it_had(
 ) -> None:
     """The list of the driver empties before a rank that dies is known to be dead; others on the GPU end the claim."""
     reporter(run, gpu=3)
-    for holders, gpu in (({3: (os.getpid(),)}, 3), ({3: ()}, 3), ({3: (other,)}, None), ({3: ()}, None)):
+    dead = {3: (1 << 22,)}
+    for holders, gpu in (({3: (os.getpid(),)}, 3), (dead, 3), ({3: ()}, 3), ({3: (other,)}, None), ({3: ()}, None)):
         occupancy.holders = holders
         assert [rank.gpu for rank in ranks(read(collector))] == [gpu]
 
