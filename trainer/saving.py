@@ -25,6 +25,8 @@ from opsd.trainer.settings import CheckpointSettings
 from opsd.trainer.world import World
 
 SETTLE_POLL_S = 0.01
+QUICK_S = 10.0
+"""A last save that fails in less time is tried again. A stop leaves half a minute and more."""
 SEEN_WITHIN_S = 5.0
 """A network file system may show a new file on other nodes this late."""
 
@@ -125,10 +127,18 @@ class Saving:
         return self._saver.take_committed()
 
     def finish(self, step: int, sample: int, digest: Digest) -> bool:
-        """Complete the checkpoint of the last ``step`` on all ranks; False if that failed."""
-        if not self._settle(step):
+        """Complete the checkpoint of the last ``step`` on all ranks; False if that failed.
+
+        A save that fails quickly is tried a second time: a file server that restarts fails a call now and then.
+        """
+        saved, again = self._settle(step), True
+        while not saved:
+            began = time.monotonic()
             self._saver.save(step, sample, digest(sample))
-        saved = self._settle(step)
+            saved = self._settle(step)
+            if not saved and not (again and self._all(time.monotonic() - began < QUICK_S)):
+                break
+            again = False
         if not saved:
             why = self._saver.why or "another rank could not write its part"
             print(f"opsd: stopped, but the last state could not be saved: {why}", file=sys.stderr)
@@ -136,6 +146,9 @@ class Saving:
         if saved:
             self._saver.release()
         return saved
+
+    def _all(self, holds: bool) -> bool:
+        return self._world.sum([holds])[0] == self._world.size
 
     def _settle(self, step: int) -> bool:
         """Wait until no rank has a checkpoint in flight; whether that of ``step`` is committed."""

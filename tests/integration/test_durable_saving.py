@@ -77,6 +77,23 @@ def test_a_part_that_is_announced_is_not_taken_back(tmp_path: Path, monkeypatch:
             check(run, replace(of_rank(run, 1), first=first, count=count, done=done), monkeypatch)
 
 
+def test_a_save_at_the_end_alone_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one call that fails may be that of a run whose last step is no step of a checkpoint."""
+    counted, log = SavedRun(tmp_path / "counted"), tmp_path / "calls"
+    with monkeypatch.context() as patch:
+        for name, value in replace(of_rank(counted, 0), log=log).environment.items():
+            patch.setenv(name, value)
+        assert all(counted.go(1, EVERY - 1))
+    made = [call.number for call in calls(log) if call.name == "fsync"]
+    for first in made[:2]:
+        run = SavedRun(tmp_path / f"{first}")
+        with monkeypatch.context() as patch:
+            for name, value in replace(of_rank(run, 0), first=first).environment.items():
+                patch.setenv(name, value)
+            assert all(run.go(1, EVERY - 1))
+        assert steps(run.checkpoints) == [EVERY - 1]
+
+
 SHAPES = ("once", "until the end", "reported although done")
 
 
