@@ -75,7 +75,7 @@ def fetched_sets(folder: Path) -> dict[str, Any]:
     except (TableError, OSError) as error:
         raise ScenarioError(f"{folder}: {error}") from error
     if not found:
-        raise ScenarioError(f"{folder} has no clone that is known; docs/benchmarks.md says which")
+        raise ScenarioError(f"{folder} has no clone that is known; docs/research/detection.md says which")
     return {name: shares(result) if isinstance(result, list) else result for name, result in found.items()}
 
 

@@ -89,7 +89,7 @@ def _listed(names: Sequence[str]) -> str:
     "--outside",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="FOLDER",
-    help="Of detect and wording: judge only what was cloned into FOLDER; docs/benchmarks.md says what.",
+    help="Of detect and wording: judge only what was cloned into FOLDER; docs/research/detection.md says what.",
 )
 @option("--scenario", multiple=True, help="Of swap: only this one; may be given several times.")
 @option("--hours", type=Finite(min=0.02), help="Of soak: how long it lasts; 1 unless given.")
