@@ -54,6 +54,8 @@ def test_they_come_with_the_ledger_of_the_run(tmp_path: Path) -> None:
     """Read once, with the rights of the run's user."""
     events = [{"t": 1.0, "event": "generation_started", "generation": 1}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line(2.0 + t, loss=1.0, step_s=1.0)) + "\n" for t in range(3)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line(2.0 + t, loss=1.0, step_s=1.0)) + "\n" for t in range(3))
+    )
     told = records_for_user(tmp_path, os.getuid())
     assert told["steps"] == 3 and told["curves"]["loss"] == [(2.0, 1.0), (3.0, 1.0), (4.0, 1.0)]
