@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from opsd import durable
 from opsd.checkpoints.remote import without_user
 from opsd.trainer.data_settings import DataSettings, Shape
 from opsd.trainer.model_problems import model_problem
@@ -132,18 +133,18 @@ class Config(Section):
         return model | rest
 
     def store(self, folder: Path) -> None:
-        """Write the settings into the run's ``folder``, without the passwords of addresses."""
-        (folder / CONFIG).write_text(without_user(self.model_dump_json(indent=1)), encoding="utf-8")
+        """Write the settings into the run's ``folder``, without the passwords of addresses. Raises OSError."""
+        durable.replace(folder / CONFIG, without_user(self.model_dump_json(indent=1)).encode())
 
-    def changes(self, folder: Path) -> list[str]:
-        """Which settings cannot change and differ from those of the last start of the run in ``folder``.
+    def changes(self, folder: Path) -> list[str] | None:
+        """The settings that cannot change and differ from those of the last start of the run in ``folder``.
 
-        Nothing if these are not known.
+        None if these are not known.
         """
         try:
             before = Config.model_validate_json((folder / CONFIG).read_text(encoding="utf-8")).lasting
         except (OSError, ValueError):
-            return []
+            return None
         return [
             f"{key} was {before[key]!r} and is {value!r}" for key, value in self.lasting.items() if before[key] != value
         ]

@@ -79,7 +79,7 @@ def restore(
     *,
     remote: str = "",
     fresh: bool = False,
-    changes: Callable[[], list[str]] = list,
+    changes: Callable[[], list[str] | None] = lambda: None,
 ) -> Manifest | None:
     """Fill ``state`` from the newest valid checkpoint, in memory, under ``root`` or at ``remote``.
 
@@ -110,12 +110,18 @@ def restore(
         return None
     folder = folder_of(root, manifest.step)
     if manifest.config_digest != digest(manifest.sample):
-        what = f"other settings: {'; '.join(names)}" if (names := changes()) else "another corpus or order of the data"
         raise ConfigError(
-            f"{folder} was made with {what}; use the settings that the run was started with, or another run folder"
+            f"{folder} was made with {_difference(changes())}; "
+            "use the settings that the run was started with, or another run folder"
         )
     load(folder, manifest, state, world.rank)
     return _loaded(manifest, manifest.step, world, reporter, began)
+
+
+def _difference(changed: list[str] | None) -> str:
+    if changed is None:
+        return "another model, seed, optimizer, sequence length, corpus or order of the data so far"
+    return f"other settings: {'; '.join(changed)}" if changed else "another corpus or order of the data so far"
 
 
 def _refuse_data_loss(root: Path, kept: _Damaged | None, unread: str, *, fresh: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -22,6 +23,7 @@ from opsd.trainer.metrics import METRICS, MetricsLog
 from opsd.trainer.step_lines import StepLines, peak_memory
 from opsd.trainer.tracking import Tracking
 from opsd.trainer.world import World
+from opsd.words import with_remedy
 
 
 class Telemetry:
@@ -35,7 +37,10 @@ class Telemetry:
         if not self._first:
             return
         folder = Path(config.run.folder)
-        config.store(folder)
+        try:
+            config.store(folder)
+        except OSError as error:  # evaluations and the next start want it, the training does not
+            print(f"opsd: {with_remedy(error)}", file=sys.stderr)
         self._background = Background()
         background = self._background.run
         self._metrics = MetricsLog(folder / METRICS, config, world.size, background)

@@ -152,8 +152,15 @@ def test_another_model_is_refused(stopped_at_20: Run) -> None:
     assert code == 2
     assert "other settings: optimizer.kind was 'adamw' and is 'muon';" in line
     (stopped_at_20.folder / CONFIG).unlink()
-    assert "another corpus or order of the data" in refused(stopped_at_20, run__seed=9)[1]
+    assert "another model, seed, optimizer, sequence length, corpus" in refused(stopped_at_20, run__seed=9)[1]
     assert steps(stopped_at_20.checkpoints) == saved
+
+
+def test_settings_that_cannot_be_kept_stop_no_training(run: Run) -> None:
+    """One sentence says so: something else has their name, the disk is full."""
+    (run.folder / CONFIG).mkdir(parents=True)
+    run.finish(run__steps=2)
+    assert f"opsd: {run.folder / CONFIG}: Is a directory" in run.printed()
 
 
 def test_damaged_shards_are_refused(run: Run, shards: Path, tmp_path: Path) -> None:
