@@ -1,4 +1,4 @@
-"""Requeue a job from within: a small helper job, submitted beforehand, finishes the requeue.
+"""End or requeue a job from within. A small helper job, submitted beforehand, finishes a requeue.
 
 If the batch host is dead, the helper does all of it. The step daemons of the other nodes try six times, two seconds
 each (TCPTimeout), to reach the dead srun before they exit, and slurmd checks for that at growing intervals. A requeue
@@ -13,11 +13,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from opsd import exitcodes
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
-from opsd.slurm.job_state import is_stopping, never_starts
-from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
+from opsd.slurm.job_state import is_alive, is_stopping, never_starts
+from opsd.slurm.port import Slurm, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue import (
     LIMIT_S,
     POLL_S,
@@ -28,6 +30,7 @@ from opsd.slurm.requeue import (
     Requeued,
     requeue_now,
 )
+from opsd.slurm.spare_jobs import cancel_spares
 
 OPSD = (sys.executable, "-P", "-m", "opsd")
 DEFER_S = 30.0
@@ -127,6 +130,37 @@ class Refused(SlurmRejected):
 
 class Cancelled(Refused):
     """It is being cancelled; it must not run again."""
+
+
+def end_job(
+    slurm: Slurm, job: Allocation, code: int, excluded: ExcludedNodes, log: Path, say: Callable[[str], object]
+) -> None:
+    """Requeue ``job`` without the ``excluded`` nodes if ``code`` asks for it; end it if its batch script is dead.
+
+    A job that cannot be requeued ends with the code as well: nothing else would end it before its time limit. ``log``
+    is a file in the run's folder. Raises SlurmError.
+    """
+    cancel_spares(slurm, log.parent, job, say)
+    if code == exitcodes.REQUEUE:
+        try:
+            requeue_from_inside(slurm, job, excluded, log=str(log), say=say)
+            return
+        except Cancelled:
+            raise
+        except (SlurmRejected, SlurmDenied) as error:
+            say(f"the job is not put back into the queue: {error}")
+    if any(found.batch_host in excluded.lost for found in slurm.jobs([job.job])):
+        _complete(slurm, job.job, code, say)
+
+
+def _complete(slurm: Slurm, job: int, code: int, say: Callable[[str], object]) -> None:
+    say(f"the batch script of job {job} died with its node; the job ends with {code}")
+    try:
+        slurm.complete(job, code)
+    except (SlurmMissing, SlurmRejected, SlurmDenied) as error:
+        if any(is_alive(found) for found in slurm.jobs([job])):
+            say(f"job {job} is cancelled, and jobs that wait for its success do not start: {error}")
+            slurm.cancel(job)
 
 
 def _refuse_cancelled(slurm: Slurm, job: int, restarts: int) -> None:

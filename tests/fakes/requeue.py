@@ -43,7 +43,7 @@ class FakeQueue(FakeSlurm):
         room: bool = False,
         refuses: str = "",
     ) -> None:
-        super().__init__(nodes, operator=operator, config={"SlurmdTimeout": "300 sec"})
+        super().__init__(nodes, operator=operator, config={"SlurmdTimeout": "300 sec", "SlurmdPort": "7003"})
         self.job = job
         self.with_steps = set(job.nodes)
         self._room = room

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -72,8 +73,14 @@ def test_a_batch_host_that_died_before_it_joined_is_no_loss_that_the_run_knows(
     """It is asked whether it still lives: nobody else would end the job."""
     slurm = FakeQueue([Node(name, "idle") for name in ("n1", "n2")], running("n1", "n2"))
     environ = {**ENVIRON, "OPSD_BATCH_HOST": "n1"}
-    EnclosingJob(environ, tmp_path / "log", lambda: slurm, lambda host: is_up).end(exitcodes.OK, (), ())
-    assert slurm.calls == calls
+    asked = []
+
+    def answers(host: str, ports: Sequence[int]) -> bool:
+        asked.append((host, *ports))
+        return is_up
+
+    EnclosingJob(environ, tmp_path / "log", lambda: slurm, answers).end(exitcodes.OK, (), ())
+    assert (slurm.calls, asked) == (calls, [("n1", 7003, 22)])
 
 
 def test_a_host_that_refuses_is_up() -> None:
@@ -88,4 +95,4 @@ def test_a_host_that_refuses_is_up() -> None:
             client.connect_ex(("127.0.0.1", port))
         assert not host_is_up("127.0.0.1", (port,), timeout_s=0.2)
     assert host_is_up("127.0.0.1", (port,))
-    assert host_is_up("nobody.invalid")
+    assert host_is_up("nobody.invalid", (port,))

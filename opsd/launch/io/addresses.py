@@ -30,8 +30,8 @@ def lookup(host: str) -> str:
     return min((str(entry[4][0]) for entry in found), key=lambda address: ":" in address)
 
 
-def host_is_up(host: str, ports: Sequence[int] = (6818, 22), timeout_s: float = 2.0) -> bool:
-    """Whether ``host`` answers on one of ``ports`` (slurmd, ssh), if only to refuse. True if it has no address."""
+def host_is_up(host: str, ports: Sequence[int], timeout_s: float = 2.0) -> bool:
+    """Whether ``host`` answers on one of ``ports``, if only to refuse. True if it has no address."""
     try:
         address = lookup(host)
     except OSError:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,22 +25,24 @@ from opsd.launch.run.readiness import given_back_at, is_lemon
 from opsd.launch.run.supervisor import Supervisor
 from opsd.slurm.allocation import AllocationError, allocation, in_job
 from opsd.slurm.connect import choose
-from opsd.slurm.job_end import end_job
 from opsd.slurm.port import Slurm, SlurmError
 from opsd.slurm.requeue import ExcludedNodes
+from opsd.slurm.requeue_helper import end_job
+
+SSH = 22
 
 
 @dataclass(frozen=True, slots=True)
 class EnclosingJob:
     """The Slurm job that this launcher belongs to, if any; ``log`` is a file in the run's folder.
 
-    ``is_up`` is whether the host of that name answers in any way.
+    ``is_up`` is whether the host of that name answers on one of these ports.
     """
 
     environ: Mapping[str, str]
     log: Path
     connect: Callable[[], Slurm] = lambda: choose().slurm
-    is_up: Callable[[str], bool] = host_is_up
+    is_up: Callable[[str, Sequence[int]], bool] = host_is_up
 
     def end(self, code: int, lost: tuple[str, ...], unfit: tuple[str, ...]) -> bool:
         """Requeue the job without the nodes it lost; end it with ``code`` if the run is over and its script is dead.
@@ -50,11 +53,11 @@ class EnclosingJob:
         host = self.environ.get(BATCH_HOST)
         if not in_job(self.environ) or (host is None and not lost):
             return False
-        if host is not None and host not in lost:
-            if self.is_up(host):
-                return False
-            lost = (*lost, host)
         try:
+            if host is not None and host not in lost:
+                if self.is_up(host, self._ports()):
+                    return False
+                lost = (*lost, host)
             job = allocation(self.environ)
             lost = tuple(name for name in lost if name in job.nodes)
             if not lost:
@@ -63,6 +66,11 @@ class EnclosingJob:
         except (SlurmError, AllocationError) as error:
             print_message(f"Slurm: {error}")
         return True
+
+    def _ports(self) -> Sequence[int]:
+        """Those of slurmd, which every node of a job reaches on the others, and of ssh. Raises SlurmError."""
+        slurmd = re.findall(r"\d+", self.connect().configuration().get("SlurmdPort", ""))
+        return (*map(int, slurmd[:1]), SSH)
 
 
 def assemble_run(
