@@ -12,6 +12,7 @@ sessions of their own.
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
 import secrets
 import shutil
@@ -27,6 +28,8 @@ from typing import IO, Self
 
 ORDERLY_S = 20.0
 """That of most programs: a launcher that stops its ranks in good order takes a few seconds."""
+STUCK_S = 10.0
+"""How long to wait for processes that were killed: in a call of a file system that hangs one may stay for ever."""
 MARKS = "OPSD_ENDS_WITH"
 """The variable with the marks of all programs with which a process ends."""
 
@@ -109,6 +112,7 @@ class Dependents:
 def nothing_left(prefix: str) -> Iterator[Dependents]:
     """What the block starts, and its temporary folders, end with it or with the program."""
     before = tempfile.tempdir
+    multiprocessing.util.get_temp_dir()  # it is removed at the very end, so it must not lie in the folder of the block
     with Dependents() as mine:
         mine.claim_descendants()
         tempfile.tempdir = str(mine.temporary(prefix))
@@ -141,7 +145,8 @@ def _watch(lines: IO[str], orderly_s: float) -> None:
         time.sleep(0.05)
     for pid in pids:
         _signal(pid, signal.SIGKILL)
-    while left := [*_marked(marks)]:  # they may start others meanwhile
+    deadline = time.monotonic() + STUCK_S
+    while (left := [*_marked(marks)]) and time.monotonic() < deadline:  # they may start others meanwhile
         for pid in left:
             _signal(pid, signal.SIGKILL, os.kill)
         time.sleep(0.02)

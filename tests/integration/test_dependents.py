@@ -57,3 +57,21 @@ def test_nothing_is_left(tmp_path: Path, end: str) -> None:
         os.killpg(process.pid, signal.Signals[end])
     process.wait(60)
     assert eventually(lambda: not any(map(lives, pids)) and not (tmp_path / "memory").exists(), 60)
+
+
+USES_MULTIPROCESSING = """
+import multiprocessing.util, sys, tempfile
+from pathlib import Path
+from opsd.dependents import nothing_left
+with nothing_left("opsd-test-"):
+    Path(sys.argv[1]).write_text(f"{tempfile.mkdtemp()} {multiprocessing.util.get_temp_dir()}")
+"""
+
+
+def test_folders_of_a_block_go_in_silence(tmp_path: Path) -> None:
+    """Those of multiprocessing too, which removes its own at the very end of the program."""
+    ended = subprocess.run(
+        [sys.executable, "-c", USES_MULTIPROCESSING, tmp_path / "folders"], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert not any(Path(folder).exists() for folder in (tmp_path / "folders").read_text().split())
