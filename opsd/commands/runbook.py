@@ -12,7 +12,7 @@ from rich.markdown import Markdown
 from opsd.commands.options import Group, option
 from opsd.commands.output import output_console, plain_table
 from opsd.commands.settings import BadConfig
-from opsd.dashboards.guides import GUIDES
+from opsd.dashboards.alerts import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import SECTIONS, Guide
 

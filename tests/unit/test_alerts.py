@@ -13,9 +13,7 @@ pytest.importorskip("yaml")
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
 from opsd.commands.runbook import to_markdown
-from opsd.dashboards.alerts import Rule, alerts, linked, rules
-from opsd.dashboards.guides import FOLDER as GUIDE_FILES
-from opsd.dashboards.guides import GUIDES
+from opsd.dashboards.alerts import GUIDE_FILES, GUIDES, Rule, alerts, linked, rules
 from opsd.runbooks import RUNBOOKS
 from tests.fakes.alert_cases import BURNS, CASES
 

@@ -27,7 +27,7 @@ from opsd.collectors import repairs, spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.collectors.slurm import FAULTS, FLAG, LEMON
 from opsd.commands.status import notes
-from opsd.dashboards.guides import GUIDES
+from opsd.dashboards.alerts import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Evidence, Incident, Severity, State
 from tests.fakes.collectors import FakeCollector

@@ -11,7 +11,7 @@ from opsd import runbooks
 from opsd.agent.actions import VERBS
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
-from opsd.dashboards.guides import GUIDES
+from opsd.dashboards.alerts import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Guide
 

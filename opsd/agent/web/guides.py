@@ -9,7 +9,7 @@ from typing import Final
 
 from opsd.agent.brief import fill
 from opsd.agent.web.html import Html, card, document, h, join, link
-from opsd.dashboards.guides import GUIDES
+from opsd.dashboards.alerts import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import SECTIONS, Guide
 
