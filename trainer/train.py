@@ -7,6 +7,7 @@ FSDP import it in their first step.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Mapping
@@ -25,7 +26,6 @@ from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
 from opsd.trainer.data_settings import Shape
 from opsd.trainer.experts import routing_figures
-from opsd.trainer.garbage import Collections
 from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build, demand_device, demand_libraries
@@ -36,6 +36,9 @@ from opsd.trainer.settings import ScheduleSettings
 from opsd.trainer.telemetry import Telemetry
 from opsd.trainer.tracking import demand_installed
 from opsd.trainer.world import World, gpu_here, join
+
+COLLECT_EVERY = 50
+"""Steps between two collections of garbage."""
 
 
 def rate_factor(step: int, schedule: ScheduleSettings) -> float:
@@ -56,6 +59,28 @@ def rate_factor(step: int, schedule: ScheduleSettings) -> float:
     elif schedule.decay == "1-sqrt":
         left = 1 - math.sqrt(1 - left)
     return schedule.floor + (1 - schedule.floor) * left
+
+
+class Collections:
+    """While it is entered, Python's garbage is collected by ``after`` alone, and not what was there before.
+
+    Otherwise each rank stops at a moment of its own, and all wait for the slowest in the next collective operation.
+    """
+
+    def __enter__(self) -> Collections:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.enable()
+        gc.unfreeze()
+
+    def after(self, step: int) -> None:
+        """Collect what has become garbage, but for old objects, if it is time after ``step``, an absolute number."""
+        if step % COLLECT_EVERY == 0:
+            gc.collect(1)
 
 
 class TrainingError(Exception):

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -168,13 +169,16 @@ def await_store(address: str, port: int, limit_s: float = STORE_S) -> None:
             return
 
 
-def gpu_here(run: RunSettings, environ: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+def gpu_here(
+    run: RunSettings, environ: Mapping[str, str] = os.environ, cuda: ModuleType = torch.cuda
+) -> tuple[int, int] | None:
     """The compute capability of this rank's GPU, None if it computes on the CPU.
 
     Raises ConfigError if a required GPU is missing.
     """
-    if torch.cuda.is_available() and run.device != "cpu":
-        return torch.cuda.get_device_capability(int(environ.get("LOCAL_RANK", "0")))
+    if cuda.is_available() and run.device != "cpu":
+        capability: tuple[int, int] = cuda.get_device_capability(int(environ.get("LOCAL_RANK", "0")))
+        return capability
     if run.device == "cuda":
         raise ConfigError("run.device is cuda, and torch finds no GPU here; set it to auto or cpu")
     return None

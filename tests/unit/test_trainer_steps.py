@@ -17,14 +17,13 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opsd.commands.checkout import ROOT
-from opsd.trainer import attention
 from opsd.trainer.attention import Packed, attention_inputs
-from opsd.trainer.data.loader import Loader
+from opsd.trainer.data.loader import copied
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 from opsd.trainer.data.worker import Form, Plan, slot_views
-from opsd.trainer.garbage import EVERY, Collections
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.train import COLLECT_EVERY, Collections
 
 LAYERS = 4
 """Of the preset tiny."""
@@ -98,17 +97,19 @@ def test_graph_breaks_of_a_layer(changes: dict[str, Any], breaks: int) -> None:
     torch._dynamo.reset()
 
 
-class Copies(TorchDispatchMode):
-    """The bytes of each copy to a device."""
+class Operations(TorchDispatchMode):
+    """The bytes of each copy to a device, and the number of waits for one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[int] = []
+        self.copies: list[int] = []
+        self.waits = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten._to_copy.default or func is torch.ops.aten.clone.default:
-            self.found.append(result.nbytes)
+            self.copies.append(result.nbytes)
+        self.waits += func is torch.ops.aten.nonzero.default
         return result
 
 
@@ -117,15 +118,13 @@ def test_a_micro_batch_is_one_copy(device: str) -> None:
     """Tokens, targets and documents go to the device together, and are what the worker has written."""
     form = Form(0, 5, 3)
     plan = Plan({}, [], [form], [], 0, 0, 1, 2, -1, 0)
-    loader = Loader.__new__(Loader)
-    loader.device, loader._plan, loader._slot, loader._form = torch.device(device), plan, 1, form
-    loader._memory = mmap.mmap(-1, 2 * plan.slot_bytes)
-    written = slot_views(loader._memory, plan, 1, form)
+    memory = mmap.mmap(-1, 2 * plan.slot_bytes)
+    written = slot_views(memory, plan, 1, form)
     for view in written:
         view[:] = np.arange(view.size).reshape(view.shape)
-    with Copies() as copies:
-        tokens, documents = loader._copy()
-    assert copies.found == [3 * 6 * 8 + 3 * 5 * 4]
+    with Operations() as operations:
+        tokens, documents = copied(memory, plan, 1, form, torch.device(device))
+    assert operations.copies == [3 * 6 * 8 + 3 * 5 * 4]
     assert (tokens.shape, documents.shape) == ((3, 6), (3, 5))
     if device == "cpu":
         expected = [view.copy() for view in written]
@@ -135,20 +134,18 @@ def test_a_micro_batch_is_one_copy(device: str) -> None:
         assert np.array_equal(documents.numpy(), expected[1])
 
 
-def test_documents_are_packed_once_for_all_kinds_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_packed_once_for_all_kinds_of_layers() -> None:
     """Finding where they begin waits for the device, so layers with and without a window share it."""
-    calls = []
-    pack = attention.pack
-    monkeypatch.setattr(attention, "pack", lambda documents: calls.append(1) or pack(documents))
     settings = ModelSettings(
         layers=2, width=16, heads=2, kv_heads=2, ffn=8, vocab=9, pattern=("global", "window"), window=3,
         attention="varlen", dtype="bfloat16",
     )  # fmt: skip
-    masks = attention_inputs(torch.tensor([[0, 0, 1, 1]]), settings).masks
+    with Operations() as operations:
+        masks = attention_inputs(torch.tensor([[0, 0, 1, 1]]), settings).masks
     whole, window = masks["global"], masks["window"]
     assert isinstance(whole, Packed)
     assert isinstance(window, Packed)
-    assert (whole.window, window.window, len(calls)) == (0, 3, 1)
+    assert (whole.window, window.window, operations.waits) == (0, 3, 1)
     assert whole.starts is window.starts
 
 
@@ -162,7 +159,7 @@ def test_garbage_is_collected_at_steps_alone() -> None:
 
     with pytest.raises(KeyError), Collections() as garbage:
         gc.callbacks.append(note)
-        for step in range(1, 2 * EVERY):
+        for step in range(1, 2 * COLLECT_EVERY):
             for _ in range(100):
                 cycle: list[object] = []
                 cycle.append(cycle)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import torch
 
 from opsd.trainer.config import ConfigError, load
 from opsd.trainer.parallel import demand_device
@@ -57,10 +58,9 @@ def test_kernels_that_a_device_has_not(settings: list[str], gpu: tuple[int, int]
         demand_device(config, gpu)
 
 
-def test_the_device_is_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_that_of_the_rank() -> None:
     """Each rank asks for its own GPU, and none that is to be on the CPU does."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device))
+    cuda: Any = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda device: (9, device))
     run = load("tiny", ["data.shards=/data"], {}).run
-    assert gpu_here(run.model_copy(update={"device": "auto"}), {"LOCAL_RANK": "3"}) == (9, 3)
-    assert gpu_here(run.model_copy(update={"device": "cpu"}), {}) is None
+    assert gpu_here(run.model_copy(update={"device": "auto"}), {"LOCAL_RANK": "3"}, cuda) == (9, 3)
+    assert gpu_here(run.model_copy(update={"device": "cpu"}), {}, cuda) is None

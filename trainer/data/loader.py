@@ -82,7 +82,7 @@ class Loader:
                 self._replace()
             sample = int.from_bytes(ready, "little")
             assert sample == self._next, f"the worker sent sample {sample}, expected {self._next}"
-            tokens, documents = self._copy()
+            tokens, documents = copied(self._memory, self._plan, self._slot, self._form, self.device)
             batch = Batch(sample, tokens[:, :-1], tokens[:, 1:], documents)
             self._send(bytes(1))
         self._wait_s += time.perf_counter() - began
@@ -90,19 +90,6 @@ class Loader:
         self._slot = (self._slot + 1) % self._plan.slots
         self._next, self._form = next(self._expected)
         return batch
-
-    def _copy(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens [rows, length + 1] and documents [rows, length] of the slot, on the device.
-
-        All go in one copy. For a GPU they are first moved into pinned memory, so that no copy waits for it.
-        """
-        tokens, documents = slot_views(self._memory, self._plan, self._slot, self._form)
-        at, size = self._slot * self._plan.slot_bytes, tokens.nbytes + documents.nbytes
-        filled = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=at)
-        pinned = filled.pin_memory() if self.device.type == "cuda" else filled
-        copied = pinned.to(self.device, non_blocking=True, copy=True)
-        parts = copied[: tokens.nbytes], copied[tokens.nbytes :]
-        return parts[0].view(torch.int64).view(tokens.shape), parts[1].view(torch.int32).view(documents.shape)
 
     def take_wait(self) -> float:
         """Seconds that the training waited for data since the last call."""
@@ -153,6 +140,23 @@ class Loader:
         self._send_begin()
         fields = DataWorkerRestarted(pid=pid, why=why, sample=self._next, new_pid=self._worker.pid)
         self._reporter.event("data_worker_restarted", **fields)
+
+
+def copied(
+    memory: mmap.mmap, plan: Plan, slot: int, form: Form, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens [rows, length + 1] and documents [rows, length] of the ``slot`` of ``memory``, on the device.
+
+    All go in one copy. For a GPU they are first moved into pinned memory, so that no copy waits for it.
+    """
+    tokens, documents = slot_views(memory, plan, slot, form)
+    filled = torch.frombuffer(
+        memory, dtype=torch.uint8, count=tokens.nbytes + documents.nbytes, offset=slot * plan.slot_bytes
+    )
+    pinned = filled.pin_memory() if device.type == "cuda" else filled
+    moved = pinned.to(device, non_blocking=True, copy=True)
+    parts = moved[: tokens.nbytes], moved[tokens.nbytes :]
+    return parts[0].view(torch.int64).view(tokens.shape), parts[1].view(torch.int32).view(documents.shape)
 
 
 def _place(source: Source, cut: Cut) -> tuple[str, str, int, bool]:

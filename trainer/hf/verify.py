@@ -65,13 +65,18 @@ def compare(folder: Path, layers: int = 0) -> Comparison:
     if not (ours.isfinite().all() and theirs.isfinite().all()):
         raise ConfigError(f"{folder} gives logits that are not finite")
     difference = ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-30)).item()
-    found, version = Comparison(difference, layers, settings.layers), transformers.__version__
+    found = Comparison(difference, layers, settings.layers)
+    demand_judge(found, transformers.__version__)
+    return found
+
+
+def demand_judge(found: Comparison, version: str) -> None:
+    """Raises ConfigError if there is a difference from a ``version`` of transformers with known errors."""
     if not found.same and tuple(map(int, version.split(".")[:2])) < OLDEST:
         raise ConfigError(
-            f"{folder} differs from transformers {version}, which computes DeepSeek-V2 and Bamba wrongly; "
+            f"the logits differ from those of transformers {version}, which computes DeepSeek-V2 and Bamba wrongly; "
             "update it to {}.{} or newer and compare again".format(*OLDEST)
         )
-    return found
 
 
 def _fitting(settings: ModelSettings) -> int:
