@@ -1,4 +1,4 @@
-"""What a collector is, the values it yields, and how it is made from the settings.
+"""The contract of a collector: the values it yields, and how it is made from the settings.
 
 A collector is one file: the class of its settings, a class with the metrics and one method, ``collect()``, and at the
 end ``COLLECTOR = Plugin(...)``. It does no logging, timing, threading or judging; the agent does these for all
@@ -101,7 +101,7 @@ class StepFact:
 
 @dataclass(frozen=True, slots=True)
 class RankFact:
-    """What a rank on this node is doing.
+    """The state of a rank on this node.
 
     ``process`` is the kernel's state letter, None once the process is gone. ``workers`` are its helper processes (pid,
     role), ``worker_process`` their state letters in the same order, empty where they were not read. ``job`` is ""
@@ -268,7 +268,7 @@ class Sections(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What collectors are made from.
+    """The context from which collectors are made.
 
     ``node`` is the name of this node, ``state`` a folder for what outlives the agent, None for nowhere.
     ``slurm_reports`` takes a node and seconds and returns what tells the newest report of Slurm, which is asked so

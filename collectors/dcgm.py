@@ -1,7 +1,8 @@
 """GPUs through DCGM, where it runs on the node: dcgm-exporter's series as they are, or those of the host engine itself.
 
-They add what the driver does not tell. Any user of the node can listen where the exporter should: it is believed by the
-owner of its socket, never replaces a value of the driver, and is compared with it. The exporter refreshes its values at
+They add what the driver does not tell. Any user of the node can listen on the exporter's port. So the owner of the
+socket is checked, the values are compared with the driver's, and the driver's are never replaced. The exporter
+refreshes its values at
 its own pace (every 30 s by default), so this asks rarely.
 """
 

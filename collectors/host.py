@@ -1,4 +1,4 @@
-"""The node itself, as far as it can hold a training job back: processors, memory, pressure, file systems, processes.
+"""The node's own limits on a training job: processors, memory, pressure, file systems and processes.
 
 node_exporter exports more of a host and does it well; this is what detection needs, from one look per tick.
 """
@@ -161,8 +161,8 @@ class HostCollector:
     Left out are those that do not exist or cannot be read, and those of networks, whose servers may block the
     caller: they are ``StorageNetCollector``'s.
 
-    Looking at every process takes a millisecond per hundred of them, and users may start hundreds of thousands: that is
-    done every ``scan_s`` seconds only, a part at a time. The NUMA nodes and the PCI bus are read as often.
+    A look at a hundred processes takes a millisecond, and users may start hundreds of thousands. So it is done in
+    parts, every ``scan_s`` seconds. The NUMA nodes and the PCI bus are read as often.
     """
 
     name = "host"

@@ -1,4 +1,4 @@
-"""InfiniBand, RoCE and EFA ports through /sys/class/infiniband: state, rate, traffic, errors, flaps.
+"""InfiniBand, RoCE and EFA ports through /sys/class/infiniband: state, rate, traffic, errors and flaps.
 
 node_exporter exports the port counters too (``node_infiniband_*``), but neither hw_counters nor flaps; here is what
 detection needs, in the agent's own tick.

@@ -1,7 +1,7 @@
 """The kernel log: Xids, the out-of-memory killer, machine checks, failing disks, links and file systems.
 
-Each message is reported once: the position in the log is kept in a file, so that a restart of the agent neither
-reports old messages as new nor misses those written meanwhile. What processes write into the log does not count.
+Each message is reported once. The position in the log is kept in a file, so a restarted agent neither repeats nor
+misses messages. Messages that processes write into the log do not count.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Found:
 
 
 def parse_message(text: str) -> Finding | None:
-    """What a message reports, or None if it is of no interest."""
+    """The event of a message, or None if it is irrelevant."""
     return None if by_firewall(text) else parse_xid(text) or parse_sxid(text) or parse_trouble(text)
 
 

@@ -1,7 +1,7 @@
 """NCCL of the runs on this node: its RAS service, what it writes into rank logs, and flight recorder dumps.
 
-RAS is asked, and dumps are judged, only on the node that has rank 0 of a run: both tell about the whole run, and RAS
-has to hear every process of it for each answer.
+Only the node with rank 0 of a run asks RAS and judges dumps. Both describe the whole run, and RAS contacts all its
+processes for each answer.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class NcclCollector:
             chosen = self._slots.look(within_s=0.5)
         except FileNotFoundError:
             chosen = ()
-        # What a log holds when the agent starts is old; a run that appears later is new from its first line.
+        # Lines that a log has when the agent starts are old. A run that appears later is new from its first line.
         known, skip_old = self._runs or {}, self._runs is None
         self._runs = {
             one: known.get(one) or NcclRun(*one, skip_old=skip_old, limits=self._limits, host=self._host)

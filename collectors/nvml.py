@@ -39,8 +39,9 @@ class NvmlCollector:
     """The GPUs of this node.
 
     ``library`` is the path of another ``libnvidia-ml.so.1`` than the system's; a process can use one only. ``clock`` is
-    in seconds since boot, as time.monotonic on Linux. A session that has ended, because the driver was reloaded, is
-    reopened at the next collection, and one with a lost GPU every ``reopen_s``: a GPU that was reset is back then.
+    in seconds since boot, as time.monotonic on Linux. If the session has ended because the driver was reloaded, it is
+    reopened at the next collection. A session with a lost GPU is reopened every ``reopen_s``, to find the GPU after a
+    reset.
     ``xids`` is the ledger shared with the other sources of Xids, so that each becomes one event. ``process_letter``
     looks up the state of a process, None gone; without it nothing is said about dead ones. ``profiling`` also reads
     what the GPUs' units do, except while ``profiled_elsewhere`` says that something else on the node does.
@@ -183,7 +184,7 @@ class NvmlCollector:
         return samples
 
     def _orphaned(self, index: int) -> Iterator[Sample]:
-        """What processes that are dead hold; a GPU is given back with the process, unless the driver hangs in it."""
+        """GPUs that dead processes hold. A GPU is released with its process, unless the driver hangs."""
         if self._process_letter is None:
             return
         gpu = self._gpus[index]

@@ -61,7 +61,7 @@ class RanksCollector:
     """The runs under ``root`` and their ranks.
 
     A rank or run that has ended is reported for ``linger_s`` more, so that how it ended is seen, and then no longer.
-    What a user may have looked at is limited, and shared evenly with others. ``occupancy`` says who works on the node,
+    The number of a user's runs is limited and shared evenly with others. ``occupancy`` says who works on the node,
     ``host`` which process that is if it is in a container.
     ``slots`` are the run folders that are looked at, ``folders`` the run folders that the runs last seen name.
     """

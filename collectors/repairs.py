@@ -31,7 +31,7 @@ PAST: Final = "repair-*.json"
 
 REMEDIES: Final = ("end_processes", "reset_gpus", "reload_driver", "reboot")
 RENEWING: Final = ("reset_gpus", "reload_driver")
-"""After these the GPUs begin anew, without a boot."""
+"""Steps after which the GPUs start again without a boot."""
 OUTCOMES: Final = ("returned", "rma", "left")
 STEPS: Final = (*REMEDIES, "retest", "return")
 STATES: Final = ("ordered", "waiting", "paused", *STEPS, *OUTCOMES, "unknown")

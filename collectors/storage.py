@@ -1,7 +1,7 @@
 """Disks, mounts, NFS operations and the page cache. Nothing here waits for another machine.
 
-``storage_net`` asks network file systems for their size. That waits as long as a server is away, so it is a collector
-of its own: while it hangs, this one still tells what the kernel knows about the mount.
+``storage_net`` asks network file systems for their size. That waits as long as a server is away, so it is a separate
+collector. While it hangs, this one still reports the kernel's view of the mount.
 """
 
 from __future__ import annotations

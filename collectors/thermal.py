@@ -80,7 +80,7 @@ def _numbered(root: Path, prefix: str) -> list[Path]:
 
 
 def _text(path: Path) -> str:
-    """What a file has, "" where it is not there or refuses: sensors that are off or busy do."""
+    """The content of a file, "" if it is missing or cannot be read, as with sensors that are off or busy."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

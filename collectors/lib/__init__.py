@@ -1,1 +1,1 @@
-"""What collectors are made of: no plug-ins, but readers, parsers and the series that several of them share."""
+"""Readers, parsers and series that several collectors share."""

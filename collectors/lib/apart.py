@@ -1,8 +1,8 @@
-"""What users wrote, made sense of in a process of its own: whatever it stands for, it takes no memory of the agent's.
+"""Parses input of users in a separate process, so that it takes no memory of the agent.
 
 A few megabytes of JSON or of a pickle may stand for gigabytes, and each estimate of what they take has been wrong
-somewhere. The kernel's limit for a process is not. One process works at a time, so that what they take does not add up,
-and the user who has taken least comes first, so that nobody waits for what others write without end.
+somewhere. The kernel's limit for a process is not. One process works at a time, so that their memory does not add up.
+Users who have used the least parsing time go first, so that nobody waits for endless input of others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BURST_S: Final = 5.0
 FORGOTTEN_S: Final = 120.0
 """Half of what a user has taken counts no longer after this time."""
 AHEAD_S: Final = 10.0
-"""What a user whose processes hold a GPU may take before one who has taken nothing."""
+"""The parsing time of a user with a GPU that still goes before a user who has used none."""
 MAX_RESULT: Final = 2 << 20
 """Bytes of JSON that it may answer with."""
 _HEAD: Final = "00000.000\n"

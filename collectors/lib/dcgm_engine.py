@@ -25,7 +25,7 @@ FOLDERS: Final = (
     Path("/usr/share/datacenter-gpu-manager-4/bindings/python3"),
     Path("/usr/local/dcgm/bindings/python3"),
 )
-"""Where the packages of DCGM 4 and 3 have them."""
+"""The paths in the packages of DCGM 4 and 3."""
 PORT: Final = 5555
 LOCAL: Final = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 INTERVAL_US: Final = 1_000_000

@@ -1,7 +1,8 @@
 """Which Slurm jobs have which GPU: what Slurm gave them, and whose processes the driver lists. No rank page is needed.
 
-The kernel is asked only about processes that hold a GPU, and about each of them once in a while: its control group
-names the job where Slurm makes such groups. Where it makes none, the job in the environment of the process counts if
+The kernel is asked only about processes that hold a GPU, and about each only occasionally. The control group of a
+process names the job, if Slurm makes such groups. Where it makes none, the job in the environment of the process counts
+if
 Slurm runs it here for the same user.
 """
 
@@ -128,8 +129,8 @@ class GpuJobs:
 def _agrees(given: Mapping[str, Collection[_Place]], seen: Mapping[_Place, Collection[str]]) -> bool:
     """Whether the GPUs or instances ``given`` to jobs are those that jobs are ``seen`` on, and not in another order.
 
-    Nothing keeps a job's processes off the GPUs of others without ConstrainDevices. Who is on a GPU of its own is no
-    less there for being on another as well, and no order makes one GPU that of two jobs. A GPU tells of another order
+    Nothing keeps a job's processes off the GPUs of others without ConstrainDevices. A job that uses a GPU of its own
+    may use another one too, and no order gives one GPU to two jobs. A GPU tells of another order
     if it has a job that is missing on one of its own, and none that it was given to: the order is Slurm's while more
     GPUs have their own jobs than tell so.
     """

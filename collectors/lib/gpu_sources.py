@@ -60,7 +60,7 @@ def _strange(sample: Sample, uuid: str, gpu: GpuFact | None) -> str:
 
 
 def _key(sample: Sample) -> _Key | None:
-    """What the sample is about: metric, UUID and the labels beyond the GPU's identity; None without a GPU."""
+    """The identity of the sample: metric, UUID and the labels beyond the GPU's identity; None without a GPU."""
     uuid, rest = _places(sample.metric.labels)
     if uuid is None:
         return None

@@ -1,6 +1,6 @@
 """Whose process is at the other end of a connection within this node: the kernel knows the owner of every socket.
 
-Any user may listen on a free port of localhost. What answers there is believed by its owner, never by its port. The
+Any user may listen on a free port of localhost. A listener is trusted by its owner, never by its port. The
 kernel is asked about one socket by its addresses (sock_diag(7), inet_diag_req_v2), which takes microseconds on a node
 with many connections, where /proc/net/tcp takes milliseconds.
 """
@@ -27,7 +27,7 @@ ACCEPT_LOOKS_S: Final = 0.001
 
 
 class UntrustedError(Exception):
-    """What listens there belongs to a user who is not believed, or to nobody who is known; the message says so."""
+    """The listener belongs to an untrusted or unknown user; the message says so."""
 
 
 def trusted_uids(users: Iterable[str]) -> frozenset[int]:

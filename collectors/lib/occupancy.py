@@ -1,4 +1,4 @@
-"""Who works on this node as the driver and Slurm have it: what rank pages say is compared with that."""
+"""The owners of this node's GPUs by the driver and Slurm. Claims of rank pages are compared with them."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from collections.abc import Hashable
 class Odometer:
     """Adds up raw readings per key. A total begins with the first reading of its key.
 
-    A reading below the one before is a wrap if the counter was in the last quarter of its ``bits`` and is now in the
-    first; otherwise the counter has started over at zero.
+    A reading below the one before is a wrap if the counter went from the last quarter of its ``bits`` to the first.
+    Otherwise the counter has restarted at zero.
     """
 
     def __init__(self) -> None:

@@ -205,7 +205,7 @@ class RunSlots:
         return chosen[:MAX_RUNS]
 
     def _may_live(self, candidate: _Candidate) -> bool:
-        """What has a slot and was not judged yet was looked at so far, and keeps the slot until it is."""
+        """A run that has a slot and is not judged yet keeps the slot until it is."""
         return bool(candidate.lives) or (candidate.lives is None and candidate.name in self._held)
 
     def _order(self, candidate: _Candidate) -> tuple[bool, float, str]:

@@ -114,7 +114,7 @@ class RunWatch:
         self.demand = len({number for number, _ in self._files})
 
     def read(self, now: float, wall: float, *, ranks: int = MAX_RANKS, event_bytes: int = EVENT_BYTES) -> Reading:
-        """What the folder tells at the monotonic second ``now``; nothing if it has just been removed.
+        """The reading of the folder at the monotonic second ``now``; empty if it has just been removed.
 
         At most ``ranks`` ranks are looked at, and ``event_bytes`` of its event files read.
         """

@@ -60,7 +60,7 @@ class Allowance:
 
 
 class Spent:
-    """What users have taken of something. Half of it is forgotten in ``half_s``. Any thread may ask."""
+    """The share of each user of a resource. Half of it is forgotten in ``half_s``. Any thread may ask."""
 
     def __init__(self, half_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._half_s, self._clock = half_s, clock

@@ -9,8 +9,8 @@ batches, padding included, of which ranks that share a batch (tensor or context 
 launcher asks for it, the trainer saves at the next step boundary and ends;
 ``trainer.train(resume_from_checkpoint=True)`` continues from there.
 
-A trainer with this callback checks before each checkpoint, and before ``trainer.save_model()``, whether a later
-generation of the run has begun elsewhere; then it writes nothing and ends with exit code 76. Hugging Face calls no
+Before each checkpoint and before ``trainer.save_model()``, the callback checks whether a later generation of the run
+has begun elsewhere. If so, it writes nothing and ends with exit code 76. Hugging Face calls no
 callback before a save, and shows none the batches, so importing this module wraps three methods of ``Trainer``.
 """
 
@@ -51,7 +51,7 @@ class RankPageCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """What comes before the first step is waiting for data."""
+        """The time before the first step is waiting for data."""
         self._reporter.planned(max(0, state.max_steps))
         self._phases.enter("data")
 

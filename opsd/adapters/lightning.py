@@ -77,7 +77,7 @@ class RankPageCallback(Callback):
             warnings.warn(NO_FOLDER, stacklevel=2)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What comes before the first batch is waiting for data."""
+        """The time before the first batch is waiting for data."""
         self._step = trainer.global_step
         self._phases.enter("data")
 
@@ -142,7 +142,7 @@ class RankPageCallback(Callback):
         self._phases.leave()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """What other callbacks saved at the end has been written, too."""
+        """Files that other callbacks saved at the end are written too."""
         self._saved()
         self._phases.leave()
         self._reporter.close()

@@ -4,7 +4,7 @@
 
 Who has a program of their own builds ``RankPageTrainer(config)`` where ``config.build()`` stands. Steps, losses,
 phases, saves and validations go to the rank page. When the launcher asks for it, the trainer saves all of its state at
-the next step boundary and ends; torchtitan goes on from its newest checkpoint by itself.
+the next step boundary and ends. torchtitan then continues from its newest checkpoint.
 
 Before each checkpoint all ranks look whether a later generation of the run has begun elsewhere; then nothing is written
 and they end with exit code 76. One that is written in the background is not looked at again before it is complete.
@@ -95,7 +95,7 @@ class RankPageTrainer(Trainer):
             return True
         if self.checkpointer.enable and self._kept != self.step:
             with self._reporter.phase("checkpoint"):
-                # What torchtitan saves at its last step is the model alone, unless it is told otherwise.
+                # By default torchtitan saves only the model at its last step.
                 self.checkpointer.last_save_model_only = self.checkpointer.last_save_in_hf = False
                 self.checkpointer.save(self.step, last_step=True)
             self._saving = self._kept = self.step

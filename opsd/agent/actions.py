@@ -1,8 +1,8 @@
 """The verbs that a runbook may ask for: the only place where the agent changes anything.
 
 The targets of actions come from rank pages and ``run.json``, which the job's user can write, while the agent may be
-root. Every verb therefore checks with the kernel that the process or socket belongs to the user who owns that page,
-so that no user can make root act on another user's process.
+root. Every verb therefore checks with the kernel that the process or socket belongs to the owner of that page.
+Otherwise a user could make root act on another user's process.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def _process(pid: int) -> Any:
 
 
 def _told(action: Action) -> str:
-    """The reason of a drain, which names kind and incident: `opsd repair` goes by the kind."""
+    """The reason of a drain. It names kind and incident, and `opsd repair` reads the kind."""
     kind, incident = str(action.args.get("kind", "")), str(action.args.get("incident", ""))
     return reason(kind, action.reason, incident=incident, evidence=f"opsd incidents show {incident}")
 

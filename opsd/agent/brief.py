@@ -31,7 +31,7 @@ _WORDS: Final[Mapping[str, tuple[str, str]]] = {
     "swap_node": ("swap {node} for a spare", "opsd swap NODE"),
     "drain_node": ("drain {node}", _DRAIN),
 }
-"""What opsd does in words, and what a person types for the same; placeholders are those of the guides."""
+"""Each action of opsd as text, and the command for it. Placeholders are those of the guides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _owner(incident: Incident) -> str:
 
 
 def cost_now(incident: Incident, symptoms: Sequence[Incident] = ()) -> str:
-    """What it costs in words, wherever that is told. While it lasts that is the present loss, then the sum.
+    """The cost as text, for every page and message. While it lasts that is the present loss, then the sum.
 
     The sum is that with its ``symptoms``; overlapping losses count once.
     """
@@ -134,7 +134,7 @@ def _acts(incident: Incident, mode: str) -> str:
 
 
 def _remedies(incident: Incident) -> Iterator[str]:
-    """What opsd would do, in words; notifications are no remedy."""
+    """The actions that opsd would take, as text. Notifications are not among them."""
     for action in incident.proposed:
         words, _ = _WORDS.get(str(action.get("verb")), ("", ""))
         args = action.get("args")

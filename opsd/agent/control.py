@@ -37,7 +37,7 @@ class Control:
 
     @property
     def path(self) -> Path:
-        """Where the socket is."""
+        """The path of the socket."""
         return self._journal.path.with_name(SOCKET)
 
     def after_tick(self) -> None:

@@ -107,7 +107,7 @@ class Daemon:
 
 
 def _policy_facts(settings: Settings) -> dict[str, object]:
-    """What pages and the API tell of the settings that a reload may change."""
+    """The settings that pages and the API show, and that a reload may change."""
     cost = settings.cost
     return {"mode": settings.policy.mode, "gpu_hour": cost.gpu_hour, "currency": cost.currency}
 

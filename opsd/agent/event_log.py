@@ -20,7 +20,7 @@ STEPS: Final = 4
 """Steps of the clock across which an event that is read again is recognised."""
 
 Teller = tuple[int | None, bool]
-"""The user whose word an event is, None for nobody's, and whether a witness told it."""
+"""The user who reported an event (None: no user), and whether the source is a witness."""
 
 
 class EventLog:

@@ -2,9 +2,9 @@
 
 Each collector has its own daemon thread. One that does not return in time is not called again until it does: a driver
 call that hangs forever costs only one sleeping thread. One with an attribute ``interval_s`` is not called more often
-than that; its last reading stays valid meanwhile. One that takes too much processor time waits longer (``taken_s`` is
-what threads of its own have taken so far), and readings have a most of samples and events: what users do on a node must
-not cost more than that.
+than that; its last reading stays valid meanwhile. A collector that takes too much processor time waits longer
+(``taken_s`` is the time of its own threads so far). Samples and events of a reading are limited, so that users of a
+node cannot raise the cost.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Gatherer:
     def gather(self, patience_s: float) -> tuple[Source, ...]:
         """Collect once from everything that is due, wait at most ``patience_s``, and return the state of all.
 
-        A collector that is still busy is not called again. What it delivers later is used by the next call. One that is
+        A collector that is still busy is not called again. A late result is used by the next call. One that is
         busy for longer than the deadline counts as hung, and its last reading is dropped.
         """
         until = self._clock() + patience_s

@@ -14,9 +14,9 @@ TRIM_EVERY_S = 300.0
 def settle() -> bool:
     """Keep the heap small: few arenas, and large blocks mapped, so that they go back when freed. True if it was done.
 
-    By default each thread gets an arena of its own, up to eight times the number of cores, and what short-lived objects
-    leave behind in one is of no use to the others; and the size from which blocks are mapped rises to that of the
-    largest block freed so far, so that the texts of scrapes fragment the heap. Other C libraries have no ``mallopt``.
+    By default each thread gets an arena of its own, up to eight times the number of cores, and cannot use the free
+    memory of others. The size from which blocks are mapped also rises to the largest block freed so far. So the texts
+    of scrapes fragment the heap. Other C libraries have no ``mallopt``.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -55,8 +55,9 @@ Record = tuple[Row, Intention | None]
 class Journal:
     """Records of one agent. Methods may be called from any thread; only ``open``, ``flush`` and ``close`` wait.
 
-    ``problem`` says in one sentence why records are not being written, "" if they are; ``on_problem`` is called with
-    it, from the writing thread, whenever it changes, and with what was set aside (but not while a disk hangs). ``lost``
+    ``problem`` says in one sentence why records are not being written ("": they are). The writing thread calls
+    ``on_problem`` with it whenever it changes, and with the files that were set aside (but not while a disk hangs).
+    ``lost``
     counts records dropped because the backlog was full, or because no table takes their values. ``opened`` counts how
     often a file was opened: it may be another one than before, and lack what was written.
     """

@@ -76,7 +76,7 @@ _ADDED = (
         ),
     ),
 )
-"""What journals of this schema may still lack, and the columns that it adds."""
+"""Tables that journals of this schema may lack, and the columns to add."""
 
 
 class StoreError(Exception):

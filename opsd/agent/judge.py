@@ -61,7 +61,7 @@ class _Look(NamedTuple):
 class Judge:
     """All runbooks. ``errors`` counts exceptions by kind; ``told_by_users`` are the kinds that rest on what runs say.
 
-    Where two looks in a row take long there are fewer; ``used_s`` is the processor time of this thread. For ``hold_s``
+    After two slow looks in a row there are fewer. ``used_s`` is the processor time of this thread. For ``hold_s``
     and ``max_relapses`` see ``incidents``.
     """
 

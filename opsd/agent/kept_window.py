@@ -1,9 +1,9 @@
 """The window as it is kept for the next agent, which then compares with the same minutes.
 
-It goes into the journal when the agent stops. For an agent that is killed it goes into the memory of the machine every
-few seconds: systemd keeps that folder until the service is stopped, and a full or slow disk holds nothing up.
-A series gets its past back when its collector delivers it again. The times are those of the monotonic clock, so that
-only an agent of the same boot goes on with them; the time without an agent is a gap, as with a blind collector.
+It goes into the journal when the agent stops. It is written to shared memory every few seconds, for the case that the
+agent is killed. systemd keeps that folder until the service is stopped, and a full or slow disk delays nothing.
+A series gets its past back when its collector delivers it again. The times are those of the monotonic clock, so only an
+agent of the same boot can use them. The time without an agent is a gap, as with a blind collector.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ITEM = array("f").itemsize
 
 
 class KeptWindowError(ValueError):
-    """What was kept is no window of this release, or of other ticks; the message says which."""
+    """The kept window is of another release or another tick length; the message says which."""
 
 
 def pack(window: Window, most: int = MAX_BYTES, level: int = _LEVEL) -> bytes:
@@ -75,7 +75,7 @@ class Past:
 
 
 def unpack(kept: bytes, ticks: int, now: float) -> Past:
-    """What ``pack`` has made, for a window of as many ``ticks`` at the monotonic second ``now``.
+    """The window that ``pack`` has packed, with as many ``ticks``, at the monotonic second ``now``.
 
     Raises KeptWindowError.
     """

@@ -54,7 +54,7 @@ class KindStatistics:
 
 
 def signature(incident: Incident) -> Signature:
-    """What makes ``incident`` comparable: kind, component, GPU, and reasons (Xid, exception, signal, culprit's words).
+    """The features by which ``incident`` is compared: kind, component, GPU, and words of the reasons.
 
     Numbers that differ between occurrences (steps, ranks, seconds) are not part of it.
     """

@@ -12,11 +12,12 @@
                            |      for verify_s (escalated)        |
                            +----- verify_s over, attempts left ---+
 
-A finding that is graver than all before makes an incident open again from any of these states, with all its attempts;
-one whose actions are under way follows once they have ended.
+A finding that is graver than all before reopens an incident from any of these states, with all its attempts. If actions
+are under way, it is reopened once they have ended.
 
-Resolved, unproven and escalated are final. What can only be seen while a run trains or a GPU works ends as unproven
-once that has ended for UNPROVEN_S, and is not escalated before; it is reopened if it comes back. An escalated incident
+Resolved, unproven and escalated are final. Some faults can only be seen while a run trains or a GPU works. Their
+incidents end as unproven once that has ended for UNPROVEN_S, and are not escalated before. They are reopened if the
+fault comes back. An escalated incident
 stays current until it is healed, so that the same fault opens no second one; ``resolved_at`` then says when. A healed
 answer of None (not known) never counts as healed.
 
@@ -310,7 +311,7 @@ def _evidence(incident: Incident, finding: Finding) -> tuple[Evidence, ...]:
 def settled(incident: Incident, outcomes: Sequence[Outcome], rule: IncidentRules, now: float) -> Incident:
     """The incident after outcomes of actions. After the last one the effect is verified, or a failure tried again.
 
-    What was put off was no attempt.
+    A postponed action is not an attempt.
     """
     if not outcomes:
         return incident

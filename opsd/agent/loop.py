@@ -111,7 +111,7 @@ class Loop:
             stop.wait(origin + number * self._interval_s - self._clock.monotonic())
 
     def replace_collectors(self, collectors: Sequence[Collector]) -> None:
-        """Collect from these from now on. What the window has of those with the same names stays."""
+        """Collect from these from now on. Data of collectors with the same names stay in the window."""
         gone = {source.name for source in self._gatherer.sources} - {collector.name for collector in collectors}
         self._gatherer.close()
         self._gatherer = self._gather(collectors)

@@ -71,7 +71,7 @@ class Responder:
         self._done: list[Done] = []
         self._told: list[Event] = []
         self.kept_window = b""
-        """What an earlier agent has kept of its window."""
+        """The window of an earlier agent."""
         self._written: dict[str, tuple[Incident, float]] = {}
         self._idle: frozenset[str] = frozenset()
         self._unprovable: dict[str, float] = {}
@@ -194,7 +194,7 @@ class Responder:
             order.error = str(error)
 
     def _lapse(self, transitions: Sequence[Transition], wall: float) -> Iterator[Transition]:
-        """End acknowledgements whose time is over, and those of incidents that are worse now, which is told already."""
+        """End acknowledgements whose time is over, and those of incidents that are worse now (already notified)."""
         worse = {transition.incident for transition in transitions if transition.worse}
         for incident in self.current:
             after, why = by_hand.lapsed(incident, wall, worse=incident.id in worse)
@@ -293,7 +293,7 @@ class Responder:
         return outcomes
 
     def _take_back(self, outcome: Outcome) -> None:
-        """What was refused on the way has changed nothing, and costs none of the budget."""
+        """Refused actions have changed nothing and do not count against the budget."""
         incident = next((i for i in self.current if i.id == outcome.incident), None)
         if incident is None:
             return

@@ -71,9 +71,9 @@ def planned_swap(
     """Ask for ``node`` to be swapped out, wait until it has no ranks, and return which nodes have come.
 
     A run without a spare may get one from a pool, for which this waits. A new leader, or a later generation that still
-    has ``node``, is asked again. Raises NotInRun if ``node`` has no ranks, SwapError if the swap is impossible or the
-    launcher refuses, UnderWay if it agreed and ``node`` still has ranks after ``patience_s`` seconds, and whatever
-    ``ask`` raises.
+    has ``node``, is asked again. Raises NotInRun if ``node`` has no ranks, and SwapError if the swap is impossible or
+    the launcher refuses. Raises UnderWay if the launcher agreed and ``node`` still has ranks after ``patience_s``
+    seconds. Errors of ``ask`` pass.
     """
     deadline = clock() + patience_s
     before = Members.of(ask({"cmd": "status"}))
@@ -103,7 +103,7 @@ def planned_swap(
 
 
 def swapped_out(node: str, came: Sequence[str]) -> str:
-    """What ``planned_swap`` has done, in words."""
+    """The result of ``planned_swap`` as text."""
     return f"{node} is out of the run, {', '.join(came) or 'nobody'} took its place"
 
 

@@ -70,7 +70,7 @@ def _field(name: str, value: bytes) -> bytes:
 
 
 class JournalWriter:
-    """What the journal does not take at once goes to ``stderr`` as JSON, which leads there as well."""
+    """Records that the journal does not accept at once go to ``stderr`` as JSON, which also leads to it."""
 
     def __init__(self, stderr: Sink, path: str = SOCKET) -> None:
         self._stderr, self._path = stderr, path

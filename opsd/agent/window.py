@@ -77,7 +77,7 @@ class Window:
         self._past: Past | None = None
         self._past_until = 0
         self.news: list[Event] = []
-        """What witnesses have told in this tick."""
+        """Events from witnesses in this tick."""
 
     @property
     def gpus(self) -> Sequence[GpuFact]:

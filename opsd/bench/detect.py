@@ -8,7 +8,7 @@ Each scenario is played once through the agent's own window, runbooks and policy
 where it is written for that mode. The healthy time is ``NODES`` simulated nodes with ``HOURS`` each, with different
 noise, evaluation pauses, checkpoints, occasional data loader delays and a planned restart. There the agent ticks every
 ``LOOK_S`` seconds instead of every second, the longest interval at which runbooks can still compare with the last ten
-minutes. What happens between two ticks is therefore not covered.
+minutes. Changes between two ticks are therefore not covered.
 """
 
 from __future__ import annotations

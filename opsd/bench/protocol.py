@@ -1,7 +1,7 @@
 """The launchers' protocol at the size of a large run, in virtual time: how long it takes, and what it costs the leader.
 
-The groups, elections, messages, their encoding and the leader are production's (``opsd.simulate.launchers``). What a
-message costs the thread of a launcher beside that is measured first, on this machine, and passes in virtual time.
+The groups, elections, messages, their encoding and the leader are production's (``opsd.simulate.launchers``). The other
+costs of a message for a launcher's thread are measured first on this machine and pass in virtual time.
 """
 
 from __future__ import annotations

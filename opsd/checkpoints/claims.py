@@ -157,7 +157,7 @@ def newest(folder: Path) -> Claim | None:
 class Found:
     """A claim that was read, and the inode, size and modification time of its file.
 
-    A claim that was told by its maker has none yet: it is that of any file with its number.
+    A claim that its maker sent has none yet, and matches any file with its number.
     """
 
     claim: Claim

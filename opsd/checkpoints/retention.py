@@ -34,8 +34,8 @@ AWAITED = ("awaiting-upload", "awaiting-evaluation")
 def reasons(root: Path, keep: int, every: int = 0) -> dict[int, str]:
     """Why each checkpoint under ``root`` is kept, oldest first; "" if it may be removed. Raises OSError.
 
-    Kept are the newest ``keep`` (at least 1) complete ones and everything newer, those of every ``every``-th step (0:
-    none), those that are awaited, and those whose manifest does not tell which files are theirs.
+    The newest ``keep`` (at least 1) complete checkpoints and everything newer are kept, and those of every ``every``-th
+    step (0: none). So are awaited ones, and those whose manifest does not list their files.
     """
     found, left = {}, max(keep, 1)
     for step in reversed(steps(root)):
@@ -74,8 +74,9 @@ def prune(root: Path, keep: int, every: int = 0) -> list[int]:
 
     Nothing is removed unless the newest that stay are proved to outlive a power loss. The manifest is renamed first, so
     that the checkpoint no longer exists before its first file is removed. Then the files that it names are removed, and
-    the folder if it is empty. The next call completes an interrupted removal. What failed saves have left goes too,
-    once it is an hour older than the newest checkpoint. Other files stay. A failure does not keep the others from being
+    the folder if it is empty. The next call completes an interrupted removal. Files of failed saves are removed too,
+    once they are an hour older than the newest checkpoint. Other files stay. A failure does not keep the others from
+    being
     removed; the last one is raised at the end. Raises OSError.
     """
     removed, failure = [], None

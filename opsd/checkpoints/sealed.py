@@ -1,7 +1,7 @@
 """Small JSON documents with a checksum of themselves. Standard library only.
 
-They are in folders that many processes write to, so readers must cope with anything: special files are not opened,
-files that are too long are not read, and changed documents are rejected.
+Many processes write to their folders, so readers must expect anything. Special files are not opened, files that are too
+long are not read, and changed documents are rejected.
 """
 
 from __future__ import annotations

@@ -74,9 +74,9 @@ class KernelLogDevice:
 class Position:
     """The sequence number of the last record read, kept in ``file`` with the boot it belongs to.
 
-    ``sequence`` is None if nothing of this boot has been read. ``skip`` says what a first reader of this boot makes of
-    the records already there: after a reboot they are news; with no position at all they are not, the log may be weeks
-    old. ``kept`` is False while the position cannot be written, and ``problem`` says why;
+    ``sequence`` is None if nothing of this boot has been read. ``skip`` makes a first reader of this boot ignore
+    existing records. After a reboot they are news. Without any position they are not, because the log may be weeks old.
+    ``kept`` is False while the position cannot be written, and ``problem`` says why;
     that is not an error: a full disk must not blind us.
     """
 

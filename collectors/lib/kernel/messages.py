@@ -458,7 +458,7 @@ _NAMED = re.compile(
 """A message about a process, which begins with its name: 15 characters that its user chooses."""
 
 _FIREWALL: Final = re.compile(r"IN=\S* OUT=\S* (?:[A-Z]+=\S* )*(?:SRC=\S+ DST=|ARP HTYPE=|TRUNCATED|$)", re.ASCII)
-"""What follows the prefix that a rule of the firewall has. No name of a process is that long."""
+"""The text after the prefix of a firewall rule. No name of a process is that long."""
 
 RULES: Final = (*_GPU, *_PROCESSES, *_OOPSES, *_PROCESSORS, *_DEVICES, *_FILESYSTEMS)
 """The first row that matches decides."""

@@ -141,8 +141,8 @@ def xid_event(
 ) -> Event:
     """The event of an Xid; the same from every source.
 
-    ``at`` is in wall seconds, ``count`` how often it was seen, ``where`` what else the source knows of the GPU: its
-    index as "gpu", its "uuid", the "job" of the process.
+    ``at`` is in wall seconds, ``count`` how often it was seen. ``where`` has the GPU's index as "gpu", its "uuid", and
+    the "job" of the process, as far as the source knows them.
     """
     description = decode(xid.code, xid.detail).description
     who = f" by {xid.process or 'pid'} {xid.pid}" if xid.pid is not None else ""

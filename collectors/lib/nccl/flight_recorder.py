@@ -25,7 +25,7 @@ MAX_GROUPS: Final = 256
 MAX_TRANSITIONS: Final = 64
 """Kinds of transitions between operations that are counted for each process group."""
 MAX_SHAPE: Final = 512
-"""Characters of the sizes and types of a collective's tensors that are told and compared."""
+"""Characters of the sizes and types of a collective's tensors that are reported and compared."""
 MAX_ENTRIES: Final = 65_536
 MAX_MEMBERS: Final = 1 << 18
 """Entries of a dump, and ranks in all its groups together, that are looked at."""

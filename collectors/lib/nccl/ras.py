@@ -25,14 +25,14 @@ ADDRESSES: Final = (("127.0.0.1", 28028), ("::1", 28028))
 REQUEST: Final = b"CLIENT PROTOCOL 2\nTIMEOUT 5\nSET FORMAT json\nVERBOSE STATUS\n"
 MAX_ANSWER: Final = 20 << 20
 MAX_PROBLEMS: Final = 256
-"""Bytes of an answer, and problems of it that are told."""
+"""Limits of an answer in bytes, and of the problems that are reported from it."""
 MAX_TEXT: Final = 400
 _MOST_GREETINGS: Final = 8
 OK_RESULTS: Final = (0, 7)
 """ncclSuccess and ncclInProgress in nccl.h."""
 KINDS: Final = ("mismatch", "error", "incomplete", "dead", "timeout")
 MAX_RANKS: Final = 32
-"""Ranks named in one problem; a problem of all ranks is nobody's in particular."""
+"""Ranks named in one problem. A problem of all ranks names none."""
 
 
 class RasError(Exception):
@@ -131,7 +131,7 @@ class RasQuery:
         return self._received
 
     def _find_user(self, now: float) -> bool:
-        """True once it is known whose process has accepted. Raises RasError if it is nobody's of ``uids``, OSError."""
+        """True once the owner of the listener is known. Raises OSError, and RasError if it is none of ``uids``."""
         refused = self._refused
         if refused == errno.EINPROGRESS:
             refused = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)

@@ -1,8 +1,8 @@
 """Who keeps the others waiting, from the flight recorder dumps of some or all ranks.
 
 Each rank waits in operations that have not ended; each of those waits for the ranks that have not called it. A rank
-that waits in another operation passes the blame on. What remains are ranks that wait for nobody: they have stopped on
-the host, or their device does not end what has ended on others.
+that waits in another operation passes the blame on. The remaining ranks wait for no other rank. They have stopped on
+the host, or their device does not end an operation that has ended on others.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _SAME_SHAPE: Final = ("all_reduce", "allreduce", "broadcast", "_all_gather_base"
 class Verdict:
     """Who keeps the others waiting, and in which operation, the earliest that waits for them.
 
-    ``culprits`` are the ranks to look at first; empty if all have come and the fault lies between them, or if it cannot
-    be told because more ranks left no dump than did. ``missing``
-    have not called the operation, ``not_started`` have but their device has not begun or ended it while others' have,
-    ``no_dump`` left nothing to judge them by, ``waiting`` are the others. ``called`` says of a mismatch what each rank
+    ``culprits`` are the ranks to look at first. It is empty if all have come and the fault lies between them, or if
+    more than half of the ranks left no dump. ``missing`` have not called the operation. ``not_started`` have called it,
+    but only devices of others have begun or ended it. ``no_dump`` left no dump, and ``waiting`` are the others.
+    ``called`` says of a mismatch what each rank
     has called, "" otherwise.
     """
 
@@ -137,7 +137,7 @@ def _participants(
 
 
 def _place(operation: _Operation, ranks: tuple[int, ...], dumps: Mapping[int, Dump]) -> None:
-    """Where each member of the operation is that does not wait in it."""
+    """The position of each member that does not wait in the operation."""
     group, sequence, pair = operation.key
     for rank in {*ranks} - operation.calls.keys():
         dump = dumps.get(rank)
@@ -265,7 +265,7 @@ def _verdict(cause: str, culprits: tuple[int, ...], operation: _Operation, share
 
 
 def _called(operation: _Operation) -> str:
-    """What each rank has called, the rarest first."""
+    """The operations that each rank has called, the rarest first."""
     callers: dict[str, list[int]] = {}
     said = _said(operation)
     same_name = len({name for name, _ in said.values()}) == 1

@@ -23,7 +23,7 @@ _NONE = 0xFFFFFFFF
 _LIBRARY = "libnvidia-ml.so.1"
 
 CallError = pynvml.NVMLError
-"""What a driver call raises inside ``translated``; ``value`` is NVML's return code."""
+"""The error of a driver call inside ``translated``; ``value`` is NVML's return code."""
 
 GPU_IS_LOST: Final = pynvml.NVML_ERROR_GPU_IS_LOST
 UNSUPPORTED: Final = (
@@ -120,7 +120,7 @@ class Use(NamedTuple):
 
 
 def processes(handle: Any) -> dict[int, Use]:
-    """What each compute process has of the GPU."""
+    """The share of each compute process of the GPU."""
     return {
         p.pid: Use(p.usedGpuMemory or 0, None if p.gpuInstanceId == _NONE else (p.gpuInstanceId, p.computeInstanceId))
         for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
@@ -263,7 +263,7 @@ def _process_use(handle: Any, since: float) -> dict[int, tuple[int, int]] | None
 
 
 def identify(handle: Any, index: int) -> series.Identity:
-    """What the GPU is. Raises CallError."""
+    """The identity of the GPU. Raises CallError."""
     return series.Identity(
         index=index,
         uuid=as_text(pynvml.nvmlDeviceGetUUID(handle)),

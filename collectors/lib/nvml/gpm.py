@@ -1,4 +1,4 @@
-"""What the units of a GPU do, through NVML's GPM (Hopper and later): SM, tensor and memory activity, PCIe and NVLink.
+"""Activity of a GPU's units through NVML's GPM (Hopper and later): SM, tensor cores, memory, PCIe and NVLink.
 
 "GPU utilization" is the share of time with any kernel at all on the GPU, and 100 % of it has been seen at a fifth of
 the possible throughput. These are what DCGM's profiling metrics are on Hopper, under the same names, without DCGM.
@@ -116,7 +116,7 @@ class GpmReader:
     def read(self, now: float) -> list[Sample]:
         """What the units did since the call before; that call's answer again if it was less than a moment ago.
 
-        Empty at the first call. What the GPU has no counter for is left out.
+        Empty at the first call. Values without a counter are left out.
         """
         if self._sampled is not None and now - self._sampled <= MIN_INTERVAL_S:
             return self._last

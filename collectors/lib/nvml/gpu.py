@@ -28,10 +28,10 @@ class _Bound(NamedTuple):
 
 
 class Gpu:
-    """A GPU that answers. What turns out to be unsupported is not asked for again.
+    """A GPU that answers. Values that turn out to be unsupported are not read again.
 
-    ``processes`` is what each compute process has of it as last read; ``works`` is whether a kernel ran lately, None
-    where the GPU does not tell, as with MIG. Raises NvmlError if the GPU does not answer.
+    ``processes`` is the latest share of each compute process. ``works`` says whether a kernel ran lately (None:
+    unknown, as with MIG). Raises NvmlError if the GPU does not answer.
     """
 
     processes: Mapping[int, driver.Use]

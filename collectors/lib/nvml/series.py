@@ -188,7 +188,7 @@ METRICS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a GPU is; does not change while it is in its slot."""
+    """The identity of a GPU, which does not change while it is in its slot."""
 
     index: int
     uuid: str

@@ -76,7 +76,7 @@ class NfsOperation(NamedTuple):
 
 
 class NfsMount(NamedTuple):
-    """What an NFS mount did; ``read`` and ``written`` are bytes from and to the server."""
+    """The traffic of an NFS mount; ``read`` and ``written`` are bytes from and to the server."""
 
     point: str
     read: int

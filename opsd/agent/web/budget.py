@@ -1,4 +1,4 @@
-"""What each peer of the HTTP server may have of the agent's processor time, so that nobody spends all of it."""
+"""Limits the agent's processor time for each peer of the HTTP server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWERS: Final = 2.0, 0.1
 class Budget:
     """``burst_s`` seconds of processor time at once for each peer, then ``share`` of a core. Any thread may ask.
 
-    Who is in debt waits until it is paid. ``MAX_PEERS`` are remembered.
+    A peer in debt waits until the debt is paid. ``MAX_PEERS`` are remembered.
     """
 
     MAX_PEERS: Final = 1024

@@ -135,7 +135,7 @@ class Fleet:
         self._agents = OtherAgents(node, self._names, ask, clock=clock, fresh_s=FRESH_S, most=MAX_ASKED)
 
     def view(self) -> FleetView:
-        """What was last heard; the first call says that the nodes are being asked."""
+        """The latest answers; the first call says that the nodes are being asked."""
         return FleetView(self._agents.of(""), self._nodes)
 
     def _names(self, _question: str) -> list[str]:

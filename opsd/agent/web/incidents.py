@@ -56,12 +56,12 @@ class Listing:
 
 
 def incident_path(incident: Incident) -> str:
-    """Where the page of an incident is."""
+    """The URL of an incident's page."""
     return f"/incident/{quote(incident.id, safe='')}"
 
 
 def job_path(job: str, run: str) -> str:
-    """Where the page of a job is, or of a run without one."""
+    """The URL of a job's page, or of a run without a job."""
     return f"/job/{quote(job or run, safe='')}"
 
 
@@ -115,7 +115,7 @@ def title_of(kind: str) -> str:
 
 
 def done(action: Mapping[str, object]) -> str:
-    """What an action was and how it ended."""
+    """An action and its result."""
     said = f"{action.get('verb', '')} {action.get('target', '')}: {action.get('outcome', '')}"
     return f"{said} ({action['detail']})" if action.get("detail") else said
 
@@ -156,7 +156,7 @@ def _group(group: Group, listing: Listing) -> Html:
 
 
 def _members(group: Group) -> str:
-    """What the incidents of a group are about: ``8 GPUs (0–7)``, ``3 ranks (1, 4, 5)``, ``2 incidents``."""
+    """The subjects of a group's incidents: ``8 GPUs (0–7)``, ``3 ranks (1, 4, 5)``, ``2 incidents``."""
     ranks = [i.culprit.rank for i in group] if len(_runs(group)) < 2 else []
     for noun, numbers in (("GPU", [i.culprit.gpu for i in group]), ("rank", ranks)):
         known = sorted({number for number in numbers if number is not None})
@@ -172,7 +172,7 @@ def _runs(group: Group) -> list[tuple[str, str]]:
 
 
 def _member(incident: Incident, wall: float, *, named: bool) -> str:
-    """What tells an incident from the others of its group; ``named`` if they are of several runs."""
+    """The difference of an incident from the others of its group; ``named`` if they are of several runs."""
     culprit = incident.culprit
     if culprit.gpu is not None:
         return f"GPU {culprit.gpu}"

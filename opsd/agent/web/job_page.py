@@ -231,7 +231,7 @@ def _run(run: RunFact, here: Sequence[RankFact], values: Values, history: Histor
 
 
 def _trackers(found: object) -> Iterator[tuple[str, object]]:
-    """Where the run is in trackers of experiments. The user of the run has written it."""
+    """Links to the run in trackers of experiments. The user of the run has written it."""
     known = found if isinstance(found, Mapping) else {}
     url, folder = str(known.get("wandb", "")), known.get("tensorboard")
     if url.startswith(("https://", "http://")) and len(url) <= MAX_TEXT:

@@ -26,7 +26,7 @@ class JobOnGpus:
 
     @property
     def idle_gpu_hours(self) -> float:
-        """What its idle GPUs have cost since each of them last worked."""
+        """The cost of its idle GPUs since each last worked."""
         return sum(self.idle_s.values()) / 3600
 
 

@@ -1,8 +1,8 @@
 """The ledgers of the runs of this node, for the page of a job.
 
 A ledger is computed from the files of the run, which may be long and may lie on a file system that hangs. A separate
-process does it on demand, and requests do not wait: they get the last result. Where the files are says the run's user,
-so they are opened with that user's rights.
+process does it on demand, and requests do not wait: they get the last result. The run's user names the paths of the
+files, so they are opened with that user's rights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What kernels and drivers have written (``tests/outside/kernel_lines``): each line, played through the whole agent."""
+"""Lines of kernels and drivers (``tests/outside/kernel_lines``), each played through the whole agent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ INCIDENTS: Mapping[str, str] = {
     "oops": "kernel_oops",
     "clock": "clock_unstable",
 }
-"""What a line is about, and the incident that it must open."""
+"""The subject of a line, and the incident that it must open."""
 
 ELSEWHERE: Mapping[str, str] = {"was lost": "storage_slow"}
 """Lines whose incident another runbook opens."""
