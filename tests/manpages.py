@@ -11,7 +11,7 @@ import click
 
 from opsd import __version__, exitcodes
 from opsd.commands import main
-from tests.reference import attribute_docs
+from tests.reference import attribute_docs, exit_codes
 
 FOLDER = Path(__file__).parents[1] / "deploy/man"
 
@@ -60,6 +60,9 @@ def _page(name: str, command: click.Command, context: click.Context) -> Iterator
     if isinstance(command, click.Group):
         yield ".SH COMMANDS"
         yield from _below(command, context)
+    if codes := exit_codes(command):
+        yield ".SH EXIT STATUS"
+        yield from _terms(codes)
     yield from (".SH SEE ALSO", ".BR opsd (1)")
 
 

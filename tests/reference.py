@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -22,7 +23,7 @@ from opsd.collectors.base import Metric
 from opsd.collectors.lib.kernel.xid import TOTAL
 from opsd.commands import main
 from opsd.commands.metrics import catalogue, label_values
-from opsd.commands.options import SectionedCommand, sections_of
+from opsd.commands.options import EXIT_CODES, SectionedCommand, sections_of
 from opsd.commands.runbook import all_guides, to_markdown
 from opsd.events import OF_LAUNCHERS, OF_RANKS, OF_RUNS, name_of
 from opsd.launch.claims.messages import MESSAGES
@@ -180,11 +181,20 @@ def _command(command: click.Command, context: click.Context, level: int, note: s
         if options:
             yield f"\n{title}:\n" if isinstance(command, SectionedCommand) else ""
             yield "\n" + _table(("option", "meaning"), [(f"`{names}`", said) for names, said in options])
+    if rows := exit_codes(command):
+        yield "\n" + _table(("exit code", "meaning"), rows)
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             below = command.get_command(context, name)
             assert below is not None
             yield from _command(below, click.Context(below, context, name), level + 1)
+
+
+def exit_codes(command: click.Command) -> list[tuple[str, str]]:
+    """The table at the end of its help."""
+    _, heading, table = (command.epilog or "").partition(f"\b\n{EXIT_CODES}\n")
+    rows = re.findall(r"^  (\d+) +(.+(?:\n {7}.+)*)", table, re.MULTILINE) if heading else []
+    return [(code, " ".join(said.split())) for code, said in rows]
 
 
 def _messages() -> str:

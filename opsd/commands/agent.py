@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from opsd import config, exitcodes
-from opsd.commands.options import config_options, option
+from opsd.commands.options import config_options, exit_codes, option
 from opsd.commands.settings import load
 from opsd.config import Settings
 
@@ -20,18 +20,22 @@ STOP_WITHIN_S = 1.5
 """Seconds after a signal to stop when the process ends by force, even if a driver or a disk hangs."""
 
 
-@click.command()
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "stopped by SIGTERM or SIGINT",
+            1: "cannot listen on its address; with --once, a collector failed or hung",
+            2: "the configuration is wrong",
+        }
+    )
+)
 @config_options
 @option("--once", is_flag=True, help="Print one collection and exit.")
 @option(
     "--format", "form", type=click.Choice(["table", "json", "openmetrics"]), default="table", help="Form of --once."
 )
 def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) -> int:
-    """Run the node agent: collect, judge, act, serve metrics.
-
-    Ends with 0 after SIGTERM or SIGINT, 1 if its address cannot be listened on, 2 if the configuration is wrong.
-    With --once: 1 if a collector failed or hung.
-    """
+    """Run the node agent: collect, judge, act, serve metrics."""
     settings = load(file, overrides)
     if once:
         from opsd.commands.agent_once import show
@@ -41,7 +45,7 @@ def agent(file: Path | None, overrides: tuple[str, ...], once: bool, form: str) 
 
 
 def serve(settings: Settings, read: Callable[[], Settings]) -> int:
-    """Run the agent until it is told to stop; SIGHUP makes it ``read`` its settings again. Returns the exit code."""
+    """Run the agent until a signal stops it; SIGHUP makes it ``read`` its settings again. Returns the exit code."""
     stop, reload = listen_to_signals()
     from opsd.agent import heap
     from opsd.agent.daemon import Daemon, ListenError

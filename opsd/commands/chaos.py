@@ -20,7 +20,7 @@ from opsd.chaos.faults import Fault
 from opsd.chaos.perform import FaultReporter, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
-from opsd.commands.options import Group, option, options
+from opsd.commands.options import Group, exit_codes, option, options
 from opsd.rundir import memory_root
 
 MAX_S = 600.0
@@ -93,15 +93,22 @@ class _Group(Group):
             raise click.UsageError(f"{error.filename or 'this node'}: {error.strerror}") from error
 
 
-@click.group(cls=_Group)
+@click.group(
+    cls=_Group,
+    epilog=exit_codes(
+        {
+            0: "the fault was caused and undone",
+            1: "it could not be caused or undone",
+            2: "the command line is wrong, no such run, or not confirmed",
+            3: "interrupted, and undone",
+        }
+    ),
+)
 def chaos() -> None:
     """Cause one fault on this node, and undo it.
 
     For game days and tests. Each command finds the run in shared memory, says what it will do and asks for
     confirmation. Lasting faults are undone after --for, at Ctrl-C, and even if this command is killed.
-
-    Ends with 0 when the fault was caused and undone, 1 if it could not be caused or undone, 2 for a wrong command
-    line, no such run or no confirmation, 3 if it was interrupted (and undone).
     """
 
 

@@ -18,7 +18,7 @@ from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manif
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, reason_of, without_user
 from opsd.checkpoints.retention import PRUNED, prune, reasons
 from opsd.commands.checkpoint_audit import audit
-from opsd.commands.options import Group, RunPath, option
+from opsd.commands.options import Group, RunPath, exit_codes, option
 from opsd.commands.output import output_console
 
 SUBFOLDER = "checkpoints"
@@ -106,15 +106,23 @@ def verify_command(path: Path, as_json: bool) -> int:
     return exitcodes.FAILED if damaged else exitcodes.OK
 
 
-@checkpoint.command("audit")
+@checkpoint.command(
+    "audit",
+    epilog=exit_codes(
+        {
+            0: "no copies",
+            1: "copies were found",
+            2: "nothing can be read",
+        }
+    ),
+)
 @click.argument("path", type=click.Path(exists=True, path_type=Path))
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def audit_command(path: Path, as_json: bool) -> int:
     """Look for tensors whose tensor-parallel shards are copies of each other.
 
     PATH may also be what others wrote: a checkpoint of torch.distributed.checkpoint, a folder of safetensors or one
-    such file. Of a run folder the newest complete checkpoint is examined. Exit code 1 if copies were found, 2 if
-    there is nothing that can be read.
+    such file. Of a run folder the newest complete checkpoint is examined.
     """
     complete = [entry.folder for entry in find(path) if entry.state == "complete"] if path.is_dir() else []
     return audit(complete[-1] if complete else path, as_json=as_json)
@@ -154,7 +162,7 @@ def prune_command(path: Path, keep: int, keep_every: int, dry_run: bool) -> int:
 def upload_command(path: Path, url: str, dry_run: bool) -> int:
     """Copy the complete checkpoints under PATH that URL does not have to it, oldest first, and read them back.
 
-    URL is one that fsspec knows, s3://bucket/run for instance, or a folder. What was read back is compared with the
+    URL is one that fsspec knows, s3://bucket/run for instance, or a folder. The files read back are compared with the
     manifest, which is written last. Exit code 1 if one could not be copied.
     """
     entries = [entry for entry in find(path) if entry.state == "complete"]

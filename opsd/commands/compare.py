@@ -21,7 +21,7 @@ from opsd.report.compare import compare_page, compare_text, losses_part
 @option("--json", "as_json", is_flag=True, help="Print the numbers of both as JSON.")
 @option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Take cost.gpu_hour from FILE.")
 def compare(first: str, second: str, out: Path | None, as_json: bool, file: Path | None) -> int:
-    """Compare the runs FIRST and SECOND: state, speed, ETTR, restarts, cost, and the step from which losses differ.
+    """Compare the runs FIRST and SECOND: state, speed, restarts, cost, and the step from which losses differ.
 
     Each is the folder of a run or the name of one of this user's.
     """

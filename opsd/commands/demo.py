@@ -50,9 +50,9 @@ NEEDED = ("numpy", "safetensors", "tokenizers", "torch")
 def demo(folder: Path, browse: bool, target: TextIO | None, picture: Path | None) -> None:
     """Train a small model on this machine, break it six ways, watch it recover.
 
-    The run goes on until every fault is repaired. Then it is repeated undisturbed. Exit code 0 only if every fault was
-    detected, attributed to the right culprit and repaired, and every loss equals that of the undisturbed run to the
-    last bit. Without GPUs it simulates eight, labelled as simulated; that needs a C compiler.
+    The run goes on until every fault is repaired. Then it is repeated undisturbed. The exit code is 0 only if every
+    fault was detected, attributed to the right culprit and repaired. Every loss must also equal that of the undisturbed
+    run to the last bit. Without GPUs it simulates eight, labelled as simulated; that needs a C compiler.
     """
     console = Console()
     if missing := [name for name in NEEDED if find_spec(name) is None]:

@@ -69,9 +69,10 @@ def diagnose(job: str, folder: Path | None, table: Path | None, agent: Agent, ou
     With --flight-recorder it asks nobody but judges the dumps in DIR, pickles or JSON, one file a rank with the rank as
     the last number of its name. Ends with 1 if none of them can be used.
 
-    With --steps it judges a table in CSV, JSON or Parquet (which needs pyarrow). Columns: rank and step; forward,
-    backward, compute, data, transfer, gpu or step_s in seconds, or phase and seconds with a row for each; if known also
-    node, gpu_index, microbatches and the coordinates dp, pp, tp and cp. Ends with 1 if it cannot be judged.
+    With --steps it judges a table in CSV, JSON or Parquet (which needs pyarrow). Required columns: rank and step. Times
+    in seconds are columns (forward, backward, compute, data, transfer, gpu or step_s), or rows with phase and seconds.
+    Optional columns: node, gpu_index, microbatches and the coordinates dp, pp, tp and cp. Ends with 1 if it cannot be
+    judged.
     """
     if folder is not None:
         return _judge_dumps(folder, output)

@@ -7,13 +7,21 @@ from pathlib import Path
 import click
 
 from opsd.commands.node_service import Sentences, node_options, node_service, write_evidence
-from opsd.commands.options import option
+from opsd.commands.options import exit_codes, option
 from opsd.commands.settings import load
 from opsd.slurm import ownership
 from opsd.slurm.deferred import DeferredUpdate
 
 
-@click.command()
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "the nodes are out of service",
+            1: "a rule forbids it, or Slurm refused or does not answer",
+            2: "the command line is wrong",
+        }
+    )
+)
 @node_options
 @option("--reason", "text", required=True, help="Why, in a few words; people read it in sinfo -R.")
 @option("--kind", help="Kind of trouble, one word. Default: that of the incident, else maintenance.")
@@ -33,8 +41,7 @@ def drain(
     """Let NODE... finish their jobs and take no new ones.
 
     Names may be hostlists, n[01-04]. All of them are drained, or none. If Slurm does not answer, the agent of this
-    machine does it later, once, provided it may: it runs as root, or policy.drain is on. Exits with 0 if they are out
-    of service, 1 if a rule stands against it, Slurm refused or does not answer, 2 if the command line is wrong.
+    machine does it later, once, provided it may: it runs as root, or policy.drain is on.
     """
     settings, say = load(file, overrides), Sentences(as_json)
     kind = kind or (incident.rsplit("-", 2)[0] if incident else "maintenance")

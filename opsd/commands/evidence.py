@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import config_options, option
+from opsd.commands.options import config_options, exit_codes, option
 from opsd.commands.output import fail
 from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
@@ -21,7 +21,15 @@ from opsd.repair import evidence as archive
 from opsd.repair.local import sources_of
 
 
-@click.command()
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "the archive was written",
+            1: "it could not be written",
+            2: "the command line is wrong",
+        }
+    )
+)
 @click.argument("node", required=False)
 @option(
     "--out",
@@ -41,10 +49,9 @@ def evidence(
 ) -> int:
     """Put what is known of NODE, this node, into one archive, to be sent to its vendor.
 
-    Kernel log, state of the driver, NVIDIA's own report, incidents, repairs, preflights, and the node in Slurm. What is
-    missing stands in its index.json with the reason. Names of users and jobs are in it; settings are not, and
-    passwords and tokens in logs are left out, but for NVIDIA's report, which is taken as it is. Exits with 0 if it was
-    written, 1 if it could not be, 2 if the command line is wrong.
+    It has the kernel log, the state of the driver, NVIDIA's own report and the node in Slurm. Incidents, repairs and
+    preflights are in it too. index.json names missing parts with the reason. The archive contains names of users and
+    jobs, but no settings. Passwords and tokens are removed from logs, but not from NVIDIA's report.
     """
     settings = load(file, overrides)
     check_here(node, settings)

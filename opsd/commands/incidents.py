@@ -15,7 +15,7 @@ import click
 from opsd.agent.by_hand import PATIENCE_S, SOCKET, WRITE_S
 from opsd.agent.web.repairs import outcome
 from opsd.commands.agent_client import Agent, agent_options
-from opsd.commands.options import Group, Span, option
+from opsd.commands.options import Group, Span, exit_codes, option
 from opsd.commands.output import fail, output_console, plain_table, printable
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask
@@ -118,7 +118,16 @@ def show_incident(id: str, agent: Agent, as_json: bool) -> None:
         output_console().print(*lines(printable(answer)), sep="\n", soft_wrap=True)
 
 
-@incidents.command("ack")
+@incidents.command(
+    "ack",
+    epilog=exit_codes(
+        {
+            0: "done",
+            1: "the agent refuses or does not answer",
+            2: "the command line is wrong",
+        }
+    ),
+)
 @click.argument("id")
 @option("--by", default=_this_user, metavar="NAME", help="Who has it. Default: the user who calls.")
 @option("--for", "for_s", type=Span(), help="How long, such as 30m, 4h or 2d. Default: until it is over.")
@@ -127,13 +136,21 @@ def acknowledge(id: str, by: str, for_s: float | None, file: Path | None) -> Non
     """Acknowledge the incident ID: NAME has it, and nobody else is paged.
 
     opsd still notifies of its end, and if it becomes worse. After the time of --for it notifies again, unless the
-    incident is over. The runbook goes on as before. For root and the agent's user, on the node itself. Exits with 0
-    once that is done, 1 if the agent refuses or does not answer, 2 if the command line is wrong.
+    incident is over. The runbook goes on as before. For root and the agent's user, on the node itself.
     """
     _order({"cmd": "ack", "incident": id, "by": by, "for_s": for_s}, file)
 
 
-@incidents.command("close")
+@incidents.command(
+    "close",
+    epilog=exit_codes(
+        {
+            0: "done",
+            1: "the agent refuses or does not answer",
+            2: "the command line is wrong",
+        }
+    ),
+)
 @click.argument("id")
 @option("--reason", required=True, metavar="TEXT", help="Why it is over; it stays in the journal.")
 @option("--by", default=_this_user, metavar="NAME", help="Who says so. Default: the user who calls.")
@@ -142,8 +159,7 @@ def close_incident(id: str, reason: str, by: str, file: Path | None) -> None:
     """Close the incident ID, because a person knows what the machine cannot: that it is over, or is none.
 
     The same evidence opens it no more. A later event, graver evidence, or the fault after it was gone, opens a new
-    one. For root and the agent's user, on the node itself. Exits with 0 once that is done, 1 if the agent refuses or
-    does not answer, 2 if the command line is wrong.
+    one. For root and the agent's user, on the node itself.
     """
     _order({"cmd": "close", "incident": id, "by": by, "reason": reason}, file)
 

@@ -24,7 +24,7 @@ from opsd.commands.launch_settings import (
     settle_rendezvous,
     shape_of,
 )
-from opsd.commands.options import SectionedCommand
+from opsd.commands.options import SectionedCommand, exit_codes
 from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.gpus import find_gpu_probe
@@ -64,7 +64,7 @@ from opsd.slurm.run_owner import REPLACES, RunOwnedError, replaceable
 LOOPBACK = "127.0.0.1"
 TRIM_S = 1.0
 FLUSH_S = 5.0
-"""What files and readers are given to take the last of events and messages when the launcher ends."""
+"""Seconds that files and readers have to take the last events and messages when the launcher ends."""
 
 
 _SECTIONS = {
@@ -97,10 +97,18 @@ _SECTIONS = {
         "token_normalize_func": lambda token: full_name(token, _own_options()),
         "max_content_width": 110,
     },
-    epilog="Exit codes: 0 all ranks finished; 1 failed, restarts used up; 2 wrong command line; 3 interrupted; "
-    "70 the same failure came back; 75 stopped in good order, or too few nodes are left: run the job again; "
-    "76 another copy of the run has begun; "
-    "127 the program does not exist.",
+    epilog=exit_codes(
+        {
+            0: "all ranks finished",
+            1: "failed, restarts used up",
+            2: "the command line is wrong",
+            3: "interrupted",
+            70: "the same failure came back",
+            75: "stopped in good order, or too few nodes are left: run the job again",
+            76: "another copy of the run has begun",
+            127: "the program does not exist",
+        }
+    ),
 )
 @torchrun_options
 @own_options

@@ -51,7 +51,8 @@ COMMANDS = {
     "top": "Watch the GPUs, ranks and incidents of this node live.",
     "train": "Train a model on this node: the trainer under the launcher.",
 }
-"""What each command does; NAME is the function of that name in ``opsd/commands/NAME.py``, ``return`` in ``return_``."""
+"""The purpose of each command. NAME is the function of that name in ``opsd/commands/NAME.py``, ``return`` in
+``return_``."""
 
 GROUPS = {
     "Plan": ("plan", "simulate"),

@@ -31,7 +31,7 @@ def catalogue() -> list[tuple[str, Metric]]:
 
 
 def label_values() -> dict[str, str]:
-    """What the values of each label are, by all that use it."""
+    """The values of each label, for all metrics that use it."""
     found: dict[str, list[str]] = {}
     for labels in (own.LABELS, *(plugin.labels for plugin in plugins())):
         for label, values in labels.items():

@@ -44,7 +44,7 @@ node_options = options(
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of an order; ``changed`` are the nodes whose state it has changed, ``order`` the file of one kept.
+    """The result of an order; ``changed`` are the nodes whose state it has changed, ``order`` the file of one kept.
 
     possible and not_permitted are of a dry run, refused is by a rule or by Slurm.
     """
@@ -82,7 +82,7 @@ class Sentences:
 
 @dataclass(frozen=True, slots=True)
 class NodeService:
-    """What both commands work with. ``say`` is told each sentence, ``now`` is in epoch seconds."""
+    """What both commands work with. ``say`` gets each sentence; ``now`` is in epoch seconds."""
 
     slurm: Slurm
     rules: Rules

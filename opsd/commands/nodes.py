@@ -14,7 +14,7 @@ import click
 
 from opsd import exitcodes, lemons
 from opsd.commands.node_service import names_of
-from opsd.commands.options import Finite, Group, option
+from opsd.commands.options import Finite, Group, exit_codes, option
 from opsd.commands.output import fail, output_console, plain_table, warn
 from opsd.commands.settings import BadConfig
 from opsd.commands.topology import topology
@@ -35,13 +35,18 @@ _jobs = option("--jobs", is_flag=True, help="Ask sacct now which jobs failed on 
 _json = option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-@click.group(cls=Group)
+@click.group(
+    cls=Group,
+    epilog=exit_codes(
+        {
+            0: "done",
+            1: "Slurm does not answer, or there are too few nodes",
+            2: "the command line or a file is wrong",
+        }
+    ),
+)
 def nodes() -> None:
-    """The cluster's nodes by their history, which Slurm keeps in their comments.
-
-    Every subcommand exits with 0 when done, 1 if Slurm does not answer or there are too few nodes, 2 if the command
-    line or a file is wrong.
-    """
+    """The cluster's nodes by their history, which Slurm keeps in their comments."""
 
 
 nodes.add_command(topology)
@@ -54,9 +59,9 @@ nodes.add_command(topology)
 def show_lemons(history: Path | None, jobs: bool, as_json: bool) -> int:
     """Show the nodes that failed in the last 30 days, and whether that says anything about them here.
 
-    A stay out of service that opsd has recorded is a fault, maintenance is none; so is a job that failed on a node and
-    ran without it, which the agents read from Slurm's accounting every six hours. --history adds what Slurm does not
-    know, from tickets for instance.
+    A fault is a drain that opsd has recorded (not maintenance), or a job that failed on a node and then ran without it.
+    The agents read such jobs from Slurm's accounting every six hours. --history adds faults that Slurm does not know,
+    for instance from tickets.
     """
     more = _read(history) if history else []
     found, comments = _from_slurm()
@@ -99,12 +104,11 @@ def pick_nodes(
 
     NVLink domains are those that the nodes' drivers told in their last test, otherwise Slurm's blocks.
 
-    Prints a hostlist for sbatch's --nodelist, of nodes of one partition that is up, which is named beside it; of one
-    whose jobs give way to all others (PriorityTier=0) only if --partition names it or there is no other. No two of them
-    are below leaf switches between which the network was bad when last measured, if that can be avoided; else the way
-    is told. Nodes below switches that are not connected are never picked together. Nodes
-    that failed lately are avoided where failures of the past foretold later ones in this cluster (`opsd nodes lemons`);
-    spares and reserved nodes are left out.
+    Prints a hostlist for sbatch's --nodelist, with the partition of the nodes. A partition with PriorityTier=0 is used
+    only if --partition names it or there is no other. Pairs of leaf switches with a bad network are avoided if
+    possible; otherwise they are named. Nodes below switches that are not connected are never picked together. Nodes
+    that failed lately are avoided if past failures predicted later ones in this cluster (`opsd nodes lemons`). Spares
+    and reserved nodes are left out.
     """
     tree = _tree(topology)
     more_faults = _read(history) if history else []

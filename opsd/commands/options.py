@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Final, TypeVar
 
 import click
 
 from opsd.rundir import default_root
+
+EXIT_CODES: Final = "Exit codes:"
+"""The heading of a table of exit codes."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,6 +68,14 @@ report_options = options(
 def report_targets(files: Mapping[str, Path | None]) -> dict[str, Path]:
     """The files that ``report_options`` name, by their form."""
     return {name.removesuffix("_file"): path for name, path in files.items() if path is not None}
+
+
+def exit_codes(meanings: Mapping[int, str]) -> str:
+    """The end of a command's help: a table of its exit codes."""
+    lines = [
+        wrap(said, 70, initial_indent=f"  {code:<5}", subsequent_indent=" " * 7) for code, said in meanings.items()
+    ]
+    return "\n".join(["\b", EXIT_CODES, *chain.from_iterable(lines)])
 
 
 class RunPath(click.Path):

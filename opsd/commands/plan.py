@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, option
+from opsd.commands.options import Finite, exit_codes, option
 from opsd.commands.output import fail, written
 from opsd.commands.settings import load
 from opsd.config import Settings
@@ -53,7 +53,15 @@ class _Known:
     settings: Settings
 
 
-@click.command()
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "planned",
+            1: "there is no such plan",
+            2: "CONFIG, a measurement or the command line is wrong",
+        }
+    )
+)
 @click.argument("config")
 @option("--gpus", type=click.IntRange(1), help="Plan for so many GPUs.")
 @option(
@@ -101,12 +109,11 @@ def plan(
     run: Path | None,
     file: Path | None,
 ) -> int:
-    """Say what the run CONFIG takes: layout, memory, days, GPUs, checkpoints, spares, cost.
+    """Predict layout, memory, time, spares and cost of the run CONFIG.
 
     CONFIG is the TOML file of a run, the name of a preset (smollm3-3b), or a config.json of Hugging Face with --tokens.
-    All numbers are predictions; --json names the source of each figure behind them. What preflight, make bench-gpu,
-    runs, journals and Slurm's events have measured (docs/planning.md) replaces defaults, and --assume any figure. Exits
-    with 1 if there is no such plan, 2 if CONFIG, a measurement or the command line is wrong.
+    All numbers are predictions; --json names the source of each figure behind them. Measurements of preflight, make
+    bench-gpu, runs, journals and Slurm's events replace defaults (docs/planning.md). --assume replaces any figure.
     """
     from opsd.measured.evidence import NotUsable
     from opsd.plan.search import CannotPlan

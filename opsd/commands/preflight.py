@@ -20,7 +20,15 @@ from opsd.collectors.infiniband import InfinibandSettings
 from opsd.collectors.kmsg import KmsgSettings
 from opsd.collectors.nvml import NvmlSettings
 from opsd.collectors.repairs import FOLDER, gpus_renewed_at
-from opsd.commands.options import Finite, SectionedGroup, config_options, option, report_options, report_targets
+from opsd.commands.options import (
+    Finite,
+    SectionedGroup,
+    config_options,
+    exit_codes,
+    option,
+    report_options,
+    report_targets,
+)
 from opsd.commands.output import output_console, written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
@@ -71,7 +79,19 @@ _SECTIONS = {
 }
 
 
-@click.group(cls=SectionedGroup, sections=_SECTIONS, invoke_without_command=True)
+@click.group(
+    cls=SectionedGroup,
+    sections=_SECTIONS,
+    invoke_without_command=True,
+    epilog=exit_codes(
+        {
+            0: "the node is fit",
+            1: "a check failed or could not run",
+            2: "wrong command line or configuration, or checks need torch and there is none (preflight.python)",
+            3: "interrupted",
+        }
+    ),
+)
 @option("--profile", type=click.Choice(PROFILES), default="quick", help="How thorough.")
 @option("--only", multiple=True, callback=_split, metavar="CHECK,…", help="Only these checks.")
 @option("--skip", multiple=True, callback=_split, metavar="CHECK,…", help="Without these checks.")
@@ -117,12 +137,9 @@ def preflight(
 ) -> int | None:
     """Check that this node is fit for a run.
 
-    Exits with 0 if it is, 1 if a check failed or could not run, 2 if the command line or configuration is wrong or
-    checks need torch and there is none (see preflight.python), 3 if interrupted.
-
-    The word of --verdict is for scripts: "unfit" only if a check ended and failed, "unknown" if one that is not
-    optional could not run. Slurm's prolog goes by it, so that an unfit node is drained: with policy.drain and
-    policy.repair = act, its repair is ordered if all checks that failed are of GPUs, or of processes left on them.
+    --verdict prints one word for scripts: fit, unfit (a check failed) or unknown (a required check could not run).
+    Slurm's prolog drains an unfit node. With policy.drain and policy.repair = act it also orders a repair, if all
+    failed checks are of GPUs or of processes left on them.
     """
     settings = ctx.obj = load(file, overrides)
     if ctx.invoked_subcommand is not None:

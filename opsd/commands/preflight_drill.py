@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from opsd import __version__, exitcodes
-from opsd.commands.options import Seconds, option, report_options, report_targets
+from opsd.commands.options import Seconds, exit_codes, option, report_options, report_targets
 from opsd.commands.preflight_network import exit_code
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
@@ -31,7 +31,16 @@ from opsd.preflight.training import config_of, devices_of
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "training went on",
+            1: "it did not",
+            2: "the command line is wrong",
+            3: "interrupted",
+        }
+    )
+)
 @option("--train", required=True, metavar="CONFIG", help="The run.")
 @option("--train-set", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of that run.")
 @option("--folder", type=click.Path(path_type=Path), help="A new folder that all nodes see.")
@@ -60,8 +69,6 @@ def node_drill(
     Run it on every node at once; the first one shows the report. --no-kill keeps Slurm from ending the rest:
 
         srun --no-kill --ntasks-per-node=1 opsd preflight drill --train run.toml
-
-    Exits with 0 if it went on, 1 if not, 2 for a wrong command line, 3 if interrupted.
     """
     try:
         here = place(hosts, node, "")

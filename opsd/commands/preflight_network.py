@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from opsd import exitcodes
-from opsd.commands.options import Seconds, option, report_options, report_targets
+from opsd.commands.options import Seconds, exit_codes, option, report_options, report_targets
 from opsd.commands.output import warn
 from opsd.commands.settings import BadConfig
 from opsd.config import Settings
@@ -32,7 +32,16 @@ from opsd.slurm.port import SlurmError
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command()
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "the network is fine",
+            1: "it is not",
+            2: "the command line is wrong",
+            3: "interrupted",
+        }
+    )
+)
 @option("--hosts", default="", metavar="HOSTLIST", help="All nodes, e.g. n[01-04]; by default those of the job.")
 @option("--node", type=click.IntRange(0), help="Which of them this is, from 0 on; by default SLURM_NODEID.")
 @option("--rendezvous", default="", metavar="HOST[:PORT]", help="Where they meet; by default the first node.")
@@ -61,8 +70,6 @@ def network(
     Run it on every node at once; the first one shows the report:
 
         srun --ntasks-per-node=1 opsd preflight network
-
-    Exits with 0 if all is well, 1 if not, 2 for a wrong command line, 3 if interrupted.
     """
     # Waiting for an order wakes up once a second, which torch's store would tell of each time, and of an error it tells
     # with the stack of its own functions.

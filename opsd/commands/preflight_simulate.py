@@ -44,8 +44,8 @@ def simulate(
 ) -> int:
     """Search simulated clusters with planted faults for what is bad.
 
-    Exits with 1 if fewer than 99 % of the trials of a kind named exactly what was planted, the last kind excepted, or
-    if FILE cannot be written.
+    Exits with 1 if fewer than 99 % of the trials of a kind named exactly the planted fault (except the last kind).
+    Exits with 1 too if FILE cannot be written.
     """
     console = output_console()
     if show:

@@ -16,7 +16,7 @@ import click
 from opsd import exitcodes
 from opsd.collectors.ranks import RanksSettings
 from opsd.commands.evidence import check_here
-from opsd.commands.options import config_options, option
+from opsd.commands.options import config_options, exit_codes, option
 from opsd.commands.output import fail
 from opsd.commands.return_ import proofs
 from opsd.commands.settings import load
@@ -46,7 +46,15 @@ from opsd.spares.eligibility import has_requirements
 ENDS = {"returned": "repaired and back in service", "rma": "has to be replaced", "left": "not repaired by opsd"}
 
 
-@click.command()
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "the node was returned, nothing was to be done, or (without --act) something would be done",
+            1: "the node was not returned",
+            2: "the command line is wrong",
+        }
+    )
+)
 @click.argument("node", required=False)
 @option("--act", "acting", is_flag=True, help="Do it. Without this, say what would be done.")
 @option(
@@ -73,8 +81,7 @@ def repair(
     The remedies are, from the one that the fault calls for: end leftover processes, reset the GPUs, reload the driver,
     reboot through Slurm. After each the node is tested. One that is not cured is kept out with the reason opsd:rma and
     an archive of evidence. Nothing is done while a job is on the node, or to a node that others hold. After a reboot
-    opsd-repair.service goes on. Exits with 0 if the node was returned, there was nothing to do, or without --act if
-    something would be done; 1 if not; 2 if the command line is wrong.
+    opsd-repair.service goes on.
     """
     settings = load(file, overrides)
     check_here(node, settings)
@@ -136,7 +143,7 @@ def _do(work: Repair, cases: CaseFile, settings: Settings, ordered: bool, as_jso
 
 
 def tell(settings: Settings, case: Case) -> None:
-    """Tell people how the repair has ended, if they are told of incidents."""
+    """Notify people of the repair's end, if they are notified of incidents."""
     where, muted = settings.notify.receiver, (*settings.policy.maintenance, *settings.policy.mute)
     if where is None or active_silence((span.silence() for span in muted), case.kind, time.time()):
         return

@@ -27,7 +27,7 @@ from opsd.rundir import default_root
 @option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File of the page; - for stdout.")
 @option("--config", "file", type=click.Path(path_type=Path), metavar="FILE", help="Take cost.gpu_hour from FILE.")
 def report(run: str | None, as_text: bool, as_json: bool, out: Path | None, file: Path | None) -> int:
-    """Steps, loss, restarts, checkpoints, evaluations, time and cost of RUN, as one HTML file.
+    """The steps, losses, restarts, time and cost of RUN, as one HTML file.
 
     RUN is the folder of a run or the name of one of this user's; by default the newest of those. The page goes to
     report.html in that folder. `opsd launch` makes it at the end of each run. cost.gpu_hour gives the price.

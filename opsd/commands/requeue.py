@@ -11,7 +11,7 @@ from functools import partial
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Seconds, option
+from opsd.commands.options import Seconds, exit_codes, option
 from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
@@ -42,7 +42,15 @@ def _job(context: click.Context, parameter: click.Parameter, value: str | None) 
     return int(value)
 
 
-@click.command()
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "the job is back in the queue, or will be",
+            1: "it is held, cannot be requeued, or Slurm refuses",
+            2: "the command line is wrong",
+        }
+    )
+)
 @click.argument("job", callback=_job, envvar="SLURM_JOB_ID", metavar="[JOB]", required=False)
 @option("--lost", multiple=True, metavar="NODE", help="A node that is dead: taken down as well, if that is allowed.")
 @option("--without", "unfit", multiple=True, metavar="NODE", help="A node that the job is not to come back on.")
@@ -73,9 +81,7 @@ def requeue(
     settings help. The owner of the job needs no further rights unless the node of the batch script is dead.
 
     A hold that a person has set (scontrol hold, uhold, requeuehold) is never released. That of Slurm after a start that
-    failed, as by a prolog, is released once. Exits with 0 once the job is
-    back in the queue, or will be. Exits with 1 if it is held, cannot be requeued, or Slurm refuses. Exits with 2 if the
-    command line is wrong.
+    failed, as by a prolog, is released once.
     """
     slurm, without = choose().slurm, ExcludedNodes(lost, unfit, reason)
     say = partial(click.echo, err=as_json)

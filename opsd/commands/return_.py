@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from opsd.commands.node_service import Sentences, node_options, node_service, write_evidence
-from opsd.commands.options import option
+from opsd.commands.options import exit_codes, option
 from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.preflight.checks import CHECKS
@@ -21,7 +21,16 @@ from opsd.slurm.deferred import DeferredUpdate
 from opsd.slurm.ownership import PreflightResult
 
 
-@click.command("return")
+@click.command(
+    "return",
+    epilog=exit_codes(
+        {
+            0: "the nodes are in service",
+            1: "a rule forbids it, or Slurm refused or does not answer",
+            2: "the command line is wrong",
+        }
+    ),
+)
 @node_options
 @option("--report", "reports", multiple=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="Preflight report (--json) of a node that is not this one. Repeatable.")  # fmt: skip
@@ -41,8 +50,7 @@ def return_(
 
     Each must have passed the preflight of policy.return_profile since its drain; a node that fails again and again
     soon after its return is left to people. If Slurm does not answer, the agent of this machine does it later, once,
-    provided it may: it runs as root, or policy.drain is on. Exits with 0 if they are in service, 1 if a rule stands
-    against it, Slurm refused or does not answer, 2 if the command line is wrong.
+    provided it may: it runs as root, or policy.drain is on.
     """
     if force != (text is not None):
         raise click.UsageError("--force and --reason belong together: say why the checks are passed over")

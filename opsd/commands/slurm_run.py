@@ -18,7 +18,7 @@ import click
 from opsd import exitcodes
 from opsd.checkpoints.claims import ClaimError
 from opsd.commands.launch_options import NOTIFY
-from opsd.commands.options import Seconds, option
+from opsd.commands.options import Seconds, exit_codes, option
 from opsd.commands.slurm_attend import attend_command
 from opsd.launch.io.run_log import BATCH_HOST, JOB_OUTPUT
 from opsd.launch.run.closing import RESUME
@@ -69,7 +69,21 @@ class _Separated(click.Command):
         return super().parse_args(ctx, args)
 
 
-@click.command(cls=_Separated, context_settings={"ignore_unknown_options": True, "max_content_width": 110})
+@click.command(
+    cls=_Separated,
+    context_settings={"ignore_unknown_options": True, "max_content_width": 110},
+    epilog=exit_codes(
+        {
+            0: "the run is done, or the job is on its way back into the queue",
+            1: "the run failed, or three starts in a row reported nothing",
+            2: "the command line is wrong",
+            3: "interrupted",
+            70: "the same failure came back",
+            75: "the run should continue, but the job cannot be requeued",
+            76: "another copy of the run has begun, or another job has the run",
+        }
+    ),
+)
 @option(
     "--nnodes",
     "count",
@@ -103,11 +117,6 @@ def run(context: click.Context, /, run: str, launch: tuple[str, ...], **options:
     It stands in a batch script, as its last line, with exec: `exec opsd slurm run --spares 1 -- train.py`. The script
     needs --no-kill, --requeue, --open-mode=append and --signal=USR1@300, as in the templates of deploy/slurm. Options
     that are not listed here are those of opsd launch, for instance --nproc-per-node 8.
-
-    Exits with what the run says of itself: 0 done, 1 failed or three starts in a row that told nothing, 2 wrong command
-    line, 3 interrupted, 70 the same failure came back, 75 it should run again and the job cannot be requeued, 76
-    another copy of the run has begun, or another job has the run; 0 as well once the job is on its way back into the
-    queue.
     """
     try:
         job = allocation(os.environ)

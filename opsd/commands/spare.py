@@ -12,7 +12,7 @@ from typing import TypeVar
 import click
 
 from opsd import exitcodes
-from opsd.commands.options import Finite, Group, config_options, option
+from opsd.commands.options import Finite, Group, config_options, exit_codes, option
 from opsd.commands.output import fail
 from opsd.commands.settings import load
 from opsd.config import Settings
@@ -33,15 +33,20 @@ from opsd.spares.transfer import RateLimit, StageError, Work
 from opsd.words import clock
 
 
-@click.group(cls=Group)
+@click.group(
+    cls=Group,
+    epilog=exit_codes(
+        {
+            0: "done",
+            1: "not ready, no spare, damaged, or Slurm or the storage refused",
+            2: "the command line or the configuration is wrong",
+        }
+    ),
+)
 @config_options
 @click.pass_context
 def spare(ctx: click.Context, file: Path | None, overrides: tuple[str, ...]) -> None:
-    """Nodes kept ready to take the place of another one.
-
-    Every subcommand exits with 0 when done, 1 if the answer is no (not ready, no spare, damaged, Slurm or the storage
-    refused), 2 if the command line or configuration is wrong.
-    """
+    """Nodes kept ready to take the place of another one."""
     ctx.obj = load(file, overrides)
 
 

@@ -63,7 +63,7 @@ def problems(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def notes(answer: Mapping[str, Any]) -> Iterator[str]:
-    """What there is to say of the node, in rich's markup; an agent of an earlier release says less."""
+    """The state of the node in rich's markup; an agent of an earlier release says less."""
     if not answer["journal"]["up"]:
         yield f"[red]journal: {answer['journal']['problem']}[/red]"
     if repair := answer.get("repair"):

@@ -13,7 +13,7 @@ import click
 from opsd import exitcodes
 from opsd.agent.swap import Members, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.ranks import RanksSettings
-from opsd.commands.options import Seconds, config_options, option
+from opsd.commands.options import Seconds, config_options, exit_codes, option
 from opsd.commands.output import warn
 from opsd.commands.settings import load
 from opsd.control import ControlError, ask_launcher
@@ -28,7 +28,15 @@ TIMEOUT_S = 600.0
 """A step, a checkpoint, and the start of the next generation; or a spare that has to come first."""
 
 
-@click.command()
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "the node has no ranks any more",
+            1: "the run has no spare, its launcher refuses, or it takes longer than --timeout",
+            2: "the command line is wrong",
+        }
+    )
+)
 @click.argument("node")
 @option("--run", "run_name", help="The run, if several have a launcher here.")
 @option("--reason", default="asked for by hand", help="Why; it stands in the run's events.")
@@ -53,9 +61,7 @@ def swap(
 ) -> int:
     """Let a spare take the place of NODE at the next step boundary; no step is lost.
 
-    To be called on any node of the run. NODE stays in the allocation and in service: `opsd drain` takes it out. Exits
-    with 0 once NODE has no ranks any more, 1 if the run has no spare, its launcher refuses, or it takes longer than
-    --timeout, 2 if the command line is wrong.
+    To be called on any node of the run. NODE stays in the allocation and in service: `opsd drain` takes it out.
     """
     root = load(file, overrides).section(RanksSettings).root
     outcome: dict[str, Any] = {"run": run_name, "node": node, "result": "refused", "spares": []}
@@ -109,7 +115,7 @@ def _has(status: dict[str, Any], node: str) -> bool:
 
 
 def _plan(members: Members, node: str, run: str, timeout_s: float) -> str:
-    """What a swap would do. Raises SwapError if it cannot be done."""
+    """The effects of a swap. Raises SwapError if it cannot be done."""
     if why_not := members.why_not(node):
         raise SwapError(why_not)
     first = "" if members.spares else f"ask for a spare, which has to come within {timeout_s:g} s, "

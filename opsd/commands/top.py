@@ -37,8 +37,8 @@ _ARROWS = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down
 def top(agent: Agent, interval: float, once: bool) -> int:
     """Watch the GPUs, ranks, runs and incidents of a node live; q or Ctrl-C ends it.
 
-    1 to 4, or Tab, choose overview, GPUs, ranks or incidents; s sorts ranks by number, slowest step or longest phase;
-    the arrow keys scroll, and choose the incident that is shown in full.
+    1 to 4, or Tab, choose overview, GPUs, ranks or incidents. s sorts ranks by number, slowest step or longest phase.
+    The arrow keys scroll, and choose the incident that is shown in full.
 
     Ends with 1 if no agent answers at the start; waits if the agent stops answering later.
     """
