@@ -1,4 +1,4 @@
-"""What a run has written about itself: its events and its steps, a JSON object a line. Its plan lies beside them."""
+"""A run's own records: its events and its steps, a JSON object a line. Its plan lies beside them."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def read_records(folder: Path, opener: Opener = open_run_file) -> tuple[list[dic
 def read_lines(path: Path, required: Sequence[str], opener: Opener = open_run_file) -> Iterator[dict[str, Any]]:
     """The JSON objects of ``path`` that have all ``required`` keys. Raises OSError.
 
-    Lines that a crash has cut off are skipped, as are those in which a number is none, or no length of time or count,
-    and lines of more than 16 Mi characters: one without end would fill the memory.
+    Lines that a crash has cut off are skipped, and lines with an invalid number, duration or count. So are lines of
+    more than 16 Mi characters, since an endless line would fill the memory.
     """
     with open(path, encoding="utf-8", errors="replace", opener=opener) as file:
         for line in iter(partial(file.readline, _LONGEST_LINE), ""):
@@ -88,7 +88,7 @@ def read_plan(folder: Path, opener: Opener = open_run_file) -> str:
 
 
 def read_places(folder: Path, opener: Opener = open_run_file) -> dict[str, str]:
-    """Where trackers have the run, by their names; empty if that is not known."""
+    """Links to the run in trackers, by their names; empty if unknown."""
     try:
         with open(folder / PLACES, encoding="utf-8", errors="replace", opener=opener) as file:
             found = json.loads(file.read(_LONGEST_PLAN))

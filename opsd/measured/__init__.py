@@ -1,1 +1,1 @@
-"""What this cluster has measured, as figures of a plan: preflights, ``make bench-gpu``, runs, and outages of nodes."""
+"""Measurements of this cluster as figures of a plan: preflights, ``make bench-gpu``, runs, and outages of nodes."""

@@ -65,7 +65,7 @@ def day(at: float) -> str:
 
 
 def _possible(name: str, known: Mapping[str, Figure]) -> tuple[float, float]:
-    """What a figure can be.
+    """The valid range of a figure.
 
     Links carry at most twice what is usual for such a GPU, and at least a fiftieth: less is no network of GPUs. Memory
     has what its data sheet says.

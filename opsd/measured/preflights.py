@@ -19,7 +19,7 @@ from opsd.preflight.report import Report, ReportError
 _NODES: Final = re.compile(r" on (\d+) nodes")
 _SEARCHED: Final = 20
 _PROCESSOR: Final = "processor"
-"""What checks of GPUs call the device of a machine that has none."""
+"""The name that checks of GPUs use for the device of a machine without GPUs."""
 
 Values = list[tuple[str, float]]
 """Subjects with their values."""

@@ -35,7 +35,7 @@ class Measured:
 
 
 def usual_places(state_dir: Path, runs_root: Path) -> Iterator[Path]:
-    """What opsd has written here: preflights and journal of this node, runs of this user. Those that exist."""
+    """Files that opsd has written here: preflights and journal of this node, runs of this user. Those that exist."""
     yield from filter(Path.exists, (state_dir / HISTORY, state_dir / _JOURNAL))
     if any(runs_root.glob(f"*/{EVENTS}")):
         yield runs_root

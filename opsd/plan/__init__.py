@@ -1,4 +1,4 @@
-"""What a run takes, predicted from its settings: memory, time, GPUs, checkpoints, spares, cost. Pure and torch-free.
+"""Predicts a run from its settings: memory, time, GPUs, checkpoints, spares and cost. Pure and torch-free.
 
 ``layout`` and ``search`` go through the ways to spread it over GPUs, ``memory`` and ``step_time`` say what each takes,
 ``reliability`` what failures add, ``plan`` puts it together. ``hardware`` and ``reliability`` have the figures that all

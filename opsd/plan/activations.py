@@ -81,8 +81,8 @@ def _mixer_products(model: ModelSettings, kind: LayerKind) -> float:
 def _attention_values(model: ModelSettings) -> float:
     """Kept of attention: queries, keys, values and the result; of a gate its input, its sigmoid and the product.
 
-    Of latent attention also the latents before and after their norm. Where its values are smaller than the keys, they
-    are padded to their size, and the result is cut to size again.
+    Of latent attention also the latents before and after their norm. Values that are smaller than the keys are padded,
+    and the result is cut again.
     """
     if model.kv_rank:
         latents = 2 * model.query_rank + 2 * model.kv_rank + model.rope_dim

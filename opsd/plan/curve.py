@@ -71,7 +71,7 @@ def curve(config: Config, gpus: int, hardware: Hardware) -> Iterator[Point]:
 
 
 def peak(points: Sequence[Point]) -> Peak:
-    """Where ``points`` are highest, and which part of the step has grown most from the first to there, or beyond."""
+    """The highest of ``points``, and the part of the step that has grown most from the first to there, or beyond."""
     top = next((here for here, more in pairwise(points) if more.tokens_per_s < here.tokens_per_s), None)
     last = points[-1]
     lost = last.lost(points[0])

@@ -1,4 +1,4 @@
-"""What GPUs and networks do, as figures that name their source: data sheets, published measurements, or this cluster's.
+"""Figures of GPUs and networks with their source: data sheets, published measurements, or this cluster's.
 
 Two figures are fitted: the share of the memory's bandwidth that elementwise operations reach, and the share of the time
 of its kernels that a training step reaches as a whole. Everything else that a step loses (gaps between kernels, power,

@@ -110,8 +110,8 @@ def _even(layers: int, stages: int) -> bool:
 def schedules(config: Config, spread: Layout) -> Iterator[Layout]:
     """``spread`` in each order of its micro-batches that is worth a look.
 
-    Zero bubble is one only if the file has it: it rules out compilation, and what it costs to compute the gradients of
-    weights by themselves was not measured.
+    Zero bubble is a candidate only if the file has it. It rules out compilation, and the cost of computing the
+    gradients of weights separately was not measured.
     """
     layers, pp = config.model.layers, spread.pp
     if pp == 1:

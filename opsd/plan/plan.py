@@ -1,4 +1,4 @@
-"""The whole plan of a run: layout, time, GPUs, checkpoints, spares, cost. Pure; every assumption names its source."""
+"""The plan of a run: layout, time, GPUs, spares and cost. Pure; every assumption names its source."""
 
 from __future__ import annotations
 

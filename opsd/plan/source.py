@@ -31,7 +31,7 @@ def read(
     gpus: int | None,
     note: Callable[[str], None] = lambda sentence: None,
 ) -> Config:
-    """The run that ``source`` describes; ``note`` is told what is not planned of it. Raises ConfigError."""
+    """The run that ``source`` describes; ``note`` gets the parts that are not planned. Raises ConfigError."""
     path = Path(source)
     if path.is_dir():
         path /= "config.json"

@@ -224,7 +224,7 @@ def _experts(config: Config, layout: Layout, count: int, network: _Network) -> f
 
 
 def _sharding(config: Config, layout: Layout, gpus: int, count: int, busy: float, network: _Network) -> float:
-    """What the computation does not hide of FSDP's gathers, twice a micro-batch, and of the reduction once a step.
+    """The part of FSDP's gathers (twice a micro-batch) and reduction (once a step) that the computation does not hide.
 
     Gathers of one layer run beside the computation of another; the first and the last of a step have nothing beside.
     """

@@ -192,5 +192,5 @@ def _suggested(plan: Plan) -> list[tuple[str, str]]:
 
 
 def source_of(figure: Figure) -> str:
-    """Where a figure is from; of one that was measured here also the file and its date."""
+    """The source of a figure; for a measurement of this cluster also the file and its date."""
     return f"{figure.source} ({figure.file}, {figure.date})" if figure.measured else figure.source

@@ -1,4 +1,4 @@
-"""What a preflight check is, and the values it returns.
+"""The contract of a preflight check, and the values it returns.
 
 A check is one file with one ``Check``: its name, its needs, its measures, and a function that measures. The function
 does not judge numbers: it returns measurements, and ``judge`` compares each with its limits, with its peers on the

@@ -40,7 +40,7 @@ SeriesKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Yardsticks:
-    """What a check's values are compared with, in addition to the check's own limits.
+    """The references for a check's values, in addition to the check's own limits.
 
     ``limits`` override the check's by measure name, ``past`` holds the node's last runs, oldest first, ``facts`` those
     of the last run, ``fleet`` the fleet's medians by measure name.

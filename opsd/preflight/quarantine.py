@@ -1,4 +1,4 @@
-"""What ``--act`` does: drain a node that failed, with its evidence, and return one that passed."""
+"""Implements ``--act``: drain a node that failed, with its evidence, and return one that passed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def act(
     """Drain or return the node of ``report``; returns what was done, "" for nothing. Raises SlurmError.
 
     An interrupted preflight does nothing. A node is returned only if an earlier preflight of the same profile drained
-    it, so never if someone else or an incident did, and not if it relapses too often. One that is in service and has
+    it and it does not relapse too often. A drain by a person or an incident stays. One that is in service and has
     passed the ``whole`` of ``rules.profile`` counts as tested in its history, which then has its NVLink domain.
     """
     if report.interrupted:

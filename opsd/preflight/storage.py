@@ -48,7 +48,7 @@ def run(context: Context, progress: Progress, folder: str) -> Outcome:
 
 
 def needs(demand: Demand, folder: str, *, read: float, write: float) -> Iterator[Finding]:
-    """Where ``folder`` is too slow for the run. ``read`` and ``write`` are bytes per second; no demand, no finding."""
+    """The findings where ``folder`` is too slow for the run. ``read`` and ``write`` are bytes per second."""
     if demand.tokens_per_s:
         consumed = demand.tokens_per_s * demand.bytes_per_token
         verdict = Verdict.FAIL if read < consumed else Verdict.WARN

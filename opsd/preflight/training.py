@@ -44,7 +44,7 @@ def devices_of(context: Context) -> int:
 
 
 def demand_of(context: Context) -> Demand:
-    """What the run requires of one node; the demand of ``context`` if there is no run, or none that can be read."""
+    """The run's demands on one node; the demand of ``context`` if there is no run, or none that can be read."""
     try:
         plan = plan_of(context, config_of(context))
     except (NotApplicableError, CouldNotRunError):

@@ -86,7 +86,7 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where evidence is read from. ``library`` is that of NVML, None for the driver's own.
+    """The sources of evidence. ``library`` is that of NVML, None for the driver's own.
 
     ``slurm_node`` is what Slurm says of the node, "" if it is to be asked.
     """

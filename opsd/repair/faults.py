@@ -47,8 +47,8 @@ FAULTS: Final[Mapping[str, Fault]] = {
     "nic_failed": Fault(Rung.REBOOT, ("infiniband",)),
     "preflight": Fault(None, ()),
 }
-"""By the kind of incident in the reason of the drain. What is not here is no matter for the ladder: fans, cables,
-disks, power, and whatever a person has drained a node for."""
+"""By the kind of incident in the reason of the drain. Other kinds do not start a repair: fans, cables, disks, power,
+and drains by a person."""
 
 _OF_GPUS: Final = (*_GPU, *_LINKS, "gpu_burn_fp8", "gpu_host_copy", "nvbandwidth", "nccl_tests", "dcgm")
 _BY_CHECK: Final = {"leftovers": Rung.PROCESSES, **dict.fromkeys(_OF_GPUS, Rung.RESET)}

@@ -140,7 +140,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do next, and why: wait, begin a rung (``rung``), retest, return the node, or end the case."""
+    """The next step and its reason: wait, begin a rung (``rung``), retest, return the node, or end the case."""
 
     do: Literal["wait", "rung", "retest", "return", "rma", "left"]
     why: str = ""
@@ -160,7 +160,7 @@ def begun(case: Case, what: str, facts: Facts) -> Case:
 
 
 def repeated(case: Case, facts: Facts) -> Case:
-    """The case when the attempt under way begins anew."""
+    """The case when the attempt under way starts again."""
     *before, last = case.attempts
     return noted(begun(replace(case, attempts=tuple(before)), last.what, facts), last.detail)
 

@@ -1,8 +1,8 @@
 """The two parts of a repair that have rights of their own, and what the repair asks of them.
 
 Under systemd each is a service that is started for one request, by a connection to its socket: ``driver`` has the
-rights for the driver, and no network; ``test`` has the GPUs and may load them. What speaks to Slurm and reads what
-users write has neither. Both sides speak one JSON object a line: ``{"do": "reset_gpus"}``, and ``{"done": ...}`` or
+rights for the driver, and no network; ``test`` has the GPUs and may load them. The part that uses Slurm and reads files
+of users has neither. Both sides speak one JSON object a line: ``{"do": "reset_gpus"}``, and ``{"done": ...}`` or
 ``{"failed": "why"}``.
 """
 
@@ -118,7 +118,7 @@ Verbs = Mapping[str, Callable[[Mapping[str, Any]], object]]
 
 
 def verbs_of_driver(driver: Driver, evidence: Callable[[str], str]) -> Verbs:
-    """What the part ``driver`` does. Raise RungError and OSError."""
+    """The work of the part ``driver``. Raise RungError and OSError."""
     return {
         "recovery_actions": lambda _: [*driver.recovery_actions()],
         "reset_gpus": lambda told: driver.reset_gpus([str(name) for name in told.get("services", ())]),
@@ -129,7 +129,7 @@ def verbs_of_driver(driver: Driver, evidence: Callable[[str], str]) -> Verbs:
 
 
 def verbs_of_tests(tests: Tests, stop: Callable[[], str]) -> Verbs:
-    """What the part ``test`` does, until ``stop`` says why that must end."""
+    """The work of the part ``test``, until ``stop`` says why it must end."""
     return {
         "retest": lambda told: asdict(tests([str(name) for name in told.get("checks", ())], stop)),
         "as_spare": lambda _: tests.as_spare(stop),

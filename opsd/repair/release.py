@@ -51,7 +51,7 @@ def release(slurm: Slurm, node: str, jobs: Sequence[Job], root: Path, proc: Path
 def launchers_that_left(job: Job, node: str, root: Path, proc: Path) -> frozenset[str]:
     """The steps of the launchers of ``job`` on this node, if all say that their runs have ranks on its others only.
 
-    Empty if one does not; "" stands for a launcher whose step is unknown. A run whose nodes have names of its own
+    Empty if one does not; "" is a launcher whose step is unknown. A run whose nodes have names of its own
     (``--node-name``) says nothing about Slurm's.
     """
     try:
@@ -66,7 +66,7 @@ def launchers_that_left(job: Job, node: str, root: Path, proc: Path) -> frozense
 
 
 def _run_of(folder: Path, job: Job, owner: int) -> Mapping[str, object] | None:
-    """What is told of a run of ``job`` whose folder its own user has made, None if this is none."""
+    """The facts of a run of ``job`` whose folder its own user has made, None if this is none."""
     try:
         descriptor = open_folder(folder)
     except OSError:

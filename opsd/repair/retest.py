@@ -137,7 +137,7 @@ class Preflight:
                 return Retested(False, f"{NO_HARDWARE}preflight {what} made no report: {told}")
 
     def _watched(self, process: subprocess.Popen[bytes], stop: Callable[[], str], deadline_s: float) -> bytes:
-        """What the process has said at its end. Raises _StoppedError if that may not be waited for, TimeoutError."""
+        """The last output of the process. Raises _StoppedError if that may not be waited for, TimeoutError."""
         deadline = time.monotonic() + deadline_s
         while (left := deadline - time.monotonic()) > 0:
             try:

@@ -1,6 +1,6 @@
 """A claim told by what it changes: of thousands of launchers, not each has to read all of it from the run's folder.
 
-The folder still decides: a claim that was told is taken for the file of its number once that file is the newest. Who
+The folder still decides. A claim that was sent counts as the file of its number once that file is the newest. Who
 cannot put the claim together, because it knows another generation or was not reached, reads the file.
 """
 
@@ -36,7 +36,7 @@ def changes_of(claim: Claim, plan: Plan, base: Plan, size: int) -> Claimed | Non
 
 
 def claim_from(message: Claimed, base: Plan, leader: str, start: str) -> Claim | None:
-    """The claim of ``leader`` that ``message`` tells of; None if it does not follow from the plan ``base``."""
+    """The claim of ``leader`` in ``message``; None if it does not follow from the plan ``base``."""
     if message.base != base.number or not 0 <= message.slots <= len(base.slots) + len(message.places):
         return None
     gone = {*message.left, *(member.name for member in message.joined)}

@@ -18,7 +18,7 @@ MANY = 64
 TELLING_S = 0.5
 """For so long the maker of a claim may be telling many launchers of it; who hears that it exists need not read it."""
 UNLED_POLL_S = 2.0
-"""Who hears no leader has the folder alone, and looks this often among any number of launchers."""
+"""A launcher without a leader has only the folder, and looks this often among any number of launchers."""
 GAP_S = 3.0
 """Between reads further apart than this the lease may have been renewed unseen."""
 CLAIM_RETRY_S = 1.0

@@ -74,7 +74,7 @@ class Claimant:
         self.number = 0
         """The number of the newest known claim."""
         self.inherited: Mapping[str, Any] = {}
-        """What the end of an earlier start has left for this one."""
+        """The state that the end of an earlier start has left for this one."""
         self.phase: Phase = "starting"
         self._begun: Begun | None = None
         self._send = send
@@ -160,7 +160,8 @@ class Claimant:
             self.number = claim.number
             self._handle_own_claim(claim)
         elif not mine:
-            # Who has not got it will see whose it is; who does not know whether it has will see that, too.
+            # A launcher without the claim will see whose it is. So will a launcher that does not know whether it has
+            # the claim.
             self._poller.request(self._now)
         self._claim_writer.tick(self._now)
 

@@ -49,7 +49,7 @@ class FollowerTracker:
         self._claimed_at = 0.0
         self._plan: Plan | None = None
         self._changes: Claimed | None = None
-        """What the claim of the plan has changed."""
+        """The changes in the claim of the plan."""
         self._answers: dict[str, Ready] = {}
         """The nodes that are ready for the plan …"""
         self._awaited: set[str] = set()

@@ -1,7 +1,7 @@
 """Whether the processes of a rank do anything: their CPU time, the bytes they move, and which processes there are.
 
 Most of what waits for a GPU shows here as well: a program waits for single kernels, and uses CPU time between them.
-What waits for a long one without using any is seen in ``gpus``.
+A process that waits for a long kernel without CPU time is seen in ``gpus``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_PROCESSES = 256
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What the processes of a rank have used so far: seconds of CPU time, bytes moved, bytes written.
+    """The usage of a rank's processes so far: seconds of CPU time, bytes moved, bytes written.
 
     ``pids`` are the processes, ``stopped`` those that a signal has stopped. ``main`` has for each process how often its
     main thread has waited for something, and the bytes that the process has moved.

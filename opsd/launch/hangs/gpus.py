@@ -1,4 +1,4 @@
-"""What the GPUs of ranks do, read when ranks seem to stand still.
+"""The activity of ranks' GPUs, read when ranks seem to hang.
 
 NVML is asked by a process of its own (``gpu_probe``): a driver call can hang, and the launcher waits for nothing that
 the kernel may hold.
@@ -34,7 +34,7 @@ WITHOUT_A_BREAK = 90
 
 
 class GpuState(StrEnum):
-    """What a GPU does for the processes of a rank."""
+    """The activity of a GPU for the processes of a rank."""
 
     IDLE = "idle"
     SPINS = "spins"
@@ -43,7 +43,7 @@ class GpuState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """What the GPUs of a rank do, the busiest of several; percent of the time as in ``Sample``."""
+    """The activity of a rank's GPUs, of the busiest one; percent of the time as in ``Sample``."""
 
     gpus: tuple[int, ...]
     state: GpuState

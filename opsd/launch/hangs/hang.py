@@ -18,8 +18,8 @@ A rank without a page is judged by that alone. A rank that waits for another is 
 within its own limit. Stacks, file writes and GPUs can excuse a rank: one that compiles, evaluates, saves, downloads,
 sleeps, waits for processes of its own that are at work or has a GPU at work gets ``recognised_s`` at least, whatever it
 reported. One whose GPU spins waits for other ranks, wherever its main thread is.
-After a hang with no evidence but the elapsed time, the limit of its
-phase is tripled, so that a slow operation succeeds at a later attempt; its duration is then remembered.
+After a hang with no evidence but the elapsed time, the limit of its phase is tripled. A slow operation then succeeds at
+a later attempt, and its duration is remembered.
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ STARTUP_MIN_S, CHECKPOINT_MIN_S, EVALUATION_MIN_S, FINISH_S = 60.0, 60.0, 120.0,
 UNKNOWN = "unknown"
 """The phase of a rank without a page."""
 INPUT = "input"
-"""What a rank is judged as that waits for a person, or for requests."""
+"""The phase of a rank that waits for a person or for requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
     """The configurable limits, in seconds.
 
-    ``unannounced_s`` stands for ``steady_s`` where a page says nothing of evaluation and saving. ``idle_s`` is for
+    ``unannounced_s`` replaces ``steady_s`` if a page says nothing of evaluation and saving. ``idle_s`` is for
     processes that do nothing at all, in every phase. ``recognised_s`` is granted for what stacks or file writes show.
     """
 

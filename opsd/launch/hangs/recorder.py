@@ -76,7 +76,7 @@ def judge_folder(folder: Path, generation: int, world: int, wait_s: float = 0.0)
 
 
 def dump_path(folder: Path, rank: int) -> Path:
-    """Where the dump of ``rank`` is kept; the agent and ``opsd diagnose`` read it there."""
+    """The file of the dump of ``rank``; the agent and ``opsd diagnose`` read it there."""
     return folder / RECORDER / f"rank-{rank:04d}.json"
 
 

@@ -1,7 +1,7 @@
 """The output of the ranks: to the console, and to their log files.
 
-Ranks write into memory (``Spool``). One thread copies it to the console and another to the files, so that a blocked
-reader, a full disk or a file server that hangs holds up neither the ranks nor the launcher.
+Ranks write into memory (``Spool``). One thread copies it to the console and another to the files. So a blocked reader,
+a full disk or a hanging file server delays neither the ranks nor the launcher.
 """
 
 from __future__ import annotations

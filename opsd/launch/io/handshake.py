@@ -74,7 +74,7 @@ class WireError(Exception):
 
 
 class Refusal(WireError):
-    """The other side is a launcher that this one cannot work with; it is told why."""
+    """The other side is a launcher that this one cannot work with; it gets the reason."""
 
 
 class Superseded(WireError):

@@ -5,8 +5,9 @@ name of the class in snake case; a field has its own name, or the one given with
 says which values are valid: int, finite float, str, bool, an enum (by value), a literal, ``X | None``,
 ``tuple[X, ...]``, ``dict[str, X]``, another dataclass, or ``Any`` for JSON that is passed on unread.
 
-Adjacent versions understand each other if a new field has a default and a field without a default is never removed:
-unknown fields are ignored, missing ones get their default. Everything else that is wrong raises ``ProtocolError``: an
+Unknown fields are ignored, and missing fields get their default. So adjacent versions understand each other if new
+fields have defaults, and fields without a default are never removed. Everything else that is wrong raises
+``ProtocolError``: an
 unknown kind or enum value, a missing field, a value of another type.
 """
 

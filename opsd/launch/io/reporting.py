@@ -32,7 +32,7 @@ _all: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
 
 
 class WorkQueue:
-    """Runs the callables that are ``put``, in order. What does not fit into the queue is dropped and counted.
+    """Runs the callables that are ``put``, in order. Entries that do not fit into the queue are dropped and counted.
 
     ``missed`` is called in the thread with the number of dropped items, once the work continues. The thread is a
     daemon: a file system that hangs must not keep the launcher from exiting. Work handles its own errors.

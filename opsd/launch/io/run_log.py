@@ -34,7 +34,7 @@ _LONGEST = 400
 
 
 class RunEventLog(Protocol):
-    """Where the leader records the events of the run; ``generation`` is the one that runs."""
+    """The leader's record of the events of the run; ``generation`` is the one that runs."""
 
     generation: int
 

@@ -193,7 +193,7 @@ def missing(count: int) -> bytes:
 
 
 class LogFile:
-    """``path``, rotated every ``limit`` bytes, 0 for never. What cannot be written is dropped, and reported once."""
+    """``path``, rotated every ``limit`` bytes (0: never). Lost output is reported once."""
 
     def __init__(self, path: Path, limit: int) -> None:
         self._path = path

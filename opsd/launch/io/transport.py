@@ -57,7 +57,7 @@ def _is_over(sock: socket.socket) -> bool:
 
 
 class Transport:
-    """Sends messages to launchers by name. What cannot be delivered soon is dropped; senders repeat what matters.
+    """Sends messages to launchers by name. Late messages are dropped; senders repeat important ones.
 
     ``received`` is called with every message of an authenticated launcher, in order per connection; a ProtocolError
     that it raises is printed, once a minute. ``launchers`` returns the size of the run. ``opened`` is called for each

@@ -20,7 +20,7 @@ def keep_from_compiler(modules: Iterable[ModuleType]) -> None:
 
 
 def _skip() -> Callable[[CodeType], None]:
-    """What ``torch._dynamo.eval_frame.skip_code`` does; to import that takes seconds."""
+    """The same as ``torch._dynamo.eval_frame.skip_code``, whose import takes seconds."""
     native = sys.modules["torch"]._C._dynamo.eval_frame
     if hasattr(native, "skip_code"):  # until torch 2.6
         skip: Callable[[CodeType], None] = native.skip_code

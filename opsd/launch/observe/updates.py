@@ -1,6 +1,6 @@
 """Steps of programs whose optimizer passes no hook of torch: compiled ones, and those that are no ``torch.optim``.
 
-What all of them do is to write to the parameters, which torch counts for each tensor.
+All of them write to the parameters, and torch counts writes for each tensor.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ _ERRORS_ONLY = 2
 
 
 def socket_of(page: str) -> str:
-    """Where the rank with this page is asked for its recorder by what needs no interpreter lock."""
+    """The socket that gives the recorder of the rank with this page without the interpreter lock."""
     return f"{os.path.splitext(page)[0]}.torch"  # noqa: PTH122
 
 

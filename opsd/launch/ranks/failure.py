@@ -139,7 +139,7 @@ class GiveUp:
 
 
 def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str, hint: str = "") -> str:
-    """Why the run stops, in one paragraph: the rule, the rank, its error, a hint, its log and the end of the log.
+    """The reason why the run stops, in one paragraph: rule, rank and error, then a hint and the end of the log.
 
     ``log`` is "" where there is none to point to: of a lost node, and of a rank that said nothing about its hang.
     """

@@ -84,7 +84,7 @@ class Exit:
 
 
 class Child:
-    """A process in its own session, whose end the event loop is told of.
+    """A process in its own session, whose end wakes the event loop.
 
     Its exit can be read without collecting it until ``reap()``: until then neither its pid nor its process group can be
     reused, so ``kill_group()`` cannot hit another process.

@@ -1,4 +1,4 @@
-"""What the ranks are started with: program, place among the nodes, environment, and settings of the command line."""
+"""The settings for starting ranks: program, place among the nodes, environment, and options of the command line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from opsd.words import plural
 
 PREFIX = "[rank${rank}]: "
 StreamMap = Mapping[int | None, int]
-"""Streams by local rank: 0 none, 1 stdout, 2 stderr, 3 both; None stands for all others."""
+"""Streams by local rank: 0 none, 1 stdout, 2 stderr, 3 both. The key None is for all others."""
 RESTART_VARIABLES = frozenset(
     [
         *("MASTER_ADDR", "MASTER_PORT", "OPSD_GENERATION", "OPSD_RANK_PAGE", "TORCHELASTIC_ERROR_FILE"),

@@ -107,7 +107,7 @@ class _StandbyWorker:
 class StandbyPool:
     """Keeps one warm worker per local rank, started one at a time. A worker that dies is not used.
 
-    A worker has the environment of the rank that it stands for (``stand_for``); on a spare node (``stand_by``) without
+    A worker has the environment of the rank that it replaces (``stand_for``). On a spare node (``stand_by``) it lacks
     the place among the nodes. Its output goes to a file beside the ranks' logs.
     """
 

@@ -22,7 +22,7 @@ LOG_LINES = 10
 RANK_STATUS_S = 1.0
 """How long a node may take to report the status of its ranks."""
 REPEAT_S = 1.0
-"""How often the leader is told of a hang that lasts."""
+"""Seconds between reports of a lasting hang to the leader."""
 
 Stacks = Mapping[str, str | None]
 """By node: the file with the stacks of its ranks, None without one."""

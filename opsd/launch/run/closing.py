@@ -20,7 +20,7 @@ from opsd.slurm.port import Slurm, SlurmError
 
 REPORT_S = 15.0
 STOPPED_S = 5.0
-"""The same for a run that was told to stop: Slurm ends its job soon."""
+"""The same for a run that a signal stops: Slurm ends its job soon."""
 RESUME = "OPSD_RESUME"
 """Set by the batch script: the command that resumes a run whose job Slurm does not requeue."""
 SLURM_S = 3.0
@@ -85,7 +85,7 @@ def resume_command(
     secrets: Sequence[str] = (),
     environ: Mapping[str, str] = os.environ,
 ) -> str:
-    """What a user types to go on with a run that was started with ``opsd`` and these ``arguments``.
+    """The command that continues a run started with ``opsd`` and these ``arguments``.
 
     Without Slurm, each start on one node has a name of its own unless it is ``named``. The command is printed and
     stored, and has ``URL`` in the place of each of ``secrets``.

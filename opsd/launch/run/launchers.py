@@ -121,7 +121,7 @@ def too_many_here(environ: Mapping[str, str]) -> str:
 
 
 def start_of(run: str, environ: Mapping[str, str], launchers: Launchers, launcher: str) -> str:
-    """What the launchers of one start of ``run`` have in common, and no other copy of the run has.
+    """The identity that the launchers of one start of ``run`` share, and no other copy of the run.
 
     Slurm may start the job again while a node that was cut off still runs a launcher of the start before. That launcher
     must not join when it is back: it may be told to stop next. A single launcher is a start of its own, and so is a
@@ -138,7 +138,7 @@ def start_of(run: str, environ: Mapping[str, str], launchers: Launchers, launche
 
 
 def start_of_job(run: str, environ: Mapping[str, str]) -> str:
-    """What the start of every launcher in this start of the Slurm job is, or begins with; ``run`` outside Slurm."""
+    """The start of every launcher in this start of the Slurm job, or its beginning; ``run`` outside Slurm."""
     job, batch = environ.get("SLURM_JOB_ID", ""), environ.get(BATCH, "")
     if not job:
         return run
@@ -213,7 +213,7 @@ def default_port(run: str, environ: Mapping[str, str]) -> int:
 
 
 def cannot_listen(own: Member, error: OSError) -> str:
-    """What the user can do if ``own`` cannot listen."""
+    """The remedy for the user if ``own`` cannot listen."""
     place = f"cannot listen at {own.host}:{own.port}"
     if error.errno == errno.EADDRINUSE:
         return f"{place}: another program does; give all launchers of the run the same --port, one that is free"

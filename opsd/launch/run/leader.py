@@ -1,6 +1,6 @@
 """Decides about a run, in the launcher that was elected.
 
-The leader keeps no state that a successor could not have: its decisions are in the plan of the generation, and the
+The leader keeps no state that a successor could not have. Its decisions are in the plan of the generation, and the
 nodes report their state again to a new leader.
 """
 
@@ -42,8 +42,8 @@ class Leader:
     """Makes the plans.
 
     ``over`` is called with the exit code, the reason, the lost and the unfit nodes before the end of the run is
-    claimed. ``recorder`` judges the flight recorders of a hang. ``interrupted`` is told why all ranks are restarted,
-    ``say`` what else people want to read.
+    claimed. ``recorder`` judges the flight recorders of a hang. ``interrupted`` gets the reason why all ranks are
+    restarted, ``say`` other sentences for people.
     """
 
     def __init__(

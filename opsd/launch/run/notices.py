@@ -19,7 +19,7 @@ from opsd.words import duration, plural
 Send = Callable[[str, Mapping[str, object]], None]
 
 RESTART_S = 60.0
-"""After so long a restart is told as such; one that succeeds sooner is told with its success."""
+"""After this time a restart is reported alone. A restart that succeeds sooner is reported with its success."""
 STUCK_S = 1800.0
 """Seconds without a step after which a run is stuck, unless ten of its usual steps are longer."""
 LOOK_S = 5.0

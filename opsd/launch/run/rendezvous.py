@@ -125,7 +125,7 @@ class PresenceWatch:
 
 
 class Meeting:
-    """What one launcher does until it knows the others: ``step``, every ``BEAT_S``."""
+    """The part of one launcher until it knows the others: ``step``, every ``BEAT_S``."""
 
     def __init__(
         self, options: RendezvousOptions, folder: Path, own: Member, last_call_s: float, *, start: str

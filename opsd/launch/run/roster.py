@@ -54,7 +54,7 @@ class SharedRoster:
 
     def __init__(self, folder: Path, own: Member) -> None:
         self.newest: Roster | None = None
-        """What another launcher has written since this one first looked."""
+        """The text that another launcher has written since this one first looked."""
         self._folder = folder / FOLDER
         self._own = own
         self._number = 0

@@ -75,7 +75,7 @@ class Shutdown:
         self._node.interrupt(lambda: self.leave(exitcodes.INTERRUPTED, "interrupted by SIGINT"))
 
     def leave(self, code: int, reason: str) -> None:
-        """Exit, once the ranks have ended. The leader exits after the other launchers, and after the job was told.
+        """Exit, once the ranks have ended. The leader exits last, after the job knows of the end.
 
         This applies to the end of the run that this launcher has claimed itself: after another leader took over, the
         run may go on.
@@ -104,7 +104,7 @@ class Shutdown:
         self._node.loop.run_in_thread(lambda: self._job.end(code, lost, unfit), told)
 
     def last_look(self) -> None:
-        """The batch host may have died since the job was told of the end."""
+        """The batch host may have died since the job learnt of the end."""
         if self._pending_exit is not None and not self._has_ended_job:
             self._job.end(self._pending_exit[0], *self._bad_nodes)
 

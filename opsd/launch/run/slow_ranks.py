@@ -37,7 +37,7 @@ GONE_S = 30.0
 UNEVEN = 1.1
 """Uneven work is announced from this slowdown on; it is no fault, and few jobs have none."""
 SILENT_S = 30.0
-"""Ranks of which nothing was told for so long are not waited for."""
+"""Ranks without a report for this long are not waited for."""
 
 Announce = Callable[[str, dict[str, Any]], None]
 
@@ -95,7 +95,7 @@ class SlowRankWatch:
             self._timer = self._loop.later(self._look_s, self._look)
 
     def forget(self) -> None:
-        """The generation has ended, or another launcher leads. What was announced may still hold on the same nodes."""
+        """The generation has ended, or another launcher leads. Announced stragglers are kept."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._ranks, self._judged_step, self._suspected = None, {}, None, {}

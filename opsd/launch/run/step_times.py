@@ -27,10 +27,10 @@ KEPT = 8
 MOST_BYTES = 24_000
 """Of the encoded times in one message, which has at most 64 KiB."""
 PHASES = (FORWARD, BACKWARD, COMPUTE, DATA, GPU, STEP)
-"""What is told of each step, in this order."""
+"""The reported times of each step, in this order."""
 Seconds = tuple[float, ...]
 _LEAST_S, _PER_NAT = 1e-5, 1000
-"""Times are told as logarithms: a thousandth of their value exactly, from 10 microseconds to years."""
+"""Times are sent as logarithms, exact to a thousandth of their value, from 10 microseconds to years."""
 
 
 class StepSampler:

@@ -1,6 +1,6 @@
 """The kernel log of the last day: Xids by their recommended action, machine checks, failing disks and file systems.
 
-What it says of GPUs from before a repair has reset them, or loaded their driver again, is left out: that is over.
+Messages about GPUs from before a repair reset them, or reloaded their driver, are left out.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def _may_hold(name: str, user: int | None) -> bool:
 def _old_bytes(folder: Path, now: float) -> tuple[int, int, int]:
     """Size and number of the files below ``folder`` last written more than ten minutes ago, and bytes kept on purpose.
 
-    The launcher keeps checkpoints in memory there for a limited time, from which a requeued run resumes. What a user
-    has mounted there is left out: it may never answer.
+    The launcher keeps checkpoints in memory there for a limited time, from which a requeued run resumes. Mounts of
+    users there are left out, because they may never answer.
     """
     stale = files = kept = 0
     mount = look(folder).mount if folder.exists() else None

@@ -37,7 +37,7 @@ def run(context: Context, progress: Progress) -> Outcome:
 
 
 def _unread(config: Config) -> Iterator[Finding]:
-    """What the run does not read of what its corpora were made from."""
+    """The parts of the corpora's sources that the run does not read."""
     from opsd.trainer.data.shards import find_index, summary
 
     data = config.data
