@@ -280,7 +280,7 @@ AGENTS = row(
 
 
 def build() -> dashboard.Dashboard:
-    """Rows: now, lists, runs, GPUs, network and storage, opsd."""
+    """Rows of current values and lists, then of runs, GPUs, network, storage and opsd."""
     return board(
         "opsd-cluster",
         "opsd / cluster",

@@ -145,7 +145,7 @@ ITSELF = row(
 
 
 def build() -> dashboard.Dashboard:
-    """Rows: now, when, how often, cost, actions, opsd itself."""
+    """Rows of current incidents, times and counts, then of cost, actions and opsd itself."""
     variables = [label_variable("node", "Node", "opsd_build_info", of="instance", within='cluster=~"$cluster"')]
     return board(
         "opsd-incidents",

@@ -107,8 +107,8 @@ def attribute_hang(ranks: Sequence[RankState]) -> Attribution:
     """The rank that blocks the others. ``ranks`` are those of one run and generation, at least one.
 
     Each rule narrows the suspects that the ones before it left; the first that narrows decides how sure the answer is.
-    Among ranks that look alike the one that changed first is named, with little confidence: if all wait in one
-    collective the cause may as well be the network or a rank on another node.
+    Among ranks that look alike the one that changed first is named, with little confidence. If all wait in one
+    collective, the cause may be the network or a rank on another node.
     """
     ranks = sorted(ranks, key=lambda r: r.rank)
     suspects, reasons, confidence = list(ranks), list[str](), 0.0

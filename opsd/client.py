@@ -2,8 +2,8 @@
 
 A rank page is a small file in shared memory with one writer, the rank. It holds the current phase and its start, the
 last completed step and a ring of recent steps. A write takes about a microsecond and no system call, so a trainer can
-report every phase of every step. Readers (``opsd.rank_page``) do not need the writer: the page of a rank that is
-stopped, killed or stuck in native code still tells what it was doing, and for how long.
+report every phase of every step. Readers (``opsd.rank_page``) do not need the writer. The page of a rank that is
+stopped, killed or stuck in native code still shows its phase and duration.
 
 Standard library only; copy-paste safe into any trainer::
 
@@ -134,8 +134,8 @@ class _Phase:
 class Reporter:
     """The writer of a rank page. One per process, used from one thread.
 
-    A page that cannot be created (shared memory full or read-only) does not stop the training: the reporter then writes
-    to private memory and prints one line on stderr.
+    If the page cannot be created (shared memory full or read-only), the training goes on. The reporter then writes to
+    private memory and prints one line on stderr.
     """
 
     def __init__(

@@ -77,8 +77,8 @@ def sections() -> Iterator[tuple[str, type[BaseModel]]]:
 def find_file(path: Path | None = None, env: Mapping[str, str] = os.environ, system: Path = SYSTEM_FILE) -> Path | None:
     """The configuration file that applies, or None for the built-in defaults.
 
-    A file that was named (by ``path`` or ``OPSD_CONFIG``) is returned whether it exists or not, the ``system``'s unless
-    it surely does not: settings that may not be read are not the defaults.
+    A file named by ``path`` or ``OPSD_CONFIG`` is returned even if it does not exist. The ``system``'s file is returned
+    unless it surely does not exist, since unreadable settings must not become the defaults.
     """
     if path is not None:
         return path
@@ -215,7 +215,7 @@ def to_toml(settings: Settings) -> str:
 
 
 def summary(model: type[BaseModel]) -> str:
-    """What a section is about, in one line."""
+    """The purpose of a section, in one line."""
     return inspect.cleandoc(model.__doc__ or "").partition("\n")[0]
 
 

@@ -38,7 +38,7 @@ def confine(
 ) -> None:
     """Limit a child to ``memory`` bytes, ``seconds`` of a processor, and files of ``written`` bytes. Raises OSError.
 
-    Where it and its parent do not fit into the service's memory, the kernel ends the child and not the parent.
+    If it and its parent do not fit into the service's memory, the kernel ends the child and not the parent.
     """
     limits = ((resource.RLIMIT_DATA, memory), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, written))
     for limit, value in limits:

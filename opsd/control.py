@@ -58,7 +58,8 @@ def ask(
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             owner = _connect(connection, path, open_parent)
-            # Who answers is asked of the kernel after connecting: until then the path may be exchanged for a link.
+            # The kernel is asked for the peer's user after connecting, because until then the path may be exchanged for
+            # a link.
             _, peer, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
             if peer != owner:
                 raise ControlError(f"{path} is answered by another user than its folder's")

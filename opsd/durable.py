@@ -1,12 +1,12 @@
 """Making files durable: whole or not at all, and still there after a power loss. Everything durable is written here.
 
-A function that returns has done it. One that raises ``Unproved`` has done it too, and others may have seen it, but the
+A function that returns has done it. If it raises ``Unproved``, it has done it too, and others may have seen it. But the
 storage did not confirm that it outlives a power loss: call again to prove it, and never undo it. After any other
 OSError the earlier content is still there.
 
 Content is written to a draft, ``.NAME.PROCESS.RANDOM.draft`` beside the target, and synced before it gets its name. The
-draft of a process that was killed is removed by the next write to the same target, if that is by the same machine, and
-otherwise by the first that comes ``FORGOTTEN_S`` later.
+next write to the same target from the same machine removes the draft of a killed process. Otherwise the first write
+``FORGOTTEN_S`` later removes it.
 
 A failed fsync of a file is never repeated, because Linux drops the pages that it could not write: the file is written
 again instead. A folder may be synced again; file systems keep the failure of a journal (ext4 and XFS go read-only).

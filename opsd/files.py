@@ -27,8 +27,8 @@ def read_settings(path: Path, *, follow: bool = True) -> bytes:
 
     Without ``follow``, ``path`` must be no symbolic link: one of a user may name a device that acts on being opened.
 
-    Raises OSError, also for other devices, for more than a mebibyte, and for a pipe into which nobody writes for
-    PIPE_S: they would fill the memory of an agent that reloads, or stop it.
+    Raises OSError, also for other devices, for more than a mebibyte, and for a pipe without a writer for PIPE_S. They
+    would fill the memory of an agent that reloads, or stop it.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     with open(os.open(path, flags), "rb", buffering=0) as file:
@@ -61,8 +61,8 @@ def write_text(path: Path, text: str, *, in_place: bool = True) -> None:
     """Write ``text`` to ``path``, "-" being stdout. Raises OSError.
 
     A regular file is replaced durably; a symbolic link is replaced, not followed.
-    Devices and pipes are written to as they are, also behind a link, unless ``in_place`` is off: they are replaced too
-    then, because another user than the one who chose ``path`` may have put them there.
+    Devices and pipes are written to as they are, also behind a link. With ``in_place`` off they are replaced too,
+    because another user than the one who chose ``path`` may have put them there.
     """
     if str(path) == "-":
         sys.stdout.write(text)

@@ -1,7 +1,7 @@
 """Looking at files and opening them without waiting for a server that does not answer, of FUSE or of a network.
 
-A user may mount a file system of FUSE on any folder or file of the user's own, also in shared memory, and whoever opens
-or stats what is there waits for a program of that user (fusermount3(1), with user_allow_other also root).
+A user may mount a FUSE file system on any of the user's own folders or files, also in shared memory. Any process that
+opens or stats it then waits for a program of that user (fusermount3(1), with user_allow_other also root).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BYTES: Final = 256
 
 
 class Inode(NamedTuple):
-    """What the kernel knows of a file. ``mount`` tells mounts apart, ``device`` is the one that the file stands for."""
+    """What the kernel knows of a file. ``mount`` tells mounts apart, ``device`` is the device behind a device file."""
 
     mode: int
     user: int

@@ -82,7 +82,7 @@ class Score:
 
     @property
     def weight(self) -> float:
-        """What nodes are ordered by; a repair that did not last counts for more than a new fault."""
+        """The score of nodes. A repair that did not last counts for more than a new fault."""
         return weight(self.faults, self.relapses)
 
 
@@ -107,7 +107,7 @@ def weight(faults: float, relapses: float) -> float:
 
 
 def judge(nodes: Collection[str], faults: Iterable[Fault], now: float, window_s: float = WINDOW_S) -> Judgement:
-    """Who of ``nodes`` is a lemon at ``now``. Faults of other nodes and later ones are left out.
+    """The lemons of ``nodes`` at ``now``. Faults of other nodes and later ones are left out.
 
     Of a history of less than three windows each window is a third, and the one that is left out no shorter than the
     time in which a fault comes back after a repair that did not last.

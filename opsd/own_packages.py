@@ -1,7 +1,7 @@
 """Which packages a process of opsd imports where PYTHONPATH names those of another Python.
 
-Imports what the interpreter itself has imported, and has annotations in quotes: it runs before anything else of opsd,
-with a standard library that may be another Python's, and in one that is too old.
+Imports only modules that the interpreter itself has imported, and has annotations in quotes. It runs before anything
+else of opsd, with a standard library that may be another Python's or too old.
 """
 
 import os

@@ -61,7 +61,7 @@ class RunState(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class RunFolders:
-    """Where the files of a run are: ``folder`` is kept, ``memory`` lies in shared memory."""
+    """The folders of a run: ``folder`` is kept, ``memory`` lies in shared memory."""
 
     run: str
     folder: Path
@@ -223,7 +223,7 @@ class RunTakenError(RunError):
 def _claim(shared: Path, run: str) -> tuple[Path, int, int]:
     """The folder of ``run`` in shared memory, its lock, and the pid of the dead launcher that had it before.
 
-    What another user's run of that name has left, or is using, stays: this user's then has the user's number added.
+    Files of another user's run of that name stay. This user's folder then has the user's number added.
     """
     memory = shared / run
     if not _made(memory):

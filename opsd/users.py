@@ -18,7 +18,7 @@ def in_user_namespace(process: Path = Path("/proc/self")) -> bool:
 
 
 def unmapped_uid(system: Path = Path("/proc/sys/kernel")) -> int | None:
-    """What users of the machine whose id is not mapped are seen as, root among them; None outside a user namespace."""
+    """The id of unmapped users of the machine, root among them; None outside a user namespace."""
     return int((system / "overflowuid").read_bytes()) if in_user_namespace() else None
 
 

@@ -1,4 +1,4 @@
-"""What a runbook is: the guide for the person on call, and the pure functions that detect, diagnose and remedy.
+"""The contract of a runbook: a guide for the person on call, and pure functions that detect, diagnose and remedy.
 
 A runbook is one file that ends in ``RUNBOOK = Runbook(...)``. Its functions see the last minutes of samples
 (``View``) and the latest facts, and nothing else: no clock, no files, no processes. They return the actions

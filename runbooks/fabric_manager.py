@@ -15,8 +15,8 @@ from opsd.runbooks.lib.signals import integer, number, text
 UP, STATE = "opsd_gpu_nvlink_up", "opsd_gpu_fabric_state"
 STATUS, PROBLEM = "opsd_gpu_fabric_status", "opsd_gpu_fabric_problem"
 NOT_STARTED, REGISTERED, STUCK_S = 1.0, 3.0, 300.0
-"""A GPU is registered with the fabric within seconds of the fabric manager's start; one that is not yet after this time
-waits for something that does not come. A recovery of routes is shorter, too."""
+"""A GPU is registered with the fabric within seconds of the fabric manager's start. After this time it counts as stuck.
+A recovery of routes is shorter, too."""
 
 DOWN_S = 60.0
 """After a boot, or a restart of the fabric manager, links may take this long."""
@@ -28,7 +28,7 @@ _WITHOUT_FABRIC = re.compile(r"\b(PCIe|NVL)\b")
 """Models whose links lead to a bridge that need not be there."""
 
 _NOT_READY = re.compile(r"system not yet initialized|SystemNotReady|error 802\b|fabric.?manager", re.IGNORECASE)
-"""What CUDA says on a node with NVSwitches whose fabric is not set up."""
+"""The error of CUDA on a node with NVSwitches whose fabric is not set up."""
 
 
 def _all_down(view: View) -> bool | None:

@@ -21,7 +21,7 @@ BELOW, LASTING_S = 0.95, 20.0
 
 
 def _expected(of_gpus: dict[str, float], uuid: str) -> float:
-    """What the other GPUs have, the median; a fleet that is capped on purpose is capped alike."""
+    """The median of the other GPUs. A fleet that is capped on purpose is capped alike."""
     return median([value for other, value in of_gpus.items() if other != uuid] or [0.0])
 
 

@@ -33,13 +33,13 @@ CLOCK, TEMPERATURE, POWER = "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_GPU_TEMP", "DCG
 
 SHORT_S, SHORT_LIMIT_S = 6.0, 3.0
 VIEWS = ((SHORT_S, SHORT_LIMIT_S), (10.0, 3.5), (30.0, 9.0))
-"""A throttle is half of the last 6 s, 35 % of the last 10 s or 30 % of the last 30 s, shown by the first view that has
-one; a single wild sample adds one second at most."""
+"""A throttle is half of the last 6 s, 35 % of the last 10 s or 30 % of the last 30 s, in the first view that shows one.
+A single wild sample adds at most one second."""
 
 QUIET_S = 5.0
 CUT, BELOW_DRAW, LOWEST = 0.85, 0.95, 0.6
-"""The new power limit is 15 % below the old one, or 5 % below what the GPU draws while it is throttled if that is
-less: what it draws then is what its cooling can carry away. Never below 60 % of the default. The clock falls by far
+"""The new power limit is the lesser of 15 % below the old one and 5 % below the draw of the throttled GPU. The cooling
+can carry away that draw. Never below 60 % of the default. The clock falls by far
 less than power does, and a steady small loss is better than clocks that collapse."""
 
 

@@ -76,7 +76,7 @@ def _asked(view: View, uuid: str) -> str | None:
 def _rung(action: str) -> int:
     """How much ``action`` interferes; from the GPU's reset on, no rank may work on the node meanwhile.
 
-    What the driver asks for in words that are not known here is as severe as the replacement of the board.
+    Unknown recovery actions of the driver are as severe as a replacement of the board.
     """
     return ACTIONS[action][0] if action in ACTIONS else _UNKNOWN
 
@@ -107,7 +107,7 @@ def _well_since(view: View, gpu: Gpu, xids: Sequence[Event]) -> float:
 
 
 def _episode(view: View, pending: Sequence[Event]) -> list[Event]:
-    """What counts of the Xids since the GPU was well: the new ones, and with them all severe ones of the day.
+    """The Xids that count since the GPU was well: the new ones, and with them all severe ones of the day.
 
     The severest stands until the GPU has been well: a later mild Xid takes nothing back.
     """

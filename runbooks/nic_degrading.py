@@ -89,7 +89,7 @@ def _lossy(view: View) -> Iterator[_Fault]:
 
 
 def _complaints(view: View) -> Iterator[_Fault]:
-    """What the adapter's driver has said in the last minutes."""
+    """Messages of the adapter's driver in the last minutes."""
     ports = {s.labels["pci_bus_id"]: port_of(s.labels) for s in view.select("opsd_ib_port_info")}
     for event in view.events("nic_error", SLOW_S):
         pci, cause = text(event.data, "pci_bus_id"), text(event.data, "cause")

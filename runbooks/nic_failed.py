@@ -31,7 +31,7 @@ SILENT = frozenset({"TX timeout detected", "Tx Unit Hang", "tx_timeout", "transm
 QUEUE = "CQ error"
 UNANSWERED = frozenset({"didn't send a completion", "command timed out", "RX timeout"})
 CAUSES = DEAD | SILENT | UNANSWERED | {QUEUE}
-"""What the adapter's driver says when the adapter itself has failed; the rest is for ``nic_degrading``."""
+"""Messages of the adapter's driver when the adapter itself has failed; the rest is for ``nic_degrading``."""
 
 
 def _rows(what: str, causes: Collection[str], *, critical: bool = False) -> tuple[Row, Row]:

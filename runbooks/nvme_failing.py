@@ -51,7 +51,7 @@ class _Fault:
 def days_left(wear: float, written: float, powered_s: float, bytes_per_s: float) -> float | None:
     """Days until ``wear`` is 1, at the pace of its life or of the ``bytes_per_s`` of now, whichever wears it faster.
 
-    What a byte wears is taken from the drive's own life, its write amplification included. None if it has none yet.
+    The wear per byte is taken from the drive's own history, its write amplification included. None if it has none yet.
     """
     if wear <= 0 or written <= 0 or powered_s <= 0:
         return None

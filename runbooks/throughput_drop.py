@@ -30,7 +30,7 @@ from opsd.runbooks.straggler import stragglers_of
 DROP, BACK, COSTLY = 0.1, 0.05, 0.2
 
 _CAUSES = {"data": "data", "collective": "network"}
-"""What a phase is spent on; all others are kernels."""
+"""The resource of a phase; all other phases are kernels."""
 
 SLOW_LINKS = ("nic_failed", "nic_degrading", "pcie_error", "pcie_degraded", "nvlink_errors")
 """Incidents of links: each makes the collectives of all ranks slower, however healthy the others are."""

@@ -138,7 +138,7 @@ def _finding(view: View, gpu: GpuFact, what: str, used: float | None) -> Finding
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
-    """True once only ranks use the GPU. What a run has left behind counts even after its pages are forgotten."""
+    """True once only ranks use the GPU. Leftover processes count even after the run's pages are forgotten."""
     uuid = text(incident.data, "uuid")
     count, used = newest(view, PROCESSES).get(uuid), newest(view, USED).get(uuid)
     gpu = next((gpu for gpu in view.gpus if gpu.uuid == uuid), None)

@@ -1,4 +1,4 @@
-"""What layers of attention keep of tokens that were read, so that later ones can be read by themselves."""
+"""The state that layers of attention keep of earlier tokens, so that later ones can be read alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Cache:
         """Tokens that were read."""
 
     def extend(self, layer: nn.Module, new: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """What ``layer`` has kept of all tokens, with the ``new`` ones, each [.., tokens, channels]."""
+        """The state of ``layer`` for all tokens, with the ``new`` ones, each [.., tokens, channels]."""
         if kept := self._kept.get(layer):
             new = tuple(torch.cat(parts, dim=-2) for parts in zip(kept, new, strict=True))
         self._kept[layer] = new

@@ -4,8 +4,8 @@ Each rank has a region of shared memory with the exact layout of its checkpoint 
 is to copy the state into it, and the training only waits for that. A separate process, ``opsd.trainer.persist``, writes
 the memory to disk, and once every rank's file is durable the first rank's process commits the manifest.
 
-The file is in safetensors format and holds the rank's regions of the tensors ``model.NAME``, ``exp_avg.NAME``,
-``exp_avg_sq.NAME`` (not of what Muon updates) and ``updates``, the number of optimiser steps taken. Its metadata key
+The safetensors file holds the rank's regions of the tensors ``model.NAME``, ``exp_avg.NAME`` and ``exp_avg_sq.NAME``
+(not for parameters of Muon). ``updates`` is the number of optimiser steps taken. Its metadata key
 ``regions`` is a JSON object that maps each name to ``{"shape": shape of the whole tensor, "offset": where the region
 begins in it}``, from which any other layout can select its own regions.
 """

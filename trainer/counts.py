@@ -107,7 +107,7 @@ def flops_per_token(model: ModelSettings, sequence: int) -> float:
 
     6 N + 12 layers width sequence (PaLM, arXiv 2204.02311, appendix B), where N are the active parameters and the width
     is that of all heads of attention, the mean of queries and values. As there, attention counts the whole sequence
-    although half of it is masked; a layer with a window counts its window, one with chunks a chunk, one with a state
+    although half of it is masked. A layer with a window counts its window, one with chunks a chunk, one with a state
     its products.
     """
     return 6.0 * active_parameters(model) + attention_flops(model, sequence) + state_flops(model)

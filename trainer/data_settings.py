@@ -30,7 +30,7 @@ ONLY: Final = "."
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the steps from ``start`` on have in common, until the next shape.
+    """The shape of the steps from ``start`` on, until the next shape.
 
     ``rope`` are settings of [model] that it has in place of those of the run.
     """

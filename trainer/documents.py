@@ -6,7 +6,7 @@ import torch
 
 
 def visible(documents: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, window: int = 0) -> torch.Tensor:
-    """Which key [.., k] a query [.., q, .] may see, bool [batch, 1, q, k].
+    """The mask of keys [.., k] that a query [.., q, .] may see, bool [batch, 1, q, k].
 
     These are the query itself and earlier tokens of its document, of them the last ``window`` unless that is 0.
     """

@@ -1,8 +1,8 @@
 """``python -m opsd.trainer.duplicate_shards PATH``: finds tensors whose tensor-parallel shards are equal.
 
 A checkpoint does not say how its tensors were split, so every number of shards is tried along the first two dimensions.
-Independently drawn shards have no rows in common. Some copies are no fault: heads of keys and values that were repeated
-to as many as the queries have, rows of tokens that never occurred, tables of positions and masks.
+Independently drawn shards have no rows in common. Some copies are no fault: repeated heads of keys and values, rows of
+tokens that never occurred, tables of positions, and masks.
 
 Prints one JSON object per line: ``{"tensor", "dimension", "shards", "copies"}`` or, at the end, ``{"tensors":
 examined}``; ``{"error": sentence}`` if PATH cannot be read, or has nothing that could be compared. ``opsd checkpoint
@@ -84,7 +84,7 @@ def _copies_in(name: str, values: torch.Tensor) -> Finding | None:
     values = _without_repeated_rows(values)
     if _is_smooth(values):
         return None
-    # What all rows or all columns have in common makes independent shards look alike.
+    # Values that all rows or columns share make independent shards look alike.
     centred = values - values.mean(0)
     centred -= centred.mean(1, keepdim=True)
     for dimension in (0, 1):

@@ -221,7 +221,7 @@ def trained_length(initial: str, sequence: int) -> int:
 def reading(model: ModelSettings, trained: int, length: int) -> ModelSettings:
     """``model``, which is trained with sequences of ``trained`` tokens, for those of ``length``.
 
-    Where they are longer, layers that see their document have dual-chunk attention. The last quarter of ``trained``
+    In longer sequences, layers that see their document have dual-chunk attention. The last quarter of ``trained``
     distances are true ones, as in section 3 of its paper.
     """
     if length <= trained or "global" not in model.kinds or model.dual_chunk:

@@ -69,7 +69,7 @@ class Routing:
 
 
 def routing_figures(measured: torch.Tensor) -> dict[str, float]:
-    """What ``metrics.jsonl`` has of the ``measured`` rows of all layers; nothing of a dense model."""
+    """The entries of ``metrics.jsonl`` from the ``measured`` rows of all layers; empty for a dense model."""
     if not len(measured):
         return {}
     loads = measured[:, LOADS:]

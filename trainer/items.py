@@ -18,7 +18,7 @@ from typing import Final
 from opsd.trainer.data.shards import DataError
 
 ASKS: Final = "Answer:"
-"""What a context may end with; the choices of MCF stand before it."""
+"""Possible ends of a context; the choices of MCF stand before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def linear_loss(
 ) -> torch.Tensor:
     """The means of both terms over tokens [2] for the logits ``x`` [.., width] times ``weight`` [vocab, width].
 
-    What may be minimised is a multiple of their sum: gradients of one term alone are not computed. ``targets`` [..] are
+    Only a multiple of their sum may be minimised: gradients of one term alone are not computed. ``targets`` [..] are
     token ids. With ``halves`` there may be a backward pass for ``x`` and another for ``weight``. A DTensor ``x`` is
     split by tokens among the ranks of the group.
     """

@@ -23,7 +23,7 @@ from opsd.checkpoints.manifest import FileEntry, Manifest
 from opsd.checkpoints.sealed import Damaged, parse, read_regular
 
 TIER, PARTNER = "memory", "partner"
-"""Where a state was found: in the memory of its rank's node, or of another."""
+"""The place of a state: the memory of its rank's node, or of another node."""
 _BLOCK = 1 << 24
 _LONGEST = 1 << 16
 """Largest metadata file, in bytes."""

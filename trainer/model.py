@@ -139,7 +139,7 @@ class Decoder(nn.Module):
         return frozenset({"embedding.weight"}) if self.settings.tied and self.first != self.last else frozenset()
 
     def saved(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a checkpoint has of the model: its parameters, and the biases of its routers."""
+        """The model's part of a checkpoint: its parameters, and the biases of its routers."""
         yield from self.named_parameters()
         yield from self.named_buffers()
 

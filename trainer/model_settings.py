@@ -91,7 +91,7 @@ class ModelSettings(Section):
     norm_eps: float = Field(1e-6, gt=0)
     """Epsilon of RMSNorm."""
     norms: Literal["before", "after", "both"] = "before"
-    """Where the halves of a layer are normalised: their input (Llama), their output (OLMo 2), or both (Gemma)."""
+    """Normalise the input of a layer's halves (Llama), their output (OLMo 2), or both (Gemma)."""
     init_std: float = Field(0.02, gt=0)
     """Standard deviation of the drawn weights."""
     tied: bool = True

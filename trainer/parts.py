@@ -35,9 +35,9 @@ class PersistPlan:
     """The parameters of a persist process.
 
     ``memory`` is the descriptor of the staged file, ``size`` its length in bytes, ``locks`` the descriptor from
-    ``hold_lock``, ``shared`` the folder in shared memory that contains the staged file, if it does. Kept are the newest
-    ``keep`` checkpoints, those of every ``every``-th step, and those still to be uploaded to ``remote`` (the URL with
-    its password is in OPSD_REMOTE) or ``evaluated``. Without ``writers`` every rank writes a file; a rank outside
+    ``hold_lock``, ``shared`` the folder in shared memory that contains the staged file, if it does. The newest ``keep``
+    checkpoints and those of every ``every``-th step are kept. So are those still to be uploaded to ``remote`` (the URL
+    with its password is in OPSD_REMOTE) or ``evaluated``. Without ``writers`` every rank writes a file; a rank outside
     ``writers`` holds nothing that others do not.
 
     A replica of the staged state goes to ``target``, that of rank ``source`` arrives at ``listener``; see
@@ -138,7 +138,7 @@ def parts_of(folder: Path, save: str) -> dict[int, FileEntry]:
 def remove_parts(folder: Path, save: str, rank: int | None = None) -> None:
     """Remove the parts of a ``save`` that will never be committed, or that of ``rank``, and the folder if it is empty.
 
-    What cannot be removed now is removed by ``opsd.checkpoints.retention.prune``.
+    ``opsd.checkpoints.retention.prune`` removes later what cannot be removed now.
     """
     with suppress(OSError):
         for of_rank, part in parts_of(folder, save).items():

@@ -79,7 +79,7 @@ def _slice_reader(path: Path, offset: int, length: int) -> Callable[[], torch.Te
 
 
 class _Inert:
-    """Stands for an object of any other class: its arguments and its state are dropped."""
+    """Replaces an object of any other class: its arguments and its state are dropped."""
 
     def __new__(cls, *_: object, **__: object) -> _Inert:
         return object.__new__(cls)

@@ -139,7 +139,7 @@ def _hold_gradients(model: FSDPModule) -> None:
 
 
 def _reduce_gradients(model: FSDPModule) -> None:
-    """What FSDP does after the last backward pass, which it cannot know here: the order is the schedule's."""
+    """The work of FSDP after the last backward pass, which only the schedule knows."""
     model.set_is_last_backward(True)
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)

@@ -84,7 +84,7 @@ class Recurrent(nn.Module, ABC):
     def mix(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: torch.Tensor, decays: Decays, x: torch.Tensor
     ) -> torch.Tensor:
-        """What the states give, like ``v`` [batch, sequence, heads, value_dim], in float32.
+        """The output of the states, like ``v`` [batch, sequence, heads, value_dim], in float32.
 
         ``q`` and ``k`` are [batch, sequence, heads, key_dim], ``steps`` [batch, sequence, heads], ``x`` the layer's
         input.

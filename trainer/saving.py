@@ -98,7 +98,7 @@ class Saving:
         return cls(saver, world, reporter, Interval(config.checkpoint, time.monotonic()), audit)
 
     def votes(self, step: int) -> tuple[bool, bool, bool]:
-        """What the ranks have to agree on: whether a save is in flight, has failed, is due after ``step``."""
+        """The votes of the ranks: whether a save is in flight, has failed, or is due after ``step``."""
         is_due = self._world.rank == 0 and self._interval.due(step, time.monotonic())
         return self._saver.busy, self._saver.failed, is_due
 

@@ -207,7 +207,7 @@ class CheckpointSettings(Section):
     replicas: bool = True
     """Whether, on several nodes, each also keeps the newest state of another in its memory."""
     remote: str = ""
-    """Where each checkpoint is copied: a URL that fsspec supports, s3://bucket/run, or a network folder."""
+    """The target for a copy of each checkpoint: a URL that fsspec supports, s3://bucket/run, or a network folder."""
 
     def problem(self) -> str | None:
         """What is wrong between the settings, in one sentence."""
@@ -226,7 +226,7 @@ class ReplaySettings(Section):
 
 
 class MetricsSettings(Section):
-    """What metrics are calculated with."""
+    """Constants for the calculation of metrics."""
 
     peak_flops: NonNegativeFloat = 0.0
     """Dense FLOP/s of one device in ``model.dtype``, the denominator of MFU. 0 means unknown."""
@@ -235,7 +235,7 @@ class MetricsSettings(Section):
 
 
 class EvaluationSettings(Section):
-    """What every checkpoint is evaluated on; without a set or a harness there are no evaluations."""
+    """The evaluations of every checkpoint; without a set or a harness there are none."""
 
     perplexity: dict[str, str] = {}  # noqa: RUF012 -- pydantic copies it
     """Files of text, or JSON lines or Parquet with it, by the name of the set."""
@@ -259,7 +259,7 @@ class EvaluationSettings(Section):
     harness: str = ""
     """A command of lm-evaluation-harness or lighteval.
 
-    ``{model}`` stands for the model's folder, ``{output}`` for the folder of the results.
+    ``{model}`` is the model's folder, ``{output}`` the folder of the results.
     """
     reference: str = ""
     """The evaluations.jsonl of a run to compare with at equal tokens."""

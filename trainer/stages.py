@@ -13,7 +13,7 @@ from opsd.trainer.settings import ParallelSettings
 def stage_ranges(model: ModelSettings, parallel: ParallelSettings, sequence: int) -> list[range]:
     """The layers of each stage: as ``parallel.stage_layers`` says, or so that the slowest has least to compute.
 
-    What a layer computes is estimated from its shape, for sequences of ``sequence`` tokens. The last stage has the
+    The work of a layer is estimated from its shape, for sequences of ``sequence`` tokens. The last stage has the
     output projection as well.
     """
     costs = [layer_flops(model, layer, sequence) for layer in range(model.layers)]

@@ -94,7 +94,8 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     the user can fix, and TrainingError after too many non-finite gradients in a row.
     """
     reporter = Reporter.from_env()
-    # What the ranks can refuse alone comes first: once they have met, the first to end breaks the others' collectives.
+    # Refusals that a rank can decide alone come first. Once the ranks have met, the first to end breaks the others'
+    # collectives.
     demand_installed(config.tracking)
     demand_libraries(config.parallel)
     demand_device(config, gpu_here(config.run))

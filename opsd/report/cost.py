@@ -1,4 +1,4 @@
-"""What a run has cost: GPU-hours, and money where ``cost.gpu_hour`` is set."""
+"""The cost of a run: GPU-hours, and money if ``cost.gpu_hour`` is set."""
 
 from __future__ import annotations
 

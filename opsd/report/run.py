@@ -1,4 +1,4 @@
-"""What the files of a run folder say about the run: its state, steps, restarts, checkpoints, evaluations, costs."""
+"""Reads the files of a run folder: state, steps, restarts, checkpoints, evaluations and costs."""
 
 from __future__ import annotations
 

@@ -37,5 +37,5 @@ class NotifySettings(Section):
 
     @property
     def receiver(self) -> str | Path | None:
-        """The URL to post to, or the file that has it; None if nobody is told."""
+        """The URL to post to, or the file that has it; None without notifications."""
         return self.webhook_file or (self.webhook.get_secret_value() if self.webhook else None)

@@ -52,7 +52,7 @@ class Override(Section):
 
 
 class PolicySettings(Section):
-    """What opsd may do by itself."""
+    """Actions that opsd may take without a person."""
 
     mode: Mode = Field(
         default="observe",
@@ -132,7 +132,7 @@ class PolicySettings(Section):
         return (override.mode if isinstance(override, Override) else override) or self.mode
 
     def named_kinds(self) -> Sequence[tuple[str, str]]:
-        """Where a kind of incident is named, and which: (key of the file, kind)."""
+        """Each place that names a kind of incident: (key of the file, kind)."""
         spans = (("maintenance", self.maintenance), ("mute", self.mute))
         return [
             *(("policy.runbooks", kind) for kind in self.runbooks),

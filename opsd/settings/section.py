@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of."""
+"""The base of the configuration's sections."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Cluster:
         self._count()
 
     def _drain(self, name: str, fault: Fault) -> None:
-        """What the agent of ``name`` does, again when Slurm answers."""
+        """The actions of the agent of ``name``, repeated when Slurm answers."""
         if self.broken.get(name) is not fault:
             return
         if (left_s := self.away("controller")[0]) > 0:

@@ -53,7 +53,7 @@ class FaultSource(Protocol):
 
     @property
     def name(self) -> str:
-        """What is told to people."""
+        """The message to people."""
 
     @property
     def per_node_day(self) -> float:

@@ -141,7 +141,7 @@ def _trace(path: Path, found: Mapping[str, Sequence[_Away]], nodes: int, seen: I
 
 
 def _outages(aways: Iterable[_Away], begin: float, span_s: float) -> Iterator[Outage]:
-    """What overlaps is one: a node that is drained and then goes down."""
+    """Overlapping outages are one, such as a node that is drained and then goes down."""
     merged: list[_Away] = []
     for away in sorted(aways):
         if merged and away.start <= merged[-1].end:

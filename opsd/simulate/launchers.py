@@ -48,7 +48,7 @@ class Launchers(Surroundings):
         return self.all[self.claims[-1].plan["head"]]
 
     def lose(self, name: str) -> None:
-        """The machine of ``name`` loses its power: nobody is told."""
+        """The machine of ``name`` loses its power, without a message."""
         self.all[name].dead = True
 
     def pass_time(self, seconds: float) -> float:

@@ -61,7 +61,7 @@ class SupervisedJob(Job):
         self._unmet = 0
         """Jobs for spares that wait for a node."""
         self._inherited: Mapping[str, Any] = {}
-        """What the last start has left for the next."""
+        """The state that the last start has left for the next."""
 
     # -- starts and generations ------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ FREE = Costs()
 
 @dataclass(slots=True)
 class Traffic:
-    """What one launcher has sent and received, and the CPU time of its protocol beside that."""
+    """The messages that one launcher has sent and received, and the other CPU time of its protocol."""
 
     encoded: int = 0
     sent: int = 0
@@ -96,7 +96,7 @@ class Surroundings(ABC):
         return self._plans.get(claim.number) or self._plans.setdefault(claim.number, parse())
 
     def told(self, message: Claimed, claim: Callable[[], Claim | None]) -> Claim | None:
-        """The claim that ``message`` tells of, put together once for all who get it."""
+        """The claim in ``message``, built once for all receivers."""
         if self._told[0] is not message:
             self._told = (message, claim())
         return self._told[1]

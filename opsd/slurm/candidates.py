@@ -109,7 +109,7 @@ def lemons_to_spare(
 def due(nodes: Sequence[Node], comments: Mapping[str, str], now: float, age_s: float) -> list[str]:
     """The idle nodes whose last test is older than ``age_s`` at ``now``, the longest ago first; spares are left out.
 
-    One that is so far in the future was told by a clock that was wrong.
+    A time so far in the future came from a wrong clock.
     """
     known = {node.name: node_comment.read(comments.get(node.name, "")) for node in nodes if not _why_not(node)}
     old = [name for name, record in known.items() if not record.spare and abs(now - record.tested_at) >= age_s]

@@ -1,4 +1,4 @@
-"""What opsd may do with this machine's Slurm, found out without changing anything."""
+"""Finds out what opsd may do with this machine's Slurm, without changing anything."""
 
 from __future__ import annotations
 

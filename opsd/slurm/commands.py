@@ -245,7 +245,8 @@ class CommandSlurm:
     def _task(self, job: int) -> str:
         """The name under which commands take this job alone.
 
-        The last task of an array has the number of the array, which stands for all tasks: ``scancel 7`` ends them all.
+        The last task of an array has the number of the array, which Slurm takes for all tasks: ``scancel 7`` ends them
+        all.
         """
         name = self._name(job)
         return name if _TASK.fullmatch(name) else str(job)

@@ -16,7 +16,7 @@ NO_LIBRARY = 2
 
 
 def command(plugin_dir: str, job: int, code: int) -> list[str]:
-    """What ends ``job`` with the exit code ``code``; ``plugin_dir`` is PluginDir of Slurm's configuration."""
+    """The command that ends ``job`` with the exit code ``code``; ``plugin_dir`` is Slurm's PluginDir."""
     found = (Path(folder) / LIBRARY for folder in plugin_dir.split(":"))
     library = next((path for path in found if path.exists()), Path(LIBRARY))
     return [sys.executable, "-P", "-m", "opsd.slurm.complete", str(library), str(job), str(code)]

@@ -1,4 +1,4 @@
-"""What a requeue would do, and which permission is missing, found out without changing anything."""
+"""Finds out what a requeue would do, and which permission is missing, without changing anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Preview:
 
 
 def preview(slurm: Slurm, number: int, excluded: ExcludedNodes, user: str) -> Preview:
-    """What ``requeue_now`` would do for ``user``. Raises SlurmError, also for a job that cannot be requeued."""
+    """The actions of ``requeue_now`` for ``user``. Raises SlurmError, also for a job that cannot be requeued."""
     found = slurm.jobs([number])
     if not found:
         raise SlurmRejected(f"there is no job {number} that waits or runs and that this user may see")

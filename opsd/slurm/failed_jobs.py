@@ -1,9 +1,9 @@
 """Keeps in the nodes' comments which jobs failed on them and ran elsewhere, so that all who score nodes count these.
 
 Any agent may be the one that asks Slurm's accounting. Each looks at all comments every six hours, at a moment of its
-own, and asks if none of them tells of a reading in that time. It first notes in its own node's comment that it asks.
-So one agent of a cluster asks, and another does when that one is gone, without an election; an agent that may not
-write comments does not ask, nor does one with ``policy.drain`` off: then no stay out of service is kept either. If two
+own. It asks if no comment has a reading from that time. It first notes in its own node's comment that it asks.
+So one agent of a cluster asks, and another one when that agent is gone, without an election. An agent that may not
+write comments does not ask. Nor does one with ``policy.drain`` off, since drains are not recorded then either. If two
 ask at once, both write the same.
 """
 

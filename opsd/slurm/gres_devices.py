@@ -1,7 +1,7 @@
 """The device files of each GPU that Slurm counts on this node: which GPUs, or instances of MIG, a job's indexes mean.
 
-Neither version of control groups tells it: v1 shows a group that begins with all devices as ``a *:* rwm`` whatever was
-denied since (devcgroup_seq_show in the kernel's security/device_cgroup.c), v2 has a program in place of a list. But
+Neither version of control groups shows it. v1 shows a group that begins with all devices as ``a *:* rwm``, whatever was
+denied since (devcgroup_seq_show in security/device_cgroup.c). v2 has a program instead of a list. But
 ``slurmd -G`` prints the GPUs in the order in which ``scontrol --details show job`` numbers them, found by NVML or not
 (tested on 22.05.8, 24.11.5, 25.11.7 and 26.05.3). Its ``Index=`` is the number in the file's name.
 """

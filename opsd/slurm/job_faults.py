@@ -1,4 +1,4 @@
-"""Jobs that failed on a node and ran elsewhere, from Slurm's accounting: faults that no hardware event tells of."""
+"""Jobs that failed on a node and ran elsewhere, from Slurm's accounting: faults without a hardware event."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _BAD: Final = frozenset({"NODE_FAIL", _FAILED, "BOOT_FAIL", _REQUEUED})
 _WELL: Final = frozenset({"COMPLETED", "COMPLETING", "RUNNING", "SUSPENDED", "TIMEOUT"})
 """A start that was cancelled or ran out of memory shows nothing of the node that it was without.
 
-Nor does RESIZING say why a job has fewer nodes than before: one with ``--no-kill`` may have lost a node, or its user
-may have shrunk it (22.05.8, 26.05.3).
+RESIZING does not say why a job has fewer nodes either. With ``--no-kill`` it may have lost a node, or its user may have
+shrunk it (22.05.8, 26.05.3).
 """
 _PROVEN_S: Final = DAY_S
 """Seconds from a failure after which a start that still runs is taken to go well: a program that fails again and again
@@ -40,7 +40,7 @@ does so within hours."""
 class _Run(NamedTuple):
     """One start of a job of ``user`` on the hostlist ``nodes``. ``end`` in epoch seconds, None while it runs.
 
-    A start that had failed before it was requeued is FAILED: its state is REQUEUED in 22.05, and after an exit code of
+    A start that failed before its requeue counts as FAILED. Its state is REQUEUED in 22.05, and after an exit code of
     ``RequeueExit`` also in 26.05, but its exit code is its own. That of one which was requeued while it ran is 0:0.
     """
 

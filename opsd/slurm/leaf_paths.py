@@ -38,8 +38,8 @@ def due(
 
     A measurement that could not be made counts as one: what it lacks, it would lack again a few minutes later. Pairs
     that no two of the ``idle`` nodes can measure beside the others come another time. Of several nodes the one
-    that measured least recently is taken, so that a bad node is not taken for a bad way. What lies as far in the future
-    was told by a clock that was wrong.
+    that measured least recently is taken, so that a bad node is not taken for a bad way. A time so far in the future
+    came from a wrong clock.
     """
     known = {
         name: [path for path in node_comment.read(comment).paths if path.at - now < age_s]

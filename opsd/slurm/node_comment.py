@@ -135,7 +135,7 @@ class NodeHistory:
     def relapses(self, within_s: float) -> list[tuple[Stay, Stay]]:
         """Pairs of consecutive faults where the second came less than ``within_s`` seconds after the return.
 
-        If a node was resumed without opsd, the time of its drain stands for the unknown time of its return. Times by
+        If a node was resumed without opsd, the time of its drain replaces the unknown time of its return. Times by
         a clock that was wrong since are none.
         """
         faults = [stay for stay in self.stays if stay.kind not in NO_FAULTS and stay.out >= self.anew]

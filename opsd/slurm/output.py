@@ -134,7 +134,7 @@ def parse_steps(text: str, separator: str) -> dict[str, frozenset[str]]:
 
 
 def parse_given(text: str, node: str) -> Given:
-    """What is told of ``node`` in the output of ``scontrol --details show job``.
+    """The part of ``node`` in the output of ``scontrol --details show job``.
 
     Two lines that say the same of a job are worth nothing: its name may hold a forged one.
     """
@@ -286,7 +286,7 @@ _DENIED = re.compile(
 
 
 def failure(argv: Sequence[str], output: Output) -> SlurmError:
-    """The error that a failed command stands for, with the last line of its output as the reason."""
+    """The error of a failed command, with the last line of its output as the reason."""
     said = output.stderr.strip() or output.stdout.strip()
     reason = said.splitlines()[-1].strip() if said else f"exit code {output.code}"
     command = " ".join(argv[:2]) if argv[0] == "scontrol" else argv[0]

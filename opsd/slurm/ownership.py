@@ -235,7 +235,7 @@ def give_back(
 def note_test(slurm: SlurmNodes, name: str, at: float, domain: str = "", now: float | None = None) -> bool:
     """Keep in the node's history that it passed a preflight begun at ``at``, and the NVLink ``domain`` that it told.
 
-    False if a later one is known; one that is still to come at ``now`` was told by a clock that was wrong. Raises
+    False if a later one is known. A time after ``now`` came from a wrong clock. Raises
     SlurmError.
     """
     comment = slurm.comments([name]).get(name, "")

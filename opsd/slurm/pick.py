@@ -55,8 +55,8 @@ def pick_in_one(
 def pick(badness: Mapping[str, float], count: int, topology: Topology) -> Choice | None:
     """The ``count`` nodes of the least total badness without a bad way; among such choices those nearest each other.
 
-    First comes an NVLink domain that has them, then the lowest such switch, of equals the one with the fewest other
-    candidates; within it the fullest domains or leaves, so that few are used and whole ones stay free. A bad way is
+    An NVLink domain that has them comes first, then the lowest such switch. Of equals the one with the fewest other
+    candidates is taken. Within it the fullest domains or leaves come first, so that whole ones stay free. A bad way is
     accepted if without it there are too few nodes. None if there are too few nodes that are connected: nodes below
     switches with none above both are not.
     """

@@ -118,7 +118,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a job has been given on one node. ``gpus`` are indexes of the node's GRES; none if it has no GPU there.
+    """The resources of a job on one node. ``gpus`` are indexes of the node's GRES; none if it has no GPU there.
 
     None where Slurm does not number them (a ``gres.conf`` without files) or its answer is ambiguous. ``sluid`` is the
     other name of this start of the job, "" where Slurm does not tell it (before 25.11) or its answer is ambiguous.
@@ -132,7 +132,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class JobDetails:
-    """What Slurm tells of one job at greater length.
+    """Slurm's details of one job.
 
     ``gres`` has what it was given on each node: the number by GRES and type, for instance 8 of "gpu:h100".
     ``requeues`` is whether it may be requeued, None if Slurm does not say. A job that is not ``batch`` has no script.
@@ -226,7 +226,7 @@ class Slurm(SlurmNodes, Protocol):
         """
 
     def given(self, job: int, node: str) -> Given:
-        """What the job has on ``node``."""
+        """The job's resources on ``node``."""
 
     def details(self, job: int) -> JobDetails:
         """More about a job that the controller still knows."""
@@ -274,8 +274,8 @@ class Slurm(SlurmNodes, Protocol):
     def summarize(self, job: int, text: str, topic: str = "run") -> None:
         """Put ``text`` into the job's AdminComment, or its Comment if this user may not.
 
-        It replaces what opsd said there about the same ``topic``, a word, or a word and a node's name, of which the
-        newest few are kept; all other text stays.
+        It replaces opsd's earlier text there about the same ``topic``. A topic is a word, or a word and a node's name,
+        of which the newest few are kept. All other text stays.
         """
 
     def shrink(self, job: int, names: Sequence[str]) -> None:

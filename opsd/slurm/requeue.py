@@ -31,8 +31,8 @@ SETTLE_S = 5.0
 RESTART_GAP_S = 2.1
 """Least time between the stop of a job and its next start.
 
-A slurmd takes a start that comes within the same second, by its own clock, as the stop for one of the old job ("already
-killed, do not launch batch job"), and Slurm then gives the job up.
+If a start comes within the same second as the stop, slurmd takes it for one of the old job ("already killed, do not
+launch batch job"). Slurm then gives the job up.
 """
 UNFIT_S = 3600.0
 """For so long a job is kept off an unfit node that stays in service, even if it cannot start without it.
@@ -76,7 +76,7 @@ class Helper:
 class Requeued:
     """The state of the job: pending and free to start, running again, or stopping while another process goes on.
 
-    ``avoided`` are nodes that the job was told to avoid. ``handed_over``: the rest is up to another process. ``held``
+    ``avoided`` are nodes that the job must avoid. ``handed_over``: the rest is up to another process. ``held``
     is why someone else has put the job on hold; then the job was only stopped if it ran.
     """
 

@@ -233,7 +233,7 @@ def helper_of(
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What a job is submitted for: the requeue of ``job``."""
+    """The purpose of a helper job: the requeue of ``job``."""
 
     job: int
     excluded: ExcludedNodes

@@ -1,6 +1,6 @@
 """When a run is over, and what happens to its job then. Pure, except for the file that counts bad starts.
 
-The outcome is what the run itself reports in its last claim. The exit code of srun says little: up to Slurm 22.05 it is
+The outcome is what the run itself reports in its last claim. The exit code of srun says little. Up to Slurm 22.05 it is
 0 after a node failed, and a launcher that was cut off exits while the others keep training.
 """
 
@@ -25,7 +25,7 @@ MAX_SILENT_STARTS = 3
 PROGRESS_S = 1800.0
 """A start that lasted this long counts as progress, for programs that report none."""
 SHORT_START_S = 120.0
-"""A shorter start had at most a minute before it was told to stop, and a minute to do so."""
+"""A shorter start had at most a minute before its stop signal, and a minute to stop."""
 MAX_STOPPED_STARTS = {"SIGUSR1": 3, "SIGUSR2": 3}
 DEFAULT_MAX_STOPPED_STARTS = 10
 """Consecutive starts that a signal may stop before they make progress.

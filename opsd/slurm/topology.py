@@ -267,7 +267,7 @@ def parse(text: str) -> Topology:
 
 
 def _above_blocks(aggregates: Iterable[tuple[str, ...]]) -> dict[str, str]:
-    """What each block and each smaller aggregate is part of."""
+    """The parent of each block and each smaller aggregate."""
     above: dict[str, str] = {}
     top: dict[str, str] = {}
     for blocks in sorted(aggregates, key=len):

@@ -1,6 +1,6 @@
-"""Where the topology of this cluster is described: by Slurm, or where Slurm has none, in a file of opsd's own.
+"""Reads the topology of this cluster from Slurm, or from opsd's own file if Slurm has none.
 
-Everything that goes by the topology reads it here.
+Everything that uses the topology reads it here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opsd.slurm.topology import Topology, TopologyError, parse
 CONFIGLESS: Final = Path("/run/slurm/conf")
 """Where slurmd keeps what the controller sent (slurm.conf(5), "configless")."""
 MEASURED: Final = SYSTEM_FILE.with_name("topology.conf")
-"""What `opsd nodes topology` has made, unless OPSD_TOPOLOGY names another file."""
+"""The file of `opsd nodes topology`, unless OPSD_TOPOLOGY names another one."""
 DEADLINE_S: Final = 5.0
 _INCLUDE: Final = re.compile(r"^[ \t]*include[ \t]+(\S+)", re.IGNORECASE | re.MULTILINE)
 _DEPTH: Final = 8
@@ -112,7 +112,7 @@ def _names(path: Path) -> list[str]:
 
 
 def _told(names: Iterable[str], run: Runner) -> Topology:
-    """What the controller tells of its default topology, and of others beside it."""
+    """The controller's default topology, and others beside it."""
     return reduce(Topology.joined, [_ask(run), *(_ask(run, name) for name in names)])
 
 

@@ -32,7 +32,7 @@ LEAST_STEPS = 5
 EQUAL = 0.05
 """The share by which the work of ranks may differ that wait for each other within it."""
 COSTLY = 0.03
-"""What costs a smaller share of the step is not worth a word."""
+"""Smaller shares of the step are not reported."""
 
 
 def judge(trace: Trace, *, uneven: bool = True) -> tuple[Verdict, ...]:

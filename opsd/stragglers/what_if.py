@@ -1,4 +1,4 @@
-"""What a step would take if some of its work were different."""
+"""The duration of a step if some of its work were different."""
 
 from __future__ import annotations
 

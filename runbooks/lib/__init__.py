@@ -1,1 +1,1 @@
-"""What runbooks are made of: questions to the view that several of them ask."""
+"""Questions to the view that several runbooks ask."""

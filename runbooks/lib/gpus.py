@@ -12,7 +12,7 @@ LOADED_PERCENT = 30.0
 LOAD_S = 6.0
 """A GPU is under load if its utilization has been above this in the last seconds."""
 SOURCES = {"nvml": "NVML", "dcgm": "DCGM"}
-"""What the collectors' sources are called in evidence."""
+"""The names of the collectors' sources in evidence."""
 
 
 def by_gpu(view: View, metric: str, **labels: str) -> dict[str, list[Series]]:

@@ -71,7 +71,7 @@ def has(key: str, *values: str) -> Callable[[Data], bool]:
 
 
 def _times(event: Event) -> int:
-    """How many the event stands for: equal lines are one event, and a line of EDAC may count several errors."""
+    """The number of errors in the event: equal lines are one event, and a line of EDAC may count several errors."""
     return integer(event.data, "count", 1) * integer(event.data, "errors", 1)
 
 
@@ -97,7 +97,7 @@ def lasting_fault(view: View, row: Row, about: str, said: str, source: str, **da
 
 
 def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iterator[Fault]:
-    """What ``rows`` find in the log since the node was booted."""
+    """The findings of ``rows`` in the log since the boot."""
     booted, elsewhere = None, _nothing(view)
     for row in rows:
         events = view.events(row.event, row.within_s)

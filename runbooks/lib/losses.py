@@ -23,7 +23,7 @@ SETTLED_STEPS = 30
 PAUSES = ("checkpoint", "evaluation", "setup")
 """Time in these phases is not training; it is taken out of the steps that have it."""
 NOTHING = 0.01
-"""A smaller share is told as less than this."""
+"""A smaller share is reported as less than this."""
 BELIEVED = 0.5
 """A past of which nobody knows that it was free of the fault is a measure if it shows this share of the estimate."""
 
@@ -64,7 +64,7 @@ def past_rate(view: View, rank: RankFact, but_last_s: float = BUT_LAST_S) -> flo
 def lost(
     view: View, rank: RankFact, estimate: float, *, lasting_s: float | None = None, counted_s: float = 0.0
 ) -> Cost:
-    """What the run of ``rank`` loses if it is slowed down by the share ``estimate``, and has been for ``counted_s``.
+    """The loss of the run of ``rank`` if it is slowed down by the share ``estimate``, and has been for ``counted_s``.
 
     ``lasting_s`` is how long the fault has lasted at least; None if that is not known.
     """

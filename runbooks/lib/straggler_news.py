@@ -19,7 +19,7 @@ COMPONENTS = {"slow GPU": "gpu", "slow data": "data", "slow link": "network"}
 
 
 def announced(view: View) -> Iterator[Finding]:
-    """What the leaders have announced and not taken back."""
+    """The stragglers that leaders have announced and not withdrawn."""
     newest: dict[str, Event] = {}
     for event in sorted((*view.events(FOUND, VALID_S), *view.events(GONE, VALID_S)), key=lambda event: event.at):
         newest[key(event)] = event

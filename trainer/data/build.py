@@ -144,7 +144,7 @@ def tidy(folder: Path) -> None:
 
 
 def overwriting(folder: Path) -> Path:
-    """Where to build instead of what is in ``folder``; an earlier attempt is removed. Raises OSError."""
+    """The folder to build in, instead of ``folder`` itself; an earlier attempt is removed. Raises OSError."""
     draft = folder / OVERWRITING
     if draft.exists():
         shutil.rmtree(draft)

@@ -1,8 +1,8 @@
 """Weights of a mixture proposed from small runs that were trained with other ones. Nothing is changed by it.
 
 Each run is one point: the weights that it was trained with, and its losses on held-out sets. A linear model of the loss
-over the weights is fitted, and of many mixtures drawn at random those with the least predicted loss are averaged
-(RegMix, arXiv 2407.01492, section 3, with its linear regression).
+over the weights is fitted. Of many random mixtures, those with the least predicted loss are averaged (RegMix, arXiv
+2407.01492, section 3, with its linear regression).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Index:
 
 @dataclass(slots=True)
 class Tally:
-    """What a corpus was made from: files and their bytes on the disk, documents, and what was dropped by reason."""
+    """The origin of a corpus: files and their bytes on the disk, documents, and dropped ones by reason."""
 
     files: int = 0
     bytes: int = 0
@@ -294,7 +294,7 @@ def open_corpus(folder: Path, fallback: Path | None, length: int, *, within: boo
 
 
 def sequences_within(starts: npt.NDArray[np.int64], tokens: int, length: int) -> npt.NDArray[np.int64]:
-    """Where sequences begin that have a document each, as many as fit into it, from its first token on.
+    """The starts of sequences within one document each, as many as fit into it, from its first token on.
 
     ``starts`` are the documents' of a shard of ``tokens`` tokens, whose last token is only a target.
     """

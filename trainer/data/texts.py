@@ -1,6 +1,6 @@
-"""Documents from files: text, JSON, CSV, Parquet and Arrow, plain or compressed with gzip, bzip2, xz or zstd.
+"""Documents from files of text, JSON, CSV, Parquet or Arrow, which may be compressed.
 
-What a file is, is decided by its content where its first bytes say it. A name decides only between formats that look
+The format of a file is detected from its first bytes if possible. A name decides only between formats that look
 alike: JSON, CSV and plain text. A file that cannot be read is refused by name, or left out and counted.
 """
 

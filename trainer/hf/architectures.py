@@ -80,12 +80,12 @@ class Architecture:
         return experts | latents | states | {*SHAPE.values(), *ROPE, *self.flags, *self.extra, self.activation}
 
     def places(self, name: str, shape: Sequence[int], model: ModelSettings) -> list[Place]:
-        """Where our parameter ``name`` is stored there, of which each expert has a part."""
+        """The stored name of our parameter ``name``, of which each expert has a part."""
         there = self.place(name, model)
         return [Place(there.name.format(number)) for number in range(shape[0])] if "{}" in there.name else [there]
 
     def place(self, name: str, model: ModelSettings) -> Place:
-        """Where our parameter ``name`` is stored there, with ``{}`` for the number of an expert."""
+        """The stored name of our parameter ``name``, with ``{}`` for the number of an expert."""
         match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)", name)
         assert match
         layer, part = match.groups()

@@ -91,7 +91,7 @@ class ExpertFields:
         return config
 
     def names(self) -> dict[str, str]:
-        """The names of the parts of a layer by ours; ``{}`` stands for the number of the expert."""
+        """The names of the parts of a layer by ours; ``{}`` is the number of the expert."""
         parts = dict(zip(("gate", "up", "down"), self.matrices, strict=True))
         return {
             "ffn.experts.router": f"{self.block}.gate",

@@ -1,4 +1,4 @@
-"""Where a parameter of ours is stored in files of Hugging Face: as a tensor, or as some rows of one."""
+"""The place of a parameter of ours in files of Hugging Face: a tensor, or some rows of one."""
 
 from __future__ import annotations
 

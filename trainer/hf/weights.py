@@ -116,7 +116,7 @@ def _demand_equal(folder: Path, files: dict[str, Path], head: str, embedding: st
 
 
 def _parts(places: list[Place], region: Region) -> dict[Place, Region]:
-    """What of ``region`` each of the ``places`` has: all, or its expert."""
+    """The part of ``region`` in each of the ``places``: all of it, or its expert."""
     if len(region.shape) < 3:
         return {places[0]: region}
     first = region.offset[0]
