@@ -21,7 +21,14 @@ from opsd.trainer.train import TrainingError, train
 FAILED, USAGE = 1, 2
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\nExit codes:\n"
+    "  0   done, or stopped on request with the state saved\n"
+    "  1   failed\n"
+    "  2   settings or data cannot be used\n"
+    "  76  a later generation of the run has begun",
+)
 @click.argument("config")
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
 @click.option("--fresh", is_flag=True, help="Begin at step 0 if no checkpoint of the run is available.")
@@ -30,8 +37,7 @@ def main(config: str, overrides: tuple[str, ...], fresh: bool) -> None:
 
     Presets: smollm3-3b, tiny, tiny-hybrid, tiny-mla, tiny-moe.
 
-    Goes on from the newest checkpoint of the run folder that verifies. Exit codes: 0 done, or stopped on request
-    with the state saved; 1 failed; 2 settings or data that cannot be used; 76 a later generation of the run has begun.
+    Goes on from the newest checkpoint of the run folder that verifies.
     """
     try:
         if fence := Fence.of(os.environ):

@@ -1,8 +1,8 @@
 """Builds the parallel model for a layout: the only module that knows how a model is spread over ranks.
 
-It uses torch's own components. From the inside out: a pipeline stage has some of the layers; within it tensor
-parallelism splits each layer's matrices and, between them, the sequence (DTensor); layers are recomputed and compiled
-as configured; FSDP shards the rest over data-parallel and context-parallel ranks.
+It uses torch's own components. A pipeline stage has some of the layers. Within it tensor parallelism splits each
+layer's matrices and, between them, the sequence (DTensor). Layers are recomputed and compiled as configured. FSDP
+shards the rest over data-parallel and context-parallel ranks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from opsd.scenarios.signals import Signal
 
 NOTICED_S = 0.02
 LINGER_S = 60.0
-"""As long as the collector of ranks tells of a run that has ended."""
+"""As long as the collector of ranks reports a run that has ended."""
 TOKENS = 16_384
 
 

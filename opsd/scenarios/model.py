@@ -1,8 +1,8 @@
 """The scenario format: one TOML file has one timeline and the incidents and actions expected from the agent.
 
 A scenario starts with a healthy node: GPUs under load, a job that has trained for a while, a launcher. ``[[at]]`` says
-what changes when; ``[[on]]`` what an action of opsd changes; ``[[expect]]`` which incident must open, how soon, with
-which culprit, and what opsd does about it in each policy mode. An incident that is neither expected nor listed in
+what changes when, and ``[[on]]`` what an action of opsd changes. ``[[expect]]`` names the incident that must open, with
+its delay and culprit, and the actions in each policy mode. An incident that is neither expected nor listed in
 ``allow`` is a false alarm. A scenario without ``[[expect]]`` is healthy::
 
     title = "The fan of one GPU fails"

@@ -30,10 +30,10 @@ WALL_0 = 1_760_000_000.0
 """The clocks at second 0 of a scenario."""
 
 COLLECTORS = {one.name: one.metrics for one in collectors.build(Settings())}
-"""Every collector with its metrics. Of metrics that two of them have, the later one's are simulated."""
+"""Every collector with its metrics. If two of them have a metric, that of the later one is simulated."""
 
 _ALWAYS_THERE = frozenset({"nvml", "kmsg", "infiniband", "ranks"})
-"""Collectors that deliver even without series. Of the others those without have no data, until a scenario sets one."""
+"""Collectors that deliver even without series. Collectors without one have no data until a scenario sets it."""
 
 _RANK_USES = {nvml.PROCESSES.name: 1.0, nvml.FB_USED.name: 70_000.0}
 """Processes, and MiB of memory."""

@@ -14,7 +14,7 @@ from opsd.scenarios.player import PlayedScenario
 class Hit:
     """An expected incident that opened: ``latency_s`` after the fault, with the right culprit or not.
 
-    What was judged after the fact has no latency.
+    A verdict after the fact has no latency.
     """
 
     kind: str

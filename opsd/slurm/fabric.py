@@ -95,10 +95,11 @@ class _Place:
 def tree(fabric: Fabric, names: Collection[str] = ()) -> Topology:
     """The tree above the nodes, those of ``names`` if any are given.
 
-    A node with adapters on several switches (rails) is below all of them together, beside those on the same ones. The
-    few that lack some of them, for a port that is down, are beside the many that have all; the few that have more, as a
-    login node on two leaf switches, or mostly the same, as with one cable in a wrong switch or storage on another, are
-    beside the most of those, and join no others. Above, switches that join the same places are one, as the spines of a
+    A node with adapters on several switches (rails) is below all of them together, beside those on the same ones. A few
+    nodes may lack some switches, because a port is down. They belong to the many nodes that have all. A few may have
+    more switches (a login node on two leaves), or mostly the same (one cable in a wrong switch, storage on another).
+    They belong to the largest such group, and join no others. Above, switches that join the same places are one, as the
+    spines of a
     fat tree are.
     """
     on: dict[str, frozenset[str]] = {}

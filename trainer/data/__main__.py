@@ -25,7 +25,15 @@ from opsd.words import plural, with_remedy
 USAGE, INTERRUPTED = 2, 3
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\nExit codes:\n"
+    "  0   done\n"
+    "  1   the folder cannot be written\n"
+    "  2   a source, the tokenizer or --out cannot be used\n"
+    "  3   interrupted\n"
+    "  74  the disk or the quota is full",
+)
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the corpus.")
 @click.option("--tokenizer", "tokenizer_file", type=click.Path(path_type=Path), help="Use this tokenizer.json.")
@@ -59,9 +67,6 @@ def main(
     Reads text, JSON, CSV, Parquet and Arrow, also compressed with gzip, bzip2, xz or zstd. A file that cannot be read
     is refused. At the end it prints what was read, and what was dropped and why. Interrupted, it goes on where it was
     when it is run again. With ``propose`` in place of SOURCES it proposes weights; see ``propose --help``.
-
-    Exit codes: 0 done; 1 the folder cannot be written; 2 a source, the tokenizer or --out cannot be used; 3
-    interrupted; 74 the disk or the quota is full.
     """
     reading = Reading(field, _known(encoding), skip_unreadable)
     others: Counter[str] = Counter()
