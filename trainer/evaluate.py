@@ -1,15 +1,22 @@
 """``python -m opsd.trainer.evaluate RUN_FOLDER STEP``: evaluate the model of one checkpoint on the run's sets.
 
-Appends one line to ``evaluations.jsonl`` of the run folder: ``t``, ``step``, ``tokens`` trained on, ``results`` and,
-with a reference run, its results at equal tokens as ``reference``. Results of a set NAME are
+Appends one line to ``evaluations.jsonl`` of the run folder. A failed evaluation has empty ``results``::
 
-* ``NAME_loss``, nats per token, and ``NAME_bits_per_byte``, which does not depend on the tokenizer, of a set of texts;
-* ``NAME_accuracy``, ``NAME_accuracy_norm`` and ``NAME_accuracy_raw`` of a cloze set, and ``NAME_mc_accuracy`` of one
-  that is asked with letters (``opsd.trainer.items``).
+    t, step     when it was evaluated in epoch seconds, and of which step
+    tokens      how many the model has been trained on
+    results     by name, see below; those of evaluation.harness too
+    errors      standard errors of some results
+    reference   results of the reference run at equal tokens, if there is one
 
-``scores/step-N/NAME.jsonl`` of the run folder has the scores of each item, and ``errors`` of the line standard errors.
-Results of ``evaluation.harness`` are added (``opsd.trainer.harness``). A failed evaluation has a line with empty
-results. Exit codes: 0 evaluated; 1 failed; 2 nothing to evaluate.
+The results of a set NAME::
+
+    NAME_loss            nats per token of a set of texts
+    NAME_bits_per_byte   the same independent of the tokenizer
+    NAME_accuracy        of a cloze set; also with _norm and _raw, see opsd.trainer.items
+    NAME_mc_accuracy     of a set that is asked with letters
+
+``scores/step-N/NAME.jsonl`` of the run folder has the scores of each item. Exit codes: 0 evaluated; 1 failed; 2 nothing
+to evaluate.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def accuracies(scores: Sequence[Score], name: str, *, letters: bool = False) -> 
     """The shares of right answers. Raises DataError if there are no ``scores``.
 
     ``NAME_accuracy`` is per byte (lm-evaluation-harness: acc_bytes), ``NAME_accuracy_norm`` per character (acc_norm)
-    and ``NAME_accuracy_raw`` by the likelihood alone (acc). Of ``letters`` there is only the last, called
-    ``NAME_mc_accuracy``.
+    and ``NAME_accuracy_raw`` by the likelihood alone (acc). For ``letters`` only the likelihood counts, and the result
+    is ``NAME_mc_accuracy``.
     """
     if not scores:
         raise DataError(f"the evaluation set {name} has no items")

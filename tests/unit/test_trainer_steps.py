@@ -1,4 +1,4 @@
-"""What a step does, counted: reads of the device, collectives, copies, graph breaks, garbage collections."""
+"""A training step reads the device once. Its collectives, copies, graph breaks and collections are counted too."""
 
 from __future__ import annotations
 
