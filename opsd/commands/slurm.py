@@ -13,11 +13,13 @@ from opsd import exitcodes
 from opsd.commands.options import Group, Seconds, option
 from opsd.commands.slurm_attend import attend
 from opsd.commands.slurm_run import run
+from opsd.files import read_settings
 from opsd.slurm.check import Fact, Report
 from opsd.slurm.check import check as find_out
 from opsd.slurm.connect import choose
 from opsd.slurm.port import Slurm, SlurmError
 from opsd.slurm.promises import Asked, facts, of_job, of_script
+from opsd.words import reason
 
 MARKS = {True: "ok ", False: "no ", None: "   "}
 
@@ -33,7 +35,7 @@ slurm.add_command(attend)
 
 @slurm.command()
 @option("--node", default=lambda: os.uname().nodename, show_default="host name", help="Its name in Slurm.")
-@option("--sbatch", "script", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
+@option("--sbatch", "script", type=click.Path(exists=True, path_type=Path), metavar="FILE",
         help="Say what a job of this batch script can keep of what opsd slurm run promises.")  # fmt: skip
 @option("--job", type=click.IntRange(1), metavar="JOB", help="The same of a job that runs or waits.")
 @option("--deadline", default=12.0, type=Seconds(min=0.1), help="Seconds for an answer.")
@@ -48,7 +50,7 @@ def check(ctx: click.Context, node: str, script: Path | None, job: int | None, d
     if script is not None and job is not None:
         raise click.UsageError("--sbatch and --job exclude each other")
     if script is not None:
-        report = _promises(of_script(script.read_text(errors="replace")))
+        report = _promises(of_script(_read(script), os.environ))
     elif job is not None:
         report = _of_job(choose(deadline).slurm, job)
     else:
@@ -56,6 +58,13 @@ def check(ctx: click.Context, node: str, script: Path | None, job: int | None, d
         report = find_out(choice.slurm, node, no_bindings=choice.no_bindings)
     click.echo(json.dumps(asdict(report), indent=1) if as_json else _text(report))
     ctx.exit(exitcodes.OK if report.usable else exitcodes.FAILED)
+
+
+def _read(script: Path) -> str:
+    try:
+        return read_settings(script).decode(errors="replace")
+    except OSError as error:
+        raise click.UsageError(f"{script}: {reason(error)}") from error
 
 
 def _of_job(slurm: Slurm, job: int) -> Report:

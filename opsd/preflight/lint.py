@@ -6,20 +6,19 @@ here.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from opsd.preflight.base import Finding, Verdict
 from opsd.preflight.plan import INTERRUPTIONS_PER_GPU_DAY, STALL_S, RunPlan
 from opsd.preflight.units import duration, quantity
-from opsd.slurm.promises import sbatch_options
+from opsd.slurm.promises import of_script
+from opsd.slurm.sbatch_script import seconds_of
 
 if TYPE_CHECKING:
     from opsd.trainer.config import Config
 
-_TIME: Final = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
 DALY_FACTOR: Final = 3.0
 """An interval within this factor of the best one costs little more."""
 
@@ -109,23 +108,25 @@ def _script(setting: Setting) -> Iterator[Finding]:
         if setting.nodes > 1:
             yield Finding(Verdict.WARN, "no batch script was given to look at", "pass --sbatch FILE")
         return
-    options = sbatch_options(setting.script)
-    if "--requeue" not in options:
+    asked = of_script(setting.script)
+    if asked.refused:
+        yield Finding(Verdict.FAIL, f"sbatch does not take the batch script: {asked.refused}", "mend it")
+    if not asked.requeue:
         summary = "the batch script has no --requeue: the first node that fails ends the job for good"
         yield Finding(Verdict.FAIL, summary, "add #SBATCH --requeue")
-    if not options.get("--signal"):
+    if asked.signal is None:
         summary = "the batch script asks for no signal: at the time limit everything since the last checkpoint is lost"
         yield Finding(Verdict.FAIL, summary, "add #SBATCH --signal=USR1@300")
-    if options.get("--open-mode") != "append":
+    if not asked.appends:
         yield Finding(Verdict.WARN, "a requeued job overwrites its log", "add #SBATCH --open-mode=append")
-    if setting.nodes > 1 and "--no-kill" not in options:
+    if setting.nodes > 1 and not asked.no_kill:
         summary = "the batch script has no --no-kill: Slurm ends the whole job when one of its nodes fails"
         yield Finding(Verdict.FAIL, summary, "add #SBATCH --no-kill")
-    nodes = options.get("--nodes", "")
+    nodes = asked.nodes
     if setting.nodes > 1 and nodes.isdigit() and int(nodes) <= setting.nodes:
         summary = f"the job has {nodes} nodes and the run needs {setting.nodes}: there is no spare"
         yield Finding(Verdict.WARN, summary, "ask for one or two more, and pass --spares to opsd launch")
-    yield from _time_limit(options.get("--time", ""), setting.plan)
+    yield from _time_limit(asked.time, setting.plan)
 
 
 def _time_limit(text: str, plan: RunPlan) -> Iterator[Finding]:
@@ -134,18 +135,3 @@ def _time_limit(text: str, plan: RunPlan) -> Iterator[Finding]:
         return
     summary = f"the time limit is {duration(limit)} and the run takes {duration(wall[0])} to {duration(wall[1])}"
     yield Finding(Verdict.WARN, summary, f"the job will be requeued about {wall[1] / limit:.0f} times")
-
-
-def seconds_of(text: str) -> float | None:
-    """A time limit in Slurm's format: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:...]."""
-    match = _TIME.fullmatch(text)
-    if match is None:
-        return None
-    parts = [int(part) for part in match["parts"].split(":")]
-    if match["days"]:
-        return int(match["days"]) * 86_400.0 + _summed(parts, (3600, 60, 1))
-    return _summed(parts, {1: (60,), 2: (60, 1), 3: (3600, 60, 1)}[len(parts)])
-
-
-def _summed(parts: Sequence[int], units: Sequence[int]) -> float:
-    return float(sum(part * unit for part, unit in zip(parts, units, strict=False)))

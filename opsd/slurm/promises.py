@@ -6,18 +6,17 @@ may have back from Slurm, and the command line of sbatch where Slurm keeps it (2
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from types import MappingProxyType
 
 from opsd.slurm.check import Fact
 from opsd.slurm.port import JobDetails
+from opsd.slurm.sbatch_script import Script, Signal, read_script, seconds_of, signal_of
 
-_LONG = {"-k": "--no-kill", "-N": "--nodes", "-t": "--time"}
-_WITHOUT_VALUE = ("--no-kill", "--requeue", "--no-requeue", "--exclusive")
-"""Options after which the next word is no value of theirs."""
+SAVED_AT = frozenset({signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+"""Signals at which the launchers let the run save and end."""
 HETEROGENEOUS = (
     "a heterogeneous job cannot keep what opsd promises: Slurm starts only the first part's batch script, and requeues "
     "that part when a node dies, in spite of --no-kill. Ask for all nodes in one part, or submit each part as a job"
@@ -29,24 +28,31 @@ class Asked:
     """The options of a job, None or "" if not given as far as is known; ``surely`` says whether that is certain.
 
     ``read`` is False if the batch script could not be read: nothing is known then but what Slurm tells itself.
+    ``refused`` says why sbatch does not take the script.
     """
 
     no_kill: bool | None = None
     requeue: bool | None = None
-    signal: str | None = None
-    open_mode: str | None = None
+    signal: Signal | None = None
+    open_mode: str = ""
+    time: str = ""
     heterogeneous: bool = False
     nodes: str = ""
     tasks_per_node: bool = False
     batch: bool = True
     surely: bool = True
     read: bool = True
+    refused: str = ""
+
+    @property
+    def appends(self) -> bool:
+        """Whether each start appends to the job's output."""
+        return self.open_mode[:1].lower() == "a"
 
 
-def of_script(text: str) -> Asked:
-    """The options in the ``#SBATCH`` lines of a batch script."""
-    parts = any(word in ("hetjob", "packjob") for word in _words(text))
-    return replace(_of_options(sbatch_options(text)), heterogeneous=parts)
+def of_script(text: str, environ: Mapping[str, str] = MappingProxyType({})) -> Asked:
+    """The options that sbatch takes from a batch script, and from the variables of the user who submits it."""
+    return _asked(read_script(text, environ))
 
 
 def of_job(details: JobDetails, script: str | None, environ: Mapping[str, str] = MappingProxyType({})) -> Asked:
@@ -54,8 +60,7 @@ def of_job(details: JobDetails, script: str | None, environ: Mapping[str, str] =
 
     ``environ`` is that of the job, which has the SBATCH variables of the user.
     """
-    more = [*(["--no-kill"] if "SBATCH_NO_KILL" in environ else []), *details.submitted.split()]
-    found = _of_options(sbatch_options(script or "", more))
+    found = _asked(read_script(script or "", environ, details.submitted.split()[1:], whole=False))
     return replace(
         found,
         requeue=found.requeue if details.requeues is None else details.requeues,
@@ -63,6 +68,23 @@ def of_job(details: JobDetails, script: str | None, environ: Mapping[str, str] =
         batch=details.batch,
         surely=bool(details.submitted),
         read=script is not None or not details.batch,
+        refused="",
+    )
+
+
+def _asked(script: Script) -> Asked:
+    found = script.options
+    requeue = [name == "requeue" for name in found if name in ("requeue", "no-requeue")]
+    return Asked(
+        no_kill=found["no-kill"].lower() not in ("off", "no") if "no-kill" in found else None,
+        requeue=requeue[-1] if requeue else None,
+        signal=signal_of(script.signals),
+        open_mode=found.get("open-mode", ""),
+        time=found.get("time", ""),
+        heterogeneous=script.heterogeneous,
+        nodes=found.get("nodes", ""),
+        tasks_per_node="ntasks-per-node" in found,
+        refused=script.refused,
     )
 
 
@@ -83,12 +105,29 @@ def broken(asked: Asked, job: int = 0) -> Iterator[str]:
             "the job is never put back into the queue (--no-requeue): where that is needed, the run is saved and the "
             f"job ends with 75. Add #SBATCH --requeue to the batch script{now}"
         )
-    if asked.signal and _is_for_script_alone(asked.signal):
-        yield f"--signal={asked.signal} reaches the batch script alone, which may die with its node: leave out B:"
+    if asked.signal is not None:
+        yield from _useless(asked.signal, seconds_of(asked.time))
+
+
+def _useless(asked: Signal, limit_s: float | None) -> Iterator[str]:
+    """Why the run may not be saved at the signal before the time limit of ``limit_s`` seconds."""
+    given = f"--signal={asked.text}"
+    if asked.script_alone:
+        yield f"{given} reaches the batch script alone, which may die with its node: leave out B:"
+    if asked.number is None:
+        yield f"{given} is none that sbatch takes: use --signal=USR1@300"
+    elif asked.number not in SAVED_AT:
+        yield f"at {given} the run is not saved: use --signal=USR1@300"
+    elif asked.notice_s == 0:
+        yield f"{given} is never sent, as it would come at the time limit itself: use --signal=USR1@300"
+    elif limit_s is not None and asked.notice_s >= limit_s:
+        yield f"{given} comes at the start, since the time limit is {limit_s:.0f} s: make the limit longer"
 
 
 def facts(asked: Asked, job: int = 0) -> tuple[Fact, ...]:
     """All that can be said, for ``opsd slurm check``."""
+    if asked.refused:
+        return (Fact(False, f"sbatch does not take this script: {asked.refused}"),)
     if asked.heterogeneous:
         return (Fact(False, HETEROGENEOUS),)
     kept = []
@@ -110,57 +149,11 @@ def _softer(asked: Asked) -> Iterator[Fact]:
             "without --signal=USR1@300 the run is told to stop only at its time limit, and may be killed before it is "
             "saved",
         )
-    elif not _is_for_script_alone(asked.signal):
-        yield Fact(True, f"the launchers are told to save before the time limit (--signal={asked.signal})")
-    if (asked.open_mode or "").lower() not in ("append", "a"):
+    elif not any(_useless(asked.signal, seconds_of(asked.time))):
+        yield Fact(True, f"the launchers are told to save before the time limit (--signal={asked.signal.text})")
+    if not asked.appends:
         yield Fact(None, "each start overwrites the job's output: add --open-mode=append")
     if "-" in asked.nodes and asked.tasks_per_node:
         yield Fact(False, "with --ntasks-per-node Slurm gives a range of nodes its lower number: no spares (22.05)")
     if not asked.surely:
         yield Fact(None, "options on the command line of sbatch are not known to this Slurm, and count as not given")
-
-
-def _is_for_script_alone(signal: str) -> bool:
-    who, colon, _ = signal.partition(":")
-    return bool(colon) and "B" in who.upper()
-
-
-def sbatch_options(script: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """The options in the ``#SBATCH`` lines of a batch script and then in ``more`` words, by their long names.
-
-    The value is "" for those without one, and the last one counts.
-    """
-    found: dict[str, str] = {}
-    words = [*_words(script), *more]
-    for word, after in zip_longest(words, words[1:], fillvalue=""):
-        name, given, value = word.partition("=")
-        if not name.startswith("--") and name[:2] in _LONG:
-            name, given, value = _LONG[name[:2]], word[2:], word[2:].removeprefix("=")
-        if name.startswith("--"):
-            found.pop(name, None)
-            found[name] = value if given or after.startswith("-") or name in _WITHOUT_VALUE else after
-    return found
-
-
-def _words(script: str) -> Iterator[str]:
-    """The words of the ``#SBATCH`` lines, which end at the first line of the program."""
-    for line in script.splitlines():
-        if line.startswith("#SBATCH"):
-            try:
-                yield from shlex.split(line.removeprefix("#SBATCH"), comments=True)
-            except ValueError:
-                yield from line.split()[1:]
-        elif line.strip() and not line.lstrip().startswith("#"):
-            return
-
-
-def _of_options(found: Mapping[str, str]) -> Asked:
-    requeue = [name == "--requeue" for name in found if name in ("--requeue", "--no-requeue")]
-    return Asked(
-        no_kill=found["--no-kill"].lower() != "off" if "--no-kill" in found else None,
-        requeue=requeue[-1] if requeue else None,
-        signal=found.get("--signal"),
-        open_mode=found.get("--open-mode"),
-        nodes=found.get("--nodes", ""),
-        tasks_per_node="--ntasks-per-node" in found,
-    )
