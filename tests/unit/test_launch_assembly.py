@@ -11,6 +11,7 @@ import pytest
 
 from opsd import exitcodes
 from opsd.launch.io.addresses import host_is_up
+from opsd.launch.io.reporting import flush
 from opsd.launch.run.assembly import EnclosingJob
 from opsd.launch.run.closing import summarize_job
 from opsd.slurm.port import JobDetails, Node, SlurmUnavailable
@@ -63,6 +64,7 @@ def test_a_job_that_slurm_may_not_requeue_ends_with_75(tmp_path: Path, capfd: py
     slurm.by_details[7] = JobDetails({}, requeues=False)
     EnclosingJob(ENVIRON, tmp_path / "log", lambda: slurm).end(exitcodes.REQUEUE, ("n1",), ())
     assert (slurm.calls, slurm.submitted) == (["complete 75"], [])
+    flush()
     assert "job 7 has --no-requeue" in capfd.readouterr().err
 
 
