@@ -17,7 +17,7 @@ from typing import Final
 from pydantic import Field
 
 from opsd.collectors.base import Context, Event, Metric, NoData, Plugin, Reading, Sample
-from opsd.collectors.lib.boot import boot_id
+from opsd.collectors.lib.clock import boot_id
 from opsd.collectors.lib.kernel.log import (
     KERNEL,
     MESSAGE_CHARS,

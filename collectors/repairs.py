@@ -17,7 +17,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from opsd.collectors.base import Metric, NoData, Plugin, Reading, RepairFact, RepairStep, Sample
-from opsd.collectors.lib.boot import boot_id, uptime_s
+from opsd.collectors.lib.clock import boot_id, uptime_s
 from opsd.settings.section import CollectorSettings
 
 FOLDER: Final = "repair"

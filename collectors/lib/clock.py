@@ -1,9 +1,11 @@
-"""The kernel's opinion of its own clock, which every time service keeps up to date: adjtimex(2)."""
+"""The kernel's opinion of its own clock (adjtimex(2)), which boot of the machine it is, and its age."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Final, NamedTuple
+import time
+from pathlib import Path
 
 _STA_UNSYNC: Final = 0x40
 _STA_NANO: Final = 0x2000
@@ -38,3 +40,13 @@ def read_clock() -> ClockState:
         offset_s=timex.offset * (1e-9 if timex.status & _STA_NANO else 1e-6),
         max_error_s=timex.maxerror * 1e-6,
     )
+
+
+def boot_id(proc: Path = Path("/proc")) -> str:
+    """Identifies the boot. Raises OSError."""
+    return (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def uptime_s() -> float:
+    """Seconds since the boot, those of suspension included, by a clock that nobody sets: CLOCK_BOOTTIME."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

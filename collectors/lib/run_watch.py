@@ -26,7 +26,6 @@ from opsd.collectors.lib.run_files import parse_event, parse_run
 from opsd.collectors.lib.shares import Allowance
 from opsd.collectors.lib.tail import Tail, read_small
 from opsd.collectors.lib.user_series import data_mixture, evaluations
-from opsd.collectors.lib.weight import weight
 from opsd.inodes import open_folder
 from opsd.rank_page import PHASES, PageError, RankPage, page_writer, read_page
 
@@ -336,3 +335,15 @@ def _rank_files(folder: int, entries: int) -> list[tuple[int, bool]]:
 
 def _page(rank: int) -> Path:
     return Path(f"rank-{rank:04d}.page")
+
+
+_OBJECT, _LIST, _VALUE = 240, 80, 64
+"""Bytes that CPython takes for a small dictionary, a list, and a place in one of them with its value."""
+_USUAL = 6
+"""Times its own size that usual text takes."""
+
+
+def weight(text: bytes) -> int:
+    """The bytes of usual text whose values take as much memory: ``[],`` takes 80 bytes for three."""
+    values = text.count(b"{") * _OBJECT + text.count(b"[") * _LIST + text.count(b",") * _VALUE
+    return max(len(text), values // _USUAL)

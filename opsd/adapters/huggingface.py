@@ -23,9 +23,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from opsd.adapters.fencing import Gate
-from opsd.adapters.phases import Phases, any_rank
-from opsd.adapters.tokens import Share
+from opsd.adapters.shared import Gate, Phases, Share, any_rank
 from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
 from opsd.events import Evaluation

@@ -24,9 +24,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from opsd.adapters.fencing import Gate
-from opsd.adapters.phases import Phases, any_rank
-from opsd.adapters.tokens import Share
+from opsd.adapters.shared import Gate, Phases, Share, any_rank
 from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
 from opsd.events import Evaluation

@@ -22,9 +22,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger
 from torchtitan.trainer import Trainer
 
-from opsd.adapters.fencing import Gate
-from opsd.adapters.phases import Phases, any_rank
-from opsd.adapters.tokens import Share
+from opsd.adapters.shared import Gate, Phases, Share, any_rank
 from opsd.client import Reporter
 from opsd.events import Evaluation
 

@@ -28,7 +28,7 @@ from opsd.agent.journal_file import (
 from opsd.agent.policy import HARMLESS, PastAction
 from opsd.agent.records import RecordError, clean, from_json, past_action, past_event, past_repair, to_json
 from opsd.collectors.base import Event, RepairFact
-from opsd.collectors.lib.boot import boot_id
+from opsd.collectors.lib.clock import boot_id
 from opsd.collectors.repairs import MOST as MAX_REPAIRS
 from opsd.durable import make_folder
 from opsd.runbooks.base import Incident

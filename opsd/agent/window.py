@@ -12,11 +12,11 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from opsd.agent.event_log import EventLog
-from opsd.agent.holders import Holders
 from opsd.agent.kept_window import Past
 from opsd.collectors.base import Event, Fact, GpuFact, Metric, RankFact, Reading, RepairFact, RunFact, Sample
 from opsd.runbooks.base import Done
@@ -391,3 +391,55 @@ class Ring:
         # Twice the window's spread, so that a steady counter is rebased about once in two windows.
         finite = [offset for offset in self.offsets if offset == offset]
         self.limit = max(_FIRST_LIMIT, 2.0 * max(finite), -2.0 * min(finite))
+
+
+SLACK_S: Final = 5.0
+"""Seconds around its interval in which a rank may still have been there: it is looked at once a second or later."""
+MAX_ENDED: Final = 1_000
+"""Ranks that are gone and remembered: those that ended last."""
+
+_Name = tuple[str, int, int, int]
+
+
+@dataclass(slots=True)
+class _Stay:
+    fact: RankFact
+    begin: float
+    end: float | None = None
+
+
+class Holders:
+    """Who worked on this node when, so that evidence names who was there when it struck.
+
+    Used in one thread. Times are epoch seconds.
+    """
+
+    def __init__(self) -> None:
+        self._here: dict[_Name, _Stay] = {}
+        self._gone: list[_Stay] = []
+
+    def note(self, ranks: Iterable[RankFact], now: float) -> None:
+        """Take in what the rank pages tell; while they cannot be read nobody is known to have left."""
+        live = {(rank.run, rank.rank, rank.generation, rank.pid): rank for rank in ranks if rank.live}
+        for name in self._here.keys() - live.keys():
+            stay = self._here.pop(name)
+            stay.end, stay.fact = now, replace(stay.fact, steps=())
+            self._gone.append(stay)
+        for name, rank in live.items():
+            stay = self._here.setdefault(name, _Stay(rank, now))
+            stay.fact = rank
+        del self._gone[:-MAX_ENDED]
+
+    def at(self, second: float) -> Sequence[RankFact]:
+        """The ranks that were here at ``second``; of two that followed each other the one that came first."""
+        return [
+            stay.fact
+            for stay in (*self._gone, *self._here.values())
+            if stay.begin - SLACK_S <= second and (stay.end is None or second <= stay.end + SLACK_S)
+        ]
+
+    def shift(self, seconds: float) -> None:
+        """Move all times by a step of the wall clock."""
+        for stay in (*self._gone, *self._here.values()):
+            stay.begin += seconds
+            stay.end = None if stay.end is None else stay.end + seconds

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
 import math
 import os
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import click
 from click.core import ParameterSource
 
 from opsd.commands.launch_options import rdzv_seconds, rendezvous_options
-from opsd.commands.launch_segment import segment_of_trainer
+from opsd.commands.launch_plan import TRAINER
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.io.console import STDOUT
 from opsd.launch.io.reporting import print_message, takes_color
 from opsd.launch.ranks.settings import PREFIX, Program, Settings, Streams
 from opsd.launch.run.closing import resume_command
 from opsd.launch.run.launchers import Launchers, NodeCount
-from opsd.launch.run.names import name_of_nodes, name_of_one_node
 from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.readiness import known_at_start
 from opsd.launch.run.rendezvous import RendezvousOptions
+from opsd.rundir import valid_name
 from opsd.slurm import topology_source
 from opsd.slurm.allocation import segment_of
 from opsd.slurm.topology import Topology, TopologyError
@@ -163,3 +169,84 @@ def _topology(first: bool) -> Topology:
 
 def _is_given(name: str) -> bool:
     return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
+
+
+def segment_of_trainer(program: Program, local_size: int) -> int:
+    """The nodes of ``local_size`` ranks that ``parallel.tp`` x ``parallel.ep`` consecutive ranks fill.
+
+    1 for a group that fits a node, or does not fill whole ones, for other programs, and for settings that the trainer
+    will refuse.
+    """
+    if (program.kind, program.name) != ("module", TRAINER):
+        return 1
+    from opsd.trainer.config import ConfigError, load  # 40 ms, which other programs need not spend
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("config", nargs="?", default="")
+    parser.add_argument("--set", dest="overrides", action="append", default=[])
+    try:
+        given, _ = parser.parse_known_args(program.args)
+        parallel = load(given.config, given.overrides).parallel
+    except (argparse.ArgumentError, ConfigError):
+        return 1
+    nodes, rest = divmod(parallel.tp * parallel.ep, local_size)
+    return max(1, nodes) if rest == 0 else 1
+
+
+_SPECIAL_STEPS = 4_294_967_290
+"""Numbers from here on are Slurm's for the batch script and the like (slurm.h)."""
+
+# The nodes of a run, and its starts after a requeue, must derive the same name. Unrelated runs must not, as a run
+# continues from what an earlier start under its name has left.
+
+
+def name_of_nodes(env: Mapping[str, str], rdzv_id: str | None, common: str) -> str:
+    """The name of a run on several nodes: the job's, or without Slurm derived from what nodes have in ``common``."""
+    job = _job(env)
+    if rdzv_id and rdzv_id != env.get("SLURM_JOB_ID"):
+        return valid_name(f"{job}-{rdzv_id}" if job else rdzv_id)
+    if job:
+        step = _step(env)
+        inside = _number(env, "SLURM_STEP_NUM_NODES"), _number(env, "SLURM_JOB_NUM_NODES")
+        return f"{job}-step-{step}" if step is not None and 1 < inside[0] < inside[1] else job
+    return valid_name(common) if common else _timestamp()
+
+
+def name_of_one_node(env: Mapping[str, str], rdzv_id: str | None, cwd: Path, program: Sequence[str]) -> str:
+    """The name of a run on one node: in a job, one per step, task, choice of GPUs and command line.
+
+    A requeued job derives the same name. Outside Slurm nothing starts a run again, so each gets a new name.
+    """
+    job = _job(env)
+    if not job:
+        return _timestamp()
+    known = [_step(env), env.get("SLURM_PROCID"), _chosen_gpus(env), rdzv_id, str(cwd), *program]
+    mark = hashlib.blake2b(json.dumps(known).encode(), digest_size=4).hexdigest()
+    return f"{job}-{mark}"
+
+
+def _job(env: Mapping[str, str]) -> str:
+    """``job-ID``, for a task of an array ``job-ID_TASK`` as Slurm shows it, "" outside Slurm."""
+    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    job = f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID")
+    return valid_name(f"job-{job}") if job else ""
+
+
+def _step(env: Mapping[str, str]) -> int | None:
+    step = _number(env, "SLURM_STEP_ID")
+    return step if "SLURM_STEP_ID" in env and step < _SPECIAL_STEPS else None
+
+
+def _chosen_gpus(env: Mapping[str, str]) -> str | None:
+    """The GPUs that the script has picked out of the job's, None for all: those have other numbers after a requeue."""
+    gpus = env.get("CUDA_VISIBLE_DEVICES")
+    return gpus if gpus and len(gpus.split(",")) < _number(env, "SLURM_GPUS_ON_NODE") else None
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    text = env.get(name, "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _timestamp() -> str:
+    return time.strftime("run-%Y%m%d-%H%M%S") + f"-{os.getpid()}"

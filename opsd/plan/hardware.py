@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from opsd.plan.figures import Figure, Figures
-from opsd.plan.specs import spec_of
+from opsd.plan.figures import Figure, Figures, spec_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Protocol
 
-from opsd.collectors.lib.boot import boot_id, uptime_s
+from opsd.collectors.lib.clock import boot_id, uptime_s
 from opsd.collectors.lib.gpu_holders import gpu_holders
 from opsd.collectors.lib.processes import identify, is_dynamic, is_service, service_of, start_time, user_of
 from opsd.repair.ladder import HELD

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from opsd import exitcodes
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.messages import Begun
+from opsd.launch.hangs.culprit import EARLY_S, RankStatus
+from opsd.launch.hangs.limits import FACTOR, HangLimits
 from opsd.launch.io.loop import Callback, Timer
-from opsd.launch.ranks.failure import RestartPolicy
+from opsd.launch.ranks.failure import Failure, RankError, RestartPolicy
 from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import (
     Ended,
     Failed,
+    FailedRank,
     GivenBack,
     Hung,
     Late,
     Progress,
+    RankStatuses,
     Readiness,
     SpareWanted,
     StopOrdered,
@@ -26,7 +30,6 @@ from opsd.launch.run.messages import (
 )
 from opsd.launch.run.nodes import RunShape
 from opsd.runbooks.straggler import LEAST_STEPS
-from opsd.simulate.failing_ranks import failed, hang_judged_s, hung_statuses
 from opsd.simulate.faults import PASSING, Fault
 from opsd.simulate.group import SimulatedGroup, SimulatedLog
 from opsd.simulate.job import Job, World
@@ -341,3 +344,45 @@ class SupervisedJob(Job):
         elif self._unmet:
             self._unmet -= 1
             self._soon(self.world.times.fetch_s, self._arrive)
+
+
+_LINK: Final = RankError("DistBackendError", "NCCL error: remote process exited or there was a network error", "")
+
+
+def hang_limit_s(step_s: float) -> float:
+    """The limit of ranks whose steps take ``step_s``, all of it in one phase."""
+    return max(HangLimits().steady_s, FACTOR * step_s)
+
+
+def hang_judged_s(step_s: float) -> float:
+    """From the last step to the judgement."""
+    return hang_limit_s(step_s) - EARLY_S
+
+
+def failed(rank: int, fault: Fault, step: int | None, *, at_once: bool) -> FailedRank:
+    """How ``fault`` ends ``rank``, after ``step`` or, ``at_once``, before its first step."""
+    if fault.effect == "process":
+        return FailedRank(Failure(rank, "signal SIGSEGV", "signal", 0.0, step))
+    if fault.effect == "link":
+        return FailedRank(Failure(rank, "exit code 1", "communication", 0.0, step, error=_LINK))
+    error = RankError(fault.kind, "CUDA initialization" if at_once else "CUDA error", "")
+    return FailedRank(Failure(rank, "exit code 1", "hardware", 0.0, step, error=error, at_once=at_once))
+
+
+def hung_statuses(generation: int, slots: Sequence[str], hung: str, step: int, step_s: float) -> list[RankStatuses]:
+    """What each node of ``slots`` answers: the rank of ``hung`` is in its backward pass, all others wait for it."""
+    limit_s = hang_limit_s(step_s)
+    stuck_s = hang_judged_s(step_s)
+    return [
+        RankStatuses(
+            generation,
+            (
+                RankStatus(
+                    rank, phase := "backward" if name == hung else "collective", phase, step, stuck_s, stuck_s,
+                    limit_s, "S",
+                ),
+            ),
+            None,
+        )
+        for rank, name in enumerate(slots)
+    ]  # fmt: skip

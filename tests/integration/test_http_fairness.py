@@ -13,8 +13,8 @@ import pytest
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.access import Attempts
+from opsd.agent.web.admission import Budget, Budgets
 from opsd.agent.web.app import App, Request
-from opsd.agent.web.budget import Budget, Budgets
 from opsd.agent.web.server import CONNECTION_S, HEADER_S, MAX_PER_PEER, Server
 from tests.fakes.agent import SILENT
 from tests.fakes.clock import eventually

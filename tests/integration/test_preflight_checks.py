@@ -15,8 +15,8 @@ from opsd.collectors.lib.nvml.throttle import REASONS
 from opsd.preflight import series
 from opsd.preflight.base import Check, Context, Demand, Verdict
 from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage_local
+from opsd.preflight.checks.run_steps import MemoryUse
 from opsd.preflight.engine import CheckRun, run
-from opsd.preflight.memory_use import MemoryUse
 from opsd.preflight.report import Result
 from opsd.preflight.view import PlainView
 from opsd.preflight.watch import Watch

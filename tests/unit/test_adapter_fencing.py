@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.adapters.fencing import Gate
+from opsd.adapters.shared import Gate
 from opsd.checkpoints.claims import FOLDER, Claim, ClaimError, Fence, create
 from opsd.client import Reporter
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.adapters.tokens import Share
+from opsd.adapters.shared import Share
 
 
 @given(st.lists(st.integers(0, 1000), max_size=20), st.integers(1, 16))

@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opsd.collectors.lib.census import LOOK_S, PROCESS_STATES, Census
+from opsd.collectors.host import LOOK_S, PROCESS_STATES, Census
 from tests.fakes.clock import FakeClock
 
 names = st.sampled_from([b"a", b") Z 1", b"\n(x) D", b"\xff\r", b"((", b" "])

@@ -11,8 +11,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.ledger.curves import NAMES, curves
-from opsd.ledger.for_user import records_for_user
+from opsd.ledger.for_user import NAMES, curves, records_for_user
 
 ANYTHING = st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3) | st.lists(st.none())
 

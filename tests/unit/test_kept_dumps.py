@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opsd.collectors.lib.nccl.flight_recorder import Call, Dump, DumpError
-from opsd.collectors.lib.nccl.kept_dumps import KeptDumps
+from opsd.collectors.lib.nccl.run import KeptDumps
 from opsd.collectors.lib.shares import Room
 
 CALL = Call("0", "x", 7, "nccl:all_reduce", 7, 7, 1)

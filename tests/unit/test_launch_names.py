@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.launch.run.names import name_of_nodes, name_of_one_node
+from opsd.commands.launch_settings import name_of_nodes, name_of_one_node
 
 JOB = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "4", "SLURM_PROCID": "0"}
 CWD = Path("/home/me")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.commands.launch_segment import segment_of_trainer
+from opsd.commands.launch_settings import segment_of_trainer
 from opsd.launch.ranks.settings import Program
 
 

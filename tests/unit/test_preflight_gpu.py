@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from opsd.plan.specs import spec_of
+from opsd.plan.figures import spec_of
 from opsd.preflight import tools
 from opsd.preflight.base import Context, CouldNotRunError, Outcome, Verdict
 from opsd.preflight.checks import (

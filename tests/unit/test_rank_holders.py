@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from opsd.agent.holders import MAX_ENDED, SLACK_S, Holders
-from opsd.agent.window import Window
+from opsd.agent.window import MAX_ENDED, SLACK_S, Holders, Window
 from opsd.collectors.base import Reading
 from tests.fakes.facts import rank
 

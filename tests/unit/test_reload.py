@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from opsd.agent.daemon import Reloader
 from opsd.agent.logs import Log
-from opsd.agent.reload import Reloader
 from opsd.config import ConfigError, Settings
 
 

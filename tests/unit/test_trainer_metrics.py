@@ -12,9 +12,9 @@ import torch
 
 from opsd.trainer.config import Config, load
 from opsd.trainer.counts import flops_per_token, parameters
-from opsd.trainer.expert_loads import LoadsLog
 from opsd.trainer.experts import LOADS
 from opsd.trainer.metrics import MetricsLog
+from opsd.trainer.telemetry import LoadsLog
 from tests.fakes.tmpfs import tmpfs
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opsd.agent.web.budget import Budget
+from opsd.agent.web.admission import Budget
 from tests.fakes.clock import FakeClock
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opsd.agent.web.hosts import Hosts
+from opsd.agent.web.admission import Hosts
 
 HOSTS = Hosts(("node-17", "Node-17.cluster"))
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from opsd.agent.web.access import Attempts
-from opsd.agent.web.peers import peer_of
+from opsd.agent.web.admission import peer_of
 from tests.fakes.clock import FakeClock, eventually
 
 

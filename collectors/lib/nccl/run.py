@@ -13,6 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -22,7 +23,6 @@ from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
 from opsd.collectors.lib.apart import Apart, ApartError
 from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump, restored
-from opsd.collectors.lib.nccl.kept_dumps import KeptDumps
 from opsd.collectors.lib.nccl.stuck import Verdict, judge
 from opsd.collectors.lib.rights import Rights, groups_of_process, open_as
 from opsd.collectors.lib.run_files import parse_run
@@ -326,3 +326,58 @@ def _opened_as(rights: Rights, path: str) -> Iterator[int | None]:
     finally:
         if descriptor is not None:
             os.close(descriptor)
+
+
+CALL_BYTES: Final = 1_024
+GROUP_BYTES: Final = 512
+RANK_BYTES: Final = 40
+"""What a call, a group and a member of a group take at most."""
+
+Members = tuple[int, ...]
+
+
+class KeptDumps:
+    """Dumps of a run of ``owner`` that wait to be judged, by rank, each with its time. Used in one thread.
+
+    ``held`` is what they take of the ``room`` that the runs of all users share.
+    """
+
+    def __init__(self, owner: int, room: Room) -> None:
+        self.owner, self.held = owner, 0
+        self._room = room
+        self.of_rank: dict[int, tuple[float, Dump]] = {}
+        self._members: dict[Members, tuple[Members, int]] = {}
+        """The members of groups, which dumps have in common, and how many have them."""
+
+    def keep(self, rank: int, at: float, dump: Dump) -> None:
+        """Keep ``dump`` in place of an earlier one of ``rank``. Raises DumpError."""
+        self.forget(rank)
+        new = {ranks for ranks in dump.members.values() if ranks not in self._members}
+        if not self._room.take(self, _size(dump) + sum(map(_size_of_members, new))):
+            raise DumpError("there is no room left for what it tells")
+        members = {}
+        for name, ranks in dump.members.items():
+            members[name], users = self._members.get(ranks, (ranks, 0))
+            self._members[members[name]] = members[name], users + 1
+        self.of_rank[rank] = at, replace(dump, members=members)
+
+    def forget(self, rank: int) -> None:
+        """Give up the dump of ``rank``, if there is one."""
+        _, dump = self.of_rank.pop(rank, (0.0, None))
+        if dump is None:
+            return
+        self.held -= _size(dump)
+        for ranks in dump.members.values():
+            same, users = self._members.pop(ranks)
+            if users > 1:
+                self._members[same] = same, users - 1
+            else:
+                self.held -= _size_of_members(ranks)
+
+
+def _size(dump: Dump) -> int:
+    return len(dump.calls) * CALL_BYTES + (1 + len(dump.last) + len(dump.members)) * GROUP_BYTES
+
+
+def _size_of_members(ranks: Members) -> int:
+    return GROUP_BYTES + len(ranks) * RANK_BYTES

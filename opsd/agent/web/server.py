@@ -25,12 +25,9 @@ import h11
 from opsd.agent.logs import Log
 from opsd.agent.metrics import http_samples
 from opsd.agent.web.access import Attempts, WebConfig
+from opsd.agent.web.admission import Budgets, Hosts, oldest, peer_of, too_much
 from opsd.agent.web.app import Answer, App, Request, problem, readable
-from opsd.agent.web.budget import Budgets
 from opsd.agent.web.connection import Connection, Stage, UncertifiedError
-from opsd.agent.web.crowding import oldest, too_much
-from opsd.agent.web.hosts import Hosts
-from opsd.agent.web.peers import peer_of
 from opsd.collectors.base import Sample
 from opsd.lanes import Lane
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .layout import Layout
 from .resume import SavedSteps
-from .steps import StepCycle
-from .updates import ParameterVersions
+from .steps import ParameterVersions, StepCycle
 
 if TYPE_CHECKING:
     from opsd.client import Reporter

@@ -6,8 +6,9 @@ nodes report their state again to a new leader.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
@@ -15,7 +16,18 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.collectors.lib.nccl.stuck import Verdict
-from opsd.events import Finished, HangDetected, LauncherJoined, NodeLost, RanksGone, SpareWanted, Stopped
+from opsd.events import (
+    Finished,
+    GenerationStarted,
+    HangDetected,
+    LauncherJoined,
+    NodeLost,
+    RanksGone,
+    SegmentSplit,
+    SpareJoined,
+    SpareWanted,
+    Stopped,
+)
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.led import LedGroup
 from opsd.launch.claims.messages import Begun
@@ -28,14 +40,14 @@ from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain, missing_module
 from opsd.launch.ranks.interpreters import python_with
+from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import FailureAggregation, FailureReport, HangInquiry, Stacks, rank_statuses, reports
-from opsd.launch.run.growth import Growth
 from opsd.launch.run.messages import CODEC, Stop, ToLeader
 from opsd.launch.run.nodes import GenerationPlanner, NodeHealth, RunShape
-from opsd.launch.run.placement import begun_events
 from opsd.launch.run.slow_ranks import SlowRankWatch
 from opsd.launch.run.stops import StopCoordinator
+from opsd.slurm.topology import Topology
 
 
 class Leader:
@@ -384,3 +396,86 @@ def _loss(node: str, silent_s: float) -> str:
 def later(known: int | None, step: int | None) -> int | None:
     """The higher of a known and a reported step, either of which may be None."""
     return step if known is None else known if step is None else max(known, step)
+
+
+class Growth:
+    """Calls ``grow`` after a checkpoint, once the run has missed as much for want of ready spares as a restart costs.
+
+    What was missed is in seconds of the grown run, the cost is ``shape.grow_s``, 0 for never. This is the ski-rental
+    rule: waiting and restart together cost at most twice what the better choice would have, whenever the next restart
+    comes, and a spare that comes and goes brings no more restarts than that. Right after a checkpoint hardly a step is
+    lost, also with a program that cannot stop in good order. A restart for another reason takes the spares in, too.
+    """
+
+    def __init__(
+        self, shape: RunShape, planner: GenerationPlanner, clock: Callable[[], float], grow: Callable[[], None]
+    ) -> None:
+        self._shape = shape
+        self._planner = planner
+        self._clock = clock
+        self._grow = grow
+        self._missed_s = self._share = self._since = 0.0
+
+    def look(self) -> None:
+        """Nodes have come, gone, or got ranks."""
+        now = self._clock()
+        self._missed_s += self._share * (now - self._since)
+        self._since, self._share = now, self._missing()
+
+    def saved(self) -> None:
+        """Another checkpoint is durable."""
+        self.look()
+        if self._share and self._missed_s >= self._shape.grow_s > 0:
+            self._grow()
+
+    def _missing(self) -> float:
+        """The share of the grown run's speed that the run lacks now."""
+        planner, slots = self._planner, len(self._planner.slots)
+        if not 0 < slots < self._shape.most or planner.changing or planner.waiting:
+            return 0.0
+        more = min(len(planner.spares), self._shape.most - slots)
+        return more / (slots + more)
+
+    def forget(self) -> None:
+        """Another generation is proposed."""
+        self._missed_s = self._share = 0.0
+
+
+def begun_events(
+    shape: RunShape, plan: Plan, before: Sequence[str], launchers: Iterable[Member]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of a generation that starts: which spares came in for those of ``before``, and where all nodes are."""
+    joined = {*plan.slots} - {*before} if before else ()
+    for place, name in enumerate(plan.slots):
+        if name in joined:
+            cost = _swap_cost(shape.topology, before, plan.slots, place)
+            yield "spare_joined", {**SpareJoined(joined=name, place=place), **cost}
+    size = sum(plan.sizes[name] for name in plan.slots)
+    gpus = gpu_count(os.environ) * len({*plan.slots, *plan.spares})
+    nodes, spares = list(plan.slots), list(plan.spares)
+    yield "generation_started", {**GenerationStarted(world_size=size, gpus=gpus, nodes=nodes, spares=spares)}
+    for fields in _split_segments(shape.seen_by(launchers).topology, plan.slots, shape.segment):
+        yield "segment_split", {**fields}
+
+
+def _swap_cost(topology: Topology, before: Sequence[str], slots: Sequence[str], place: int) -> dict[str, Any]:
+    """Whose place ``slots[place]`` has, the mean hops of both to the other nodes, and bad ways to them, if known."""
+    old = before[place] if place < len(before) and before[place] not in slots else None
+    if old is None:
+        return {}
+    hops = topology.swap_hops(slots, old, slots[place])
+    bad = [topology.bad_text(pair) for pair in topology.bad_from(slots[place], slots)]
+    cost = {"hops_before": hops[0], "hops": hops[1]} if hops is not None else {}
+    return {"replaces": old} | cost | ({"bad_ways": bad} if bad else {})
+
+
+def _split_segments(topology: Topology, slots: Sequence[str], segment: int) -> list[SegmentSplit]:
+    """The segments that are in several NVLink domains or below several leaf switches, by their first node rank."""
+    found = []
+    for group in topology.split_groups(slots, segment):
+        places: dict[str, list[str]] = {}
+        for node in group:
+            places.setdefault(topology.place(node) or "unknown", []).append(node)
+        first = slots.index(group[0])
+        found.append(SegmentSplit(first=first, last=first + len(group) - 1, places=places))
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from opsd.plan.specs import spec_of
+from opsd.plan.figures import spec_of
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, Limits, Measure, Measurement, Outcome, Peers, Progress
 from opsd.preflight.burn import Burned, bf16, burn, fp8, size_of

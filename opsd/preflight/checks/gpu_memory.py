@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from opsd.plan.specs import spec_of
+from opsd.plan.figures import spec_of
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, Limits, Measure, Measurement, Outcome, Peers, Progress
 from opsd.preflight.burn import synchronise

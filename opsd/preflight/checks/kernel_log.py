@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd.collectors.kmsg import parse_message
-from opsd.collectors.lib.boot import uptime_s
+from opsd.collectors.lib.clock import uptime_s
 from opsd.collectors.lib.kernel.log import KERNEL, KernelLogDevice, LogRecord, parse_record
 from opsd.collectors.lib.kernel.messages import Trouble
 from opsd.collectors.lib.kernel.xid import Sxid, Xid
