@@ -36,16 +36,22 @@ def status(agent: Agent, as_json: bool) -> None:
     age = answer["tick_age_s"]
     said = f"opsd {answer['version']}, mode {answer['mode']}, last tick {age:.1f} s ago"
     console.print(f"[bold]{answer['node']}[/bold]  {said}")
-    for note in notes(answer):
-        console.print(note)
     found = printable(found)
-    for line in problems(found):
+    for line in first_lines(answer, found):
         console.print(line, soft_wrap=True)
     for table in (_gpus(answer, found, console.width), _jobs(answer), rank_table(answer["ranks"]), _collectors(answer)):
         if table.row_count:
             console.print(table)
     working = sum(c["state"] == "ok" for c in answer["collectors"])
     console.print(f"{plural(working, 'collector')} ok")
+
+
+def first_lines(answer: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """In rich's markup: whether the agent can remember, the open incidents, and what is being done with the node."""
+    if not answer["journal"]["up"]:
+        yield f"[red]journal: {answer['journal']['problem']}[/red]"
+    yield from problems(found)
+    yield from under_way(answer)
 
 
 def problems(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -62,10 +68,8 @@ def problems(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"  next       [bold]{told['command']}[/bold]  (on {told['on']})"
 
 
-def notes(answer: Mapping[str, Any]) -> Iterator[str]:
-    """The state of the node in rich's markup; an agent of an earlier release says less."""
-    if not answer["journal"]["up"]:
-        yield f"[red]journal: {answer['journal']['problem']}[/red]"
+def under_way(answer: Mapping[str, Any]) -> Iterator[str]:
+    """In rich's markup what is being done with the node; an agent of an earlier release says less."""
     if repair := answer.get("repair"):
         yield f"[yellow]repair: {RepairNow(**repair).text}[/yellow]"
     if answer.get("lemon"):

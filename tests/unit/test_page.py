@@ -26,7 +26,7 @@ from opsd.agent.web.node_page import node_page
 from opsd.collectors import repairs, spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.collectors.slurm import FAULTS, FLAG, LEMON
-from opsd.commands.status import notes
+from opsd.commands.status import first_lines, under_way
 from opsd.dashboards.alerts import GUIDES
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Evidence, Incident, Severity, State
@@ -163,7 +163,18 @@ def test_a_repair_is_shown_until_the_node_is_back() -> None:
 def test_opsd_status_says_that_the_node_is_a_lemon(lemon: float, said: list[str]) -> None:
     """By what the agent has looked up in Slurm; nothing where that shows none."""
     seen = snapshot(samples=((Sample(FAULTS, 6.0), Sample(LEMON, lemon)),))
-    assert [Text.from_markup(note).plain for note in notes(status(seen, ABOUT, now=1.0))] == said
+    assert [Text.from_markup(note).plain for note in under_way(status(seen, ABOUT, now=1.0))] == said
+
+
+def test_opsd_status_tells_problems_before_what_is_done_about_them() -> None:
+    """The person on call reads the incident first, then that the node is being repaired."""
+    answer = {**status(snapshot(samples=((Sample(LEMON, 1.0), Sample(FAULTS, 6.0)),)), ABOUT, now=1.0)}
+    answer["journal"] = {"up": False, "problem": "disk full"}
+    found = [
+        {"severity": severity, "summary": f"GPU 3 is {severity}", "id": "1-2"} for severity in ("warning", "critical")
+    ]
+    lines = [Text.from_markup(line).plain.split()[0] for line in first_lines(answer, found)]
+    assert lines == ["journal:", "critical", "warning", "lemon:"]
 
 
 def test_symptoms_are_shown_with_their_cause_only() -> None:
