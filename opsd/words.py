@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import time
+from collections.abc import Iterable
 from itertools import pairwise
 
 _MENTION = re.compile(r"@(?=channel|here|all|everyone)|(?<!\w)@(?=\w)", re.IGNORECASE)
@@ -33,6 +34,18 @@ def duration(seconds: float) -> str:
             more = whole % unit // part
             return f"{whole // unit} {name} {more} {part_name}" if more else f"{whole // unit} {name}"
     return f"{whole} s"
+
+
+def span(seconds: float) -> str:
+    """``seconds`` without what nobody reads: 4 s, 12 min, 3 h 20 min, 2 d 4 h."""
+    whole = max(0, int(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    if whole < 172_800:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"
 
 
 def spans(*days: float) -> list[str]:
@@ -65,6 +78,17 @@ def gpu_time(seconds: float) -> str:
 def plural(number: int, noun: str) -> str:
     """``1 step``, ``2 steps``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def ranges(numbers: Iterable[int], dash: str = "-") -> str:
+    """Numbers in ascending order with runs of them joined: 1, 2, 3 and 7 are "1-3, 7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}{dash}{high}" for low, high in runs)
 
 
 def clock(at: float) -> str:

@@ -71,7 +71,7 @@ def list_command(path: Path, as_json: bool) -> int:
             str(len(manifest.files)) if manifest else "",
             words.size(entry.size),
             str(manifest.sample) if manifest else "",
-            _age(time.time() - manifest.created) if manifest else "",
+            words.span(time.time() - manifest.created) if manifest else "",
         )
     if entries:
         output_console().print(table)
@@ -231,13 +231,6 @@ def _size(folder: Path) -> int:
             with suppress(OSError):
                 size += file.lstat().st_size
     return size
-
-
-def _age(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 NAMED = 5

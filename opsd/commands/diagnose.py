@@ -18,7 +18,7 @@ from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
 from opsd.collectors.lib.nccl.dump_folder import read_dumps
 from opsd.collectors.lib.nccl.flight_recorder import DumpError
-from opsd.collectors.lib.nccl.stuck import evidence, judge, ranges
+from opsd.collectors.lib.nccl.stuck import evidence, judge
 from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
@@ -29,7 +29,7 @@ from opsd.runbooks.lib.losses import NOTHING
 from opsd.stragglers.judge import LEAST_STEPS
 from opsd.stragglers.judge import judge as judge_steps
 from opsd.stragglers.table import ENOUGH, TableError, read_table
-from opsd.words import reason
+from opsd.words import ranges, reason
 
 _EVEN: dict[str, Any] = {
     "culprits": [],

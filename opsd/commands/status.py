@@ -10,12 +10,11 @@ import click
 from rich.table import Table
 
 from opsd.agent.web.jobs import cost_text
-from opsd.agent.web.parts import span
 from opsd.agent.web.repairs import RepairNow
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.gpu_state import gpu_state, heat_style
 from opsd.commands.output import output_console, plain_table, printable, rank_table
-from opsd.words import plural
+from opsd.words import plural, span
 
 _TONES = {"critical": "bold red", "warning": "yellow", "info": "dim"}
 _STATES = {"ok": "green", "limited": "yellow", "no_data": "dim", "error": "red", "hung": "red", "starting": "dim"}

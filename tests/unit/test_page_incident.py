@@ -6,13 +6,10 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from opsd.agent.brief import brief, cost_now
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.incident_page import incident_page, timeline
-from opsd.agent.web.incidents import Listing, ended_card, grouped, incident_path, open_card, ranges
+from opsd.agent.web.incidents import Listing, ended_card, grouped, incident_path, open_card
 from opsd.runbooks.base import Cost, Culprit, Evidence, Incident, Severity, State
 from tests.fakes.incidents import WALL, incident
 from tests.unit.test_page import HOSTILE, Structure, snapshot
@@ -76,13 +73,6 @@ def test_equal_incidents_of_several_runs_are_one_row_that_names_them() -> None:
     assert "2 incidents of 2 runs" in found.text and "rank 5 of a, rank 5 of b" in found.text
     assert {"/job/a", "/job/b"} <= {str(a["href"]) for tag, a in found.tags if tag == "a"}
     assert "2 ranks (4–5)" in cards(*(crash(f"{n}", culprit=Culprit("rank", "n", rank=n)) for n in (4, 5))).text
-
-
-@given(st.sets(st.integers(0, 300), min_size=1))
-def test_ranges_name_exactly_the_numbers(numbers: set[int]) -> None:
-    """In order, each once."""
-    parts = [part.split("–") for part in ranges(sorted(numbers)).split(", ")]
-    assert [n for low, *high in parts for n in range(int(low), int(high[0] if high else low) + 1)] == sorted(numbers)
 
 
 def test_the_page_has_all_of_it() -> None:

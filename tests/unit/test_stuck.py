@@ -16,7 +16,7 @@ from opsd.bench.outside.flight_recorder import CULPRITS
 from opsd.collectors.lib.nccl import stuck
 from opsd.collectors.lib.nccl.dump_folder import read_dumps
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
-from opsd.collectors.lib.nccl.stuck import Verdict, judge, ranges
+from opsd.collectors.lib.nccl.stuck import Verdict, judge
 from opsd.commands.diagnose import diagnose
 
 RECORDED = Path(__file__).parents[1] / "outside" / "fr_traces"
@@ -259,9 +259,3 @@ def test_two_dumps_of_one_rank_are_two_hangs(tmp_path: Path) -> None:
         (tmp_path / name).write_text('{"entries": []}')
     with pytest.raises(DumpError, match=r"old_rank_3.json and rank-0003.json are both of rank 3"):
         read_dumps(tmp_path)
-
-
-def test_ranks_in_short() -> None:
-    """Neighbours are one range."""
-    assert ranges([7, 1, 2, 3, 9, 10]) == "1-3, 7, 9-10"
-    assert ranges([]) == ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from opsd.collectors.lib.nccl.flight_recorder import CALLED, SCHEDULED, Call, Dump, transition
+from opsd.words import ranges
 
 NEVER_CALLED: Final = "never called"
 MISMATCHED: Final = "called something else"
@@ -297,14 +298,3 @@ def evidence(verdict: Verdict | None) -> list[str]:
 def _named(ranks: Sequence[int]) -> str:
     """The ranks with their noun, "" for none."""
     return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}" if ranks else ""
-
-
-def ranges(ranks: Sequence[int]) -> str:
-    """Ranks in short: 1, 2, 3 and 7 are "1-3, 7"."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], rank]
-        else:
-            parts.append([rank])
-    return ", ".join("-".join(map(str, part)) for part in parts)

@@ -23,8 +23,9 @@ from opsd.agent.web.html import (
     whole,
 )
 from opsd.agent.web.other_agents import Answer, OtherNodes
-from opsd.agent.web.parts import STATE_TONES, TONES, span
+from opsd.agent.web.parts import STATE_TONES, TONES
 from opsd.slurm.port import Node
+from opsd.words import span
 
 MAX_ROWS: Final = 256
 MAX_PROBLEMS: Final = 16

@@ -25,9 +25,8 @@ from opsd.agent.web.incidents import (
     state_pills,
     title_of,
 )
-from opsd.agent.web.parts import span
 from opsd.runbooks.base import Incident
-from opsd.words import clock
+from opsd.words import clock, span
 
 MAX_EVENTS: Final = 100
 

@@ -14,9 +14,9 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
 from opsd.agent.web.guides import guide_of
 from opsd.agent.web.html import Html, card, h, join, link, nothing, pill
-from opsd.agent.web.parts import TONES, count, span
+from opsd.agent.web.parts import TONES
 from opsd.runbooks.base import Incident, Severity, State
-from opsd.words import gpu_time
+from opsd.words import gpu_time, plural, ranges, span
 
 MAX_GROUPS: Final = 8
 MAX_ENDED: Final = 4
@@ -84,7 +84,7 @@ def open_card(listing: Listing) -> Html:
         return card("incidents", "Open incidents", nothing("None is open."))
     groups = grouped(open_ones)
     rest = len(groups) - MAX_GROUPS
-    more = nothing(f"{count(rest, 'more kind')}: /api/v1/incidents?state=current") if rest > 0 else Html("")
+    more = nothing(f"{plural(rest, 'more kind')}: /api/v1/incidents?state=current") if rest > 0 else Html("")
     lost = joint_gpu_seconds([*open_ones, *listing.symptoms(open_ones)])
     total = nothing(f"Together they have cost {gpu_time(lost)} so far.") if lost and len(open_ones) > 1 else Html("")
     body = join(_group(group, listing) for group in groups[:MAX_GROUPS])
@@ -161,9 +161,9 @@ def _members(group: Group) -> str:
     for noun, numbers in (("GPU", [i.culprit.gpu for i in group]), ("rank", ranks)):
         known = sorted({number for number in numbers if number is not None})
         if len(known) == len(group):
-            return f"{count(len(known), noun)} ({ranges(known)})"
+            return f"{plural(len(known), noun)} ({ranges(known, '–')})"
     runs = _runs(group)
-    return count(len(group), "incident") + (f" of {len(runs)} runs" if len(runs) > 1 else "")
+    return plural(len(group), "incident") + (f" of {len(runs)} runs" if len(runs) > 1 else "")
 
 
 def _runs(group: Group) -> list[tuple[str, str]]:
@@ -179,17 +179,6 @@ def _member(incident: Incident, wall: float, *, named: bool) -> str:
     if culprit.rank is not None:
         return f"rank {culprit.rank}{f' of {incident.run or incident.job}' if named else ''}"
     return f"{span(wall - incident.opened_at)} ago"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers with runs of them joined: ``0–3, 5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in runs)
 
 
 def _several(group: Group, listing: Listing) -> Html:

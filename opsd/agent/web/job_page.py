@@ -26,11 +26,11 @@ from opsd.agent.web.parts import (
     ranks,
     run_state,
     run_state_text,
-    span,
 )
 from opsd.collectors.base import RankFact, RunFact
 from opsd.plan.forecast import told
 from opsd.runbooks.base import Incident
+from opsd.words import span
 
 MFU: Final = "opsd_rank_mfu_ratio"
 ROUTER: Final = tuple(f"opsd_rank_router_{part}_ratio" for part in ("load", "load_limit", "entropy", "dropped"))

@@ -19,10 +19,11 @@ from opsd.agent.web.history import LOSS, TOKENS, History, current
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
 from opsd.agent.web.incidents import Listing, ended_card, open_card, page_tone
 from opsd.agent.web.jobs import JobOnGpus, cost_text, jobs_on_gpus
-from opsd.agent.web.parts import TONES, count, phase_shares, ranks, run_state, span
+from opsd.agent.web.parts import TONES, phase_shares, ranks, run_state
 from opsd.agent.web.repairs import repair_card, repair_now
 from opsd.collectors.base import RunFact
 from opsd.runbooks.base import Incident
+from opsd.words import plural, span
 
 MAX_RUNS: Final = 8
 REFRESH_S: Final = (0, 5, 60)
@@ -58,7 +59,7 @@ def _summary(snapshot: Snapshot, about: Mapping[str, Any], now: float) -> Html:
     roots = [i for i in snapshot.incidents if i.cause is None]
     worst = min((list(TONES).index(i.severity) for i in roots), default=None)
     state = (
-        pill("no incident", "good") if worst is None else pill(count(len(roots), "incident"), [*TONES.values()][worst])
+        pill("no incident", "good") if worst is None else pill(plural(len(roots), "incident"), [*TONES.values()][worst])
     )
     if snapshot.tick < 0:
         state = pill("not ready: the first collection is not done yet", "warn")

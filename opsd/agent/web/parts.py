@@ -9,6 +9,7 @@ from typing import Final
 from opsd.agent.web.html import Html, card, join, nothing, pill, table
 from opsd.collectors.base import RankFact, RunFact
 from opsd.runbooks.base import Severity
+from opsd.words import span
 
 MAX_RANKS: Final = 32
 
@@ -83,20 +84,3 @@ def phase_shares(ranks: Sequence[RankFact]) -> str:
     total = sum(spent.values())
     shares = sorted(((seconds / total, phase) for phase, seconds in spent.items() if seconds > 0), reverse=True)
     return ", ".join(f"{phase} {share:.0%}" for share, phase in shares[:4] if share >= 0.005) or "–"
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun, in the plural if needed."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def span(seconds: float) -> str:
-    """A duration in words: 4 s, 12 min, 3 h 20 min, 2 d 4 h."""
-    whole = max(0, int(seconds))
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min"
-    if whole < 172_800:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600} h"

@@ -8,8 +8,8 @@ from typing import Final
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.html import Html, card, join, pill, table
-from opsd.agent.web.parts import span
 from opsd.collectors.base import RepairFact, RepairStep
+from opsd.words import span
 
 MAX_SHOWN: Final = 5
 TONES: Final = {"returned": "good", "rma": "bad", "left": "bad"}
