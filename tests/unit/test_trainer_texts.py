@@ -17,10 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from opsd.trainer.data.__main__ import main
 from opsd.trainer.data.build import PLAN, BuildTask, build, group
 from opsd.trainer.data.shards import INDEX, DataError, Framing, Tally, read_index, verify
-from opsd.trainer.data.texts import EMPTY, NULL, UNREADABLE, Reading, find_files, read_texts
+from opsd.trainer.data.texts import EMPTY, HALVES, NULL, UNREADABLE, Reading, find_files, read_texts
 from opsd.trainer.data.tokenize import make_corpus, train_tokenizer
 from tests.fakes.clock import until
 
@@ -149,7 +151,66 @@ def test_a_file_is_read_once_and_what_is_left_out_is_counted(tmp_path: Path) -> 
     (tmp_path / "numbers.csv").write_text("a,b\n1,text\n")
     others: Counter[str] = Counter()
     assert len(find_files([tmp_path, tmp_path / "a.txt", tmp_path / ".." / tmp_path.name], others=others)) == 1
-    assert others == {".pdf": 4, "README": 2, ".json": 6, ".csv": 2}
+    assert others == {
+        "files that end in .pdf": 4,
+        "files that end in README": 2,
+        'files that end in .json and do not begin with a record that has "text"': 6,
+        'files that end in .csv and do not begin with a record that has "text"': 2,
+    }
+
+
+def test_a_folder_without_texts_says_what_it_has(tmp_path: Path) -> None:
+    """The user sees the file lie there, and must learn why it is not taken."""
+    (tmp_path / "a.csv").write_text("id;text\n1;a\n")
+    with pytest.raises(DataError, match=r'was found; 1 files that end in \.csv and do not begin .* "text" left out'):
+        find_files([tmp_path])
+
+
+def test_linked_folders_are_read_once(tmp_path: Path) -> None:
+    """Corpora are put together by links; one that leads back to a folder above it ends there."""
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/a.jsonl").write_text('{"text": "a"}\n')
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for name, target in {"web": "../web", "again": "../web", "back": "."}.items():
+        (corpus / name).symlink_to(target)
+    assert [path.name for path in find_files([corpus])] == ["a.jsonl"]
+
+
+def test_what_is_no_file_is_never_passed_over_in_silence(tmp_path: Path) -> None:
+    """A pipe would wait for ever; behind a link to nothing there was a part of the corpus."""
+    (tmp_path / "a.txt").write_text("a")
+    os.mkfifo(tmp_path / "b.txt")
+    others: Counter[str] = Counter()
+    assert len(find_files([tmp_path], others=others)) == 1
+    assert others == {"pipes, sockets or devices": 1}
+    with pytest.raises(DataError, match=r"b\.txt is neither a file nor a folder"):
+        find_files([tmp_path / "b.txt"])
+    (tmp_path / "c.txt").symlink_to("gone")
+    with pytest.raises(DataError, match=r"c\.txt is a link to nothing; remove it"):
+        find_files([tmp_path])
+    assert len(find_files([tmp_path], others=others, reading=Reading(skip_unreadable=True))) == 1
+    assert others["links to nothing"] == 1
+
+
+def test_one_of_several_columns_is_not_chosen_in_silence(tmp_path: Path) -> None:
+    """The library would take the last one."""
+    (tmp_path / "a.csv").write_text("text,text\na,b\n")
+    with pytest.raises(DataError, match='has several columns "text"'):
+        list(read_texts([tmp_path / "a.csv"]))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--vocab", "-1"), ("--max-bytes", "-1"), ("--workers", "-1"), ("--shard-tokens", "0"), ("--encoding", "rot13")],
+)
+def test_an_option_out_of_range_is_refused(tmp_path: Path, option: str, value: str) -> None:
+    """By its name, before a file is read."""
+    (tmp_path / "a.txt").write_text("a")
+    ended = CliRunner().invoke(main, [str(tmp_path), "--out", str(tmp_path / "out"), option, value])
+    assert ended.exit_code != 0
+    assert option in f"{ended.output} {ended.exception}"
+    assert not (tmp_path / "out").exists()
 
 
 def test_numbers_are_no_text(tmp_path: Path) -> None:
@@ -161,10 +222,12 @@ def test_numbers_are_no_text(tmp_path: Path) -> None:
 
 
 def test_half_an_emoji_does_not_end_a_build(tmp_path: Path) -> None:
-    """Scraped JSON has texts that were cut within a surrogate pair; they are tokenised like any other."""
+    """Scraped JSON has texts that were cut within a surrogate pair; half a character is dropped and counted."""
     (tmp_path / "a.jsonl").write_text('{"text": "cut \\ud83d"}\n{"text": "whole \\ud83d\\ude00"}\n')
-    texts = list(read_texts([tmp_path / "a.jsonl"]))
-    assert texts == ["cut ?", "whole \N{GRINNING FACE}"]
+    tally = Tally()
+    texts = list(read_texts([tmp_path / "a.jsonl"], tally=tally))
+    assert tally.dropped == {HALVES: 1}
+    assert texts == ["cut ", "whole \N{GRINNING FACE}"]
     assert len(train_tokenizer(texts, 300).encode_batch_fast(texts)) == 2
 
 

@@ -37,15 +37,28 @@ USAGE, INTERRUPTED = 2, 3
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Folder of the corpus.")
 @click.option("--tokenizer", "tokenizer_file", type=click.Path(path_type=Path), help="Use this tokenizer.json.")
-@click.option("--vocab", default=2048, show_default=True, help="Ids of the tokenizer that is trained otherwise.")
+@click.option(
+    "--vocab",
+    type=click.IntRange(257),
+    default=2048,
+    show_default=True,
+    help="Ids of the tokenizer that is trained otherwise.",
+)
 @click.option("--separator", default="", metavar="TOKEN", help="Ends documents; by default the tokenizer's own EOS.")
 @click.option("--suffix", "suffixes", multiple=True, default=SUFFIXES, show_default=True, help="Taken from folders.")
 @click.option("--field", default=FIELD, show_default=True, help="Where JSON, CSV, Parquet and Arrow have the text.")
 @click.option("--encoding", default="utf-8", show_default=True, help="Of text without a byte order mark.")
 @click.option("--skip-unreadable", is_flag=True, help="Leave out, and count, files that cannot be read.")
-@click.option("--max-bytes", default=1 << 62, help="Use the first files that together have no more than this.")
-@click.option("--shard-tokens", default=100_000_000, show_default=True, help="Tokens in a shard, about.")
-@click.option("--workers", default=0, help="Processes; 0 is one per core.")
+@click.option(
+    "--max-bytes",
+    type=click.IntRange(1),
+    default=1 << 62,
+    help="Use the first files that together have no more than this.",
+)
+@click.option(
+    "--shard-tokens", type=click.IntRange(1), default=100_000_000, show_default=True, help="Tokens in a shard, about."
+)
+@click.option("--workers", type=click.IntRange(0), default=0, help="Processes; 0 is one per core.")
 @click.option("--overwrite", is_flag=True, help="Replace a corpus that is there already.")
 def main(
     sources: tuple[Path, ...],
@@ -88,7 +101,7 @@ def main(
         f"{out}: {plural(documents, 'document')}, {tokens:,} tokens, {index.vocab:,} ids, "
         f"{plural(len(index.shards), 'shard')}"
     )
-    left_out = {f"files that end in {suffix}": count for suffix, count in sorted(others.items())}
+    left_out = dict(sorted(others.items()))
     if beyond := len(found) - len(files):
         left_out["files beyond --max-bytes"] = beyond
     for name, value in {**summary(index), **left_out}.items():
@@ -116,8 +129,9 @@ def _built(
 
 def _known(encoding: str) -> str:
     try:
+        "a".encode(encoding)
         return codecs.lookup(encoding).name
-    except LookupError as error:
+    except LookupError as error:  # also if it encodes no text, as rot13
         raise DataError(f"--encoding {encoding}: not known; for instance utf-8, utf-16 or latin-1") from error
 
 

@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import lzma
+import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -43,6 +44,7 @@ MARKS = {
 """Encodings by the byte order mark. That of UTF-32 begins with that of UTF-16, so it comes first."""
 
 NULL, EMPTY, UNREADABLE = "documents without a text", "empty documents", "files that cannot be read to their end"
+HALVES = "halves of characters (unpaired surrogates)"
 """Why something was dropped."""
 
 
@@ -68,8 +70,8 @@ def find_files(
     """The files among ``sources``, and those below its folders that end in one of ``suffixes``, sorted, each once.
 
     For a compressed file the suffix before the compression counts. JSON and CSV are also the form of settings and
-    results, so that of folders only those whose first record has the field are taken. ``others`` counts the files of
-    folders that are left out, by suffix, but for hidden ones. Raises DataError if there are no files.
+    results, so that of folders only those whose first record has the field are taken. ``others`` counts by reason what
+    else is in folders, but for hidden files. Raises DataError if there are no files, and for a link to nothing.
     """
     found: dict[tuple[int, int], Path] = {}
     others = Counter() if others is None else others
@@ -80,18 +82,57 @@ def find_files(
 
     for source in sources:
         if source.is_dir():
-            for path in sorted(path for path in source.rglob("*") if path.is_file()):
-                if kind(path) in suffixes and (kind(path) not in (".json", *TABLES) or _has_texts(path, reading)):
+            for path in _below(source):
+                if not (why := _why_not(path, suffixes, reading)):
                     take(path)
                 elif not any(part.startswith(".") for part in path.relative_to(source).parts):
-                    others[kind(path) or path.name] += 1
+                    others[why] += 1
         elif source.is_file():
             take(source)
         else:
-            raise DataError(f"{source} does not exist")
+            raise DataError(f"{source} {_no_file(source)}")
     if not found:
-        raise DataError(f"no file that ends in {' or '.join(suffixes)} was found")
+        why = "".join(f"; {count:,} {name} left out" for name, count in sorted(others.items()))
+        raise DataError(f"no file with texts that ends in {' or '.join(suffixes)} was found{why}")
     return sorted(found.values())
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All names below ``folder`` but those of folders. Linked folders are followed, each folder once."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    seen = set[tuple[int, int]]()
+    for top, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        about = Path(top).stat()
+        if (about.st_dev, about.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        yield from (Path(top, name) for name in names)
+
+
+def _why_not(path: Path, suffixes: tuple[str, ...], reading: Reading) -> str:
+    """Why ``path``, found in a folder, is left out, "" if it is taken. Raises DataError."""
+    end = kind(path)
+    if end not in suffixes:
+        return f"files that end in {end or path.name}"
+    if not path.is_file():
+        if path.exists():
+            return "pipes, sockets or devices"
+        if not reading.skip_unreadable:
+            raise DataError(f"{path} {_no_file(path)}; remove it, or pass --skip-unreadable to leave it out")
+        return "links to nothing"
+    if end in (".json", *TABLES) and not _has_texts(path, reading):
+        return f'files that end in {end} and do not begin with a record that has "{reading.field}"'
+    return ""
+
+
+def _no_file(path: Path) -> str:
+    if path.exists():
+        return "is neither a file nor a folder; write what it has to a file"
+    return "is a link to nothing" if path.is_symlink() else "does not exist"
 
 
 def kind(path: Path) -> str:
@@ -119,8 +160,8 @@ def read_texts(
 ) -> Iterator[str]:
     """The documents of ``files``, up to ``limit`` bytes in all, counted in ``tally``.
 
-    Documents that are empty or null are dropped. A text file is one document. An unpaired surrogate in JSON becomes
-    "?". Raises DataError for a file that cannot be read.
+    Documents that are empty or null are dropped, and in JSON unpaired surrogates. A text file is one document. Raises
+    DataError for a file that cannot be read.
     """
     reading, tally, left = reading or Reading(), tally or Tally(), limit
     for path in files:
@@ -128,7 +169,8 @@ def read_texts(
         with suppress(OSError):  # told when it is opened
             tally.bytes += path.stat().st_size
         try:
-            for text in _documents(path, reading):
+            for read in _documents(path, reading):
+                text = _encodable(read, tally) if read else read
                 left -= len(text.encode()) if text else 0
                 if left < 0:
                     return
@@ -141,6 +183,16 @@ def read_texts(
             if not reading.skip_unreadable:
                 raise
             tally.drop(UNREADABLE)
+
+
+def _encodable(text: str, tally: Tally) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        kept = text.encode("utf-8", "ignore").decode()
+        tally.drop(HALVES, len(text) - len(kept))
+        return kept
+    return text
 
 
 def _documents(path: Path, reading: Reading) -> Iterator[str | None]:
@@ -242,7 +294,7 @@ def _field(entry: Any, field: str) -> str | None:
     text = entry[field]
     if text is not None and not isinstance(text, str):
         raise _NoTextError
-    return text and text.encode("utf-8", "replace").decode()
+    return text
 
 
 def _table(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[str | None]:
@@ -252,6 +304,8 @@ def _table(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[st
     try:
         if reading.field not in (names := rows.fieldnames or ()):
             raise _OtherContentError(f'{path} has no column "{reading.field}" but {", ".join(names)}; see --field')
+        if list(names).count(reading.field) > 1:
+            raise DataError(f'{path} has several columns "{reading.field}"; give each a name of its own')
         for row in rows:
             if None in row:
                 raise DataError(f"{path}, line {rows.line_num}: more columns than the {len(names)} of the first line")
@@ -289,6 +343,8 @@ def _arrow(path: Path, file: io.BufferedReader, reading: Reading) -> Iterator[st
 def _check_column(arrow: Any, path: Path, schema: Any, field: str) -> None:
     if field not in schema.names:
         raise DataError(f'{path} has no column "{field}" but {", ".join(schema.names)}; see --field')
+    if schema.names.count(field) > 1:
+        raise DataError(f'{path} has several columns "{field}"; give each a name of its own')
     type_ = schema.field(field).type
     type_ = type_.value_type if arrow.types.is_dictionary(type_) else type_
     if str(type_) not in ("string", "large_string", "string_view", "null"):
