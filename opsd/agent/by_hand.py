@@ -11,7 +11,7 @@ from opsd.runbooks.base import Acknowledgement, Closing, Finding, Incident, Stat
 from opsd.words import clock, duration
 
 SOCKET: Final = "control.sock"
-"""Where in the state folder an agent takes orders, see ``opsd.agent.control``."""
+"""Where in the state folder an agent takes orders, see ``opsd.agent.daemon``."""
 PATIENCE_S: Final = 10.0
 """How long a person waits for the tick that carries out the order."""
 WRITE_S: Final = 3.0

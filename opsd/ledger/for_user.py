@@ -65,10 +65,6 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 POINTS = 240
 NAMES = ("loss", "tokens_per_s", "step_s")
 
@@ -115,3 +111,7 @@ def _thinned(points: Sequence[tuple[float, float]], most: int) -> Curve:
         (math.fsum(at for at, _ in part) / len(part), math.fsum(value for _, value in part) / len(part))
         for _, part in sorted(parts.items())
     ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from opsd.launch.hangs.dumps import Dumps, ask_server
 from opsd.launch.hangs.recorder import dump_path, judge_folder, short_path
+from opsd.launch.hangs.watch import Dumps, ask_server
 from opsd.launch.io.loop import Loop
 from opsd.launch.ranks.dumps import fit_environment, socket_of
 from opsd.rundir import RunFolders

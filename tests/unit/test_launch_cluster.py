@@ -11,7 +11,7 @@ import pytest
 from opsd import exitcodes
 from opsd.launch.claims.messages import Begun
 from opsd.launch.io.reporting import flush
-from opsd.launch.run.isolation import LASTING_S, SILENT_S
+from opsd.launch.run.cluster import LASTING_S, SILENT_S
 from opsd.launch.run.messages import (
     Ended,
     Failed,

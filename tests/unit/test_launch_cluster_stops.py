@@ -14,7 +14,7 @@ from opsd.launch.io.reporting import EventLog, flush
 from opsd.launch.ranks.settings import Program, Settings
 from opsd.launch.ranks.shutdown import SECOND_STOP_S
 from opsd.launch.ranks.workers import RankStarter
-from opsd.launch.run.local_stops import UNBEGUN_S
+from opsd.launch.run.cluster import UNBEGUN_S
 from opsd.launch.run.messages import (
     CODEC,
     Leaving,

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from opsd import exitcodes
-from opsd.slurm.advice import advise
-from opsd.slurm.check import check
+from opsd.slurm.check import advise, check
 from opsd.slurm.port import Node, Partition, SlurmMissing, SlurmUnavailable, Version
 from tests.fakes.slurm import FakeSlurm
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.stragglers.judge import judge
-from opsd.stragglers.pipeline import one_f_one_b
 from opsd.stragglers.trace import (
     BACKWARD,
     COMPUTE,
@@ -28,6 +27,7 @@ from opsd.stragglers.trace import (
     Trace,
     Verdict,
 )
+from opsd.stragglers.what_if import one_f_one_b
 
 STEPS = 8
 

@@ -14,23 +14,24 @@ from opsd.checkpoints.claims import End
 from opsd.launch.claims.claim_store import Plan
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import Begun, Body
+from opsd.launch.claims.tcp_group import LASTING
 from opsd.launch.hangs.culprit import Hang
 from opsd.launch.io.control import Request
+from opsd.launch.io.loop import Timer
 from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import OF_ONE_LAUNCHER
 from opsd.launch.ranks.failure import Failure, first_cause
+from opsd.launch.ranks.shutdown import SECOND_STOP_S
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import LocalHang, to_ages
 from opsd.launch.run.generation_change import GenerationChange
-from opsd.launch.run.isolation import IsolationTimeouts
 from opsd.launch.run.launchers import cannot_listen
 from opsd.launch.run.leader import Leader
-from opsd.launch.run.local_stops import LocalStops
-from opsd.launch.run.messages import CODEC, ToLeader
+from opsd.launch.run.messages import CODEC, Stop, StopReason, ToLeader
 from opsd.launch.run.nodes import RunShape, assign_slots, usable
 from opsd.launch.run.readiness import Readiness
-from opsd.launch.run.run_control import RankFailure, answer
+from opsd.launch.run.run_control import CONTROL, RankFailure, answer
 from opsd.launch.run.shutdown import BatchJob, Shutdown
 from opsd.launch.run.slow_ranks import concerns
 from opsd.launch.run.supervisor import Supervisor
@@ -357,3 +358,186 @@ class ClusterRun:
     def over(self, end: End) -> None:
         """The run has ended."""
         self._shutdown.finish(end.code, end.reason)
+
+
+WATCH_S = 0.25
+LASTING_S, SILENT_S = 30.0, 1800.0
+"""How long the run's folder may fail with a lasting error, and with any."""
+
+
+class IsolationTimeouts:
+    """Timeouts of a launcher without the others, without a leader, or without the run's folder.
+
+    ``stuck`` returns whether the ranks here make no progress.
+
+    Without a reachable leader the launcher exits after ``join_s`` seconds at the start, and after ``isolated_s`` later.
+    """
+
+    def __init__(
+        self,
+        node: Supervisor,
+        group: Group,
+        change: GenerationChange,
+        shutdown: Shutdown,
+        stuck: Callable[[], bool],
+        *,
+        join_s: float,
+        isolated_s: float,
+    ) -> None:
+        self._node = node
+        self._group = group
+        self._change = change
+        self._shutdown = shutdown
+        self._stuck = stuck
+        self._join_s = join_s
+        self._isolated_s = isolated_s
+        self._alone: Timer | None = None
+        self._since = self._alone_s = self._unwell_s = 0.0
+
+    def watch(self) -> None:
+        """Start the timers."""
+        self._node.loop.every(WATCH_S, self._watch_folder)
+        self._node.loop.later(self._join_s, self._nobody_came)
+
+    def _nobody_came(self) -> None:
+        if self._change.plan is None and self._group.leader is None:
+            why = f"fewer launchers than the run needs have come within {self._join_s:g} s"
+            self._shutdown.leave(exitcodes.FAILED, why)
+
+    def _watch_folder(self) -> None:
+        """Running ranks need no folder; a pause delays a recovery, a lasting error ends the launcher."""
+        led = self._group.leader not in (None, self._group.own.name)
+        well = not self._group.replacing and (self._node.generation.running or (led and not self._change.between))
+        self._unwell_s = 0.0 if well else self._unwell_s + WATCH_S
+        error = self._group.folder_error
+        lasting = error is not None and error.errno in LASTING
+        unbegun = self._change.plan is None and not self._change.between
+        limit_s = 0.0 if lasting and unbegun else LASTING_S if lasting else SILENT_S
+        if min(self._group.folder_silent_s, self._unwell_s) > limit_s:
+            why = (error.strerror or str(error)) if error is not None else f"no answer for {SILENT_S:g} s"
+            self._shutdown.finish(exitcodes.FAILED, f"the run's folder cannot be used: {why}")
+
+    def leader_lost(self) -> None:
+        """There is no leader; wait for another one, once the run has begun."""
+        if self._change.plan is not None and self._alone is None:
+            self._since, self._alone_s = time.monotonic(), 0.0
+            self._alone = self._node.loop.later(self._isolated_s, self._give_up)
+
+    def leader_found(self) -> float:
+        """There is a leader; returns for how many seconds there was none."""
+        if self._alone is None:
+            return 0.0
+        self._alone.cancel()
+        self._alone = None
+        return time.monotonic() - self._since
+
+    def _give_up(self) -> None:
+        """Exit, unless ranks make progress here, or the folder pauses: then nobody can lead, and all wait."""
+        self._alone_s += self._isolated_s
+        if self._group.folder_silent_s > self._isolated_s / 2 or (not self._stuck() and self._alone_s < SILENT_S):
+            self._alone = self._node.loop.later(self._isolated_s, self._give_up)
+        else:
+            why = f"no leader of the run within reach for {self._isolated_s:g} s"
+            self._node.end(lambda: self._shutdown.leave(exitcodes.REQUEUE, why))
+
+
+UNBEGUN_S = 5.0
+"""How long a launcher that is stopped before its run has begun looks for a leader to tell."""
+
+
+class LocalStops:
+    """Why the ranks of one launcher stop: a signal, a command, an order of the leader, or its own job wants the node.
+
+    A stop that is asked for here stops the whole run, except on a ``borrowed`` node, whose signals concern its own job.
+    ``tell`` reports to the leader.
+    """
+
+    def __init__(
+        self,
+        node: Supervisor,
+        group: Group,
+        change: GenerationChange,
+        shutdown: Shutdown,
+        tell: Callable[[ToLeader], None],
+        *,
+        borrowed: bool,
+    ) -> None:
+        self._node, self._group, self._change, self._shutdown = node, group, change, shutdown
+        self._tell, self._borrowed = tell, borrowed
+        self.wanted: Stop | None = None
+        """The first that was asked for here; a new leader has to hear of it."""
+        self._stop: Stop | None = None
+        self._idle_stops = 0
+        """Requests received while no ranks ran here."""
+        self._ordered: messages.StopOrdered | None = None
+        self._recalled_by = ""
+
+    @property
+    def told(self) -> Stop | None:
+        """The stop that the ranks here were told, None without one."""
+        return self._stop if self._node.stopping else None
+
+    def asked(self, by: str) -> None:
+        """Stop here at once, and have all others stop: the signal may have reached this node only."""
+        if self._shutdown.begun:
+            self._shutdown.exit_now()
+            return
+        if self._borrowed and by != CONTROL:
+            self._recalled_by = by
+            self.leave_if_recalled()
+            return
+        stop = Stop(StopReason.REQUEST) if by == CONTROL else Stop(StopReason.SIGNAL, by)
+        if self.wanted or not self._node.stopping:
+            self._stop_ranks(stop)
+        self.wanted = self.wanted or stop
+        self._tell(messages.StopWanted(stop))
+        if not self._node.generation.running:
+            self._idle_stops += 1
+            limit = self._node.settings.stop_timeout_s if self._change.plan is not None else UNBEGUN_S
+            limit_s = (limit, min(limit, SECOND_STOP_S), 0.0)[min(self._idle_stops, 3) - 1]
+            self._node.loop.later(limit_s, lambda: self._leave_idle(f"stopped after {by}"))
+
+    def _leave_idle(self, reason: str) -> None:
+        """Exit if nobody has ended the run; ranks that were started meanwhile stop in their own time."""
+        if not self._node.generation.running:
+            self._shutdown.leave(exitcodes.REQUEUE, reason)
+
+    def _stop_ranks(self, stop: Stop) -> None:
+        self._stop = stop
+        self._node.stop(str(stop))
+
+    def leave_if_recalled(self) -> None:
+        """If this borrowed node is wanted back, leave once another node has taken its place at a step boundary."""
+        if not self._recalled_by:
+            return
+        why = f"its own job ends ({self._recalled_by})"
+        if self._change.at_work:
+            self._tell(messages.Leaving(self._node.generation.number, why))
+        else:
+            self._node.end(lambda: self._shutdown.leave(exitcodes.INTERRUPTED, f"{self._group.own.name} goes: {why}"))
+
+    def too_slow(self, reason: str) -> None:
+        """Kill the ranks of this node; the leader ends the run, or goes on from the last checkpoint.
+
+        Ranks that are already being ended belong to a generation change, which continues.
+        """
+        if self._node.ending:
+            return
+        late = messages.Late(self._node.generation.number, reason, self.told)
+        self._node.end(lambda: self._tell(late))
+
+    def ordered(self, order: messages.StopOrdered) -> None:
+        """The leader orders it."""
+        self._ordered = order
+        self._stop_as_ordered()
+
+    def generation_begun(self) -> None:
+        """Other ranks run here now, which have been told nothing yet."""
+        self._stop = None
+        self._stop_as_ordered()
+
+    def _stop_as_ordered(self) -> None:
+        """An order may arrive late, when other ranks run here, or early, before the ranks that it concerns."""
+        order = self._ordered
+        if order is not None and order.generation == self._node.generation.number and not self._node.stopping:
+            self._stop_ranks(order.stop)
