@@ -239,6 +239,9 @@ def reading(model: ModelSettings, trained: int, length: int) -> ModelSettings:
 
 def main(arguments: Sequence[str]) -> int:
     """Evaluate one checkpoint."""
+    if len(arguments) != 2 or not arguments[1].isdecimal():
+        print("usage: python -m opsd.trainer.evaluate RUN_FOLDER STEP", file=sys.stderr)
+        return USAGE
     run, step = Path(arguments[0]), int(arguments[1])
     try:
         config = Config.model_validate_json((run / CONFIG).read_text(encoding="utf-8"))

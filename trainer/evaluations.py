@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,11 @@ from opsd.client import Reporter
 from opsd.events import Evaluation
 from opsd.trainer.background import Work, run_now
 from opsd.trainer.config import CHECKPOINTS, Config
+from opsd.trainer.data.shards import DataError
+from opsd.trainer.data.texts import read_texts
+from opsd.trainer.items import check_letters, read_items
 from opsd.trainer.jsonl import new_lines, read_positions, write_positions
+from opsd.trainer.settings import EvaluationSettings
 
 RESULTS, SCORES = "evaluations.jsonl", "scores"
 """In the run folder: one line per evaluation, and a folder for each with the scores of single items."""
@@ -45,6 +49,28 @@ class RunningEvaluation:
 
     step: int
     process: subprocess.Popen[bytes]
+
+
+def demand_sets(settings: EvaluationSettings) -> None:
+    """Raises DataError if a set cannot be read, before a step is made.
+
+    A set that is missing here may be there for the command of ``settings.queue``, unless that runs on this node.
+    """
+    here = settings.queue == EvaluationSettings().queue
+
+    def present(sets: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+        return ((name, Path(path)) for name, path in sets.items() if here or Path(path).exists())
+
+    for name, path in present(settings.perplexity):
+        if next(read_texts([path]), None) is None:
+            raise DataError(f"{path}: the evaluation set {name} has no text")
+    for sets in (settings.cloze, settings.multiple_choice):
+        for name, path in present(sets):
+            items = read_items(path)
+            if not items:
+                raise DataError(f"{path}: the evaluation set {name} has no items")
+            if sets is settings.multiple_choice:
+                check_letters(items)
 
 
 class Evaluations:

@@ -13,10 +13,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Final
+from typing import Any, Final
 
 from opsd.trainer.data.shards import DataError
+from opsd.words import plural
 
+FIELDS: Final = ("context", "choices", "answer")
 ASKS: Final = "Answer:"
 """Possible ends of a context; the choices of MCF stand before it."""
 
@@ -35,8 +37,7 @@ class Item:
 
         Raises DataError if the alphabet is too short.
         """
-        if len(self.choices) > len(ascii_uppercase):
-            raise DataError(f"an item has {len(self.choices)} choices, more than there are letters")
+        check_letters([self])
         letters = ascii_uppercase[: len(self.choices)]
         listed = "".join(f"\n {letter}. {choice.strip()}" for letter, choice in zip(letters, self.choices, strict=True))
         question = self.context.rstrip().removesuffix(ASKS).rstrip()
@@ -112,24 +113,42 @@ def write_scores(path: Path, scores: Iterable[Score]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
+def check_letters(items: Iterable[Item]) -> None:
+    """Raises DataError for an item with more choices than there are letters."""
+    most = max((len(item.choices) for item in items), default=0)
+    if most > len(ascii_uppercase):
+        raise DataError(f"an item has {most} choices, more than there are letters")
+
+
 def read_items(path: Path) -> list[Item]:
     """The items of a set. Raises DataError naming an invalid line."""
     items = []
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            raw = json.loads(line)
-            context, choices, answer = raw["context"], raw["choices"], raw["answer"]
-            if not all(isinstance(text, str) for text in (context, *choices)):
-                raise TypeError("context and choices are texts")
-            if not (all(choices) and 0 <= answer < len(choices)):
-                raise ValueError("answer or choices out of range")
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: no cloze item with context, choices and answer") from error
-        items.append(Item(context, tuple(choices), answer))
+            items.append(_item(json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            why = f"no cloze item with context, choices and answer: {error}"
+            raise DataError(f"{path}, line {number}: {why}") from error
     return items
+
+
+def _item(raw: Any) -> Item:
+    """Raises ValueError."""
+    context, choices, answer = (raw.get(key) for key in FIELDS) if isinstance(raw, dict) else (None, None, None)
+    if not isinstance(context, str):
+        raise ValueError("the context is no text")
+    if not (isinstance(choices, list) and all(choice and isinstance(choice, str) for choice in choices)):
+        raise ValueError("the choices are no list of texts that have characters")
+    if len(choices) < 2:
+        raise ValueError(f"it has {plural(len(choices), 'choice')}, which leaves nothing to choose")
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(f"the answer is no whole number from 0 to {len(choices) - 1}")
+    for text in (context, *choices):
+        text.encode()  # half of a character raises UnicodeEncodeError, which is a ValueError
+    return Item(context, tuple(choices), answer)

@@ -25,6 +25,7 @@ from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.loader import Loader
 from opsd.trainer.data.sources import Source, open_sources, sizes
 from opsd.trainer.data_settings import Shape
+from opsd.trainer.evaluations import demand_sets
 from opsd.trainer.experts import routing_figures
 from opsd.trainer.gpu_clock import gpu_clock
 from opsd.trainer.optimizer import Optimizer
@@ -99,6 +100,8 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     demand_installed(config.tracking)
     demand_libraries(config.parallel)
     demand_device(config, gpu_here(config.run))
+    if os.environ.get("RANK", "0") == "0":
+        demand_sets(config.evaluation)
     counts = micro_batches(config, int(os.environ.get("WORLD_SIZE", "1")))
     sources = open_corpora(config)
     world = join(config.run, config.parallel)

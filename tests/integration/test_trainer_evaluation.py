@@ -48,6 +48,27 @@ def test_every_checkpoint_is_evaluated(run: Run, tmp_path: Path) -> None:
     assert events[0]["reference"] == {"held_loss": 1.0}
 
 
+@pytest.mark.parametrize(
+    ("kind", "content", "expected"),
+    [
+        ("cloze", None, "cannot be read"),
+        ("cloze", "", "the evaluation set s has no items"),
+        ("multiple_choice", '{"context": "a", "choices": ["b"], "answer": 0}', "line 1: no cloze item"),
+        ("multiple_choice", json.dumps({"context": "a", "choices": ["b"] * 27, "answer": 0}), "27 choices"),
+        ("perplexity", "", "the evaluation set s has no text"),
+    ],
+)
+def test_a_set_that_cannot_be_read_is_refused_at_once(
+    run: Run, tmp_path: Path, kind: str, content: str | None, expected: str
+) -> None:
+    """The run would train to its end, and have no evaluation."""
+    if content is not None:
+        (tmp_path / "set.jsonl").write_text(content)
+    assert run.start(world=1, **{f"evaluation__{kind}": f'{{s = "{tmp_path}/set.jsonl"}}'}).wait() == [2]
+    assert expected in run.printed()
+    assert "step 1/" not in run.printed()
+
+
 HARNESS = """
 import json, pathlib, sys
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -91,7 +112,7 @@ def test_a_harness_that_fails_is_told(run: Run, tmp_path: Path) -> None:
 
 def test_an_evaluation_that_fails_is_told(run: Run, tmp_path: Path) -> None:
     """A set that cannot be read gives an event without results, and the checkpoint may go; the training goes on."""
-    sets = {"evaluation__perplexity": f'{{held = "{tmp_path}/none.txt"}}'}
+    sets = {"evaluation__perplexity": f'{{held = "{tmp_path}/none.txt"}}', "evaluation__queue": '"env {command}"'}
     assert run.start(run__steps=5, **sets).wait() == [0, 0], run.log().read_text()
     (event,) = run.events("evaluation")
     assert (event["step"], event["results"]) == (5, {})

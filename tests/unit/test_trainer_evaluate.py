@@ -177,6 +177,12 @@ def test_lengths_leave_out_the_space_before_a_choice(tmp_path: Path) -> None:
         "{",
         '{"context": "a", "choices": ["b"], "answer": 1}',
         '{"context": "a"}',
+        '{"context": "a", "choices": ["b"], "answer": 0}',
+        '{"context": "a", "choices": "bc", "answer": 0}',
+        '{"context": "a", "choices": ["b", "c"], "answer": true}',
+        '{"context": "a", "choices": ["b", "c"], "answer": 1.0}',
+        '{"context": "a\\ud800", "choices": ["b", "c"], "answer": 1}',
+        "[" * 100_000,
     ],
 )
 def test_bad_items_are_named(tmp_path: Path, line: str) -> None:
@@ -184,6 +190,13 @@ def test_bad_items_are_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "set.jsonl").write_text('{"context": "a", "choices": ["b", "c"], "answer": 1}\n' + line)
     with pytest.raises(DataError, match=r"set\.jsonl, line 2"):
         read_items(tmp_path / "set.jsonl")
+
+
+def test_items_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Tables that are exported on Windows do, and corpora are read that way too."""
+    line = '{"context": "a", "choices": ["b", "c"], "answer": 1}\n'
+    (tmp_path / "set.jsonl").write_text(line, encoding="utf-8-sig")
+    assert read_items(tmp_path / "set.jsonl") == [Item("a", ("b", "c"), 1)]
 
 
 def test_the_reference_is_read_at_equal_tokens(tmp_path: Path) -> None:
