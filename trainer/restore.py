@@ -34,11 +34,13 @@ from opsd.trainer import memory
 from opsd.trainer.checkpoint import State
 from opsd.trainer.config import ConfigError
 from opsd.trainer.exchange import gather_held, newest_whole, plan_transfers, run_transfers
+from opsd.trainer.jsonl import new_lines
 from opsd.trainer.load import load, load_memory
 from opsd.trainer.locks import wait_for_saves
 from opsd.trainer.parts import with_retries
 from opsd.trainer.world import World
 
+EVENTS = "events.jsonl"
 WAIT_FOR_SAVES_S = 60.0
 WAIT_FOR_FENCED_S = 2.0
 """A fenced generation only commits what it was about to commit.
@@ -86,8 +88,8 @@ def restore(
     None if there is none. All ranks call it together and load the same step: the first rank proposes, the ranks share
     the verification, and a damaged checkpoint is set aside in favour of the next older one. ``digest`` identifies model
     and data after a number of samples; if it differs, ``changes`` names settings. Raises ConfigError if the checkpoint
-    is of another model or data. Raises RestoreError, unless ``fresh``, if there were checkpoints and none of them is
-    valid. The same goes for a ``remote`` that cannot be read.
+    is of another model or data. Raises RestoreError, unless ``fresh``, if there were checkpoints, also by the
+    run's events, and none of them is valid. The same goes for a ``remote`` that cannot be read.
     """
     began = time.monotonic()
     if world.rank == 0:
@@ -106,7 +108,8 @@ def restore(
     if kept is not None and (manifest is not None or fresh):
         memory.forget(kept.folder, world.rank)
     if manifest is None:
-        _refuse_data_loss(root, kept, remote if fetched < 0 else "", fresh=fresh)
+        gone = world.from_first(_last_told(root.parent / EVENTS) if world.rank == 0 else -1)
+        _refuse_data_loss(root, kept, remote if fetched < 0 else "", gone, fresh=fresh)
         return None
     folder = folder_of(root, manifest.step)
     if manifest.config_digest != digest(manifest.sample):
@@ -124,7 +127,19 @@ def _difference(changed: list[str] | None) -> str:
     return f"other settings: {'; '.join(changed)}" if changed else "another corpus or order of the data so far"
 
 
-def _refuse_data_loss(root: Path, kept: _Damaged | None, unread: str, *, fresh: bool) -> None:
+def _last_told(events: Path) -> int:
+    """The newest step whose checkpoint the run has told to be durable, -1 without any."""
+    told = set[int]()
+    for line in new_lines(events, {}):
+        match line:
+            case {"event": "checkpoint_committed", "step": int(step)}:
+                told.add(step)
+            case {"event": "checkpoint_unproved", "step": int(step)}:
+                told.discard(step)
+    return max(told, default=-1)
+
+
+def _refuse_data_loss(root: Path, kept: _Damaged | None, unread: str, gone: int, *, fresh: bool) -> None:
     """Without a checkpoint: raises RestoreError if there was or may be one, unless ``fresh``."""
     if kept is not None:
         way_out = "it has been dropped, run again" if fresh else "pass --fresh"
@@ -136,6 +151,8 @@ def _refuse_data_loss(root: Path, kept: _Damaged | None, unread: str, *, fresh: 
         why = f"{root} has no checkpoint and none is available from {place}; fix that, or start over with --fresh"
     elif any(is_there(folder, REJECTED) for _, folder in folders(root)):
         why = f"every checkpoint in {root} is damaged; bring one back, or pass --fresh to begin again at step 0"
+    elif gone >= 0:
+        why = f"{root} has no checkpoint, but this run saved step {gone}; bring it back, or start over with --fresh"
     else:
         return
     raise RestoreError(why)

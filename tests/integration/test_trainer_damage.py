@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,22 @@ def test_never_afresh_in_silence(stopped_at_20: Run, undisturbed: Run) -> None:
     assert [event["step"] for event in run.events("checkpoint_rejected")] == saved[::-1]
     run.finish("--fresh")
     assert run.curve() == undisturbed.curve()
+
+
+def test_checkpoints_that_are_gone_are_not_begun_again_in_silence(stopped_at_20: Run) -> None:
+    """The events of the launcher tell that there were some: a lost mount or a wrong clean-up must not cost the run."""
+    run = stopped_at_20
+    for step in steps(run.checkpoints):
+        (folder_of(run.checkpoints, step) / MANIFEST).unlink()
+    (run.folder / "events.jsonl").write_text(
+        "".join(json.dumps({"event": "checkpoint_committed", "step": step}) + "\n" for step in (10, 15))
+        + json.dumps({"event": "checkpoint_unproved", "step": 15})
+        + "\n"
+    )
+    code, line = refused(run)
+    assert code == 1
+    assert "has no checkpoint, but this run saved step 10; bring it back" in line
+    run.finish("--fresh")
 
 
 def test_another_model_is_refused(stopped_at_20: Run) -> None:
