@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def distributed(root: Path) -> Iterator[Stored]:
     """The tensors of the distributed checkpoint in ``root``. Raises FormatError, OSError or UnpicklingError."""
-    with open(root / METADATA, "rb") as file:
+    with open(root / METADATA, "rb") as file, _no_pickle(root / METADATA):
         metadata = _MetadataUnpickler(file).load()
     places = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
     for name in sorted(metadata.state_dict_metadata):
@@ -78,6 +80,15 @@ def _slice_reader(path: Path, offset: int, length: int) -> Callable[[], torch.Te
     return read
 
 
+@contextmanager
+def _no_pickle(path: Path) -> Iterator[None]:
+    """Raises FormatError where the unpickler stumbles over bytes that are none of a pickle."""
+    try:
+        yield
+    except (AttributeError, ImportError, LookupError, TypeError, struct.error, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is no file of torch.save, or is damaged ({type(error).__name__})") from error
+
+
 class _Inert:
     """Replaces an object of any other class: its arguments and its state are dropped."""
 
@@ -97,11 +108,10 @@ def saved(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     What is not a tensor or a plain container (arguments, enumerations, random states) is read as an inert object, so
     that nothing of it is executed. Raises FormatError, RuntimeError, EOFError or OSError.
     """
-    try:
+    others = []
+    with suppress(ValueError), _no_pickle(path):  # of the format before torch 1.6 torch does not list the classes
         others = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except ValueError:  # the format before torch 1.6, of which torch does not list the classes
-        others = []
-    with torch.serialization.safe_globals([(_Inert, name) for name in others]):
+    with torch.serialization.safe_globals([(_Inert, name) for name in others]), _no_pickle(path):
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_zip(path) or None)
         except pickle.UnpicklingError as error:

@@ -337,3 +337,13 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, content: bytes | No
     result = audit(tmp_path)
     assert result.exception is not None
     assert text in str(result.exception.message)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "content", [b"root:x:0:0:root:/root:/bin/bash\n", b"", b"PK\x03\x04 half an archive", b"\x80\x02}q"]
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, content: bytes) -> None:
+    """The unpickler stumbles in as many ways as there are files."""
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(FormatError, match=r"a\.pt"):
+        list(stored_tensors(tmp_path / "a.pt"))
