@@ -28,6 +28,9 @@ runs, or a later generation of it has begun elsewhere."""
 NOT_FOUND: Final = 127
 """``opsd launch``: the program does not exist or cannot be executed."""
 
+UNREAD: Final = 141
+"""The reader of the output went away, as in ``opsd config show | head -1``; as a shell tells of SIGPIPE."""
+
 
 def of_error(error: OSError, otherwise: int = FAILED) -> int:
     """The exit code after ``error``: ``NO_SPACE`` if the disk or the quota is full."""

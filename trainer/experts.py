@@ -11,7 +11,7 @@ With expert parallelism each rank of a group has some of a layer's experts, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,6 @@ from opsd.trainer.attention import Context
 from opsd.trainer.feed_forward import ACTIVATIONS, FeedForward
 from opsd.trainer.local import local
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.rows import rows
-from collections.abc import Callable
-from typing import Any
-import torch
-import torch.distributed as dist
 from opsd.trainer.rows import rows
 
 BALANCE, Z, ENTROPY, LOADS = range(4)

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from opsd.client import Reporter, append_event
 from opsd.events import TrackingFailed
@@ -33,9 +33,6 @@ from opsd.trainer.evaluations import RESULTS
 from opsd.trainer.jsonl import Line, new_lines, read_positions, write_positions
 from opsd.trainer.metrics import METRICS
 from opsd.trainer.settings import TrackingSettings
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Protocol
 
 FOLDER, POSITION, PLACES, LOG = "tracking", "position.json", "places.json", "tracking.log"
 POLL_S = 5.0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import io
 import os
+import select
 import sys
 import traceback
 from importlib import import_module
@@ -110,6 +112,13 @@ def cli() -> None:
     """
 
 
+def nobody_reads() -> bool:
+    """Whether stdout is a pipe that its reader has closed, as `head -1` does."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
 def show(error: click.ClickException) -> None:
     """Say on stderr what click would say, with the prefix of all other messages."""
     message = error.format_message()
@@ -125,13 +134,21 @@ def show(error: click.ClickException) -> None:
 
 def main() -> None:
     """Entry point of the ``opsd`` script."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None if the caller has closed it
+            stream.reconfigure(errors="replace")  # a terminal without a character for a dash shows "?"
     try:
         code = cli.main(standalone_mode=False, prog_name="opsd")
-        if sys.stdout is not None:  # None if the caller has closed it
+        if sys.stdout is not None:
             sys.stdout.flush()
     except click.ClickException as error:
         show(error)
         sys.exit(exitcodes.USAGE)
+    except (SystemExit, BrokenPipeError):  # click ends with 1 when it cannot write, which is the answer no elsewhere
+        if not nobody_reads():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), 1)  # the interpreter's own end would write again
+        sys.exit(exitcodes.UNREAD)
     except click.Abort:
         click.echo("opsd: interrupted", err=True)
         sys.exit(exitcodes.INTERRUPTED)

@@ -18,14 +18,14 @@ STEPS = 24
 SETTINGS = (f"run.steps={STEPS}", "checkpoint.every=4")
 
 
-def launched(folder: Path, shards: Path, faults: Faults) -> Launched:
+def launched(folder: Path, shards: Path, faults: Faults, *options: str) -> Launched:
     """The run of two ranks in ``folder`` whose persist processes meet ``faults``."""
     folder.mkdir()
     config = folder / "config.toml"
     config.write_text(CONFIG)
     settings = [f"--set={setting}" for setting in (*SETTINGS, f"data.shards={shards}")]
     program = ("-m", "opsd.trainer", str(config), *settings)
-    return Launched(folder, "", "--nproc-per-node=2", program=program, env=faults.environment)
+    return Launched(folder, "", "--nproc-per-node=2", *options, program=program, env=faults.environment)
 
 
 def of_last_save(folder: Path, rank: int) -> Faults:
@@ -54,11 +54,12 @@ def test_a_sync_of_the_last_save_fails_once(tmp_path: Path, shards: Path) -> Non
         assert check(tmp_path / f"{number}", shards, replace(faults, calls="fsync", first=number)) == exitcodes.OK
 
 
+@pytest.mark.waiting
 def test_a_last_save_that_is_never_proved_ends_no_run_well(tmp_path: Path, shards: Path) -> None:
     """Nor its restart, which finds that checkpoint: it used to end with 0."""
     root = tmp_path / "run/run/checkpoints"
     faults = Faults(root, "opsd.trainer", calls="fsync", first=1, count=100_000, exact=True)
-    with launched(tmp_path / "run", shards, faults) as run:
+    with launched(tmp_path / "run", shards, faults, "--max-restarts=1") as run:
         assert run.wait(400) != exitcodes.OK
         assert STEPS in steps(root)
         assert f"could not be saved: {root}" in run.err

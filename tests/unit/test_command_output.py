@@ -30,6 +30,27 @@ def test_a_result_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_reader_that_has_enough_is_no_answer() -> None:
+    """As in `opsd config show | head -1`: neither 0, as a check would pass, nor 1, as if it had failed."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    for command in (["config", "show"], ["--help"]):
+        ended = subprocess.run(
+            [sys.executable, "-m", "opsd", *command], stdout=write_end, stderr=subprocess.PIPE, check=False
+        )
+        assert (ended.returncode, ended.stderr) == (exitcodes.UNREAD, b"")
+    os.close(write_end)
+
+
+def test_a_terminal_of_few_characters_shows_what_it_can() -> None:
+    """A runbook has dashes and lines that ASCII lacks."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "opsd", "runbook", "show", "gpu_xid"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (exitcodes.OK, "")
+    assert "Xid" in ended.stdout
+
+
 @pytest.mark.parametrize(("shell", "current"), [("bash", "2"), ("zsh", "2"), ("fish", "--max-re")])
 def test_completion_is_printed_and_completes(shell: str, current: str) -> None:
     """The script calls back with the words so far, and what it is told then are subcommands and flags."""
