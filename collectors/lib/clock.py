@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Final, NamedTuple
 import time
 from pathlib import Path
+from typing import Final, NamedTuple
 
 _STA_UNSYNC: Final = 0x40
 _STA_NANO: Final = 0x2000

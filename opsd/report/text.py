@@ -57,7 +57,8 @@ def text_report(run: RunReport, price: Price) -> list[str]:
         )
     for line in run.evaluations[-1:]:
         scores = ", ".join(f"{name} {value:.4g}" for name, value in scores_of(line).items())
-        lines += _labelled("evaluated", [f"step {line['step']}: {scores}"])
+        said = scores or f"failed: {first_line(str(line.get('why') or 'see evaluations.log'))}"
+        lines += _labelled("evaluated", [f"step {line['step']}: {said}"])
     lines += _labelled("experts", [run.experts.sentence] if run.experts else [])
     lines += _labelled("slow", list(run.slow[-MAX_RESTARTS:]))
     lines += _labelled("where the time went", [])

@@ -220,6 +220,14 @@ def test_loads_of_experts(folder: Path) -> None:
     assert run.as_dict()["experts"] == {"step": 200, "steps": 100, "loads": {1: [10, 10], 2: [39, 1]}}
 
 
+def test_an_evaluation_that_failed_says_why(folder: Path) -> None:
+    """Nothing after the step would be read as nothing to tell."""
+    line = {"t": 9.0, "step": 31, "results": {}, "why": "/sets/a.jsonl cannot be read"}
+    (folder / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+    told = "step 31: failed: /sets/a.jsonl cannot be read"
+    assert any(told in text for text in text_report(read_run(folder), Price()))
+
+
 def test_pipes_in_place_of_a_runs_files_hold_nothing_up(folder: Path) -> None:
     """Nobody writes into them or reads from them. One in the place of the report is replaced by it."""
     for name in ("plan.json", "experts.jsonl", "evaluations.jsonl", PAGE):

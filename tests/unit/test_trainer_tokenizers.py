@@ -129,3 +129,27 @@ def test_a_tokenizer_for_another_script_is_refused(tmp_path: Path) -> None:
     make_corpus(["abc cab"], narrow, tmp_path / "known", 10**6)
     with pytest.raises(DataError, match=r"no token for 50\.0% of the characters of the first 2 documents"):
         make_corpus(["abc", "xyz"], narrow, tmp_path / "unknown", 10**6)
+
+
+@pytest.mark.parametrize("kind", ["words", "unigram"])
+def test_unknown_tokens_are_no_text(tmp_path: Path, kind: str) -> None:
+    """A corpus of them trains well, and means nothing."""
+    vocab = {"<unk>": 0, DOCUMENT: 1, "the": 2}
+    model = (
+        models.WordLevel(vocab, unk_token="<unk>")
+        if kind == "words"
+        else models.Unigram([(word, -1.0) for word in vocab], unk_id=0)
+    )
+    narrow = Tokenizer(model)
+    narrow.pre_tokenizer = pre_tokenizers.Whitespace()
+    make_corpus(["the the"], narrow, tmp_path / "known", 10**6)
+    with pytest.raises(DataError, match=r"no token for [45]\d\.\d% of the characters"):
+        make_corpus(["the cat the dog"], narrow, tmp_path / "unknown", 10**6)
+
+
+def test_a_tokenizer_that_cannot_encode_a_text_is_refused(tmp_path: Path) -> None:
+    """The library raises a bare Exception where a word has no token, and no unknown one either."""
+    narrow = Tokenizer(models.WordLevel({DOCUMENT: 0, "a": 1, "the": 2}))
+    narrow.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(DataError, match="cannot encode a document: "):
+        make_corpus(["the cat"], narrow, tmp_path / "corpus", 10**6)

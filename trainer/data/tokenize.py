@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -93,7 +93,10 @@ def framing_of(tokenizer: Tokenizer, file: Path | None = None, separator: str = 
     That is what its files beside ``file`` call its eos_token, what it ends a text with itself, or the only well-known
     name of one that it has. It begins a document with what it begins a text with itself. Raises DataError.
     """
-    before, after = _around(tokenizer)
+    try:
+        before, after = _around(tokenizer)
+    except Exception as error:  # the library raises bare Exception, for instance without a token for what is unknown
+        raise DataError(f"{file or 'the tokenizer'} cannot encode a text: {error}") from error
     if separator:
         add_separator(tokenizer, separator)
     elif tokenizer.token_to_id(DOCUMENT) is not None:
@@ -199,20 +202,38 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer, framing: Framing) -> Ite
     _check_coverage(first, tokenizer)
     iterator = chain(first, iterator)
     while batch := list(islice(iterator, BATCH_FILES)):
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+        for encoding in _encoded(tokenizer.encode_batch_fast, batch):
             yield [*begin, *encoding.ids, *end]
 
 
 def _check_coverage(texts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Raise DataError if the ``tokenizer`` leaves out characters of ``texts``, as one without bytes does in silence."""
-    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
-    lost = sum(len(uncovered(text, encoding.offsets)) for text, encoding in zip(texts, encodings, strict=True))
+    """Raise DataError if the ``tokenizer`` leaves out characters of ``texts``, or has them as its unknown token."""
+    unknown, lost = _unknown(tokenizer), 0
+    for text, encoding in zip(texts, _encoded(tokenizer.encode_batch, texts), strict=True):
+        known = (place for id_, place in zip(encoding.ids, encoding.offsets, strict=True) if id_ != unknown)
+        lost += len(uncovered(text, known))
     total = sum(map(len, texts))
     if lost > MAX_UNCOVERED * total:
         raise DataError(
             f"the tokenizer has no token for {lost / total:.1%} of the characters of the first {len(texts)} documents; "
             "take one that was made for such text"
         )
+
+
+def _encoded(encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
+    """Raises DataError for a text that has no tokens at all in the tokenizer."""
+    try:
+        return encode(list(texts), add_special_tokens=False)
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(f"the tokenizer cannot encode a document: {error}") from error
+
+
+def _unknown(tokenizer: Tokenizer) -> int | None:
+    """The id of what the model puts in the place of text that it does not know; None without one."""
+    if isinstance(tokenizer.model, models.Unigram):
+        return cast("int | None", json.loads(tokenizer.to_str())["model"].get("unk_id"))
+    name = getattr(tokenizer.model, "unk_token", None)
+    return None if name is None else tokenizer.token_to_id(name)
 
 
 def uncovered(text: str, offsets: Iterable[tuple[int, int]]) -> str:
