@@ -197,6 +197,28 @@ def linked(draft: Path, path: Path, link: Link = os.link) -> bool:
     return True
 
 
+def append(path: Path, line: bytes) -> None:
+    """Append ``line``, which ends in a newline, to ``path``: all of it or nothing. Raises OSError.
+
+    What a crash has cut off before it becomes a line of its own.
+    """
+    with open(path, "ab+", buffering=0) as file:
+        descriptor = file.fileno()
+        end = os.lseek(descriptor, 0, os.SEEK_END)
+        broken = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
+        content = b"\n" * broken + line
+        try:
+            if os.write(descriptor, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, end)
+                raise _named(error, path) from error
+    sync_folder(path.parent)
+
+
 def rename(source: Path, target: Path) -> None:
     """Rename a file, not yet durably. Raises OSError if it has not been done.
 

@@ -16,7 +16,7 @@ The results of a set NAME::
     NAME_mc_accuracy     of a set that is asked with letters
 
 ``scores/step-N/NAME.jsonl`` of the run folder has the scores of each item. Exit codes: 0 evaluated; 1 failed; 2 nothing
-to evaluate.
+to evaluate; 74 the disk or the quota is full.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from opsd import durable, exitcodes
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
 from opsd.progress import tracked
 from opsd.trainer import harness
@@ -51,6 +52,7 @@ from opsd.trainer.load import load
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.regions import region_of
+from opsd.words import with_remedy
 
 FAILED, USAGE = 1, 2
 
@@ -267,9 +269,12 @@ def main(arguments: Sequence[str]) -> int:
     except Exception as error:  # memory that is used up, a model that a harness cannot have: told all the same
         line["why"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-    with open(run / RESULTS, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"t": time.time(), **line}) + "\n")
-    (folder / AWAITING).unlink(missing_ok=True)
+    try:
+        durable.append(run / RESULTS, json.dumps({"t": time.time(), **line}).encode() + b"\n")
+        (folder / AWAITING).unlink(missing_ok=True)
+    except OSError as error:  # the checkpoint still waits for its evaluation
+        print(f"opsd: the results cannot be kept: {with_remedy(error)}", file=sys.stderr)
+        return exitcodes.of_error(error)
     return FAILED if "why" in line else 0
 
 
