@@ -58,14 +58,12 @@ class Reading:
     """Leave out files that cannot be read, and count them, in place of refusing them."""
 
 
-READING = Reading()
-
 
 def find_files(
     sources: Iterable[Path],
     suffixes: tuple[str, ...] = SUFFIXES,
     others: Counter[str] | None = None,
-    reading: Reading = READING,
+    reading: Reading | None = None,
 ) -> list[Path]:
     """The files among ``sources``, and those below its folders that end in one of ``suffixes``, sorted, each once.
 
@@ -74,7 +72,7 @@ def find_files(
     else is in folders, but for hidden files. Raises DataError if there are no files, and for a link to nothing.
     """
     found: dict[tuple[int, int], Path] = {}
-    others = Counter() if others is None else others
+    others, reading = Counter() if others is None else others, reading or Reading()
 
     def take(path: Path) -> None:
         about = path.stat()
