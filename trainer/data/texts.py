@@ -58,7 +58,6 @@ class Reading:
     """Leave out files that cannot be read, and count them, in place of refusing them."""
 
 
-
 def find_files(
     sources: Iterable[Path],
     suffixes: tuple[str, ...] = SUFFIXES,
