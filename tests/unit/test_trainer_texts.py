@@ -47,6 +47,7 @@ def write_zstd(path: Path) -> None:
 
 def write_arrow(path: Path, *, stream: bool) -> None:
     arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
     table = arrow.table({"text": TEXTS})
     with (arrow.ipc.new_stream if stream else arrow.ipc.new_file)(str(path), table.schema) as writer:
         writer.write_table(table)
@@ -125,6 +126,7 @@ def test_text_in_another_encoding_is_read_as_that(tmp_path: Path) -> None:
 def test_nulls_count_alike_in_all_formats(tmp_path: Path, name: str) -> None:
     """They are dropped and counted, as empty texts are."""
     arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
     texts = ["a", None, "", None, "b"]
     table = arrow.table({"text": texts})
     if name == "a.parquet":
@@ -216,6 +218,7 @@ def test_an_option_out_of_range_is_refused(tmp_path: Path, option: str, value: s
 def test_numbers_are_no_text(tmp_path: Path) -> None:
     """A column of numbers is refused in Parquet as in JSON lines."""
     arrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
     arrow.parquet.write_table(arrow.table({"text": [1, 2]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match='the column "text" has int64, not text'):
         list(read_texts([tmp_path / "a.parquet"]))
