@@ -197,7 +197,7 @@ def linked(draft: Path, path: Path, link: Link = os.link) -> bool:
     return True
 
 
-def append(path: Path, line: bytes) -> None:
+def append(path: Path, line: bytes, write: Callable[[int, bytes], int] = os.write) -> None:
     """Append ``line``, which ends in a newline, to ``path``: all of it or nothing. Raises OSError.
 
     What a crash has cut off before it becomes a line of its own.
@@ -208,7 +208,7 @@ def append(path: Path, line: bytes) -> None:
         broken = end > 0 and os.pread(descriptor, 1, end - 1) != b"\n"
         content = b"\n" * broken + line
         try:
-            if os.write(descriptor, content) < len(content):
+            if write(descriptor, content) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             os.fsync(descriptor)
         except OSError as error:

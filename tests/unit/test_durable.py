@@ -123,17 +123,14 @@ def test_a_draft_of_a_claim_that_could_not_be_removed_goes_later(tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} == {".room", "000001.json", "000002.json"}
 
 
-def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     """Half of one, of a crash or a full disk, would spoil the next."""
     path = tmp_path / "lines"
     path.write_bytes(b"one\nhal")
     durable.append(path, b"two\n")
     assert path.read_bytes() == b"one\nhal\ntwo\n"
-    write = os.write
-    monkeypatch.setattr(os, "write", lambda descriptor, content: write(descriptor, content[:2]))
     with pytest.raises(OSError, match="No space left") as raised:
-        durable.append(path, b"three\n")
+        durable.append(path, b"three\n", lambda descriptor, content: os.write(descriptor, content[:2]))
     assert raised.value.filename == str(path)
-    monkeypatch.undo()
     durable.append(path, b"four\n")
     assert path.read_bytes() == b"one\nhal\ntwo\nfour\n"
