@@ -4,9 +4,9 @@ A checkpoint does not say how its tensors were split, so every number of shards 
 Independently drawn shards have no rows in common. Some copies are no fault: repeated heads of keys and values, rows of
 tokens that never occurred, tables of positions, and masks.
 
-Prints one JSON object per line: ``{"tensor", "dimension", "shards", "copies"}`` or, at the end, ``{"tensors":
-examined}``; ``{"error": sentence}`` if PATH cannot be read, or has nothing that could be compared. ``opsd checkpoint
-audit`` is the user's command.
+Prints one JSON object per line: ``{"tensor", "dimension", "shards", "copies"}``, and at the end ``{"tensors":
+examined}``. If PATH cannot be read, or has nothing to compare, it prints ``{"error": sentence}``. Users call it as
+``opsd checkpoint audit``.
 """
 
 from __future__ import annotations

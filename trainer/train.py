@@ -45,9 +45,8 @@ COLLECT_EVERY = 50
 def rate_factor(step: int, schedule: ScheduleSettings) -> float:
     """Factor of the peak learning rate at ``step``, counted from 1.
 
-    All phases are in absolute steps and independent of the run's length, so that a run is extended by moving its decay.
-    wsd is warm-up, stable, decay (arXiv 2404.06395; 1-sqrt: 2405.18392). cosine is that of SGDR without restarts (arXiv
-    1608.03983).
+    All phases are in absolute steps, so that a run is extended by moving its decay. wsd is warm-up, stable, decay
+    (arXiv 2404.06395), its 1-sqrt from arXiv 2405.18392. cosine is that of SGDR without restarts (arXiv 1608.03983).
     """
     if step < schedule.warmup:
         return step / schedule.warmup

@@ -1,10 +1,10 @@
 """Which processes have a GPU open: by the number of the device, whatever the name under which they have opened it.
 
 In a container, or in a mount namespace of a user's own, the device file of a GPU may have any name (mknod(1), bind
-mounts). Only the devices of GPUs count. The driver's others are open in processes that use no GPU:
-``nvidiactl`` and ``nvidia-uvm`` in whatever has asked for the number of GPUs, ``nvidia-modeset`` in display servers,
-the capabilities of MIG and IMEX (``nvidia-caps``) in the services that manage them; who works on an instance of MIG has
-its GPU open as well. Mappings without an open file are not searched, since reading the kernel's list of mappings blocks
+mounts). Only the devices of GPUs count. The driver's others are open in processes that use no GPU.
+Whatever has asked for the number of GPUs has ``nvidiactl`` and ``nvidia-uvm`` open, and display servers
+``nvidia-modeset``. Services that manage MIG and IMEX have ``nvidia-caps`` open. A program on an instance of MIG has its
+GPU open as well. Mappings without an open file are not searched, since reading the kernel's list of mappings blocks
 on a process that hangs in one. The driver itself refuses a reset or an unload while there is a mapping.
 """
 

@@ -1,9 +1,8 @@
 """A node's history in its Slurm comment: when it was out of service and why, and whether it is ready as a spare.
 
-Slurm forgets a node's reason when the node is resumed. The comment survives that, a restart of slurmctld and ``scontrol
-reconfigure`` (tested on 22.05), can be set at run time, and is shown by sinfo. (Features have to be in slurm.conf, are
-reset by each reconfigure, and sbatch selects by them; newer releases parse ``Extra`` as a constraint.) opsd owns the
-part in brackets only::
+Slurm forgets a node's reason when the node is resumed. The comment survives that, and a restart of slurmctld, and
+``scontrol reconfigure`` (tested on 22.05). It can be set at run time, and sinfo shows it. Features would be reset by
+each reconfigure, and newer releases parse ``Extra`` as a constraint. opsd owns the part in brackets only::
 
     rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- tested=1763710900 spare=ready@1763711000]
 

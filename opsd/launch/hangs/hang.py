@@ -15,9 +15,9 @@ all others                             3 x p99 of the step time without the phas
 A process stopped by a signal has ``steady_s`` in every phase, one that does nothing at all ``idle_s`` at most. One that
 a debugger has stopped, and one that waits for a person or for requests (pdb, a prompt, an event loop), has ``long_s``.
 A rank without a page is judged by that alone. A rank that waits for another is not judged while that other one is
-within its own limit. Stacks, file writes and GPUs can excuse a rank: one that compiles, evaluates, saves, downloads,
-sleeps, waits for processes of its own that are at work or has a GPU at work gets ``recognised_s`` at least, whatever it
-reported. One whose GPU spins waits for other ranks, wherever its main thread is.
+within its own limit. Stacks, file writes and GPUs can excuse a rank, whatever it reported. One that is seen to compile,
+evaluate, save, download or sleep gets ``recognised_s`` at least. So does one with a GPU, or with processes of its own,
+at work. One whose GPU spins waits for other ranks, wherever its main thread is.
 After a hang with no evidence but the elapsed time, the limit of its phase is tripled. A slow operation then succeeds at
 a later attempt, and its duration is remembered.
 """

@@ -2,13 +2,12 @@
 
 A message is a JSON object with its kind and its fields. The kind is the class variable ``wire`` or, without one, the
 name of the class in snake case; a field has its own name, or the one given with ``wire_name``. The type hint of a field
-says which values are valid: int, finite float, str, bool, an enum (by value), a literal, ``X | None``,
-``tuple[X, ...]``, ``dict[str, X]``, another dataclass, or ``Any`` for JSON that is passed on unread.
+says which values are valid. It may be int, float (finite), str, bool, an enum (by value), a literal or another
+dataclass. ``X | None``, ``tuple[X, ...]`` and ``dict[str, X]`` are made of these; ``Any`` is JSON that nobody reads.
 
 Unknown fields are ignored, and missing fields get their default. So adjacent versions understand each other if new
 fields have defaults, and fields without a default are never removed. Everything else that is wrong raises
-``ProtocolError``: an
-unknown kind or enum value, a missing field, a value of another type.
+``ProtocolError``: an unknown kind or enum value, a missing field, a value of another type.
 """
 
 from __future__ import annotations
