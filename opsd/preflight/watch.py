@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Final, Self
@@ -31,16 +32,12 @@ MEASURES: Final = (
 )
 
 
-class Watch:
-    """Samples every GPU once a second between ``__enter__`` and ``__exit__``; without a driver there are no samples."""
+class Sampler(ABC):
+    """Samples in a thread of its own between ``__enter__`` and ``__exit__``."""
 
-    def __init__(self, library: str | None = None) -> None:
-        self._collector = NvmlCollector(library)
+    def __init__(self) -> None:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._series: dict[tuple[str, Metric, str], list[float]] = {}
-        self._gpus: dict[int, GpuFact] = {}
-        self._seconds = 0.0
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -49,6 +46,21 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop.set()
         self._thread.join()
+
+    @abstractmethod
+    def _sample(self) -> None:
+        """Take samples until ``_stop`` is set."""
+
+
+class Watch(Sampler):
+    """Samples every GPU once a second between ``__enter__`` and ``__exit__``; without a driver there are no samples."""
+
+    def __init__(self, library: str | None = None) -> None:
+        super().__init__()
+        self._collector = NvmlCollector(library)
+        self._series: dict[tuple[str, Metric, str], list[float]] = {}
+        self._gpus: dict[int, GpuFact] = {}
+        self._seconds = 0.0
 
     def _sample(self) -> None:
         while True:

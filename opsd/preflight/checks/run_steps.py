@@ -11,15 +11,13 @@ import os
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from opsd.checkpoints.manifest import CheckpointError, Manifest, folder_of, steps, verify
 from opsd.collectors.base import NoData
@@ -42,6 +40,7 @@ from opsd.preflight.plan import predict
 from opsd.preflight.storage import CHECKPOINT_SHARE
 from opsd.preflight.training import config_of, devices_of
 from opsd.preflight.units import duration, quantity
+from opsd.preflight.watch import Sampler
 
 if TYPE_CHECKING:
     from opsd.trainer.config import Config
@@ -226,7 +225,7 @@ _INTERVAL_S: Final = 0.5
 _MIB: Final = 1 << 20
 
 
-class MemoryUse:
+class MemoryUse(Sampler):
     """Samples between ``__enter__`` and ``__exit__``. ``pids`` returns the current ranks' processes.
 
     ``taken`` is the peak in bytes: of any device beyond its use at the start, or of any rank's resident memory; None if
@@ -234,21 +233,12 @@ class MemoryUse:
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]], library: str | None = None, proc: str = "/proc") -> None:
+        super().__init__()
         self._pids, self._proc = pids, Path(proc)
         self._collector = NvmlCollector(library, profiling=False)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._before: dict[str, float] = {}
         self.taken: float | None = None
         self.share: float | None = None
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stop.set()
-        self._thread.join()
 
     def _sample(self) -> None:
         while not self._stop.wait(_INTERVAL_S):
