@@ -29,9 +29,9 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
     rights = Rights(user, groups_of(user))
 
     opener = partial(open_regular, opener=partial(open_as, rights))
-    events, metrics = read_records(folder, opener)
+    events, metrics, unread = read_records(folder, opener)
     return {
-        **make_ledger(events, metrics).as_dict(), "curves": curves(metrics), "plan": _plan(folder, opener),
+        **make_ledger(events, metrics, unread).as_dict(), "curves": curves(metrics), "plan": _plan(folder, opener),
         "tokens": trained_tokens(metrics), "earlier_tokens": earlier_tokens(metrics), "lost_nodes": lost_nodes(events),
         "gpus": gpus_of(events), "places": read_places(folder, opener),
     }  # fmt: skip

@@ -129,10 +129,13 @@ class _Clock:
             self.at = to
 
 
-def make_ledger(events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> Ledger:
+def make_ledger(
+    events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]], unread: Sequence[str] = ()
+) -> Ledger:
     """The ledger of a run from its launcher events and its steps, one mapping for each, or for several ``steps``.
 
-    Raises LedgerError if the events hold no start of a generation.
+    ``unread``, what could not be read of the files, is among its notes. Raises LedgerError if the events hold no start
+    of a generation.
     """
     generations = _generations(events)
     if not generations:
@@ -153,7 +156,7 @@ def make_ledger(events: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[s
         total += sum(_count(step) for step in own)
     clock.advance(max(_ns(event["t"]) for event in events), "other")
     finished = generations[-1].finished is not None
-    return Ledger(clock.booked, total, len(generations), finished, tuple(_notes(metrics, finished)))
+    return Ledger(clock.booked, total, len(generations), finished, (*unread, *_notes(metrics, finished)))
 
 
 def _generations(events: Sequence[Mapping[str, Any]]) -> list[_Generation]:

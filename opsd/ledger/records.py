@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from opsd.files import open_regular
+from opsd.words import plural
 
 EVENTS, METRICS, STEPS, PLAN = "events.jsonl", "metrics.jsonl", "steps.jsonl", "plan.json"
 PLACES = "tracking/places.json"
@@ -27,6 +28,17 @@ _LONGEST_PLAN: Final = 1 << 16
 _LOST_NODES: Final = ("node_lost", "node_retired")
 
 Opener = Callable[[str, int], int]
+
+
+class RunRecords(NamedTuple):
+    """The events of a run and the lines about its steps, each in the order of time.
+
+    ``unread`` says in a sentence each how many lines of a file could not be read.
+    """
+
+    events: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]
+    unread: list[str]
 
 
 class LedgerError(Exception):
@@ -48,37 +60,46 @@ def open_run_file(path: str, flags: int) -> int:
         raise
 
 
-def read_records(folder: Path, opener: Opener = open_run_file) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The events of the run in ``folder``, and the lines about its steps, each in the order of time.
+def read_records(folder: Path, opener: Opener = open_run_file) -> RunRecords:
+    """The records of the run in ``folder``.
 
     A program may have a metrics.jsonl of its own in the folder, whose lines lack the seconds of a step.
     ``opener`` opens the files, as in open(). Raises LedgerError if there are no events.
     """
+    unread: list[str] = []
     try:
-        events = list(read_lines(folder / EVENTS, ("t", "event", "generation"), opener))
+        events = list(read_lines(folder / EVENTS, ("t", "event", "generation"), opener, unread))
     except OSError as error:
         raise LedgerError(f"{folder} is not a run folder: {EVENTS}: {error.strerror}") from error
     metrics: list[dict[str, Any]] = []
     for name in (METRICS, STEPS):
         with suppress(OSError):
-            metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation", "step_s"), opener))
-    return sorted(events, key=_time), sorted(metrics, key=_time)
+            metrics = metrics or list(read_lines(folder / name, ("t", "step", "generation", "step_s"), opener, unread))
+    return RunRecords(sorted(events, key=_time), sorted(metrics, key=_time), unread)
 
 
-def read_lines(path: Path, required: Sequence[str], opener: Opener = open_run_file) -> Iterator[dict[str, Any]]:
+def read_lines(
+    path: Path, required: Sequence[str], opener: Opener = open_run_file, unread: list[str] | None = None
+) -> Iterator[dict[str, Any]]:
     """The JSON objects of ``path`` that have all ``required`` keys. Raises OSError.
 
     Lines that a crash has cut off are skipped, and lines with an invalid number, duration or count. So are lines of
-    more than 16 Mi characters, since an endless line would fill the memory.
+    more than 16 Mi characters, since an endless line would fill the memory. ``unread`` gets a sentence about lines that
+    are not JSON.
     """
+    skipped: list[int] = []
     with open(path, encoding="utf-8", errors="replace", opener=opener) as file:
-        for line in iter(partial(file.readline, _LONGEST_LINE), ""):
+        for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE), ""), 1):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
+                if line.endswith("\n"):  # else it is being written, or was cut off
+                    skipped.append(number)
                 continue
             if isinstance(record, dict) and all(record.get(key) is not None for key in required) and _is_sound(record):
                 yield record
+    if skipped and unread is not None:
+        unread.append(f"{plural(len(skipped), 'line')} of {path.name} cannot be read (the first is line {skipped[0]})")
 
 
 def read_plan(folder: Path, opener: Opener = open_run_file) -> str:

@@ -172,8 +172,8 @@ class RunReport:
 def read_run(folder: Path) -> RunReport:
     """The report of the run in ``folder``. Raises NoReport."""
     try:
-        events, metrics = read_records(folder)
-        ledger = make_ledger(events, metrics)
+        events, metrics, unread = read_records(folder)
+        ledger = make_ledger(events, metrics, unread)
     except LedgerError as error:
         raise NoReport(str(error)) from error
     evaluations: list[dict[str, Any]] = []

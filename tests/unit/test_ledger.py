@@ -153,6 +153,15 @@ def test_steps_of_the_trainer_come_before_those_of_the_launcher(tmp_path: Path, 
     assert read_ledger(tmp_path).steps == 3
 
 
+def test_lines_that_cannot_be_read_are_told(tmp_path: Path) -> None:
+    """Steps that are missing for that reason would otherwise look like steps that were never done."""
+    (tmp_path / "events.jsonl").write_text(json.dumps(event(0, "generation_started")) + "\n")
+    lines = [json.dumps(step(2, 2)), "\0\0\0", json.dumps(step(4, 4)), '{"t": 5, "st', json.dumps(step(6, 6)), '{"t']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    ledger = read_ledger(tmp_path)
+    assert (ledger.steps, ledger.notes[0]) == (3, "2 lines of metrics.jsonl cannot be read (the first is line 2)")
+
+
 def test_a_metrics_file_of_the_program_is_none_of_the_trainer(tmp_path: Path) -> None:
     """Its lines say nothing of time; those of the launcher count."""
     (tmp_path / "events.jsonl").write_text(json.dumps(event(0, "generation_started")) + "\n")
