@@ -19,7 +19,7 @@ from rich.table import Table
 from opsd import exitcodes, pip_install, words
 from opsd.checkpoints.manifest import MANIFEST, REJECTED, CheckpointError, Manifest, folders, is_there, read, verify
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, reason_of, without_user
-from opsd.checkpoints.retention import PRUNED, prune, reasons
+from opsd.checkpoints.retention import PART, PRUNED, prune, reasons
 from opsd.commands.options import Group, RunPath, exit_codes, option
 from opsd.commands.output import output_console
 
@@ -126,7 +126,11 @@ def audit_command(path: Path, as_json: bool) -> int:
     PATH may also be what others wrote: a checkpoint of torch.distributed.checkpoint, a folder of safetensors or one
     such file. Of a run folder the newest complete checkpoint is examined.
     """
-    complete = [entry.folder for entry in find(path) if entry.state == "complete"] if path.is_dir() else []
+    entries = find(path) if path.is_dir() else []
+    complete = [entry.folder for entry in entries if entry.state == "complete"]
+    if not complete and any(PART.fullmatch(file.name) for entry in entries for file in entry.folder.iterdir()):
+        states = ", ".join(f"step {entry.step} is {entry.state}" for entry in entries)
+        raise click.UsageError(f"{path} has no complete checkpoint: {states}")
     return audit(complete[-1] if complete else path, as_json=as_json)
 
 

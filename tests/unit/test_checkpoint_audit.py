@@ -46,6 +46,13 @@ def audit(*arguments: object) -> Result:
     return CliRunner().invoke(checkpoint, ["audit", *map(str, arguments)], standalone_mode=False)
 
 
+def test_a_checkpoint_that_was_never_committed_is_refused(tmp_path: Path) -> None:
+    """Half of its ranks may be missing, so that it says nothing of copies."""
+    (folder := tmp_path / "step-000000000008").mkdir()
+    save_file({"w": drawn(8, 8)}, folder / f"rank-0000.0123abcd-1.{'0' * 32}.safetensors")
+    assert "no complete checkpoint: step 8 is incomplete" in str(audit(tmp_path).exception)
+
+
 @pytest.mark.parametrize(("dimension", "shards"), [(0, 2), (0, 3), (0, 4), (0, 6), (1, 2), (1, 5), (1, 8)])
 def test_copies_are_found_along_either_dimension(dimension: int, shards: int) -> None:
     """A matrix put together from one shard several times is named, with the number of shards."""
