@@ -15,7 +15,9 @@ from opsd.agent.logs import Log
 from opsd.runbooks.base import Action, Finding, Incident, Runbook, View
 from opsd.runbooks.lib.gpus import gpu_of, loaded, rank_on
 from opsd.runbooks.lib.jobs import with_job
+from opsd.runbooks.lib.kernel_faults import BOOT_TIME
 from opsd.runbooks.lib.runs import ranks_of, run_of
+from opsd.runbooks.lib.signals import latest
 
 T = TypeVar("T")
 
@@ -173,8 +175,14 @@ def sees(runbook: Runbook, view: View) -> bool:
 
 
 def _ended(incident: Incident, runbook: Runbook, view: View) -> bool:
-    """True if what the proof of health needs has ended: the run, if one is known, or else the load of the GPU."""
-    if not runbook.proved_by or not view.known("ranks"):
+    """True if what the proof of health needs has ended: the run, if one is known, or else the load of the GPU.
+
+    A boot ends the node's part in a run, so that what only its ranks or its launcher can prove stays unproven.
+    """
+    if not view.known("ranks"):
+        return False
+    proved_by_run = runbook.needs in ((), ("ranks",)) and (latest(view, BOOT_TIME) or 0.0) > incident.last_seen_at
+    if not runbook.proved_by and not proved_by_run:
         return False
     if incident.run:
         fact = run_of(view, incident.run)

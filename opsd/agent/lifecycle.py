@@ -264,7 +264,7 @@ def merged(incident: Incident, finding: Finding, now: float) -> Incident:
         severity=max(incident.severity, finding.severity, key=_SEVERITIES.index),
         gravity=max(incident.gravity, finding.gravity),
         summary=finding.summary if surer else incident.summary,
-        culprit=_with_rank(finding.culprit, incident.culprit, same=same) if surer else incident.culprit,
+        culprit=_completed(finding.culprit, incident.culprit, same=same) if surer else incident.culprit,
         confidence=finding.confidence if surer else incident.confidence,
         evidence=_evidence(incident, finding),
         cost=_cost(incident.cost, finding.cost, now - incident.last_seen_at),
@@ -277,9 +277,11 @@ def merged(incident: Incident, finding: Finding, now: float) -> Incident:
     return worsened(after, f"worse: {finding.summary}") if graver else after
 
 
-def _with_rank(new: Culprit, old: Culprit, *, same: bool) -> Culprit:
-    """The ``new`` culprit with the rank of the ``old`` one, if it is the same GPU and its rank is gone."""
-    if new.gpu is None or new.gpu != old.gpu or old.rank is None:
+def _completed(new: Culprit, old: Culprit, *, same: bool) -> Culprit:
+    """The ``new`` culprit with the rank of the same GPU, or the GPU of the same rank, that only the ``old`` one has."""
+    if new.gpu is None:
+        return replace(new, gpu=old.gpu) if new.rank is not None and new.rank == old.rank else new
+    if new.gpu != old.gpu or old.rank is None:
         return new
     return replace(new, rank=old.rank) if same or new.rank is None else new
 
@@ -381,7 +383,7 @@ def _after_attempt(incident: Incident, rule: IncidentRules, watching_since: floa
 
 
 def _unproven(incident: Incident, now: float) -> Incident:
-    ended = f"run {incident.run} has ended" if incident.run else "its GPU is idle"
+    ended = f"run {incident.run} has ended on this node" if incident.run else "its GPU is idle"
     verdict = f"unproven: {ended}, so nobody can see whether it is over"
     state = State.ESCALATED if incident.state is State.ESCALATED else State.UNPROVEN
     return replace(incident, state=state, resolved_at=now, verdict=verdict)

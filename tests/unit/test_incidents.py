@@ -133,7 +133,7 @@ def test_what_can_no_longer_be_seen_ends_as_unproven(healed: bool | None) -> Non
     timeline.tick(healed=healed, seconds=1, over_since=ended_at)
     (ended,) = timeline.ended
     assert (ended.state, ended.resolved_at) == (State.UNPROVEN, timeline.now)
-    assert ended.verdict == "unproven: run smol has ended, so nobody can see whether it is over"
+    assert ended.verdict == "unproven: run smol has ended on this node, so nobody can see whether it is over"
     for number in (0, 1):
         timeline.tick(finding())
         timeline.act()
