@@ -33,7 +33,7 @@ FAILED = Row("raid_failed", "the array {device} has failed", critical=True, with
 DEGRADED = Row("raid_failed", "the array {device} lacks {disk}", within_s=0.0)
 
 
-def _arrays(view: View) -> Iterator[Fault]:
+def _arrays(view: View, _seconds: float) -> Iterator[Fault]:
     """Arrays that have lost disks, whenever that was."""
     for series in view.select(MISSING):
         if missing := series.last:

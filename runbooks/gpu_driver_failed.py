@@ -69,17 +69,17 @@ REPLACED = Row(
 )
 
 
-def _lasting(view: View) -> Iterator[Fault]:
+def _lasting(view: View, seconds: float) -> Iterator[Fault]:
     """GPUs on the bus that the driver does not have, and a library that does not fit the loaded module."""
     loaded = False
-    for series in _lasted(view, RELEASES):
+    for series in _lasted(view, RELEASES, seconds):
         module, library = series.labels["module"], series.labels["library"]
         loaded = bool(module)
         if module and library and module != library:
             said = "every program that is started now fails with a version mismatch; those that run go on"
             yield lasting_fault(view, REPLACED, "library", said, "host", module=module, library=library)
     started = {gpu.pci_bus_id for gpu in view.gpus}
-    for series in _lasted(view, ON_BUS):
+    for series in _lasted(view, ON_BUS, seconds):
         of = series.labels
         pci, driver, unbound = of["pci_bus_id"], of["driver"], not of["driver"] and (loaded or of["display"] == "no")
         if of["excluded"] == "no" and pci not in started and (unbound or (driver == "nvidia" and started)):
@@ -88,11 +88,11 @@ def _lasting(view: View) -> Iterator[Fault]:
             yield lasting_fault(view, NOT_STARTED, pci, said, "host", pci_bus_id=pci, what=what)
 
 
-def _lasted(view: View, metric: str) -> Iterator[Series]:
-    """The series that have been there for some minutes, unchanged."""
+def _lasted(view: View, metric: str, seconds: float) -> Iterator[Series]:
+    """The series that have been there for so long, unchanged."""
     for series in view.select(metric):
-        points = series.values(LASTED_S)
-        if series.last is not None and view.now - points[0][0] >= LASTED_S - 5.0:
+        points = series.values(seconds)
+        if series.last is not None and (not seconds or view.now - points[0][0] >= seconds - 5.0):
             yield series
 
 
@@ -155,6 +155,6 @@ one fails at once, so that Slurm feeds its queue into this node.
     advice=": start it cold, or install modules that fit each other",
     cost="jobs fail at their first CUDA call, or their collectives are slow",
     culprit_of=_culprit,
-    lasting=Lasting("host", _lasting),
+    lasting=Lasting("host", _lasting, LASTED_S),
     causes=(Cause("gpu_lost", "gpu"), Cause("gpu_xid", "gpu"), Cause("gpu_xid", "node")),
 )

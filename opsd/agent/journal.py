@@ -70,8 +70,10 @@ class Journal:
         retry_s: float = RETRY_S,
         slow_s: float = SLOW_S,
         wall: Callable[[], float] = time.time,
+        boot: str | None = None,
     ) -> None:
         self.path = folder / "journal.db"
+        self._boot = this_boot() if boot is None else boot
         self._problem = "not opened yet"
         self.lost = self.opened = self._events = 0
         self._on_problem = on_problem
@@ -134,7 +136,7 @@ class Journal:
     def event(self, event: Event) -> None:
         """Record what kernel or driver has told: the window of the next agent begins with it."""
         with contextlib.suppress(TypeError, ValueError):
-            values = this_boot(), event.at, event_document(event)
+            values = self._boot, event.at, event_document(event)
             self._append(("INSERT INTO events (boot, at, document) VALUES (?, ?, ?)", values))
             self._events += 1
             if self._events % KEEP_EVENTS == 0:  # a kernel log can grow faster than the hourly cleaning
@@ -142,7 +144,7 @@ class Journal:
 
     def window(self, kept: bytes) -> None:
         """Record what the next agent of this boot begins with: see ``kept_window``."""
-        self._append(("INSERT OR REPLACE INTO window VALUES (0, ?, ?)", (this_boot(), kept)))
+        self._append(("INSERT OR REPLACE INTO window VALUES (0, ?, ?)", (self._boot, kept)))
 
     def clock_stepped(self, seconds: float) -> None:
         """Move the times of recorded events by a step of the wall clock."""
@@ -182,7 +184,7 @@ class Journal:
     def _work(self) -> None:
         while not self._closing:
             try:
-                with Store(self.path, self._wall()) as store:
+                with Store(self.path, self._wall(), self._boot) as store:
                     self._serve(store)
             except MovedError as error:
                 self._set_problem(str(error))

@@ -82,12 +82,14 @@ class JournalContent:
 class Store:
     """An open journal file, created if missing. One that cannot be used is renamed and replaced by a new one.
 
-    ``now`` is the epoch second that old records are measured against. ``notices`` says in one sentence each what was
+    ``now`` is the epoch second that old records are measured against, ``boot`` the boot whose events and window are
+    loaded (this one by default). ``notices`` says in one sentence each what was
     set aside. Raises StoreError.
     """
 
-    def __init__(self, path: Path, now: float) -> None:
+    def __init__(self, path: Path, now: float, boot: str | None = None) -> None:
         self.path = path
+        self._boot = this_boot() if boot is None else boot
         self.notices: list[str] = []
         with self._reporting(), contextlib.ExitStack() as undo:
             make_folder(path.parent, mode=0o700)
@@ -131,7 +133,7 @@ class Store:
                     odd["actions"],
                 ),
                 self._read(repairs, (MAX_REPAIRS,), past_repair, odd["repairs"])[::-1],
-                self._read(events, (this_boot(), KEEP_EVENTS), lambda row: past_event(row, now), odd["events"])[::-1],
+                self._read(events, (self._boot, KEEP_EVENTS), lambda row: past_event(row, now), odd["events"])[::-1],
             )
             content = replace(content, window=self._window())
             if any(odd.values()):
@@ -150,7 +152,7 @@ class Store:
         return tuple(read)
 
     def _window(self) -> bytes:
-        found = self._database.execute("SELECT content FROM window WHERE boot = ?", (this_boot(),)).fetchone()
+        found = self._database.execute("SELECT content FROM window WHERE boot = ?", (self._boot,)).fetchone()
         return found[0] if found and isinstance(found[0], bytes) else b""
 
     def _leave_out(self, odd: dict[str, list[int]]) -> None:

@@ -85,10 +85,15 @@ def _nothing(_view: View) -> Callable[[Event], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Lasting:
-    """Faults that ``collector`` sees as long as they last, whatever the log has said: ``find`` returns them."""
+    """Faults that ``collector`` sees as long as they last, whatever the log has said.
+
+    ``find`` returns those that have been there for at least as many seconds as its argument. One that has been there
+    for ``after_s`` is an incident, which is over once none is there, however young.
+    """
 
     collector: str
-    find: Callable[[View], Iterable[Fault]]
+    find: Callable[[View, float], Iterable[Fault]]
+    after_s: float = 0.0
 
 
 def lasting_fault(view: View, row: Row, about: str, said: str, source: str, **data: object) -> Fault:
@@ -144,12 +149,10 @@ def kernel_runbook(
     def of_component(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
         return Culprit(component, view.node, detail=fault.about), None
 
-    def present(view: View) -> Iterable[Fault]:
-        return lasting.find(view) if lasting else ()
-
     def detect(view: View) -> Iterator[Finding]:
         found: dict[str, list[Fault]] = {}
-        for fault in (*faults(view, rows, ignored), *present(view)):
+        lasted = lasting.find(view, lasting.after_s) if lasting else ()
+        for fault in (*faults(view, rows, ignored), *lasted):
             found.setdefault(whole(fault.about), []).append(fault)
         for about, several in found.items():
             yield finding(view, about, sorted(several, key=lambda fault: not fault.row.critical))
@@ -186,13 +189,15 @@ def kernel_runbook(
     def healed(incident: Incident, view: View) -> bool | None:
         booted = latest(view, BOOT_TIME)
         last = number(incident.data, "at") or incident.opened_at
-        if booted is not None and booted > last:
-            return True
-        now = (*faults(view, rows, ignored), *present(view))
-        if any(whole(fault.about) == text(incident.data, "about") for fault in now):
+        is_there = lasting.find(view, 0.0) if lasting else ()
+        if any(
+            whole(fault.about) == text(incident.data, "about") for fault in (*faults(view, rows, ignored), *is_there)
+        ):
             return False
         if lasting and incident.data.get("lasts") and not view.known(lasting.collector):
             return None
+        if booted is not None and booted > last:
+            return True
         return True if view.known("kmsg") and view.wall - last >= (number(incident.data, "quiet_s") or 0.0) else None
 
     def remedy(incident: Incident, view: View) -> Sequence[Action]:
