@@ -35,8 +35,9 @@ class SimulatedJob:
         self.ranks: list[SimulatedRank] = []
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
-        self._events: list[Event] = []
-        self._written: list[Event] = []
+        self._late = 0.0
+        self._events: list[tuple[float, Event]] = []
+        self._written: list[tuple[float, Event]] = []
         self._checkpoint: int | None = None
         self._ended_at = NEVER
         self._awaited: tuple[float, int] | None = None
@@ -67,9 +68,10 @@ class SimulatedJob:
         """True once the run has ended so long ago that the node has no pages of it any more."""
         return now - self._ended_at > LINGER_S
 
-    def take_events(self) -> tuple[Event, ...]:
-        """The events since the last call."""
-        taken, self._events = tuple(self._events), []
+    def take_events(self, now: float) -> tuple[Event, ...]:
+        """The events that have arrived since the last call."""
+        taken = tuple(event for arrives, event in self._events if arrives <= now)
+        self._events = [waiting for waiting in self._events if waiting[0] > now]
         return taken
 
     def read_again(self) -> None:
@@ -79,8 +81,9 @@ class SimulatedJob:
     def emit(self, kind: str, at: float, /, **fields: object) -> None:
         """Add an event to the run's events at monotonic second ``at``."""
         data = {"run": self.settings.run, "node": self._node, "generation": self.generation, **fields}
-        self._events.append(Event(kind, self._wall(at), f"{kind} of {self.settings.run}", data))
-        self._written.append(self._events[-1])
+        event = Event(kind, self._wall(at), f"{kind} of {self.settings.run}", data)
+        self._written.append((at + self._late, event))
+        self._events.append(self._written[-1])
 
     # -- time ----------------------------------------------------------------------------------------------------
 
@@ -166,6 +169,13 @@ class SimulatedJob:
         lost = max(0, previous - step + 1)
         self.emit("resumed", at, step=step, previous_step=previous, lost_steps=lost, recovered_s=at - noticed)
 
+    def lose_node(self, at: float) -> None:
+        """End all processes of the node at once. No rank page leads to the run's event files any more."""
+        self._kill_all(at)
+        self._events, self._written = [], []
+        self.ranks, self.alive, self._ended_at = [], False, -NEVER
+        self.state = "finished"
+
     def restart(self, at: float) -> None:
         """End the generation and start the next one from the last checkpoint."""
         furthest = max((rank.next_step - 1 for rank in self.ranks), default=-1)
@@ -204,6 +214,8 @@ class SimulatedJob:
             self.remote_stuck = change.remote_stuck
         if change.commits is not None:
             self.commits = change.commits
+        if change.late is not None:
+            self._late = change.late
         if change.launcher == "dead":
             self.alive = False
         if change.event is not None:

@@ -114,6 +114,9 @@ class Change(_Part):
     sighted: tuple[str, ...] = Field((), description="Collectors that work again.")
     read_again: bool = Field(False, description="The event files of the run are read again from their beginning.")
     agent_restart: bool = Field(False, description="The agent ends and starts again, with its journal.")
+    agent_killed: bool = Field(False, description="As agent_restart, but the window is as it was saved last.")
+    reboot: bool = Field(False, description="The node is booted: its ranks are gone, its counters begin at 0.")
+    late: float | None = Field(None, ge=0, description="Seconds after which events of the run arrive from now on.")
     clock: float = Field(0.0, description="A step of the wall clock, in seconds.")
 
 

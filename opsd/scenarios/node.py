@@ -28,6 +28,8 @@ NODE = "n01"
 MONOTONIC_0 = 50_000.0
 WALL_0 = 1_760_000_000.0
 """The clocks at second 0 of a scenario."""
+BOOT_S = 1.0
+"""The monotonic clock when the agent starts after a boot, which takes no time in a scenario."""
 
 COLLECTORS = {one.name: one.metrics for one in collectors.build(Settings())}
 """Every collector with its metrics. If two of them have a metric, that of the later one is simulated."""
@@ -95,7 +97,8 @@ class SimulatedNode:
 
     def __init__(self, scenario: Scenario) -> None:
         self._rng = random.Random(scenario.seed)
-        self._clock_offset = 0.0
+        self._clock_offset = self._booted = 0.0
+        self.boot = 0
         self.second = 0.0
         self._metrics = {metric.name: metric for metrics in COLLECTORS.values() for metric in metrics}
         self._owner = {metric.name: name for name, metrics in COLLECTORS.items() for metric in metrics}
@@ -126,12 +129,17 @@ class SimulatedNode:
     @property
     def now(self) -> float:
         """The monotonic clock."""
-        return MONOTONIC_0 + self.second
+        return self.second - self._booted + (BOOT_S if self.boot else MONOTONIC_0)
 
     @property
     def wall(self) -> float:
         """The wall clock."""
-        return self._wall_of(self.now)
+        return self._wall_of(self._course)
+
+    @property
+    def _course(self) -> float:
+        """The clock of signals and of the job, which no boot sets back."""
+        return MONOTONIC_0 + self.second
 
     def _wall_of(self, monotonic: float) -> float:
         return WALL_0 + self._clock_offset + monotonic - MONOTONIC_0
@@ -139,7 +147,7 @@ class SimulatedNode:
     def advance(self, second: float) -> None:
         """Move the time on to ``second`` of the scenario."""
         self.second = second
-        self.job.advance(self.now)
+        self.job.advance(self._course)
 
     def apply(self, change: Change) -> None:
         """Apply ``change`` now. Raises ScenarioError for an unknown series or collector."""
@@ -156,7 +164,21 @@ class SimulatedNode:
             self._lost[change.gpu] = change.lost
         for selector, value in change.set.items():
             self._set(selector, value, change.gpu)
-        self.job.apply(change, self.now)
+        self.job.apply(change, self._course)
+        if change.reboot:
+            self._reboot()
+
+    def _reboot(self) -> None:
+        """Boot the node: no processes, no kernel log, counters at 0, but for drives and boards; damage stays."""
+        self.boot, self._booted = self.boot + 1, self.second
+        self.job.lose_node(self._course)
+        self._kernel = SimulatedKernel(lambda: self.now, lambda: self.wall)
+        self._ports = SimulatedPorts()
+        for families in (families for owner, families in self._series.items() if owner != "nvme"):
+            for name, family in families.items():
+                for labels, signal in family.items() if name.endswith("_total") else ():
+                    if "aggregate" not in labels:
+                        signal.value, signal.at = 0.0, self._course
 
     def read(self, collector: str) -> Reading | NoData:
         """What ``collector`` delivers now."""
@@ -164,16 +186,16 @@ class SimulatedNode:
             return NoData(self._states[collector])
         if collector == "kmsg":
             return self._kernel.collect()
-        if collector == "ranks" and self.job.forgotten(self.now):
-            return Reading(tuple(self._samples(collector)), self.job.take_events())
+        if collector == "ranks" and self.job.forgotten(self._course):
+            return Reading(tuple(self._samples(collector)), self.job.take_events(self._course))
         if collector == "ranks":
             samples = (*self._rank_samples(), *self._samples(collector))
-            return Reading(samples, self.job.take_events(), tuple(self.job.facts()))
+            return Reading(samples, self.job.take_events(self._course), tuple(self.job.facts()))
         samples = tuple(self._samples(collector))
         if collector == "infiniband":
             return self._ports.read(samples, self.now, self.wall)
         if collector == "host":
-            return Reading((*samples, Sample(host.BOOT_TIME, round(self._wall_of(0.0)))))
+            return Reading((*samples, Sample(host.BOOT_TIME, round(self.wall - self.now))))
         return Reading(samples, (), self._gpu_facts()) if collector == "nvml" else Reading(samples)
 
     def health(self) -> Reading:
@@ -191,7 +213,7 @@ class SimulatedNode:
         return self._series[self._owner[metric.name]].setdefault(metric.name, {})
 
     def _samples(self, collector: str) -> Iterator[Sample]:
-        now, rng, lost = self.now, self._rng, self._lost if collector == "nvml" else {}
+        now, rng, lost = self._course, self._rng, self._lost if collector == "nvml" else {}
         for name, family in self._series[collector].items():
             metric, use = self._metrics[name], _RANK_USES.get(name, 0.0)
             for labels, signal in family.items():
@@ -220,7 +242,7 @@ class SimulatedNode:
             if rank.steps:
                 last = rank.steps[-1]
                 recent = list(rank.steps)[-rank_series.RATE_STEPS :]
-                elapsed = max(last.end, self.now - last.duration_s) - (recent[0].end - recent[0].duration_s)
+                elapsed = max(last.end, self._course - last.duration_s) - (recent[0].end - recent[0].duration_s)
                 yield Sample(rank_series.STEP, last.step, labels)
                 yield Sample(rank_series.STEP_SECONDS, last.duration_s, labels)
                 yield Sample(rank_series.TOKENS_RATE, sum(step.tokens for step in recent) / elapsed, labels)
@@ -251,12 +273,12 @@ class SimulatedNode:
             if wanted.items() <= set(zip(metric.labels, labels, strict=True))
         ]
         if not fitting:
-            family[self._labels(metric, wanted)] = signal = Signal(0.0, self.now)
+            family[self._labels(metric, wanted)] = signal = Signal(0.0, self._course)
             fitting = [signal]
             owner = self._owner[metric.name]
             self._states[owner] = Health.OK if self._states[owner] is Health.NO_DATA else self._states[owner]
         for signal in fitting:
-            signal.become(value, self.now)
+            signal.become(value, self._course)
 
     def _labels(self, metric: Metric, wanted: dict[str, str]) -> tuple[str, ...]:
         if "gpu" in metric.labels and "gpu" in wanted:

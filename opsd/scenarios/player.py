@@ -14,7 +14,7 @@ from opsd.agent.actions import Executor, Intended
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
-from opsd.agent.kept_window import pack, unpack
+from opsd.agent.kept_window import SAVE_S, pack, unpack
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
 from opsd.agent.policy import Limits
@@ -62,7 +62,8 @@ class _Player:
         self._collected: list[Sequence[Sample]] = []
         self._node = SimulatedNode(scenario)
         self._order = itertools.count()
-        self._agent_restarts = False
+        self._agent_restarts = self._agent_killed = False
+        self._is_killed = any(moment.agent_killed for moment in scenario.at)
         self._due = [(second, next(self._order), change) for second, change in scenario.moments()]
         heapq.heapify(self._due)
 
@@ -77,20 +78,23 @@ class _Player:
     def play(self) -> PlayedScenario:
         with tempfile.TemporaryDirectory(prefix="opsd-scenario-") as folder:
             journal, window, responder = self._agent(Path(folder))
+            saved = b""
             for look in range(int(self._scenario.duration / self._look_s) + 1):
                 stepped = self._go_to(look * self._look_s)
                 if stepped:
                     window.clock_stepped(stepped)
                     responder.clock_stepped(stepped)
-                if self._agent_restarts:
-                    self._agent_restarts = False
-                    journal.window(pack(window))
+                if self._agent_restarts or self._agent_killed:
+                    journal.window(saved if self._agent_killed else pack(window))
                     journal.close()
+                    self._agent_restarts = self._agent_killed = False
                     self._keep(responder)
                     self._node.job.read_again()
                     journal, window, responder = self._agent(Path(folder))
                 self._look(window)
                 responder.respond(window)
+                if self._is_killed and look * self._look_s % SAVE_S < self._look_s:
+                    saved = pack(window)
                 if self._looked is not None:
                     self._looked(responder.current, self._exported(responder))
             journal.close()
@@ -99,7 +103,7 @@ class _Player:
 
     def _agent(self, folder: Path) -> tuple[Journal, Window, Responder]:
         """An agent that has just started, with what the journal in ``folder`` remembers."""
-        journal = Journal(folder, lambda _problem: None)
+        journal = Journal(folder, lambda _problem: None, boot=str(self._node.boot))
         responder = self._responder(journal)
         window = Window(NODE, interval_s=self._look_s, witnesses=witnesses())
         if responder.kept_window:
@@ -164,7 +168,8 @@ class _Player:
             self._node.advance(max(at, self._node.second))
             self._node.apply(change)
             stepped += change.clock
-            self._agent_restarts |= change.agent_restart
+            self._agent_restarts |= change.agent_restart or change.reboot
+            self._agent_killed |= change.agent_killed
         self._node.advance(second)
         return stepped
 

@@ -7,17 +7,31 @@ no meaning. ``differences`` compares the incidents: kind, key, culprit and job, 
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
+from opsd.agent.lifecycle import UNPROVEN_S
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Incident
-from opsd.scenarios.model import Mode, Moment, Scenario
+from opsd.scenarios.model import Course, Mode, Moment, Scenario, Value
 from opsd.scenarios.player import PlayedScenario, play
 
 HOUR_S = 3600.0
 BLIND_S = 20.0
+LATE_S = 60.0
+_SELECTED = re.compile(r"(\b(?:gpu|rank)=)(\d+)")
+_ADDRESS = re.compile(r"\b([1-9a-f])(a:00)", re.IGNORECASE)
+_PROCESS = re.compile(r"(\b10[1-9]0)(\d)\b")
+"""How series, PCI addresses and processes of the simulated node name a GPU or a rank."""
+IDLE: Mapping[str, Value] = {
+    "DCGM_FI_DEV_POWER_USAGE": 71.0,
+    "DCGM_FI_DEV_SM_CLOCK": 345.0,
+    "opsd_gpu_throttle_seconds_total": Course(rate=0.0),
+}
+"""Series of all GPUs once nothing runs on them."""
 AFTER_S = 50.0
 """Seconds by which a scenario is played on, so that what is over can end."""
 CLOCK = frozenset({"clock_skew", "clock_unstable"})
@@ -47,6 +61,22 @@ def run_ends_when_resolved(scenario: Scenario, played: PlayedScenario, _rng: ran
     return _finished(scenario, max(ended) + 1.0) if ended and max(ended) >= opened else None
 
 
+def idle_afterwards(scenario: Scenario, played: PlayedScenario, _rng: random.Random) -> Scenario | None:
+    """The run ends while the incident is open, and the GPUs need little power and are not throttled any more."""
+    second = _last_opened(scenario, played) + 4.0
+    ended = _finished(scenario, second)
+    return ended and _with(ended, Moment(t=second, set=dict(IDLE if scenario.gpus else {})))
+
+
+def reboots(scenario: Scenario, played: PlayedScenario, _rng: random.Random) -> Scenario | None:
+    """The node is booted while the incident is open."""
+    if any(moment.reboot or moment.finish for moment in scenario.at):
+        return None
+    second = _last_opened(scenario, played) + 2.5
+    changed = _with(scenario, Moment(t=second, reboot=True), Moment(t=second, set=dict(IDLE if scenario.gpus else {})))
+    return changed.model_copy(update={"duration": changed.duration + UNPROVEN_S})
+
+
 def agent_restarts(scenario: Scenario, played: PlayedScenario, rng: random.Random) -> Scenario | None:
     """The agent ends and starts again at some instant after the first incident opened."""
     first = min(played.opened.values(), default=scenario.duration / 2)
@@ -62,6 +92,33 @@ def agent_restarts_early(scenario: Scenario, played: PlayedScenario, rng: random
     return changed.model_copy(update={"duration": changed.duration + waits_anew})
 
 
+def agent_killed(scenario: Scenario, played: PlayedScenario, rng: random.Random) -> Scenario | None:
+    """The agent is killed at some instant after the first incident opened."""
+    first = min(played.opened.values(), default=scenario.duration / 2)
+    return _with(scenario, Moment(t=rng.uniform(first + 1.0, scenario.duration), agent_killed=True))
+
+
+def events_late(scenario: Scenario, _played: PlayedScenario, _rng: random.Random) -> Scenario | None:
+    """What launcher and ranks write reaches the agent a minute late."""
+    if not scenario.job.ranks:
+        return None
+    changed = _with(scenario, Moment(t=0.0, late=LATE_S))
+    return changed.model_copy(update={"duration": changed.duration + LATE_S})
+
+
+def another_rank(scenario: Scenario, _played: PlayedScenario, _rng: random.Random) -> Scenario | None:
+    """All that is said of rank and GPU i is said of the next one."""
+    if scenario.job.ranks < 2 or scenario.job.ranks > scenario.gpus or any(moment.event for moment in scenario.at):
+        return None
+    ahead = partial(_ahead, scenario.job.ranks)
+    return scenario.model_copy(
+        update={
+            "at": tuple(_turned(moment, ahead) for moment in scenario.at),
+            "on": tuple(_turned(reaction, ahead) for reaction in scenario.on),
+        }
+    )
+
+
 def clock_steps(step_s: float, scenario: Scenario, played: PlayedScenario, _rng: random.Random) -> Scenario | None:
     """The wall clock is stepped by ``step_s`` while the incident is open."""
     return _with(scenario, Moment(t=_last_opened(scenario, played) + 2.5, clock=step_s))
@@ -70,6 +127,17 @@ def clock_steps(step_s: float, scenario: Scenario, played: PlayedScenario, _rng:
 def events_twice(scenario: Scenario, played: PlayedScenario, _rng: random.Random) -> Scenario | None:
     """The run's event files are replaced, as by a restored folder, so that each event is read a second time."""
     return _with(scenario, Moment(t=_last_opened(scenario, played) + 2.5, read_again=True))
+
+
+def collector_blind_early(
+    collector: str, scenario: Scenario, played: PlayedScenario, rng: random.Random
+) -> Scenario | None:
+    """A collector fails for 20 s, from some instant between the fault and the incident."""
+    if not played.opened or any(collector in (*m.blind, *m.hung, *m.sighted) for m in scenario.at):
+        return None
+    begin = rng.uniform(min(m.t for m in scenario.at), min(played.opened.values())) if scenario.at else 0.0
+    changed = _with(scenario, Moment(t=begin, blind=(collector,)), Moment(t=begin + BLIND_S, sighted=(collector,)))
+    return changed.model_copy(update={"duration": changed.duration + 3 * BLIND_S})
 
 
 def collector_blind(collector: str, scenario: Scenario, played: PlayedScenario, _rng: random.Random) -> Scenario | None:
@@ -93,6 +161,15 @@ TRANSFORMATIONS: Mapping[str, Transformation] = {
     "nvml blind": partial(collector_blind, "nvml"),
     "kmsg blind": partial(collector_blind, "kmsg"),
     "host blind": partial(collector_blind, "host"),
+    "ranks blind early": partial(collector_blind_early, "ranks"),
+    "nvml blind early": partial(collector_blind_early, "nvml"),
+    "kmsg blind early": partial(collector_blind_early, "kmsg"),
+    "host blind early": partial(collector_blind_early, "host"),
+    "agent killed": agent_killed,
+    "ends, GPUs idle": idle_afterwards,
+    "ends, node boots": reboots,
+    "events late": events_late,
+    "another rank": another_rank,
 }
 
 
@@ -109,7 +186,9 @@ def differences(scenario: Scenario, name: str, seed: int = 0) -> list[str]:
 
 def _differences(scenario: Scenario, name: str, plain: PlayedScenario, other: PlayedScenario) -> Iterator[str]:
     yield from (f"error: {error.strip().splitlines()[-1]}" for error in other.errors)
-    before, after = Counter(map(_about, plain.incidents.values())), Counter(map(_about, other.incidents.values()))
+    turned = partial(_ahead, scenario.job.ranks) if name == "another rank" else None
+    before = Counter(_about(incident, turned) for incident in plain.incidents.values())
+    after = Counter(_about(incident, turned and _unchanged) for incident in other.incidents.values())
     ignored = {*scenario.allow} | (CLOCK if "clock" in name else set()) | (WITHOUT_RUN if "ends" in name else set())
     for about in sorted((before - after).keys(), key=repr):
         if about[0] not in ignored:
@@ -129,9 +208,33 @@ def _differences(scenario: Scenario, name: str, plain: PlayedScenario, other: Pl
             yield f"told {pages} more times: {kind}"
 
 
-def _about(incident: Incident) -> tuple[object, ...]:
+Turn = Callable[[int], int]
+
+
+def _about(incident: Incident, turn: Turn | None = None) -> tuple[object, ...]:
     culprit = incident.culprit
-    return incident.kind, incident.key, culprit.component, culprit.gpu, culprit.rank, incident.job
+    if turn is None:
+        return incident.kind, incident.key, culprit.component, culprit.gpu, culprit.rank, incident.job
+    gpu, rank = (None if value is None else turn(value) for value in (culprit.gpu, culprit.rank))
+    return incident.kind, culprit.component, gpu, rank, incident.job
+
+
+def _unchanged(index: int) -> int:
+    return index
+
+
+def _ahead(ranks: int, index: int) -> int:
+    return (index + 1) % ranks if index < ranks else index
+
+
+def _turned(change: Any, turn: Turn) -> Any:
+    """``change`` with each GPU, rank, PCI address and process by ``turn``."""
+    moved: dict[str, object] = {"gpu": change.gpu if change.gpu is None else turn(change.gpu)}
+    moved["ranks"] = change.ranks if change.ranks is None else tuple(map(turn, change.ranks))
+    moved["set"] = {_SELECTED.sub(lambda m: m[1] + str(turn(int(m[2]))), k): v for k, v in change.set.items()}
+    lines = (_ADDRESS.sub(lambda m: f"{turn(int(m[1], 16) - 1) + 1:x}{m[2]}", line) for line in change.kernel)
+    moved["kernel"] = tuple(_PROCESS.sub(lambda m: m[1] + str(turn(int(m[2]))), line) for line in lines)
+    return change.model_copy(update=moved)
 
 
 def _pages(played: PlayedScenario) -> Counter[str]:

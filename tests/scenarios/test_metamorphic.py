@@ -23,12 +23,17 @@ FOUND = [
         ("checkpoint_corrupt/healed_by_the_next_save.toml", "run ends while open"),
         ("loss_rising/falls_again.toml", "agent restarts early"),
         ("clock_skew/back.toml", "events twice"),
+        ("oom_kill/a_rank.toml", "ends, node boots"),
+        ("rank_crash/ambiguous_cuda_error.toml", "ends, node boots"),
+        ("gpu_driver_failed/library_replaced.toml", "ends, node boots"),
     )
 ]
 """Differences that there have been."""
 RIGHT = {
     # No launcher is left that would restart the rank that hangs: a person is told.
     ("dataloader_stall/healthy_stopped_rank", "run ends while open"): ["told 1 more times: rank_hang"],
+    # A reset heals corrected errors. A burst that comes back after one is a reason to replace the GPU.
+    ("gpu_ecc/corrected_burst", "ends, node boots"): ["told 1 more times: gpu_ecc"],
 }
 """Differences that matter."""
 SAMPLED = [
