@@ -22,10 +22,13 @@ from opsd.scenarios.player import PlayedScenario, play
 HOUR_S = 3600.0
 BLIND_S = 20.0
 LATE_S = 60.0
-_SELECTED = re.compile(r"(\b(?:gpu|rank)=)(\d+)")
+_SELECTED = re.compile(r"(\bgpu=)(\d+)")
 _ADDRESS = re.compile(r"\b([1-9a-f])(a:00)", re.IGNORECASE)
 _PROCESS = re.compile(r"(\b10[1-9]0)(\d)\b")
-"""How series, PCI addresses and processes of the simulated node name a GPU or a rank."""
+"""How series, PCI addresses and processes of the simulated node name a GPU or a rank.
+
+Series with a rank are those that only the first rank writes.
+"""
 IDLE: Mapping[str, Value] = {
     "DCGM_FI_DEV_POWER_USAGE": 71.0,
     "DCGM_FI_DEV_SM_CLOCK": 345.0,
