@@ -14,7 +14,10 @@ from typing import Any
 
 from opsd.durable import is_named
 from opsd.trainer.background import Work, run_now
+from opsd.words import remedy
 
+METRICS = "metrics.jsonl"
+"""The file of the steps in a run's folder."""
 Line = dict[str, Any]
 Positions = dict[str, int]
 """Bytes read, by file name."""
@@ -54,7 +57,8 @@ class Appender:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             if not self._told:
-                print(f"opsd: {self._path} cannot be written: {error.strerror}", file=sys.stderr)
+                why = f"{error.strerror}; lines are missing until it can{remedy(error)}"
+                print(f"opsd: {self._path} cannot be written: {why}", file=sys.stderr)
             self._told = True
 
 

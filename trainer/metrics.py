@@ -38,8 +38,6 @@ from opsd.trainer.config import Config
 from opsd.trainer.data_settings import Shape
 from opsd.trainer.jsonl import Appender
 
-METRICS = "metrics.jsonl"
-
 
 class MetricsLog:
     """Appends the line of each step to a file."""

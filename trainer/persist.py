@@ -46,8 +46,9 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from opsd import durable
 from opsd.checkpoints import remote
 from opsd.checkpoints.claims import Fence
 from opsd.checkpoints.manifest import (
@@ -63,12 +64,14 @@ from opsd.checkpoints.manifest import (
 )
 from opsd.checkpoints.retention import AWAITED, prune
 from opsd.durable import Unproved
+from opsd.trainer.jsonl import METRICS
 from opsd.trainer.locks import POLL_S, locked
 from opsd.trainer.memory import StateInfo, checksum, write_info
 from opsd.trainer.parts import PersistPlan, parts_of, remove_parts, with_retries, write_part
 from opsd.trainer.replica import KEY, Receiver, Sender
 from opsd.words import of_file, remedy
 
+MAKES = 9
 LIMIT_S = 600
 """A process whose rank is gone ends after this in any case; after ``remote.LIMIT_S`` if it only uploads."""
 
@@ -155,11 +158,49 @@ def _declare(plan: PersistPlan, memory: mmap.mmap, command: Mapping[str, Any]) -
     return info
 
 
+class Place:
+    """The folder of the checkpoints. Once it was moved, or its mount is gone, the same path is another place."""
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._began = root, _identity(root)
+        self._run = _identity(root.parent)
+        self.newest = 0
+        """The step of a checkpoint that is there; 0 if none is known."""
+
+    def require(self) -> None:
+        """Raises OSError if the run's folder is not there any more.
+
+        A file system that is mounted again may have another device number, and some give a file a new inode number
+        whenever they forget it. The last checkpoint then shows that it is the same folder.
+        """
+        now = _identity(self._root)
+        is_same_device = now.device == self._began.device
+        if now.inode == self._began.inode or (is_same_device and _identity(self._root.parent) == self._run):
+            return
+        if is_there(folder_of(self._root, self.newest)) if self.newest else is_same_device:
+            return
+        raise OSError(errno.ESTALE, "the run's folder was moved, or its file system is no longer mounted here")
+
+
+class _Identity(NamedTuple):
+    device: int
+    inode: int
+
+
+def _identity(folder: Path) -> _Identity:
+    """Of ``folder``, or of the first parent that there is. Raises OSError."""
+    with suppress(FileNotFoundError):
+        found = folder.stat()
+        return _Identity(found.st_dev, found.st_ino)
+    return _identity(folder.parent)
+
+
 class Writer:
     """Makes checkpoints of this rank's staged state, together with the processes of the other ranks."""
 
     def __init__(self, plan: PersistPlan, memory: mmap.mmap, commands: Commands) -> None:
         self._plan, self._memory, self._commands = plan, memory, commands
+        self._place = Place(Path(plan.root))
         self._undecided: tuple[Path, str] | None = None
         """Folder and name of the last save if this rank has written a part and has not seen it committed."""
 
@@ -168,6 +209,7 @@ class Writer:
         folder, save = folder_of(Path(self._plan.root), info.step), f"{self._plan.attempt}-{number}"
         why = ""
         try:
+            self._place.require()
             self._remove_undecided()
             if _committed(folder, info) is None:
                 self._settle(self._write(folder, save, info))
@@ -198,7 +240,7 @@ class Writer:
     def _write(self, folder: Path, save: str, info: StateInfo) -> Manifest:
         """Write this rank's part and see it committed. Raises OSError, Abandoned."""
         plan = self._plan
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         if plan.rank in plan.parts:
             with memoryview(self._memory) as view:
                 self._undecided = folder, save
@@ -210,6 +252,7 @@ class Writer:
         _await(folder, plan)
         if fence := Fence.of(os.environ):
             fence.check(plan.patience_s)
+        _sync_metrics(Path(plan.root).parent / METRICS)
         commit(folder, manifest)
         return manifest
 
@@ -248,6 +291,7 @@ class Writer:
 
     def _settle(self, manifest: Manifest) -> None:
         """Remove this rank's part if ``manifest``, that of the step, is of another save."""
+        self._place.newest = manifest.step
         if self._undecided is not None:
             folder, save = self._undecided
             if not any(save in entry.name for entry in manifest.files):
@@ -336,11 +380,31 @@ def _await(folder: Path, plan: PersistPlan) -> None:
         (folder / name).touch()
 
 
+def _sync_metrics(file: Path) -> None:
+    """Make the lines of the steps durable, since nobody repeats these steps once the checkpoint is committed."""
+    try:
+        with open(file, "rb") as opened:
+            durable.sync(opened)
+        durable.prove(file)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        print(f"opsd: {of_file(error)}: a power failure may take lines of steps", file=sys.stderr)
+
+
+def _make(folder: Path) -> None:
+    """Create ``folder``; another rank that gives up may remove it, empty, at any moment. Raises OSError."""
+    for _ in range(MAKES):
+        with suppress(FileExistsError):
+            return folder.mkdir(parents=True, exist_ok=True)
+    raise NotADirectoryError(errno.ENOTDIR, "a file has the name of the folder", str(folder))
+
+
 def _write_into(folder: Path, plan: PersistPlan, save: str, view: memoryview, digest: str) -> None:
     try:
         write_part(folder, plan, save, view, digest)
     except FileNotFoundError:  # a rank that gave up has taken the empty folder away; what it met this one is to meet
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         write_part(folder, plan, save, view, digest)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from statistics import median
 
 from opsd.checkpoints.interval import daly
 from opsd.checkpoints.manifest import folder_of, newest, prove
+from opsd.checkpoints.remote import AWAITING, URL
 from opsd.client import Reporter
 from opsd.durable import make_folder
 from opsd.trainer.audit import Audit
@@ -188,6 +190,15 @@ def persist_plan(config: Config, world: World, state: State) -> PersistPlan:
         every=config.checkpoint.keep_every, remote=config.checkpoint.remote, evaluated=config.evaluation.wanted,
         writers=writers(state, world),
     )  # fmt: skip
+
+
+def finish_uploads(root: Path, url: str) -> None:
+    """Copy to ``url`` the checkpoints that an earlier start could not copy. A failure is printed."""
+    if url and any(root.glob(f"*/{AWAITING}")):
+        command = [sys.executable, "-m", "opsd.checkpoints.remote", "upload", str(root)]
+        subprocess.run(
+            command, env=os.environ | {URL: url}, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False
+        )
 
 
 def checkpoint_folder(config: Config, world: World) -> Path:

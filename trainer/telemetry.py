@@ -21,8 +21,8 @@ from opsd.trainer.data.mixture import Mixture
 from opsd.trainer.data_settings import Shape
 from opsd.trainer.evaluations import Evaluations
 from opsd.trainer.experts import LOADS
-from opsd.trainer.jsonl import Appender
-from opsd.trainer.metrics import METRICS, MetricsLog
+from opsd.trainer.jsonl import METRICS, Appender
+from opsd.trainer.metrics import MetricsLog
 from opsd.trainer.step_lines import StepLines, peak_memory
 from opsd.trainer.tracking import Tracking
 from opsd.trainer.world import World

@@ -30,8 +30,7 @@ from opsd.events import TrackingFailed
 from opsd.files import write_text
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.evaluations import RESULTS
-from opsd.trainer.jsonl import Line, new_lines, read_positions, write_positions
-from opsd.trainer.metrics import METRICS
+from opsd.trainer.jsonl import METRICS, Line, new_lines, read_positions, write_positions
 from opsd.trainer.settings import TrackingSettings
 
 FOLDER, POSITION, PLACES, LOG = "tracking", "position.json", "places.json", "tracking.log"

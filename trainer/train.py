@@ -32,7 +32,7 @@ from opsd.trainer.optimizer import Optimizer
 from opsd.trainer.parallel import build, demand_device, demand_libraries
 from opsd.trainer.replay import Repeatable, Replay
 from opsd.trainer.restore import restore
-from opsd.trainer.saving import Saving, checkpoint_folder
+from opsd.trainer.saving import Saving, checkpoint_folder, finish_uploads
 from opsd.trainer.settings import ScheduleSettings
 from opsd.trainer.telemetry import Telemetry
 from opsd.trainer.tracking import demand_installed
@@ -113,6 +113,7 @@ def train(config: Config, *, fresh: bool = False) -> bool:
     telemetry.report_mixture(training.step, training.sample)
     if training.step >= config.run.steps and world.rank == 0:
         print(f"all {config.run.steps:,} steps are done; a larger run.steps goes on", flush=True)
+        finish_uploads(root, config.checkpoint.remote)
     stop = False
     with Collections() as garbage:
         while training.step < config.run.steps and not stop:

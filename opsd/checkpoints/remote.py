@@ -47,7 +47,7 @@ from opsd.client import append_event
 from opsd.durable import sync_folder
 from opsd.events import CheckpointUploaded, CheckpointUploadFailed
 from opsd.progress import shown
-from opsd.words import first_line, of_file
+from opsd.words import first_line, of_file, remedy
 
 AWAITING = AWAITED[0]
 URL = "OPSD_REMOTE"
@@ -255,7 +255,9 @@ def main(arguments: list[str]) -> int:
             began = time.monotonic()
     except Exception as error:  # clients of object storages raise what they like
         why = without_user(f"{url}: {reason_of(error)}")
-        print(why, file=sys.stderr)
+        fix = remedy(error) if isinstance(error, OSError) else ""
+        again = "; the next start of the run tries again" if verb == "upload" else ""
+        print(f"opsd: {why}{fix}{again}", file=sys.stderr)
         if page:
             append_event(Path(page), f"checkpoint_{verb}_failed", **CheckpointUploadFailed(why=why))
         return 1

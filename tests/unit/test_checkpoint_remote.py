@@ -23,6 +23,7 @@ from opsd.checkpoints.manifest import (
 from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, fetch_newer, upload_waiting, without_user
 from opsd.checkpoints.retention import prune
 from opsd.client import events_path
+from opsd.trainer.saving import finish_uploads
 from tests.fakes.checkpoints import make
 
 
@@ -220,3 +221,16 @@ def test_retention_keeps_what_it_must(tmp_path: Path) -> None:
     newest.write_bytes(content)
     assert prune(tmp_path, keep=2, every=30) == [50]
     assert steps(tmp_path) == [20, 30, 60, 70]
+
+
+def test_a_finished_run_uploads_what_waits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The storage was full at its end. What fails again is told with its remedy, and goes on waiting."""
+    waiting = make(tmp_path / "checkpoints", 8) / AWAITING
+    waiting.touch()
+    (tmp_path / "full").write_text("")
+    finish_uploads(tmp_path / "checkpoints", f"file://{tmp_path}/full")
+    assert "the next start of the run tries again" in capfd.readouterr().err
+    assert waiting.exists()
+    finish_uploads(tmp_path / "checkpoints", f"file://{tmp_path}/room")
+    assert not waiting.exists()
+    assert verify(folder_of(tmp_path / "room", 8)).step == 8

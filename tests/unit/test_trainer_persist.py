@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -24,9 +26,11 @@ from opsd.checkpoints.manifest import (
     steps,
     verify,
 )
+from opsd.trainer.jsonl import METRICS
 from opsd.trainer.locks import LOCKS, hold_lock, wait_for_saves
 from opsd.trainer.parts import PersistPlan
 from tests.fakes.clock import until
+from tests.fakes.faults import Faults, calls
 
 STEP, SAMPLE = 20, 80
 
@@ -98,7 +102,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Persister] = []
 
     def begin(rank: int, world: int, content: bytes = b"state of a rank" * 999, **more: Any) -> Persister:
-        started.append(Persister(tmp_path, rank, world, content, **more))
+        started.append(Persister(more.pop("root", tmp_path), rank, world, content, **more))
         return started[-1]
 
     yield begin
@@ -117,6 +121,59 @@ def test_parts_of_all_ranks_become_a_checkpoint(tmp_path: Path, start: Start) ->
     assert [persister.answer() for persister in world] == [{"state": "committed"}] * 3
     manifest = verify(folder_of(tmp_path, STEP))
     assert (manifest.step, manifest.sample, manifest.layout, len(manifest.files)) == (STEP, SAMPLE, {"dp": 3}, 3)
+
+
+def test_nothing_is_saved_below_a_mount_that_is_gone(tmp_path: Path, start: Start) -> None:
+    """The same path would be on the disk of the node, and the checkpoint be lost with exit code 0."""
+    mounted, below = tmp_path / "mounted", tmp_path / "below"
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        mounted.symlink_to(elsewhere)
+        alone = start(0, 1, root=mounted)
+        alone.command(save=10, sample=0)
+        assert alone.answer() == {"state": "committed"}
+        below.mkdir()
+        mounted.unlink()
+        mounted.symlink_to(below)
+        alone.command(save=20, sample=0)
+        answer = alone.answer()
+        assert (answer["state"], "no longer mounted here" in answer["why"]) == ("failed", True)
+        assert [*below.iterdir()] == []
+        mounted.unlink()
+        mounted.symlink_to(elsewhere)
+        alone.command(save=20, sample=0)
+        assert alone.answer() == {"state": "committed"}
+
+
+def test_nothing_is_saved_in_the_place_of_a_folder_that_was_moved(tmp_path: Path, start: Start) -> None:
+    """The run would be in two halves, of which neither is whole. A folder of checkpoints that was removed is made."""
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    alone = start(0, 1, root=root)
+    alone.command(save=10, sample=0)
+    assert alone.answer() == {"state": "committed"}
+    shutil.rmtree(root)
+    alone.command(save=20, sample=0)
+    assert alone.answer() == {"state": "committed"}
+    (tmp_path / "run").rename(tmp_path / "moved")
+    alone.command(save=30, sample=0)
+    assert "the run's folder was moved" in alone.answer()["why"]
+    assert (steps(tmp_path / "moved/checkpoints"), (tmp_path / "run").exists()) == ([20], False)
+
+
+def test_lines_of_steps_are_durable_before_their_checkpoint(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody repeats these steps once the checkpoint is there, so a power failure must not take their lines."""
+    (root := tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (root.parent / METRICS).write_text("{}\n")
+    for name, value in Faults(tmp_path, "opsd.trainer.persist", log=tmp_path / "log").environment.items():
+        monkeypatch.setenv(name, value)
+    alone = start(0, 1, root=root)
+    alone.command(save=10, sample=0)
+    assert alone.answer() == {"state": "committed"}
+    made = calls(tmp_path / "log")
+    synced = next(n for n, call in enumerate(made) if (call.name, call.path.name) == ("fsync", METRICS))
+    assert synced < next(n for n, call in enumerate(made) if call.name == "link")
 
 
 def test_old_checkpoints_go(tmp_path: Path, start: Start) -> None:

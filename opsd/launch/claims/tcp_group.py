@@ -22,6 +22,7 @@ from opsd.launch.io.protocol import Codec, Member
 from opsd.launch.io.reporting import print_message as print_message
 from opsd.launch.io.transport import Transport
 from opsd.launch.io.unauthenticated import raise_descriptor_limit
+from opsd.words import of_file
 
 TICK_S = 0.05
 ALONE_TICK_S = 0.25
@@ -204,7 +205,7 @@ class FolderClaimStore:
             and now - self._said_at >= REPORT_INTERVAL_S
         ):
             self._said_at = now
-            self._print_message(f"{self.error.strerror or self.error}; trying again")
+            self._print_message(f"{of_file(self.error)}; trying again")
 
     def renew(self, number: int, beat: int) -> None:
         """See ``ClaimStore.renew``; skipped while the previous renewal is in flight."""
