@@ -34,6 +34,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Cut the name of a case that is made of a long text: of a case of 8 MB each worker got a name of 30 MB."""
+    if isinstance(val, str | bytes) and len(val) > 200:
+        return ascii(val[:60])[:100] + f" and so on to {len(val)}"
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Have tests with several ranks run one after the other, beside all others."""
