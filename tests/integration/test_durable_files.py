@@ -9,7 +9,6 @@ import errno
 import fcntl
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from trainer_world import CONFIG, Run
@@ -29,6 +29,8 @@ from tests.fakes.corpora import make_corpus
 from tests.fakes.faults import ERRORS, Call, Faults, calls
 from tests.fakes.power_loss import changes, losses, rebuild
 from tests.fakes.saving import SavedRun
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -191,19 +193,20 @@ def age(folder: Path) -> None:
         os.utime(path, (0, 0), follow_symlinks=False)
 
 
-def of_today(found: Sequence[Call], every: int) -> Sequence[Call]:
-    """One of ``every``; which one changes with the day."""
+def of_today(found: Sequence[T], count: int | None) -> Sequence[T]:
+    """About ``count`` of them, evenly spread; which ones changes with the day. All if it is None."""
+    every = max(1, len(found) // (count or len(found)))
     return found[int(time.time() / 86_400) % every :: every]
 
 
-def swept(writer: Writer, tmp_path: Path, *, kept: bool, every: int = 1) -> None:
-    """Fail each call of ``writer`` once; with ``kept`` what it has made so far may stay, for the next time.
+def swept(writer: Writer, tmp_path: Path, *, kept: bool, count: int | None = None) -> None:
+    """Fail ``count`` of the calls of ``writer``, one a run; with ``kept`` what it has made may stay, for the next time.
 
-    One of ``every`` calls fails.
+    All calls fail if it is None.
     """
     made = made_by(writer, tmp_path / "calls")
     after = listed(writer.folder)
-    for call in of_today(made, every):
+    for call in of_today(made, count):
         shutil.rmtree(writer.folder)
         failed = run(writer, Faults(writer.folder, first=call.number, error=ERRORS[call.number % len(ERRORS)]))
         where = f"call {call.number}: {call.name} {call.path}: {failed.stderr}"
@@ -221,14 +224,14 @@ def swept(writer: Writer, tmp_path: Path, *, kept: bool, every: int = 1) -> None
             assert (call.name, len(left), set(left) > set(after)) == ("unlink", len(after) + 1, True), where
 
 
-def killed(writer: Writer, tmp_path: Path, every: int = 1) -> None:
-    """Kill ``writer`` at each call, before or after it; an hour later its next run leaves what an undisturbed one does.
+def killed(writer: Writer, tmp_path: Path, count: int | None = None) -> None:
+    """Kill ``writer`` at a call, before or after it; an hour later its next run leaves what an undisturbed one does.
 
-    It is killed at one of ``every`` calls.
+    It is killed at ``count`` of its calls, or at each if that is None.
     """
     made = made_by(writer, tmp_path / "calls")
     after = listed(writer.folder)
-    for call in of_today(made, every):
+    for call in of_today(made, count):
         shutil.rmtree(writer.folder)
         is_done = bool(call.number % 2) and call.name != "mkdir"  # it may exist
         ended = run(writer, Faults(writer.folder, first=call.number, kill=True, done=is_done))
@@ -243,14 +246,16 @@ def killed(writer: Writer, tmp_path: Path, every: int = 1) -> None:
             assert left == set(after), where
 
 
-def without_power(writer: Writer, tmp_path: Path, ends: int) -> None:
-    """Let the power fail at ``ends`` moments of ``writer``, the end among them; its next run makes what is missing."""
+def without_power(writer: Writer, tmp_path: Path, count: int | None) -> None:
+    """Let the power fail at the end of ``writer`` and ``count`` times before; its next run makes what is missing.
+
+    It fails at every moment if ``count`` is None.
+    """
     storage, record = tmp_path / STORAGE, tmp_path / "record"
     done = run(writer, Faults(storage, record=record))
     assert done.returncode == 0, done.stderr
     made, began = changes(record), storage.resolve()
-    rng = random.Random(int(time.time() / 86_400))
-    for end in sorted({*rng.sample(range(len(made)), min(ends, len(made))), len(made)}):
+    for end in [*of_today(range(len(made)), count), len(made)]:
         for number, left in enumerate(losses(made[:end], end, 1)):
             shutil.rmtree(storage)
             rebuild(left, began, storage)
@@ -262,54 +267,40 @@ def without_power(writer: Writer, tmp_path: Path, ends: int) -> None:
             assert (again.returncode == 0 or was_whole, writer.whole()) == (True, True), f"{where}{again.stderr}"
 
 
-def test_a_configuration_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    """Each call fails once."""
-    swept(configuration(tmp_path), tmp_path, kept=False)
-
-
+SAMPLE = 2
+"""As many calls fail in a test of ``make test``; ``make test-long`` has all of them."""
+sampled = pytest.mark.parametrize(
+    "count", [SAMPLE, pytest.param(None, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
+Make = Callable[[Path], Writer]
 WRITERS = [corpus, staged, uploaded, journalled, launched]
 
 
+@sampled
+def test_a_configuration_is_written_whole_or_not_at_all(tmp_path: Path, count: int | None) -> None:
+    """Whichever call fails."""
+    swept(configuration(tmp_path), tmp_path, kept=False, count=count)
+
+
+@sampled
 @pytest.mark.parametrize("writer", WRITERS)
-def test_the_next_run_makes_what_is_missing(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
-    """Of one that met an error, in some of its calls."""
-    swept(writer(tmp_path), tmp_path, kept=True, every=11)
+def test_the_next_run_makes_what_is_missing(tmp_path: Path, writer: Make, count: int | None) -> None:
+    """After a run in which a call has failed."""
+    swept(writer(tmp_path), tmp_path, kept=True, count=count)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("writer", WRITERS)
-def test_the_next_run_makes_what_is_missing_after_any_call(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
-    """Each of its calls fails once."""
-    swept(writer(tmp_path), tmp_path, kept=True)
-
-
+@sampled
 @pytest.mark.parametrize("writer", [configuration, *WRITERS])
-def test_the_next_run_goes_on_after_a_kill(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
-    """At some calls."""
-    killed(writer(tmp_path), tmp_path, every=11)
+def test_the_next_run_goes_on_after_a_kill(tmp_path: Path, writer: Make, count: int | None) -> None:
+    """Whichever call it comes at."""
+    killed(writer(tmp_path), tmp_path, count)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
+@sampled
 @pytest.mark.parametrize("writer", [configuration, *WRITERS])
-def test_the_next_run_goes_on_after_a_kill_at_any_call(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
-    """At each of its calls."""
-    killed(writer(tmp_path), tmp_path)
-
-
-@pytest.mark.parametrize("writer", [configuration, *WRITERS])
-def test_the_next_run_goes_on_after_a_power_loss(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
-    """At some moments, and what a command had finished is there."""
-    without_power(writer(tmp_path), tmp_path, 2)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("writer", [configuration, *WRITERS])
-def test_the_next_run_goes_on_after_any_power_loss(tmp_path: Path, writer: Callable[[Path], Writer]) -> None:
-    """At every moment."""
-    without_power(writer(tmp_path), tmp_path, 10_000)
+def test_the_next_run_goes_on_after_a_power_loss(tmp_path: Path, writer: Make, count: int | None) -> None:
+    """What a command had finished is there."""
+    without_power(writer(tmp_path), tmp_path, count)
 
 
 def test_an_export_that_fails_leaves_nothing(tmp_path: Path, undisturbed: Run) -> None:
@@ -364,7 +355,7 @@ def test_an_old_corpus_stays_until_the_new_one_is_complete(tmp_path: Path) -> No
     made = made_by(overwrite, tmp_path / "calls")
     new = contents()
     assert old != new
-    for call in of_today(made, 7):
+    for call in of_today(made, SAMPLE):
         shutil.rmtree(writer.folder)
         shutil.copytree(kept, writer.folder)
         is_killed = bool(call.number % 2)

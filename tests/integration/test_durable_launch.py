@@ -25,7 +25,8 @@ def launched(folder: Path, shards: Path, faults: Faults, *options: str) -> Launc
     config.write_text(CONFIG)
     settings = [f"--set={setting}" for setting in (*SETTINGS, f"data.shards={shards}")]
     program = ("-m", "opsd.trainer", str(config), *settings)
-    return Launched(folder, "", "--nproc-per-node=2", *options, program=program, env=faults.environment)
+    flags = ("--nproc-per-node=2", "--no-standby", *options)
+    return Launched(folder, "", *flags, program=program, env=faults.environment)
 
 
 def of_last_save(folder: Path, rank: int) -> Faults:
@@ -33,10 +34,10 @@ def of_last_save(folder: Path, rank: int) -> Faults:
     return Faults(folder_of(folder / "run/checkpoints", STEPS), f'"rank": {rank},')
 
 
-def check(folder: Path, shards: Path, faults: Faults) -> int:
+def check(folder: Path, shards: Path, faults: Faults, *options: str) -> int:
     """The exit code of the run. Every checkpoint that it leaves is whole, and with 0 the last is there."""
     log = folder.with_name(f"{folder.name}.calls")
-    with launched(folder, shards, replace(faults, log=log)) as run:
+    with launched(folder, shards, replace(faults, log=log), *options) as run:
         code = run.wait(120)
         assert calls(log), "no call has met the faults"
         checkpoints = run.run / "checkpoints"
@@ -65,11 +66,11 @@ def test_a_last_save_that_is_never_proved_ends_no_run_well(tmp_path: Path, shard
         assert f"could not be saved: {root}" in run.err
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_that_cannot_save_its_last_step_fails(tmp_path: Path, shards: Path, rank: int) -> None:
-    """And it says so; the checkpoints before are whole."""
+@pytest.mark.parametrize(("rank", "restarts"), [(0, 1), (1, 0)])
+def test_a_run_that_cannot_save_its_last_step_fails(tmp_path: Path, shards: Path, rank: int, restarts: int) -> None:
+    """And it says so, restarted or not; the checkpoints before are whole."""
     faults = replace(of_last_save(tmp_path / "run", rank), first=1, count=100_000, error=errno.ENOSPC)
-    assert check(tmp_path / "run", shards, faults) != exitcodes.OK
+    assert check(tmp_path / "run", shards, faults, f"--max-restarts={restarts}") != exitcodes.OK
 
 
 @pytest.mark.long
