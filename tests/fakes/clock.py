@@ -27,11 +27,18 @@ class FakeClock:
 
 
 def eventually(condition: Callable[[], T], within_s: float = 60.0) -> T:
-    """The first true result of ``condition``, or its last one if none is true within the time."""
+    """The first true result of ``condition``, or its last one if none is true within the time.
+
+    An expensive condition is asked less often: what is waited for needs the processor too.
+    """
     deadline = time.monotonic() + within_s
-    while not (result := condition()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return result
+    while True:
+        asked = time.monotonic()
+        result = condition()
+        now = time.monotonic()
+        if result or now >= deadline:
+            return result
+        time.sleep(min(0.5, max(0.01, 2 * (now - asked))))
 
 
 def until(condition: Callable[[], T], within_s: float = 60.0) -> T:

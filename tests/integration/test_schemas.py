@@ -27,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, l
     config = folder / "config.toml"
     config.write_text(CONFIG)
     program = ("-m", "opsd.trainer", str(config), f"--set=data.shards={shards}")
-    with Launched(folder, "", "--nproc-per-node=2", program=program) as run:
+    with Launched(folder, "", "--nproc-per-node=2", "--no-standby", program=program) as run:
         run.until(lambda: bool(run.events("checkpoint_committed")))
         states = [run.state]
         os.kill(run.events("generation_started")[0]["ranks"][1]["pid"], signal.SIGKILL)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from typing import Self
 from opsd.commands.checkout import ROOT
 from opsd.slurm.port import Version
 from opsd.slurm.runner import Output, Runner, run_command
+from tests.fakes.clock import eventually
 from tests.integration.slurm.accounting import SETTINGS as ACCOUNTED
 from tests.integration.slurm.accounting import Accounting
 from tests.integration.slurm.host import USUAL_DEADLINE_S, Host, Network
@@ -72,11 +72,8 @@ def missing() -> str:
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = 120.0) -> None:
     """Poll ``condition`` until it is true. Raises TimeoutError with ``what`` otherwise."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {timeout:g} s: {what}")
-        time.sleep(0.05)
+    if not eventually(condition, timeout):
+        raise TimeoutError(f"not within {timeout:g} s: {what}")
 
 
 class Cluster:
