@@ -79,15 +79,13 @@ def run_chaos(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_stop_rank_ends_by_itself(launched: Launched) -> None:
-    """The rank is stopped, `list` shows it, JSON lines tell it, and it steps again afterwards."""
+    """The rank is stopped, JSON lines tell it, and it steps again afterwards."""
     rank = pid(launched, 1)
     process = chaos(launched.folder, "stop-rank", "--rank=1", "--for=2s", "--yes", "--json")
     assert eventually(lambda: stopped(rank))
     assert process.stdout is not None
     begun = json.loads(process.stdout.readline())
     assert begun["event"] == "begun" and begun["run"] == "r" and begun["for_s"] == 2.0
-    code, listed = run_chaos(launched.folder, "list", "--json")
-    assert code == 0 and json.loads(listed)["id"] == begun["id"] and "in effect" in json.loads(listed)["state"]
     code, said = finish(process)
     assert code == 0 and json.loads(said.splitlines()[0])["event"] == "undone"
     before = steps(launched, 1)
@@ -137,10 +135,14 @@ def test_a_fault_without_chaos_and_guard_is_undone_by_hand(launched: Launched) -
 
 
 def test_undo_asks_the_guard(launched: Launched) -> None:
-    """A fault in effect ends early, and the chaos that caused it ends as usual."""
+    """`list` shows a fault in effect; it ends early, and the chaos that caused it ends as usual."""
     rank = pid(launched, 1)
-    process = chaos(launched.folder, "stop-rank", "--rank=1", "--for=5m", "--yes")
+    process = chaos(launched.folder, "stop-rank", "--rank=1", "--for=5m", "--yes", "--json")
     assert eventually(lambda: stopped(rank))
+    assert process.stdout is not None
+    begun = json.loads(process.stdout.readline())
+    code, listed = run_chaos(launched.folder, "list", "--json")
+    assert code == 0 and json.loads(listed)["id"] == begun["id"] and "in effect" in json.loads(listed)["state"]
     code, said = run_chaos(launched.folder, "undo")
     assert code == 0 and "undone by its guard" in said
     assert not stopped(rank)
