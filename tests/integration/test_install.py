@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,9 +48,29 @@ def pin(folder: Path, *wheels: Path, file: str = "agent.txt") -> Path:
     return folder
 
 
+@cache
+def python() -> Path:
+    """A Python that copies the environments it is asked for: installing pip in each takes most of an installation."""
+    folder = Path(tempfile.mkdtemp(prefix="opsd-install-"))
+    atexit.register(shutil.rmtree, folder)
+    subprocess.run(["python3", "-m", "venv", folder / "made"], check=True, umask=0o022)
+    copying = folder / "python3"
+    copying.write_text(COPYING.format(made=folder / "made"))
+    copying.chmod(0o755)
+    return copying
+
+
+COPYING = """#!/bin/sh -e
+[ "$1 $2" = "-m venv" ] || exec python3 "$@"
+mkdir -p "${{3%/*}}"
+cp -r '{made}' "$3"
+grep -rlI '{made}' "$3/bin" "$3/pyvenv.cfg" | xargs sed -i "s,{made},$3,g"
+"""
+
+
 def run(root: Path, *options: object, script: Path = INSTALL, **variables: str) -> subprocess.CompletedProcess[str]:
     """Installs nothing but the wheel, unless ``options`` name requirements, or ``script`` is a copy with its own."""
-    environment = {**os.environ, "DESTDIR": str(root), "PIP_NO_INDEX": "1", "PYTHON": "python3", **variables}
+    environment = {**os.environ, "DESTDIR": str(root), "PIP_NO_INDEX": "1", "PYTHON": str(python()), **variables}
     own = script != INSTALL or "--requirements" in options
     nothing = [] if own else ["--requirements", str(pin(root.parent / "nothing"))]
     command = [str(script), *nothing, *map(str, options)]
@@ -68,7 +91,7 @@ def test_a_node_with_the_distribution_under_its_old_name_is_upgraded(tmp_path: P
 def test_install_again_upgrade_and_uninstall(tmp_path: Path) -> None:
     """Twice is once, an upgrade keeps the settings, and what is removed is gone but for settings and journal."""
     root, first = tmp_path / "root", wheel(tmp_path, "0.0.1")
-    done = run(root, "--wheel", first)
+    done = run(root, "--wheel", first, PYTHON="python3")
     assert done.returncode == 0, done.stderr
     assert (root / UNIT).read_text() == (INSTALL.parent / "systemd/opsd.service").read_text()
     assert (root / "usr/lib/sysusers.d/opsd.conf").exists()
