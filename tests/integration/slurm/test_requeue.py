@@ -172,12 +172,12 @@ def test_a_hold_that_a_person_has_set_stays(cluster: Cluster, hold: str) -> None
     cluster.controller.run("scontrol", hold, str(job), user="root" if hold == "uhold" else "nobody")
     if hold != "requeuehold":
         assert requeue_now(user, job).held == "JobHeldUser"
-    wait_until(lambda: user.jobs([job])[0].state == "pending", "the job waits")
-    began = user.jobs([job])[0].starts_at
-    said = cluster.nodes["n4"].run(*OPSD.split(), "requeue", str(job), user="nobody", check=False)
     reason, by = (
         ("job requeued in held state", " (scontrol requeuehold)") if hold == "requeuehold" else ("JobHeldUser", "")
     )
+    wait_until(lambda: (user.jobs([job])[0].state, user.jobs([job])[0].reason) == ("pending", reason), "the job waits")
+    began = user.jobs([job])[0].starts_at
+    said = cluster.nodes["n4"].run(*OPSD.split(), "requeue", str(job), user="nobody", check=False)
     assert (said.returncode, said.stdout) == (exitcodes.FAILED, "")
     assert said.stderr == (
         f"opsd: job {job} is on hold ({reason}), which somebody has set{by} and which stays; scontrol "
