@@ -299,7 +299,7 @@ def test_the_next_run_goes_on_after_a_kill(tmp_path: Path, writer: Make, count: 
 @sampled
 @pytest.mark.parametrize("writer", [configuration, *WRITERS])
 def test_the_next_run_goes_on_after_a_power_loss(tmp_path: Path, writer: Make, count: int | None) -> None:
-    """What a command had finished is there."""
+    """Its next run makes what the power loss took, and nothing that it had finished is lost."""
     without_power(writer(tmp_path), tmp_path, count)
 
 

@@ -30,7 +30,7 @@ def _problems(scenario, modes):
 
 @pytest.mark.parametrize("path", FILES, ids=_named)
 def test_the_agent_finds_what_is_expected_and_nothing_else(path):
-    """Kind, culprit, severity, latency, actions and final state are right, and there is no false alarm.
+    """Kind, culprit, severity, latency, actions and final state are right. There is no false alarm.
 
     The mode is the one in which opsd does most.
     """
