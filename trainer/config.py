@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from opsd import durable
@@ -153,7 +153,7 @@ class Config(Section):
 def load(source: str, overrides: Sequence[str] = (), environ: Mapping[str, str] = os.environ) -> Config:
     """Read ``source``, a TOML file or the name of a preset, and apply overrides. Raises ConfigError."""
     path = locate(source)
-    return complete(_read(path), path, overrides, environ)
+    return complete(read(path), path, overrides, environ)
 
 
 def complete(
@@ -170,7 +170,7 @@ def complete(
     except ValidationError as error:
         said: dict[str, list[str]] = {}
         for detail in error.errors():
-            said.setdefault(_origin(detail, path, overrides), []).append(_sentence(detail))
+            said.setdefault(_origin(detail, path, overrides), []).append(sentence(detail, Config))
         raise ConfigError("; ".join(f"{where}: {'; '.join(what)}" for where, what in said.items())) from None
     if problem := config.problem():
         words = {*re.findall(r"[\w.]+", problem)}
@@ -198,7 +198,8 @@ def _find(source: str, presets: Path) -> Path:
     return path
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """The content of a TOML file. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -214,7 +215,7 @@ def _resolve_mixture(raw: dict[str, Any], path: Path) -> None:
     if data.get("stages"):
         raise ConfigError(f"{path}: data.mixture and data.stages are both given; remove one")
     source = mixture if not mixture.endswith(".toml") else str(path.parent / mixture)
-    data["stages"] = _read(_find(source, MIXTURES)).get("stages", [])
+    data["stages"] = read(_find(source, MIXTURES)).get("stages", [])
     if not data["stages"]:
         raise ConfigError(f"{path}: data.mixture {mixture!r} has no [[stages]]")
 
@@ -246,18 +247,19 @@ def _origin(error: ErrorDetails, path: Path, overrides: Sequence[str]) -> str:
     return str(path)
 
 
-def _sentence(error: ErrorDetails) -> str:
+def sentence(error: ErrorDetails, model: type[BaseModel]) -> str:
+    """What is wrong with a file whose content is ``model``; for an unknown key, the nearest known one."""
     where = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where[-1], _known(where[:-1]), n=1, cutoff=0)
+        near = difflib.get_close_matches(where[-1], _known(where[:-1], model), n=1, cutoff=0)
         return f"unknown key {'.'.join(where)}; did you mean {'.'.join([*where[:-1], *near])}?"
     if error["type"] == "missing":
         return f"{'.'.join(where)} is missing"
     return f"{'.'.join(where)}: {error['msg'][0].lower()}{error['msg'][1:]}, not {error['input']!r}"
 
 
-def _known(section: list[str]) -> Iterable[str]:
-    fields = Config.model_fields
+def _known(section: list[str], model: type[BaseModel]) -> Iterable[str]:
+    fields = model.model_fields
     for name in (name for name in section if not name.isdecimal()):
         annotation = fields[name].annotation
         kind = next(iter(get_args(annotation)), annotation)  # one of a list of sections
