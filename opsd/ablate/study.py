@@ -1,0 +1,332 @@
+"""A study: its file, the settings of its arms, and why an arm cannot be compared with the baseline.
+
+A study file is TOML. It names a ``baseline`` (a preset or the TOML file of a run), settings that are ``set`` in all
+runs, the ``seeds``, the ``metric`` that decides, and the arms. ``[arm.NAME] set = [...]`` is one change. An arm without
+a change is an A/A arm, whose difference from the baseline should be nothing but noise.
+
+An arm must differ from the baseline in its own settings only. What else differs is a confound, and is refused by name:
+
+===========  ===========================================================================================
+word         what must be equal
+===========  ===========================================================================================
+changes      the arm has one change: settings that could each be an arm of their own are several changes
+tokens       tokens of the whole run
+FLOPs        FLOP of the whole run within 1 %, if the arm says ``equal = "flops"`` in place of tokens
+warm-up      tokens after which the learning rate has its peak
+decay        tokens at which the learning rate begins and ends to fall
+mixture      sources and their weights, and the tokens at which they change
+data         content of the corpora
+tokenizer    tokenizer of the corpora, because nats per token depend on it
+evaluation   the settings of evaluations, because they are the yardstick
+===========  ===========================================================================================
+
+Settings that an arm changes alone are its change: ``schedule.warmup`` may alter the warm-up. ``differ = ["tokens"]``
+permits a difference, and the report says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict, ValidationError
+
+from opsd.rundir import RUN_NAME
+from opsd.trainer import counts
+from opsd.trainer.config import Config, ConfigError, complete, locate, read, sentence
+from opsd.trainer.model_settings import Section
+
+BASELINE: Final = "baseline"
+"""The name of the baseline among the arms."""
+SAME_FLOPS: Final = 0.01
+"""Relative difference up to which FLOPs count as equal."""
+LOSS: Final = "loss"
+"""The metric that every run has: the mean of the last tenth of the training losses."""
+PLACES: Final = frozenset({"run.folder", "data.shards", "data.fallback"})
+"""Settings that say where files are. Runs are the same if the files are."""
+_RESERVED: Final = {"run.seed": "the seeds of a study are its seeds", "run.folder": "each run has its own folder"}
+_OWN: Final[Mapping[str, tuple[str, ...]]] = {
+    "warm-up": ("schedule.",),
+    "decay": ("schedule.",),
+    "mixture": ("data.mixture", "data.stages", "data.skip"),
+    "data": ("data.shards", "data.fallback", "data.mixture", "data.stages"),
+}
+"""Settings whose change is this difference, if the arm changes nothing else."""
+_HIGHER: Final = ("accuracy", "acc", "exact_match", "f1")
+
+Overrides = Annotated[tuple[str, ...], Strict(False)]
+Word = Literal["changes", "tokens", "FLOPs", "warm-up", "decay", "mixture", "data", "tokenizer", "evaluation"]
+_Settings = TypeVar("_Settings", bound=Section)
+
+
+class StudyError(ValueError):
+    """The study cannot be used; the message is one sentence that says what to do."""
+
+
+class ArmSettings(Section):
+    """``[arm.NAME]``."""
+
+    set: Overrides = ()
+    """Overrides of the baseline, as of ``opsd train --set``: one change."""
+    equal: Literal["tokens", "flops"] = "tokens"
+    """What the arm has as much of as the baseline."""
+    differ: Annotated[tuple[Word, ...], Strict(False)] = ()
+    """Differences from the baseline that are permitted."""
+
+
+class StudySettings(Section):
+    """The study file without its arms."""
+
+    baseline: str
+    set: Overrides = ()
+    seeds: PositiveInt | Annotated[tuple[NonNegativeInt, ...], Strict(False), Field(min_length=1)]
+    metric: str = LOSS
+    higher_is_better: bool | None = None
+    alpha: float = Field(0.01, gt=0, lt=1)
+    margin: PositiveFloat | None = None
+    budget_gpu_hours: NonNegativeFloat | None = None
+    looks: PositiveInt = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """An arm with the settings of its runs; their seed is that of the file they come from."""
+
+    name: str
+    settings: ArmSettings
+    config: Config
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study file: ``arms`` has the baseline first."""
+
+    path: Path
+    settings: StudySettings
+    source: Path
+    arms: tuple[Arm, ...]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds; a number of them is that many from 1 on."""
+        seeds = self.settings.seeds
+        return tuple(range(1, seeds + 1)) if isinstance(seeds, int) else seeds
+
+    @property
+    def baseline(self) -> Arm:
+        """The arm that all others are compared with."""
+        return self.arms[0]
+
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether a larger value of the metric is better."""
+        told = self.settings.higher_is_better
+        return told if told is not None else self.settings.metric.endswith(_HIGHER)
+
+    @cached_property
+    def identity(self) -> str:
+        """Identifies the baseline as its file has it, whatever the study sets in all runs."""
+        return digest_of(_leaves(complete(read(self.source), self.source, ["data.shards=unread"], {})))
+
+    def with_changes(self, overrides: Sequence[str]) -> Config:
+        """The baseline of the study with ``overrides``. Raises ConfigError."""
+        return complete(read(self.source), self.source, [*self.settings.set, *overrides], {})
+
+
+def read_study(path: Path) -> Study:
+    """Read a study file and check that its arms can be compared. Raises StudyError."""
+    try:
+        raw = read(path)
+        arms = raw.pop("arm", {})
+        settings = _validated(StudySettings, raw, path)
+        source = locate(_beside(path, settings.baseline))
+        if not isinstance(arms, dict):
+            raise StudyError(f'{path}: an arm is a section, for instance [arm.nope] set = ["model.nope_every=4"]')
+        told = {name: _validated(ArmSettings, each, f"{path}: arm.{name}") for name, each in arms.items()}
+        if problem := _problem(settings, told):
+            raise StudyError(f"{path}: {problem}")
+        study = Study(path, settings, source, ())
+        found = [Arm(name, arm, study.with_changes(arm.set)) for name, arm in {BASELINE: ArmSettings(), **told}.items()]
+    except ConfigError as error:
+        raise StudyError(str(error)) from error
+    study = replace(study, arms=tuple(found))
+    if problems := list(confounds(study)):
+        raise StudyError(f"{path}: {'; '.join(problems)}")
+    return study
+
+
+def _beside(path: Path, source: str) -> str:
+    """``source``, a path relative to the folder of the study file if it is there."""
+    near = path.parent / source
+    return str(near) if source.endswith(".toml") and near.is_file() else source
+
+
+def _validated(model: type[_Settings], raw: object, where: object) -> _Settings:
+    """Raises StudyError."""
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        first = next((each for each in details if each["type"] == "extra_forbidden"), details[0])
+        raise StudyError(f"{where}: {sentence(first, model)}") from None
+
+
+def _problem(settings: StudySettings, arms: Mapping[str, ArmSettings]) -> str | None:
+    """What is inconsistent in the file, in one sentence."""
+    for name in arms:
+        if name == BASELINE or not RUN_NAME.fullmatch(name):
+            return f"arm.{name}: call it something other than baseline, of letters, digits, dots and dashes"
+    if isinstance(settings.seeds, tuple) and len(set(settings.seeds)) < len(settings.seeds):
+        return "seeds has the same seed twice, and a seed counts once"
+    sets = {"set": settings.set, **{f"arm.{name}.set": arm.set for name, arm in arms.items()}}
+    for where, overrides in sets.items():
+        if taken := next((key for key in map(key_of, overrides) if key in _RESERVED), None):
+            return f"{where} has {taken}, but {_RESERVED[taken]}; remove it"
+    return None
+
+
+def key_of(override: str) -> str:
+    """``section.key`` of an override."""
+    return override.partition("=")[0].strip()
+
+
+def _leaves(config: Config, *, exclude_defaults: bool = False) -> dict[str, Any]:
+    """The settings by ``section.key``, without places."""
+    sections = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
+    found = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    return {key: value for key, value in found.items() if key not in PLACES}
+
+
+def digest_of(value: object) -> str:
+    """Identifies ``value``, which JSON can have."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def identity_of(config: Config) -> dict[str, Any]:
+    """What decides the outcome of a run, as far as settings and data do. Raises StudyError.
+
+    Settings at their default are left out, so that a later release with new settings goes on with the same cells.
+    """
+    return {**_leaves(config, exclude_defaults=True), "data": _contents(config)}
+
+
+def _contents(config: Config) -> dict[str, list[str]]:
+    """By source, the digests of its tokens and of its tokenizer. Raises StudyError."""
+    from opsd.trainer.data.shards import DataError, find_index  # needs numpy
+
+    data, found = config.data, {}
+    for source in data.sources:
+        fallback = Path(data.fallback, source) if data.fallback else None
+        try:
+            index = find_index(Path(data.shards, source), fallback)
+        except DataError as error:
+            raise StudyError(str(error)) from error
+        found[source] = [digest_of(index.digest), index.tokenizer.checksum]
+    return found
+
+
+def facts_of(config: Config) -> dict[Word, Any]:
+    """What must be equal between an arm and the baseline, by its word. Raises StudyError."""
+    data, schedule, contents = config.data, config.schedule, _contents(config)
+
+    def tokens(step: int) -> int:
+        return data.tokens(data.position(step + 1))
+
+    ends = {"wsd": (schedule.decay_start, schedule.decay_end), "cosine": (schedule.decay_end,)}
+    stages = [(tokens(stage.start - 1), stage.weights, stage.long_documents) for stage in data.stages]
+    return {
+        "tokens": tokens(config.run.steps),
+        "FLOPs": data.flops(config.run.steps, lambda sequence: counts.flops_per_token(config.model, sequence)),
+        "warm-up": tokens(schedule.warmup),
+        "decay": [tokens(step) for step in ends.get(schedule.kind, schedule.milestones)],
+        "mixture": [stages, [(tokens(first - 1), tokens(last)) for first, last in data.skip]],
+        "data": {source: told[0] for source, told in contents.items()},
+        "tokenizer": sorted({told[1] for told in contents.values()}),
+        "evaluation": config.evaluation.model_dump(),
+    }
+
+
+def confounds(study: Study) -> Iterator[str]:
+    """Why arms cannot be compared with the baseline, one sentence for each arm that cannot. Raises StudyError."""
+    before = facts_of(study.baseline.config)
+    for arm in study.arms[1:]:
+        if problem := _confound(study, arm, before):
+            yield f"arm {arm.name}: {problem}"
+
+
+def _confound(study: Study, arm: Arm, before: Mapping[Word, Any]) -> str | None:
+    keys = list(dict.fromkeys(map(key_of, arm.settings.set)))
+    changed = changes(study.baseline.config, arm.config)
+    if idle := [key for key in keys if key not in changed]:
+        return f"{idle[0]} is what the baseline has; remove it"
+    if found := _differences(arm, before, keys):
+        named = ", ".join(f"{word} ({told})" for word, told in found.items())
+        words = ", ".join(f'"{word}"' for word in found)
+        return f"{named} would differ from the baseline too; keep it equal, or permit it with differ = [{words}]"
+    if "changes" in arm.settings.differ:
+        return None
+    if (apart := _separable(study, arm, keys, before)) is not None:
+        others = " and ".join(key for key in keys if key != apart)
+        return f'{apart} and {others} are two changes; make two arms, or permit it with differ = ["changes"]'
+    return None
+
+
+def changes(baseline: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ, with both values. Places count here: other corpora may lie there."""
+    one, other = ({**_leaves(each), **_places(each)} for each in (baseline, config))
+    return {key: (one[key], other[key]) for key in one if one[key] != other[key]}
+
+
+def _places(config: Config) -> dict[str, str]:
+    return {"data.shards": config.data.shards, "data.fallback": config.data.fallback}
+
+
+def _differences(arm: Arm, before: Mapping[Word, Any], keys: Sequence[str]) -> dict[Word, str]:
+    """What differs beyond the arm's own settings and what it permits, with both values."""
+    after, found = facts_of(arm.config), dict[Word, str]()
+    exempt = {*arm.settings.differ, "FLOPs" if arm.settings.equal == "tokens" else "tokens"}
+    for word, value in after.items():
+        own = _OWN.get(word)
+        if word in exempt or (own and all(key.startswith(own) for key in keys)):
+            continue
+        same = value == before[word]
+        if word == "FLOPs":
+            same = abs(value / before[word] - 1) <= SAME_FLOPS
+        if not same:
+            found[word] = f"{_shown(before[word])} and {_shown(value)}"
+    return found
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    text = f"{value:,}" if isinstance(value, int) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _separable(study: Study, arm: Arm, keys: Sequence[str], before: Mapping[Word, Any]) -> str | None:
+    """A setting that could be an arm of its own, and so could the others without it; None if there is none.
+
+    Settings that need each other are one change: those that the trainer refuses one without the other, or a batch with
+    the number of steps that keeps the tokens.
+    """
+    for key in keys if len(keys) > 1 else ():
+        alone = [each for each in arm.settings.set if key_of(each) == key]
+        others = [each for each in arm.settings.set if key_of(each) != key]
+        if all(_stands(study, arm, part, before) for part in (alone, others)):
+            return key
+    return None
+
+
+def _stands(study: Study, arm: Arm, overrides: Sequence[str], before: Mapping[Word, Any]) -> bool:
+    """Whether an arm of these overrides could be compared."""
+    try:
+        config = study.with_changes(overrides)
+        return not _differences(replace(arm, config=config), before, [*map(key_of, overrides)])
+    except (ConfigError, StudyError):
+        return False
