@@ -50,11 +50,12 @@ LOSS: Final = "loss"
 PLACES: Final = frozenset({"run.folder", "data.shards", "data.fallback"})
 """Settings that say where files are. Runs are the same if the files are."""
 _RESERVED: Final = {"run.seed": "the seeds of a study are its seeds", "run.folder": "each run has its own folder"}
+_DATA: Final = ("data.shards", "data.fallback", "data.mixture", "data.stages", "data.skip")
 _OWN: Final[Mapping[str, tuple[str, ...]]] = {
     "warm-up": ("schedule.",),
     "decay": ("schedule.",),
-    "mixture": ("data.mixture", "data.stages", "data.skip"),
-    "data": ("data.shards", "data.fallback", "data.mixture", "data.stages"),
+    "mixture": _DATA,
+    "data": _DATA,
 }
 """Settings whose change is this difference, if the arm changes nothing else."""
 _HIGHER: Final = ("accuracy", "acc", "exact_match", "f1")

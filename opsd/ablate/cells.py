@@ -1,0 +1,291 @@
+"""Cells: the runs of a study, one for each arm and seed. Their folders are all the state that a study has.
+
+The name of a cell is the digest of its settings, its data and its seed. So the same study finds its cells again, and a
+changed arm has new ones. ``DIR/origin.json`` records code and libraries of the first cell that began; a cell that would
+begin with others is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Final, Literal
+
+from opsd import durable, exitcodes, trainer
+from opsd.ablate.study import BASELINE, LOSS, Arm, Study, StudyError, digest_of, identity_of
+from opsd.checkpoints import claims
+from opsd.config import literal
+from opsd.ledger.ledger import BUCKETS, Ledger, make_ledger
+from opsd.ledger.records import LedgerError, gpus_of, read_lines, read_records
+from opsd.trainer.config import Config
+
+SETTINGS, ORIGIN, LOCK, LOG = "cell.toml", "origin.json", "cell.lock", "cell.log"
+"""In the folder of a cell, but for the origin, which all cells of a folder share."""
+EVALUATIONS: Final = "evaluations.jsonl"
+LIBRARIES: Final = ("torch", "numpy", "triton", "liger-kernel", "torchao", "tokenizers")
+"""What computes the losses, or decides what is computed."""
+GOES_ON: Final = (exitcodes.OK, exitcodes.INTERRUPTED, exitcodes.REQUEUE, exitcodes.FENCED)
+"""Codes with which an unfinished run ends that only has to be started again."""
+
+State = Literal["new", "running", "stopped", "failed", "done"]
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The run of an arm with a seed."""
+
+    arm: Arm
+    seed: int
+    name: str
+    folder: Path
+
+    @property
+    def steps(self) -> int:
+        """The steps after which it is done."""
+        return self.arm.config.run.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A cell as its folder shows it. ``losses`` are those of its steps by number, None if one was not finite."""
+
+    cell: Cell
+    state: State
+    code: int | None
+    losses: Mapping[int, float | None]
+    ledger: Ledger | None
+    devices: int
+
+    @property
+    def step(self) -> int:
+        """The last step that it did."""
+        return max(self.losses, default=0)
+
+    @property
+    def loss(self) -> float | None:
+        """The mean of the last tenth of the losses; None if one of them was not finite, or before that."""
+        last = [self.losses.get(step) for step in range(self.step - max(1, self.cell.steps // 10) + 1, self.step + 1)]
+        known = [loss for loss in last if loss is not None and math.isfinite(loss)]
+        return fmean(known) if known and len(known) == len(last) else None
+
+    @property
+    def seconds(self) -> float:
+        """For which it held its devices."""
+        return sum(self._buckets.values()) - self._buckets.get("queued", 0.0)
+
+    @property
+    def gpu_hours(self) -> float:
+        """All its hours, those of recomputed steps included. Each rank counts as a GPU where there are none."""
+        return self.devices * self.seconds / 3600
+
+    @property
+    def lost_gpu_hours(self) -> float:
+        """Those in which it did nothing that it had not done before."""
+        lost = sum(self._buckets.get(name, 0.0) for name in ("recomputed", "detection", "restart", "load"))
+        return self.devices * lost / 3600
+
+    @property
+    def _buckets(self) -> Mapping[str, float]:
+        return self.ledger.buckets if self.ledger else dict.fromkeys(BUCKETS, 0.0)
+
+
+def cells_of(study: Study, root: Path) -> list[Cell]:
+    """All cells, seed by seed, so that pairs are complete early. Raises StudyError."""
+    identities = {arm.name: identity_of(arm.config) for arm in study.arms}
+    found = []
+    for seed in study.seeds:
+        for arm in study.arms:
+            identity = identities[arm.name] | {"run.seed": seed}
+            if arm.name != BASELINE and identities[arm.name] == identities[BASELINE]:
+                identity["copy"] = arm.name  # an A/A arm has runs of its own
+            name = digest_of(identity)
+            found.append(Cell(arm, seed, name, root / "cells" / name))
+    return found
+
+
+def prepare(cell: Cell) -> None:
+    """Make the folder of the cell, with the settings of its run. Raises OSError."""
+    path = cell.folder / SETTINGS
+    if path.exists():
+        return
+    durable.make_folder(cell.folder)
+    data = cell.arm.config.data
+    places = {"shards": data.shards, "fallback": data.fallback}
+    changed: dict[str, dict[str, Any]] = {
+        "run": {"seed": cell.seed, "folder": str(cell.folder.absolute())},
+        "data": {name: str(Path(place).absolute()) for name, place in places.items() if place},
+    }
+    durable.replace(path, to_toml(cell.arm.config, [f"Arm {cell.arm.name}, seed {cell.seed}."], changed).encode())
+
+
+def to_toml(config: Config, comment: Sequence[str], changed: Mapping[str, Mapping[str, Any]]) -> str:
+    """The settings of a run that are not at their default, with those ``changed``; one that is None is left out."""
+    sections = config.model_dump(exclude_defaults=True)
+    sections["data"].pop("mixture", None)  # its stages are among the settings
+    lines = [f"# {line}" for line in comment]
+    for section, values in sections.items():
+        told = {key: value for key, value in (values | changed.get(section, {})).items() if value is not None}
+        lines += ["", f"[{section}]", *(f"{key} = {literal(value)}" for key, value in told.items())]
+    return "\n".join(lines) + "\n"
+
+
+def look(cell: Cell) -> Found:
+    """The state of a cell. Raises OSError."""
+    if not (cell.folder / SETTINGS).exists():
+        return Found(cell, "new", None, {}, None, 0)
+    losses: dict[int, float | None] = {}
+    ledger, devices = None, 0
+    with suppress(LedgerError):
+        events, metrics, _ = read_records(cell.folder)
+        losses = {int(line["step"]): line.get("loss") for line in metrics}
+        devices = gpus_of(events) or max((int(event.get("world_size") or 0) for event in events), default=0)
+        ledger = make_ledger(events, metrics)
+    newest = claims.newest(cell.folder) if (cell.folder / claims.FOLDER).is_dir() else None
+    code = newest.end.code if newest is not None and newest.end is not None else None
+    return Found(cell, _state(cell, code, max(losses, default=0)), code, losses, ledger, devices)
+
+
+def _state(cell: Cell, code: int | None, step: int) -> State:
+    if code == exitcodes.OK and step >= cell.steps:
+        return "done"
+    if is_held(cell):
+        return "running"
+    return "stopped" if code is None or code in GOES_ON else "failed"
+
+
+def metric_of(found: Found, metric: str) -> float | None:
+    """The value with which a cell ended, not a number if it failed or its losses did; None if it has not ended.
+
+    A failed run counts against its arm: to leave it out would prefer arms that fail when they are bad.
+    """
+    if found.state == "failed":
+        return math.nan
+    if found.state != "done":
+        return None
+    if metric == LOSS:
+        return math.nan if found.loss is None else found.loss
+    value = None
+    with suppress(OSError):
+        for line in read_lines(found.cell.folder / EVALUATIONS, ("step", "results")):
+            if line["step"] == found.cell.steps and isinstance(line["results"], dict):
+                value = line["results"].get(metric, value)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def hold(cell: Cell) -> int | None:
+    """A descriptor whose lock says that this process, or one that inherits it, runs the cell; None if another does.
+
+    Raises OSError.
+    """
+    descriptor = os.open(cell.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def is_held(cell: Cell) -> bool:
+    """Whether a process runs the cell on this machine."""
+    try:
+        descriptor = os.open(cell.folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def demand_origin(root: Path) -> dict[str, Any]:
+    """The code and the libraries of all cells below ``root``: recorded by the first that begins.
+
+    Raises StudyError if those of this process differ, OSError.
+    """
+    now = _origin()
+    durable.make_folder(root)
+    path = root / ORIGIN
+    if not path.exists() and durable.create(path, json.dumps(now, indent=1).encode()):
+        return now
+    before = read_origin(root)
+    if differences := list(_changed(before, now)):
+        raise StudyError(
+            f"{', '.join(differences)} differ from those that the cells in {root} have begun with; go back to them, "
+            "or run the whole study again with another --dir"
+        )
+    return before
+
+
+def read_origin(root: Path) -> dict[str, Any]:
+    """What ``demand_origin`` has recorded; empty without any. Raises StudyError."""
+    try:
+        found = json.loads((root / ORIGIN).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise StudyError(
+            f"{root / ORIGIN} cannot be read: {error}; remove it if all cells have the same code"
+        ) from error
+    return found if isinstance(found, dict) else {}
+
+
+def _origin() -> dict[str, Any]:
+    folder = Path(str(trainer.__file__)).resolve().parent
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.py"))}
+    return {
+        "libraries": {"python": platform.python_version(), **dict(_versions())},
+        "commit": _git(folder, "rev-parse", "HEAD"),
+        "dirty": _git(folder, "diff", "--name-only", "HEAD", "--", ".").split(),
+        "files": {name: hashlib.blake2b(content, digest_size=8).hexdigest() for name, content in files.items()},
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
+
+
+def _git(folder: Path, *words: str) -> str:
+    """What git says about the checkout; "" where there is none."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Libraries and files of the trainer that differ, by name."""
+    one, other = before.get("libraries", {}), now["libraries"]
+    for name in sorted({*one, *other}):
+        if one.get(name) != other.get(name):
+            yield f"the library {name} ({one.get(name, 'none')}, now {other.get(name, 'none')})"
+    one, other = before.get("files", {}), now["files"]
+    names = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield f"the code of the trainer ({', '.join(names[:3])}{more})"
+
+
+def gpu_hours(found: Sequence[Found]) -> float:
+    """Of all cells; a cell that two arms share counts once."""
+    return sum(each.gpu_hours for each in {each.cell.name: each for each in found}.values())

@@ -1,0 +1,64 @@
+"""Small studies, and cells that ended as a test wants without having run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from opsd.ablate.cells import Cell, cells_of, prepare
+from opsd.ablate.study import Study, read_study
+from opsd.checkpoints import claims
+from opsd.checkpoints.claims import Claim
+from tests.fakes.corpora import make_corpus
+
+STEPS = 20
+STUDY = f"""
+baseline = "tiny"
+seeds = 3
+set = [
+    "data.shards=SHARDS", "run.steps={STEPS}",
+    "schedule.warmup=2", "schedule.decay_start=10", "schedule.decay_end=20",
+]
+"""
+ARM = '[arm.lr]\nset = ["optimizer.lr=1e-3"]\n'
+
+
+def make_study(folder: Path, arms: str = ARM, head: str = "") -> Path:
+    """A study file in ``folder``, beside its corpus; ``head`` comes before the arms."""
+    if not (folder / "shards").exists():
+        make_corpus(folder / "shards")
+    path = folder / "study.toml"
+    path.write_text(STUDY.replace("SHARDS", str(folder / "shards")) + head + "\n" + arms)
+    return path
+
+
+def study_and_cells(path: Path) -> tuple[Study, list[Cell]]:
+    """The study of a file and its cells, in the folder that the command takes by default."""
+    study = read_study(path)
+    return study, cells_of(study, path.with_suffix(""))
+
+
+def end_cell(
+    cell: Cell,
+    loss: float | None = 3.0,
+    *,
+    steps: int = STEPS,
+    code: int | None = 0,
+    began: float = 1000.0,
+    gpus: int = 2,
+) -> None:
+    """Leave what a run leaves that made ``steps`` of a second and ended with ``code``, None if it was killed."""
+    prepare(cell)
+    events: list[Mapping[str, object]] = [
+        {"t": began, "event": "generation_started", "generation": 1, "world_size": gpus, "gpus": gpus}
+    ]
+    lines = [
+        {"t": began + 10 + step, "generation": 1, "step": step, "step_s": 1.0, "loss": loss, "tokens": 1024 * step}
+        for step in range(1, steps + 1)
+    ]
+    if code is not None:
+        events.append({"t": began + 10 + steps, "event": "finished", "generation": 1, "exit_code": code, "reason": ""})
+        claims.create(cell.folder, Claim(1, "it", "n1-1-0", plan={"end": {"code": code, "reason": "told"}}))
+    for name, records in (("events.jsonl", events), ("metrics.jsonl", lines)):
+        (cell.folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
