@@ -27,7 +27,7 @@ from opsd.ablate.study import BASELINE, LOSS, Arm, Study, StudyError, digest_of,
 from opsd.checkpoints import claims
 from opsd.config import literal
 from opsd.ledger.ledger import BUCKETS, Ledger, make_ledger
-from opsd.ledger.records import LedgerError, gpus_of, read_lines, read_records
+from opsd.ledger.records import LedgerError, read_lines, read_records
 from opsd.trainer.config import Config
 
 SETTINGS, ORIGIN, LOCK, LOG = "cell.toml", "origin.json", "cell.lock", "cell.log"
@@ -66,7 +66,7 @@ class Found:
     code: int | None
     losses: Mapping[int, float | None]
     ledger: Ledger | None
-    devices: int
+    devices: float
 
     @property
     def step(self) -> int:
@@ -146,15 +146,27 @@ def look(cell: Cell) -> Found:
     if not (cell.folder / SETTINGS).exists():
         return Found(cell, "new", None, {}, None, 0)
     losses: dict[int, float | None] = {}
-    ledger, devices = None, 0
+    ledger, devices = None, 0.0
     with suppress(LedgerError):
-        events, metrics, _ = read_records(cell.folder)
-        losses = {int(line["step"]): line.get("loss") for line in metrics}
-        devices = gpus_of(events) or max((int(event.get("world_size") or 0) for event in events), default=0)
-        ledger = make_ledger(events, metrics)
+        records = read_records(cell.folder)
+        losses = {int(line["step"]): line.get("loss") for line in records.metrics}
+        devices = _devices(records.events, records.metrics)
+        ledger = make_ledger(records.events, records.metrics)
     newest = claims.newest(cell.folder) if (cell.folder / claims.FOLDER).is_dir() else None
     code = newest.end.code if newest is not None and newest.end is not None else None
     return Found(cell, _state(cell, code, max(losses, default=0)), code, losses, ledger, devices)
+
+
+def _devices(events: Sequence[Record], metrics: Sequence[Record]) -> float:
+    """The mean over time of the GPUs of its generations, which may run on different nodes; of ranks without GPUs."""
+    starts = (event for event in events if event["event"] == "generation_started")
+    sizes = {start["generation"]: start.get("gpus") or start.get("world_size") or 0 for start in starts}
+    times: dict[int, list[float]] = {generation: [] for generation in sizes}
+    for each in (*events, *metrics):
+        times.get(each["generation"], []).append(float(each["t"]))
+    spans = {generation: max(told) - min(told) for generation, told in times.items()}
+    total = sum(spans.values())
+    return sum(sizes[generation] * span for generation, span in spans.items()) / total if total else 0.0
 
 
 def _state(cell: Cell, code: int | None, step: int) -> State:

@@ -225,7 +225,7 @@ def stop(cells: Sequence[Cell], slurm: Slurm) -> list[int]:
 
 
 def spare_partition(partitions: Sequence[Partition]) -> str:
-    """The partition of the lowest tier whose jobs give way to those of another and are requeued. Raises StudyError."""
+    """Of the partitions whose jobs are preempted and requeued, the one of the lowest tier. Raises StudyError."""
     able = [
         low for low in partitions
         if low.state == "up" and "REQUEUE" in low.preempt_mode.upper()

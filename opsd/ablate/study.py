@@ -1,10 +1,10 @@
 """A study: its file, the settings of its arms, and why an arm cannot be compared with the baseline.
 
-A study file is TOML. It names a ``baseline`` (a preset or the TOML file of a run), settings that are ``set`` in all
-runs, the ``seeds``, the ``metric`` that decides, and the arms. ``[arm.NAME] set = [...]`` is one change. An arm without
+A study file is TOML. Its ``baseline`` is a preset or the TOML file of a run. All runs have the settings of ``set``. Each
+arm runs with the same ``seeds``, and ``metric`` decides. ``[arm.NAME] set = [...]`` is one change. An arm without
 a change is an A/A arm, whose difference from the baseline should be nothing but noise.
 
-An arm must differ from the baseline in its own settings only. What else differs is a confound, and is refused by name:
+An arm must differ from the baseline in its own settings only. Any other difference is a confound, and is refused by name:
 
 ===========  ===========================================================================================
 word         what must be equal
@@ -75,7 +75,7 @@ class ArmSettings(Section):
     set: Overrides = ()
     """Overrides of the baseline, as of ``opsd train --set``: one change."""
     equal: Literal["tokens", "flops"] = "tokens"
-    """What the arm has as much of as the baseline."""
+    """The quantity that the arm and the baseline have the same amount of."""
     differ: Annotated[tuple[Word, ...], Strict(False)] = ()
     """Differences from the baseline that are permitted."""
 

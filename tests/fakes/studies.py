@@ -59,6 +59,11 @@ def end_cell(
     ]
     if code is not None:
         events.append({"t": began + 10 + steps, "event": "finished", "generation": 1, "exit_code": code, "reason": ""})
-        claims.create(cell.folder, Claim(1, "it", "n1-1-0", plan={"end": {"code": code, "reason": "told"}}))
+        claims.create(
+            cell.folder,
+            Claim(
+                claims.newest_number(cell.folder) + 1, "it", "n1-1-0", plan={"end": {"code": code, "reason": "told"}}
+            ),
+        )
     for name, records in (("events.jsonl", events), ("metrics.jsonl", lines)):
         (cell.folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -118,6 +118,18 @@ def test_hours_are_those_of_all_gpus(tmp_path: Path) -> None:
     assert look(cells[0]).lost_gpu_hours == 0
 
 
+def test_a_cell_may_move_between_nodes_of_different_size(tmp_path: Path) -> None:
+    """Here 30 s on 2 GPUs, an hour in the queue, and 30 s on 8."""
+    _, (cell, *_) = study_and_cells(make_study(tmp_path))
+    end_cell(cell, steps=10, code=None)
+    events, metrics = (cell.folder / "events.jsonl").read_text(), (cell.folder / "metrics.jsonl").read_text()
+    end_cell(cell, began=4630.0, gpus=8)
+    for name, before in (("events", events), ("metrics", metrics)):
+        path = cell.folder / f"{name}.jsonl"
+        path.write_text(before + path.read_text().replace('"generation": 1', '"generation": 2'))
+    assert look(cell).gpu_hours == pytest.approx((20 * 2 + 30 * 8) / 3600)
+
+
 def test_other_code_and_libraries_are_refused_by_name(tmp_path: Path) -> None:
     """The first cell records those of all."""
     first = demand_origin(tmp_path / "dir")

@@ -125,7 +125,7 @@ def test_only_the_jobs_of_the_study_are_cancelled(tmp_path: Path) -> None:
 
 
 def test_a_job_says_what_it_is(tmp_path: Path) -> None:
-    """It gives way, is requeued, appends to the log of its cell, checks its code, and runs the cell's settings."""
+    """It gives way and is requeued. It checks its code first, then runs the settings of its cell."""
     queue = Queue()
     sent(tmp_path, queue)
     _, cells = study_and_cells(make_study(tmp_path))
