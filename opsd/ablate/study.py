@@ -1,10 +1,10 @@
 """A study: its file, the settings of its arms, and why an arm cannot be compared with the baseline.
 
-A study file is TOML. Its ``baseline`` is a preset or the TOML file of a run. All runs have the settings of ``set``. Each
-arm runs with the same ``seeds``, and ``metric`` decides. ``[arm.NAME] set = [...]`` is one change. An arm without
+A study file is TOML. Its ``baseline`` is a preset or the TOML file of a run. All runs have the settings of ``set``.
+Each arm runs with the same ``seeds``, and ``metric`` decides. ``[arm.NAME] set = [...]`` is one change. An arm without
 a change is an A/A arm, whose difference from the baseline should be nothing but noise.
 
-An arm must differ from the baseline in its own settings only. Any other difference is a confound, and is refused by name:
+An arm must differ from the baseline in its own settings only. Other differences are confounds, and are refused by name:
 
 ===========  ===========================================================================================
 word         what must be equal
@@ -26,6 +26,7 @@ permits a difference, and the report says so.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ from opsd.rundir import RUN_NAME
 from opsd.trainer import counts
 from opsd.trainer.config import Config, ConfigError, complete, locate, read, sentence
 from opsd.trainer.model_settings import Section
+from opsd.trainer.settings import EvaluationSettings
 
 BASELINE: Final = "baseline"
 """The name of the baseline among the arms."""
@@ -58,7 +60,7 @@ _OWN: Final[Mapping[str, tuple[str, ...]]] = {
     "data": _DATA,
 }
 """Settings whose change is this difference, if the arm changes nothing else."""
-_HIGHER: Final = ("accuracy", "acc", "exact_match", "f1")
+_HIGHER: Final = ("accuracy", "accuracy_norm", "accuracy_raw", "acc", "acc_norm", "exact_match", "f1")
 
 Overrides = Annotated[tuple[str, ...], Strict(False)]
 Word = Literal["changes", "tokens", "FLOPs", "warm-up", "decay", "mixture", "data", "tokenizer", "evaluation"]
@@ -156,6 +158,8 @@ def read_study(path: Path) -> Study:
     except ConfigError as error:
         raise StudyError(str(error)) from error
     study = replace(study, arms=tuple(found))
+    if problem := _metric_problem(settings.metric, study.baseline.config.evaluation):
+        raise StudyError(f"{path}: {problem}")
     if problems := list(confounds(study)):
         raise StudyError(f"{path}: {'; '.join(problems)}")
     return study
@@ -189,6 +193,19 @@ def _problem(settings: StudySettings, arms: Mapping[str, ArmSettings]) -> str | 
         if taken := next((key for key in map(key_of, overrides) if key in _RESERVED), None):
             return f"{where} has {taken}, but {_RESERVED[taken]}; remove it"
     return None
+
+
+def _metric_problem(metric: str, evaluation: EvaluationSettings) -> str | None:
+    """Why no run will have the ``metric``, in one sentence; results of a harness have names of its own."""
+    if metric == LOSS or evaluation.harness:
+        return None
+    names = [f"{name}_{result}" for name in evaluation.perplexity for result in ("loss", "bits_per_byte")]
+    names += [f"{name}_accuracy{kind}" for name in evaluation.cloze for kind in ("", "_norm", "_raw")]
+    names += [f"{name}_mc_accuracy" for name in evaluation.multiple_choice]
+    if metric in names:
+        return None
+    near = difflib.get_close_matches(metric, [LOSS, *names], n=1, cutoff=0)
+    return f"metric {metric} is not among {', '.join([LOSS, *names])}; did you mean {near[0]}?"
 
 
 def key_of(override: str) -> str:

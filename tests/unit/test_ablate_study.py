@@ -123,6 +123,8 @@ def test_confounds_are_refused_by_name(shards: Path, text: str, named: str) -> N
         ('baseline = "tiny"\nseeds = 2\nset = ["run.stepz=1"]\n', "run.steps"),
         ('baseline = "tiny"\nseeds = 2\n', "data.shards is not set"),
         ('baseline = "tiny"\nseeds = 2\nset = ["data.shards=/nowhere"]\n', "make it with"),
+        (STUDY + 'metric = "los"\n', "did you mean loss?"),
+        (STUDY + 'metric = "arc_acuracy"\n', "metric arc_acuracy is not among loss;"),
         (STUDY + "arm = 3\n", "an arm is a section"),
         (STUDY + "[arm.baseline]\n", "arm.baseline"),
         (STUDY + "[arm.a]\nsett = []\n", "arm.a: unknown key sett; did you mean set?"),
@@ -136,6 +138,14 @@ def test_a_bad_file_is_one_sentence(shards: Path, head: str, named: str) -> None
     with pytest.raises(StudyError) as refused:
         read_study(study_file(shards, "", head))
     assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_metric_may_be_a_result_of_an_evaluation(shards: Path) -> None:
+    """Accuracies are better if they are higher, losses if they are lower; a harness names its results itself."""
+    head = STUDY.replace("]\n", ', "evaluation.cloze={{arc=\'/items\'}}"]\nmetric = "arc_accuracy_norm"\n')
+    assert read_study(study_file(shards, "", head)).higher_is_better
+    head = STUDY.replace("]\n", ', "evaluation.harness=lm_eval"]\nmetric = "hellaswag"\n')
+    assert not read_study(study_file(shards, "", head)).higher_is_better
 
 
 def test_a_baseline_lies_beside_its_study(shards: Path) -> None:
