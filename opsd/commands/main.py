@@ -17,6 +17,7 @@ import click
 from opsd import __version__, exitcodes
 
 COMMANDS = {
+    "ablate": "Experiments beside a main run: arms, seeds, verdicts, cost.",
     "agent": "Run the node agent: collect, judge, act, serve metrics.",
     "alerts": "Build Prometheus' rules, or check that they are current.",
     "bench": "Measure opsd beside its peers.",
@@ -57,7 +58,7 @@ COMMANDS = {
 ``return_``."""
 
 GROUPS = {
-    "Plan": ("plan", "simulate"),
+    "Plan": ("plan", "simulate", "ablate"),
     "Run": ("launch", "train", "slurm", "swap", "requeue", "checkpoint"),
     "See what is going on": ("status", "top", "incidents", "diagnose", "runbook", "report", "compare", "ledger"),
     "Nodes": ("agent", "preflight", "drain", "repair", "return", "evidence", "spare", "nodes", "config"),

@@ -1,4 +1,4 @@
-"""The tutorials of docs/, each played by a shell in an environment into which the checkout is installed."""
+"""Pages of docs/ whose commands a shell plays, in an environment into which the checkout is installed."""
 
 from __future__ import annotations
 
@@ -61,6 +61,12 @@ def test_of_the_trainer(variables: dict[str, str]) -> None:
     """From text to a folder for Hugging Face, with a killed rank that changes no bit."""
     with Shell(ROOT, variables) as shell:
         play(DOCS / "tutorial-trainer.md", shell)
+
+
+def test_of_ablations(variables: dict[str, str]) -> None:
+    """The study of the guide: three questions, three seeds, one command."""
+    with Shell(ROOT, variables) as shell:
+        play(DOCS / "ablations.md", shell, timeout_s=900)
 
 
 def test_of_a_cluster(variables: dict[str, str]) -> None:

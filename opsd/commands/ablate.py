@@ -1,0 +1,358 @@
+"""``opsd ablate``: studies of arms and seeds, their verdicts and their cost."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from rich.markup import escape
+
+from opsd import exitcodes
+from opsd.ablate import run as running
+from opsd.ablate.cells import Cell, Found, cells_of, demand_origin, gpu_hours, look
+from opsd.ablate.study import BASELINE, Study, StudyError, read_study
+from opsd.commands.options import Finite, Group, exit_codes, option, options
+from opsd.commands.output import fail, output_console, plain_table, warn, written
+from opsd.launch.ranks.settings import gpu_count
+from opsd.slurm.connect import choose
+from opsd.slurm.port import Job, SlurmError, SlurmMissing
+from opsd.words import plural, with_remedy
+
+if TYPE_CHECKING:
+    from opsd.ablate.report import Report
+
+T = TypeVar("T")
+
+LIMIT = 8
+"""Jobs of a study that run at once."""
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_STYLES = {
+    "better": "green",
+    "worse": "red",
+    "equivalent": "cyan",
+    "undecided": "yellow",
+    "failed": "red",
+    "done": "green",
+}
+
+
+study_options = options(
+    click.argument("file", type=_FILE),
+    option("--dir", "root", type=click.Path(path_type=Path, file_okay=False),
+           help="Folder of the runs; by default FILE without .toml. All nodes must see it."),
+)  # fmt: skip
+job_options = options(
+    option("--local", is_flag=True, help="Run one after the other on this machine, not as jobs of Slurm."),
+    option("--nproc-per-node", "ranks", type=click.IntRange(1),
+           help="Ranks of each run. By default 1 in a job, and here one for each GPU, or 1 without GPUs."),
+    option("--limit", type=click.IntRange(1), default=LIMIT, help="How many jobs of the study run at once."),
+    option("--partition", help="Where the jobs run; by default the lowest partition whose jobs give way to others."),
+    option("--sbatch", "sbatch", multiple=True, metavar="OPTION",
+           help="Another option of sbatch, for instance --sbatch=--gpus-per-node=8."),
+)  # fmt: skip
+
+
+@click.group(cls=Group)
+def ablate() -> None:
+    """Experiments beside a main run: arms and seeds on idle nodes, and verdicts that hold.
+
+    FILE is a study, described in docs/ablations.md. All state is the folders of its runs.
+    """
+
+
+@ablate.command(
+    epilog=exit_codes(
+        {
+            0: "all cells are done, or submitted",
+            1: "a cell failed, the budget is too small, or Slurm refused",
+            2: "FILE cannot be used, or the code or a library has changed",
+            3: "interrupted; the cell has saved its state",
+        }
+    )
+)  # fmt: skip
+@study_options
+@job_options
+def run(file: Path, root: Path | None, **given: Any) -> int:
+    """Run the cells of FILE that are not done: each arm with each seed.
+
+    Repeat it to go on: a finished cell never runs again, and one that was cut off resumes from its checkpoint. A cell
+    that failed runs again. Jobs have a low priority, are requeued when they are preempted, and are submitted at once.
+    """
+    study, cells = _study(file, root)
+    return _run(study, cells, _root(file, root), given)
+
+
+@ablate.command(epilog=exit_codes({0: "told", 1: "Slurm does not tell", 2: "FILE cannot be used"}))
+@study_options
+def status(file: Path, root: Path | None) -> int:
+    """The state, step, loss and job of each cell of FILE."""
+    _, cells = _study(file, root)
+    found = _look(cells)
+    jobs: dict[str, Job] = _asked(lambda: running.jobs_of(cells, choose().slurm), {})
+    table = plain_table("cell", "arm", "seed", "state", "step", "loss", "job")
+    for each in found:
+        cell, job = each.cell, jobs.get(each.cell.name)
+        state = job.state if job is not None and each.state != "done" else each.state
+        loss = "-" if each.loss is None else f"{each.loss:.4f}"
+        table.add_row(
+            cell.name, escape(cell.arm.name), str(cell.seed), f"[{_STYLES.get(state, 'default')}]{state}[/]",
+            f"{each.step}/{cell.steps}", loss, str(job.id) if job is not None else "-",
+        )  # fmt: skip
+    output_console().print(table)
+    done = sum(each.state == "done" for each in found)
+    click.echo(f"{done} of {plural(len(found), 'cell')} done, {gpu_hours(found):.2f} GPU-hours")
+    return exitcodes.OK
+
+
+@ablate.command(
+    epilog=exit_codes({0: "no job of the study is left", 1: "Slurm cannot do it", 2: "FILE cannot be used"})
+)
+@study_options
+def stop(file: Path, root: Path | None) -> int:
+    """Cancel the jobs of FILE, and no others. `opsd ablate run` goes on later."""
+    _, cells = _study(file, root)
+    stopped: list[int] = _asked(lambda: running.stop(cells, choose().slurm), [])
+    click.echo(f"{plural(len(stopped), 'job')} cancelled{': ' if stopped else ''}{', '.join(map(str, stopped))}")
+    return exitcodes.OK
+
+
+@ablate.command(epilog=exit_codes({0: "told, whatever the verdicts are", 2: "FILE cannot be used"}))
+@study_options
+@option("--json", "json_file", type=_FILE, help="Write JSON to FILE, - for stdout.")
+@option("--look", type=click.IntRange(1), default=1, help="Which of the planned looks at the study this is.")
+@option("--beside", type=click.Path(path_type=Path, file_okay=False), metavar="RUN",
+        help="Compare the cost with the plan in the folder of the main run (`opsd plan --run`).")  # fmt: skip
+def report(file: Path, root: Path | None, json_file: Path | None, look: int, beside: Path | None) -> int:
+    """The verdict on each arm of FILE, with its effect and the interval of that, and the cost.
+
+    Arms are compared with the baseline in pairs of the same seed. The level alpha is for all arms and looks together.
+    """
+    made = _report(file, root, look, beside)
+    from opsd.ablate.report import as_dict
+
+    if json_file is not None and not written(json_file, json.dumps(as_dict(made), indent=1) + "\n", "the report"):
+        return exitcodes.FAILED
+    if json_file is None or str(json_file) != "-":
+        _show(made)
+    return exitcodes.OK
+
+
+@ablate.command(
+    epilog=exit_codes({0: "the budget is enough", 1: "it is not, or no number of seeds is", 2: "FILE cannot be used"})
+)
+@study_options
+@option(
+    "--effect",
+    type=Finite(0, min_open=True),
+    required=True,
+    help="The smallest effect to be seen, in the metric's unit.",
+)
+def power(file: Path, root: Path | None, effect: float) -> int:
+    """How many seeds FILE needs to see an effect, and what they cost, from the runs of its baseline so far.
+
+    With that many seeds, four of five studies see the effect. The upper bound of the baseline's spread counts.
+    """
+    study, cells = _study(file, root)
+    return _power(study, cells, effect)
+
+
+@ablate.command(
+    epilog=exit_codes(
+        {0: "the budget is enough", 1: "it is not, or a cell failed", 2: "FILE cannot be used", 3: "interrupted"}
+    )
+)
+@study_options
+@job_options
+@option("--effect", type=Finite(0, min_open=True), required=True, help="As of opsd ablate power.")
+def pilot(file: Path, root: Path | None, effect: float, **given: Any) -> int:
+    """Run the baseline of FILE alone, then say what opsd ablate power says. The study uses these runs too."""
+    study, cells = _study(file, root)
+    own = [cell for cell in cells if cell.arm.name == BASELINE]
+    if code := _run(study, own, _root(file, root), given):
+        return code
+    if any(each.state != "done" for each in _look(own)):
+        click.echo("repeat this command when these jobs have ended")
+        return exitcodes.OK
+    return _power(study, cells, effect)
+
+
+@ablate.command(epilog=exit_codes({0: "written", 1: "it could not be written", 2: "FILE or ARM cannot be used"}))
+@study_options
+@click.argument("arm")
+@option("--out", type=_FILE, metavar="TOML", help="The new baseline; by default FILE-ARM.toml beside FILE.")
+@option("--reason", default="", help="Why an arm is promoted that is not proved better.")
+@option("--look", type=click.IntRange(1), default=1, help="As of opsd ablate report.")
+def promote(file: Path, root: Path | None, arm: str, out: Path | None, reason: str, look: int) -> int:
+    """Write a new baseline: that of FILE with the change of ARM, and the evidence.
+
+    Comparisons with the old baseline, in studies beside FILE, are stale from then on and say so.
+    """
+    made = _report(file, root, look)
+    from opsd.ablate import report as reporting
+
+    target = out or file.with_name(f"{file.stem}-{arm}.toml")
+    try:
+        reporting.promote(made, arm, target, reason)
+    except StudyError as error:
+        fail(str(error), exitcodes.USAGE)
+    except OSError as error:
+        fail(with_remedy(error))
+    click.echo(target)
+    return exitcodes.OK
+
+
+@ablate.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def begin(folder: Path) -> int:
+    """Compare code and libraries of this node with those that the study of the cell in FOLDER has begun with."""
+    try:
+        demand_origin(folder.parents[1])
+    except (StudyError, OSError) as error:
+        fail(str(error), exitcodes.USAGE)
+    return exitcodes.OK
+
+
+def _study(file: Path, root: Path | None) -> tuple[Study, list[Cell]]:
+    try:
+        study = read_study(file)
+        return study, cells_of(study, _root(file, root))
+    except StudyError as error:
+        fail(str(error), exitcodes.USAGE)
+
+
+def _root(file: Path, root: Path | None) -> Path:
+    return root or file.with_suffix("")
+
+
+def _look(cells: Sequence[Cell]) -> list[Found]:
+    try:
+        return [look(cell) for cell in cells]
+    except OSError as error:
+        fail(with_remedy(error))
+
+
+def _asked(ask: Callable[[], T], without: T) -> T:
+    """What Slurm answers, ``without`` where there is none."""
+    try:
+        return ask()
+    except SlurmMissing:
+        return without
+    except SlurmError as error:
+        fail(str(error))
+
+
+def _run(study: Study, cells: Sequence[Cell], root: Path, given: Mapping[str, Any]) -> int:
+    _demand_budget(study, cells)
+    ranks = given["ranks"]
+    try:
+        if not given["local"]:
+            try:
+                return _submit(cells, root, given)
+            except SlurmMissing as error:
+                warn(f"the cells run on this machine, one after the other: {error}")
+        failed = running.run_local(root, cells, ranks or gpu_count(os.environ) or 1, click.echo)
+    except KeyboardInterrupt:
+        warn("interrupted; the same command goes on")
+        return exitcodes.INTERRUPTED
+    except StudyError as error:
+        fail(str(error), exitcodes.USAGE)
+    except SlurmError as error:
+        fail(f"{error}; the same command goes on")
+    except OSError as error:
+        fail(with_remedy(error), exitcodes.of_error(error))
+    done = sum(each.state == "done" for each in _look(cells))
+    click.echo(f"{done} of {plural(len(cells), 'cell')} done; `opsd ablate report` compares them")
+    for each in failed:
+        warn(f"cell {each.cell.name} failed with exit code {each.code}; its log is {each.log}")
+    return exitcodes.FAILED if failed else exitcodes.OK
+
+
+def _submit(cells: Sequence[Cell], root: Path, given: Mapping[str, Any]) -> int:
+    """Raises StudyError, SlurmError, OSError."""
+    slurm = choose().slurm
+    partition = given["partition"] or running.spare_partition(slurm.partitions())
+    jobs = running.submit(
+        root, cells, slurm, partition=partition, limit=given["limit"], ranks=given["ranks"] or 1,
+        options=given["sbatch"], opsd=running.opsd_command(),
+    )  # fmt: skip
+    how = f"to {partition}, {given['limit']} at once; `opsd ablate status` shows them"
+    click.echo(f"{plural(len(jobs), 'job')} submitted {how}")
+    return exitcodes.OK
+
+
+def _demand_budget(study: Study, cells: Sequence[Cell]) -> None:
+    """End the command if the cells that are left would cost more than is left of the budget."""
+    budget = study.settings.budget_gpu_hours
+    found = _look(cells)
+    done = [each for each in found if each.state == "done"]
+    if budget is None or not done or len(done) == len(found):
+        return
+    wanted = gpu_hours(found) + gpu_hours(done) / len(done) * (len(found) - len(done))
+    if wanted > budget:
+        over = f"about {wanted:,.2f} GPU-hours, more than budget_gpu_hours {budget:g}"
+        fail(f"all cells take {over}: take fewer seeds or arms")
+
+
+def _power(study: Study, cells: Sequence[Cell], effect: float) -> int:
+    try:
+        from opsd.ablate.report import over_budget, power_of
+
+        found = power_of(study, _look(cells), effect)
+    except (StudyError, ImportError) as error:
+        fail(str(error), exitcodes.USAGE)
+    click.echo(
+        f"{plural(found.runs, 'run')} of the baseline: the spread of a difference is at most {found.spread:.4g}\n"
+        f"effect {effect:g}: {found.seeds or 'more than 1,000'} seeds, {found.gpu_hours:,.2f} GPU-hours for all arms"
+    )
+    if problem := over_budget(study, found):
+        fail(problem)
+    return exitcodes.OK
+
+
+def _report(file: Path, root: Path | None, look: int, beside: Path | None = None) -> Report:
+    study, cells = _study(file, root)
+    try:
+        from opsd.ablate.report import make_report
+
+        return make_report(study, _look(cells), _root(file, root), look, beside)
+    except (StudyError, ImportError) as error:
+        fail(str(error), exitcodes.USAGE)
+
+
+def _show(report: Report) -> None:
+    """The verdicts for people."""
+    settings = report.study.settings
+    table = plain_table("arm", "verdict", "effect", "interval", "pairs", "p")
+    for arm in report.arms:
+        found = arm.verdict
+        p = "-" if found.adjusted_p is None else f"{found.adjusted_p:.2g}"
+        table.add_row(
+            escape(found.name), f"[{_STYLES[found.verdict]}]{found.verdict}[/]", f"{found.effect:+.4g}",
+            f"{found.low:+.4g} to {found.high:+.4g}", str(found.pairs), p,
+        )  # fmt: skip
+    output_console().print(table)
+    direction = "higher" if report.study.higher_is_better else "lower"
+    click.echo(
+        f"\n{settings.metric} in {report.unit}, {direction} is better; alpha {settings.alpha:g} "
+        f"over {plural(len(report.arms), 'arm')}, look {report.look} of {settings.looks}"
+    )
+    for arm in report.arms:
+        told = f"tokens x {arm.tokens:.3g}, FLOPs x {arm.flops:.3g}, compared at equal {arm.equal}"
+        change = ", ".join(arm.changed) or "nothing (A/A)"
+        permitted = f"; permitted to differ: {', '.join(arm.differ)}" if arm.differ else ""
+        click.echo(f"{arm.verdict.name}: changes {change}; {told}{permitted}. {arm.verdict.reason}")
+    left = sum(each.state != "done" for each in report.found)
+    click.echo(f"cost: {report.gpu_hours:,.2f} GPU-hours, of which {report.lost_gpu_hours:,.2f} were lost to restarts")
+    if hours := report.planned_gpu_hours:
+        click.echo(f"main run: {hours:,.0f} GPU-hours planned, of which this is {report.gpu_hours / hours:.1%}")
+    for sentence in (
+        f"{plural(left, 'cell')} not done" if left else "",
+        report.stale,
+        f"uncommitted changes in {', '.join(report.origin.get('dirty', []))}" if report.origin.get("dirty") else "",
+    ):
+        if sentence:
+            warn(sentence)
