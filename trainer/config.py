@@ -248,7 +248,7 @@ def _origin(error: ErrorDetails, path: Path, overrides: Sequence[str]) -> str:
 
 
 def sentence(error: ErrorDetails, model: type[BaseModel]) -> str:
-    """What is wrong with a file whose content is ``model``; for an unknown key, the nearest known one."""
+    """The problem of a file whose content is ``model``. An unknown key gets the nearest known one."""
     where = [str(part) for part in error["loc"]]
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(where[-1], _known(where[:-1], model), n=1, cutoff=0)
