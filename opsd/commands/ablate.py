@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -330,10 +331,10 @@ def _show(report: Report) -> None:
     for arm in report.arms:
         found = arm.verdict
         p = "-" if found.adjusted_p is None else f"{found.adjusted_p:.2g}"
-        table.add_row(
-            escape(found.name), f"[{_STYLES[found.verdict]}]{found.verdict}[/]", f"{found.effect:+.4g}",
-            f"{found.low:+.4g} to {found.high:+.4g}", str(found.pairs), p,
-        )  # fmt: skip
+        effect = f"{found.effect:+.4g}" if math.isfinite(found.effect) else "-"
+        interval = f"{found.low:+.4g} to {found.high:+.4g}" if math.isfinite(found.low) else "-"
+        word = f"[{_STYLES[found.verdict]}]{found.verdict}[/]"
+        table.add_row(escape(found.name), word, effect, interval, str(found.pairs), p)
     output_console().print(table)
     direction = "higher" if report.study.higher_is_better else "lower"
     click.echo(

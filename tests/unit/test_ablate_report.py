@@ -75,6 +75,18 @@ def test_cells_that_are_missing_make_no_pair(tmp_path: Path) -> None:
     )
 
 
+def test_a_table_has_no_number_that_does_not_exist(tmp_path: Path) -> None:
+    """Nor an interval without ends."""
+    assert ablate("report", make_study(tmp_path)).output.splitlines()[1].split() == [
+        "lr",
+        "undecided",
+        "-",
+        "-",
+        "0",
+        "-",
+    ]
+
+
 def test_an_arm_cannot_win_by_failing(tmp_path: Path) -> None:
     """The seed on which it failed may be its worst."""
     path = ended(tmp_path)
