@@ -25,11 +25,8 @@ BENCHES = {
     "client": "cost of a rank-page update",
     "data": "finding a sample at any point of a run, beside Grain, Megatron's index and a growing one",
     "detect": "precision, recall, culprits, latency: material from outside, random timelines, own scenarios",
-    "faults": "runs with random faults, on a real Slurm cluster in namespaces",
     "observe": "what the hooks cost a program that reports nothing itself: tiny steps, and nanoGPT's",
     "protocol": "the protocol of up to 10,000 launchers in virtual time, and what it costs the leader",
-    "rendezvous": "launchers that agree on a new generation after a loss, and what they cost the leader",
-    "preflight": "time of the profiles, how often the search for a bad node is right, cost of measuring",
     "recovery": "fifty kills and SIGTERM: steps lost, and every loss compared with an undisturbed run",
     "restart": "SIGKILL of a rank to the first new step, beside torchrun",
     "simulate": "opsd simulate beside a real Slurm cluster in namespaces, on the same random faults",
@@ -40,11 +37,11 @@ BENCHES = {
     "wording": "what other monitors match in the kernel log, and opsd does not",
     "trainer": "tokens/s of the trainer beside torchtitan and transformers' Llama under FSDP2; start of eight ranks",
 }
-LONG = ("faults", "simulate", "soak", "swap", "wording")
+LONG = ("simulate", "soak", "swap", "wording")
 """Left out of ``--names``, and so of ``make bench``: they take long, or fetch."""
 OPTIONS = {
-    "nodes": ("protocol", "rendezvous"), "trials": ("faults", "simulate", "swap"),
-    "seed": ("detect", "faults", "simulate"), "scenario": ("swap",), "hours": ("soak",),
+    "nodes": ("protocol",), "trials": ("simulate", "swap"),
+    "seed": ("detect", "simulate"), "scenario": ("swap",), "hours": ("soak",),
     "outside": ("detect", "wording"),
 }  # fmt: skip
 """Options that only some benchmarks have."""
@@ -81,10 +78,10 @@ def _listed(names: Sequence[str]) -> str:
 @option(
     "--nodes",
     type=click.IntRange(16, 10_000),
-    help="Of protocol and rendezvous: how many launchers are simulated; 1,024 unless given.",
+    help="Of protocol: how many launchers are simulated; 1,024 unless given.",
 )
-@option("--trials", type=click.IntRange(1), help="Of faults and simulate (20) and swap (10): how often each is tried.")
-@option("--seed", type=click.IntRange(0), help="Of faults and simulate (1) and detect (1000000): the first seed.")
+@option("--trials", type=click.IntRange(1), help="Of simulate (20) and swap (10): how often each is tried.")
+@option("--seed", type=click.IntRange(0), help="Of simulate (1) and detect (1000000): the first seed.")
 @option(
     "--outside",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

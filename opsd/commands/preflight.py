@@ -32,7 +32,6 @@ from opsd.commands.options import (
 from opsd.commands.output import output_console, written
 from opsd.commands.preflight_drill import node_drill
 from opsd.commands.preflight_network import exit_code, network
-from opsd.commands.preflight_simulate import simulate
 from opsd.commands.settings import BadConfig, load
 from opsd.config import Settings
 from opsd.preflight import burnin
@@ -307,6 +306,5 @@ def _read_all(paths: Iterable[Path]) -> Iterable[Report]:
             raise BadConfig(f"{path}: {error}") from error
 
 
-preflight.add_command(simulate)
 preflight.add_command(network)
 preflight.add_command(node_drill, "drill")

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from opsd.bench.namespaces import Namespaces
 from opsd.checkpoints.claims import FOLDER
+from tests.fakes.namespaces import Namespaces
 from tests.fakes.nodes import Nodes
 
 STEPPER = """

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from opsd.bench.preflight import in_turns
 from opsd.measured.bench import figures_of
 from opsd.plan.hardware import hardware_of
 from opsd.plan.layout import Layout
@@ -24,6 +23,7 @@ from opsd.trainer.model_settings import ModelSettings
 sys.path.insert(0, str(Path(__file__).parent))
 from measure import measure, overrides, summary
 from shapes import ON_GPU, PARTS, PRESET, Part
+from turns import in_turns
 
 ON_CPU = {
     "run.device": "cpu", "run.threads": 1, "data.batch": 2, "data.micro_batch": 2, "data.verify": "size",

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 import opsd
-from opsd.bench.namespaces import Namespaces, NoNamespacesError
 from opsd.chaos.faults import reboot_node
 from opsd.client import process_start
 from tests.fakes.clock import eventually
+from tests.fakes.namespaces import Namespaces, NoNamespacesError
 from tests.fakes.tmpfs import tmpfs
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="these faults need root")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.bench.namespaces import NoNamespacesError
+from tests.fakes.namespaces import NoNamespacesError
 from tests.fakes.partition import NodeNetwork, PartitionedNodes, check_commits, check_steps
 
 HOLD_S = 6.0

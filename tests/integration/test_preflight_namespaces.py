@@ -14,10 +14,10 @@ from threading import Thread
 
 import pytest
 
-from opsd.bench.namespaces import Namespaces, NoNamespacesError
 from opsd.ports import free_port
 from opsd.preflight.report import Report
 from tests.fakes.clock import eventually
+from tests.fakes.namespaces import Namespaces, NoNamespacesError
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.slow

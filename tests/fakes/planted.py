@@ -1,4 +1,4 @@
-"""A simulated cluster with planted faults, which answers group tests like a real one."""
+"""Clusters with planted faults, which answer the group tests of the search for a bad node like real ones."""
 
 from __future__ import annotations
 
@@ -129,31 +129,10 @@ PLANTS: Final[Mapping[str, Plant]] = {
     "flaky in 30 % of the iterations": lambda random, switch_of: [_node(random, switch_of, of_iterations=0.3)],
     "flaky in 30 % of the tests": lambda random, switch_of: [_node(random, switch_of, of_tests=0.3)],
 }
-"""The faults that `opsd preflight simulate` plants.
-
-No search can find the last kind with certainty in so few tests: a node that shows in 30 % of its tests gives at most
+"""No search can find the last kind with certainty in so few tests: a node that shows in 30 % of its tests gives at most
 log2(1 + 0.3 * 0.7**(7/3)) = 0.18 bits per test (the capacity of a Z-channel), and naming one of 232 nodes with 99 %
 certainty takes log2(232 / 0.01) = 14.5 bits, 82 tests. Longer tests turn it into the previous kind.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """The finder's results for one kind of fault."""
-
-    plant: str
-    nodes: int
-    trials: int
-    right: int
-    median_tests: int
-    most_tests: int
-    most_rounds: int
-
-
-def trial(plant: str, switch_of: Mapping[str, str], random: Random) -> tuple[list[Fault], Diagnosis]:
-    """Plant faults and search; what was planted and what was found."""
-    faults = PLANTS[plant](random, switch_of)
-    return faults, search(SimulatedCluster([*switch_of], switch_of, faults, random))
 
 
 def right(faults: Sequence[Fault], diagnosis: Diagnosis) -> bool:
@@ -162,12 +141,12 @@ def right(faults: Sequence[Fault], diagnosis: Diagnosis) -> bool:
     return named == {(fault.culprit.kind, fault.culprit.parts) for fault in faults}
 
 
-def score(plant: str, nodes: int, per_switch: int, trials: int, seed: int) -> Score:
-    """Run ``trials`` seeded trials."""
+def score(plant: str, nodes: int, per_switch: int, trials: int, seed: int) -> tuple[int, int]:
+    """Of ``trials`` seeded trials: how many are right, and the most tests that one takes."""
     random = Random(f"{plant} {nodes} {seed}")
     switch_of = cluster(nodes, per_switch)
-    outcomes = [trial(plant, switch_of, random) for _ in range(trials)]
-    tests = sorted(diagnosis.tests for _, diagnosis in outcomes)
-    rounds = max(diagnosis.rounds for _, diagnosis in outcomes)
-    count = sum(right(*outcome) for outcome in outcomes)
-    return Score(plant, nodes, trials, count, tests[trials // 2], tests[-1], rounds)
+    outcomes = []
+    for _ in range(trials):
+        faults = PLANTS[plant](random, switch_of)
+        outcomes.append((faults, search(SimulatedCluster([*switch_of], switch_of, faults, random))))
+    return sum(right(*outcome) for outcome in outcomes), max(diagnosis.tests for _, diagnosis in outcomes)
