@@ -17,7 +17,7 @@ from opsd.launch.claims.claim_store import Plan, listening
 from opsd.launch.claims.claimant import MOST_CHANGES, changes_of, claim_from
 from opsd.launch.claims.messages import MESSAGES, Claimed, Message
 from opsd.launch.io.protocol import Codec, Member
-from opsd.simulate.launchers import Launchers
+from tests.fakes.protocol import Launchers
 
 NAMES = st.lists(st.sampled_from([f"n{number}" for number in range(12)]), min_size=1, max_size=12, unique=True)
 CODEC = Codec(MESSAGES)

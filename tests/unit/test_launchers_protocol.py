@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from opsd.bench.protocol import run
-from opsd.simulate.launchers import Launchers
-from opsd.simulate.surroundings import Costs
+from tests.fakes.protocol import FREE, Costs, Launchers, run
 
 Figures = dict[str, Any]
-FREE = Costs()
 BUSY = Costs(encode_s=1e-5, send_s=1e-5, receive_s=2e-5, connect_s=2e-4)
 FEW, MANY = 64, 256
 PHASES = ("start", "quiet", "node_lost", "spare_lost", "leader_lost")
