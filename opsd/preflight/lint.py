@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from opsd.preflight.base import Finding, Verdict
-from opsd.preflight.plan import INTERRUPTIONS_PER_GPU_DAY, STALL_S, RunPlan
+from opsd.preflight.plan import STALL_S, RunPlan
 from opsd.preflight.units import duration, quantity
 from opsd.slurm.promises import of_script
 from opsd.slurm.sbatch_script import seconds_of
@@ -39,8 +39,14 @@ class Setting:
 
 def findings(setting: Setting) -> list[Finding]:
     """The findings of all rules."""
-    rules = (_schedule, _interval, _retention, _evaluation, _denominator, _script)
+    rules = (_layout, _schedule, _interval, _retention, _evaluation, _denominator, _script)
     return [finding for rule in rules for finding in rule(setting)]
+
+
+def _layout(setting: Setting) -> Iterator[Finding]:
+    if why := setting.plan.problem:
+        summary = f"memory and speed on {setting.plan.ranks} devices cannot be predicted: {why}"
+        yield Finding(Verdict.WARN, summary, "change [parallel] or data.batch, or correct --nodes or preflight.gpus")
 
 
 def _schedule(setting: Setting) -> Iterator[Finding]:
@@ -64,9 +70,8 @@ def _interval(setting: Setting) -> Iterator[Finding]:
         yield Finding(Verdict.FAIL, summary, "a node that fails costs the whole run; save more often")
     if plan.interval_s is None:
         return
-    rate = plan.ranks * INTERRUPTIONS_PER_GPU_DAY / 86_400
-    cost = plan.interval_s / 2 * rate + STALL_S / plan.interval_s
-    best = plan.daly_s / 2 * rate + STALL_S / plan.daly_s
+    cost = plan.interval_s / 2 / plan.mttf_s + STALL_S / plan.interval_s
+    best = plan.daly_s / 2 / plan.mttf_s + STALL_S / plan.daly_s
     if plan.interval_s > DALY_FACTOR * plan.daly_s or plan.interval_s < plan.daly_s / DALY_FACTOR:
         summary = (
             f"a checkpoint every {duration(plan.interval_s)} costs {cost:.2%} of the run in lost and stalled time, one "

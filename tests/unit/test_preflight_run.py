@@ -28,7 +28,8 @@ GOOD = """#!/bin/bash
 
 
 def config(*overrides: str, preset: str = "smollm3-3b") -> Config:
-    return load(preset, ["data.shards=/data", *overrides], environ={})
+    layout = ["parallel.tp=2"] if preset == "smollm3-3b" else []
+    return load(preset, ["data.shards=/data", *layout, *overrides], environ={})
 
 
 def said(*overrides: str, ranks: int = 384, **fields: Any) -> str:
@@ -80,6 +81,7 @@ def test_a_good_run_is_left_alone() -> None:
         (["checkpoint.every=4720000"], {}, "fail: checkpoint.every 4720000 is not reached"),
         ([], {"free": 100e9}, "fail: 4 checkpoints need 148 GB, and 100 GB are free"),
         (["run.device=cuda", "metrics.peak_flops=0"], {}, "warn: metrics.peak_flops is not set"),
+        (["parallel.tp=1"], {}, "predicted: data.batch 576 is not a multiple of 384 groups x micro-batch 3"),
         (["evaluation.perplexity={}"], {}, "warn: no checkpoint is evaluated"),
         ([], {"script": None}, "warn: no batch script was given"),
         ([], {"script": GOOD.replace("#SBATCH --requeue\n", "")}, "fail: the batch script has no --requeue"),
@@ -163,7 +165,7 @@ def test_storage_is_judged_by_what_the_run_needs() -> None:
     """A node's share of the tokens and of the checkpoint; without a run, what the configuration says."""
     configured = Demand(tokens_per_s=5.0, checkpoint_bytes=7.0)
     known = Context("n1", "quick", 1.0, gpus=8, demand=configured, train="smollm3-3b", nodes=48)
-    wanted = demand_of(replace(known, overrides=("data.shards=/data",)))
+    wanted = demand_of(replace(known, overrides=("data.shards=/data", "parallel.tp=2")))
     assert wanted.tokens_per_s == pytest.approx(8 * 13_500, rel=0.1)
     assert wanted.checkpoint_bytes == pytest.approx(37e9 / 48, rel=0.01)
     assert demand_of(replace(known, train="")) == configured

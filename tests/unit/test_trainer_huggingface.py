@@ -10,9 +10,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from opsd.preflight import plan
 from opsd.trainer.cache import Cache
 from opsd.trainer.config import ConfigError, load
+from opsd.trainer.counts import parameters
 from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE
 from opsd.trainer.hf.config import config_of, settings_of
 from opsd.trainer.hf.dual_chunk import FIELD
@@ -111,7 +111,7 @@ def test_smollm3_as_published() -> None:
 def test_qwen3_next_as_published() -> None:
     """80 billion parameters, of which a token meets 3 to 4 (with both embeddings), as its authors say."""
     settings = settings_of(transformers.Qwen3NextConfig(rope_parameters={"rope_theta": 1e7}).to_dict())
-    count = plan.parameters(settings)
+    count = parameters(settings)
     assert count == pytest.approx(80e9, rel=0.01)
     assert 3e9 < count - settings.idle_parameters < 4e9
     assert settings.kinds[:4] == ("delta", "delta", "delta", "global")

@@ -174,9 +174,11 @@ def _used(memory_use: MemoryUse) -> Iterator[Measurement]:
         yield Measurement("memory_share", memory_use.share)
 
 
-def too_much(memory_use: MemoryUse, predicted: float) -> Iterator[Finding]:
+def too_much(memory_use: MemoryUse, predicted: float | None) -> Iterator[Finding]:
     """More GPU memory than the ``predicted`` bytes; the memory of a CPU process also contains its libraries."""
-    if memory_use.share is not None and memory_use.taken and memory_use.taken > MEMORY_FACTOR * predicted:
+    if predicted is None or memory_use.share is None or not memory_use.taken:
+        return
+    if memory_use.taken > MEMORY_FACTOR * predicted:
         sizes = quantity(memory_use.taken, "bytes"), quantity(predicted, "bytes")
         advice = "smaller micro-batches, parallel.recompute, or more devices"
         yield Finding(V.WARN, f"a GPU took {sizes[0]} where {sizes[1]} were predicted", advice)
