@@ -1,14 +1,17 @@
-"""Writing reports so that a reader never sees half of one, and reading files of settings with a bound."""
+"""Files of others: settings with a bound, lines that are appended; and reports of which a reader never sees half."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from opsd import durable
 
@@ -16,10 +19,9 @@ SYSTEM_FILE = Path("/etc/opsd/opsd.toml")
 """The configuration of a node."""
 MAX_SETTINGS = 1 << 20
 """Size in bytes of the largest file of settings, certificate or key that is read."""
-
-
 PIPE_S = 3.0
 """Seconds that a pipe with settings may be silent."""
+_AT_ONCE = 1 << 20
 
 
 def read_settings(path: Path, *, follow: bool = True) -> bytes:
@@ -73,3 +75,37 @@ def write_text(path: Path, text: str, *, in_place: bool = True) -> None:
             file.write(text)
         return
     durable.replace(path, text.encode())
+
+
+class FileTail:
+    """Lines that another program appends to a regular file, which need not exist yet; no link at its name is followed.
+
+    With ``at_end`` those that it has already are passed over.
+    """
+
+    def __init__(self, path: Path, *, at_end: bool = False) -> None:
+        self._path = path
+        self._offset = 0
+        if at_end:
+            with suppress(OSError):
+                self._offset = path.stat().st_size
+
+    def read(self) -> bytes:
+        """The complete lines since the last call, at most a mebibyte at a time; a longer line comes in pieces."""
+        try:
+            with open(self._path, "rb", opener=lambda path, flags: open_regular(path, flags | os.O_NOFOLLOW)) as file:
+                file.seek(self._offset)
+                data = file.read(_AT_ONCE)
+        except OSError:
+            return b""
+        whole = data[: data.rfind(b"\n") + 1] or (data if len(data) == _AT_ONCE else b"")
+        self._offset += len(whole)
+        return whole
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The same lines as JSON objects; other lines are skipped."""
+        for line in self.read().splitlines():
+            with suppress(ValueError, RecursionError):
+                record = json.loads(line)
+                if isinstance(record, dict):
+                    yield record

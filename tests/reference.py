@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from opsd import config, exitcodes
 from opsd.agent.metrics import COST, OPENED
 from opsd.agent.web.app import API
-from opsd.agent.web.exemplars import LABEL
+from opsd.agent.web.exposition import LABEL
 from opsd.collectors.base import Metric
 from opsd.collectors.lib.kernel.xid import TOTAL
 from opsd.commands import main

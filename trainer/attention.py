@@ -21,11 +21,34 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from opsd.trainer.cache import Cache
 from opsd.trainer.documents import chunks, first_tokens, visible
 from opsd.trainer.dual_chunk import DualChunks, attend_dual_chunks, dual_chunks
 from opsd.trainer.model_settings import LayerKind, ModelSettings
 from opsd.trainer.rotary import rotary_angles, rotate, rotation_factors
+
+
+class Cache:
+    """The keys and values of a model's layers, or the latents that they are computed from.
+
+    For evaluations of a model that is whole on one device, without layers that have a state.
+    """
+
+    def __init__(self, kept: dict[nn.Module, tuple[torch.Tensor, ...]] | None = None, length: int = 0) -> None:
+        self._kept = kept or {}
+        self.length = length
+        """Tokens that were read."""
+
+    def extend(self, layer: nn.Module, new: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """The state of ``layer`` for all tokens, with the ``new`` ones, each [.., tokens, channels]."""
+        if kept := self._kept.get(layer):
+            new = tuple(torch.cat(parts, dim=-2) for parts in zip(kept, new, strict=True))
+        self._kept[layer] = new
+        return new
+
+    def branch(self) -> Cache:
+        """One that goes on from here by itself, and shares what was read so far."""
+        return Cache(dict(self._kept), self.length)
+
 
 Context = DeviceMesh | None
 """The mesh over which sequences are split; None if each rank has whole ones."""

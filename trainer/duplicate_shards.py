@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from opsd.trainer.stored import FormatError, Stored
-from opsd.trainer.tensors import stored_tensors
+from opsd.trainer.tensors import FormatError, Stored, stored_tensors
 
 MAX_SHARDS = 64
 SIMILAR = 0.99

@@ -40,7 +40,7 @@ from opsd import durable, exitcodes
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
 from opsd.progress import tracked
 from opsd.trainer import harness
-from opsd.trainer.cache import Cache
+from opsd.trainer.attention import Cache
 from opsd.trainer.config import CHECKPOINTS, CONFIG, Config, ConfigError
 from opsd.trainer.data.shards import DataError, Framing, find_index, place
 from opsd.trainer.data.texts import read_texts

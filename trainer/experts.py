@@ -23,7 +23,6 @@ from opsd.trainer.attention import Context
 from opsd.trainer.feed_forward import ACTIVATIONS, FeedForward
 from opsd.trainer.local import local
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.rows import rows
 
 BALANCE, Z, ENTROPY, LOADS = range(4)
 """Columns of ``Routing.measured``; the loads of all experts begin at the last."""
@@ -337,3 +336,29 @@ def dispatch(x: torch.Tensor, counts: torch.Tensor, networks: Apply, group: dist
     y = rows(networks(rows(y, order, inverse), theirs.sum(0)), inverse, order)
     back: torch.Tensor = _Exchange.apply(y, received, sent, group)  # type: ignore[no-untyped-call]
     return back
+
+
+class _Rows(torch.autograd.Function):
+    """Row i is row ``order[i] // times`` of ``x``; ``inverse`` is the inverse of the permutation ``order``.
+
+    Both passes only read by index: no atomic additions, whose order would change the bits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, times: int
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.times = times
+        ctx.save_for_backward(inverse)
+        return x[order // times]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse].view(-1, ctx.times, gradient.shape[-1]).sum(1), None, None, None
+
+
+def rows(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, times: int = 1) -> torch.Tensor:
+    """See ``_Rows``."""
+    taken: torch.Tensor = _Rows.apply(x, order, inverse, times)  # type: ignore[no-untyped-call]
+    return taken

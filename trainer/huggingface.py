@@ -20,7 +20,7 @@ from opsd.trainer.hf.config import settings_of
 from opsd.trainer.hf.export import export_checkpoint
 from opsd.trainer.hf.verify import compare
 from opsd.trainer.hf.weights import config_in
-from opsd.trainer.stored import FormatError
+from opsd.trainer.tensors import FormatError
 from opsd.words import with_remedy
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

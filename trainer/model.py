@@ -14,18 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from opsd.trainer.attention import AttentionInputs, Context, attend, attention_inputs
-from opsd.trainer.cache import Cache
+from opsd.trainer.attention import AttentionInputs, Cache, Context, attend, attention_inputs
 from opsd.trainer.documents import within_documents
 from opsd.trainer.experts import Experts, MixtureOfExperts, Routing
 from opsd.trainer.feed_forward import FeedForward
-from opsd.trainer.gated_delta import GatedDeltaNet
 from opsd.trainer.latent_attention import LatentAttention
 from opsd.trainer.local import local
 from opsd.trainer.loss import LossTerms, linear_loss
-from opsd.trainer.mamba import Mamba
 from opsd.trainer.model_settings import LayerKind, ModelSettings
-from opsd.trainer.recurrent import DRAWS
+from opsd.trainer.recurrent import DRAWS, GatedDeltaNet, Mamba
 
 
 class Attention(nn.Module):

@@ -33,9 +33,8 @@ from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.experts import GroupedLinear, Networks
 from opsd.trainer.latent_attention import LatentAttention
 from opsd.trainer.loss import linear_loss, part_loss
-from opsd.trainer.mamba import Mamba
 from opsd.trainer.model import Block, Decoder
-from opsd.trainer.recurrent import Recurrent
+from opsd.trainer.recurrent import Mamba, Recurrent
 from opsd.trainer.regions import initialise
 from opsd.trainer.settings import ParallelSettings
 from opsd.trainer.stages import stage_ranges

@@ -1,4 +1,4 @@
-"""Layers with a state of fixed size in place of attention: what gated DeltaNet and Mamba-2 have in common.
+"""Layers with a state of fixed size in place of attention: gated DeltaNet and Mamba-2.
 
 Queries, keys and values pass a short causal convolution. The state of a head, [key_dim, value_dim], decays with each
 token, takes up its key and value, and is read with its query. Tokens are computed in chunks: within a chunk as
@@ -143,3 +143,108 @@ DRAWS: Final[Mapping[str, Callable[[torch.Tensor, torch.Generator], None]]] = {
     "log_rate": _draw_rates, "step_bias": _draw_steps,
 }  # fmt: skip
 """How vectors are drawn: rates of decay from 1 to 16, the softplus of steps from 0.001 to 0.1 (Mamba-2)."""
+
+
+LENGTH_EPS: Final = 1e-6
+"""Added to the squared length of queries and keys, as in flash-linear-attention."""
+
+
+class GatedDeltaNet(Recurrent):
+    """Its output is normalised by head, then gated, as in Qwen3-Next."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        self.write = nn.Linear(settings.width, settings.state_heads, bias=False)
+        self.norm = nn.RMSNorm(settings.state_value_dim, settings.norm_eps)
+
+    def mix(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: torch.Tensor, decays: Decays, x: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``Recurrent``; the share of the state that is replaced has a projection of its own."""
+        shares = self.write(x).float().sigmoid()
+        return gated_delta_rule(_of_length_1(q) * q.shape[-1] ** -0.5, _of_length_1(k), v, shares, decays)
+
+    def gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See ``Recurrent``."""
+        normalised: torch.Tensor = self.norm(y)
+        return normalised * F.silu(gate)
+
+
+def gated_delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shares: torch.Tensor, decays: Decays
+) -> torch.Tensor:
+    """Read by ``q`` what the state S has after S = decay S + share k (v - k decay S) (equation 10 there).
+
+    ``q`` and ``k`` are [batch, sequence, heads, key_dim], ``v`` and the result [batch, sequence, heads, value_dim],
+    ``shares`` [batch, sequence, heads]. What the tokens of a chunk write depends on earlier ones: a triangular system.
+    """
+    length, size = v.shape[1], v.shape[-1]
+    q, k, v, share = chunked(q), chunked(k), chunked(v), chunked(shares)[..., None]
+    since = decays.since[..., None]
+    system = share * (k @ k.mT) * decays.within
+    wanted = torch.cat((share * v, share * k * since), dim=-1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    written, replaced = solved.split((size, k.shape[-1]), dim=-1)
+    scores, q = (q @ k.mT) * decays.within, q * since
+    k = k * decays.within[..., -1, :, None]
+    state = q.new_zeros(*k.shape[:2], k.shape[-1], size)
+    outputs = []
+    for chunk in range(k.shape[2]):
+        new = written[:, :, chunk] - replaced[:, :, chunk] @ state
+        outputs.append(q[:, :, chunk] @ state + scores[:, :, chunk] @ new)
+        state = state * since[:, :, chunk, -1:] + k[:, :, chunk].mT @ new
+    return joined(torch.stack(outputs, dim=2), length)
+
+
+def _of_length_1(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS)
+
+
+class Mamba(Recurrent):
+    """Its output is gated, then normalised over the heads that share queries and keys."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        super().__init__(settings)
+        self.skip = nn.Parameter(torch.ones(settings.state_heads))
+        self.norm = GroupNorm(settings.state_value_width, settings.state_shared_by, settings.norm_eps)
+
+    def mix(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: torch.Tensor, decays: Decays, x: torch.Tensor
+    ) -> torch.Tensor:
+        """See ``Recurrent``; values also pass the state by."""
+        return state_space(q, k, v * steps[..., None], decays) + local(self.skip).float()[:, None] * v
+
+    def gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """See ``Recurrent``."""
+        normalised: torch.Tensor = self.norm(y * F.silu(gate))
+        return normalised
+
+
+class GroupNorm(nn.Module):
+    """RMSNorm over the channels of ``heads`` at a time, with weights for all ``channels``."""
+
+    def __init__(self, channels: int, heads: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self._heads, self._eps = heads, eps
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        """``y`` [batch, sequence, heads, channels] to the same shape."""
+        groups = y.view(*y.shape[:2], -1, self._heads, y.shape[-1])
+        return F.rms_norm(groups, groups.shape[-2:], None, self._eps).view_as(y) * local(self.weight).view(y.shape[2:])
+
+
+def state_space(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decays: Decays) -> torch.Tensor:
+    """Read by ``q`` what the state S has after S = decay S + k v.
+
+    ``q`` and ``k`` are [batch, sequence, heads, key_dim], ``v`` and the result [batch, sequence, heads, value_dim].
+    """
+    length = v.shape[1]
+    q, k, v = chunked(q), chunked(k), chunked(v)
+    added = (k * decays.within[..., -1, :, None]).mT @ v
+    state, before = torch.zeros_like(added[:, :, 0]), []
+    for chunk in range(k.shape[2]):
+        before.append(state)
+        state = state * decays.since[:, :, chunk, -1, None, None] + added[:, :, chunk]
+    within = ((q @ k.mT) * decays.within) @ v
+    return joined(within + (q * decays.since[..., None]) @ torch.stack(before, dim=2), length)

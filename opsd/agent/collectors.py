@@ -14,13 +14,12 @@ from typing import Final
 
 from opsd.collectors import plugins
 from opsd.collectors.base import Collector, Context
-from opsd.collectors.lib.mig_devices import has_instances
+from opsd.collectors.lib.gpu_jobs import has_instances
 from opsd.collectors.slurm import NodeRecord, SlurmReport
 from opsd.config import Settings
 from opsd.slurm import gres_devices
 from opsd.slurm.commands import CommandSlurm
-from opsd.slurm.failed_jobs import FailedJobs
-from opsd.slurm.node_faults import NodeFaults
+from opsd.slurm.job_faults import FailedJobs, NodeFaults
 from opsd.slurm.port import Given, Job, Slurm, SlurmError, SlurmMissing, SlurmUnavailable
 
 HOLDING: Final = ("running", "suspended", "stopped")

@@ -19,7 +19,7 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.bench import BenchError
-from opsd.demo.text import copy_text
+from opsd.demo.scene import copy_text
 from opsd.rank_page import PageError, RankPage, read_page
 
 KILLS, STOPS = 50, 2

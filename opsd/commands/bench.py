@@ -17,7 +17,7 @@ from opsd.commands.options import Finite, option
 from opsd.commands.output import output_console
 from opsd.dependents import nothing_left
 from opsd.scenarios.model import ScenarioError
-from opsd.simulated.library import NoCompilerError, SimulationError
+from opsd.simulated.gpus import NoCompilerError, SimulationError
 
 BENCHES = {
     "agent": "CPU, memory, series and scrape time of the agent beside nvitop-exporter",

@@ -17,7 +17,7 @@ import click
 from opsd import exitcodes
 from opsd.chaos import faults, network, records, target
 from opsd.chaos.faults import Fault
-from opsd.chaos.perform import FaultReporter, perform
+from opsd.chaos.guard import FaultReporter, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
 from opsd.commands.options import Group, exit_codes, option, options

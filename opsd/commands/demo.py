@@ -24,8 +24,7 @@ from opsd.commands.ledger import ledger_table
 from opsd.commands.options import option
 from opsd.demo import report
 from opsd.demo.faults import FAULTS, Director, FaultTargets
-from opsd.demo.scene import TEXT_BYTES, DemoError, Gpus, Scene, open_scene, prepare_gpus
-from opsd.demo.text import copy_text
+from opsd.demo.scene import TEXT_BYTES, DemoError, Gpus, Scene, copy_text, open_scene, prepare_gpus
 from opsd.demo.view import View
 from opsd.demo.world import RunObserver, RunSnapshot, waited_s
 from opsd.ledger.ledger import read_ledger

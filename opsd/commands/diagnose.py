@@ -16,8 +16,7 @@ from opsd import exitcodes
 from opsd.agent.diagnosis import AS_BEFORE, Diagnosis, to_rank
 from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
-from opsd.collectors.lib.nccl.dump_folder import read_dumps
-from opsd.collectors.lib.nccl.flight_recorder import DumpError
+from opsd.collectors.lib.nccl.flight_recorder import DumpError, read_dumps
 from opsd.collectors.lib.nccl.stuck import evidence, judge
 from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.ranks import RanksCollector, RanksSettings

@@ -13,19 +13,18 @@ import click
 
 from opsd import exitcodes
 from opsd.checkpoints.claims import ClaimError
-from opsd.commands.launch_options import NOTIFY, own_options
-from opsd.commands.launch_plan import keep_plan
+from opsd.commands.launch_options import NOTIFY, full_name, own_options, torchrun_options
 from opsd.commands.launch_settings import (
     default_name,
     hang_limits_of,
     is_several,
+    keep_plan,
     program_kind,
     settings_of,
     settle_rendezvous,
     shape_of,
 )
 from opsd.commands.options import SectionedCommand, exit_codes
-from opsd.commands.torchrun_options import full_name, torchrun_options
 from opsd.launch.hangs.capture import find_py_spy
 from opsd.launch.hangs.gpus import find_gpu_probe
 from opsd.launch.hangs.limits import HangLimits

@@ -1,4 +1,4 @@
-"""What the options of ``opsd launch`` come to: the program, the run and its shape, and the limits of hangs."""
+"""What the options of ``opsd launch`` come to: the program, the run, its shape and plan, and the limits of hangs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import hashlib
 import json
 import math
 import os
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,6 @@ import click
 from click.core import ParameterSource
 
 from opsd.commands.launch_options import rdzv_seconds, rendezvous_options
-from opsd.commands.launch_plan import TRAINER
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.io.console import STDOUT
 from opsd.launch.io.reporting import print_message, takes_color
@@ -28,9 +29,12 @@ from opsd.launch.run.launchers import Launchers, NodeCount
 from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.readiness import known_at_start
 from opsd.launch.run.rendezvous import RendezvousOptions
+from opsd.ledger.records import PLAN
+from opsd.plan.hardware import kind_of
 from opsd.rundir import valid_name
 from opsd.slurm import topology_source
 from opsd.slurm.allocation import segment_of
+from opsd.slurm.requeue_helper import OPSD
 from opsd.slurm.topology import Topology, TopologyError
 
 
@@ -250,3 +254,39 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 def _timestamp() -> str:
     return time.strftime("run-%Y%m%d-%H%M%S") + f"-{os.getpid()}"
+
+
+TRAINER = "opsd.trainer"
+_MODEL = re.compile(r"^Model:\s*(\S.*)$", re.MULTILINE)
+
+
+def keep_plan(program: Program, folder: Path, gpus: int) -> None:
+    """Start `opsd plan` for a run on ``gpus`` GPUs, unless it has a plan or nothing can be planned; waits for nothing.
+
+    It is begun before the ranks, and so none of what the launcher ends with them.
+    """
+    if words := plan_command(program, folder, gpus):
+        quiet = subprocess.DEVNULL
+        subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+
+
+def plan_command(program: Program, folder: Path, gpus: int, proc: str = "/proc") -> list[str]:
+    """What keeps the plan of the run in ``folder``; empty for other programs, unknown GPUs, and a run that has one."""
+    if (program.kind, program.name) != ("module", TRAINER) or (folder / PLAN).exists():
+        return []
+    if (kind := _kind_of_gpus(proc)) is None:
+        return []
+    given = [word for word in program.args if word != "--fresh"]
+    options = ["--as-is", "--gpus", str(gpus), "--gpu", kind, "--run", str(folder)]
+    return [*OPSD, "plan", *options, *given]
+
+
+def _kind_of_gpus(proc: str) -> str | None:
+    """The kind of the first GPU that the NVIDIA driver lists here, None if plans do not know it."""
+    for file in sorted(Path(proc, "driver/nvidia/gpus").glob("*/information")):
+        try:
+            found = _MODEL.search(file.read_text(encoding="utf-8", errors="replace"))
+        except OSError:
+            return None
+        return kind_of(found[1]) if found else None
+    return None

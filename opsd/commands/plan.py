@@ -203,7 +203,7 @@ def _assumed(text: str, known: Mapping[str, Figure]) -> tuple[str, Figure]:
 def _write(source: str, made: Plan) -> None:
     """Raises CannotPlan if the file cannot be changed."""
     from opsd.plan.search import CannotPlan
-    from opsd.plan.write import with_settings
+    from opsd.plan.source import with_settings
 
     path = Path(source)
     try:
@@ -237,7 +237,7 @@ def _show(made: Plan, name: str, html: Path | None, chart: Path | None, json_fil
     from opsd.charts import standalone
     from opsd.plan.plan import as_dict
     from opsd.plan.text import plan_text
-    from opsd.report.plan_page import plan_page, speed_chart
+    from opsd.report.page import plan_page, speed_chart
 
     if html is not None and not written(html, plan_page(made, name), "the page"):
         return exitcodes.FAILED

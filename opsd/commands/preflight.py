@@ -41,16 +41,15 @@ from opsd.preflight.command import BURN_IN_H, HISTORY, Request, configured, say
 from opsd.preflight.command import preflight as run_preflight
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.fleet import Deviation, FleetError, deviations, facts_of, fleet_of, newest_by_node
-from opsd.preflight.history import History, HistoryError
+from opsd.preflight.history import History, HistoryError, render
 from opsd.preflight.quarantine import quarantine
 from opsd.preflight.report import Report, ReportError
-from opsd.preflight.trends import render
 from opsd.repair.after_preflight import order_for_refused_job, ordering
 from opsd.repair.case_file import CaseError
 from opsd.slurm.connect import choose
 from opsd.slurm.hostlist import compress
 from opsd.slurm.port import SlurmError
-from opsd.spares import readiness, state, verdict
+from opsd.spares import readiness, state
 from opsd.words import clock
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -189,8 +188,8 @@ def _as_spare(report: Report, settings: Settings, console: Console) -> None:
     """Mark this node as a spare that is ready, or with what it lacks, and say so; that changes no verdict."""
     known = state.read(settings.agent.state_dir) or state.SpareState()
     try:
-        found = verdict.assess(settings, known, "", time.time(), [report])
-        verdict.publish(settings, found, lambda: choose().slurm)
+        found = readiness.assess(settings, known, "", time.time(), [report])
+        readiness.publish(settings, found, lambda: choose().slurm)
     except (HistoryError, ReportError) as error:
         say(console, f"whether it is a ready spare is not known: {error}")
         return

@@ -40,7 +40,7 @@ from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates
 from opsd.slurm.ownership import Rules
 from opsd.slurm.port import Slurm, SlurmError, SlurmUnavailable
-from opsd.spares import state, verdict
+from opsd.spares import readiness, state
 from opsd.spares.eligibility import has_requirements
 
 ENDS = {"returned": "repaired and back in service", "rma": "has to be replaced", "left": "not repaired by opsd"}
@@ -216,8 +216,8 @@ def _means(
         failed = tests.as_spare(stop)
         try:
             known = state.read(settings.agent.state_dir) or state.SpareState()
-            found = verdict.assess(settings, known, "", time.time())
-            verdict.publish(settings, found, lambda: slurm)
+            found = readiness.assess(settings, known, "", time.time())
+            readiness.publish(settings, found, lambda: slurm)
         except (HistoryError, ReportError, SelectionError, SlurmError, OSError) as error:
             return f"whether it is a ready spare is not known: {error}"
         lacks = failed or found.why_not_ready(found.checked_at)

@@ -13,9 +13,8 @@ from opsd.commands.options import option
 from opsd.commands.output import fail, written
 from opsd.commands.settings import load
 from opsd.ledger.records import EVENTS
-from opsd.report.cost import Price
 from opsd.report.page import report_page
-from opsd.report.run import PAGE, NoReport, RunReport, read_run
+from opsd.report.run import PAGE, NoReport, Price, RunReport, read_run
 from opsd.report.text import text_report
 from opsd.rundir import default_root
 

@@ -15,10 +15,8 @@ from opsd.commands.options import Seconds, exit_codes, option
 from opsd.slurm.allocation import AllocationError, allocation
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX
-from opsd.slurm.dry_run import preview
-from opsd.slurm.job_state import whose_hold
 from opsd.slurm.port import SlurmError
-from opsd.slurm.requeue import LIMIT_S, REASON, ExcludedNodes, Requeued, requeue_now
+from opsd.slurm.requeue import LIMIT_S, REASON, ExcludedNodes, Requeued, preview, requeue_now, whose_hold
 from opsd.slurm.requeue_helper import helper_of, requeue_from_inside
 
 

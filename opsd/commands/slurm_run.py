@@ -25,13 +25,12 @@ from opsd.launch.run.closing import RESUME
 from opsd.launch.run.launchers import BATCH, NodeCount, start_of_job
 from opsd.rundir import RUN_NAME, default_root, valid_name
 from opsd.slurm.allocation import Allocation, AllocationError, allocation
-from opsd.slurm.batch import Batch
+from opsd.slurm.batch import Batch, Steps, srun, step_environment
 from opsd.slurm.connect import choose, known_jobs
 from opsd.slurm.port import JobDetails, SlurmError
 from opsd.slurm.promises import HETEROGENEOUS, broken, of_job
 from opsd.slurm.requeue_helper import OPSD
 from opsd.slurm.run_owner import REPLACES, RunOwnedError, replaceable
-from opsd.slurm.steps import Steps, srun, step_environment
 
 WAIT_FOR_POOL_S = 300.0
 _PATH = click.Path(path_type=Path)

@@ -22,7 +22,7 @@ from opsd.preflight.report import ReportError
 from opsd.progress import Look, shown
 from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError
-from opsd.spares import pool, state, verdict
+from opsd.spares import pool, readiness, state
 from opsd.spares.corpus import Corpus, digest_of, needs_proof, proven, read_corpora, sha256_of
 from opsd.spares.stage import remove
 from opsd.spares.stage import stage as copy
@@ -239,11 +239,11 @@ class Here:
         """Judge, keep and tell the verdict; the exit code."""
         settings = self.settings
         try:
-            found = verdict.assess(settings, found, source_digest, time.time())
+            found = readiness.assess(settings, found, source_digest, time.time())
         except (HistoryError, ReportError, SelectionError) as error:
             fail(str(error))
         try:
-            verdict.publish(settings, found, lambda: choose().slurm)
+            readiness.publish(settings, found, lambda: choose().slurm)
         except OSError as error:
             fail(f"the verdict was not kept in {settings.agent.state_dir}: {error.strerror}")
         except SlurmError as error:

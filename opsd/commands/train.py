@@ -10,7 +10,7 @@ import click
 
 from opsd import pip_install
 from opsd.commands.launch import launch
-from opsd.commands.launch_plan import TRAINER
+from opsd.commands.launch_settings import TRAINER
 from opsd.commands.options import option
 from opsd.launch.ranks.settings import gpu_count
 

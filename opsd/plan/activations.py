@@ -42,7 +42,7 @@ def state_bytes(model: ModelSettings, kind: LayerKind) -> float:
     """Kept of gated DeltaNet or Mamba-2, which compute in float32 from the convolutions to the output.
 
     Each convolution keeps its input, its terms but one and their sum. The others are counted from the operations of
-    ``opsd.trainer.gated_delta`` and ``opsd.trainer.mamba``: matrices within chunks, states between them, and
+    ``opsd.trainer.recurrent`` and ``opsd.trainer.recurrent``: matrices within chunks, states between them, and
     queries and keys that heads share, copied to each of them.
     """
     half, heads, keys, values = half_bytes(model), model.state_heads, model.state_key_width, model.state_value_width

@@ -57,3 +57,18 @@ _BY_NAME: Final = (
 def spec_of(model: str) -> Spec | None:
     """The data sheet of the GPU model ``model``, None if unknown. The first match counts."""
     return next((spec for name, spec in _BY_NAME if name in model), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All fields are parts in one unit."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """By name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def total(self) -> float:
+        """Of all parts."""
+        return sum(self.parts.values())

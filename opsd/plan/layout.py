@@ -1,15 +1,19 @@
-"""How a run is spread over GPUs, all the ways that could be tried, and why one cannot be. Pure."""
+"""How a run is spread over GPUs and stages, all the ways that could be tried, and why one cannot be. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from functools import cache
+from itertools import chain, product
 from typing import Any, Final, Literal
 
+from opsd.trainer import counts
 from opsd.trainer.config import Config
-from opsd.trainer.settings import Schedule
+from opsd.trainer.model_settings import ModelSettings
+from opsd.trainer.settings import ParallelSettings, Schedule
+from opsd.trainer.stages import stage_ranges
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "full")
@@ -150,3 +154,43 @@ def micro_batches_of(config: Config, layout: Layout, gpus: int) -> Iterator[int]
     yield from (size for size in range(1, share + 1) if not share % size and share // size >= layout.pp)
     if share < layout.pp:
         yield 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Layers of each rank, and shares of the computation: of the ``slowest`` rank, and of the ``longest`` stage."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    slowest: float
+    longest: float
+
+
+def stages_of(config: Config, layout: Layout) -> Stages:
+    """As the trainer divides the layers of ``config`` in ``layout``."""
+    given = config.parallel.stage_layers
+    fits = len(given) == layout.pp * layout.stages_per_rank
+    return _stages(config.model, layout.pp, layout.stages_per_rank, given if fits else (), config.data.sequence)
+
+
+@cache
+def _stages(model: ModelSettings, pp: int, each: int, given: tuple[int, ...], sequence: int) -> Stages:
+    parallel = ParallelSettings(pp=pp, stages_per_rank=each, stage_layers=given)
+    ranges = stage_ranges(model, parallel, sequence)
+    work = [sum(counts.layer_flops(model, layer, sequence) for layer in layers) for layers in ranges]
+    work[-1] += 6.0 * model.vocab * model.width
+    return Stages(
+        ranks=tuple(tuple(chain.from_iterable(ranges[rank::pp])) for rank in range(pp)),
+        slowest=max(sum(work[rank::pp]) for rank in range(pp)) / sum(work),
+        longest=max(work) / sum(work),
+    )
+
+
+def in_flight(layout: Layout, rank: int, count: int) -> float:
+    """Micro-batches of ``count`` that a rank of the pipeline keeps the activations of.
+
+    With 1F1B and zero bubble these are pp - rank; with v stages per rank 1/v of the steps ahead of its first backward
+    pass, 2 (pp - rank - 1) + (v - 1) pp + 1 (arXiv 2104.04473, figure 4; 2205.05198, 4.2.3).
+    """
+    pp, each = layout.pp, layout.stages_per_rank
+    ahead = pp - rank if each == 1 else (2 * (pp - rank - 1) + (each - 1) * pp + 1) / each
+    return min(ahead, count)

@@ -11,9 +11,8 @@ from functools import cache
 from typing import Final
 
 from opsd.plan.activations import FLOAT_BYTES, half_bytes, layer_bytes
-from opsd.plan.layout import Layout
-from opsd.plan.parts import Parts
-from opsd.plan.stages import Stages, in_flight, stages_of
+from opsd.plan.figures import Parts
+from opsd.plan.layout import Layout, Stages, in_flight, stages_of
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import ModelSettings

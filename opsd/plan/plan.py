@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from opsd.plan.curve import Point, curve, peak
 from opsd.plan.figures import Figure
 from opsd.plan.forecast import Planned
 from opsd.plan.hardware import Hardware
 from opsd.plan.layout import RECOMPUTE, Layout, Recompute, problem
 from opsd.plan.memory import GIB, memory_of, state_values
 from opsd.plan.reliability import DAY_S, Habits, Reliability, reliability
-from opsd.plan.scaling import SOURCES, Suggestion, suggest
-from opsd.plan.search import Candidate, CannotPlan, Search, fastest, search
+from opsd.plan.search import Candidate, CannotPlan, Point, Search, curve, fastest, peak, search
+from opsd.plan.source import SOURCES, Suggestion, suggest
 from opsd.plan.step_time import step_time
 from opsd.trainer import counts
 from opsd.trainer.config import Config

@@ -1,15 +1,21 @@
-"""What is to be planned: a run's TOML file, a preset, or a ``config.json`` of Hugging Face."""
+"""What is to be planned: a run's TOML file, a preset, or a ``config.json`` of Hugging Face.
+
+The last has no batch and no rate: scaling laws suggest them. A layout that was planned is put back into the TOML file.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from opsd.files import read_settings
-from opsd.plan.scaling import suggest
+from opsd.trainer import counts
 from opsd.trainer.config import Config, ConfigError, complete, load
 from opsd.trainer.hf.config import settings_of
 from opsd.trainer.model_settings import ModelSettings
@@ -93,3 +99,67 @@ def _batch(model: ModelSettings, sequence: int, tokens: float, gpus: int | None)
 def tokens_of(config: Config) -> int:
     """Those that the run's own number of steps has."""
     return config.data.tokens(config.data.position(config.run.steps + 1))
+
+
+_HEADER = re.compile(r"\s*\[+\s*([^\]\s]+)\s*\]+")
+
+
+def with_settings(text: str, settings: Mapping[str, Any]) -> str:
+    """``text`` with these settings, by ``section.key``. Raises ValueError if it cannot be changed so."""
+    lines = text.splitlines()
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        _set(lines, section, key, f'"{value}"' if isinstance(value, str) else str(value))
+    changed = "\n".join(lines) + "\n"
+    expected = tomllib.loads(text)
+    for name, value in settings.items():
+        section, _, key = name.partition(".")
+        expected.setdefault(section, {})[key] = value
+    try:
+        if tomllib.loads(changed) == expected:
+            return changed
+    except tomllib.TOMLDecodeError:
+        pass
+    raise ValueError("its sections are written in a way that cannot be changed line by line")
+
+
+def _set(lines: list[str], section: str, key: str, value: str) -> None:
+    begin = next((at for at, line in enumerate(lines) if _section(line) == section), None)
+    if begin is None:
+        lines += ["", f"[{section}]", f"{key} = {value}"]
+        return
+    end = next((at for at in range(begin + 1, len(lines)) if _section(lines[at])), len(lines))
+    for at in range(begin + 1, end):
+        if match := re.match(rf"(\s*{key}\s*=\s*)[^#]*?(\s*(?:#.*)?)$", lines[at]):
+            lines[at] = f"{match[1]}{value}{match[2]}"
+            return
+    last = max(at for at in range(begin, end) if lines[at].strip())
+    lines.insert(last + 1, f"{key} = {value}")
+
+
+def _section(line: str) -> str | None:
+    match = _HEADER.match(line)
+    return match[1] if match else None
+
+
+SOURCES: Final = (
+    "DeepSeek LLM, arXiv 2401.02954, 3.1 (from the FLOP of the run)",
+    "Step Law, arXiv 2503.04715 (from parameters and tokens)",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Batch in tokens and peak of the learning rate, each from the smaller to the larger of the two laws."""
+
+    batch: tuple[float, float]
+    rate: tuple[float, float]
+
+
+def suggest(model: ModelSettings, tokens: float) -> Suggestion:
+    """What both laws say. They were fitted to runs far smaller than a month on hundreds of GPUs."""
+    size = counts.active_parameters(model) - counts.embedding_parameters(model)
+    flops = 6.0 * max(size, 1) * tokens
+    batches = sorted((0.2920 * flops**0.3271, 0.58 * tokens**0.571))
+    rates = sorted((0.3118 * flops**-0.1250, 1.79 * max(size, 1) ** -0.713 * tokens**0.307))
+    return Suggestion((batches[0], batches[1]), (rates[0], rates[1]))

@@ -13,11 +13,10 @@ from typing import Final
 
 from opsd.plan.activations import FLOAT_BYTES, half_bytes, state_bytes, state_products
 from opsd.plan.attention import share_of_best
+from opsd.plan.figures import Parts
 from opsd.plan.hardware import Hardware
-from opsd.plan.layout import Layout
+from opsd.plan.layout import Layout, stages_of
 from opsd.plan.memory import stage_parameters
-from opsd.plan.parts import Parts
-from opsd.plan.stages import stages_of
 from opsd.trainer import counts
 from opsd.trainer.config import Config
 from opsd.trainer.model_settings import STATE_PRODUCTS, ModelSettings

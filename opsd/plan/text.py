@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from opsd.plan.curve import Point, peak
 from opsd.plan.figures import Figure
 from opsd.plan.memory import GIB
 from opsd.plan.plan import ABLATIONS, Plan, checkpoint_bytes
 from opsd.plan.reliability import DAY_S
-from opsd.plan.scaling import SOURCES
+from opsd.plan.search import Point, peak
+from opsd.plan.source import SOURCES
 from opsd.trainer import counts
 from opsd.words import count, duration, plural, spans
 

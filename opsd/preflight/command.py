@@ -27,12 +27,11 @@ from opsd.preflight import burnin, formats, series, view
 from opsd.preflight.base import Check, Context, Demand, Limits
 from opsd.preflight.engine import CheckRun, SelectionError, find, run, select, unmet_need
 from opsd.preflight.fleet import Fleet
-from opsd.preflight.history import History, HistoryError
+from opsd.preflight.history import History, HistoryError, render
 from opsd.preflight.judge import Yardsticks
 from opsd.preflight.network.plan import NETWORK
 from opsd.preflight.report import Report
 from opsd.preflight.training import demand_by
-from opsd.preflight.trends import render
 from opsd.settings.preflight import PreflightSettings
 
 HISTORY: Final = "preflight.sqlite"

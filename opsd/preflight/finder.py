@@ -21,10 +21,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
 from opsd.preflight.grouptest import (
     Answer,
     Baseline,
+    Culprit,
+    Diagnosis,
+    Evidence,
     GroupTest,
     Search,
     Tolerance,

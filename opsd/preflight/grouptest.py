@@ -1,4 +1,4 @@
-"""Group tests: definitions, running searches in parallel, and the baseline of healthy groups."""
+"""Group tests: definitions, running searches in parallel, the baseline of healthy groups, and the diagnosis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from opsd.preflight.stats import nearest_rank
 
@@ -165,3 +165,63 @@ def halves(group: Sequence[str], switch_of: Mapping[str, str]) -> tuple[tuple[st
     borders = [i for i in range(1, len(group)) if switch_of.get(group[i]) != switch_of.get(group[i - 1])]
     middle = min(borders or [(len(group) + 1) // 2], key=lambda cut: abs(2 * cut - len(group)))
     return tuple(group[:middle]), tuple(group[middle:])
+
+
+Kind = Literal["node", "link", "path", "uplink", "switch", "group", "passing", "everything"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One test of the search: what it ``found``, None if it did not finish, and the value of a healthy group."""
+
+    round: int
+    purpose: str
+    members: tuple[str, ...]
+    passed: bool
+    found: Level | None
+    expected: Level | None
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A faulty part. ``parts`` are the node, the two nodes of a link, the switch or switches, or the nodes of a group.
+
+    ``passing`` is a fault somewhere in a group that did not recur.
+    """
+
+    kind: Kind
+    parts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        match self.kind:
+            case "node":
+                return f"node {self.parts[0]}"
+            case "link":
+                return f"the link between {self.parts[0]} and {self.parts[1]}"
+            case "path":
+                return f"the path between switch {self.parts[0]} and switch {self.parts[1]}"
+            case "uplink":
+                return f"the uplink of switch {self.parts[0]}"
+            case "switch":
+                return f"switch {self.parts[0]}"
+            case "group":
+                return f"something that {', '.join(self.parts)} share: a switch, a power supply"
+            case "passing":
+                return f"something between {', '.join(self.parts)} that comes and goes"
+        return "everything"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """``suspected`` failed once and passed when tested again. The search used ``tests`` in ``rounds``."""
+
+    culprits: tuple[Culprit, ...]
+    suspected: tuple[str, ...]
+    tests: int
+    rounds: int
+    evidence: tuple[Evidence, ...]
+
+    @property
+    def clean(self) -> bool:
+        """Whether there is no culprit and no test failed, not even once."""
+        return not self.culprits and not self.suspected and all(entry.passed for entry in self.evidence)

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Final
+
+from rich.table import Table
 
 from opsd.preflight.base import Verdict
 from opsd.preflight.judge import Past, SeriesKey
 from opsd.preflight.report import Report, ReportError
+from opsd.preflight.stats import mad
+from opsd.preflight.units import quantity
 from opsd.words import reason
 
 RECENT_RUNS: Final = 5
@@ -176,3 +181,33 @@ def _empty() -> sqlite3.Connection:
     db = sqlite3.connect(":memory:")
     db.executescript(_SCHEMA)
     return db
+
+
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_WIDTH: Final = 20
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One bar per value; the lowest bar is the smallest value. Equal values give a line in the middle."""
+    low, high = min(values), max(values)
+    if low == high:
+        return _BARS[3] * len(values)
+    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
+
+
+def render(trends: Sequence[Trend]) -> Table:
+    """The table of all trends."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("measure", "of", "trend", "median", "scatter", "last"):
+        table.add_column(heading, justify="right" if heading in ("median", "scatter", "last") else "left")
+    for trend in trends:
+        values = [entry.value for entry in trend.past]
+        table.add_row(
+            f"{trend.check} {trend.measure.replace('_', ' ')}",
+            trend.subject,
+            sparkline(values[-_WIDTH:]),
+            quantity(median(values), trend.unit),
+            quantity(mad(values), trend.unit),
+            quantity(values[-1], trend.unit),
+        )
+    return table

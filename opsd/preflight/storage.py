@@ -1,12 +1,32 @@
-"""Storage compared with what the run needs: tokens per second times bytes per token, checkpoint size per interval."""
+"""Storage compared with what the run needs: tokens per second times bytes per token, checkpoint size per interval.
+
+fio measures it with direct I/O.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
-from typing import Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from opsd.preflight import fio
-from opsd.preflight.base import Context, Demand, Finding, Measure, Measurement, Outcome, Progress, Verdict
+from opsd.preflight.base import (
+    Context,
+    CouldNotRunError,
+    Demand,
+    Finding,
+    Measure,
+    Measurement,
+    Outcome,
+    Progress,
+    Verdict,
+)
 from opsd.preflight.units import duration, quantity
 
 _SIZE: Final = 1 << 30
@@ -29,13 +49,13 @@ def measures() -> tuple[Measure, ...]:
 def run(context: Context, progress: Progress, folder: str) -> Outcome:
     """Write, read and read at random in ``folder`` for a third of the time each, then compare with the demand."""
     seconds = context.seconds / 3
-    with fio.workspace(folder, _SIZE) as path:
-        size = fio.room(folder, _SIZE)
-        write = fio.measure(path, "write", block="1m", jobs=2, depth=16, size=size, seconds=seconds)
+    with workspace(folder, _SIZE) as path:
+        size = room(folder, _SIZE)
+        write = measure(path, "write", block="1m", jobs=2, depth=16, size=size, seconds=seconds)
         progress(1 / 3, "")
-        read = fio.measure(path, "read", block="1m", jobs=2, depth=16, size=size, seconds=seconds)
+        read = measure(path, "read", block="1m", jobs=2, depth=16, size=size, seconds=seconds)
         progress(2 / 3, "")
-        random = fio.measure(path, "randread", block="16k", jobs=2, depth=16, size=size, seconds=seconds)
+        random = measure(path, "randread", block="16k", jobs=2, depth=16, size=size, seconds=seconds)
     return Outcome(
         (
             Measurement("write", write.bytes_per_s),
@@ -67,3 +87,69 @@ def needs(demand: Demand, folder: str, *, read: float, write: float) -> Iterator
                 f"a checkpoint of {size} takes {folder} {duration(took)}, {share:.0%} of its interval of {interval}"
             )
             yield Finding(verdict, summary, "write less often, to faster storage, or from more nodes at once")
+
+
+Pattern = Literal["read", "write", "randread"]
+_FREE_SHARE: Final = 0.10
+_MIN_FREE: Final = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What one fio job reached: bytes and operations per second, and the 99th percentile of the latency in seconds."""
+
+    bytes_per_s: float
+    operations_per_s: float
+    p99_s: float
+
+
+@contextlib.contextmanager
+def workspace(folder: str, size: int) -> Iterator[Path]:
+    """A private folder below ``folder`` that is removed afterwards. Raises CouldNotRunError if there is no room.
+
+    fio allocates at most ``size`` bytes in it.
+    """
+    if shutil.which("fio") is None:
+        raise CouldNotRunError("fio is not installed; apt-get install fio (or dnf install fio)")
+    try:
+        stats = os.statvfs(folder)
+        if stats.f_bavail * stats.f_frsize * _FREE_SHARE < min(size, _MIN_FREE):
+            raise CouldNotRunError(f"{folder} has only {stats.f_bavail * stats.f_frsize >> 20} MiB free; make room")
+        with tempfile.TemporaryDirectory(prefix=".opsd-preflight-", dir=folder) as path:
+            yield Path(path)
+    except OSError as error:
+        raise CouldNotRunError(f"{folder} cannot be used: {error.strerror or error}") from error
+
+
+def room(folder: str, size: int) -> int:
+    """``size`` bytes, or a tenth of what is free in ``folder`` if that is less. Raises OSError."""
+    stats = os.statvfs(folder)
+    return min(size, int(stats.f_bavail * stats.f_frsize * _FREE_SHARE))
+
+
+def measure(folder: Path, pattern: Pattern, *, block: str, jobs: int, depth: int, size: int, seconds: float) -> Speed:
+    """Run fio on ``jobs`` files of together ``size`` bytes for ``seconds``. Raises CouldNotRunError."""
+    command = [
+        "fio", "--name=preflight", f"--directory={folder}", f"--rw={pattern}", f"--bs={block}", f"--numjobs={jobs}",
+        f"--size={max(size // jobs, 1 << 20)}", f"--iodepth={depth}", "--ioengine=libaio", "--direct=1",
+        "--group_reporting", "--time_based", f"--runtime={max(1, round(seconds))}", "--output-format=json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 10 * seconds, check=False, cwd=folder)
+    if done.returncode != 0:
+        reason = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[0]
+        raise CouldNotRunError(f"fio failed in {folder.parent}: {reason}")
+    return parse(done.stdout, "write" if pattern == "write" else "read")
+
+
+def parse(text: str, direction: Literal["read", "write"]) -> Speed:
+    """The speed from fio's JSON. Raises CouldNotRunError if no data was moved or the output is invalid."""
+    try:
+        # Warnings may stand before the JSON object.
+        job: dict[str, Any] = json.loads(text[text.index("{") :])["jobs"][0]
+        side = job[direction]
+        p99 = side["clat_ns"]["percentile"]["99.000000"] / 1e9 if side["total_ios"] else 0.0
+    except (ValueError, KeyError, IndexError) as error:
+        raise CouldNotRunError(f"fio's answer cannot be read: {error!r}") from error
+    if job["error"] or not side["total_ios"]:
+        raise CouldNotRunError(f"fio moved no data (error {job['error']})")
+    return Speed(side["bw_bytes"], side["iops"], p99)

@@ -1,7 +1,8 @@
 """One archive with what is known of a node's hardware, for those who replace it: bounded, and without secrets.
 
-Settings, environments and files of users are not in it, nor command lines and what users' programs say
-(``opsd.repair.unspoken``). What is taken from logs is searched for passwords and tokens all the same.
+Settings, environments and files of users are not in it. Nor are command lines and what users' programs say: these may
+hold a password without any mark by which it could be known. What is taken from logs is searched for passwords and
+tokens all the same.
 The names of files in the archive are fixed; what a part lacks, or why it is cut, stands in ``index.json``.
 """
 
@@ -20,14 +21,15 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from opsd import __version__
 from opsd.durable import replacing
 from opsd.preflight.history import History, HistoryError
-from opsd.repair import nvml_state, unspoken
+from opsd.repair import nvml_state
 from opsd.repair.case_file import CaseError, CaseFile
 from opsd.repair.machine import Run, RungError, run_command
+from opsd.runbooks import RUNBOOKS
 
 FOLDER = "evidence"
 PART_BYTES: Final = 4 << 20
@@ -173,9 +175,9 @@ def _parts(sources: Sources) -> Mapping[str, Part]:
 
     return {
         "slurm-node.txt": reading(lambda: sources.slurm_node or slurm_node(sources.node, sources.run)),
-        "kernel.txt": said(*KERNEL_LOG, of=unspoken.kernel),
-        "kernel-ring.txt": said("dmesg", "--kernel", "--time-format=iso", of=unspoken.kernel),
-        "nvidia-smi.txt": said("nvidia-smi", "-q", of=unspoken.processes),
+        "kernel.txt": said(*KERNEL_LOG, of=kernel),
+        "kernel-ring.txt": said("dmesg", "--kernel", "--time-format=iso", of=kernel),
+        "nvidia-smi.txt": said("nvidia-smi", "-q", of=processes),
         "pci.txt": said("lspci", "-vvv", "-d", "10de:"),
         "nvml.json": reading(lambda: json.dumps(nvml_state.read(sources.library, sources.run), indent=1)),
         "incidents.json": lambda: _incidents(sources.state_dir / "journal.db"),
@@ -202,7 +204,7 @@ def _incidents(journal: Path) -> str:
 
 def _incident(document: str) -> Mapping[str, object]:
     try:
-        return unspoken.incident(json.loads(document))
+        return incident(json.loads(document))
     except (ValueError, TypeError, AttributeError):
         return {"cannot be read": "it is no record of this opsd"}
 
@@ -249,3 +251,49 @@ def _nvidia_report(sources: Sources, *, wanted: bool) -> bytes:
             raise Missing(str(error)) from error
         except (StopIteration, OSError) as error:
             raise Missing(f"{sources.nvidia_report} has made no file") from error
+
+
+MACHINE: Final = frozenset({
+    "NVML", "DCGM", "driver", "nvml", "dcgm", "kmsg", "kmsg, inferred", "kernel", "kernel log", "Xid catalogue", "host",
+    "infiniband", "SMART log", "Slurm and the driver", "agent",
+})  # fmt: skip
+"""Sources of evidence that speak of hardware, in words of the kernel, of drivers and of opsd."""
+TOLD_BY_USERS: Final = frozenset(
+    runbook.kind for runbook in RUNBOOKS if runbook.told_by_runs or "ranks" in runbook.needs
+)
+_BARE: Final = (
+    "id", "kind", "severity", "state", "opened_at", "last_seen_at", "resolved_at", "confidence", "attempts", "relapses",
+    "cause",
+)  # fmt: skip
+_BEGINNING: Final = 60
+"""Characters by which a text is known in another one, where it may be cut."""
+_PROCESS: Final = re.compile(r"(?ms)^([ \t]+(?:Process )?Name[ \t]+: \S+).*?(?=\n[ \t]+Used GPU |\nGPU |\n?\Z)")
+"""To the line that follows it in all releases: an argument may have lines of its own (``python -c``)."""
+_AUDIT: Final = re.compile(r"(?m)^([^\n]*?\baudit(?:\(|: type=)\d+)[^\n]*")
+
+
+def incident(document: Mapping[str, Any]) -> dict[str, Any]:
+    """An incident of the journal. Of one that rests on what runs say only its kind, time and place remain."""
+    told = {name: document.get(name) for name in _BARE}
+    culprit = document.get("culprit") or {}
+    told["culprit"] = {name: culprit.get(name) for name in ("component", "node", "gpu", "rank")}
+    facts = document.get("evidence") or ()
+    told["evidence"] = [fact for fact in facts if fact.get("source") in MACHINE]
+    unsaid = [str(fact.get("text"))[:_BEGINNING] for fact in facts if fact.get("source") not in MACHINE]
+    done = document.get("actions") or ()
+    told["actions"] = [{name: action.get(name) for name in ("verb", "at", "outcome")} for action in done]
+    if document.get("kind") in {runbook.kind for runbook in RUNBOOKS} - TOLD_BY_USERS:
+        told |= {name: document.get(name) for name in ("key", "summary", "culprit")}
+        if any(text and text in str(told["summary"]) for text in unsaid):
+            del told["summary"]  # a runbook quotes there what it rests on
+    return told
+
+
+def processes(text: str) -> str:
+    """What nvidia-smi says, with the program of each process and none of its arguments."""
+    return _PROCESS.sub(r"\1", text)
+
+
+def kernel(text: str) -> str:
+    """The kernel's log without the bodies of audit records, which are command lines where no daemon takes them."""
+    return _AUDIT.sub(r"\1: (left out)", text)

@@ -14,9 +14,8 @@ import sys
 from pathlib import Path
 
 from opsd.files import write_text
-from opsd.report.cost import configured_price
 from opsd.report.page import report_page
-from opsd.report.run import PAGE, NoReport, read_run
+from opsd.report.run import PAGE, NoReport, configured_price, read_run
 from opsd.report.text import closing_block, summary
 
 

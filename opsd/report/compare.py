@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from opsd.agent.web.html import Html, card, h, stacked_table
 from opsd.charts import Axis, line_chart
-from opsd.report.cost import Price, cost_line
 from opsd.report.page import chart_card, page, series_of
-from opsd.report.run import RunReport
+from opsd.report.run import Price, RunReport, cost_line
 from opsd.words import count, duration, plural
 
 _COLUMN = 28

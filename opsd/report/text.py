@@ -8,8 +8,7 @@ from pathlib import Path
 from opsd import exitcodes
 from opsd.plan.forecast import told
 from opsd.plan.reliability import DAY_S
-from opsd.report.cost import Price, cost_line
-from opsd.report.run import Restart, RunReport
+from opsd.report.run import Price, Restart, RunReport, cost_line
 from opsd.words import clock, count, duration, first_line, plural
 
 MAX_RESTARTS = 8

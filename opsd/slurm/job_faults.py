@@ -1,4 +1,8 @@
-"""Jobs that failed on a node and ran elsewhere, from Slurm's accounting: faults without a hardware event."""
+"""Jobs that failed on a node and ran elsewhere, from Slurm's accounting: faults without a hardware event.
+
+The comments of the nodes keep them, so that all who score nodes count these. Any agent may be the one that asks Slurm's
+accounting: ``FailedJobs`` looks at all comments every six hours, and asks if none has a reading from that time.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,21 @@ import os
 import pwd
 import re
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import Final, NamedTuple
 
+from opsd import lemons
+from opsd.collectors.slurm import NodeRecord
 from opsd.lemons import DAY_S, Fault
-from opsd.slurm.candidates import JOB
+from opsd.slurm import node_comment
+from opsd.slurm.candidates import JOB, accounting, faults
 from opsd.slurm.hostlist import HostlistError, expand
+from opsd.slurm.node_comment import Accounting
 from opsd.slurm.output import epoch, failure
-from opsd.slurm.port import SlurmDenied, SlurmRejected
+from opsd.slurm.port import SlurmDenied, SlurmNodes, SlurmRejected
 from opsd.slurm.runner import Runner, run_command
 
 DAYS: Final = 90
@@ -177,3 +187,128 @@ def _names(hostlist: str) -> frozenset[str]:
         return frozenset(expand(hostlist))
     except HostlistError as error:
         raise SlurmRejected(f"sacct's answer has a {error}") from error
+
+
+OWN_S: Final = 600.0
+"""Seconds between two looks at the node's own comment."""
+FLEET_S: Final = 6 * 3600.0
+"""Seconds between two looks at all comments."""
+SUSPECT: Final = 2
+"""Faults from which on a node asks for those of all others: few nodes of a cluster have so many in a month."""
+
+
+class NodeFaults:
+    """The record of ``node``, from the comments that Slurm keeps."""
+
+    def __init__(
+        self,
+        slurm: SlurmNodes,
+        node: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._slurm, self._node, self._clock, self._wall = slurm, node, clock, wall
+        self._record: NodeRecord | None = None
+        self._own_at = self._fleet_at = float("-inf")
+        self._judged: lemons.Judgement | None = None
+
+    def refresh(self) -> NodeRecord:
+        """The record, at most as old as ``OWN_S``; the judgement in it as old as ``FLEET_S``. Raises SlurmError."""
+        now = self._clock()
+        if self._record is None or now - self._own_at >= OWN_S:
+            self._record = self._look(now)
+            self._own_at = now
+        return self._record
+
+    def _look(self, now: float) -> NodeRecord:
+        own = lemons.judge([self._node], faults(self._slurm.comments([self._node])), self._wall())
+        score = next(iter(own.scores), lemons.Score(self._node, 0, 0, 0.0))
+        if score.faults < SUSPECT:
+            self._judged = None
+            return NodeRecord(score.faults, score.weight)
+        if self._judged is None or now - self._fleet_at >= FLEET_S:
+            names = [node.name for node in self._slurm.nodes()]
+            self._judged = lemons.judge(names, faults(self._slurm.comments()), self._wall())
+            self._fleet_at = now
+        confidence = next((s.confidence for s in self._judged.scores if s.node == self._node), 0.0)
+        called = any(lemon.node == self._node for lemon in self._judged.lemons)
+        return NodeRecord(score.faults, score.weight, confidence, called)
+
+
+PERIOD_S: Final = 6 * 3600.0
+"""Seconds between two readings of the accounting, and between two looks of an agent at all comments."""
+FIRST_S: Final = 3600.0
+"""The first look of an agent comes within this time after its start, at a moment that its node's name decides."""
+AGAIN_DAYS: Final = 7
+"""What a later reading goes back: a job that waits longer for its next start is missed."""
+
+
+class FailedJobs:
+    """The part of the agent of ``node``, which asks and writes only while it ``may_ask``.
+
+    ``read`` returns the faults of so many days before an epoch second.
+    """
+
+    may_ask = False
+
+    def __init__(
+        self,
+        slurm: SlurmNodes,
+        node: str,
+        *,
+        read: Callable[[float, float], list[Fault]] = lambda now, days: read(now=now, days=days),
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._slurm, self._node, self._read, self._clock, self._wall = slurm, node, read, clock, wall
+        self._due = clock() + FIRST_S * (zlib.crc32(node.encode()) / 2**32)
+        self._known: Accounting | None = None
+        self._looked = False
+
+    @property
+    def counted(self) -> bool | None:
+        """Whether the failures of jobs of the last hours are in the comments; None before the first look."""
+        if not self._looked:
+            return None
+        return self._known is not None and self._known.answered and self._wall() - self._known.at < 2 * PERIOD_S
+
+    def refresh(self) -> None:
+        """Look at all comments if it is time, and ask if nobody has. Takes as long as Slurm does; raises SlurmError."""
+        now = self._clock()
+        if now < self._due:
+            return
+        self._due = now + PERIOD_S
+        comments = self._slurm.comments()
+        self._known, self._looked = accounting(comments), True
+        if (
+            self.may_ask
+            and self._node in comments
+            and (self._known is None or self._wall() - self._known.at >= PERIOD_S)
+        ):
+            self._ask(comments)
+
+    def _ask(self, comments: Mapping[str, str]) -> None:
+        at = self._wall()
+        before = [one for text in comments.values() if (one := node_comment.read(text).accounting) and one.answered]
+        days = DAYS if not before else AGAIN_DAYS + (at - max(one.at for one in before)) / 86_400
+        self._note(Accounting(at, answered=False))
+        found = self._read(at, min(days, DAYS))
+        for name in {fault.node for fault in found} & comments.keys():
+            self._blame(name, found, at)
+        self._note(Accounting(at, answered=True))
+
+    def _note(self, done: Accounting) -> None:
+        comment = self._slurm.comments([self._node]).get(self._node, "")
+        record = replace(node_comment.read(comment), accounting=done)
+        self._slurm.set_comment(self._node, node_comment.write(comment, record))
+        self._known = done
+
+    def _blame(self, name: str, found: Iterable[Fault], at: float) -> None:
+        """Keep the failures on a node that its stays do not explain, unless they are known."""
+        comment = self._slurm.comments([name]).get(name, "")
+        record = node_comment.read(comment)
+        counted = faults({name: comment}, (fault for fault in found if fault.node == name))
+        after = record.blamed((fault.at for fault in counted if fault.kind == JOB), at)
+        if after != record:
+            self._slurm.set_comment(name, node_comment.write(comment, after))

@@ -6,19 +6,20 @@ user shrinks the job to its living nodes, which its owner may do while the batch
 The start time is set once the job is pending, because Slurm overwrites any earlier value.
 
 All state is in Slurm, so any number of processes may work on the same requeue, also after a restart of slurmctld, and
-it happens once: the restart count tells.
+it happens once: the restart count tells. A dry run finds out what would happen, and which permission is missing.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from opsd.slurm.check import longest_until_noticed, may_update_nodes
 from opsd.slurm.drain import take_down
 from opsd.slurm.hostlist import compress
-from opsd.slurm.job_state import failed_to_launch, next_step
 from opsd.slurm.port import Job, Slurm, SlurmDenied, SlurmRejected, SlurmUnavailable
 
 LIMIT_S = 900.0
@@ -342,3 +343,122 @@ class _Attempt:
         usable, asleep_s = self._in_service(list(excluded)), longest_until_noticed(self.slurm.configuration())
         known = self.now() - (LIMIT_S if asleep_s is None else asleep_s)
         return tuple(sorted(name for name, at in excluded.items() if name not in usable or at < known))
+
+
+NEEDED = "root, SlurmUser or an operator (sacctmgr)"
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What would be done, in one or two sentences; ``possible`` if this user may do it."""
+
+    possible: bool
+    text: str
+
+
+def preview(slurm: Slurm, number: int, excluded: ExcludedNodes, user: str) -> Preview:
+    """The actions of ``requeue_now`` for ``user``. Raises SlurmError, also for a job that cannot be requeued."""
+    found = slurm.jobs([number])
+    if not found:
+        raise SlurmRejected(f"there is no job {number} that waits or runs and that this user may see")
+    job, operator = found[0], may_update_nodes(slurm)
+    step = next_step(job, job.restarts)
+    if not operator and job.user != user:
+        return Preview(False, f"job {number} is {job.user}'s: {user} may not requeue it, that needs {NEEDED}")
+    if step == "held" and failed_to_launch(job):
+        return Preview(True, f"job {number} is on hold because its start failed: would release it once")
+    if step == "held":
+        return Preview(False, f"job {number} is on hold ({job.reason or job.state}): would leave it so")
+    if step != "requeue":
+        return Preview(True, f"job {number} is {job.state}: would {_WOULD[step]}")
+    return Preview(True, f"would {_nodes(job, excluded, operator)}requeue job {number} and have it start at once")
+
+
+_WOULD = {
+    "wait": "wait until it has stopped and have it start at once",
+    "start": "have it start at once",
+    "done": "leave it alone",
+}
+
+
+def _nodes(job: Job, excluded: ExcludedNodes, operator: bool) -> str:
+    lost = [name for name in excluded.lost if name in job.nodes]
+    if not lost:
+        return ""
+    if operator:
+        return f"take {', '.join(lost)} down, "
+    if job.batch_host in lost:
+        return (
+            f"wait until Slurm notices that {job.batch_host}, the node of the batch script, is dead (SlurmdTimeout): "
+            f"taking it down needs {NEEDED}; before that "
+        )
+    return f"shrink the job to its other nodes, since taking {', '.join(lost)} down needs {NEEDED}, "
+
+
+_ALIVE = ("running", "configuring", "suspended", "stopped", "resizing", "signaling", "stage_out")
+_STOPPING = ("completing", "requeued", "requeue_fed")
+_HELD_STATES = ("requeue_hold", "special_exit")
+_HOLD = re.compile(r"h[eo]ld", re.IGNORECASE)
+"""In the reasons of pending jobs: JobHeldUser, JobHoldMaxRequeue, "job requeued in held state" …
+
+BadConstraints does not match: Slurm itself holds such a job, because of its excluded nodes.
+"""
+
+_HOLDS = (
+    ("launch", "Slurm has set, because the start of the job failed (a prolog for instance)"),
+    ("maxrequeue", "Slurm has set, because the job was requeued too often (MaxBatchRequeue)"),
+    ("requeued", "somebody has set (scontrol requeuehold)"),
+    ("requeue_hold", "somebody has set (scontrol requeuehold)"),
+    ("heldadmin", "an administrator has set"),
+)
+"""In reasons and states of held jobs, and whose hold it is."""
+
+_NEVER = re.compile(
+    r"(QOS|Assoc)(\w*PerJob|Min|\w*Wall|NotAllowed)|Partition(NodeLimit|TimeLimit|Config|Down|Inactive)|BadConstraints"
+    r"|DependencyNeverSatisfied|JobHeld|Invalid|AccountNotAllowed|DeadLine|MaxMemPerLimit|ReservationDeleted"
+)
+"""Not a limit on what several jobs have together: the end of one of them makes room."""
+
+NextStep = Literal["requeue", "wait", "held", "start", "done"]
+
+
+def next_step(job: Job, restarts: int) -> NextStep:
+    """The next step of a requeue that was decided when the job had been restarted ``restarts`` times.
+
+    Raises SlurmRejected if the job has ended.
+    """
+    if job.state in _STOPPING:
+        return "wait"
+    if job.state in _HELD_STATES or (job.state == "pending" and _HOLD.search(job.reason)):
+        return "held"
+    if job.state == "pending":
+        return "start"
+    if job.state in _ALIVE:
+        return "requeue" if job.restarts <= restarts else "done"
+    raise SlurmRejected(f"job {job.id} has ended ({job.state}) and cannot be put back into the queue; submit it again")
+
+
+def whose_hold(reason: str) -> str:
+    """Who has set a hold that Slurm gives ``reason`` for, as the end of "a hold that …"."""
+    known = reason.lower()
+    return next((whose for word, whose in _HOLDS if word in known), "somebody has set")
+
+
+def failed_to_launch(job: Job) -> bool:
+    """Whether the hold is Slurm's own, after a start that failed: no person has asked for it."""
+    return job.state == "pending" and "launch" in job.reason.lower() and _HOLD.search(job.reason) is not None
+
+
+def never_starts(job: Job) -> bool:
+    """Whether a pending job waits for what no other job's end brings: a limit, or nodes that there are not."""
+    return job.state == "pending" and _NEVER.match(job.reason) is not None
+
+
+def is_alive(job: Job) -> bool:
+    """Whether the job runs or is about to, and is not being stopped."""
+    return job.state in _ALIVE
+
+
+def is_stopping(job: Job) -> bool:
+    """Whether Slurm is stopping the job, for good or for a requeue."""
+    return job.state in _STOPPING

@@ -18,7 +18,6 @@ from pathlib import Path
 from opsd import exitcodes
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.hostlist import compress
-from opsd.slurm.job_state import is_alive, is_stopping, never_starts
 from opsd.slurm.port import Slurm, SlurmDenied, SlurmError, SlurmMissing, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue import (
     LIMIT_S,
@@ -28,6 +27,9 @@ from opsd.slurm.requeue import (
     ExcludedNodes,
     Helper,
     Requeued,
+    is_alive,
+    is_stopping,
+    never_starts,
     requeue_now,
 )
 from opsd.slurm.spare_jobs import cancel_spares

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from opsd import durable, exitcodes
 from opsd.checkpoints.claims import Claim
+from opsd.files import FileTail
 
 LEASE_GRACE_S = 5.0
 """Wait this long for a renewal of the lease once no step is left; a run with a leader renews it every second."""
@@ -177,3 +178,43 @@ class BadStarts:
             return int(raw["count"]), int(raw["step"])
         except (OSError, ValueError, KeyError, TypeError):
             return 0, 0
+
+
+EVENTS, JOB_LOG = "events.jsonl", "job.log"
+
+
+class RunEvents:
+    """The run in ``folder``, from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._events = FileTail(folder / EVENTS, at_end=True)
+        self._job_log = FileTail(folder / JOB_LOG, at_end=True)
+        self._lost: set[str] = set()
+        self._step = 0
+
+    def job_log(self) -> bytes:
+        """New lines of the run's log."""
+        return self._job_log.read()
+
+    @property
+    def lost(self) -> frozenset[str]:
+        """The nodes that were lost and have not come back."""
+        self._take()
+        return frozenset(self._lost)
+
+    @property
+    def step(self) -> int:
+        """The highest step with a durable checkpoint, 0 without any."""
+        self._take()
+        return self._step
+
+    def _take(self) -> None:
+        while records := list(self._events.records()):
+            for record in records:
+                event = record.get("event")
+                if event == "node_lost":
+                    self._lost.add(str(record.get("lost")))
+                elif event in ("launcher_joined", "spare_joined"):
+                    self._lost.discard(str(record.get("joined")))
+                elif event == "checkpoint_committed" and isinstance(record.get("step"), int):
+                    self._step = max(self._step, record["step"])

@@ -12,8 +12,8 @@ from pathlib import Path
 from opsd import exitcodes
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim, ClaimError
-from opsd.slurm.job_state import is_stopping
 from opsd.slurm.port import Job, SlurmError
+from opsd.slurm.requeue import is_stopping
 
 REPLACES = "OPSD_REPLACES"
 """The number that ``replaceable`` has returned to the batch script, for the launchers that it starts."""

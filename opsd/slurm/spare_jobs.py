@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from opsd.files import FileTail
 from opsd.slurm.allocation import Allocation
 from opsd.slurm.candidates import lemons_to_spare
-from opsd.slurm.job_state import is_alive
 from opsd.slurm.port import Slurm, SlurmError, SlurmRejected, SlurmUnavailable
-from opsd.slurm.run_events import EVENTS, FileTail
+from opsd.slurm.requeue import is_alive
+from opsd.slurm.run_outcome import EVENTS
 
 FOLDER = "spares"
 """In the run's folder: one file per requested spare."""
@@ -98,7 +99,7 @@ class SpareRequester:
     ) -> None:
         self._folder, self._node, self._job, self._spare = folder, node, job, spare
         self._slurm, self._clock, self._wall, self._say = slurm, clock, wall, say
-        self._events = FileTail(folder / EVENTS)
+        self._events = FileTail(folder / EVENTS, at_end=True)
         self._refused: list[str] = []
         self._due: dict[str, float] = {}
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from opsd.preflight.diagnosis import Culprit, Diagnosis
 from opsd.preflight.finder import find
-from opsd.preflight.grouptest import Answer, GroupTest
+from opsd.preflight.grouptest import Answer, Culprit, Diagnosis, GroupTest
 from opsd.slurm.topology import even
 
 BANDWIDTH: Final = 42e9

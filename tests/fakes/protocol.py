@@ -42,7 +42,7 @@ from opsd.launch.run.leader import Leader
 from opsd.launch.run.messages import CODEC, Progress
 from opsd.launch.run.nodes import RunShape, usable
 from opsd.simulate.clock import VirtualLoop
-from opsd.simulate.group import SimulatedLog
+from opsd.simulate.supervised import SimulatedLog
 
 STORE_S = 0.003
 """Of a read or a claim in the run's folder."""

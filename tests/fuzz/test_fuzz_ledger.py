@@ -12,9 +12,8 @@ from opsd.agent.web.ledgers import forecast_of
 from opsd.ledger.for_user import records_for_user
 from opsd.ledger.records import LedgerError
 from opsd.plan.forecast import BadPlan, Planned, Progress, brief, forecast, told
-from opsd.report.cost import Price
 from opsd.report.page import report_page
-from opsd.report.run import NoReport, read_run
+from opsd.report.run import NoReport, Price, read_run
 from opsd.report.text import text_report
 from tests.fakes.fuzzing import AMOUNTS, encoded, fuzz, json_lines, objects
 

@@ -12,7 +12,7 @@ from opsd.agent.web.access import load
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.asker import Asker
 from opsd.agent.web.fleet import Fleet
-from opsd.agent.web.job_nodes import JobNodes
+from opsd.agent.web.other_agents import JobNodes
 from opsd.agent.web.server import Server
 from opsd.runbooks.base import Severity
 from opsd.settings.agent import AgentSettings

@@ -67,7 +67,7 @@ def test_a_loaded_module_of_another_python(tmp_path: Path, loaded: tuple[str, ..
         (sys.executable, "-m", "opsd", "runbook", "list"),
         (sys.executable, "-X", "dev", "-W", "ignore", "-um", "opsd", "runbook", "list"),
         (sys.executable, "-c", "from opsd.commands.main import main; main()", "runbook", "list"),
-        (sys.executable, "-P", "-m", "opsd.launch.run.nvlink_domain"),
+        (sys.executable, "-P", "-m", "opsd.launch.run.launchers"),
         (sys.executable, "-u", "-m", "opsd.trainer", "--help"),
     ],
 )

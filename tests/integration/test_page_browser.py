@@ -30,10 +30,8 @@ from opsd.plan.hardware import hardware_of
 from opsd.plan.plan import plan_for_gpus
 from opsd.plan.reliability import HABITS
 from opsd.report.compare import compare_page
-from opsd.report.cost import Price
-from opsd.report.page import report_page
-from opsd.report.plan_page import plan_page
-from opsd.report.run import read_run
+from opsd.report.page import plan_page, report_page
+from opsd.report.run import Price, read_run
 from opsd.runbooks.base import Culprit, Severity
 from opsd.slurm.port import Node
 from tests.fakes.agent import SILENT

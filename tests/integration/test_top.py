@@ -21,7 +21,7 @@ from opsd.agent.web.app import App
 from opsd.agent.web.server import Server
 from opsd.collectors.base import GpuFact, Sample
 from opsd.collectors.lib.nvml.series import GPU_TEMP
-from opsd.commands.top_screen import screen
+from opsd.commands.top import screen
 from tests.fakes.agent import SILENT
 from tests.fakes.facts import rank
 from tests.fakes.incidents import incident

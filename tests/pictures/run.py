@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from opsd.demo.text import copy_text
+from opsd.demo.scene import copy_text
 from opsd.rank_page import read_page
 from tests.pictures.browser import PictureError
 from tests.pictures.terminal import draw, run

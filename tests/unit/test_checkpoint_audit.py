@@ -18,8 +18,7 @@ from safetensors.torch import save_file
 
 from opsd.commands.checkpoint import checkpoint
 from opsd.trainer.duplicate_shards import Finding, examine, matrix_of
-from opsd.trainer.stored import Chunk, FormatError, Stored
-from opsd.trainer.tensors import stored_tensors
+from opsd.trainer.tensors import Chunk, FormatError, Stored, stored_tensors
 
 torch.set_num_threads(1)
 

@@ -15,8 +15,7 @@ from opsd.checkpoints.manifest import CheckpointError, FileEntry, Manifest, chec
 from opsd.client import Reporter
 from opsd.demo.faults import FAULTS, DemoFault, Director, FaultTargets, Trial, observe
 from opsd.demo.report import alarms, differing_steps, losses, stories
-from opsd.demo.scene import DemoError, Gpus, Scene, open_scene, prepare_gpus
-from opsd.demo.text import copy_text
+from opsd.demo.scene import DemoError, Gpus, Scene, copy_text, open_scene, prepare_gpus
 from opsd.demo.view import culprit_name, describe_event, sparkline
 from opsd.demo.world import RunSnapshot, parse_gpus
 from opsd.rank_page import read_page

@@ -17,8 +17,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.metrics import COST, OPENED
-from opsd.agent.web.exemplars import LABEL, Exemplar, exemplars
-from opsd.agent.web.exposition import Exposition, negotiate
+from opsd.agent.web.exposition import LABEL, Exemplar, Exposition, exemplars, negotiate
 from opsd.collectors.base import Metric, Sample
 from opsd.collectors.lib.kernel.xid import TOTAL
 from opsd.runbooks.base import Cost, Evidence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opsd.collectors.base import GpuFact, Metric, Reading, Sample
-from opsd.collectors.lib.gpu_sources import DIFFER_S, Comparison
+from opsd.collectors.dcgm import DIFFER_S, Comparison
 from opsd.collectors.lib.nvml.series import GPU_TEMP, REMAP_FAILURE, SM_CLOCK, Identity
 
 NODE = "n1"

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from opsd import exitcodes
-from opsd.commands.launch_plan import plan_command
+from opsd.commands.launch_settings import plan_command
 from opsd.commands.main import cli
 from opsd.launch.ranks.settings import Program
 from opsd.ledger.records import PLAN

@@ -10,8 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from opsd.commands.launch import launch
-from opsd.commands.launch_options import parse_endpoint, rdzv_seconds, rendezvous_options
-from opsd.commands.torchrun_options import OPTIONS
+from opsd.commands.launch_options import OPTIONS, parse_endpoint, rdzv_seconds, rendezvous_options
 from opsd.launch.run.launchers import NodeCount
 from opsd.launch.run.rendezvous import RendezvousOptions
 

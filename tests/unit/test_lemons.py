@@ -20,8 +20,8 @@ from opsd.lemons import DAY_S, WINDOW_S, Fault, judge, lift_of
 from opsd.simulate import trace
 from opsd.slurm import candidates, node_comment
 from opsd.slurm.candidates import lemons_to_spare
+from opsd.slurm.job_faults import OWN_S, NodeFaults
 from opsd.slurm.node_comment import NodeHistory
-from opsd.slurm.node_faults import OWN_S, NodeFaults
 from opsd.slurm.port import Node, SlurmUnavailable
 from opsd.slurm.topology import Topology
 from tests.fakes.clock import FakeClock

@@ -17,17 +17,14 @@ from click.testing import CliRunner, Result
 from opsd import exitcodes
 from opsd.checkpoints.interval import daly
 from opsd.commands.main import cli
-from opsd.plan.curve import curve, peak
 from opsd.plan.hardware import hardware_of
-from opsd.plan.layout import Layout, schedules
+from opsd.plan.layout import Layout, in_flight, schedules, stages_of
 from opsd.plan.memory import memory_of
 from opsd.plan.plan import plan_for_days
 from opsd.plan.reliability import HABITS, reliability, spares_for
-from opsd.plan.search import search
-from opsd.plan.source import tokens_of
-from opsd.plan.stages import in_flight, stages_of
+from opsd.plan.search import curve, peak, search
+from opsd.plan.source import tokens_of, with_settings
 from opsd.plan.step_time import step_time
-from opsd.plan.write import with_settings
 from opsd.trainer.counts import flops_per_token
 from opsd.trainer.settings import Schedule
 from tests.fakes.plans import run_of

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.preflight.diagnosis import Culprit, Diagnosis
 from opsd.preflight.finder import find
-from opsd.preflight.grouptest import Answer, GroupTest, Tolerance, disjoint, partition
+from opsd.preflight.grouptest import Answer, Culprit, Diagnosis, GroupTest, Tolerance, disjoint, partition
 from tests.fakes.planted import PLANTS, Fault, SimulatedCluster, cluster, score, search
 
 SIZES = st.integers(2, 200)

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from opsd.preflight.base import Verdict
-from opsd.preflight.history import History, HistoryError
+from opsd.preflight.history import History, HistoryError, sparkline
 from opsd.preflight.judge import Past
-from opsd.preflight.trends import sparkline
 from tests.fakes.preflight_reports import GEMM, VERSIONS, report
 
 

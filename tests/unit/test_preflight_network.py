@@ -18,9 +18,8 @@ from opsd import __version__, exitcodes
 from opsd.preflight.base import Verdict
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import validate
-from opsd.preflight.diagnosis import Culprit, Diagnosis, Evidence
 from opsd.preflight.engine import SelectionError
-from opsd.preflight.grouptest import Level
+from opsd.preflight.grouptest import Culprit, Diagnosis, Evidence, Level
 from opsd.preflight.judge import Value
 from opsd.preflight.network import measure, plan
 from opsd.preflight.network.bandwidth import Timing, busbw, sizes

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.lib.kernel.log import KERNEL, LogRecord
-from opsd.preflight import fio, storage
+from opsd.preflight import storage
 from opsd.preflight.base import PROFILES, CouldNotRunError, Demand, NotApplicableError, Verdict
 from opsd.preflight.checks import (
     CHECKS,
@@ -315,14 +315,14 @@ def fio_answer(**changes) -> str:
 
 def test_fios_answer_is_read_in_base_units():
     """Bytes and operations per second, latency in seconds, a note before the JSON notwithstanding."""
-    assert fio.parse(fio_answer(), "read") == fio.Speed(26.6e9, 337e3, 90e-6)
+    assert storage.parse(fio_answer(), "read") == storage.Speed(26.6e9, 337e3, 90e-6)
 
 
 @pytest.mark.parametrize("text", ["", "fio: error", fio_answer(total_ios=0), '{"jobs": []}', fio_answer(clat_ns={})])
 def test_an_answer_of_fio_without_numbers_is_no_speed(text: str):
     """Nothing moved, nothing measured."""
     with pytest.raises(CouldNotRunError, match="fio"):
-        fio.parse(text, "read")
+        storage.parse(text, "read")
 
 
 def test_fio_missing_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -330,7 +330,7 @@ def test_fio_missing_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     with (
         pytest.raises(CouldNotRunError, match="fio is not installed; apt-get install fio"),
-        fio.workspace(str(tmp_path), 1),
+        storage.workspace(str(tmp_path), 1),
     ):
         pass
 

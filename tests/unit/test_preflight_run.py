@@ -9,8 +9,8 @@ import pytest
 
 from opsd.preflight.base import Context, Demand, Verdict
 from opsd.preflight.checks import run_steps
+from opsd.preflight.checks.run_config import Setting, findings, seconds_of
 from opsd.preflight.checks.run_steps import MemoryUse
-from opsd.preflight.lint import Setting, findings, seconds_of
 from opsd.preflight.plan import predict
 from opsd.preflight.training import demand_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.simulated import library
+from opsd.simulated import gpus
 from opsd.simulated.gpus import NoCompilerError, SimulatedGpus, SimulationError, build
 from opsd.simulated.layout import STATE_BYTES
 
@@ -36,8 +36,8 @@ def test_the_library_is_built_once_per_source(tmp_path: Path) -> None:
 
 def test_every_source_is_shipped_and_hashed() -> None:
     """A change of a header must lead to a new library."""
-    folder = Path(library.__file__).parent
-    assert {path.name for path in folder.glob("*.[ch]")} == set(library.SOURCES)
+    folder = Path(gpus.__file__).parent
+    assert {path.name for path in folder.glob("*.[ch]")} == set(gpus.SOURCES)
 
 
 def test_without_a_compiler_that_is_said(tmp_path: Path) -> None:

@@ -9,9 +9,8 @@ import pytest
 from opsd.lemons import Fault
 from opsd.slurm import node_comment
 from opsd.slurm.candidates import accounting, faults
-from opsd.slurm.failed_jobs import FIRST_S, PERIOD_S, FailedJobs
+from opsd.slurm.job_faults import FIRST_S, PERIOD_S, FailedJobs, NodeFaults
 from opsd.slurm.node_comment import KEPT_FAILED, Accounting, NodeHistory, Stay
-from opsd.slurm.node_faults import NodeFaults
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected
 from tests.fakes.slurm import FakeSlurm
 

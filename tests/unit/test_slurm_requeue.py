@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from opsd import exitcodes
 from opsd.commands.main import cli
-from opsd.slurm.dry_run import preview
-from opsd.slurm.job_state import next_step, whose_hold
 from opsd.slurm.port import Node, SlurmDenied, SlurmRejected, SlurmUnavailable
-from opsd.slurm.requeue import LIMIT_S, UNFIT_S, ExcludedNodes, Requeued, requeue_now
+from opsd.slurm.requeue import LIMIT_S, UNFIT_S, ExcludedNodes, Requeued, next_step, preview, requeue_now, whose_hold
 from tests.fakes.clock import FakeClock
 from tests.fakes.requeue import FakeQueue, queue, running
 

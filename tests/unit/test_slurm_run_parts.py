@@ -18,16 +18,16 @@ from opsd.checkpoints.claims import Claim
 from opsd.commands.main import cli
 from opsd.commands.slurm_run import run_name
 from opsd.rundir import RUN_NAME
-from opsd.slurm.run_events import RunEvents
+from opsd.slurm.batch import Steps, srun, step_environment
 from opsd.slurm.run_outcome import (
     LEASE_TIMEOUT_S,
     PROGRESS_S,
     BadStarts,
     Observation,
+    RunEvents,
     RunOutcome,
     outcome_of,
 )
-from opsd.slurm.steps import Steps, srun, step_environment
 
 START = "train, job 7.0"
 NODES = frozenset({"n1", "n2", "n3"})
@@ -200,7 +200,7 @@ def test_the_files_of_the_run_tell_who_is_lost_and_how_far_it_came(tmp_path: Pat
 def test_no_step_outlives_the_batch_script(tmp_path: Path) -> None:
     """Also where that is killed."""
     program = (
-        "import sys, time; from opsd.slurm.steps import Steps; "
+        "import sys, time; from opsd.slurm.batch import Steps; "
         "steps = Steps({'n1': ['sleep', '600']}, {'PATH': '/usr/bin:/bin'}); "
         "print(steps._running['n1'].pid, flush=True); time.sleep(600)"
     )

@@ -21,9 +21,8 @@ from opsd.slurm.ownership import PreflightResult
 from opsd.slurm.port import Node, Reservation, SlurmRejected
 from opsd.spares import state
 from opsd.spares.pool import Spare, judge, mark, pool, reserve
-from opsd.spares.readiness import assessed
+from opsd.spares.readiness import assessed, software
 from opsd.spares.state import SpareState
-from opsd.spares.verdict import software
 from tests.fakes.corpora import make_corpus
 from tests.fakes.slurm import FakeSlurm
 

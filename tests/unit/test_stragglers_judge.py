@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.stragglers.judge import judge
+from opsd.stragglers.judge import judge, one_f_one_b
 from opsd.stragglers.trace import (
     BACKWARD,
     COMPUTE,
@@ -27,7 +27,6 @@ from opsd.stragglers.trace import (
     Trace,
     Verdict,
 )
-from opsd.stragglers.what_if import one_f_one_b
 
 STEPS = 8
 

@@ -14,8 +14,7 @@ from click.testing import CliRunner
 from opsd import exitcodes
 from opsd.bench.outside.flight_recorder import CULPRITS
 from opsd.collectors.lib.nccl import stuck
-from opsd.collectors.lib.nccl.dump_folder import read_dumps
-from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
+from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump, read_dumps
 from opsd.collectors.lib.nccl.stuck import Verdict, judge
 from opsd.commands.diagnose import diagnose
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from opsd.commands.gpu_state import gpu_state
-from opsd.commands.top_screen import Curves, View, screen, sparkline
+from opsd.commands.top import Curves, View, screen, sparkline
 
 
 def gpu(index: int = 0, **fields: Any) -> dict[str, Any]:

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.trainer.audit import Checksums, RegionChecksum, different_copies, equal_shards
 from opsd.trainer.checksums import checksum
+from opsd.trainer.saving import Checksums, RegionChecksum, different_copies, equal_shards
 
 
 def rank(**tensors: tuple[int, str]) -> Checksums:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.trainer.cache import Cache
+from opsd.trainer.attention import Cache
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.trainer.attention import attend, attention_inputs
-from opsd.trainer.cache import Cache
+from opsd.trainer.attention import Cache, attend, attention_inputs
 from opsd.trainer.config import ConfigError, load
 from opsd.trainer.documents import within_documents
 from opsd.trainer.dual_chunk import ROWS, Block, dual_chunks

@@ -19,10 +19,10 @@ from opsd.trainer.experts import (
     loads,
     product_by_group,
     routing_figures,
+    rows,
 )
 from opsd.trainer.model import Decoder, count_parameters
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.rows import rows
 from opsd.trainer.settings import ParallelSettings
 from opsd.trainer.world import mesh_shape
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from opsd.trainer.cache import Cache
+from opsd.trainer.attention import Cache
 from opsd.trainer.config import ConfigError, load
 from opsd.trainer.counts import parameters
 from opsd.trainer.hf.architectures import ARCHITECTURES, SHAPE
@@ -21,7 +21,7 @@ from opsd.trainer.hf.weights import CONFIG, write
 from opsd.trainer.huggingface import main
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.stored import Chunk, Stored
+from opsd.trainer.tensors import Chunk, Stored
 from tests.fakes.hf_models import DUAL_CHUNKS, MODELS, TINY, ours, theirs, transformers
 
 

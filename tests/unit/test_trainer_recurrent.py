@@ -13,11 +13,9 @@ from torch import nn
 from opsd.trainer.attention import attention_inputs
 from opsd.trainer.config import ConfigError, load
 from opsd.trainer.counts import flops_per_token, parameters
-from opsd.trainer.gated_delta import gated_delta_rule
-from opsd.trainer.mamba import state_space
 from opsd.trainer.model import Block, Decoder, count_parameters
 from opsd.trainer.model_settings import ModelSettings
-from opsd.trainer.recurrent import CHUNK, Decays
+from opsd.trainer.recurrent import CHUNK, Decays, gated_delta_rule, state_space
 from opsd.trainer.regions import initialise
 
 torch.set_num_threads(1)
@@ -81,7 +79,7 @@ def test_layers_are_those_of_transformers() -> None:
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-    from opsd.trainer.hf.states import DELTA, MAMBA
+    from opsd.trainer.hf.architectures import DELTA, MAMBA
 
     settings = SHAPE.model_copy(update={"state_value_dim": 16, "state_key_dim": 12, "norm_eps": 1e-5})
     mamba = Mamba2Mixer(

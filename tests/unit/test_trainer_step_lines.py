@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from opsd.trainer.step_lines import StepLines
+from opsd.trainer.telemetry import StepLines
 
 
 def metrics(step: int, **values: Any) -> dict[str, Any]:

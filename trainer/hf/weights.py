@@ -23,8 +23,7 @@ from opsd.trainer.hf.places import Place
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_settings import ModelSettings
 from opsd.trainer.regions import Region, region_of
-from opsd.trainer.stored import Stored
-from opsd.trainer.tensors import tensors_of_files
+from opsd.trainer.tensors import Stored, tensors_of_files
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 FILE_BYTES = 4_000_000_000

@@ -30,12 +30,11 @@ from urllib.parse import unquote
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web import api, shapes
-from opsd.agent.web.exemplars import exemplars
-from opsd.agent.web.exposition import Exposition, is_cached
+from opsd.agent.web.exposition import Exposition, exemplars, is_cached
 from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
 from opsd.agent.web.history import History
-from opsd.agent.web.job_nodes import JobNodes, NodeOfJob
 from opsd.agent.web.ledgers import Ledgers, forecast_of
+from opsd.agent.web.other_agents import JobNodes, NodeOfJob
 from opsd.runbooks.base import State
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from opsd.agent.web.exemplars import LABEL, Exemplar, Exemplars
+from opsd.agent.loop import Snapshot
+from opsd.agent.metrics import COST, OPENED
+from opsd.agent.web.api import newest_first
 from opsd.collectors.base import Metric, Sample
+from opsd.collectors.lib.kernel.xid import COUNTED, TOTAL
+from opsd.runbooks.base import Incident
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric as Family
@@ -294,3 +299,36 @@ def _family_name(metric: Metric) -> str:
 def _unit(metric: Metric) -> str:
     """The unit to declare. OpenMetrics requires names to end with it, which those of dcgm-exporter do not."""
     return metric.unit if metric.unit and _family_name(metric).endswith("_" + metric.unit) else ""
+
+
+LABEL: Final = "incident_id"
+_XID: Final = re.compile(r"\bXid (\d+)")
+
+
+class Exemplar(NamedTuple):
+    """The incident with this id, opened at ``at`` (epoch seconds)."""
+
+    incident: str
+    at: float
+
+
+Exemplars = Mapping[str, Mapping[tuple[str, ...], Exemplar]]
+"""By the name of the metric and the label values of the series."""
+
+
+def exemplars(snapshot: Snapshot) -> Exemplars:
+    """The newest incident of each series."""
+    found: dict[str, dict[tuple[str, ...], Exemplar]] = {}
+    for incident in newest_first(snapshot):
+        for metric, labels in _series(incident):
+            found.setdefault(metric, {}).setdefault(labels, Exemplar(incident.id, round(incident.opened_at, 3)))
+    return found
+
+
+def _series(incident: Incident) -> Iterator[tuple[str, tuple[str, ...]]]:
+    yield OPENED.name, (incident.kind,)
+    if incident.cost.gpu_seconds > 0:
+        yield COST.name, (incident.kind,)
+    if isinstance(pci := incident.data.get("pci"), str):
+        for code in _XID.findall(" ".join((incident.summary, *(evidence.text for evidence in incident.evidence)))):
+            yield TOTAL.name, (pci, code if int(code) in COUNTED else "other")

@@ -12,10 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from opsd import __version__
 from opsd.agent.loop import Snapshot
+from opsd.agent.web.html import TONES, run_state_text
 from opsd.agent.web.incidents import Listing
-from opsd.agent.web.job_nodes import JobNodes
-from opsd.agent.web.other_agents import Answer, OtherAgents, OtherNodes
-from opsd.agent.web.parts import TONES, run_state_text
+from opsd.agent.web.other_agents import Answer, JobNodes, OtherAgents, OtherNodes
 from opsd.agent.web.repairs import repair_now
 from opsd.collectors.base import RunFact
 from opsd.collectors.slurm import SlurmSettings

@@ -8,6 +8,8 @@ from urllib.parse import quote
 
 from opsd.agent.web.fleet import FleetView, NodeSummary
 from opsd.agent.web.html import (
+    STATE_TONES,
+    TONES,
     Html,
     brief,
     card,
@@ -23,7 +25,6 @@ from opsd.agent.web.html import (
     whole,
 )
 from opsd.agent.web.other_agents import Answer, OtherNodes
-from opsd.agent.web.parts import STATE_TONES, TONES
 from opsd.slurm.port import Node
 from opsd.words import span
 

@@ -8,10 +8,9 @@ from typing import Final
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
 from opsd.agent.web.history import THROTTLED, History, current
-from opsd.agent.web.html import Html, card, h, join, link, nothing, pill, sparkline, table
+from opsd.agent.web.html import TONES, Html, card, h, join, link, nothing, pill, sparkline, table
 from opsd.agent.web.incidents import incident_path
 from opsd.agent.web.jobs import jobs_on_gpus
-from opsd.agent.web.parts import TONES
 from opsd.collectors.base import GpuFact
 from opsd.runbooks.base import Incident
 

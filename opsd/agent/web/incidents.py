@@ -13,8 +13,7 @@ from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
 from opsd.agent.web.guides import guide_of
-from opsd.agent.web.html import Html, card, h, join, link, nothing, pill
-from opsd.agent.web.parts import TONES
+from opsd.agent.web.html import TONES, Html, card, h, join, link, nothing, pill
 from opsd.runbooks.base import Incident, Severity, State
 from opsd.words import gpu_time, plural, ranges, span
 

@@ -13,20 +13,30 @@ from opsd.agent.web.api import newest_first
 from opsd.agent.web.course import gpu_charts, run_charts
 from opsd.agent.web.gpus import slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History
-from opsd.agent.web.html import MAX_TEXT, Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
-from opsd.agent.web.incidents import MAX_GROUPS, Listing, ended_card, open_card, page_tone
-from opsd.agent.web.job_nodes import IncidentSummary, NodeOfJob
-from opsd.agent.web.ledgers import LedgerResult, forecast_of
-from opsd.agent.web.other_agents import OtherNodes
-from opsd.agent.web.parts import (
+from opsd.agent.web.html import (
     MAX_RANKS,
+    MAX_TEXT,
     STATE_TONES,
     TONES,
+    Html,
+    card,
+    document,
+    facts,
+    h,
+    join,
+    link,
+    nothing,
     phase_shares,
+    pill,
     ranks,
     run_state,
     run_state_text,
+    sparkline,
+    table,
 )
+from opsd.agent.web.incidents import MAX_GROUPS, Listing, ended_card, open_card, page_tone
+from opsd.agent.web.ledgers import LedgerResult, forecast_of
+from opsd.agent.web.other_agents import IncidentSummary, NodeOfJob, OtherNodes
 from opsd.collectors.base import RankFact, RunFact
 from opsd.plan.forecast import told
 from opsd.runbooks.base import Incident

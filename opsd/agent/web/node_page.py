@@ -16,10 +16,25 @@ from opsd.agent.web.api import newest_first
 from opsd.agent.web.course import gpu_charts
 from opsd.agent.web.gpus import gpu_table, slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History, current
-from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, pill, sparkline, table
+from opsd.agent.web.html import (
+    TONES,
+    Html,
+    card,
+    document,
+    facts,
+    h,
+    join,
+    link,
+    nothing,
+    phase_shares,
+    pill,
+    ranks,
+    run_state,
+    sparkline,
+    table,
+)
 from opsd.agent.web.incidents import Listing, ended_card, open_card, page_tone
 from opsd.agent.web.jobs import JobOnGpus, cost_text, jobs_on_gpus
-from opsd.agent.web.parts import TONES, phase_shares, ranks, run_state
 from opsd.agent.web.repairs import repair_card, repair_now
 from opsd.collectors.base import RunFact
 from opsd.runbooks.base import Incident

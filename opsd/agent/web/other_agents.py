@@ -1,7 +1,7 @@
 """Asking the agents of other nodes when a page is requested.
 
 The list of nodes comes from Slurm, never from a run's files, which a user writes. Requests do not wait: they get the
-last known answers.
+last known answers. ``JobNodes`` has what they say of one job.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from opsd.slurm.port import SlurmError
 from opsd.threads import start_thread
@@ -107,3 +109,43 @@ class OtherAgents(Generic[S]):
             answers = tuple(threads.map(lambda node: self._ask(node, question), nodes[: self._most]))
         left = len(nodes) - self._most
         return OtherNodes(answers, f"{left} more are not asked." if left > 0 else "")
+
+
+class IncidentSummary(BaseModel):
+    """An incident as ``/api/v1/jobs/ID`` lists it."""
+
+    model_config = ConfigDict(frozen=True)
+
+    severity: str = Field(max_length=32)
+    summary: str = Field(max_length=4096)
+
+
+class NodeOfJob(BaseModel):
+    """What one node knows of a job: the answer of ``/api/v1/jobs/ID``.
+
+    ``live`` of the ``ranks`` there have a process. ``step`` is the highest completed one, ``step_s`` the slowest rank's
+    last in seconds, ``silent_s`` the longest time since a rank changed phase or step; None if no rank reports it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    node: str = Field(max_length=256)
+    state: str = Field(max_length=32)
+    generation: int
+    ranks: int
+    live: int
+    step: int | None = None
+    step_s: float | None = None
+    silent_s: float | None = None
+    tokens_per_second: float | None = None
+    incidents: tuple[IncidentSummary, ...] = ()
+
+
+class JobNodes(OtherAgents[NodeOfJob]):
+    """The other nodes of jobs; the question is the number of the job."""
+
+    def of(self, question: str) -> OtherNodes[NodeOfJob]:
+        """The other nodes of a job, at most some seconds old."""
+        if not question.isascii() or not question.isdigit():
+            return OtherNodes(note="A run without a job in Slurm: only this node is known.")
+        return super().of(question)

@@ -168,7 +168,7 @@ def is_lemon(
     node = environ.get("SLURMD_NODENAME")
     if not node:
         return False
-    from opsd.slurm.node_faults import NodeFaults  # loads pydantic, which launchers start without
+    from opsd.slurm.job_faults import NodeFaults  # loads pydantic, which launchers start without
 
     try:
         slurm = connect() if connect is not None else choose().slurm

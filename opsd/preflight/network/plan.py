@@ -8,9 +8,8 @@ from statistics import median
 from typing import Final
 
 from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict
-from opsd.preflight.diagnosis import Diagnosis, Evidence
 from opsd.preflight.finder import find
-from opsd.preflight.grouptest import Answer, GroupTest, Tolerance
+from opsd.preflight.grouptest import Answer, Diagnosis, Evidence, GroupTest, Tolerance
 from opsd.preflight.network.bandwidth import FACTORS, Timing, sizes
 from opsd.preflight.network.coordinator import Coordinator, MeasurementRequest, MeasurementResult
 from opsd.preflight.network.spec import Pattern

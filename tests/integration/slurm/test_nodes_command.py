@@ -14,7 +14,7 @@ from opsd import exitcodes
 from opsd.lemons import Fault
 from opsd.slurm import job_faults, leaf_paths, node_comment
 from opsd.slurm.commands import CommandSlurm
-from opsd.slurm.failed_jobs import FIRST_S, FailedJobs
+from opsd.slurm.job_faults import FIRST_S, FailedJobs
 from opsd.slurm.node_comment import NodeHistory, Stay
 from opsd.slurm.port import SlurmRejected
 from opsd.slurm.topology import parse

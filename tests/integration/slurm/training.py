@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opsd.commands.checkout import ROOT
-from opsd.demo.text import copy_text
+from opsd.demo.scene import copy_text
 from tests.integration.slurm.cluster import Cluster, wait_until
 from tests.integration.slurm.templates import USER, adapted
 
