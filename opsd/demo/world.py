@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from opsd.control import ControlError, ask_launcher
+from opsd.files import FileTail
 from opsd.rank_page import PageError, RankPage, read_page
 
 GPU_METRICS = {
@@ -58,12 +59,15 @@ class RunObserver:
     folder: Path
     events: Path
     agent_url: str
-    _offset: int = 0
     _seen: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._tail = FileTail(self.events)
 
     def look(self, wall: float) -> RunSnapshot:
         """A snapshot of now; parts that cannot be read are absent."""
-        self._tail()
+        while records := list(self._tail.records()):
+            self._seen.extend(records)
         incidents = self._get("/api/v1/incidents?symptoms=1")
         return RunSnapshot(
             wall=wall,
@@ -73,17 +77,6 @@ class RunObserver:
             gpus=parse_gpus(self._get("/metrics")),
             standby=self._standby(),
         )
-
-    def _tail(self) -> None:
-        try:
-            with open(self.events, encoding="utf-8") as file:
-                file.seek(self._offset)
-                text = file.read()
-        except FileNotFoundError:
-            return
-        whole = text[: text.rfind("\n") + 1]
-        self._offset += len(whole.encode())
-        self._seen.extend(json.loads(line) for line in whole.splitlines())
 
     def _standby(self) -> int:
         try:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from opsd.files import FileTail
 from opsd.launch.io import reporting
-from opsd.launch.io.reporting import EventLog, EventTail
+from opsd.launch.io.reporting import EventLog
 from opsd.launch.ranks.ranks import read_error
 
 
@@ -52,7 +53,7 @@ def test_line_cut_off_by_a_full_disk_costs_no_other(tmp_path: Path) -> None:
     for name in "cd":
         log.emit(name)
     log.flush()
-    assert [record["event"] for record in EventTail(path).read()] == ["a", "c", "d"]
+    assert [record["event"] for record in FileTail(path).records()] == ["a", "c", "d"]
     assert len(path.read_bytes().splitlines()) == 4
 
 
@@ -67,25 +68,25 @@ def test_events_go_to_the_file_that_has_the_name(tmp_path: Path) -> None:
     copy.replace(path)
     log.emit("b")
     log.flush()
-    assert [record["event"] for record in EventTail(path).read()] == ["a", "b"]
+    assert [record["event"] for record in FileTail(path).records()] == ["a", "b"]
     path.unlink()
     log.emit("c")
     log.flush()
-    assert [record["event"] for record in EventTail(path).read()] == ["c"]
+    assert [record["event"] for record in FileTail(path).records()] == ["c"]
 
 
 def test_tail_takes_whole_lines_only(tmp_path: Path) -> None:
     """A line being written is left for later, garbage is skipped, a link is not followed."""
     path = tmp_path / "events"
-    tail = EventTail(path)
-    assert list(tail.read()) == []
+    tail = FileTail(path)
+    assert list(tail.records()) == []
     path.write_text('{"event": "a"}\nnot json\n' + "[" * 100_000 + '\n[1]\n{"event": "b"')
-    assert [record["event"] for record in tail.read()] == ["a"]
+    assert [record["event"] for record in tail.records()] == ["a"]
     with path.open("a") as file:
         file.write("}\n")
-    assert [record["event"] for record in tail.read()] == ["b"]
+    assert [record["event"] for record in tail.records()] == ["b"]
     (tmp_path / "link").symlink_to(path)
-    assert list(EventTail(tmp_path / "link").read()) == []
+    assert list(FileTail(tmp_path / "link").records()) == []
 
 
 def test_nested_error_file_is_none(tmp_path: Path) -> None:

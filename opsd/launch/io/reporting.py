@@ -14,7 +14,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -27,7 +27,6 @@ FLUSH_S = 1.0
 """Time at the exit for a blocked reader of stderr."""
 _STDERR = 2
 _COLORS = {"": "", "title": "\x1b[1m", "good": "\x1b[1;32m", "bad": "\x1b[1;31m"}
-_AT_ONCE = 1 << 20
 _all: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
 
 
@@ -217,27 +216,3 @@ class EventLog:
         """Wait until the files have all events, for at most ``timeout_s`` seconds each."""
         for _, work in self._files:
             work.flush(timeout_s)
-
-
-class EventTail:
-    """Follows the event file of one rank."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def read(self) -> Iterator[dict[str, object]]:
-        """The complete lines added since the last call. Lines that are not JSON objects are skipped."""
-        try:
-            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                file.seek(self._offset)
-                data = file.read(_AT_ONCE)
-        except OSError:
-            return
-        whole = data if len(data) == _AT_ONCE and b"\n" not in data else data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("event"), str):
-                    yield record

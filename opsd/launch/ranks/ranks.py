@@ -12,9 +12,10 @@ from pathlib import Path
 
 from opsd.client import PERSIST, events_path
 from opsd.events import CheckpointCommitted, RankExited, Resumed
+from opsd.files import FileTail
 from opsd.launch.io.console import RankOutput
 from opsd.launch.io.loop import Loop, Timer
-from opsd.launch.io.reporting import EventLog, EventTail
+from opsd.launch.io.reporting import EventLog
 from opsd.launch.ranks.dumps import socket_of
 from opsd.launch.ranks.failure import Failure, RankError, classify, size_mismatch
 from opsd.launch.ranks.process import Child, Exit
@@ -261,7 +262,7 @@ class RunProgress:
     furthest: int | None = None
     committed: int | None = None
     recovery: Recovery | None = None
-    _tails: dict[int, EventTail] = field(default_factory=dict)
+    _tails: dict[int, FileTail] = field(default_factory=dict)
 
     def update(self, generation: Generation) -> dict[int, RankPage]:
         """Read all pages of ``generation`` and emit what is new as events; returns the usable pages by rank."""
@@ -297,9 +298,10 @@ class RunProgress:
 
     def _relay(self, ranks: Sequence[Rank]) -> None:
         for rank in ranks:
-            tail = self._tails.setdefault(rank.rank, EventTail(events_path(rank.page_path)))
-            for record in tail.read():
-                self._pass_on(rank.rank, record)
+            tail = self._tails.setdefault(rank.rank, FileTail(events_path(rank.page_path)))
+            for record in tail.records():
+                if isinstance(record.get("event"), str):
+                    self._pass_on(rank.rank, record)
 
     def _pass_on(self, rank: int, record: Mapping[str, object]) -> None:
         t, step = record.get("t"), record.get("step")
