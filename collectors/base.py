@@ -170,7 +170,8 @@ class RunFact:
 class RepairStep:
     """Something that a repair did: a remedy, a test, or the return; ``ok`` is None until it has ended.
 
-    Epoch seconds; ``boot`` identifies the boot of the node in which it began, ``uptime_s`` after that.
+    Epoch seconds; ``boot`` identifies the boot of the node in which it began, ``uptime_s`` after that. ``took_s`` is 0
+    if that is not known: clocks are set after a boot, so that epoch seconds tell people, and decide nothing.
     """
 
     what: str
@@ -192,8 +193,8 @@ class RepairFact:
     kind: str
     reason: str
     opened_at: float
-    attempts: tuple[RepairStep, ...]
-    end: str | None
+    attempts: tuple[RepairStep, ...] = ()
+    end: str | None = None
     ended_at: float | None = None
     verdict: str = ""
     bundle: str = ""

@@ -88,7 +88,7 @@ class Repair:
         if fault is None:
             raise RepairError(f"no remedy fits {kind}; a person has to look: {found.reason}")
         first = begin_at(fault, found.reason, self._means.machine.recovery_actions())
-        return Case(self._file.new_id(now), self._node, kind, found.reason, now, first)
+        return Case(self._file.new_id(now), self._node, kind, found.reason, now, first=first)
 
     def adopt(self, refusal: Refusal) -> None:
         """Hold the node in opsd's name if Slurm has drained it because opsd's prolog has refused a job.

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final, Literal
 
+from opsd.collectors.base import RepairFact, RepairStep
+
 
 class Rung(StrEnum):
     """A remedy, in the order of the ladder."""
@@ -50,54 +52,24 @@ End = Literal["returned", "rma", "left"]
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
-    """Something that was done: a rung, a retest, or the return. Epoch seconds; ``ok`` is None until it has ended.
-
-    ``boot`` identifies the boot of the node in which it began, ``uptime_s`` after that. ``took_s`` is 0 if that is not
-    known: clocks are set after a boot, so that epoch seconds tell people, and decide nothing.
-    """
-
-    what: str
-    at: float
-    boot: str
-    ended_at: float | None = None
-    ok: bool | None = None
-    detail: str = ""
-    uptime_s: float = 0.0
-    took_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(RepairFact):
     """One repair of ``node``, which was drained with ``reason`` for a fault of ``kind``; ``first`` is where it begins.
 
-    A person has begun it ``by_hand``, or the policy. ``end`` is None while it is under way, ``verdict`` says in one
-    sentence why it ended so. ``paused`` says why opsd may do nothing at this time; until ``resumed_at`` it did so last.
+    A person has begun it ``by_hand``, or the policy. ``verdict`` says in one sentence why it ended so. ``paused`` says
+    why opsd may do nothing at this time; until ``resumed_at`` it did so last.
     """
 
-    id: str
-    node: str
-    kind: str
-    reason: str
-    opened_at: float
-    first: Rung
-    attempts: tuple[Attempt, ...] = ()
     end: End | None = None
-    ended_at: float | None = None
-    verdict: str = ""
-    bundle: str = ""
-    by_hand: bool = False
-    paused: str = ""
-    resumed_at: float = 0.0
+    first: Rung = Rung.PROCESSES
     format: Literal[1] = 1
 
     @property
-    def rungs(self) -> tuple[Attempt, ...]:
+    def rungs(self) -> tuple[RepairStep, ...]:
         """The remedies so far."""
         return tuple(attempt for attempt in self.attempts if attempt.what in LADDER)
 
     @property
-    def last(self) -> Attempt | None:
+    def last(self) -> RepairStep | None:
         """What was done last."""
         return self.attempts[-1] if self.attempts else None
 
@@ -156,7 +128,7 @@ def begun(case: Case, what: str, facts: Facts) -> Case:
     lately = case.attempts[-STOPS:]
     made_way = [one.what == what == RETEST and one.detail.startswith(STOPPED) for one in lately]
     before = case.attempts[:-1] if made_way.count(True) == STOPS else case.attempts
-    return replace(case, attempts=(*before, Attempt(what, facts.now, facts.boot, uptime_s=facts.uptime_s)))
+    return replace(case, attempts=(*before, RepairStep(what, facts.now, facts.boot, uptime_s=facts.uptime_s)))
 
 
 def repeated(case: Case, facts: Facts) -> Case:

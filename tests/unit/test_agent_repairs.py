@@ -14,19 +14,19 @@ from opsd.agent.repairs import Repairs
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.repairs import repair_card
 from opsd.agent.window import Window
-from opsd.collectors.base import Reading, RepairFact
+from opsd.collectors.base import Reading, RepairFact, RepairStep
 from opsd.collectors.repairs import COLLECTOR, MOST, RepairsCollector
 from opsd.repair.case_file import CaseFile
-from opsd.repair.ladder import RETEST, Attempt, Case, Rung, closed
+from opsd.repair.ladder import RETEST, Case, Rung, closed
 from tests.fakes.agent import Agent
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
 
 PATIENCE_S = 60.0
-OPEN = Case("repair-20260101T000000", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, Rung.RESET)
-RESET = Attempt("reset_gpus", 1100.0, "boot", 1200.0, True, "done")
-FAILED = Attempt(RETEST, 1200.0, "boot", 1300.0, False, "gpu_health failed")
-REBOOT = Attempt("reboot", 1300.0, "boot", 1400.0, True, "booted again")
+OPEN = Case("repair-20260101T000000", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, first=Rung.RESET)
+RESET = RepairStep("reset_gpus", 1100.0, "boot", 1200.0, True, "done")
+FAILED = RepairStep(RETEST, 1200.0, "boot", 1300.0, False, "gpu_health failed")
+REBOOT = RepairStep("reboot", 1300.0, "boot", 1400.0, True, "booted again")
 
 
 def agent(folder: Path) -> Agent:

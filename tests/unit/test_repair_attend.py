@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from opsd.collectors.base import RepairStep
 from opsd.collectors.repairs import read
 from opsd.repair.attend import SETTLED_S, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.ladder import NO_HARDWARE, RETURN, Attempt, Rung
+from opsd.repair.ladder import NO_HARDWARE, RETURN, Rung
 from opsd.repair.retest import Retested
 from opsd.slurm import node_comment
 from opsd.slurm.port import Node, NodeUpdate, SlurmUnavailable
@@ -212,7 +213,7 @@ def test_what_a_cut_off_reset_may_have_stopped_is_started(tmp_path: Path) -> Non
 def test_a_return_that_was_cut_off_loads_no_node_that_is_back_in_service(tmp_path: Path) -> None:
     """The program was killed once Slurm had the node back, and the next job is there."""
     bench = Bench(tmp_path, cured_by=Rung.RESET, cured=True)
-    case = replace(bench.repair().proposed(), attempts=(Attempt(RETURN, bench.now, bench.boot()),))
+    case = replace(bench.repair().proposed(), attempts=(RepairStep(RETURN, bench.now, bench.boot()),))
     bench.cases.keep(case)
     bench.slurm.by_name["n1"] = Node("n1", "allocated")
     assert (bench.run().end, bench.loads) == ("returned", [])

@@ -21,7 +21,7 @@ from opsd.repair.case_file import CaseFile
 from opsd.repair.ladder import Case, Rung, closed
 from tests.fakes.webhook import Webhook
 
-CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, Rung.RESET)
+CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, first=Rung.RESET)
 
 
 @pytest.fixture

@@ -267,7 +267,7 @@ def unpacked(archive: Path) -> dict[str, str]:
 def test_a_record_that_cannot_be_read_hides_none_of_the_others(tmp_path: Path) -> None:
     """Of a later release, or damaged: what is left is evidence all the same."""
     cases = CaseFile(tmp_path)
-    cases.keep(closed(Case("repair-1", "n1", "gpu_xid", "opsd:a", 1.0, Rung.RESET), "rma", "nothing helped", 2.0))
+    cases.keep(closed(Case("repair-1", "n1", "gpu_xid", "opsd:a", 1.0, first=Rung.RESET), "rma", "nothing helped", 2.0))
     (cases.folder / "case.json").write_text('{"id": "of a later release"}')
     with sqlite3.connect(tmp_path / "journal.db") as database:
         database.execute("CREATE TABLE incidents (document TEXT, opened_at REAL)")

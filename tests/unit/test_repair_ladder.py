@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.collectors.base import RepairStep
 from opsd.preflight.base import Verdict
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.quarantine import reason_for
@@ -24,7 +25,6 @@ from opsd.repair.ladder import (
     STOPPED,
     TRIES,
     UNANSWERED,
-    Attempt,
     Case,
     Facts,
     Limits,
@@ -38,14 +38,14 @@ from opsd.repair.ladder import (
 )
 from tests.fakes.preflight_reports import report
 
-CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 0.0, Rung.RESET)
+CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 0.0, first=Rung.RESET)
 FREE = Facts(1000.0, "boot-1", "ours")
 LIMITS = Limits()
 
 
 def after(*what: tuple[str, bool], case: Case = CASE) -> Case:
     """The case once these have ended so."""
-    attempts = (Attempt(name, 900.0, "boot-1", 950.0, ok, f"{name} ended") for name, ok in what)
+    attempts = (RepairStep(name, 900.0, "boot-1", 950.0, ok, f"{name} ended") for name, ok in what)
     return replace(case, attempts=tuple(attempts))
 
 
@@ -55,7 +55,7 @@ all_facts = st.builds(
     st.integers(0, 9), st.sampled_from(["", "it came back and failed again"]),
 )  # fmt: skip
 attempts = st.builds(
-    Attempt, st.sampled_from([*LADDER, RETEST, RETURN]), st.floats(0, 1e6), st.sampled_from(["boot-1", "boot-2"]),
+    RepairStep, st.sampled_from([*LADDER, RETEST, RETURN]), st.floats(0, 1e6), st.sampled_from(["boot-1", "boot-2"]),
     st.just(None), st.sampled_from([None, True, False]), st.sampled_from(["", CUT_OFF, UNANSWERED]),
 )  # fmt: skip
 cases = st.builds(

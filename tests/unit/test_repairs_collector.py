@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from collectors.repairs import MOST, OUTCOMES, REMEDIES, RepairsCollector, gpus_renewed_at, read
-from opsd.collectors.base import NoData, Reading
+from opsd.collectors.base import NoData, Reading, RepairStep
 from opsd.repair.case_file import CaseFile
-from opsd.repair.ladder import LADDER, RETEST, Attempt, Case, Rung, closed
+from opsd.repair.ladder import LADDER, RETEST, Case, Rung, closed
 
-OPEN = Case("repair-2", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, Rung.RESET)
-RESET = Attempt("reset_gpus", 1100.0, "boot", 1200.0, True, "done")
+OPEN = Case("repair-2", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, first=Rung.RESET)
+RESET = RepairStep("reset_gpus", 1100.0, "boot", 1200.0, True, "done")
 
 
 def collector(folder: Path, now: float = 1500.0) -> RepairsCollector:
@@ -48,7 +48,7 @@ def test_a_repair_is_followed_from_step_to_step_to_its_end(tmp_path: Path) -> No
     cases, source = CaseFile(tmp_path), collector(tmp_path)
     cases.keep(OPEN)
     assert series(source) == {("state", "waiting"): 1.0, ("age_seconds",): 500.0}
-    cases.keep(replace(OPEN, attempts=(RESET, Attempt(RETEST, 1200.0, "boot"))))
+    cases.keep(replace(OPEN, attempts=(RESET, RepairStep(RETEST, 1200.0, "boot"))))
     assert series(source) == {("state", "retest"): 1.0, ("attempts",): 1.0, ("age_seconds",): 400.0}
     cases.keep(closed(replace(OPEN, attempts=(RESET,)), "returned", "", 1300.0))
     assert series(source) == {("state", "returned"): 1.0, ("attempts",): 1.0, ("ended", "returned"): 1.0}
@@ -62,7 +62,9 @@ def test_when_the_gpus_were_last_reset_is_known_until_the_next_boot(tmp_path: Pa
     cases.keep(closed(replace(OPEN, id="repair-1", attempts=(once,)), "returned", "", 1300.0))
     assert gpus_renewed_at(folder, lambda: "boot") == 60.0
     again = replace(once, what="reload_driver", uptime_s=500.0)
-    cases.keep(replace(OPEN, attempts=(again, replace(once, ok=False, uptime_s=800.0), Attempt(RETEST, 1.0, "boot"))))
+    cases.keep(
+        replace(OPEN, attempts=(again, replace(once, ok=False, uptime_s=800.0), RepairStep(RETEST, 1.0, "boot")))
+    )
     (folder / "repair-0.json").write_text("garbage")
     assert gpus_renewed_at(folder, lambda: "boot") == 510.0
     assert gpus_renewed_at(folder, lambda: "next boot") == 0.0
@@ -71,7 +73,7 @@ def test_when_the_gpus_were_last_reset_is_known_until_the_next_boot(tmp_path: Pa
 def test_a_step_of_the_clock_makes_no_repair_old(tmp_path: Path) -> None:
     """Nor young, from its first remedy in this boot on; of an earlier one what the clock said then counts."""
     cases = CaseFile(tmp_path)
-    rebooted = Attempt("reboot", 1300.0, "boot", 2000.0, True, uptime_s=90.0)
+    rebooted = RepairStep("reboot", 1300.0, "boot", 2000.0, True, uptime_s=90.0)
     for attempts, resumed_at, age_s in (
         ((replace(RESET, uptime_s=50.0),), 0.0, 120.0),
         ((replace(RESET, boot="before", uptime_s=5000.0), rebooted), 0.0, 200.0 + 80.0),
@@ -143,7 +145,7 @@ def test_a_file_that_is_no_record_of_roots_is_unknown(tmp_path: Path) -> None:
 
 def test_a_record_of_endless_steps_and_texts_is_taken_in_shortened(tmp_path: Path) -> None:
     """A test that makes way for others again and again is a step each time: the first and the last ones count."""
-    steps = (RESET, *[Attempt(RETEST, float(at), "boot", detail="x" * 5000) for at in range(20)] * 10)
+    steps = (RESET, *[RepairStep(RETEST, float(at), "boot", detail="x" * 5000) for at in range(20)] * 10)
     CaseFile(tmp_path).keep(replace(OPEN, attempts=tuple(replace(s, detail=s.detail[:900]) for s in steps)))
     known = read(tmp_path / "repair")
     assert known is not None
