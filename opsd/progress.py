@@ -64,7 +64,6 @@ class Lines:
         self._next = self._began + PLAIN_S
 
     def __call__(self, done: int, total: int | None) -> None:
-        """See ``Look``."""
         now = self._clock()
         if now < self._next:
             return

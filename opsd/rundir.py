@@ -109,7 +109,6 @@ class RunFolders:
         return self.memory / "control.sock"
 
     def page(self, rank: int) -> Path:
-        """The rank page of ``rank``."""
         return self.memory / f"rank-{rank:04d}.page"
 
     def error_file(self, rank: int) -> Path:
@@ -121,7 +120,6 @@ class RunFolders:
         return self.memory / f"rank-{rank:04d}.dump"
 
     def generation_logs(self, generation: int) -> Path:
-        """The folder for the logs of one generation."""
         return self.logs / f"gen-{generation:04d}"
 
     def last_generation(self) -> int:

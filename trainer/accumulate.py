@@ -107,7 +107,6 @@ class Sequential:
         self._clock = clock
 
     def __call__(self, count: int) -> torch.Tensor:
-        """See ``Accumulate``."""
         model = self._model
         assert isinstance(model, FSDPModule)
         model.routing.begin(count, next(model.parameters()).device)

@@ -50,7 +50,6 @@ class Part(nn.Module):
             yield from (*model.norm.parameters(recurse), *model.head.parameters(recurse))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """See ``Decoder``."""
         output: torch.Tensor = self._whole[0](*args, **kwargs, part=self._number)
         return output
 
@@ -104,7 +103,6 @@ class Pipelined:
         return terms.sum() / count
 
     def __call__(self, count: int) -> torch.Tensor:
-        """See ``Accumulate``."""
         model = self._model
         assert isinstance(model, FSDPModule)
         rows = [shard_batch(self._batches.next(), model.context) for _ in range(count)]

@@ -165,7 +165,6 @@ class GatedDeltaNet(Recurrent):
         return gated_delta_rule(_of_length_1(q) * q.shape[-1] ** -0.5, _of_length_1(k), v, shares, decays)
 
     def gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See ``Recurrent``."""
         normalised: torch.Tensor = self.norm(y)
         return normalised * F.silu(gate)
 
@@ -215,7 +214,6 @@ class Mamba(Recurrent):
         return state_space(q, k, v * steps[..., None], decays) + local(self.skip).float()[:, None] * v
 
     def gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """See ``Recurrent``."""
         normalised: torch.Tensor = self.norm(y * F.silu(gate))
         return normalised
 

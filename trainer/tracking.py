@@ -143,7 +143,6 @@ class Sinks:
                 self._failed(name, error)
 
     def close(self) -> None:
-        """Close all of them."""
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.close()

@@ -52,7 +52,6 @@ class World:
         return -(-self.size // self.local_size)
 
     def node_of(self, rank: int) -> int:
-        """The node of ``rank``, from 0."""
         return rank // self.local_size
 
     @property

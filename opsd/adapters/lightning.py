@@ -80,14 +80,12 @@ class RankPageCallback(Callback):
         self._phases.enter("data")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """A batch is there."""
         self._saved()
         if self._count:
             self._tokens.add(self._count(batch), _sharing(trainer))
         self._phases.enter("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        """A loss is there."""
         self._phases.enter("backward")
 
     def on_before_optimizer_step(
@@ -128,7 +126,6 @@ class RankPageCallback(Callback):
         self._phases.enter("evaluation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A validation is done."""
         if trainer.is_global_zero and not trainer.sanity_checking:
             results = {name: float(value) for name, value in trainer.callback_metrics.items()}
             self._reporter.event("evaluation", **Evaluation(step=trainer.global_step, results=results))

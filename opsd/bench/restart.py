@@ -141,7 +141,6 @@ class MeasuredRun:
             )
 
     def steps(self) -> list[Step]:
-        """All steps so far."""
         if not self.steps_file.exists():
             return []
         pairs = (line.split() for line in self.steps_file.read_text().splitlines())

@@ -180,7 +180,6 @@ class FaultReporter:
     as_json: bool
 
     def __call__(self, event: str, fault: Fault, text: str, **fields: Any) -> None:
-        """One event of ``fault``."""
         if self.as_json:
             line = {"t": time.time(), "event": event, "fault": fault.name, "run": fault.run, "text": text, **fields}
             print(json.dumps(line), flush=True)

@@ -70,5 +70,4 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """Of all parts."""
         return sum(self.parts.values())

@@ -43,7 +43,6 @@ class Layout:
 
     @classmethod
     def of(cls, config: Config) -> Layout:
-        """The one that ``config`` has."""
         own = config.parallel
         return cls(
             own.tp, own.pp, own.cp, own.ep, own.replicas, config.data.micro_batch, own.recompute,

@@ -70,7 +70,6 @@ class Case(RepairFact):
 
     @property
     def last(self) -> RepairStep | None:
-        """What was done last."""
         return self.attempts[-1] if self.attempts else None
 
 

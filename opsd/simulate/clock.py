@@ -25,7 +25,6 @@ class VirtualLoop:
         return self._now
 
     def later(self, delay_s: float, callback: Callback) -> Timer:
-        """See ``Timers.later``."""
         timer = Timer(self._now + max(0.0, delay_s), callback)
         heapq.heappush(self._timers, (timer.due, next(self._order), timer))
         return timer

@@ -55,11 +55,9 @@ class Cluster:
     # -- the part of Slurm's port that the rules use --------------------------------------------------------------
 
     def nodes(self, names: Sequence[str] = ()) -> Sequence[Node]:
-        """See ``Slurm.nodes``."""
         return [self._nodes[name] for name in names] if names else list(self._nodes.values())
 
     def update_nodes(self, names: Sequence[str], update: NodeUpdate, reason: str = "") -> None:
-        """See ``Slurm.update_nodes``."""
         for name in names:
             node = self._nodes[name]
             if update == "resume":
@@ -71,11 +69,9 @@ class Cluster:
                 self._nodes[name] = replace(node, flags=drained, reason=reason, reason_at=self._loop.time())
 
     def comments(self, names: Sequence[str] = ()) -> Mapping[str, str]:
-        """See ``Slurm.comments``."""
         return {name: self._comments[name] for name in names or self.names}
 
     def set_comment(self, name: str, text: str) -> None:
-        """See ``Slurm.set_comment``."""
         self._comments[name] = text
 
     # -- what all nodes need -----------------------------------------------------------------------------------------

@@ -87,7 +87,6 @@ class Play:
         self._outages = 0
 
     def run(self, faults: Sequence[Fault]) -> Played:
-        """Play all of it."""
         setup, account = self._setup, self._account
         for fault in faults:
             self._loop.later(fault.start_s, lambda fault=fault: self.begin(fault))  # type: ignore[misc]
@@ -122,7 +121,6 @@ class Play:
         return self._cluster.names.index(name)
 
     def begin(self, fault: Fault) -> None:
-        """``fault`` begins now."""
         match fault.effect:
             case "storage" | "controller":
                 self._cluster.goes_away(fault.effect, fault)
@@ -174,17 +172,14 @@ class UnsupervisedJob(Job):
     """
 
     def launch(self, names: list[str]) -> None:
-        """See ``Job.launch``."""
         self._begin_after(self.world.times.torchrun_restart_s + self.world.times.program_s)
 
     @property
     def ranked(self) -> Collection[str]:
-        """See ``Job.ranked``."""
         return self.held
 
     @property
     def places(self) -> Sequence[str]:
-        """See ``Job.places``."""
         return sorted(self.held)
 
     def _begin_after(self, delay_s: float) -> None:
@@ -206,7 +201,6 @@ class UnsupervisedJob(Job):
         """Nothing of torchrun outlives its job."""
 
     def fault(self, name: str, fault: Fault) -> None:
-        """See ``Job.fault``."""
         account, times = self.world.account, self.world.times
         if name not in self.held or fault.effect == "degraded":
             return

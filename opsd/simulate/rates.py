@@ -115,7 +115,6 @@ class Rates:
 
     @property
     def per_node_day(self) -> float:
-        """See ``FaultSource.per_node_day``."""
         together = sum(domain.per_1000_domain_days / domain.nodes for domain in self.file.domain)
         return (sum(kind.per_1000_node_days * kind.burst for kind in self.file.fault) + together) / 1000
 

@@ -116,7 +116,6 @@ class Draws:
         self._faults = [source.draw(nodes, seconds, seed) for seed in seeds]
 
     def play(self, policy: Policy, setup: Setup) -> Study:
-        """Play ``policy`` on each draw."""
         size = setup.nodes + setup.spares
         return Study(policy, setup, [Play(policy, setup).run(_within(faults, size)) for faults in self._faults])
 

@@ -71,7 +71,6 @@ class SupervisedJob(Job):
     # -- starts and generations ------------------------------------------------------------------------------------
 
     def launch(self, names: list[str]) -> None:
-        """See ``Job.launch``."""
         self._plan, self._ranked, self._unmet = None, (), 0
         self._group = SimulatedGroup(names, self._proposed, self._ordered, self._ended, self._inherited)
         self._lead()
@@ -153,7 +152,6 @@ class SupervisedJob(Job):
         self.world.loop.later(delay_s, lambda: callback() if start == self.start else None)
 
     def stop(self) -> None:
-        """See ``Job.stop``."""
         if self._beginning is not None:
             self._beginning.cancel()
         if self._leader is not None:
@@ -177,12 +175,10 @@ class SupervisedJob(Job):
 
     @property
     def ranked(self) -> tuple[str, ...]:
-        """See ``Job.ranked``."""
         return self._slots
 
     @property
     def places(self) -> tuple[str, ...]:
-        """See ``Job.places``."""
         return self._ranked if self._leader is not None else ()
 
     @property
@@ -190,7 +186,6 @@ class SupervisedJob(Job):
         return self._plan.slots if self._plan is not None else ()
 
     def fault(self, name: str, fault: Fault) -> None:
-        """See ``Job.fault``."""
         if fault.effect == "lost":
             self.lose(name)
         if self._leader is None or name not in self._group.alive:
@@ -338,7 +333,6 @@ class SupervisedJob(Job):
             self._swap(wanting)
 
     def returned(self, name: str) -> None:
-        """See ``Job.returned``."""
         super().returned(name)
         if self._leader is None or name in self.held:
             if self._leader is not None and name in self._group.alive:
@@ -429,18 +423,15 @@ class SimulatedGroup:
         self.plan = Plan.from_json(self.plan.number, json.loads(json.dumps(self.plan.to_json())))
 
     def propose(self, slots: tuple[str, ...], payload: Mapping[str, Any]) -> None:
-        """See ``LedGroup.propose``."""
         number = self.plan.number + 1 if self.plan is not None else 1
         self.plan = Plan(number, self.own, slots, tuple(self.alive.values()), dict.fromkeys(self.alive, 1), payload)
         self.begun = False
         self._proposed(self.plan)
 
     def end(self, code: int, reason: str, lost: Sequence[str], unfit: Sequence[str], memory: Mapping[str, Any]) -> None:
-        """See ``LedGroup.end``."""
         self._ended(code, (*lost, *unfit), memory)
 
     def tell_all(self, body: Body) -> None:
-        """See ``LedGroup.tell_all``."""
         order = CODEC.decode(body)
         if isinstance(order, StopOrdered):
             self._ordered(order)
@@ -458,9 +449,7 @@ class SimulatedLog:
         self._seen = seen
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
-        """See ``RunEventLog.emit``."""
         self._seen({"event": event, **fields})
 
     def relay(self, record: Mapping[str, Any], age_s: float) -> None:
-        """See ``RunEventLog.relay``."""
         self._seen(record)

@@ -46,7 +46,6 @@ class Trace:
 
     @property
     def per_node_day(self) -> float:
-        """See ``FaultSource.per_node_day``."""
         return sum(map(len, self.nodes)) / (len(self.nodes) * self.span_s / DAY_S)
 
     @property

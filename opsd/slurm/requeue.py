@@ -57,7 +57,6 @@ class ExcludedNodes:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
         return (*self.lost, *self.unfit)
 
 

@@ -55,7 +55,6 @@ class StateFields:
         )
 
     def config(self, model: ModelSettings) -> dict[str, Any]:
-        """The fields for ``model``."""
         values = model.model_dump() | {"state_key_heads": model.state_key_heads or model.state_heads}
         config = {theirs: values[ours] for ours, theirs in self.fields.items()}
         if self.kind == "mamba":

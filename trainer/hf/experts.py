@@ -74,7 +74,6 @@ class ExpertFields:
         return method == _METHODS[1]
 
     def config(self, model: ModelSettings) -> dict[str, Any]:
-        """The fields for ``model``."""
         if not model.expert_layers:
             name = self.fields.get("dense_layers")
             return {name: model.layers} if name else {self.dense: list(range(model.layers))}

@@ -104,7 +104,6 @@ class FollowerTracker:
             self._send(sender, self._changes)
 
     def send_heartbeat(self, beat: Heartbeat, now: float) -> None:
-        """Send ``heartbeat`` to all at once."""
         self._heartbeat, self._heartbeat_at = beat, now + self.interval_s
         for peer in (*self.peers.values(), *self._coming.values()):
             self._send(peer.member, beat)

@@ -142,7 +142,6 @@ class FolderClaimStore:
         self._tried = False
 
     def read(self, *, full: bool) -> None:
-        """See ``ClaimStore.read``."""
         self._loop.run_in_thread(partial(self._read, full), self._answer)
 
     def _read(self, full: bool) -> StoreRead:
@@ -171,7 +170,6 @@ class FolderClaimStore:
         self._known, self._identity = max(self._known, newest), identity
 
     def told(self, claim: Claim) -> None:
-        """See ``ClaimStore.told``."""
         self._told = claims.Found(claim, None)
 
     def _answer(self, found: StoreRead | OSError) -> None:
@@ -179,7 +177,6 @@ class FolderClaimStore:
         self._store_read(None if isinstance(found, OSError) else found)
 
     def claim(self, claim: Claim) -> None:
-        """See ``ClaimStore.claim``."""
         self._loop.run_in_thread(partial(self._make, claim), partial(self._made, claim.number))
 
     def _make(self, claim: Claim) -> bool:

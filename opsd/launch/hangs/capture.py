@@ -88,7 +88,6 @@ class StackCapture:
             time.sleep(_HANDLER_S)
 
     def text(self) -> str:
-        """All stacks as text."""
         parts = []
         for target in self.targets:
             stack = self.stacks.get(target.rank)

@@ -75,7 +75,6 @@ class Loop:
         self._selector.unregister(descriptor)
 
     def time(self) -> float:
-        """See ``Timers.time``."""
         return time.monotonic()
 
     def later(self, delay_s: float, callback: Callback) -> Timer:

@@ -53,7 +53,6 @@ class LocalRunLog:
         self.generation = 0
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
-        """See ``RunEventLog.emit``."""
         if event not in (*OF_ONE_LAUNCHER, *OF_THEIR_NODE):
             self._events.write(event, time.time() - age_s, fields, relayed=False)
 
@@ -77,7 +76,6 @@ class RunLog:
         self._do(self._read)
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
-        """See ``RunEventLog.emit``."""
         t = time.time() - age_s
         record = {"t": t, "event": event, "generation": self.generation, "node": self._node, **fields}
         self._do(lambda: self._write(record))

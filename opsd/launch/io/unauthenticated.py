@@ -47,7 +47,6 @@ class UnauthenticatedConnections:
             connection.close()
 
     def close_all(self) -> None:
-        """Close all."""
         for connection in list(self._all):
             connection.close()
 

@@ -77,14 +77,12 @@ class _Loader:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As ``Loader.create_module``."""
         spec.loader = self._loader
         module: ModuleType | None = self._loader.create_module(spec)
         spec.loader = self  # type: ignore[assignment]
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """As ``Loader.exec_module``."""
         spec = module.__spec__
         assert spec is not None
         spec.loader = module.__loader__ = self._loader

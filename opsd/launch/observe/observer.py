@@ -155,7 +155,6 @@ class Observer:
             self._evaluation()
 
     def gradients(self) -> None:
-        """Gradients are as before."""
         self._without_gradients = max(0, self._without_gradients - 1)
 
     def mode(self, *, training: bool) -> None:

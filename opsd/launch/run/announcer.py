@@ -59,12 +59,10 @@ class Announcer:
         self._log.generation = number
 
     def emit(self, event: str, age_s: float = 0.0, /, **fields: object) -> None:
-        """See ``RunEventLog.emit``."""
         self._log.emit(event, age_s, **fields)
         self._note({"event": event, "generation": self.generation, **fields})
 
     def relay(self, record: Mapping[str, Any], age_s: float) -> None:
-        """See ``RunEventLog.relay``."""
         self._log.relay(record, age_s)
         self._note(record)
 

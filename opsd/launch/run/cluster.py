@@ -108,7 +108,6 @@ class ClusterRun:
 
     @property
     def _generation(self) -> int:
-        """The generation that runs here."""
         return self._node.generation.number
 
     def _tell(self, message: ToLeader) -> None:
@@ -160,11 +159,9 @@ class ClusterRun:
         self._tell(messages.Ended(self._generation, self._stops.told))
 
     def asked_to_stop(self, by: str) -> None:
-        """See ``LocalStops.asked``."""
         self._stops.asked(by)
 
     def stop_too_slow(self, reason: str) -> None:
-        """See ``LocalStops.too_slow``."""
         self._stops.too_slow(reason)
 
     def _placed(self) -> None:
@@ -184,7 +181,6 @@ class ClusterRun:
         )  # fmt: skip
 
     def last_look(self) -> None:
-        """See ``Shutdown.last_look``."""
         self._shutdown.last_look()
 
     def close(self) -> None:
@@ -356,7 +352,6 @@ class ClusterRun:
                 self._leader.received(sender, cast(ToLeader, message))
 
     def over(self, end: End) -> None:
-        """The run has ended."""
         self._shutdown.finish(end.code, end.reason)
 
 
