@@ -16,12 +16,10 @@ from opsd.commands.options import Finite, option, options
 from opsd.commands.output import written
 from opsd.simulate import history, rates
 from opsd.simulate.faults import DAY_S, FaultsError, FaultSource, spares_needed
-from opsd.simulate.job import KEEP
+from opsd.simulate.job import KEEP, NAMES, Policy, Times, policy
 from opsd.simulate.play import Setup
-from opsd.simulate.policies import NAMES, Policy, policy
 from opsd.simulate.study import Draws, Study, best_interval_s, knee, sweep
 from opsd.simulate.text import compare_chart, compare_lines, needed_line, study_lines, sweep_chart, sweep_lines
-from opsd.simulate.times import Times
 from opsd.slurm.topology import Topology, TopologyError
 from opsd.slurm.topology_source import read
 

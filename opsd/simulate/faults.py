@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Final, Literal, Protocol
@@ -92,28 +91,6 @@ def level_at(held: Mapping[int, float], share: float) -> int:
         if seen >= wanted - 1e-6:
             return level
     return 0
-
-
-def outages_per_1000_node_days(faults: Iterable[Fault], nodes: int, seconds: float) -> float:
-    """Outages that begin within ``seconds``."""
-    begun = sum(fault.effect not in PASSING and 0 <= fault.start_s < seconds for fault in faults)
-    return begun / (nodes * seconds / DAY_S) * 1000
-
-
-def repair_quantile(repairs: Sequence[tuple[float, bool]], share: float) -> float:
-    """The repair time in seconds that ``share`` of the outages do not exceed, infinity if too few have ended.
-
-    ``repairs`` are durations, and whether the outage ended then or was only not seen any longer (Kaplan and Meier
-    1958).
-    """
-    left, lasting = len(repairs), 1.0
-    for lasted, ended in sorted(repairs, key=lambda repair: (repair[0], not repair[1])):
-        if ended:
-            lasting *= 1 - 1 / left
-            if lasting <= 1 - share + 1e-9:
-                return lasted
-        left -= 1
-    return math.inf
 
 
 @dataclass(frozen=True, slots=True)

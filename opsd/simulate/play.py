@@ -10,10 +10,8 @@ from opsd.simulate.account import Account, Bucket
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import NO_TOPOLOGY, Cluster
 from opsd.simulate.faults import HOUR_S, PASSING, SEVERITY, Fault, level_at
-from opsd.simulate.job import KEEP, STEP_S, Job, World
-from opsd.simulate.policies import Policy
+from opsd.simulate.job import KEEP, STEP_S, Job, Policy, Times, World
 from opsd.simulate.supervised import SupervisedJob
-from opsd.simulate.times import Times
 from opsd.slurm.ownership import Rules
 from opsd.slurm.topology import Topology
 

@@ -11,8 +11,8 @@ from typing import Any
 from opsd.checkpoints.interval import daly
 from opsd.simulate.account import BUCKETS
 from opsd.simulate.faults import DAY_S, Fault, FaultSource
+from opsd.simulate.job import Policy
 from opsd.simulate.play import Play, Played, Setup
-from opsd.simulate.policies import Policy
 
 RESAMPLES = 2000
 KNEE = 0.0005

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from opsd import exitcodes
 from opsd.checkpoints import claims
@@ -47,24 +46,6 @@ SHUTDOWN_S = {exitcodes.REQUEUE: 3.0}
 DEFAULT_SHUTDOWN_S = 20.0
 """How long launchers may take to exit once the run is over; the step of a dead node is not waited for."""
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
-
-
-class RunningSteps(Protocol):
-    """The launchers' steps; see ``opsd.slurm.steps.Steps``."""
-
-    @property
-    def codes(self) -> Mapping[str, int]:
-        """Exit codes of the steps that have ended, by node."""
-
-    @property
-    def left(self) -> frozenset[str]:
-        """The nodes whose step has not ended."""
-
-    def signal(self, number: signal.Signals) -> None:
-        """Forward a signal."""
-
-    def abandon(self) -> None:
-        """Stop waiting for the remaining steps."""
 
 
 @dataclass
@@ -103,7 +84,7 @@ class Batch:
         for number in STOPPING:
             signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
 
-    def run(self, steps: RunningSteps) -> int:
+    def run(self, steps: Steps) -> int:
         """Return the exit code of the batch script once the run is over and Slurm has been told what to do."""
         self.steps = steps
         while (end := self._look()) is None:

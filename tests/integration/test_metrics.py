@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from opsd.client import Reporter, process_start
 from opsd.commands.metrics import catalogue
 from opsd.simulated.gpus import SimulatedGpus
-from opsd.stack.ports import Port
+from opsd.stack.node import Port
 from tests.fakes.clock import eventually
 from tests.fakes.process import Opsd
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
-from opsd.agent.quota import MAX_OF_OTHERS, MAX_OF_USER, OTHERS, REST_S, Quota
+from opsd.agent.responder import MAX_OF_OTHERS, MAX_OF_USER, OTHERS, REST_S, Quota
 from opsd.runbooks import node_unreachable
 from opsd.runbooks.base import Culprit, Finding, Severity
 

@@ -11,11 +11,10 @@ from opsd.simulate.account import Account
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import Cluster
 from opsd.simulate.faults import CLUSTER, DAY_S, HOUR_S, ClusterEffect, Effect, Fault, FaultsError
+from opsd.simulate.job import NAMES, Times, policy
 from opsd.simulate.play import Play, Played, Setup
-from opsd.simulate.policies import NAMES, policy
 from opsd.simulate.rates import load
 from opsd.simulate.supervised import hang_judged_s
-from opsd.simulate.times import Times
 from opsd.slurm.ownership import Rules
 
 TIMES = Times(program_s=30.0)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import pytest
 
 from opsd.simulate.faults import DAY_S, HOUR_S
+from opsd.simulate.job import Times, policy
 from opsd.simulate.play import Setup
-from opsd.simulate.policies import policy
 from opsd.simulate.rates import Kind, Rates, RatesFile, published
 from opsd.simulate.study import Draws, Study, best_interval_s
-from opsd.simulate.times import Times
 
 pytestmark = pytest.mark.long
 STALL_S, OWN_STALL_S = 1.0, 0.22

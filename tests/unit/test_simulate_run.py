@@ -9,12 +9,10 @@ import pytest
 
 from opsd.simulate.account import Account
 from opsd.simulate.faults import DAY_S, HOUR_S, Effect, Fault
-from opsd.simulate.job import STEP_S
+from opsd.simulate.job import NAMES, STEP_S, Times, policy
 from opsd.simulate.play import Play, Played, Setup
-from opsd.simulate.policies import NAMES, policy
 from opsd.simulate.rates import published
 from opsd.simulate.study import Draws, knee, sweep
-from opsd.simulate.times import Times
 from opsd.slurm.ownership import Rules
 from opsd.slurm.topology import parse
 

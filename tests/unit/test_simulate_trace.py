@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,39 @@ from opsd.simulate import history, rates
 from opsd.simulate.faults import (
     DAY_S,
     HOUR_S,
+    PASSING,
     Fault,
     FaultsError,
     down_at_once,
     level_at,
-    outages_per_1000_node_days,
-    repair_quantile,
     spares_needed,
 )
 from opsd.simulate.trace import Trace
 
 PUBLISHED = os.environ.get("OPSD_FAULT_TRACE", "")
 """Days 0 to 200 of stepfun-ai/InfiniteHBD-Trace."""
+
+
+def outages_per_1000_node_days(faults: Iterable[Fault], nodes: int, seconds: float) -> float:
+    """Outages that begin within ``seconds``."""
+    begun = sum(fault.effect not in PASSING and 0 <= fault.start_s < seconds for fault in faults)
+    return begun / (nodes * seconds / DAY_S) * 1000
+
+
+def repair_quantile(repairs: Sequence[tuple[float, bool]], share: float) -> float:
+    """The repair time in seconds that ``share`` of the outages do not exceed, infinity if too few have ended.
+
+    ``repairs`` are durations, and whether the outage ended then or was only not seen any longer (Kaplan and Meier
+    1958).
+    """
+    left, lasting = len(repairs), 1.0
+    for lasted, ended in sorted(repairs, key=lambda repair: (repair[0], not repair[1])):
+        if ended:
+            lasting *= 1 - 1 / left
+            if lasting <= 1 - share + 1e-9:
+                return lasted
+        left -= 1
+    return math.inf
 
 
 def event(node: str, day: float, what: str, kind: str = "GPU") -> dict[str, Any]:

@@ -21,9 +21,8 @@ from typing import Any
 from opsd.agent.swap import SwapError, planned_swap
 from opsd.control import ControlError, ask_launcher
 from opsd.simulate.faults import Effect, Fault
+from opsd.simulate.job import Times, policy
 from opsd.simulate.play import Play, Played, Setup
-from opsd.simulate.policies import policy
-from opsd.simulate.times import Times
 from opsd.slurm import ownership
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.ownership import Rules

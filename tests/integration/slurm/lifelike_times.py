@@ -9,7 +9,7 @@ from itertools import count
 from statistics import fmean
 
 from opsd.launch.run.aggregation import AGGREGATION_S
-from opsd.simulate.times import Times
+from opsd.simulate.job import Times
 from tests.integration.slurm.cluster import Cluster
 from tests.integration.slurm.lifelike import ACTIVE, NODES, STEP_S, Comparison, Strike, Struck, restored, run
 
