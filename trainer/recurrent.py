@@ -2,8 +2,8 @@
 
 Queries, keys and values pass a short causal convolution. The state of a head, [key_dim, value_dim], decays with each
 token, takes up its key and value, and is read with its query. Tokens are computed in chunks: within a chunk as
-attention, between chunks through the state (Mamba-2, arXiv 2405.21060, section 6; 2412.06464, 3.3). Where a document
-begins, the state is empty, and the convolution sees zeros.
+attention, between chunks through the state. Mamba-2 (arXiv 2405.21060, section 6) and gated DeltaNet (2412.06464, 3.3)
+have both. Where a document begins, the state is empty, and the convolution sees zeros.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a run reports besides its rank pages: metrics, trackers, evaluations, the data it has read.
 
-Also the line that the first rank prints every ``run.log_every`` steps: ``step 120/250  loss 4.312  grad norm 0.84  lr
-3.00e-03  12,345 tokens/s  MFU 41.2 %  memory 31.2 of 79.1 GiB  ETA 1 min 12 s``; with a z-loss also the cross-entropy
-without it. Rates are those of the steps since the line before.
+The first rank prints a line every ``run.log_every`` steps. Its rates are those of the steps since the line before.
+With a z-loss it also has the cross-entropy without it::
+
+    step 120/250  loss 4.312  grad norm 0.84  lr 3.00e-03  12,345 tokens/s  MFU 41.2 %  memory 31.2 of 79.1 GiB  ETA 1 h
 """
 
 from __future__ import annotations
