@@ -83,7 +83,8 @@ class SimulatedJob:
         """Add an event to the run's events at monotonic second ``at``."""
         data = {"run": self.settings.run, "node": self._node, "generation": self.generation, **fields}
         event = Event(kind, self._wall(at), f"{kind} of {self.settings.run}", data)
-        self._written.append((at + self._late, event))
+        arrives = at + self._late if self._late else -NEVER
+        self._written.append((arrives, event))
         self._events.append(self._written[-1])
 
     # -- time ----------------------------------------------------------------------------------------------------

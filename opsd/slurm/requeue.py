@@ -176,7 +176,12 @@ class _Attempt:
         if step == "done":
             return Requeued(job.id, job.state, job.restarts, self._avoided)
         if step == "start":
-            return self._start(job)
+            try:
+                return self._start(job)
+            except SlurmRejected:  # another process may have started it meanwhile
+                if next_step(self.slurm.jobs([job.id])[0], self.restarts) == "start":
+                    raise
+                return None
         if step == "held":
             if failed_to_launch(job) and not self._has_unheld:
                 self._has_unheld = True

@@ -40,4 +40,4 @@ def test_options_go_with_the_bench_that_has_them() -> None:
     """One that a bench does not know is refused with those that do."""
     refused = CliRunner().invoke(bench, ["restart", "--trials", "3"])
     assert refused.exit_code == 2
-    assert "--trials goes with the benchmark faults, simulate and swap only" in refused.output
+    assert "--trials goes with the benchmark simulate and swap only" in refused.output

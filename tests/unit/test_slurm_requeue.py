@@ -307,6 +307,19 @@ def test_a_job_does_not_start_in_the_second_in_which_it_was_stopped() -> None:
     assert pauses.count("requeue") > 20
 
 
+def test_a_job_that_another_process_starts_first_is_done() -> None:
+    """Two processes ask for the same requeue. The second finds that the job is no longer pending."""
+
+    class Overtaken(FakeQueue):
+        def set_start_time(self, job: int, at: float | None = None) -> None:
+            self.job = replace(self.job, state="running")
+            super().set_start_time(job, at)
+
+    nodes = [*queue().by_name.values()]
+    done, _ = ask(Overtaken(nodes, running(*(node.name for node in nodes))))
+    assert (done.state, done.restarts) == ("running", 1)
+
+
 def test_a_node_of_another_job_stays_up_though_nobody_is_left() -> None:
     """A job whose steps have not begun yet has lost no node."""
     slurm = queue()
