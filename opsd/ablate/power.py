@@ -10,8 +10,7 @@ from statistics import stdev
 import numpy as np
 from numpy.typing import NDArray
 
-from opsd.ablate.distributions import Floats, chi_square_below, shifted_t_above, t_limit
-from opsd.ablate.verdict import fewest_pairs
+from opsd.ablate.verdict import Floats, chi_square_below, fewest_pairs, shifted_t_above, t_limit
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class Spread:
 def paired_spread(values: Sequence[float], *, confidence: float = 0.8) -> Spread:
     """The spread of a difference between two runs, from runs of the baseline alone with different seeds.
 
-    The difference of two independent runs has the square root of 2 times the spread of one. Seeds that both sides share
-    can only make it smaller, so a plan from this spread is careful. The upper bound is that of a normal distribution
+    The difference of two independent runs has the square root of 2 times the spread of one. Shared seeds usually make
+    it smaller, and a plan from this spread is then careful. The upper bound is that of a normal distribution
     (chi-square). Raises ValueError if fewer than two values are finite.
     """
     finite = [value for value in values if math.isfinite(value)]

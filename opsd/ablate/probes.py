@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from opsd.ablate.distributions import Floats, t_limit
+from opsd.ablate.verdict import Floats, t_limit
 
 
 @dataclass(frozen=True)
