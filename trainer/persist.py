@@ -173,11 +173,13 @@ class Place:
         A file system that is mounted again may have another device number, and some give a file a new inode number
         whenever they forget it. The last checkpoint then shows that it is the same folder.
         """
-        now = _identity(self._root)
-        is_same_device = now.device == self._began.device
-        if now.inode == self._began.inode or (is_same_device and _identity(self._root.parent) == self._run):
+        now, began = _identity(self._root), self._began
+        if now is not None and began is not None and now.inode == began.inode:
             return
-        if is_there(folder_of(self._root, self.newest)) if self.newest else is_same_device:
+        is_same_device = now is None or began is None or now.device == began.device
+        if is_same_device and _identity(self._root.parent) == self._run:  # somebody has removed the checkpoints
+            return
+        if is_there(folder_of(self._root, self.newest)) if self.newest else now is not None and is_same_device:
             return
         raise OSError(errno.ESTALE, "the run's folder was moved, or its file system is no longer mounted here")
 
@@ -187,12 +189,13 @@ class _Identity(NamedTuple):
     inode: int
 
 
-def _identity(folder: Path) -> _Identity:
-    """Of ``folder``, or of the first parent that there is. Raises OSError."""
-    with suppress(FileNotFoundError):
+def _identity(folder: Path) -> _Identity | None:
+    """None if there is no such folder. Raises OSError."""
+    try:
         found = folder.stat()
-        return _Identity(found.st_dev, found.st_ino)
-    return _identity(folder.parent)
+    except FileNotFoundError:
+        return None
+    return _Identity(found.st_dev, found.st_ino)
 
 
 class Writer:

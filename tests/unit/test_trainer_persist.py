@@ -144,6 +144,20 @@ def test_nothing_is_saved_below_a_mount_that_is_gone(tmp_path: Path, start: Star
         assert alone.answer() == {"state": "committed"}
 
 
+def test_nothing_is_saved_after_a_move_before_the_first_checkpoint(tmp_path: Path, start: Start) -> None:
+    """The path does not lead to the run any more, whatever is there."""
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    first = start(0, 2, root=root)
+    first.command(save=10, sample=0)
+    first.command(abandon=10)
+    assert first.answer() == {"state": "abandoned"}
+    (tmp_path / "run").rename(tmp_path / "moved")
+    first.command(save=20, sample=0)
+    assert "the run's folder was moved" in first.answer()["why"]
+    assert not (tmp_path / "run").exists()
+
+
 def test_nothing_is_saved_in_the_place_of_a_folder_that_was_moved(tmp_path: Path, start: Start) -> None:
     """The run would be in two halves, of which neither is whole. A folder of checkpoints that was removed is made."""
     root = tmp_path / "run" / "checkpoints"
