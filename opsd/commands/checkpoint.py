@@ -22,6 +22,7 @@ from opsd.checkpoints.remote import AWAITING, Remote, RemoteError, reason_of, wi
 from opsd.checkpoints.retention import PART, PRUNED, prune, reasons
 from opsd.commands.options import Group, RunPath, exit_codes, option
 from opsd.commands.output import output_console
+from opsd.durable import FORGOTTEN_S
 
 SUBFOLDER = "checkpoints"
 
@@ -151,11 +152,14 @@ def prune_command(path: Path, keep: int, keep_every: int, dry_run: bool) -> int:
     try:
         going = [step for step, reason in kept.items() if not reason] if dry_run else prune(root, keep, keep_every)
     except OSError as error:
-        click.echo(f"opsd: {error.filename} could not be removed: {error.strerror}", err=True)
+        click.echo(f"opsd: not all old checkpoints could be removed: {words.with_remedy(error)}", err=True)
         return exitcodes.FAILED
+    left = {entry.step: entry.size for entry in find(root)} if not dry_run else {}
     for step in sorted({*kept, *going}):
         fate = ("would be removed" if dry_run else "removed") if step in going else f"kept: {kept[step]}"
-        click.echo(f"step {step}: {fate}, {words.size(sizes.get(step, 0))}")
+        click.echo(f"step {step}: {fate}, {words.size(sizes.get(step, 0) - left.get(step, 0) * (step in going))}")
+        if step in going and left.get(step):
+            click.echo(f"  {words.size(left[step])} of a save that failed stay for {words.span(FORGOTTEN_S)}")
     if not going:
         click.echo(f"nothing to remove under {root}")
     return exitcodes.OK

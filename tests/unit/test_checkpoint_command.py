@@ -139,7 +139,18 @@ def test_a_file_that_cannot_be_removed_is_a_failure(tmp_path: Path) -> None:
     swap_for_folder(stuck)
     done = opsd("prune", tmp_path, "--keep", 1)
     assert done.returncode == exitcodes.FAILED
-    assert done.stderr == f"opsd: {stuck} could not be removed: Is a directory\n"
+    assert done.stderr == f"opsd: not all old checkpoints could be removed: {stuck}: Is a directory\n"
+
+
+def test_a_part_of_a_save_that_failed_is_not_called_removed(tmp_path: Path) -> None:
+    """Its writer may still be at work, so it stays for an hour."""
+    for step in (10, 20):
+        make(tmp_path, step)
+    part = manifest.folder_of(tmp_path, 10) / f"rank-0001.0123abcd-1.{'0' * 32}.safetensors"
+    part.write_bytes(bytes(5000))
+    done = opsd("prune", tmp_path, "--keep", 1)
+    assert part.exists()
+    assert "  5 kB of a save that failed stay for 60 min" in done.stdout
 
 
 def test_list_of_nothing_says_so(tmp_path: Path) -> None:
