@@ -265,6 +265,8 @@ def _because(word: Word, sample: _Sample, decision: Decision, n: int, limits: _L
         return "the side with the better mean has a failed run, and no side can win by failing"
     if sample.failed and limits.margin and max(-decision.low[n], decision.high[n]) < limits.margin:
         return "the interval is within the margin, but sides with failed runs are not equivalent"
+    if not any(sample.differences):
+        return f"both sides have the same value in all {pairs} pairs"
     return f"the noise of {pairs} pairs may explain the difference, with adjusted p {decision.adjusted_p[n]:.2g}"
 
 

@@ -312,3 +312,10 @@ def test_without_scipy_one_sentence_says_what_to_install() -> None:
     code = "import sys; sys.modules['scipy'] = None\ntry: import opsd.ablate.verdict\nexcept ImportError as e: print(e)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said == "verdicts of ablations need scipy: pip install 'opsd-cluster[ablate]'\n"
+
+
+def test_an_arm_that_changes_nothing_is_told_as_that():
+    """There is no difference that noise could explain."""
+    values = {seed: 2.0 + seed / 10 for seed in range(6)}
+    (verdict,) = judge(values, {"same": values}, alpha=0.05)
+    assert (verdict.verdict, verdict.reason) == ("undecided", "both sides have the same value in all 6 pairs")
