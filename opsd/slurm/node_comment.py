@@ -6,9 +6,9 @@ each reconfigure, and newer releases parse ``Extra`` as a constraint. opsd owns 
 
     rack 12 [opsd1 gpu_xid=1763705000-1763708600 ib_link=1763710000- tested=1763710900 spare=ready@1763711000]
 
-``path=leaf7@1763710900`` is a measurement of the network from the node's own leaf switch to another, with ``!`` at its
-end if it was not well, and then the MB/s of its slowest exchange if they are known (``!1200M``), or ``?`` if it could
-not be made. ``nvl=UUID.CLIQUE`` is the NVLink domain that the node shares.
+``path=leaf7@1763710900`` is a measurement of the network between the node's own leaf switch and another. ``!`` at its
+end means that the path was slow; the MB/s of the slowest exchange may follow (``!1200M``). ``?`` means that the
+measurement could not be made. ``nvl=UUID.CLIQUE`` is the NVLink domain that the node shares.
 ``failed=1763705000,1763709000`` are jobs that failed on the node and ran without it, by Slurm's accounting.
 ``sacct=1763711000`` is when this node's agent last read that for all nodes. A ``?`` at its end means that it failed.
 ``anew=1763712000`` is when its hardware was replaced: what was before that says nothing of the node.

@@ -128,9 +128,11 @@ PLANTS: Final[Mapping[str, Plant]] = {
     "flaky in 30 % of the iterations": lambda random, switch_of: [_node(random, switch_of, of_iterations=0.3)],
     "flaky in 30 % of the tests": lambda random, switch_of: [_node(random, switch_of, of_tests=0.3)],
 }
-"""No search can find the last kind with certainty in so few tests: a node that shows in 30 % of its tests gives at most
-log2(1 + 0.3 * 0.7**(7/3)) = 0.18 bits per test (the capacity of a Z-channel), and naming one of 232 nodes with 99 %
-certainty takes log2(232 / 0.01) = 14.5 bits, 82 tests. Longer tests turn it into the previous kind.
+"""No search can find the last kind with certainty in so few tests.
+
+A node that shows in 30 % of its tests gives at most log2(1 + 0.3 * 0.7**(7/3)) = 0.18 bits per test (Z-channel). To
+name one of 232 nodes with 99 % certainty takes log2(232 / 0.01) = 14.5 bits, which is 82 tests. Longer tests turn this
+kind into the previous one.
 """
 
 

@@ -224,7 +224,7 @@ def test_retention_keeps_what_it_must(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_uploads_what_waits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The storage was full at its end. What fails again is told with its remedy, and goes on waiting."""
+    """The storage was full at its end. A copy that fails again stays marked, and the message says what to do."""
     waiting = make(tmp_path / "checkpoints", 8) / AWAITING
     waiting.touch()
     (tmp_path / "full").write_text("")
