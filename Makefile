@@ -7,7 +7,7 @@ JOBS   ?= 3
 unexport PYTHONDONTWRITEBYTECODE # the tests start thousands of interpreters: with compiled modules each takes half the time
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster-demo stack pictures generate lock docs test test-long test-packages test-fast lint torchtitan release bench bench-gpu clean
+.PHONY: help setup demo cluster-demo stack pictures generate lock docs test test-long test-packages test-fast lint data torchtitan release bench bench-gpu clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,10 @@ test-packages:
 test-fast: $(STAMP) ## Only the tests that take seconds
 	$(BIN)/python -m pytest -n $(JOBS) --dist=loadgroup --durations=10 -m 'not slow and not long and not waiting'
 
+data: ## A venv of its own for datatrove's extra "processing", which needs an older xxhash, with opsd in it
+	$(PYTHON) -m venv .venv-data
+	.venv-data/bin/python -m pip install --quiet --disable-pip-version-check -e '.[data]' 'datatrove[processing]' 'tokenizers>=0.21,<1' 'numpy>=2,<3'
+
 torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its adapter is tested where it is there
 	$(PYTHON) -m venv .venv-torchtitan
 	.venv-torchtitan/bin/python -m pip install --quiet --disable-pip-version-check 'torchtitan==0.3.*'
@@ -98,4 +102,4 @@ bench-gpu: $(STAMP) ## What the trainer reaches on the GPU here, in nine minutes
 	$(BIN)/python tests/gpu/measure.py
 
 clean: ## Remove what make created
-	rm -rf $(VENV) .venv-torchtitan .npm-boards .mypy_cache .ruff_cache .pytest_cache bench-results site .demo dist
+	rm -rf $(VENV) .venv-torchtitan .venv-data .npm-boards .mypy_cache .ruff_cache .pytest_cache bench-results site .demo dist

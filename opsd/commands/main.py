@@ -27,6 +27,7 @@ COMMANDS = {
     "completion": "Print the completion script for your shell.",
     "config": "Check, show, create or reload the configuration.",
     "dashboards": "Build the Grafana boards, check that they are current, push them.",
+    "data": "Run datatrove pipelines: nothing skipped, nothing twice.",
     "demo": "Train a small model, break it six ways, watch it recover.",
     "deploy": "List, show or copy systemd units, batch scripts, rules, Ansible.",
     "diagnose": "Why a run stands still or trains slowly: data, network or kernels.",
@@ -58,7 +59,7 @@ COMMANDS = {
 ``return_``."""
 
 GROUPS = {
-    "Plan": ("plan", "simulate", "ablate"),
+    "Plan": ("data", "plan", "simulate", "ablate"),
     "Run": ("launch", "train", "slurm", "swap", "requeue", "checkpoint"),
     "See what is going on": ("status", "top", "incidents", "diagnose", "runbook", "report", "compare", "ledger"),
     "Nodes": ("agent", "preflight", "drain", "repair", "return", "evidence", "spare", "nodes", "config"),

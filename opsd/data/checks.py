@@ -1,0 +1,202 @@
+"""What is checked of a stage: its plan against what is there now, and at its end that nothing was lost or doubled."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from opsd.data.identity import place_of
+from opsd.data.pipeline import PipelineError, Stage
+from opsd.data.records import Done, Flow, Listing, Written, damage, doubled, listing
+from opsd.words import plural
+
+_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The files of a run by path: those of the stages before this one, and those of this one and later ones."""
+
+    earlier: Mapping[Path, Written]
+    later: frozenset[Path] = frozenset()
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self.earlier or path in self.later
+
+
+def make_plan(stage: Stage, known: Known) -> dict[str, Any]:
+    """What the stage is to be made with. Raises OSError."""
+    inputs: dict[str, Any] = {}
+    for place in stage.inputs:
+        inputs[place] = {
+            name: [size, file.checksum if (file := known.earlier.get(Path(place, name))) else stamp]
+            for name, (size, stamp) in listing(place).items()
+            if Path(place, name) not in known.later
+        }
+    return {
+        "steps": [list(step) for step in stage.steps],
+        "tasks": stage.tasks,
+        "inputs": inputs,
+        "outputs": stage.outputs,
+    }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """How a stage differs from what it was begun with, as parts of a sentence."""
+    found = []
+    if before["tasks"] != now["tasks"]:
+        found.append(f"it had {plural(before['tasks'], 'task')} and now has {now['tasks']:,}")
+    old, new = before["steps"], now["steps"]
+    if [name for name, _ in old] != [name for name, _ in new]:
+        found.append(f"its steps were {', '.join(n for n, _ in old)} and are {', '.join(n for n, _ in new)}")
+    else:
+        found += [f"step {n} ({one[0]}) has another code or other arguments"
+                  for n, (one, other) in enumerate(zip(old, new, strict=True), 1) if one != other]  # fmt: skip
+    if before["outputs"] != now["outputs"]:
+        found.append("it writes to other folders")
+    for place in sorted({*before["inputs"], *now["inputs"]}):
+        found += shortened(list(_changed(place, before["inputs"].get(place, {}), now["inputs"].get(place, {}))))
+    return found
+
+
+def _changed(place: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted({*before, *now}):
+        if name not in now:
+            yield f"{place}/{name} is gone"
+        elif name not in before:
+            yield f"{place}/{name} is new"
+        elif list(before[name]) != list(now[name]):
+            kind = "is shorter" if now[name][0] < before[name][0] else "has changed"
+            yield f"{place}/{name} {kind}"
+
+
+def shortened(sentences: Sequence[str]) -> list[str]:
+    """The first few, and how many more there are."""
+    left = len(sentences) - _SHOWN
+    return [*sentences[:_SHOWN], *([f"{left:,} more like these"] if left > 0 else [])]
+
+
+def demand_inputs(stage: Stage, known: Known, allow_copies: bool) -> None:
+    """Raise PipelineError for files of earlier stages that are damaged or added, and for doubled inputs."""
+    own = {file.folder for file in known.earlier.values()}
+    for place in stage.inputs:
+        files = listing(place)
+        problems = [why for file in known.earlier.values() if file.folder == place and (why := damage(file))]
+        if place in own:
+            extra = [name for name in files if Path(place, name) not in known]
+            problems += [f"{Path(place, name)} was written by no task of this run" for name in sorted(extra)]
+        elif not allow_copies and any(_place(reader) == place for reader in stage.readers):
+            problems += doubled(place, files)
+        if problems:
+            told = "; ".join(shortened(problems))
+            raise PipelineError(f"stage {stage.number} cannot read {place}: {told}. {_remedy(problems)}")
+
+
+def _remedy(problems: Sequence[str]) -> str:
+    if any(" has the content of " in why for why in problems):
+        return "Remove what is doubled, or pass --allow-copies if it is meant"
+    return "Remove what was added; with --redo the tasks of files that are missing or damaged run again"
+
+
+def demand_outputs(stage: Stage, known: Known) -> None:
+    """Raise PipelineError if an output folder has files that the run has not written."""
+    for place in stage.outputs:
+        others = sorted(name for name in listing(place) if Path(place, name) not in known)
+        if others:
+            raise PipelineError(
+                f"stage {stage.number} writes to {place}, where {plural(len(others), 'file')} such as {others[0]} "
+                f"{'is' if len(others) == 1 else 'are'} not of this run: remove them, or choose another folder"
+            )
+
+
+def _place(reader: Any) -> str:
+    return str(place_of(reader.data_folder))
+
+
+def summary(stage: Stage, plan: Mapping[str, Any], records: Sequence[Done]) -> dict[str, Any]:
+    """The stage as a whole: its flows, and what it took from folders and gave to them.
+
+    Raises PipelineError if a file was written twice, if an input was not read exactly once, or if documents are lost.
+    """
+    problems = [*_written_twice(records), *_unread(stage, plan, records), *_lost(records)]
+    if problems:
+        raise PipelineError(f"stage {stage.number}: {'; '.join(shortened(problems))}")
+    flows = merged(records)
+    return {
+        "flows": [asdict(flow) for flow in flows],
+        "taken": dict(_sum(done.taken for done in records)),
+        "given": dict(_sum(done.given for done in records)),
+        "files": sum(len(done.files) for done in records),
+        "bytes": sum(file.size for done in records for file in done.files),
+    }
+
+
+def merged(records: Sequence[Done]) -> list[Flow]:
+    """The flows of all tasks together, step by step."""
+    flows: list[Flow] = []
+    for done in records:
+        for number, flow in enumerate(done.flows):
+            if number == len(flows):
+                flows.append(Flow(flow.step))
+            flows[number].add(flow)
+    return flows
+
+
+def _sum(counts: Any) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return total
+
+
+def _written_twice(records: Sequence[Done]) -> Iterator[str]:
+    ranks: dict[Path, int] = {}
+    for done in records:
+        for file in done.files:
+            if file.path in ranks:
+                yield f"tasks {ranks[file.path]} and {done.rank} both write {file.path}: its name needs ${{rank}}"
+            ranks[file.path] = done.rank
+
+
+def _unread(stage: Stage, plan: Mapping[str, Any], records: Sequence[Done]) -> Iterator[str]:
+    """Inputs of readers that no task has read, or several."""
+    for reader in stage.readers:
+        place = _place(reader)
+        if "://" in place or reader.paths_file or reader.limit != -1:
+            continue
+        wanted = set(reader.data_folder.list_files(recursive=reader.recursive, glob_pattern=reader.glob_pattern))
+        known: Listing = plan["inputs"][place]
+        times = Counter(name for done in records for name in done.reads.get(place, ()))
+        yield from (f"no task has read {place}/{name}" for name in sorted(wanted) if not times[name])
+        yield from (f"{times[name]} tasks have read {place}/{name}" for name in sorted(wanted) if times[name] > 1)
+        yield from (f"{place}/{name} was added while the stage ran" for name in sorted(wanted - known.keys()))
+
+
+def _lost(records: Sequence[Done]) -> Iterator[str]:
+    """Steps that have not passed on all that the one before them has."""
+    for done in records:
+        for before, after in pairwise(done.flows):
+            if (before.documents_out, before.bytes_out) != (after.documents_in, after.bytes_in):
+                yield f"task {done.rank} lost documents between {before.step} and {after.step}"
+        for flow in done.flows:
+            came, bytes_came = flow.documents_in + flow.documents_made, flow.bytes_in + flow.bytes_made + flow.edited
+            went, bytes_went = flow.documents_out + flow.documents_dropped, flow.bytes_out + flow.bytes_dropped
+            if not flow.consumed and (came, bytes_came) != (went, bytes_went):
+                yield f"task {done.rank}: {flow.step} took {came:,} documents, and {went:,} went out or were dropped"
+
+
+def demand_hand_over(stage: Stage, made: Mapping[str, Any], given: Mapping[str, int]) -> None:
+    """Raise PipelineError if a reader of all files of a folder took other documents than writers have put there."""
+    for place, taken in made["taken"].items():
+        reads_all = all(
+            reader.limit == -1 and not reader.skip and not reader.paths_file and not reader.glob_pattern
+            for reader in stage.readers if _place(reader) == place
+        )  # fmt: skip
+        if place in given and reads_all and given[place] != taken:
+            raise PipelineError(
+                f"stage {stage.number} read {taken:,} documents from {place}, and {given[place]:,} were written there"
+            )

@@ -1,0 +1,174 @@
+"""Digests of pipelines: equal as long as code, arguments and files that are named in them are.
+
+Code of the pipeline's own file counts by what it compiles to, with the globals that it uses, so that comments do not
+count. Modules beside it count by their text, installed packages by their version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from string import Template
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from opsd.checkpoints.manifest import checksum
+
+OWN: Final = "opsd_pipeline"
+"""The name under which the file of a pipeline runs."""
+_LEFT_OUT: Final = frozenset({"stats", "output_mg"})
+"""Attributes of steps that change while they run."""
+_LONGEST_PATH: Final = 4096
+_NUMBERED: Final = re.compile(r" at 0x[0-9a-f]+")
+
+
+def digest(value: object) -> str:
+    """The digest of a step, a function or any other value of a pipeline."""
+    return digest_of(_described(value, set()))
+
+
+def digest_of(document: object) -> str:
+    """The digest of what JSON can hold."""
+    return hashlib.blake2b(json.dumps(document, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _described(value: object, above: set[int]) -> Any:
+    """``value`` as JSON; ``above`` are the ids of the values that contain it."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return _text(value)
+    if id(value) in above:
+        return "contains itself"
+    return _compound(value, above | {id(value)})
+
+
+def _compound(value: object, above: set[int]) -> Any:
+    if isinstance(value, bytes | bytearray):
+        return ["bytes", hashlib.blake2b(value, digest_size=16).hexdigest()]
+    if isinstance(value, list | tuple):
+        return [_described(each, above) for each in value]
+    if isinstance(value, set | frozenset):
+        return ["set", sorted(json.dumps(_described(each, above), sort_keys=True) for each in value)]
+    if isinstance(value, Mapping):
+        pairs = [[_described(key, above), _described(each, above)] for key, each in value.items()]
+        return ["mapping", sorted(pairs, key=lambda pair: json.dumps(pair, sort_keys=True))]
+    if isinstance(value, FunctionType):
+        return _function(value, above)
+    if isinstance(value, MethodType):
+        return ["method", _described(value.__func__, above)]
+    if isinstance(value, partial):
+        return [
+            "partial",
+            _described(value.func, above),
+            _described(value.args, above),
+            _described(value.keywords, above),
+        ]
+    if isinstance(value, type):
+        return _class(value, above)
+    if isinstance(value, re.Pattern | Template):
+        return [type(value).__name__, value.pattern if isinstance(value, re.Pattern) else value.template]
+    return _instance(value, above)
+
+
+def _text(value: str) -> Any:
+    """A text; one that names a file stands for its content too, such as a model or a list of words."""
+    if 0 < len(value) < _LONGEST_PATH and "\n" not in value and "\0" not in value:
+        path = Path(value)
+        try:
+            if path.is_file():
+                return ["file", value, checksum(path)]
+        except OSError:
+            pass
+    return value
+
+
+def _instance(value: object, above: set[int]) -> Any:
+    if hasattr(value, "dtype") and hasattr(value, "tobytes"):
+        return [
+            "array",
+            str(value.dtype),
+            list(getattr(value, "shape", ())),
+            hashlib.sha256(value.tobytes()).hexdigest(),
+        ]
+    if (folder := place_of(value)) is not None:
+        return ["folder", folder]
+    names = dict.fromkeys([*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())])
+    fields = {name: getattr(value, name, None) for name in names if name not in _LEFT_OUT}
+    kind = _class(type(value), above)
+    if fields:
+        return [kind, {name: _described(each, above) for name, each in fields.items()}]
+    return [kind, _NUMBERED.sub("", repr(value))]
+
+
+def place_of(value: object) -> str | None:
+    """The address of a folder of datatrove, None of anything else."""
+    fs, path = getattr(value, "fs", None), getattr(value, "path", None)
+    if isinstance(path, str) and fs is not None and hasattr(value, "list_files"):
+        protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+        return path if protocol in ("file", "local") else f"{protocol}://{path}"
+    return None
+
+
+def _class(kind: type, above: set[int]) -> Any:
+    if kind.__module__ != OWN:
+        return [*_module(kind.__module__), kind.__qualname__]
+    if id(kind) in above - {id(kind)}:
+        return kind.__qualname__
+    above = above | {id(kind)}
+    code = {
+        name: _described(getattr(member, "__func__", getattr(member, "fget", member)), above)
+        for name, member in vars(kind).items()
+        if not name.startswith("__") or name in ("__init__", "__call__")
+    }
+    return [kind.__qualname__, [_described(base, above) for base in kind.__bases__], code]
+
+
+def _function(function: FunctionType, above: set[int]) -> Any:
+    if function.__module__ != OWN:
+        return [*_module(function.__module__), function.__qualname__]
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    used = {
+        name: _described(function.__globals__[name], above)
+        for name in sorted(set(_names(function.__code__)))
+        if name in function.__globals__ and not isinstance(function.__globals__[name], ModuleType)
+    }
+    given = [function.__defaults__, function.__kwdefaults__]
+    return ["function", _code(function.__code__), _described(given, above), _described(cells, above), used]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _code(code: CodeType) -> Any:
+    """What is compiled, without places in the source."""
+    constants = [_code(each) if isinstance(each, CodeType) else _described(each, set()) for each in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
+
+
+@cache
+def _module(name: str) -> tuple[str, str]:
+    """A module with the version of its package, or for one that is not installed with the checksum of its file."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    packages = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib", "stdlib")}
+    if file is not None and not any(str(Path(file).resolve()).startswith(f"{folder}/") for folder in packages):
+        return name, checksum(Path(file))
+    for distribution in _distributions().get(name.partition(".")[0], ()):
+        return name, importlib.metadata.version(distribution)
+    return name, ""
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()

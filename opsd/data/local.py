@@ -1,0 +1,125 @@
+"""Tasks on this machine: a few processes, each with one task after the other."""
+
+from __future__ import annotations
+
+import json
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from opsd.data.pipeline import PipelineError, Stage
+from opsd.data.records import LOG, Attempt, StageFolder
+from opsd.data.run import RETRIES, Tries, cores
+from opsd.progress import shown
+
+
+@dataclass
+class _Worker:
+    process: subprocess.Popen[bytes]
+    rank: int | None = None
+    began: float = 0.0
+
+    @property
+    def answers(self) -> IO[bytes]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def ask(self, rank: int) -> None:
+        assert self.process.stdin is not None
+        self.rank, self.began = rank, time.time()
+        with suppress(BrokenPipeError):  # its end is seen when its answer is read
+            self.process.stdin.write(b"%d\n" % rank)
+            self.process.stdin.flush()
+
+
+@dataclass
+class Local:
+    """As many processes as the executor has workers, but no more than cores, or ``workers``."""
+
+    root: Path
+    workers: int = 0
+    retries: int = RETRIES
+    _running: list[_Worker] = field(default_factory=list)
+
+    def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tell: Callable[[Attempt], object]) -> None:
+        """See ``opsd.data.run.Engine``. Raises PipelineError, OSError."""
+        waiting, tries, done = deque(ranks), Tries(self.retries), 0
+        asked = getattr(stage.executor, "workers", -1)
+        most = self.workers or min(cores(), asked if asked > 0 else stage.tasks)
+        with shown(f"stage {stage.number}", "tasks") as look, selectors.DefaultSelector() as selector:
+            try:
+                while waiting or self._running:
+                    while waiting and len(self._running) < most:
+                        worker = self._start(folder)
+                        selector.register(worker.answers, selectors.EVENT_READ, worker)
+                        worker.ask(waiting.popleft())
+                    for key, _ in selector.select(1.0):
+                        attempt = self._answer(key.data, folder)
+                        if attempt is None or key.data.process.poll() is not None:
+                            selector.unregister(key.data.answers)
+                            self._running.remove(key.data)
+                        if attempt is not None and attempt.outcome not in ("done", "superseded"):
+                            tell(attempt)
+                            if tries.ended(attempt):
+                                waiting.append(attempt.rank)
+                        done += attempt is not None and attempt.outcome in ("done", "superseded")
+                        if key.data in self._running and not self._next(key.data, waiting):
+                            selector.unregister(key.data.answers)
+                            self._running.remove(key.data)
+                    look(done, len(ranks))
+            finally:
+                for worker in self._running:
+                    worker.process.kill()
+                    worker.process.wait()
+                self._running.clear()
+
+    def _start(self, folder: StageFolder) -> _Worker:
+        command = [sys.executable, "-m", "opsd.data.worker", str(self.root.absolute()), str(folder.number)]
+        with open(folder.folder / LOG / "tasks.log", "ab") as log:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+            )
+        self._running.append(_Worker(process))
+        return self._running[-1]
+
+    @staticmethod
+    def _next(worker: _Worker, waiting: deque[int]) -> bool:
+        """Give the worker its next task; one for which there is none ends."""
+        if waiting:
+            worker.ask(waiting.popleft())
+            return True
+        assert worker.process.stdin is not None
+        worker.process.stdin.close()
+        worker.process.wait()
+        return False
+
+    @staticmethod
+    def _answer(worker: _Worker, folder: StageFolder) -> Attempt | None:
+        """How the task of a worker has ended, also if the worker has died. Raises PipelineError."""
+        line = worker.answers.readline()
+        if line.endswith(b"\n"):
+            answer = json.loads(line)
+            if "refused" in answer:
+                raise PipelineError(answer["refused"])
+            return Attempt(**answer)
+        code, rank = worker.process.wait(), worker.rank
+        assert rank is not None
+        own = [each for each in folder.attempts() if each.rank == rank and each.began >= worker.began - 1]
+        attempt = own[-1] if own else Attempt(rank, "")
+        attempt.seen = time.time()
+        if folder.record(rank).exists():
+            attempt.outcome = "done"
+            return attempt
+        what = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        memory = "; if memory was short, the kernel log and `opsd incidents` say so" if code == -signal.SIGKILL else ""
+        attempt.outcome, attempt.why = "", f"its process ended with {what}{memory}"
+        folder.note(attempt)
+        return attempt

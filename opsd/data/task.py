@@ -1,0 +1,375 @@
+"""One task of a stage, in the process that runs it: counted, written aside, proved, then put into place.
+
+datatrove's own executor runs the steps, with a counter between every two of them. All output folders lead elsewhere
+while it runs. Once every file is on the disk, the attempt creates the record of the task. The files of the first
+attempt that does so are moved into place. So an attempt that is killed, or thought to be lost, changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gzip
+import json
+import os
+import resource
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from importlib import import_module
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from datatrove.executor.base import PipelineExecutor
+from datatrove.utils.logging import logger
+
+from opsd import durable
+from opsd.checkpoints.manifest import checksum
+from opsd.data.identity import place_of
+from opsd.data.pipeline import PipelineError, Stage, folders_of, name_of
+from opsd.data.records import BEAT_S, LOG, Attempt, Done, Flow, StageFolder, Written, plan_digest, publish
+from opsd.words import first_line, with_remedy
+
+DONE: Final = "done"
+FAILED: Final = "failed"
+SUPERSEDED: Final = "superseded"
+"""How an attempt ends; superseded is one that another attempt was faster than."""
+_DAMAGE: Final = ("Error when reading", "may be corrupted")
+"""What datatrove's readers say, at the level of a warning, of a document that they leave out because it is damaged."""
+
+
+class Meter:
+    """Counts what passes from one step to the next; ``before`` counts what comes into the step."""
+
+    def __init__(self, flow: Flow, before: Meter | None, sizes: list[Any]) -> None:
+        self.flow, self._before, self._sizes = flow, before, sizes
+        self.entered: dict[int, int] = {}
+        """Bytes of the documents that are in the next step, by id. An id that comes again was that of a dropped one."""
+        self.next: Flow | None = None
+        self.ended = False
+
+    def __call__(self, documents: Any, rank: int = 0, world_size: int = 1) -> Any:
+        """Stand between two steps, as a step of datatrove."""
+        if documents is None:
+            self.flow.consumed = self._before is not None
+            self.ended = True
+            return None
+        return self._counted(documents)
+
+    def _counted(self, documents: Any) -> Iterator[Any]:
+        flow, before, following = self.flow, self._before, self.next
+        for document in documents:
+            size = self._size(document.text)
+            flow.documents_out += 1
+            flow.bytes_out += size
+            came = None if before is None else before.entered.pop(id(document), None)
+            if came is None:
+                flow.documents_made += 1
+                flow.bytes_made += size
+            else:
+                flow.edited += size - came
+            if following is not None:
+                following.documents_in += 1
+                following.bytes_in += size
+                if (gone := self.entered.get(id(document))) is not None:
+                    following.documents_dropped += 1
+                    following.bytes_dropped += gone
+                self.entered[id(document)] = size
+            yield document
+        self.ended = True
+
+    def _size(self, text: str) -> int:
+        """Bytes of a text. Most steps pass on the same object, which is measured once."""
+        if text.isascii():
+            return len(text)
+        if self._sizes[0] is not text:
+            self._sizes[:] = text, len(text.encode("utf-8", "surrogatepass"))
+        return int(self._sizes[1])
+
+    def settle(self) -> None:
+        """Count what has not come out of the next step as dropped, or as consumed."""
+        if self.next is not None and not self.next.consumed:
+            self.next.documents_dropped += len(self.entered)
+            self.next.bytes_dropped += sum(self.entered.values())
+        self.entered.clear()
+
+
+class _Executor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no types
+    """datatrove's way of running one rank. It neither believes nor writes its marks of completion."""
+
+    def __init__(self, pipeline: list[Any], world_size: int, log: Path) -> None:
+        super().__init__(pipeline, logging_dir=str(log), skip_completed=False)
+        self._world_size = world_size
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    def run(self) -> None:
+        raise NotImplementedError
+
+    def run_rank(self, rank: int) -> None:
+        """Raises what the steps raise."""
+        self._run_for_rank(rank, local_rank=rank)
+
+    def mark_rank_as_completed(self, rank: int) -> None:
+        """The record of the task takes its place."""
+
+    def get_distributed_env(self, node_rank: int = -1) -> dict[str, str]:
+        return {
+            "datatrove_node_ips": "localhost", "datatrove_cpus_per_task": "-1", "datatrove_mem_per_cpu": "-1",
+            "datatrove_gpus_on_node": "-1", "datatrove_executor": "LOCAL",
+        }  # fmt: skip
+
+
+class Opened:
+    """The files that this process opens for reading below some folders. There can be one of them in a process."""
+
+    def __init__(self) -> None:
+        self.roots: tuple[str, ...] = ()
+        self.paths: dict[str, None] = {}
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and self.roots:
+            path, _, flags = arguments
+            if isinstance(path, str) and path.startswith(self.roots) and flags & os.O_ACCMODE == os.O_RDONLY:
+                self.paths[path] = None
+
+    def below(self, folder: str) -> list[str]:
+        """The names of those below ``folder``."""
+        return sorted(path[len(folder) + 1 :] for path in self.paths if path.startswith(f"{folder}/"))
+
+
+class LocalFiles:
+    """The files that datatrove opens for writing. fsspec leaves them to the garbage collector behind a compressor.
+
+    What was buffered is then lost without an error if the disk is full, so they are kept here and closed in sight.
+    """
+
+    def __init__(self) -> None:
+        from fsspec.implementations.local import LocalFileSystem
+
+        before, self._files = LocalFileSystem._open, list[Any]()
+
+        def opened(fs: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+            file = before(fs, path, mode=mode, **options)
+            if not mode.startswith("r"):
+                self._files = [*(each for each in self._files if not each.closed), file]
+            return file
+
+        LocalFileSystem._open = opened
+
+    def close(self) -> None:
+        """Raises OSError."""
+        for file in self._files:
+            file.close()
+
+    def forget(self) -> None:
+        """Let go of those of an attempt that has ended."""
+        self._files = []
+
+
+class Tasks:
+    """Runs tasks of one stage in this process, one after the other."""
+
+    def __init__(self, stage: Stage, folder: StageFolder, cpus: int = 1) -> None:
+        """Raises PipelineError if the pipeline is not the one that the stage was planned with."""
+        self._stage, self._folder, self._cpus = stage, folder, cpus
+        plan = folder.plan
+        if plan is None or [list(step) for step in stage.steps] != plan["steps"] or plan["tasks"] != stage.tasks:
+            raise PipelineError(f"stage {stage.number} was changed while it runs: run `opsd data run` again")
+        self._plan = plan_digest(plan)
+        self._opened = Opened()
+        self._said: list[str] = []
+        self._files = LocalFiles()
+        same_bytes_at_any_time()
+
+    def run(self, rank: int, job: int = 0, array: str = "") -> Attempt:
+        """One attempt at a task. It ends with an outcome whatever the steps do. Raises OSError if none can be kept."""
+        attempt = Attempt(rank, self._plan, job=job, array=array, cpus=self._cpus)
+        self._folder.note(attempt)
+        staged = {place: _aside(place, attempt) for place in self._stage.outputs}
+        try:
+            with _beating(self._folder, attempt):
+                done = self._attempted(attempt, staged)
+                content = json.dumps(asdict(done)).encode()
+                is_first = durable.create(self._folder.record(rank), content)
+                attempt.outcome = DONE if is_first else SUPERSEDED
+                if is_first:
+                    publish(done)
+        except (Exception, SystemExit) as error:
+            attempt.outcome, attempt.why = FAILED, self._why(error)
+            if _is_committed(self._folder, rank, attempt):  # the driver completes what is left to do
+                return attempt
+        finally:
+            attempt.seen = time.time()
+        for place in staged.values():
+            shutil.rmtree(place, ignore_errors=True)
+            with suppress(OSError):
+                Path(place).parent.rmdir()
+        self._folder.note(attempt)
+        return attempt
+
+    def _attempted(self, attempt: Attempt, staged: Mapping[str, str]) -> Done:
+        pipeline = copy.deepcopy(self._stage.executor.pipeline)
+        for step in pipeline:
+            for name, folder in folders_of(step):
+                if name.startswith("output"):
+                    folder.path = staged[str(place_of(folder))]
+        meters = _meters(pipeline)
+        metered = [part for step, meter in zip(pipeline, meters, strict=True) for part in (step, meter)]
+        self._said.clear()
+        self._opened.paths.clear()
+        self._opened.roots = tuple(f"{place}/" for place in self._stage.inputs if "://" not in place)
+        try:
+            _Executor([self._listen, *metered], self._stage.tasks, self._folder.folder / LOG).run_rank(attempt.rank)
+            self._files.close()
+        finally:
+            self._opened.roots = ()
+            self._files.forget()
+        for meter in meters:
+            meter.settle()
+        if self._said:
+            raise PipelineError(self._said[0])
+        flows = tuple(meter.flow for meter in meters)
+        places = {aside: place for place, aside in staged.items()}
+        for step, meter in zip(pipeline, meters, strict=True):
+            _audit(step, meter)
+        return Done(
+            attempt.rank, self._plan, attempt.token, tuple(_written(staged)), dict(staged),
+            {place: self._opened.below(place) for place in self._stage.inputs if "://" not in place},
+            flows, _counted(pipeline, "read_file", "data_folder", "documents", {}),
+            _counted(pipeline, "output_filename", "output_folder", "total", places),
+        )  # fmt: skip
+
+    def _listen(self, documents: Any, rank: int = 0, world_size: int = 1) -> Any:
+        """The first step: datatrove has just replaced all that listened to its log."""
+        logger.add(self._hear, level="WARNING", format="{message}")
+        return documents
+
+    def _hear(self, message: Any) -> None:
+        record = message.record
+        if str(record["name"]).startswith("datatrove.pipeline.readers") and any(
+            w in record["message"] for w in _DAMAGE
+        ):
+            self._said.append(first_line(record["message"]))
+
+    def _why(self, error: BaseException) -> str:
+        if isinstance(error, PipelineError):
+            return str(error)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+            return f"{with_remedy(error)} (`opsd incidents` on this node has the storage's)"
+        if isinstance(error, MemoryError):
+            return f"no memory is left; it had {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10:,} MiB"
+        where = next(reversed(self._opened.paths), "")
+        said = f"{type(error).__name__}: {first_line(str(error))}"
+        return f"{said} (the file that was opened last is {where})" if where else said
+
+
+def _meters(pipeline: list[Any]) -> list[Meter]:
+    meters: list[Meter] = []
+    sizes: list[Any] = [None, 0]
+    for step in pipeline:
+        meters.append(Meter(Flow(name_of(step)), meters[-1] if meters else None, sizes))
+    for meter, following in pairwise(meters):
+        meter.next = following.flow
+    return meters
+
+
+def _audit(step: Any, meter: Meter) -> None:
+    """Compare the counts with what the step itself says. Raises PipelineError."""
+    flow = meter.flow
+    if not meter.ended:
+        raise PipelineError(f"the step after {flow.step} stopped before the end of its documents: some were not read")
+    counts = {name: int(metric.total) for name, metric in getattr(getattr(step, "stats", None), "stats", {}).items()}
+    flow.reasons = {name[8:]: count for name, count in counts.items() if name.startswith("dropped_")}
+    if left := flow.documents_dropped - sum(flow.reasons.values()):
+        flow.reasons[flow.step] = left
+    checks = {}
+    if hasattr(step, "filter_batch"):
+        checks = {"dropped": flow.documents_dropped, "forwarded": flow.documents_out}
+    elif hasattr(step, "read_file"):
+        checks = {"documents": flow.documents_made}
+    for name, count in checks.items():
+        if name in counts and counts[name] != count:
+            raise PipelineError(
+                f"{flow.step} has counted {counts[name]:,} documents as {name}, and there were {count:,}"
+            )
+
+
+def _counted(pipeline: list[Any], mark: str, attribute: str, stat: str, places: Mapping[str, str]) -> dict[str, int]:
+    """What the steps that have ``mark`` say of their folders; ``places`` are those that lead elsewhere."""
+    found: dict[str, int] = {}
+    for step in pipeline:
+        if hasattr(step, mark) and (place := place_of(getattr(step, attribute, None))) is not None:
+            place = places.get(place, place)
+            found[place] = found.get(place, 0) + int(step.stats[stat].total)
+    return found
+
+
+def _aside(place: str, attempt: Attempt) -> str:
+    """Where an attempt writes what belongs into the folder ``place``: beside it, on the same file system."""
+    path = Path(place)
+    return str(path.with_name(f".{path.name}.opsd") / f"{attempt.rank:05d}-{attempt.token}")
+
+
+def _written(staged: Mapping[str, str]) -> Iterator[Written]:
+    """The files of an attempt, once they are on the disk. Raises OSError."""
+    for place, aside in staged.items():
+        for top, _, names in os.walk(aside):
+            for name in sorted(names):
+                path = Path(top, name)
+                with open(path, "rb+") as file:
+                    durable.sync(file)
+                about = path.stat()
+                yield Written(place, str(path.relative_to(aside)), about.st_size, checksum(path), about.st_mtime_ns)
+
+
+def _is_committed(folder: StageFolder, rank: int, attempt: Attempt) -> bool:
+    with suppress(PipelineError):
+        return folder.record(rank).exists() and folder.read(rank).attempt == attempt.token
+    return False
+
+
+@contextmanager
+def _beating(folder: StageFolder, attempt: Attempt) -> Iterator[None]:
+    """Note every few seconds that the attempt lives."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(BEAT_S):
+            attempt.seen = time.time()
+            with suppress(OSError):
+                folder.note(attempt)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def same_bytes_at_any_time() -> None:
+    """Have fsspec write gzip without the time of writing, so that an attempt that is repeated writes the same bytes."""
+    from fsspec.compression import compr, register_compression
+
+    before = compr["gzip"]
+    writer: Any = import_module("isal.igzip").IGzipFile if find_spec("isal") else gzip.GzipFile  # as fsspec chooses
+
+    def opened(file: Any, mode: str = "rb", **options: Any) -> Any:
+        if "w" not in mode:
+            return before(file, mode=mode, **options)
+        compressor = writer(filename="", mode="wb", fileobj=file, mtime=0, **options)
+        compressor.myfileobj = file  # closed with it
+        return compressor
+
+    register_compression("gzip", opened, "gz", force=True)

@@ -1,0 +1,315 @@
+"""Runs of pipelines: what is done stays done, what has changed is refused by name, and no document is lost unseen."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from opsd.data.pipeline import PipelineError, load
+from opsd.data.records import Flow, StageFolder
+from opsd.data.status import status
+from opsd.data.task import Meter, Tasks
+from tests.fakes.pipelines import PIPELINE, Here, contents, make_pipeline, make_raw, run_here
+
+
+def texts_in(folder: Path) -> list[str]:
+    """The texts of all files, in order."""
+    files = (gzip.decompress(raw) for _, raw in sorted(contents(folder).items()))
+    return [json.loads(line)["text"] for file in files for line in file.splitlines()]
+
+
+def test_documents_are_counted_and_done_is_done(tmp_path: Path) -> None:
+    """A second call runs nothing and writes nothing."""
+    file = make_pipeline(tmp_path)
+    assert run_here(file)
+    found = status(tmp_path / "pipeline")
+    first, second = found["stages"]
+    raw = [json.loads(line)["text"] for each in contents(tmp_path / "raw").values() for line in each.splitlines()]
+    long = sum(len(text) > 10 for text in raw)
+    assert [flow["documents"]["out"] for flow in first["flows"]] == [200, long, long]
+    assert first["flows"][1]["reasons"] == {"short": 200 - long}
+    reader, shout, kept, _ = second["flows"]
+    assert reader["documents"]["made"] == long
+    assert shout["bytes"]["edited"] == 0  # Ö has as many bytes as ö
+    assert kept["documents"]["in"] == kept["documents"]["out"] + kept["documents"]["dropped"] == long
+    texts = texts_in(tmp_path / "final")
+    assert len(texts) == kept["documents"]["out"] == sum("7" in text for text in texts)
+    assert sum(len(text.encode()) for text in texts) == kept["bytes"]["out"]
+    assert found["stages"][0]["state"] == "done"
+    before, again = contents(tmp_path), Here()
+    assert run_here(file, again)
+    assert (again.ran, contents(tmp_path)) == ([], before)
+
+
+def add_a_file(folder: Path) -> None:
+    shutil.copy(folder / "raw/000.jsonl", folder / "raw/0000.jsonl")
+    with open(folder / "raw/0000.jsonl", "a") as file:
+        file.write(json.dumps({"text": "one more text", "id": "more"}) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "ran"),
+    [
+        ((lambda text: text.replace("LEAST = 10", "LEAST = 11")), "step 2 (LambdaFilter) has another code", (1, 2)),
+        ((lambda text: text.replace('"7" in', '"8" in')), "stage 2 was begun with something else: step 3", (2,)),
+        ((lambda text: text.replace("tasks=3", "tasks=2")), "it had 3 tasks and now has 2", (1, 2)),
+        ((lambda text: text.replace(".upper()", ".lower()")), "step 2 (shout)", (2,)),
+        (add_a_file, "raw/0000.jsonl is new", (1, 2)),
+        ((lambda folder: (folder / "raw/001.jsonl").unlink()), "raw/001.jsonl is gone", (1, 2)),
+        ((lambda folder: (folder / "raw/002.jsonl").write_text('{"text": "short and new", "id": "1"}\n')),
+         "raw/002.jsonl is shorter", (1, 2)),
+    ],
+)  # fmt: skip
+def test_what_has_changed_is_refused_and_run_again_on_demand(
+    tmp_path: Path, change: Callable[[Any], Any], told: str, ran: tuple[int, ...]
+) -> None:
+    """Run again, the outputs are those of a run that has known nothing else: no file of the old tasks is left."""
+    file, fresh = make_pipeline(tmp_path / "one"), tmp_path / "two"
+    run_here(file)
+    text = PIPELINE
+    if "folder" in change.__code__.co_varnames:
+        change(tmp_path / "one")
+    else:
+        text = change(PIPELINE)
+        make_pipeline(tmp_path / "one", text)
+    before = contents(tmp_path / "one/final")
+    with pytest.raises(PipelineError, match=r".*".join(map(str, told.replace("(", r"\(").replace(")", r"\)").split()))):
+        run_here(file)
+    assert contents(tmp_path / "one/final") == before
+    engine = Here()
+    assert run_here(file, engine, redo=True)
+    assert {number for number, _ in engine.ran} == set(ran)
+    shutil.copytree(tmp_path / "one/raw", fresh / "raw")
+    run_here(make_pipeline(fresh, text))
+    for folder in ("kept", "final"):
+        here, there = contents(tmp_path / "one" / folder), contents(fresh / folder)
+        assert here.keys() == there.keys()
+        assert texts_in(tmp_path / "one" / folder) == texts_in(fresh / folder)
+
+
+def test_comments_change_nothing(tmp_path: Path) -> None:
+    """Neither do lines that are moved, nor a run from another process."""
+    file = make_pipeline(tmp_path)
+    run_here(file)
+    make_pipeline(tmp_path, "# A comment.\n\n" + PIPELINE.replace("def shout", "# Loud.\ndef shout"))
+    engine = Here()
+    assert run_here(file, engine)
+    assert engine.ran == []
+
+
+MANY = PIPELINE.replace("tasks=3", "tasks=200").replace("tasks=2\n", "tasks=4\n")
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished first stage of 200 files."""
+    folder = tmp_path_factory.mktemp("many")
+    make_raw(folder / "raw", files=200, documents=8)
+    file = make_pipeline(folder, MANY)
+
+    def stop(number: int) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_here(file, Here(stop))
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["missing", "truncated", "doubled", "changed"])
+def test_a_bad_file_of_200_is_named(many: Path, what: str) -> None:
+    """Twenty of twenty, wherever it is, before the next stage reads it."""
+    rng = random.Random(what)
+    for _ in range(20):
+        path = many.parent / "kept" / f"{rng.randrange(200):05d}.jsonl.gz"
+        raw, kept, about = path.read_bytes(), path.with_name("aside"), path.stat()
+        named = path
+        path.rename(kept.with_suffix(".opsd-test"))
+        if what == "truncated":
+            path.write_bytes(raw[:-1])
+        elif what == "changed":
+            path.write_bytes(raw[:-9] + bytes([raw[-9] ^ 1]) + raw[-8:])
+        elif what == "doubled":
+            path.write_bytes(raw)
+            named = path.with_name(f"{rng.randrange(1000, 2000):05d}.jsonl.gz")
+            named.write_bytes(raw)
+        kept.with_suffix(".opsd-test").rename(many.parent / "aside")
+        with pytest.raises(PipelineError) as refused:
+            run_here(many, Here())
+        assert named.name in str(refused.value)
+        named.unlink(missing_ok=True)
+        (many.parent / "aside").rename(path)
+        assert path.stat().st_mtime_ns == about.st_mtime_ns
+
+
+@pytest.mark.slow
+def test_damaged_files_are_made_again(many: Path) -> None:
+    """With the same bytes, by their own tasks alone."""
+    before = contents(many.parent / "kept")
+    (many.parent / "kept/00017.jsonl.gz").unlink()
+    (many.parent / "kept/00042.jsonl.gz").write_bytes(b"x")
+    engine = Here()
+    assert run_here(many, engine, redo=True)
+    assert [rank for number, rank in engine.ran if number == 1] == [17, 42]
+    assert contents(many.parent / "kept") == before
+
+
+def test_an_input_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    """Two names for one content: its documents would be read twice."""
+    file = make_pipeline(tmp_path)
+    shutil.copy(tmp_path / "raw/003.jsonl", tmp_path / "raw/copy.jsonl")
+    with pytest.raises(PipelineError, match=r"copy\.jsonl has the content of 003\.jsonl"):
+        run_here(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("9.jsonl", b'{"text": "a text that is long", "id": "1"}\n{"text": "cut o', "9.jsonl"),
+        ("9.jsonl.gz", gzip.compress(b'{"text": "a text that is long", "id": "1"}\n' * 99)[:-20], "9.jsonl.gz"),
+        ("9.jsonl", b'{"text": "\xff\xfe\x00"}\n', "9.jsonl"),
+    ],
+)
+def test_a_file_that_cannot_be_read_to_its_end_fails_its_task(
+    tmp_path: Path, name: str, content: bytes, told: str
+) -> None:
+    """Readers of datatrove leave out such documents with a warning in a log."""
+    file = make_pipeline(tmp_path)
+    (tmp_path / "raw" / name).write_bytes(content)
+    said: list[str] = []
+    assert not run_here(file, said=said)
+    assert told in said[-1]
+    assert contents(tmp_path / "kept").keys() == {"00000.jsonl.gz", "00001.jsonl.gz"}
+
+
+def test_two_attempts_at_once_write_one_result(tmp_path: Path) -> None:
+    """The one that commits first wins; an attempt that was taken for lost changes nothing later."""
+    file = make_pipeline(tmp_path)
+    outcomes: list[str] = []
+
+    class Twice(Here):
+        def run(self, stage: Any, folder: StageFolder, ranks: Any, tell: Any) -> None:
+            tasks = Tasks(stage, folder)
+            for rank in ranks:
+                outcomes.append(tasks.run(rank).outcome)
+                before = contents(tmp_path / "kept")
+                outcomes.append(tasks.run(rank).outcome)
+                assert contents(tmp_path / "kept") == before
+
+    assert run_here(file, Twice())
+    assert outcomes == ["done", "superseded"] * 5
+    assert not list(tmp_path.glob(".*.opsd"))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("stages = 3", "has no `stages`"),
+        ("raise SystemExit(4)", "fails: SystemExit"),
+        ("import nothing_of_that_name", "fails: ModuleNotFoundError"),
+        (PIPELINE.replace('"FOLDER/final"', '"FOLDER/kept"'), "reads .*kept and writes to"),
+        (PIPELINE.replace('"FOLDER/final"', '"memory://final"'), "writes to memory://"),
+        (PIPELINE.replace("${rank}", "same"), "both write .*same.jsonl.gz"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_proved_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    """In one sentence."""
+    with pytest.raises(PipelineError, match=told):
+        run_here(make_pipeline(tmp_path, text))
+
+
+def test_an_output_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    """The next stage would read them too."""
+    file = make_pipeline(tmp_path)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/old.jsonl").write_text("{}\n")
+    with pytest.raises(PipelineError, match=r"old\.jsonl is not of this run"):
+        run_here(file)
+
+
+def test_a_step_that_stops_early_is_a_failure(tmp_path: Path) -> None:
+    """Documents that nobody has asked for are lost without a trace otherwise."""
+    text = PIPELINE.replace("        yield document", "        yield document\n        return")
+    said: list[str] = []
+    assert not run_here(make_pipeline(tmp_path, text), said=said)
+    assert "the step after JsonlReader stopped before the end" in said[-1]
+
+
+def test_documents_that_a_reader_leaves_out_are_missed(tmp_path: Path) -> None:
+    """Readers of datatrove skip documents without a text; those were written by the stage before."""
+    text = PIPELINE.replace('JsonlReader("FOLDER/kept")', 'JsonlReader("FOLDER/kept", text_key="none")')
+    with pytest.raises(PipelineError, match=r"read 0 documents from .*kept, and \d+ were written there"):
+        run_here(make_pipeline(tmp_path, text))
+
+
+Documents = Iterator[Any]
+
+
+def dropping(documents: Documents) -> Documents:
+    return (each for each in documents if "a" not in each.text)
+
+
+def editing(documents: Documents) -> Documents:
+    for each in documents:
+        each.text += "é"
+        yield each
+
+
+def doubling(documents: Documents) -> Documents:
+    kept = []
+    for each in documents:
+        kept.append(SimpleNamespace(text=each.text))
+        yield each
+    yield from kept
+
+
+def turning(documents: Documents) -> Documents:
+    yield from reversed(list(documents))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text("abéø𝄞", max_size=6), max_size=40),
+    st.lists(st.sampled_from([dropping, editing, doubling, turning]), max_size=4),
+)
+def test_documents_and_bytes_balance_at_every_step(
+    texts: list[str], steps: list[Callable[[Documents], Documents]]
+) -> None:
+    """Whatever the steps do, what came or was made is what went out or was dropped."""
+    flows = [Flow(str(number)) for number in range(len(steps) + 1)]
+    meters: list[Meter] = []
+    sizes: list[Any] = [None, 0]
+    for flow in flows:
+        meters.append(Meter(flow, meters[-1] if meters else None, sizes))
+    for meter, flow in zip(meters, flows[1:], strict=False):
+        meter.next = flow
+    documents: Any = meters[0](SimpleNamespace(text=text) for text in texts)
+    for step, meter in zip(steps, meters[1:], strict=True):
+        documents = meter(step(documents))
+    out = [each.text for each in documents]
+    for meter in meters:
+        meter.settle()
+    assert (flows[0].documents_out, flows[0].bytes_out) == (len(texts), sum(len(text.encode()) for text in texts))
+    assert (flows[-1].documents_out, flows[-1].bytes_out) == (len(out), sum(len(text.encode()) for text in out))
+    for before, flow in pairwise(flows):
+        assert (flow.documents_in, flow.bytes_in) == (before.documents_out, before.bytes_out)
+        assert flow.documents_in + flow.documents_made == flow.documents_out + flow.documents_dropped
+        assert flow.bytes_in + flow.bytes_made + flow.edited == flow.bytes_out + flow.bytes_dropped
+
+
+def test_a_pipeline_needs_its_file(tmp_path: Path) -> None:
+    """A name that does not exist is told."""
+    with pytest.raises(PipelineError, match="cannot be read"):
+        load(tmp_path / "none.py")
