@@ -29,7 +29,7 @@ class Known:
 
 
 def make_plan(stage: Stage, known: Known) -> dict[str, Any]:
-    """What the stage is to be made with. Raises OSError."""
+    """The steps, tasks, inputs and outputs of the stage as they are now. Raises OSError."""
     inputs: dict[str, Any] = {}
     for place in stage.inputs:
         inputs[place] = {

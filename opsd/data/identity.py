@@ -79,7 +79,7 @@ def _compound(value: object, above: set[int]) -> Any:
 
 
 def _text(value: str) -> Any:
-    """A text; one that names a file stands for its content too, such as a model or a list of words."""
+    """A text. If it names a file, such as a model, the content of the file counts too."""
     if 0 < len(value) < _LONGEST_PATH and "\n" not in value and "\0" not in value:
         path = Path(value)
         try:

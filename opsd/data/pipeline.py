@@ -31,7 +31,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """What it is called: the job's name, or the steps that decide what it does."""
+        """The name of the job, if it has one, or the names of the steps."""
         given = getattr(self.executor, "job_name", "")
         return given if given and given != "data_processing" else ", ".join(map(name_of, self.executor.pipeline))
 
@@ -71,7 +71,7 @@ def _is_output(name: str) -> bool:
 
 
 def name_of(step: object) -> str:
-    """What a step is called: its class, or the function that it is."""
+    """The name of a step's class, or of the function."""
     name = getattr(step, "__name__", None) or type(step).__name__
     return "function" if name == "<lambda>" else str(name)
 

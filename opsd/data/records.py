@@ -1,13 +1,15 @@
-"""What a run of a pipeline has done: files below its folder, which are all the state that there is.
+"""The state of a run of a pipeline: files below its folder, and nothing else.
 
-::
-
-    run.json                       the file of the pipeline and the folder in which it runs
-    stage-01/plan.json             what the stage is made with: steps, tasks, inputs
-    stage-01/tasks/00007.json      what a finished task has written, read and counted; only one attempt can create it
-    stage-01/attempts/00007.*.json when and where an attempt ran, and how it ended
-    stage-01/done.json             the stage as a whole, once everything was checked
-    stage-01/log/                  what datatrove and the tasks have said
+==============================  ===============================================================================
+file                            content
+==============================  ===============================================================================
+run.json                        the file of the pipeline, and the folder in which it runs
+stage-01/plan.json              steps, tasks and inputs of the stage
+stage-01/tasks/00007.json       what a finished task has written, read and counted; one attempt can create it
+stage-01/attempts/00007.*.json  when and where an attempt ran, and how it ended
+stage-01/done.json              the whole stage, once everything was checked
+stage-01/log/                   the logs of datatrove and of the tasks
+==============================  ===============================================================================
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ class StageFolder:
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """What it was begun with. Raises PipelineError."""
+        """Its plan, None before it has begun. Raises PipelineError."""
         return read_json(self.folder / PLAN)
 
     @property

@@ -1,4 +1,4 @@
-"""What a run of a pipeline has done so far: stages, documents at each step, and what it cost."""
+"""The progress of a run: its stages, documents at each step, and the cost."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Opened:
 class LocalFiles:
     """The files that datatrove opens for writing. fsspec leaves them to the garbage collector behind a compressor.
 
-    What was buffered is then lost without an error if the disk is full, so they are kept here and closed in sight.
+    On a full disk the buffered end of a file is then lost without an error. So the files are kept and closed here.
     """
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ def _audit(step: Any, meter: Meter) -> None:
 
 
 def _counted(pipeline: list[Any], mark: str, attribute: str, stat: str, places: Mapping[str, str]) -> dict[str, int]:
-    """What the steps that have ``mark`` say of their folders; ``places`` are those that lead elsewhere."""
+    """Documents by folder, as the steps with the attribute ``mark`` count them. ``places`` maps folders that lead aside."""
     found: dict[str, int] = {}
     for step in pipeline:
         if hasattr(step, mark) and (place := place_of(getattr(step, attribute, None))) is not None:

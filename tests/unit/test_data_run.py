@@ -310,6 +310,6 @@ def test_documents_and_bytes_balance_at_every_step(
 
 
 def test_a_pipeline_needs_its_file(tmp_path: Path) -> None:
-    """A name that does not exist is told."""
+    """A file that does not exist is named."""
     with pytest.raises(PipelineError, match="cannot be read"):
         load(tmp_path / "none.py")
