@@ -11,18 +11,25 @@ launcher asks for it, the trainer saves at the next step boundary and ends;
 
 Before each checkpoint and before ``trainer.save_model()``, the callback checks whether a later generation of the run
 has begun elsewhere. If so, it writes nothing and ends with exit code 76. Hugging Face calls no
-callback before a save, and shows none the batches, so importing this module wraps three methods of ``Trainer``.
+callback before a save, and shows none the batches, so importing this module wraps methods of ``Trainer``.
+
+``opsd launch`` attaches the callback to every ``Trainer`` of an unchanged program (``attach_to_all``). Before the first
+step the callback audits the first batches as ``OPSD_AUDIT`` says (``first_batches.py``). Tokens that a trainer
+generates count as well: their time is forward.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from opsd.adapters.first_batches import DATA, audit_mode, audit_trainer
 from opsd.adapters.shared import Gate, Phases, Share, any_rank
 from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
@@ -35,12 +42,28 @@ class RankPageCallback(TrainerCallback):
     ``fence`` is that of the rank's environment unless it is given.
     """
 
-    def __init__(self, reporter: Reporter | None = None, fence: Fence | None = None) -> None:
-        self._reporter = reporter or Reporter.from_env("adapter")
-        self.gate = Gate(self._reporter, fence)
-        self._phases = Phases(self._reporter)
+    def __init__(self, reporter: Reporter | None = None, fence: Fence | None = None, *, attached: bool = False) -> None:
+        """``attached``: the page begins with the training, and until then others may report."""
+        self._fence, self._attached = fence, attached
+        self._begin(reporter or (Reporter(None) if attached else Reporter.from_env("adapter")))
         self._loss = self._norm = self._rate = float("nan")
         self._tokens = Share()
+        self._audited = False
+
+    def _begin(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self.gate = Gate(reporter, self._fence)
+        self._phases = Phases(reporter)
+
+    def audit(self, trainer: Trainer, inputs: Any) -> None:
+        """Audit the first batches, of which ``inputs`` is one, before the first step of a run.
+
+        Raises AuditRefusedError if they are refused.
+        """
+        mode = "off" if self._audited else audit_mode()
+        self._audited = True
+        if mode != "off" and (trainer.state.global_step == 0 or mode == "only"):
+            audit_trainer(trainer, inputs, mode)
 
     def count(self, tokens: int, sharing: int) -> None:
         """Add a batch of ``tokens`` that ``sharing`` ranks compute together."""
@@ -50,6 +73,8 @@ class RankPageCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The time before the first step is waiting for data."""
+        if self._attached:
+            self._begin(Reporter.from_env("adapter"))
         self._reporter.planned(max(0, state.max_steps))
         self._phases.enter("data")
 
@@ -139,25 +164,95 @@ def _gated(save: Callable[..., None]) -> Callable[..., None]:
 def _counted(step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(step)
     def count_and_step(trainer: Trainer, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if callbacks := [*_callbacks(trainer)]:
-            layout = getattr(trainer.accelerator, "parallelism_config", None)
-            sharing = layout.non_data_parallel_size if layout is not None else 1
+        if not (callbacks := [*_callbacks(trainer)]):
+            return step(trainer, model, inputs, *args, **kwargs)
+        layout = getattr(trainer.accelerator, "parallelism_config", None)
+        sharing = layout.non_data_parallel_size if layout is not None else 1
+
+        def look(batch: Any) -> None:
             for callback in callbacks:
-                callback.count(_tokens(trainer, inputs), sharing)
-        return step(trainer, model, inputs, *args, **kwargs)
+                callback.audit(trainer, batch)
+                callback.count(_tokens(trainer, batch), sharing)
+
+        if isinstance(inputs, Mapping):
+            look(inputs)
+            return step(trainer, model, inputs, *args, **kwargs)
+        with _when_prepared(trainer, look):
+            return step(trainer, model, inputs, *args, **kwargs)
 
     return count_and_step
 
 
+@contextmanager
+def _when_prepared(trainer: Any, look: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``look`` with the batch that the trainer makes of its rows, as those that generate do."""
+    prepare = trainer._prepare_inputs
+
+    def prepared(inputs: Any) -> Any:
+        batch = prepare(inputs)
+        look(batch)
+        return batch
+
+    trainer._prepare_inputs = prepared
+    try:
+        yield
+    finally:
+        del trainer._prepare_inputs
+
+
 def _tokens(trainer: Trainer, inputs: Any) -> int:
-    """Tokens of a micro-batch, padding included; 0 where they are not known, as of prompts to be completed."""
+    """Tokens of a micro-batch, padding included; 0 where they are not known."""
     if not isinstance(inputs, Mapping):
         return 0
     main = getattr(trainer.model, "main_input_name", "input_ids")
     names = [main] if main in inputs else [name for name in inputs if str(name).endswith("input_ids")]
+    names = names or [name for name in ("prompt_ids", "completion_ids") if name in inputs]
     return sum(inputs[name].numel() for name in names if isinstance(inputs[name], torch.Tensor))
 
 
+def _with_data(init: Callable[..., None]) -> Callable[..., None]:
+    """Keep the data sets that a trainer is constructed with: some replace them by packed or tokenized ones."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def keep_and_init(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        if DATA not in vars(trainer):
+            with suppress(TypeError):
+                given = signature.bind(trainer, *args, **kwargs).arguments
+                given = given.get("kwargs", {}) | given
+                vars(trainer)[DATA] = given.get("train_dataset"), given.get("eval_dataset")
+        init(trainer, *args, **kwargs)
+
+    return keep_and_init
+
+
+def _wrap_init(kind: type[Trainer]) -> None:
+    if "__init__" in vars(kind):
+        setattr(kind, "__init__", _with_data(vars(kind)["__init__"]))  # noqa: B010 -- mypy refuses the assignment
+    for derived in kind.__subclasses__():
+        _wrap_init(derived)
+
+
+def attach_to_all() -> None:
+    """Give every trainer that is constructed from now on the callback, unless the program has added one."""
+    init = Trainer.__init__
+
+    @functools.wraps(init)
+    def init_and_attach(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+        init(trainer, *args, **kwargs)
+        if not [*_callbacks(trainer)]:
+            trainer.add_callback(RankPageCallback(attached=True))
+
+    setattr(Trainer, "__init__", init_and_attach)  # noqa: B010 -- as below
+
+
+def _wrap_derived(kind: type[Any], /, **kwargs: Any) -> None:
+    super(Trainer, kind).__init_subclass__(**kwargs)
+    _wrap_init(kind)
+
+
+_wrap_init(Trainer)
+setattr(Trainer, "__init_subclass__", classmethod(_wrap_derived))  # noqa: B010 -- as below
 setattr(Trainer, "training_step", _counted(Trainer.training_step))  # noqa: B010 -- as below
 for _name in ("_save_checkpoint", "save_model"):
     setattr(Trainer, _name, _gated(getattr(Trainer, _name)))

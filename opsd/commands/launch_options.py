@@ -13,7 +13,7 @@ import click
 
 from opsd import DISTRIBUTION
 from opsd.commands.options import F, Seconds, option, options
-from opsd.launch.ranks.settings import gpu_count
+from opsd.launch.ranks.settings import AUDITS, gpu_count
 from opsd.launch.run.launchers import NodeCount
 from opsd.launch.run.rendezvous import RendezvousOptions
 from opsd.rundir import valid_name
@@ -261,7 +261,15 @@ own_options = options(
     option(
         "--no-observe",
         is_flag=True,
-        help="Do not hook the programs' calls of torch: those that report nothing themselves have no rank page then.",
+        help="Do not hook the programs' calls of torch: those that report nothing themselves have no rank page then, "
+        "and trainers of Hugging Face and TRL are not audited.",
+    ),
+    option(
+        "--audit",
+        type=click.Choice(AUDITS),
+        default=AUDITS[0],
+        help="What a finding in the first batches of a Hugging Face or TRL trainer does, before its first step: refuse "
+        "the run, or warn; off: do not look. only: end after the audit.",
     ),
     option("--no-standby", is_flag=True, help="Keep no warm interpreters for the next restart."),
     option("--standby-import", multiple=True, metavar="MODULE", help="Import MODULE too in warm interpreters."),

@@ -115,6 +115,7 @@ def settings_of(program: Program, run: str, node: str, options: dict[str, Any]) 
             several=is_several(options),
             secrets=[where for where in options["notify"] if "://" in where],
         ),
+        audit=options["audit"],
         color=takes_color(STDOUT),
     )
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "ablate": "Experiments beside a main run: arms, seeds, verdicts, cost.",
     "agent": "Run the node agent: collect, judge, act, serve metrics.",
     "alerts": "Build Prometheus' rules, or check that they are current.",
+    "audit": "Whether the batches of a post-training are what their rows say.",
     "bench": "Measure opsd beside its peers.",
     "chaos": "Cause a fault on purpose on this node, bounded in time, and undo it.",
     "checkpoint": "List, verify, audit, prune and upload checkpoints.",
@@ -59,7 +60,7 @@ COMMANDS = {
 ``return_``."""
 
 GROUPS = {
-    "Plan": ("data", "plan", "simulate", "ablate"),
+    "Plan": ("data", "plan", "simulate", "ablate", "audit"),
     "Run": ("launch", "train", "slurm", "swap", "requeue", "checkpoint"),
     "See what is going on": ("status", "top", "incidents", "diagnose", "runbook", "report", "compare", "ledger"),
     "Nodes": ("agent", "preflight", "drain", "repair", "return", "evidence", "spare", "nodes", "config"),

@@ -41,7 +41,7 @@ def test_environment_is_torchruns(tmp_path: Path) -> None:
         "TORCHELASTIC_MAX_RESTARTS": "8", "TORCHELASTIC_RUN_ID": "id", "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "OPSD_RANK_PAGE": str(tmp_path / "page"),
         "OPSD_GENERATION": "3", "OPSD_RUN": "r", "OPSD_RUN_DIR": str(tmp_path), "OPSD_JOB": "77", "OPSD_NODE": "n1",
-        "OPSD_GPU": "6", "OPSD_LAUNCHER": launcher_mark(), **flight_recorder(tmp_path, {}),
+        "OPSD_GPU": "6", "OPSD_AUDIT": "refuse", "OPSD_LAUNCHER": launcher_mark(), **flight_recorder(tmp_path, {}),
     }  # fmt: skip
 
 

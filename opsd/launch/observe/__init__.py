@@ -22,7 +22,8 @@ place          device meshes and groups with names: ``layout.py``
 ============== =======================================================================================
 
 Tokens, loss and gradient norm are not known: to read a loss would wait for the GPU, and its scale is the program's own.
-A page of the program's own (``opsd.client``, an adapter) replaces this one.
+A page of the program's own (``opsd.client``, an adapter) replaces this one. Trainers of Hugging Face and TRL get their
+adapter by themselves (``attach.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import sys
 from functools import partial
 from types import ModuleType
 
+from .attach import attach
 from .compiler import keep_from_compiler
 from .imports import Imported, when_imported
 from .observer import Observer
@@ -45,4 +47,5 @@ def install(client: ModuleType) -> Observer:
     own = [client, *(module for name, module in sys.modules.items() if name.startswith(f"{__name__}."))]
     hooks: dict[str, Imported] = {name: partial(put, observer) for name, put in INSTALLERS.items()}
     when_imported("torch", {"torch": lambda _: keep_from_compiler(own), **hooks})
+    when_imported("transformers.trainer", {"transformers.trainer": attach})
     return observer

@@ -15,6 +15,9 @@ Kind = Literal["signal", "user", "communication", "hardware", "environment", "ha
 PROGRAM_NOT_FOUND = "ProgramNotFound"
 """The error type with which ``worker.py`` reports that there is no program to run."""
 
+AUDIT_REFUSED = "AuditRefusedError"
+"""The error type with which an adapter refuses the first batches: they are the same at each start."""
+
 _COMMUNICATION = re.compile(
     r"connection (reset|closed|refused|was closed|was reset|aborted)|broken pipe|closed by (the )?(remote )?peer"
     r"|remote (process )?(has )?(exited|error)|ncclRemoteError|ncclSystemError|DistBackendError|DistStoreError"
@@ -164,8 +167,9 @@ def missing_module(error: RankError | None) -> str:
 
 
 class RestartPolicy:
-    """Decides after each failure whether to restart. Four rules end a run, so that it never loops:
+    """Decides after each failure whether to restart. Five rules end a run, so that it never loops:
 
+    - an audit that refuses the first batches;
     - an error of the program itself as soon as the run has begun, unless the user asked for restarts (``asked``): a
       wrong argument or a missing module does not go away;
     - an error of the program itself at the same step twice, or twice before a first step without progress in between;
@@ -221,6 +225,8 @@ class RestartPolicy:
             self._user_errors = {place for place in self._user_errors if place[0] is not None}
         self._same[failure.signature][node] += 1
         at_step = "before the first step" if failure.step is None else f"after step {failure.step}"
+        if failure.error is not None and failure.error.type == AUDIT_REFUSED:
+            return GiveUp(exitcodes.FAILED, "the audit of the first batches refuses the run")
         at_once = failure.at_once and failure.step is None and not self._asked
         if failure.kind == "user" and at_once and self._max_restarts > 0:
             return GiveUp(exitcodes.FAILED, "the program failed as soon as it was started")

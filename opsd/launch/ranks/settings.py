@@ -20,6 +20,8 @@ from opsd.launch.ranks.process import launcher_mark
 from opsd.rundir import RECORDER
 from opsd.words import plural
 
+AUDITS = ("refuse", "warn", "off", "only")
+"""What ``OPSD_AUDIT`` may be, the default first."""
 PREFIX = "[rank${rank}]: "
 StreamMap = Mapping[int | None, int]
 """Streams by local rank: 0 none, 1 stdout, 2 stderr, 3 both. The key None is for all others."""
@@ -173,6 +175,7 @@ class Settings:
     streams: Streams = Streams()
     virtual_local_rank: bool = False
     resume: str = ""
+    audit: str = AUDITS[0]
     color: bool = False
     """Whether what ranks print ends on a terminal."""
 
@@ -199,6 +202,7 @@ class Settings:
             "OPSD_RUN_DIR": str(run_dir),
             "OPSD_JOB": self.job,
             "OPSD_NODE": self.node,
+            "OPSD_AUDIT": self.audit,
             "OPSD_GPU": "" if gpu is None else str(gpu),
         }
         return own_gpu_only(environment, local_rank) if self.virtual_local_rank else environment

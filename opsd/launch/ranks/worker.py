@@ -46,6 +46,7 @@ _PR_SET_PDEATHSIG, _PR_SET_PTRACER = 1, 0x59616D61
 _OF_THE_CHANNEL = 1
 _OBSERVE = "_opsd_observe"
 _OBSERVING = Path(__file__).parents[1] / "observe"
+_ADAPTERS = Path(__file__).parents[2] / "adapters"
 Order = dict[str, Any]
 
 
@@ -291,7 +292,7 @@ def _report(error: BaseException) -> types.TracebackType | None:
 
 
 def _is_ours(frame: types.TracebackType) -> bool:
-    return frame.tb_frame.f_code.co_filename.startswith((__file__, f"{_OBSERVING}/"))
+    return frame.tb_frame.f_code.co_filename.startswith((__file__, f"{_OBSERVING}/", f"{_ADAPTERS}/"))
 
 
 def _execute(name: str, args: list[str]) -> None:

@@ -1,0 +1,1 @@
+"""What post-training needs beside its trainers: an audit of the first batches, chats, and the check of a checkpoint."""
