@@ -187,7 +187,7 @@ class HostCollector:
         self._mounts = tuple(mounts)
         self._clock = clock
         self._scan_s = scan_s
-        self._census = Census(proc, clock)
+        self._process_states = ProcessStates(proc, clock)
         self._cpu: Mapping[str, float] = {}
         self._scanned: float | None = None
 
@@ -240,8 +240,8 @@ class HostCollector:
         if self._scanned is None or now - self._scanned >= self._scan_s:
             self._numa, self._scanned = read_numa_nodes(self._sys), now
             self._gpus = tuple(self._bus.samples())
-            self._census.begin()
-        for state, count in self._census.go_on().items():
+            self._process_states.begin()
+        for state, count in self._process_states.go_on().items():
             yield Sample(PROCESSES, count, (state,))
         for node in self._numa:
             yield Sample(NUMA_TOTAL, node.total_bytes, (node.name,))
@@ -311,7 +311,7 @@ LOOK_S: Final = 0.05
 _STEP: Final = 32
 
 
-class Census:
+class ProcessStates:
     """Counts the processes below ``proc``, a part at each look, as users may start hundreds of thousands.
 
     A count that takes several looks is of no single moment.

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from opsd.collectors.base import Event, Metric, MetricKind, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.ib_link import ACTIVE, ACTIVE_DEFER, Happening, LinkHistory, PortReading
-from opsd.collectors.lib.odometer import Odometer
+from opsd.collectors.lib.monotonic_counter import MonotonicCounter
 from opsd.collectors.lib.pci import ADDRESS, bus_id
 from opsd.settings.section import AnyPath, CollectorSettings
 
@@ -183,12 +183,12 @@ class _Port:
         self.link = LinkHistory()
         self.labels = (device.name, folder.name)
         self._info = Sample(INFO, 1, (*self.labels, *about))
-        self._odometer = Odometer()
+        self._totals = MonotonicCounter()
 
     def look(self, now: float) -> tuple[list[Sample], list[Happening]]:
         """Read the port at the monotonic second ``now``."""
         reading = read_port(self.folder)
-        totals = {name: self._odometer.add(name, raw, bits=FILES[name].bits) for name, raw in reading.counters.items()}
+        totals = {name: self._totals.add(name, raw, bits=FILES[name].bits) for name, raw in reading.counters.items()}
         happened = self.link.update(reading, totals.get(_LINK_DOWNED), now)
         return [self._info, *self._samples(reading, totals)], happened
 

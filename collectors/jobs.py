@@ -8,7 +8,7 @@ from typing import Final
 
 from opsd.collectors.base import Collector, Context, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.gpu_jobs import GpuJobs
-from opsd.collectors.lib.occupancy import Occupancy
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.rank_series import JOB_INFO
 from opsd.settings.section import CollectorSettings
 
@@ -41,22 +41,22 @@ class JobsSettings(CollectorSettings):
 
 
 class JobsCollector:
-    """The jobs that ``jobs`` finds. ``occupancy`` has what other collectors know of GPUs and jobs."""
+    """The jobs that ``jobs`` finds. ``gpu_owners`` has what other collectors know of GPUs and jobs."""
 
     name = "jobs"
     metrics = (JOB_INFO, IDLE, ON_INSTANCE)
     interval_s = INTERVAL_S
 
     def __init__(
-        self, occupancy: Occupancy, jobs: GpuJobs | None = None, *, clock: Callable[[], float] = time.monotonic
+        self, gpu_owners: GpuOwners, jobs: GpuJobs | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._occupancy, self._clock = occupancy, clock
-        self._jobs = jobs or GpuJobs(occupancy, clock=clock)
+        self._gpu_owners, self._clock = gpu_owners, clock
+        self._jobs = jobs or GpuJobs(gpu_owners, clock=clock)
         self._since: Mapping[tuple[int, str], float] = {}
 
     def collect(self) -> Reading | NoData:
         """Look whose GPUs they are now."""
-        if not self._occupancy.holders and not self._occupancy.worked:
+        if not self._gpu_owners.holders and not self._gpu_owners.worked:
             return NoData("the driver has told of no GPU of this node")
         now = self._clock()
         found = [(gpu, job) for gpu, jobs in self._jobs.look().items() for job in sorted(jobs)]
@@ -65,18 +65,18 @@ class JobsCollector:
 
     def _samples(self, now: float) -> Iterator[Sample]:
         for (gpu, job), since in self._since.items():
-            if (gpu, job) not in self._occupancy.ranked:
+            if (gpu, job) not in self._gpu_owners.ranked:
                 yield Sample(JOB_INFO, 1.0, (str(gpu), job, "", ""))
-            worked = self._occupancy.worked.get(gpu)
-            if worked is not None and gpu not in self._occupancy.shares.get(job, ()):
+            worked = self._gpu_owners.worked.get(gpu)
+            if worked is not None and gpu not in self._gpu_owners.shares.get(job, ()):
                 yield Sample(IDLE, max(0.0, now - max(worked, since)), (str(gpu), job))
-        for (gpu, instance), jobs in self._occupancy.jobs_on.items():
+        for (gpu, instance), jobs in self._gpu_owners.jobs_on.items():
             for job in sorted(jobs):
                 yield Sample(ON_INSTANCE, 1.0, (str(gpu), str(instance), job))
 
 
 def _make(_settings: JobsSettings, context: Context) -> Collector:
-    return JobsCollector(context.shared(Occupancy))
+    return JobsCollector(context.shared(GpuOwners))
 
 
 COLLECTOR = Plugin("jobs", JobsSettings, _make, LABELS, witness=True)

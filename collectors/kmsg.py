@@ -18,6 +18,7 @@ from pydantic import Field
 
 from opsd.collectors.base import Context, Event, Metric, NoData, Plugin, Reading, Sample
 from opsd.collectors.lib.clock import boot_id
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.kernel.log import (
     KERNEL,
     MESSAGE_CHARS,
@@ -30,7 +31,6 @@ from opsd.collectors.lib.kernel.log import (
 from opsd.collectors.lib.kernel.messages import KINDS, Trouble, by_firewall, parse_oom_victim, parse_trouble
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Sxid, Xid, XidLedger, parse_sxid, parse_xid, xid_event
-from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.lib.pci import ADDRESS, bus_id
 from opsd.collectors.lib.processes import job_of_group
 from opsd.settings.section import CollectorSettings
@@ -122,7 +122,7 @@ class KmsgCollector:
     ``state`` is the file that keeps the position; with None, what is in the log at the start is passed over. ``ledger``
     is shared with other sources of Xids. ``injected`` also takes what processes write into the log, to try things out.
     At most ``max_records`` are read and ``max_events`` returned at a time. ``clock`` is in seconds since boot, as
-    time.monotonic on Linux, ``wall`` since the epoch. ``occupancy`` tells whose process an Xid names.
+    time.monotonic on Linux, ``wall`` since the epoch. ``gpu_owners`` tells whose process an Xid names.
     """
 
     name = "kmsg"
@@ -141,9 +141,9 @@ class KmsgCollector:
         wall: Callable[[], float] = time.time,
         max_records: int = 10_000,
         max_events: int = 200,
-        occupancy: Occupancy | None = None,
+        gpu_owners: GpuOwners | None = None,
     ) -> None:
-        self._state, self._occupancy = state, occupancy or Occupancy()
+        self._state, self._gpu_owners = state, gpu_owners or GpuOwners()
         self._path = path
         self._proc = proc
         self._ledger = ledger or XidLedger()
@@ -263,7 +263,7 @@ class KmsgCollector:
     def _event(self, entry: _Found, at: float) -> Event:
         what, message = entry.what, " ".join(entry.text.split())[:_MAX_MESSAGE]
         if isinstance(what, Xid):
-            job = self._occupancy.jobs_of.get(what.pid or 0, "")
+            job = self._gpu_owners.jobs_of.get(what.pid or 0, "")
             return xid_event(what, at=at, source="kmsg", count=entry.count, where={"job": job} if job else {})
         if isinstance(what, Sxid):
             return Event("sxid", at, message, {**what._asdict(), "count": entry.count, "source": "kmsg"})
@@ -271,7 +271,7 @@ class KmsgCollector:
         pid = what.data.get("pid")
         if what.kind == "oom_kill" and isinstance(pid, int):
             data["cgroup"] = group = self._victims.pop(pid, "")
-            data["job"] = self._occupancy.number(job_of_group(group))
+            data["job"] = self._gpu_owners.number(job_of_group(group))
         return Event(what.kind, at, message, data)
 
     def _samples(self, log: KernelLog, position: Position) -> Iterator[Sample]:
@@ -303,7 +303,7 @@ def _make(settings: KmsgSettings, context: Context) -> KmsgCollector:
     ledger = context.shared(XidLedger)
     ledger.ignored = frozenset(settings.ignored_xids)
     return KmsgCollector(
-        context.state and context.state / "kmsg.json", ledger=ledger, occupancy=context.shared(Occupancy)
+        context.state and context.state / "kmsg.json", ledger=ledger, gpu_owners=context.shared(GpuOwners)
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any, Final
 from pydantic import Field
 
 from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
-from opsd.collectors.lib.apart import Apart, ApartError
 from opsd.collectors.lib.host_pids import HostPids
 from opsd.collectors.lib.nccl.ras import (
     ADDRESSES,
@@ -30,9 +29,10 @@ from opsd.collectors.lib.nccl.ras import (
     parse_status,
     restored,
 )
-from opsd.collectors.lib.nccl.run import LOG_BYTES, LOGS, MESSAGES, SAME_HANG_S, Limits, NcclRun
+from opsd.collectors.lib.nccl.run import LOG_BYTES, LOGS, MESSAGES, SAME_HANG_S, NcclRun, SharedLimits
 from opsd.collectors.lib.run_slots import Chosen, RunSlots
 from opsd.collectors.lib.run_watch import lives
+from opsd.collectors.lib.sandbox import Sandbox, SandboxError
 from opsd.collectors.lib.shares import Allowance, Room
 from opsd.collectors.lib.user_threads import MAX_OTHERS, UserThreads
 from opsd.collectors.ranks import RanksCollector, RanksSettings
@@ -102,14 +102,14 @@ class NcclCollector:
         wall: Callable[[], float] = time.time,
         slots: RunSlots | None = None,
         host: HostPids | None = None,
-        apart: Apart | None = None,
+        apart: Sandbox | None = None,
     ) -> None:
         self._host = found = host or HostPids()
         self._slots = slots or RunSlots(
             root, lambda folder, owner: lives(folder, owner, wall(), 0.0, found), clock=clock
         )
-        self._apart = apart or Apart(first=self._slots.first_users)
-        self._limits = Limits(Allowance(DUMP_BYTES, DUMP_BYTES / SAME_HANG_S), self._apart, Room(KEPT_BYTES))
+        self._apart = apart or Sandbox(first=self._slots.first_users)
+        self._limits = SharedLimits(Allowance(DUMP_BYTES, DUMP_BYTES / SAME_HANG_S), self._apart, Room(KEPT_BYTES))
         self._addresses = addresses
         self._ras_period_s = ras_period_s
         self._clock = clock
@@ -172,7 +172,7 @@ def _left_out(failed: Mapping[int, BaseException]) -> str:
 class RasWatch:
     """Asks RAS again and again without ever waiting for it, and remembers what it said last."""
 
-    def __init__(self, addresses: Sequence[tuple[str, int]], period_s: float, apart: Apart) -> None:
+    def __init__(self, addresses: Sequence[tuple[str, int]], period_s: float, apart: Sandbox) -> None:
         self._addresses = list(addresses)
         self._apart = apart
         self._period_s = period_s
@@ -202,7 +202,7 @@ class RasWatch:
                 (user, answered), self._reading = self._reading, None
                 status = restored(answered.result())
                 events = tuple(replace(told, user=user) for told in self._take(status, now, wall))
-        except (RasError, ApartError):
+        except (RasError, SandboxError):
             self._query = self._reading = self._status = self._stalled_since = None
             # localhost has two addresses, and NCCL listens on one of them.
             self._addresses.append(self._addresses.pop(0))

@@ -10,12 +10,12 @@ from pydantic import Field
 
 from opsd.collectors.base import Collector, Context, Event, GpuFact, NoData, Plugin, Reading, Sample
 from opsd.collectors.dcgm import DcgmCollector
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.kernel.xid import LABELS as XID_LABELS
 from opsd.collectors.lib.kernel.xid import TOTAL, Xid, XidLedger, xid_event
 from opsd.collectors.lib.nvml import gpm, mig, series
 from opsd.collectors.lib.nvml.driver import Driver, NoDriverError, NoPermissionError, NvmlError, SessionOverError
 from opsd.collectors.lib.nvml.gpu import Gpu
-from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.lib.processes import DEAD, process_letter, sees_all_processes
 from opsd.settings.section import CollectorSettings
 
@@ -45,7 +45,7 @@ class NvmlCollector:
     ``xids`` is the ledger shared with the other sources of Xids, so that each becomes one event. ``process_letter``
     looks up the state of a process, None gone; without it nothing is said about dead ones. ``profiling`` also reads
     what the GPUs' units do, except while ``profiled_elsewhere`` says that something else on the node does.
-    ``occupancy`` learns which processes hold which GPU, and when each GPU last worked.
+    ``gpu_owners`` learns which processes hold which GPU, and when each GPU last worked.
     """
 
     name = "nvml"
@@ -64,7 +64,7 @@ class NvmlCollector:
         profiling: bool = True,
         profiled_elsewhere: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], None] = time.sleep,
-        occupancy: Occupancy | None = None,
+        gpu_owners: GpuOwners | None = None,
     ) -> None:
         self._library = library
         self._clock = clock
@@ -82,7 +82,7 @@ class NvmlCollector:
         self._profiled_elsewhere = profiled_elsewhere
         self._profiles = False
         self._sleep = sleep
-        self._occupancy = occupancy or Occupancy()
+        self._gpu_owners = gpu_owners or GpuOwners()
         self._orphans: dict[int, tuple[int, ...]] = {}
         self._reloads = 0
         self._worked: dict[int, float] = {}
@@ -110,10 +110,10 @@ class NvmlCollector:
             return NoData("the NVIDIA driver sees no GPU on this node")
         if self._process_letter is not None:
             found = ((index, gpu.holders) for index, gpu in self._gpus.items())
-            self._occupancy.holders = {index: holders for index, holders in found if holders is not None}
+            self._gpu_owners.holders = {index: holders for index, holders in found if holders is not None}
             parted = ((index, gpu.instances) for index, gpu in self._gpus.items())
-            self._occupancy.instances = {index: instances for index, instances in parted if instances is not None}
-        self._occupancy.worked = self._worked = self._last_work(now)
+            self._gpu_owners.instances = {index: instances for index, instances in parted if instances is not None}
+        self._gpu_owners.worked = self._worked = self._last_work(now)
         events = tuple(self._new_xids(driver))
         samples += self._state(driver)
         return Reading(tuple(samples), events, tuple(self._facts(driver)))
@@ -167,7 +167,7 @@ class NvmlCollector:
         if self._driver is not None:
             self._driver.close()
         self._driver = None
-        self._occupancy.holders, self._occupancy.worked, self._occupancy.instances = {}, {}, {}
+        self._gpu_owners.holders, self._gpu_owners.worked, self._gpu_owners.instances = {}, {}, {}
 
     def _read(self, index: int, now: float) -> list[Sample]:
         if index not in self._gpus:
@@ -201,7 +201,7 @@ class NvmlCollector:
             gpu = self._known[index]
             if self._ledger.report(code, gpu.pci_bus_id, at=at, source=self.name):
                 where: dict[str, object] = {"gpu": index, "uuid": gpu.uuid}
-                if instance is not None and (job := self._occupancy.job_on(index, instance)):
+                if instance is not None and (job := self._gpu_owners.job_on(index, instance)):
                     where["job"] = job
                 of = "" if instance is None else f"GPU-I:{instance:02d}"
                 yield xid_event(Xid(code, gpu.pci_bus_id, mig=of), at=at, source=self.name, where=where)
@@ -264,7 +264,7 @@ def _make(settings: NvmlSettings, context: Context) -> Collector:
         process_letter=process_letter if sees_all_processes() else None,
         profiling=settings.profiling,
         profiled_elsewhere=profiled_elsewhere,
-        occupancy=context.shared(Occupancy),
+        gpu_owners=context.shared(GpuOwners),
     )
 
 

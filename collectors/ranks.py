@@ -28,8 +28,8 @@ from opsd.collectors.base import (
     Sample,
 )
 from opsd.collectors.lib import rank_series as series
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.host_pids import HostPids
-from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.lib.run_slots import RunSlots
 from opsd.collectors.lib.run_watch import ENTRIES, EVENT_BYTES, MAX_RANKS, RunWatch, lives
 from opsd.collectors.lib.shares import Allowance, fill_by_owner
@@ -61,7 +61,7 @@ class RanksCollector:
     """The runs under ``root`` and their ranks.
 
     A rank or run that has ended is reported for ``linger_s`` more, so that how it ended is seen, and then no longer.
-    The number of a user's runs is limited and shared evenly with others. ``occupancy`` says who works on the node,
+    The number of a user's runs is limited and shared evenly with others. ``gpu_owners`` says who works on the node,
     ``host`` which process that is if it is in a container.
     ``slots`` are the run folders that are looked at, ``folders`` the run folders that the runs last seen name.
     """
@@ -76,21 +76,21 @@ class RanksCollector:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
         linger_s: float = 60.0,
-        occupancy: Occupancy | None = None,
+        gpu_owners: GpuOwners | None = None,
         host: HostPids | None = None,
     ) -> None:
         self._root = root
         self._clock = clock
         self._wall = wall
         self._linger_s = linger_s
-        self._occupancy = occupancy or Occupancy()
+        self._gpu_owners = gpu_owners or GpuOwners()
         self._host = found = host or HostPids()
         self._allowance = Allowance(KEPT_BYTES, KEPT_RATE)
         self._runs: dict[tuple[Path, int], RunWatch] = {}
         self.slots = RunSlots(
             root,
             lambda folder, owner: lives(folder, owner, wall(), linger_s, found),
-            first=self._occupancy.users_of_gpus,
+            first=self._gpu_owners.users_of_gpus,
             clock=clock,
         )
         self.folders: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class RanksCollector:
         return self._read(list(self._runs.values()))
 
     def _watch(self, folder: Path, owner: int) -> RunWatch:
-        return RunWatch(folder, owner, self._linger_s, self._occupancy, self._allowance, self._host)
+        return RunWatch(folder, owner, self._linger_s, self._gpu_owners, self._allowance, self._host)
 
     def _read(self, runs: list[RunWatch]) -> Reading:
         of_owner = Counter(run.owner for run in runs)
@@ -126,7 +126,7 @@ class RanksCollector:
             facts += reading.facts
         self.folders = tuple(fact.folder for fact in facts if isinstance(fact, RunFact))
         ranks = (fact for fact in facts if isinstance(fact, RankFact))
-        self._occupancy.ranked = frozenset((rank.gpu, rank.job) for rank in ranks if rank.gpu is not None)
+        self._gpu_owners.ranked = frozenset((rank.gpu, rank.job) for rank in ranks if rank.gpu is not None)
         left_out = {
             "runs": self.slots.left_out,
             "ranks": sum(number for _, number in demands) - sum(shares),
@@ -142,7 +142,7 @@ def _limited(left_out: dict[str, int]) -> str:
 
 
 def _make(settings: RanksSettings, context: Context) -> Collector:
-    return RanksCollector(settings.root, occupancy=context.shared(Occupancy), host=context.shared(HostPids))
+    return RanksCollector(settings.root, gpu_owners=context.shared(GpuOwners), host=context.shared(HostPids))
 
 
 COLLECTOR = Plugin("ranks", RanksSettings, _make, {**series.LABELS, "what": "runs, ranks, events"})

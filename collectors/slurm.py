@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from pydantic import Field
 
 from opsd.collectors.base import Collector, Context, Event, Metric, NoData, Plugin, Reading, Sample
-from opsd.collectors.lib.occupancy import Occupancy
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.settings.section import CollectorSettings
 
 STATES: Final = ("idle", "allocated", "mixed", "down", "error", "future", "unknown")
@@ -142,7 +142,7 @@ class SlurmSettings(CollectorSettings):
 class SlurmCollector:
     """State and jobs of the node ``node``, from ``latest``, which returns at once.
 
-    After ``stale_s`` without an answer the node's series vanish and an event says so. ``occupancy`` learns whose jobs
+    After ``stale_s`` without an answer the node's series vanish and an event says so. ``gpu_owners`` learns whose jobs
     run here, and which GPUs they were given.
     """
 
@@ -157,10 +157,10 @@ class SlurmCollector:
         stale_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
-        occupancy: Occupancy | None = None,
+        gpu_owners: GpuOwners | None = None,
     ) -> None:
         self._latest = latest
-        self._occupancy = occupancy or Occupancy()
+        self._gpu_owners = gpu_owners or GpuOwners()
         self._node = node
         self._stale_s = stale_s
         self._clock = clock
@@ -174,7 +174,7 @@ class SlurmCollector:
         report, now = self._latest(), self._clock()
         if self._began is None:
             self._began = now
-        self._occupancy.jobs, self._occupancy.sluids = report.users, report.sluids
+        self._gpu_owners.jobs, self._gpu_owners.sluids = report.users, report.sluids
         if report.absent:
             return NoData(report.problem)
         if report.answered_at is None and not report.problem:
@@ -184,9 +184,9 @@ class SlurmCollector:
         age = now - (self._began if report.answered_at is None else report.answered_at)
         stale = age > self._stale_s
         events = (*self._silence(stale, report.problem), *self._changes(report))
-        self._occupancy.allocated = {} if stale else report.gpus
-        self._occupancy.files = {} if stale else report.files
-        self._occupancy.shares = {} if stale else report.shares
+        self._gpu_owners.allocated = {} if stale else report.gpus
+        self._gpu_owners.files = {} if stale else report.files
+        self._gpu_owners.shares = {} if stale else report.shares
         samples = [Sample(UP, float(not report.problem and not stale)), Sample(AGE, max(0.0, age))]
         if report.node is not None and not stale:
             samples += _node_samples(report.node)
@@ -259,7 +259,7 @@ def _record_samples(record: NodeRecord) -> Iterator[Sample]:
 
 def _make(settings: SlurmSettings, context: Context) -> Collector:
     latest = context.slurm_reports(context.node, settings.interval_s)
-    return SlurmCollector(latest, context.node, occupancy=context.shared(Occupancy))
+    return SlurmCollector(latest, context.node, gpu_owners=context.shared(GpuOwners))
 
 
 COLLECTOR = Plugin("slurm", SlurmSettings, _make, LABELS)

@@ -32,7 +32,7 @@ Z_95: Final = 1.96
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class NodeFailure:
     """A failure of ``node`` of some ``kind`` from ``at`` to ``back`` (epoch seconds; None: not back yet).
 
     A job that failed on the node and ran on others without it is a fault of the kind "job" that ends where it begins.
@@ -106,7 +106,7 @@ def weight(faults: float, relapses: float) -> float:
     return faults + (RELAPSE_WEIGHT - 1) * relapses
 
 
-def judge(nodes: Collection[str], faults: Iterable[Fault], now: float, window_s: float = WINDOW_S) -> Judgement:
+def judge(nodes: Collection[str], faults: Iterable[NodeFailure], now: float, window_s: float = WINDOW_S) -> Judgement:
     """The lemons of ``nodes`` at ``now``. Faults of other nodes and later ones are left out.
 
     Of a history of less than three windows each window is a third, and the one that is left out no shorter than the
@@ -122,12 +122,12 @@ def judge(nodes: Collection[str], faults: Iterable[Fault], now: float, window_s:
     return Judgement(soon, lasting, *_scores(known, past, now, window_s))
 
 
-def _apart(faults: Iterable[Fault]) -> list[Fault]:
+def _apart(faults: Iterable[NodeFailure]) -> list[NodeFailure]:
     """The faults by time, without those of a node that is out already: a node fails again once it is back.
 
     Several sources tell of one outage, in words of their own, or one twice.
     """
-    found: list[Fault] = []
+    found: list[NodeFailure] = []
     out_until: dict[str, float] = {}
     for fault in sorted(faults, key=lambda fault: (fault.at, -(fault.back or fault.at), fault.kind)):
         if fault.at >= out_until.get(fault.node, -math.inf):
@@ -136,7 +136,7 @@ def _apart(faults: Iterable[Fault]) -> list[Fault]:
     return found
 
 
-def lift_of(nodes: Collection[str], faults: Sequence[Fault], now: float, window_s: float, lag_s: float) -> Lift:
+def lift_of(nodes: Collection[str], faults: Sequence[NodeFailure], now: float, window_s: float, lag_s: float) -> Lift:
     """How well the score of a window foretold the failures of another one that began ``lag_s`` after its end.
 
     The windows of several moments follow each other, the last one ends at ``now``; ``faults`` are ordered by time. Each
@@ -195,7 +195,7 @@ def _top(nodes: Collection[str], weights: Mapping[str, float]) -> dict[str, floa
     return top
 
 
-def _counted(faults: Iterable[Fault], start: float, end: float) -> tuple[Counter[str], Counter[str]]:
+def _counted(faults: Iterable[NodeFailure], start: float, end: float) -> tuple[Counter[str], Counter[str]]:
     """Faults and relapses of each node after ``start``, up to ``end``."""
     counts: Counter[str] = Counter()
     relapses: Counter[str] = Counter()
@@ -211,13 +211,13 @@ def _counted(faults: Iterable[Fault], start: float, end: float) -> tuple[Counter
     return counts, relapses
 
 
-def _weights(faults: Iterable[Fault], start: float, end: float) -> dict[str, float]:
+def _weights(faults: Iterable[NodeFailure], start: float, end: float) -> dict[str, float]:
     counts, relapses = _counted(faults, start, end)
     return {node: weight(count, relapses[node]) for node, count in counts.items()}
 
 
 def _scores(
-    nodes: Collection[str], faults: Sequence[Fault], now: float, window_s: float
+    nodes: Collection[str], faults: Sequence[NodeFailure], now: float, window_s: float
 ) -> tuple[float, tuple[Score, ...]]:
     """Mean faults of a node, and the scores; the confidence by Benjamini and Hochberg's step-up procedure."""
     counts, relapses = _counted(faults, now - window_s, now)

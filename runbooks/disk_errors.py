@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from re import compile
 
 from opsd.runbooks.base import Cause, View
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, Fault, Lasting, Row, has, kernel_runbook, lasting_fault
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, KernelFault, Lasting, Row, has, kernel_runbook, lasting_fault
 from opsd.runbooks.lib.signals import counted, text
 
 _NAMESPACE = compile(r"(nvme\d+)(?:c\d+)?n\d+")
@@ -33,7 +33,7 @@ FAILED = Row("raid_failed", "the array {device} has failed", critical=True, with
 DEGRADED = Row("raid_failed", "the array {device} lacks {disk}", within_s=0.0)
 
 
-def _arrays(view: View, _seconds: float) -> Iterator[Fault]:
+def _arrays(view: View, _seconds: float) -> Iterator[KernelFault]:
     """Arrays that have lost disks, whenever that was."""
     for series in view.select(MISSING):
         if missing := series.last:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, Series, View
 from opsd.runbooks.lib.gpus import gpu_culprit
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Lasting, Row, has, kernel_runbook, lasting_fault
+from opsd.runbooks.lib.kernel_faults import HOUR_S, KernelFault, Lasting, Row, has, kernel_runbook, lasting_fault
 from opsd.runbooks.lib.signals import text
 
 ROWS = (
@@ -69,7 +69,7 @@ REPLACED = Row(
 )
 
 
-def _lasting(view: View, seconds: float) -> Iterator[Fault]:
+def _lasting(view: View, seconds: float) -> Iterator[KernelFault]:
     """GPUs on the bus that the driver does not have, and a library that does not fit the loaded module."""
     loaded = False
     for series in _lasted(view, RELEASES, seconds):
@@ -96,7 +96,7 @@ def _lasted(view: View, metric: str, seconds: float) -> Iterator[Series]:
             yield series
 
 
-def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
     """The GPU at this address if the node has ever seen it, else the node."""
     if fault.row is REPLACED:
         return Culprit("node", view.node, detail="driver library"), None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, View
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Fault, Row, has, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import HOUR_S, KernelFault, Row, has, kernel_runbook
 from opsd.runbooks.lib.signals import integer, text
 
 LONG_S = 60
@@ -38,7 +38,7 @@ ROWS = (
 )
 
 
-def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
     """The rank whose process it is, else the node."""
     pids = {integer(event.data, "pid") for event in fault.events}
     rank = next((fact for fact in view.ranks if fact.pid in pids), None)

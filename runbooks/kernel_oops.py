@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, View
-from opsd.runbooks.lib.kernel_faults import Fault, Row, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import KernelFault, Row, kernel_runbook
 from opsd.runbooks.lib.signals import integer
 
 ROWS = (Row("kernel_oops", "the kernel has hit a fault of its own: {cause}", critical=True),)
@@ -13,7 +13,7 @@ DUMP_S = 2.0
 """The dump that names the process follows the first line of an oops within this time."""
 
 
-def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
     """The node, with the rank that the dump names as its victim."""
     at = fault.events[-1].at
     pids = {integer(task.data, "pid") for task in view.events("kernel_task", 86_400.0) if abs(task.at - at) <= DUMP_S}

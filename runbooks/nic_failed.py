@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, View
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, Fault, Row, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, KernelFault, Row, kernel_runbook
 from opsd.runbooks.lib.ports import dependent, name, port_of
 from opsd.runbooks.lib.signals import text
 
@@ -55,7 +55,7 @@ ROWS = (
 )
 
 
-def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
     """The port by its name, and a rank that needs the network."""
     about = {fault.row.about: fault.about}
     ports = [series.labels for series in view.select("opsd_ib_port_info", **about)] if fault.about else []

@@ -8,7 +8,7 @@ from re import compile
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Culprit, View
 from opsd.runbooks.lib.gpus import gpu_culprit
-from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, Fault, Row, has, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, KernelFault, Row, has, kernel_runbook
 from opsd.runbooks.lib.ports import name, port_of
 from opsd.runbooks.lib.signals import text
 from opsd.runbooks.lib.xids import gpu_at
@@ -60,7 +60,7 @@ def _elsewhere(view: View) -> Callable[[Event], bool]:
     return lambda event: event.kind == "iommu_fault" and text(event.data, "pci_bus_id") not in known
 
 
-def _culprit(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
     """The GPU or network port at this address or, below a port that could not be recovered, without a way to recover.
 
     Otherwise the node with the address.

@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from opsd.collectors.lib.occupancy import RENEW_S, Occupancy
+from opsd.collectors.lib.gpu_owners import RENEW_S, GpuOwners
 from opsd.collectors.lib.processes import Identity, identify, start_time
 
 ENVIRONMENT_BYTES: Final = 256 << 10
@@ -38,18 +38,18 @@ class _Known(NamedTuple):
 
 
 class GpuJobs:
-    """The jobs on this node's GPUs by the word of Slurm, kernel and driver in ``occupancy``. ``proc`` is procfs."""
+    """The jobs on this node's GPUs by the word of Slurm, kernel and driver in ``gpu_owners``. ``proc`` is procfs."""
 
     def __init__(
-        self, occupancy: Occupancy, *, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic
+        self, gpu_owners: GpuOwners, *, proc: Path = Path("/proc"), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._occupancy, self._proc, self._clock = occupancy, proc, clock
+        self._gpu_owners, self._proc, self._clock = gpu_owners, proc, clock
         self._known: dict[int, _Known] = {}
 
     def look(self) -> Mapping[int, frozenset[str]]:
         """The jobs of each GPU by its index: those that it was given to, and those that are on it, if there are any."""
         seen = self._seen()
-        given = self._given_files(seen) if self._occupancy.instances else self._given(seen)
+        given = self._given_files(seen) if self._gpu_owners.instances else self._given(seen)
         found = {gpu: set(jobs) for gpu, jobs in seen.items()}
         for job, gpus in given.items():
             for gpu in gpus:
@@ -61,19 +61,19 @@ class GpuJobs:
 
         None of them is believed while a file is not the driver's, or jobs are on others than their own (``_agrees``).
         """
-        devices, known = MigDevices(self._proc), self._occupancy.instances
-        told = {job: [devices.instance(files) for files in several] for job, several in self._occupancy.files.items()}
+        devices, known = MigDevices(self._proc), self._gpu_owners.instances
+        told = {job: [devices.instance(files) for files in several] for job, several in self._gpu_owners.files.items()}
         places = {job: {place for place in several if place is not None} for job, several in told.items()}
         if any(None in several for several in told.values()) or not self._exist({*chain(*places.values())}):
             return {}
-        seen_on = self._occupancy.jobs_on
+        seen_on = self._gpu_owners.jobs_on
         on: dict[tuple[int, int | None], frozenset[str]] = {
             (gpu, None): jobs for gpu, jobs in seen.items() if gpu not in known
         }
         on.update(seen_on.items())
         if not _agrees(places, on):
             return {}
-        self._occupancy.jobs_on = {
+        self._gpu_owners.jobs_on = {
             (gpu, number): seen_on.get((gpu, number), frozenset())
             | {job for job in places if (gpu, number) in places[job]}
             for gpu, instances in known.items()
@@ -83,7 +83,7 @@ class GpuJobs:
 
     def _exist(self, places: Collection[tuple[int, int | None]]) -> bool:
         """Whether there are these GPUs without instances, and instances of the others."""
-        known, whole = self._occupancy.instances, self._occupancy.holders.keys() | self._occupancy.worked.keys()
+        known, whole = self._gpu_owners.instances, self._gpu_owners.holders.keys() | self._gpu_owners.worked.keys()
         return all(
             gpu in whole - known.keys() if number is None else number in known.get(gpu, ()) for gpu, number in places
         )
@@ -94,21 +94,21 @@ class GpuJobs:
         They are not where ``gres.conf`` lists the devices in another order: then there are more of them than GPUs, or
         jobs are on others than their own (``_agrees``).
         """
-        given, known = self._occupancy.allocated, self._occupancy.holders.keys() | self._occupancy.worked.keys()
+        given, known = self._gpu_owners.allocated, self._gpu_owners.holders.keys() | self._gpu_owners.worked.keys()
         return given if all(gpus <= known for gpus in given.values()) and _agrees(given, seen) else {}
 
     def _seen(self) -> dict[int, frozenset[str]]:
         """The jobs that have processes on each GPU."""
-        holders, now = self._occupancy.holders, self._clock()
+        holders, now = self._gpu_owners.holders, self._clock()
         self._known = {
             pid: known
             for pid in {pid for pids in holders.values() for pid in pids}
             if (known := self._look_up(pid, now)) is not None
         }
-        jobs = self._occupancy.jobs_of = {pid: job for pid, known in self._known.items() if (job := self._job(known))}
-        self._occupancy.jobs_on = {
+        jobs = self._gpu_owners.jobs_of = {pid: job for pid, known in self._known.items() if (job := self._job(known))}
+        self._gpu_owners.jobs_on = {
             (gpu, number): frozenset(jobs[pid] for pid in pids if pid in jobs)
-            for gpu, instances in self._occupancy.instances.items()
+            for gpu, instances in self._gpu_owners.instances.items()
             for number, pids in instances.items()
         }
         return {gpu: frozenset(jobs[pid] for pid in pids if pid in jobs) for gpu, pids in holders.items()}
@@ -126,7 +126,7 @@ class GpuJobs:
 
     def _job(self, known: _Known) -> str:
         user, job = known.identity
-        return self._occupancy.number(job) or (known.claimed if self._occupancy.confirms(known.claimed, user) else "")
+        return self._gpu_owners.number(job) or (known.claimed if self._gpu_owners.confirms(known.claimed, user) else "")
 
 
 def _agrees(given: Mapping[str, Collection[_Place]], seen: Mapping[_Place, Collection[str]]) -> bool:

@@ -1,7 +1,7 @@
 """One run on this node: what its rank pages, its ``run.json`` and its event files tell, from look to look.
 
 The folder belongs to the user of the run while the agent may be root. ``tail`` says how files are read. What they say
-about processes, jobs and GPUs is compared with what the kernel, the driver and Slurm say (``occupancy``).
+about processes, jobs and GPUs is compared with what the kernel, the driver and Slurm say (``gpu_owners``).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Final
 
 from opsd.collectors.base import Event, Fact, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.collectors.lib import rank_series as series
+from opsd.collectors.lib.gpu_owners import GpuOwners, Proof
 from opsd.collectors.lib.host_pids import HostPids
-from opsd.collectors.lib.occupancy import Occupancy, Proof
 from opsd.collectors.lib.processes import process_letter, user_of
 from opsd.collectors.lib.rights import Rights
 from opsd.collectors.lib.run_files import parse_event, parse_run
@@ -86,7 +86,7 @@ class RunWatch:
         folder: Path,
         owner: int,
         linger_s: float,
-        occupancy: Occupancy,
+        gpu_owners: GpuOwners,
         allowance: Allowance,
         host: HostPids,
     ) -> None:
@@ -95,12 +95,12 @@ class RunWatch:
         self._folder = folder
         self._run = folder.name
         self._linger_s = linger_s
-        self._occupancy, self._allowance, self._host = occupancy, allowance, host
+        self._gpu_owners, self._allowance, self._host = gpu_owners, allowance, host
         self._rights = Rights(owner, frozenset())
         self._events = Tail("events.jsonl", self._rights)
         self._told = (evaluations(folder.name), data_mixture(folder.name))
         self._relayed: OrderedDict[tuple[object, ...], None] = OrderedDict()
-        self._launcher = Proof(owner, occupancy)
+        self._launcher = Proof(owner, gpu_owners)
         self._ranks: dict[int, _Rank] = {}
         self._files: Sequence[tuple[int, bool]] = ()
         self._seen_alive: float | None = None
@@ -173,7 +173,7 @@ class RunWatch:
         """The ranks that have a page. Those with any file at all are remembered, the others forgotten."""
         numbers = sorted({number for number, _ in self._files})[:most]
         known = self._ranks
-        self._ranks = {n: known.get(n) or _Rank(n, self._rights, Proof(self.owner, self._occupancy)) for n in numbers}
+        self._ranks = {n: known.get(n) or _Rank(n, self._rights, Proof(self.owner, self._gpu_owners)) for n in numbers}
         return sorted(number for number, is_page in self._files if is_page and number in self._ranks)
 
     def _read_events(self, folder: int, now: float, wall: float, most: int, *, relayed: bool) -> Iterator[Event]:

@@ -21,8 +21,8 @@ from opsd.agent.policy import HARMLESS, OF_A_RUN
 from opsd.agent.swap import NotInRun, SwapError, UnderWay, planned_swap, swapped_out
 from opsd.collectors.lib.host_pids import HostPids
 from opsd.control import ControlError, ask_launcher
+from opsd.fair_queue import FairQueue
 from opsd.inodes import look, open_folder
-from opsd.lanes import Lane
 from opsd.rank_page import PageError, RankPage, read_page
 from opsd.runbooks.base import Action
 from opsd.slurm.ownership import reason
@@ -79,7 +79,7 @@ class Executor:
         self._power = set_power_limit
         self._drain, self._comment = drain_node, comment_job
         self._deadline_s = deadline_s
-        self._lanes = {name: Lane(f"act-{name}", LANE_THREADS, LANE_SHARE) for name in ("tell", "run", "node")}
+        self._queues = {name: FairQueue(f"act-{name}", LANE_THREADS, LANE_SHARE) for name in ("tell", "run", "node")}
         self._deadlines = Deadlines()
         self._verbs: Mapping[str, Callable[[Action], str]] = {
             "kill_process": self._kill_process,
@@ -93,7 +93,7 @@ class Executor:
 
     def take_over(self, former: Executor) -> None:
         """Pass on the outcomes of what ``former`` has under way, and go on with its threads."""
-        self.outcomes, self._lanes, self._deadlines = former.outcomes, former._lanes, former._deadlines
+        self.outcomes, self._queues, self._deadlines = former.outcomes, former._queues, former._deadlines
 
     def submit(self, incident: str, number: int, action: Action, intended: Intended) -> None:
         """Execute ``action``, the ``number``-th of ``incident``, in the background, once its intention is on the disk.
@@ -117,9 +117,9 @@ class Executor:
                 report(ok=False, detail=why, refused=True, put_off=True)
 
         self._deadlines.after(self._deadline_s, lambda: report(False, f"has not ended within {self._deadline_s:g} s"))
-        lane = "tell" if action.verb in HARMLESS else "run" if action.verb in OF_A_RUN else "node"
+        queue = "tell" if action.verb in HARMLESS else "run" if action.verb in OF_A_RUN else "node"
         kind = incident.partition("-")[0]
-        self._lanes[lane].submit(kind, work, lambda: not reported.is_set())
+        self._queues[queue].submit(kind, work, lambda: not reported.is_set())
 
     def perform(self, action: Action) -> tuple[bool, str]:
         """Execute ``action`` now; returns whether it worked, and what was done or why not."""

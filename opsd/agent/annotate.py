@@ -16,8 +16,8 @@ from typing import Any
 from opsd.agent.incidents import Transition, turn_of
 from opsd.agent.lifecycle import is_current
 from opsd.agent.logs import Log
+from opsd.fair_queue import FairQueue
 from opsd.files import read_settings
-from opsd.lanes import Lane
 from opsd.runbooks.base import Incident, State
 
 TIMEOUT_S = 10.0
@@ -31,22 +31,22 @@ class AnnotationError(Exception):
 
 
 class Annotator:
-    """A listener of the responder. ``token_file`` is read each time, so that a renewed token is used."""
+    """A listener of the incident manager. ``token_file`` is read each time, so that a renewed token is used."""
 
     def __init__(self, url: str, token_file: Path, node: str, log: Log) -> None:
         self._url, self._token_file, self._node, self._log = url.rstrip("/"), token_file, node, log
         self._ids: OrderedDict[str, int] = OrderedDict()
-        self._lane = Lane("annotate", 1, share=1, room=MAX_WAITING)
+        self._queue = FairQueue("annotate", 1, share=1, room=MAX_WAITING)
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
         """Queue an annotation of ``transition``. Symptoms are not annotated: their cause is."""
         opened, acting = transition.before is None, transition.after is State.ACTING
         if incident.cause is None and (opened or acting or not is_current(incident)):
-            self._lane.submit(turn_of(incident), partial(self._write, incident, transition))
+            self._queue.submit(turn_of(incident), partial(self._write, incident, transition))
 
     def close(self) -> None:
         """End once what is queued is sent."""
-        self._lane.close(finish=True)
+        self._queue.close(finish=True)
 
     def _write(self, incident: Incident, transition: Transition) -> None:
         try:

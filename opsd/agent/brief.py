@@ -13,7 +13,7 @@ from typing import Final
 
 from opsd.agent.by_hand import holder, who_has_it
 from opsd.agent.correlate import joint_gpu_seconds
-from opsd.agent.policy import HARMLESS, Verdict
+from opsd.agent.policy import HARMLESS, Ruling
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Incident, State
 from opsd.words import gpu_time, printable
@@ -127,7 +127,7 @@ def _acts(incident: Incident, mode: str) -> str:
         return "you act: opsd has no remedy for this"
     if mode == "recommend":
         return f"you act: opsd recommends to {remedy}"
-    refused = [a for a in incident.actions if a.get("outcome") == Verdict.REFUSE and a.get("verb") not in HARMLESS]
+    refused = [a for a in incident.actions if a.get("outcome") == Ruling.REFUSE and a.get("verb") not in HARMLESS]
     if refused:
         return f"you act: opsd may not {remedy} now ({refused[-1].get('detail', '')})"
     return f"opsd acts: it will {remedy}"

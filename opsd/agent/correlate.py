@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from opsd.agent.incidents import Book
+from opsd.agent.incidents import IncidentTable
 from opsd.collectors.base import RankFact
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Cause, Common, Incident
@@ -21,7 +21,7 @@ LEAD_S = 60.0
 RELEASE_S = 120.0
 """A symptom that lasts longer than this after the end of its root becomes an incident of its own."""
 
-CAUSES: Mapping[str, tuple[Cause, ...]] = {book.kind: book.causes for book in RUNBOOKS}
+CAUSES: Mapping[str, tuple[Cause, ...]] = {table.kind: table.causes for table in RUNBOOKS}
 
 Place = tuple[object, ...]
 
@@ -43,14 +43,14 @@ def correlate(
     return {incident.id: _root(incident.id, parents, known) for incident in current}
 
 
-def linked(book: Book, causes: Mapping[str, str | None]) -> Book:
-    """The book with the ``causes`` that ``correlate`` has found."""
+def linked(table: IncidentTable, causes: Mapping[str, str | None]) -> IncidentTable:
+    """The table with the ``causes`` that ``correlate`` has found."""
     changed = {
         name: replace(incident, cause=causes[incident.id])
-        for name, incident in book.incidents.items()
+        for name, incident in table.incidents.items()
         if incident.cause != causes[incident.id]
     }
-    return replace(book, incidents={**book.incidents, **changed}) if changed else book
+    return replace(table, incidents={**table.incidents, **changed}) if changed else table
 
 
 def held(current: Collection[Incident]) -> frozenset[str]:

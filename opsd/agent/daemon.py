@@ -14,10 +14,10 @@ from typing import Any, Final
 from opsd.agent import systemd
 from opsd.agent.by_hand import PATIENCE_S, SOCKET, WRITE_S, Order
 from opsd.agent.heap import Trim
+from opsd.agent.incident_manager import IncidentManager
 from opsd.agent.journal import Journal
 from opsd.agent.logs import Log
 from opsd.agent.metrics import brief_samples, log_samples, reload_samples
-from opsd.agent.responder import Responder
 from opsd.agent.web.access import WebConfig, WebConfigError, load
 from opsd.agent.web.admission import own_hosts
 from opsd.agent.web.app import App
@@ -59,11 +59,11 @@ class Daemon:
         self._journal = build_journal(settings, log)
         self._parts = build(settings, self._journal, log)
         self._loop, self._history, self._orders = self._parts.loop, History(), Orders(log)
-        self._control = Control(self._parts.responder, self._journal, log)
+        self._control = Control(self._parts.incident_manager, self._journal, log)
         self._reloader, self._trim = Reloader(settings, read, self._apply, log, wanted), Trim()
         self._loop.others += self._server.samples, self._reloader.samples, lambda: log_samples(log.lost())
-        responder = self._parts.responder
-        self._loop.others.append(lambda: brief_samples(responder.current, responder.mode_of, agent.node))
+        incident_manager = self._parts.incident_manager
+        self._loop.others.append(lambda: brief_samples(incident_manager.current, incident_manager.mode_of, agent.node))
         ledgers = Ledgers()
         if agent.run_seconds:
             seconds = RunSeconds(ledgers)
@@ -240,15 +240,17 @@ MAX_FOR_S: Final = 366 * 86_400.0
 
 
 class Control:
-    """Takes orders from a Unix socket in the state folder, in a thread of its own; the responder carries them out.
+    """Takes orders from a Unix socket in the state folder, in its own thread. The incident manager carries them out.
 
     Root and the agent's own user acknowledge and close incidents by it.
     It opens once the journal can be written: the journal's lock then keeps a second agent off the same folder.
     ``after_tick`` is for the thread of the loop.
     """
 
-    def __init__(self, responder: Responder, journal: Journal, log: Log, *, patience_s: float = PATIENCE_S) -> None:
-        self._responder, self._journal, self._log = responder, journal, log
+    def __init__(
+        self, incident_manager: IncidentManager, journal: Journal, log: Log, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._incident_manager, self._journal, self._log = incident_manager, journal, log
         self._patience_s = patience_s
         self._order: Order | None = None
         self._carried_out = threading.Event()
@@ -285,7 +287,7 @@ class Control:
             return {"ok": False, "error": order}
         self._carried_out.clear()
         self._order = order
-        self._responder.orders.put(order)
+        self._incident_manager.orders.put(order)
         if not self._carried_out.wait(self._patience_s):
             return {"ok": False, "error": "the agent's loop hangs; it does this as soon as it goes on"}
         if order.error:

@@ -34,7 +34,7 @@ class Transition:
 
 
 @dataclass(frozen=True, slots=True)
-class Book:
+class IncidentTable:
     """Current incidents by (kind, key). ``pending`` has when findings without an incident were first and last seen.
 
     ``recent`` are ended incidents that may still come back. ``watching_since`` is when the agent started: no wait ends
@@ -62,26 +62,26 @@ def turn_of(incident: Incident) -> str:
 
 
 def reduce(
-    book: Book, observed: Observed, rules: Mapping[str, IncidentRules], now: float
-) -> tuple[Book, tuple[Incident, ...], tuple[Transition, ...]]:
-    """One tick: the new book, the incidents that ended in it, and every change of state. ``now`` is epoch seconds."""
+    table: IncidentTable, observed: Observed, rules: Mapping[str, IncidentRules], now: float
+) -> tuple[IncidentTable, tuple[Incident, ...], tuple[Transition, ...]]:
+    """One tick: the new table, the incidents that ended in it, and every change of state. ``now`` is epoch seconds."""
     told = {(finding.kind, finding.key): finding for finding in observed.findings}
-    closed = dict(_still_closed(book, told, observed, rules, now))
-    found = {name: finding for name, finding in told.items() if name not in closed and _is_new(book, finding)}
+    closed = dict(_still_closed(table, told, observed, rules, now))
+    found = {name: finding for name, finding in told.items() if name not in closed and _is_new(table, finding)}
     outcomes: dict[str, list[Outcome]] = {}
     for outcome in observed.outcomes:
         outcomes.setdefault(outcome.incident, []).append(outcome)
     current: dict[tuple[str, str], Incident] = {}
     ended: list[Incident] = []
     transitions: list[Transition] = []
-    for name, incident in book.incidents.items():
+    for name, incident in table.incidents.items():
         rule = rules.get(incident.kind, IncidentRules())
         after = lifecycle.settled(incident, outcomes.get(incident.id, ()), rule, now)
         finding = found.get(name)
         worse = finding is not None and lifecycle.rises(after, finding)
         if finding is not None:
             after = lifecycle.merged(after, finding, now)
-        after = lifecycle.judged(after, observed, finding is not None, rule, book.watching_since, now)
+        after = lifecycle.judged(after, observed, finding is not None, rule, table.watching_since, now)
         if worse:
             text = f"worse: {after.summary}"
             transitions.append(Transition(after.id, after.kind, incident.state, after.state, now, text, worse=True))
@@ -91,43 +91,49 @@ def reduce(
             current[name] = after
         else:
             ended.append(after)
-    pending, recent = _waiting(book, found, now), _holding(book, rules, now)
+    pending, recent = _waiting(table, found, now), _holding(table, rules, now)
     for name, finding in found.items():
         rule = rules.get(finding.kind, IncidentRules())
-        if name in book.incidents or now - pending[name][0] < max(rule.open_after_s, finding.lasting_s):
+        if name in table.incidents or now - pending[name][0] < max(rule.open_after_s, finding.lasting_s):
             continue
         del pending[name]
         old = recent.pop(name, None)
         current[name] = lifecycle.opened(finding, now) if old is None else lifecycle.reopened(old, finding, rule, now)
         transitions.append(_transition(None if old is None else old.state, current[name], now))
     recent |= {(incident.kind, incident.key): incident for incident in ended}
-    settled = book.settled
+    settled = table.settled
     if ended:
         kept = {name: at for name, at in settled.items() if now - at < SETTLED_S}
         settled = kept | settled_by(ended, now)
-    return Book(current, pending, recent, book.watching_since, settled, closed), tuple(ended), tuple(transitions)
+    return (
+        IncidentTable(current, pending, recent, table.watching_since, settled, closed),
+        tuple(ended),
+        tuple(transitions),
+    )
 
 
-def close(book: Book, incident: Incident, by: str, reason: str, now: float) -> tuple[Book, Incident, Transition]:
-    """End the current ``incident`` for a person: the new book, the incident, and its transition. Raises ByHandError."""
+def close(
+    table: IncidentTable, incident: Incident, by: str, reason: str, now: float
+) -> tuple[IncidentTable, Incident, Transition]:
+    """End the current ``incident`` for a person: the new table, the incident, its transition. Raises ByHandError."""
     after = by_hand.closed(incident, by, reason, now)
     name = (incident.kind, incident.key)
-    current = {other: kept for other, kept in book.incidents.items() if other != name}
-    settled = {**book.settled, **settled_by([after], now)}
-    kept = replace(book, incidents=current, settled=settled, closed={**book.closed, name: after})
+    current = {other: kept for other, kept in table.incidents.items() if other != name}
+    settled = {**table.settled, **settled_by([after], now)}
+    kept = replace(table, incidents=current, settled=settled, closed={**table.closed, name: after})
     return kept, after, _transition(incident.state, after, now)
 
 
 def _still_closed(
-    book: Book,
+    table: IncidentTable,
     found: Mapping[tuple[str, str], Finding],
     observed: Observed,
     rules: Mapping[str, IncidentRules],
     now: float,
 ) -> Iterator[tuple[tuple[str, str], Incident]]:
-    for name, old in book.closed.items():
+    for name, old in table.closed.items():
         clear_after_s = rules.get(old.kind, IncidentRules()).clear_after_s
-        lost = now - max(old.last_seen_at, book.watching_since) >= lifecycle.GIVE_UP_S
+        lost = now - max(old.last_seen_at, table.watching_since) >= lifecycle.GIVE_UP_S
         healed = observed.healed.get(old.id)
         after = by_hand.still_closed(old, found.get(name), healed, clear_after_s, lost, now)
         if after is not None:
@@ -144,14 +150,14 @@ def settled_by(ended: Iterable[Incident], now: float) -> dict[tuple[str, str], f
     return found
 
 
-def _is_new(book: Book, finding: Finding) -> bool:
+def _is_new(table: IncidentTable, finding: Finding) -> bool:
     """False for evidence whose incident has ended: a proof of health that was seen stays one."""
     name = (finding.kind, finding.key)
-    return name in book.incidents or finding.struck_at is None or finding.struck_at > book.settled.get(name, -inf)
+    return name in table.incidents or finding.struck_at is None or finding.struck_at > table.settled.get(name, -inf)
 
 
-def cost_growth(before: Book, after: Book) -> Iterator[tuple[str, float]]:
-    """Kind and GPU-seconds of what has been lost between two books; symptoms are left out, their cause is counted."""
+def cost_growth(before: IncidentTable, after: IncidentTable) -> Iterator[tuple[str, float]]:
+    """Kind and GPU-seconds of what has been lost between two tables; symptoms are left out, their cause is counted."""
     for name, incident in after.incidents.items():
         old = before.incidents.get(name) or before.recent.get(name)
         grown = incident.cost.gpu_seconds - (old.cost.gpu_seconds if old and old.id == incident.id else 0.0)
@@ -159,15 +165,15 @@ def cost_growth(before: Book, after: Book) -> Iterator[tuple[str, float]]:
             yield incident.kind, grown
 
 
-def shifted(book: Book, seconds: float) -> Book:
-    """The book after a step of the wall clock by ``seconds``, so that no wait becomes shorter or longer."""
-    return Book(
-        {name: _moved(incident, seconds) for name, incident in book.incidents.items()},
-        {name: (a + seconds, b + seconds) for name, (a, b) in book.pending.items()},
-        {name: _moved(incident, seconds) for name, incident in book.recent.items()},
-        book.watching_since + seconds,
-        {name: at + seconds for name, at in book.settled.items()},
-        {name: _moved(incident, seconds) for name, incident in book.closed.items()},
+def shifted(table: IncidentTable, seconds: float) -> IncidentTable:
+    """The table after a step of the wall clock by ``seconds``, so that no wait becomes shorter or longer."""
+    return IncidentTable(
+        {name: _moved(incident, seconds) for name, incident in table.incidents.items()},
+        {name: (a + seconds, b + seconds) for name, (a, b) in table.pending.items()},
+        {name: _moved(incident, seconds) for name, incident in table.recent.items()},
+        table.watching_since + seconds,
+        {name: at + seconds for name, at in table.settled.items()},
+        {name: _moved(incident, seconds) for name, incident in table.closed.items()},
     )
 
 
@@ -181,19 +187,19 @@ def _transition(before: State | None, incident: Incident, now: float) -> Transit
 
 
 def _waiting(
-    book: Book, found: Mapping[tuple[str, str], Finding], now: float
+    table: IncidentTable, found: Mapping[tuple[str, str], Finding], now: float
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    pending = {name: seen for name, seen in book.pending.items() if now - seen[1] <= PENDING_GAP_S}
+    pending = {name: seen for name, seen in table.pending.items() if now - seen[1] <= PENDING_GAP_S}
     for name in found:
-        if name not in book.incidents:
+        if name not in table.incidents:
             pending[name] = (pending[name][0] if name in pending else now, now)
     return pending
 
 
-def _holding(book: Book, rules: Mapping[str, IncidentRules], now: float) -> dict[tuple[str, str], Incident]:
+def _holding(table: IncidentTable, rules: Mapping[str, IncidentRules], now: float) -> dict[tuple[str, str], Incident]:
     """The ended incidents within their hold time."""
     return {
         name: incident
-        for name, incident in book.recent.items()
+        for name, incident in table.recent.items()
         if incident.resolved_at is not None and now - incident.resolved_at < rules.get(name[0], IncidentRules()).hold_s
     }

@@ -10,11 +10,11 @@ from functools import partial
 
 from opsd.agent import metrics
 from opsd.agent.gather import Gatherer, Health, Source
+from opsd.agent.incident_manager import IncidentManager
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.kept_window import SavedWindow, pack
 from opsd.agent.logs import Log
-from opsd.agent.responder import Responder
 from opsd.agent.window import Window
 from opsd.collectors.base import Collector, GpuFact, RankFact, Reading, RepairFact, RunFact, Sample
 from opsd.runbooks.base import Incident
@@ -75,7 +75,7 @@ class Loop:
         window: Window,
         collectors: Sequence[Collector],
         judge: Judge,
-        responder: Responder,
+        incident_manager: IncidentManager,
         journal: Journal,
         log: Log,
         *,
@@ -84,7 +84,7 @@ class Loop:
         clock: Clock = Clock(),
         saved: SavedWindow | None = None,
     ) -> None:
-        self._window, self._judge, self._responder, self._journal = window, judge, responder, journal
+        self._window, self._judge, self._incident_manager, self._journal = window, judge, incident_manager, journal
         self._log, self._interval_s, self._clock, self._saved = log, interval_s, clock, saved
         self._gather = partial(Gatherer, deadline_s=deadline_s, clock=clock.monotonic)
         self._gatherer = self._gather(collectors)
@@ -143,7 +143,7 @@ class Loop:
         now, wall = self._clock.monotonic(), self._clock.wall()
         self._allow_for_clock_step(wall - now)
         self._take_in(sources, now, wall)
-        self._responder.respond(self._window)
+        self._incident_manager.respond(self._window)
         self._ticks += 1
         self._save_window()
         self._publish(sources, began)
@@ -153,7 +153,7 @@ class Loop:
         if abs(step) > CLOCK_STEP_S:
             self._log.warning("the wall clock was stepped", seconds=round(step, 3))
             self._window.clock_stepped(step)
-            self._responder.clock_stepped(step)
+            self._incident_manager.clock_stepped(step)
 
     def _take_in(self, sources: Sequence[Source], now: float, wall: float) -> None:
         self._window.begin(now, wall)
@@ -178,24 +178,24 @@ class Loop:
             wall=self._window.wall,
             sources=tuple(replace(source) for source in sources),
             samples=(*self._own(at - began), *(source.reading.samples for source in sources)),
-            incidents=self._responder.current,
-            ended=tuple(self._responder.ended),
+            incidents=self._incident_manager.current,
+            ended=tuple(self._incident_manager.ended),
             gpus=self._window.gpus,
             ranks=self._window.ranks,
             runs=self._window.runs,
-            repairs=self._responder.repairs.shown,
+            repairs=self._incident_manager.repairs.shown,
             journal_problem=self._journal.problem,
-            mode_of=self._responder.mode_of,
+            mode_of=self._incident_manager.mode_of,
         )
 
     def _own(self, tick_s: float) -> Iterator[tuple[Sample, ...]]:
-        responder, journal, runbooks = self._responder, self._journal, self._judge.runbooks
+        incident_manager, journal, runbooks = self._incident_manager, self._journal, self._judge.runbooks
         yield tuple(metrics.loop_samples(self._ticks, self._missed, tick_s, len(self._window), self._window.refused))
         yield self._collectors
         yield tuple(metrics.journal_samples(journal.problem, journal.backlog, journal.lost))
-        yield metrics.runbook_samples(runbooks, responder.current, responder.opened, self._judge.errors)
-        yield metrics.cost_samples(runbooks, responder.cost)
-        yield metrics.action_samples(responder.actions)
-        yield (Sample(metrics.OVER_QUOTA, float(responder.over_quota)),)
+        yield metrics.runbook_samples(runbooks, incident_manager.current, incident_manager.opened, self._judge.errors)
+        yield metrics.cost_samples(runbooks, incident_manager.cost)
+        yield metrics.action_samples(incident_manager.actions)
+        yield (Sample(metrics.OVER_QUOTA, float(incident_manager.over_quota)),)
         for other in self.others:
             yield tuple(other())

@@ -11,7 +11,7 @@ from opsd.agent.brief import brief
 from opsd.agent.by_hand import holder
 from opsd.agent.incidents import Transition, is_over, turn_of
 from opsd.agent.logs import Log
-from opsd.lanes import Lane
+from opsd.fair_queue import FairQueue
 from opsd.notify.receiver import NotifyError, send_to_all
 from opsd.runbooks.base import Incident, State
 
@@ -67,7 +67,7 @@ class Announcer:
     ) -> None:
         self._notify, self._node, self._log, self._muted = notify, node, log, muted
         self._mode_of = mode_of
-        self._lane = Lane("announce", THREADS, share=1, room=MAX_WAITING)
+        self._queue = FairQueue("announce", THREADS, share=1, room=MAX_WAITING)
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
         """Queue a notification about ``transition`` of ``incident`` if it is relevant.
@@ -107,12 +107,12 @@ class Announcer:
             "job": incident.job,
             "verdict": incident.verdict,
         }
-        if not self._lane.submit(turn_of(incident), partial(self._send, text, fields)):
+        if not self._queue.submit(turn_of(incident), partial(self._send, text, fields)):
             self._log.warning("announcement dropped", incident=incident.id, reason=f"{MAX_WAITING} are waiting")
 
     def close(self) -> None:
         """End once what is queued is sent."""
-        self._lane.close(finish=True)
+        self._queue.close(finish=True)
 
     def _send(self, text: str, fields: Mapping[str, object]) -> None:
         try:

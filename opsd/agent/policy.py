@@ -19,7 +19,7 @@ OF_A_RUN = frozenset({"kill_process", "restart_generation"})
 UNCONFIRMED = "neither kernel nor driver gives a reason for it now"
 
 
-class Verdict(StrEnum):
+class Ruling(StrEnum):
     """The decision about a proposed action."""
 
     RUN = "run"
@@ -28,7 +28,7 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ActionLimits:
     """The limits of actions. ``cooldowns`` has the kinds of incident whose cool-down differs from ``cooldown_s``.
 
     Without ``drain`` no node is taken out of service.
@@ -42,7 +42,7 @@ class Limits:
     drain: bool = False
 
     @classmethod
-    def of(cls, policy: PolicySettings) -> Limits:
+    def of(cls, policy: PolicySettings) -> ActionLimits:
         """The limits that the settings ask for."""
         cooldowns = {
             kind: override.cooldown_s
@@ -80,7 +80,7 @@ class Decision:
     """The decision about one action, with the reason if it is not "run"."""
 
     action: Action
-    verdict: Verdict
+    verdict: Ruling
     reason: str = ""
 
 
@@ -89,7 +89,7 @@ def decide(
     actions: Sequence[Action],
     mode: str,
     history: Sequence[PastAction],
-    limits: Limits,
+    limits: ActionLimits,
     started_at: float,
     now: float,
     user_of: Callable[[Action], int | None] = lambda _action: None,
@@ -123,21 +123,21 @@ def decide(
     for action in actions:
         reason = next(filter(None, (check(action) for check in checks)), "")
         if reason:
-            decisions.append(Decision(action, Verdict.REFUSE, reason))
+            decisions.append(Decision(action, Ruling.REFUSE, reason))
         elif mode == "act" or action.verb in HARMLESS:
-            decisions.append(Decision(action, Verdict.RUN))
+            decisions.append(Decision(action, Ruling.RUN))
         else:
-            decisions.append(Decision(action, Verdict.RECOMMEND, "policy mode is recommend"))
+            decisions.append(Decision(action, Ruling.RECOMMEND, "policy mode is recommend"))
     changing = (decision for decision in decisions if decision.action.verb not in HARMLESS)
-    if refused := next((decision for decision in changing if decision.verdict is Verdict.REFUSE), None):
+    if refused := next((decision for decision in changing if decision.verdict is Ruling.REFUSE), None):
         together = f"part of an attempt that is refused: {refused.reason}"
         decisions = [
             d
-            if d.verdict is Verdict.REFUSE or d.action.verb in HARMLESS
-            else Decision(d.action, Verdict.REFUSE, together)
+            if d.verdict is Ruling.REFUSE or d.action.verb in HARMLESS
+            else Decision(d.action, Ruling.REFUSE, together)
             for d in decisions
         ]
-    return (*decisions, *(Decision(action, Verdict.REFUSE, muted) for action in silent))
+    return (*decisions, *(Decision(action, Ruling.REFUSE, muted) for action in silent))
 
 
 def _unrecorded(action: Action, mode: str, problem: str) -> str:
@@ -162,7 +162,7 @@ def _unconfirmed(action: Action, confirmed: Sequence[Action]) -> str:
     return UNCONFIRMED
 
 
-def _cooling(kind: str, action: Action, history: Sequence[PastAction], limits: Limits, now: float) -> str:
+def _cooling(kind: str, action: Action, history: Sequence[PastAction], limits: ActionLimits, now: float) -> str:
     if action.verb in HARMLESS:
         return ""
     cooldown_s = limits.cooldowns.get(kind, limits.cooldown_s)
@@ -178,7 +178,7 @@ def _too_many(
     action: Action,
     actions: Sequence[Action],
     history: Sequence[PastAction],
-    limits: Limits,
+    limits: ActionLimits,
     now: float,
     user_of: Callable[[Action], int | None],
 ) -> str:

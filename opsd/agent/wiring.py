@@ -9,14 +9,14 @@ from functools import cache, partial
 from opsd.agent import collectors, systemd
 from opsd.agent.actions import Drainer, Executor, Notifier
 from opsd.agent.annotate import Annotator
+from opsd.agent.incident_manager import IncidentManager, Listener
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.kept_window import KeptWindowError, SavedWindow, newest
 from opsd.agent.logs import Log
 from opsd.agent.loop import Loop
 from opsd.agent.notify import Announcer, LogNotifier, WebhookNotifier
-from opsd.agent.policy import Limits
-from opsd.agent.responder import Listener, Responder
+from opsd.agent.policy import ActionLimits
 from opsd.agent.window import Window
 from opsd.collectors import plugins, witnesses
 from opsd.collectors.nvml import NvmlSettings, PowerControl
@@ -64,7 +64,9 @@ def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listene
     notify, node = settings.notify, settings.agent.node
     if notify.receiver:
         told.append(
-            Announcer(notifier, node, log, muted=Limits.of(settings.policy).muted, mode_of=settings.policy.mode_of)
+            Announcer(
+                notifier, node, log, muted=ActionLimits.of(settings.policy).muted, mode_of=settings.policy.mode_of
+            )
         )
     if notify.grafana_url:
         told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
@@ -83,7 +85,7 @@ def _executor(settings: Settings, journal: Journal, notifier: Notifier) -> Execu
 
 
 def _judge(settings: Settings, log: Log) -> Judge:
-    return Judge(RUNBOOKS, log, hold_s=settings.policy.hold_s, max_relapses=settings.policy.max_relapses)
+    return Judge(RUNBOOKS, log, hold_s=settings.policy.reopen_within_s, max_relapses=settings.policy.max_relapses)
 
 
 def _notifier(settings: Settings, log: Log) -> Notifier:
@@ -96,7 +98,7 @@ class Parts:
     """What of the agent a reload of the configuration reaches."""
 
     loop: Loop
-    responder: Responder
+    incident_manager: IncidentManager
     journal: Journal
     log: Log
 
@@ -113,8 +115,8 @@ class Parts:
         if made is not None:
             self.loop.replace_collectors(made)
         self.loop.replace_judge(judge)
-        mode_of, limits = new.policy.mode_of, Limits.of(new.policy)
-        for former in self.responder.replace_policy(judge, executor, mode_of, limits, listeners):
+        mode_of, limits = new.policy.mode_of, ActionLimits.of(new.policy)
+        for former in self.incident_manager.replace_policy(judge, executor, mode_of, limits, listeners):
             if isinstance(former, Announcer | Annotator):
                 former.close()
 
@@ -123,33 +125,33 @@ def build(settings: Settings, journal: Journal, log: Log) -> Parts:
     """The loop with everything connected, before the first collection."""
     agent, policy = settings.agent, settings.policy
     notifier, judge = _notifier(settings, log), _judge(settings, log)
-    responder = Responder(
+    incident_manager = IncidentManager(
         judge,
         _executor(settings, journal, notifier),
         journal,
         log,
         mode_of=policy.mode_of,
-        limits=Limits.of(policy),
+        limits=ActionLimits.of(policy),
         started_at=time.time(),
         listeners=_listeners(settings, notifier, log),
     )
     window = Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses())
     saved = SavedWindow(systemd.runtime_folder())
     try:
-        if past := newest((responder.kept_window, saved.read()), window.ticks, time.monotonic()):
+        if past := newest((incident_manager.kept_window, saved.read()), window.ticks, time.monotonic()):
             window.go_on(past)
     except KeptWindowError as error:
         log.warning("window begins empty", reason=str(error))
-    responder.kept_window = b""
+    incident_manager.kept_window = b""
     loop = Loop(
         window,
         collectors.build(settings, agent.state_dir),
         judge,
-        responder,
+        incident_manager,
         journal,
         log,
         interval_s=agent.interval_s,
         deadline_s=agent.deadline_s,
         saved=saved,
     )
-    return Parts(loop, responder, journal, log)
+    return Parts(loop, incident_manager, journal, log)

@@ -141,7 +141,7 @@ class Training:
             "launch",
             "--standalone",
             f"--nproc-per-node={RANKS}",
-            "--same-failures=0",
+            "--max-same-failures=0",
             f"--max-restarts={NEVER}",
         ]
         where = [f"--run-id={self._name}", f"--run-dir={self._folder / self._name}", "-m", "opsd.trainer", "tiny"]

@@ -28,7 +28,7 @@ _COUNTERS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlantedFault:
     """What happens to a GPU or to the rank on it, the incident that must open, and those that may go with it."""
 
     kind: str
@@ -40,13 +40,17 @@ class Fault:
 
 _STOPS = ("rank_crash", "rank_hang", "collective_hang", "throughput_drop", "straggler")
 FAULTS = (
-    Fault("gpu_ecc", lambda gpu: _set(gpu, "opsd_gpu_ecc_errors_total{type=uncorrected,counter=volatile}", {"add": 1})),
-    Fault("gpu_ecc", lambda gpu: _set(gpu, "opsd_gpu_ecc_errors_total{type=corrected,counter=volatile}", {"rate": 6})),
-    Fault("gpu_row_remap", lambda gpu: _set(gpu, "DCGM_FI_DEV_ROW_REMAP_FAILURE", 1)),
-    Fault("gpu_row_remap", lambda gpu: _set(gpu, "opsd_gpu_row_remap_pending", 1)),
-    Fault("pcie_degraded", lambda gpu: _set(gpu, "opsd_gpu_pcie_link_width", 4)),
-    Fault("gpu_lost", lambda gpu: {"gpu": gpu, "lost": "GPU is lost"}, allow=_STOPS),
-    Fault(
+    PlantedFault(
+        "gpu_ecc", lambda gpu: _set(gpu, "opsd_gpu_ecc_errors_total{type=uncorrected,counter=volatile}", {"add": 1})
+    ),
+    PlantedFault(
+        "gpu_ecc", lambda gpu: _set(gpu, "opsd_gpu_ecc_errors_total{type=corrected,counter=volatile}", {"rate": 6})
+    ),
+    PlantedFault("gpu_row_remap", lambda gpu: _set(gpu, "DCGM_FI_DEV_ROW_REMAP_FAILURE", 1)),
+    PlantedFault("gpu_row_remap", lambda gpu: _set(gpu, "opsd_gpu_row_remap_pending", 1)),
+    PlantedFault("pcie_degraded", lambda gpu: _set(gpu, "opsd_gpu_pcie_link_width", 4)),
+    PlantedFault("gpu_lost", lambda gpu: {"gpu": gpu, "lost": "GPU is lost"}, allow=_STOPS),
+    PlantedFault(
         "gpu_throttle",
         lambda gpu: (
             _set(gpu, "opsd_gpu_throttle_seconds_total{reason=hw_thermal}", {"rate": 1})
@@ -54,14 +58,14 @@ FAULTS = (
         ),
         allow=("straggler", "throughput_drop"),
     ),
-    Fault(
+    PlantedFault(
         "straggler",
         lambda rank: {"ranks": (rank,), "slow": {"forward": 1.5, "backward": 1.5}},
         lambda rank: {"rank": rank},
         within=90.0,
         allow=("throughput_drop",),
     ),
-    Fault(
+    PlantedFault(
         "rank_crash",
         lambda rank: {"ranks": (rank,), "crash": {"exit": "signal SIGSEGV"}},
         lambda rank: {"rank": rank},

@@ -28,7 +28,7 @@ _STOP_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InjectedFault:
     """``begin`` causes it and raises ChaosError or OSError; ``undo`` is None if there is nothing to undo.
 
     ``held`` are descriptors that the guard has to keep open until the fault is undone.
@@ -43,7 +43,7 @@ class Fault:
     run: str = ""
 
 
-def kill_rank(run: Run, number: int | None) -> Fault:
+def kill_rank(run: Run, number: int | None) -> InjectedFault:
     """SIGKILL for one rank."""
     page = target.rank(run, number)
     process = _process(page)
@@ -52,18 +52,18 @@ def kill_rank(run: Run, number: int | None) -> Fault:
         if not process.signal(signal.SIGKILL):
             raise ChaosError(f"rank {page.rank} has ended by itself meanwhile")
 
-    return Fault("kill-rank", f"kills {_described(page, run)} (SIGKILL)", begin, run=run.name)
+    return InjectedFault("kill-rank", f"kills {_described(page, run)} (SIGKILL)", begin, run=run.name)
 
 
-def stop_rank(run: Run, number: int | None) -> Fault:
+def stop_rank(run: Run, number: int | None) -> InjectedFault:
     """SIGSTOP for one rank, in any phase."""
     page = target.rank(run, number)
     process = _process(page)
     text = f"stops {_described(page, run)} (SIGSTOP)"
-    return Fault("stop-rank", text, lambda: _stop(process), Resume(process.pid, process.start), run=run.name)
+    return InjectedFault("stop-rank", text, lambda: _stop(process), Resume(process.pid, process.start), run=run.name)
 
 
-def hang_collective(run: Run, number: int | None, within_s: float) -> Fault:
+def hang_collective(run: Run, number: int | None, within_s: float) -> InjectedFault:
     """SIGSTOP for one rank while it is in a collective, so that all others wait for it there."""
     page = target.rank(run, number)
     process = _process(page)
@@ -81,10 +81,10 @@ def hang_collective(run: Run, number: int | None, within_s: float) -> Fault:
         raise ChaosError(f"rank {page.rank} was in no collective within {within_s:g} s")
 
     text = f"stops {_described(page, run)} (SIGSTOP) as soon as it is in a collective, within {within_s:g} s"
-    return Fault("hang-collective", text, begin, Resume(process.pid, process.start), run=run.name)
+    return InjectedFault("hang-collective", text, begin, Resume(process.pid, process.start), run=run.name)
 
 
-def kill_node(run: Run) -> Fault:
+def kill_node(run: Run) -> InjectedFault:
     """SIGKILL for every process of the run on this node. Nothing shuts down cleanly, but the kernel closes sockets."""
 
     def begin() -> None:
@@ -95,20 +95,20 @@ def kill_node(run: Run) -> Fault:
     count = sum(1 for _ in target.everything(run))
     notes = ("the node stays up, and its kernel tells the peers that the connections are closed",)
     text = f"kills every process of {run.text} (SIGKILL), {count} at the moment"
-    return Fault("kill-node", text, begin, notes=notes, run=run.name)
+    return InjectedFault("kill-node", text, begin, notes=notes, run=run.name)
 
 
-def reboot_node(node: str, trigger: Path = Path("/proc/sysrq-trigger")) -> Fault:
+def reboot_node(node: str, trigger: Path = Path("/proc/sysrq-trigger")) -> InjectedFault:
     """Reboot at once, without writing anything back (kernel documentation, admin-guide/sysrq, command b)."""
 
     def begin() -> None:
         trigger.write_text("b", encoding="ascii")
 
     notes = ("nothing is written back to disk, no service is notified, and every job here is lost", "not undone")
-    return Fault("kill-node", f"reboots node {node} immediately (sysrq b)", begin, notes=notes)
+    return InjectedFault("kill-node", f"reboots node {node} immediately (sysrq b)", begin, notes=notes)
 
 
-def corrupt_checkpoint(run: Run, step: int | None, *, forget_memory: bool, leave: bool) -> Fault:
+def corrupt_checkpoint(run: Run, step: int | None, *, forget_memory: bool, leave: bool) -> InjectedFault:
     """One bit of the largest file of a checkpoint on disk, the newest unless ``step`` says otherwise."""
     root = run.folder / "checkpoints"
     known = manifest.steps(root) if root.is_dir() else []
@@ -132,10 +132,10 @@ def corrupt_checkpoint(run: Run, step: int | None, *, forget_memory: bool, leave
     if forget_memory:
         text += " and removes the copies of the checkpoint in memory"
     notes = () if forget_memory else ("a restart reads the copy in memory first, where one is: see --forget-memory",)
-    return Fault("corrupt-checkpoint", text, begin, None if leave else damage, notes=notes, run=run.name)
+    return InjectedFault("corrupt-checkpoint", text, begin, None if leave else damage, notes=notes, run=run.name)
 
 
-def fill_disk(mount: Path, leave: int) -> Fault:
+def fill_disk(mount: Path, leave: int) -> InjectedFault:
     """Allocate all but ``leave`` bytes of a file system in an unlinked file, which is freed when it is closed."""
     info = mount.stat()
     if info.st_dev == Path("/").stat().st_dev and leave < ROOT_KEEPS:
@@ -155,7 +155,7 @@ def fill_disk(mount: Path, leave: int) -> Fault:
             os.close(descriptor)
 
     text = f"takes {size >> 20} MB of {mount}, so that {leave >> 20} MB are left"
-    return Fault("fill-disk", text, begin, Release(str(mount)), held=(descriptor,))
+    return InjectedFault("fill-disk", text, begin, Release(str(mount)), held=(descriptor,))
 
 
 def _process(page: RankPage) -> Process:

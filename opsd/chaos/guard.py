@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from opsd import exitcodes
-from opsd.chaos.faults import Fault
+from opsd.chaos.faults import InjectedFault
 from opsd.chaos.records import FaultRecord, remove, write
 from opsd.chaos.undo import ChaosError, Process, Undo, decode, encode
 
@@ -179,7 +179,7 @@ class FaultReporter:
 
     as_json: bool
 
-    def __call__(self, event: str, fault: Fault, text: str, **fields: Any) -> None:
+    def __call__(self, event: str, fault: InjectedFault, text: str, **fields: Any) -> None:
         if self.as_json:
             line = {"t": time.time(), "event": event, "fault": fault.name, "run": fault.run, "text": text, **fields}
             print(json.dumps(line), flush=True)
@@ -189,7 +189,7 @@ class FaultReporter:
         syslog.syslog(syslog.LOG_WARNING, f"{event} {fault.name}: {text}")
 
 
-def perform(fault: Fault, for_s: float, folder: Path, tell: FaultReporter) -> int:
+def perform(fault: InjectedFault, for_s: float, folder: Path, tell: FaultReporter) -> int:
     """Cause ``fault`` and return once it is undone, after ``for_s`` seconds or a signal; returns the exit code.
 
     Records are written to ``folder``.
@@ -205,7 +205,7 @@ def perform(fault: Fault, for_s: float, folder: Path, tell: FaultReporter) -> in
         return exitcodes.FAILED
 
 
-def _guarded(fault: Fault, for_s: float, folder: Path, tell: FaultReporter) -> int:
+def _guarded(fault: InjectedFault, for_s: float, folder: Path, tell: FaultReporter) -> int:
     assert fault.undo is not None
     id = f"{fault.name}-{secrets.token_hex(3)}"
     record = FaultRecord(id, fault.name, fault.text, fault.run, for_s, encode(fault.undo))
@@ -225,7 +225,7 @@ def _guarded(fault: Fault, for_s: float, folder: Path, tell: FaultReporter) -> i
     return _reported(fault, result, code, id, tell)
 
 
-def _reported(fault: Fault, result: Result, code: int, id: str, tell: FaultReporter) -> int:
+def _reported(fault: InjectedFault, result: Result, code: int, id: str, tell: FaultReporter) -> int:
     if result.undone:
         tell("undone", fault, f"{fault.name}: undone, {result.text}", id=id)
         return code

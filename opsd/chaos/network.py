@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from opsd.chaos.faults import Fault
+from opsd.chaos.faults import InjectedFault
 from opsd.chaos.undo import (
     QDISC_HANDLE,
     ROUTE_PROTOCOL,
@@ -34,7 +34,7 @@ _BURST_S: Final = 0.01
 _MIN_BURST: Final = 16 * 1024
 
 
-def partition(peers: Sequence[str]) -> Fault:
+def partition(peers: Sequence[str]) -> InjectedFault:
     """Stop sending to ``peers`` (names or addresses): a blackhole route for each."""
     addresses = sorted({address for peer in peers for address in _addresses(peer)})
     operator = _logged_in_from()
@@ -51,10 +51,10 @@ def partition(peers: Sequence[str]) -> Fault:
 
     text = f"stops sending to {', '.join(addresses)} (a blackhole route for each)"
     notes = (_RDMA, "connections stay open and silent; a new one fails at once", "what they send may still arrive")
-    return Fault("partition", text, begin, RemoveRoutes(addresses), notes=notes)
+    return InjectedFault("partition", text, begin, RemoveRoutes(addresses), notes=notes)
 
 
-def slow_node(interface: str, *, rate: str, delay: str, loss: str) -> Fault:
+def slow_node(interface: str, *, rate: str, delay: str, loss: str) -> InjectedFault:
     """Shape what an interface sends: a token bucket for a rate alone, netem for the rest."""
     if interface not in {name for _, name in socket.if_nameindex()}:
         raise ChaosError(f"this node has no interface {interface}")
@@ -72,7 +72,9 @@ def slow_node(interface: str, *, rate: str, delay: str, loss: str) -> Fault:
         command("tc", "qdisc", "add", "dev", interface, "root", "handle", QDISC_HANDLE, *shape)
 
     text = f"shapes what {interface} sends: {' '.join(shape)}"
-    return Fault("slow-node", text, begin, RemoveQdisc(interface), notes=(_RDMA, "what arrives is as fast as before"))
+    return InjectedFault(
+        "slow-node", text, begin, RemoveQdisc(interface), notes=(_RDMA, "what arrives is as fast as before")
+    )
 
 
 def default_interface() -> str:

@@ -16,7 +16,7 @@ import click
 
 from opsd import exitcodes
 from opsd.chaos import faults, network, records, target
-from opsd.chaos.faults import Fault
+from opsd.chaos.faults import InjectedFault
 from opsd.chaos.guard import FaultReporter, perform
 from opsd.chaos.undo import ChaosError
 from opsd.checkpoints.manifest import CheckpointError
@@ -62,7 +62,7 @@ _confirmed = options(
 _for = option("--for", "for_s", callback=_seconds, default="30s", help="How long; at most 10m.")
 
 
-def _momentary(command: Callable[..., Fault]) -> Callable[..., int]:
+def _momentary(command: Callable[..., InjectedFault]) -> Callable[..., int]:
     """Cause the fault that ``command`` returns, once it is confirmed; adds --yes and --json."""
 
     @wraps(command)
@@ -74,7 +74,7 @@ def _momentary(command: Callable[..., Fault]) -> Callable[..., int]:
     return _confirmed(run)
 
 
-def _lasting(command: Callable[..., Fault]) -> Callable[..., int]:
+def _lasting(command: Callable[..., InjectedFault]) -> Callable[..., int]:
     """The same for a fault that is undone after --for."""
     return _for(_momentary(command))
 
@@ -116,7 +116,7 @@ def chaos() -> None:
 @_of_run
 @_of_rank
 @_momentary
-def kill_rank(run_name: str | None, rank: int | None) -> Fault:
+def kill_rank(run_name: str | None, rank: int | None) -> InjectedFault:
     """Kill one rank (SIGKILL)."""
     return faults.kill_rank(_owned_run(run_name), rank)
 
@@ -125,7 +125,7 @@ def kill_rank(run_name: str | None, rank: int | None) -> Fault:
 @_of_run
 @_of_rank
 @_lasting
-def stop_rank(run_name: str | None, rank: int | None) -> Fault:
+def stop_rank(run_name: str | None, rank: int | None) -> InjectedFault:
     """Stop one rank (SIGSTOP) in any phase, then continue it."""
     return faults.stop_rank(_owned_run(run_name), rank)
 
@@ -135,7 +135,7 @@ def stop_rank(run_name: str | None, rank: int | None) -> Fault:
 @_of_rank
 @option("--within", "within_s", callback=_seconds, default="30s", help="Limit of the wait for a collective.")
 @_lasting
-def hang_collective(run_name: str | None, rank: int | None, within_s: float) -> Fault:
+def hang_collective(run_name: str | None, rank: int | None, within_s: float) -> InjectedFault:
     """Stop one rank while it is in a collective, so that all others wait for it there."""
     return faults.hang_collective(_owned_run(run_name), rank, within_s)
 
@@ -150,7 +150,7 @@ def hang_collective(run_name: str | None, rank: int | None, within_s: float) -> 
 )
 @option("--node", help="The name of this node; --method sysrq requires it as confirmation.")
 @_momentary
-def kill_node(run_name: str | None, method: str, node: str | None) -> Fault:
+def kill_node(run_name: str | None, method: str, node: str | None) -> InjectedFault:
     """Lose this node: kill all its processes of the run, or reboot it without warning."""
     run = target.find(memory_root(), run_name)
     if method == "processes":
@@ -172,7 +172,7 @@ def kill_node(run_name: str | None, method: str, node: str | None) -> Fault:
 @option("--forget-memory", is_flag=True, help="Also remove the copies of it in shared memory.")
 @option("--leave", is_flag=True, help="Do not undo it.")
 @_lasting
-def corrupt_checkpoint(run_name: str | None, step: int | None, forget_memory: bool, leave: bool) -> Fault:
+def corrupt_checkpoint(run_name: str | None, step: int | None, forget_memory: bool, leave: bool) -> InjectedFault:
     """Flip one bit in the largest file of a checkpoint, and flip it back."""
     return faults.corrupt_checkpoint(_owned_run(run_name), step, forget_memory=forget_memory, leave=leave)
 
@@ -182,7 +182,7 @@ def corrupt_checkpoint(run_name: str | None, step: int | None, forget_memory: bo
 @option("--leave", callback=_bytes, default="100M", help="How much stays free (500M, 2G).")
 @_any_node
 @_lasting
-def fill_disk(mount: Path, leave: int, force: bool) -> Fault:
+def fill_disk(mount: Path, leave: int, force: bool) -> InjectedFault:
     """Fill the file system of the folder MOUNT. The space is freed even if every process of opsd is killed."""
     _need_run(force)
     return faults.fill_disk(mount.absolute(), leave)
@@ -192,7 +192,7 @@ def fill_disk(mount: Path, leave: int, force: bool) -> Fault:
 @option("--peer", "peers", multiple=True, required=True, metavar="HOST", help="Name or address; may be repeated.")
 @_any_node
 @_lasting
-def partition(peers: tuple[str, ...], force: bool) -> Fault:
+def partition(peers: tuple[str, ...], force: bool) -> InjectedFault:
     """Cut this node off from others: it stops sending to them. Needs root."""
     _need_root("a route")
     _need_run(force)
@@ -206,7 +206,7 @@ def partition(peers: tuple[str, ...], force: bool) -> Fault:
 @option("--loss", callback=_like(network.LOSS, "1%"), default="", help="Lose so many packets (1%).")
 @_any_node
 @_lasting
-def slow_node(interface: str | None, rate: str, delay: str, loss: str, force: bool) -> Fault:
+def slow_node(interface: str | None, rate: str, delay: str, loss: str, force: bool) -> InjectedFault:
     """Make this node slow: shape what it sends. Needs root."""
     _need_root("traffic control")
     _need_run(force)
@@ -251,7 +251,7 @@ def undo(ids: tuple[str, ...]) -> int:
     return code
 
 
-def _confirm(fault: Fault, for_s: float, *, yes: bool) -> None:
+def _confirm(fault: InjectedFault, for_s: float, *, yes: bool) -> None:
     """Ask for confirmation. Raises click.UsageError without a terminal, and if the answer is no."""
     lasts = "" if fault.undo is None else f" for {for_s:g} s"
     click.echo(f"opsd chaos {fault.name} {fault.text}{lasts}.", err=True)

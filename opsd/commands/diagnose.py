@@ -16,9 +16,9 @@ from opsd import exitcodes
 from opsd.agent.diagnosis import AS_BEFORE, Diagnosis, to_rank
 from opsd.agent.diagnosis import diagnose as diagnoses_of
 from opsd.collectors.base import NoData, RankFact
+from opsd.collectors.lib.gpu_owners import GpuOwners
+from opsd.collectors.lib.nccl.desync import evidence, judge
 from opsd.collectors.lib.nccl.flight_recorder import DumpError, read_dumps
-from opsd.collectors.lib.nccl.stuck import evidence, judge
-from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.ranks import RanksCollector, RanksSettings
 from opsd.commands.agent_client import Agent, NoAgent, Refused, with_agent
 from opsd.commands.options import option
@@ -160,7 +160,7 @@ def _judge_steps(table: Path, output: IO[str] | None) -> int:
     return exitcodes.OK
 
 
-class _AsSaid(Occupancy):
+class _AsSaid(GpuOwners):
     """Takes the job that a page names for its job: here somebody asks for it, and nothing is done on this word."""
 
     def confirms(self, job: str, user: int) -> bool:
@@ -170,7 +170,7 @@ class _AsSaid(Occupancy):
 def _local(root: Path, job: str) -> list[RankFact]:
     """The ranks whose pages lie under ``root``."""
     try:
-        reading = RanksCollector(root, occupancy=_AsSaid()).collect()
+        reading = RanksCollector(root, gpu_owners=_AsSaid()).collect()
     except OSError as error:
         fail(f"{root} cannot be read: {error.strerror}")
     facts = () if isinstance(reading, NoData) else reading.facts

@@ -76,7 +76,7 @@ _SECTIONS = {
         "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "local_addr",
     ),
     "Restarts": (
-        "max_restarts", "restart_window", "same_failures", "no_standby", "standby_import", "stop_timeout",
+        "max_restarts", "restart_window", "max_same_failures", "no_standby", "standby_import", "stop_timeout",
     ),
     "Hangs": (
         "hang_limit", "data_hang_limit", "startup_limit", "unannounced_hang_limit", "idle_limit", "no_observe",

@@ -223,7 +223,9 @@ own_options = options(
         help="Committed steps after which earlier restarts no longer count.",
     ),
     option(
+        "--max-same-failures",
         "--same-failures",
+        "max_same_failures",
         type=click.IntRange(0),
         default=3,
         help="Stop when the same failure came this often without progress; 0: never for that.",

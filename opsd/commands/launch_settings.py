@@ -96,7 +96,7 @@ def settings_of(program: Program, run: str, node: str, options: dict[str, Any]) 
         role=options["role"],
         max_restarts=options["max_restarts"],
         restarts_asked=_is_given("max_restarts"),
-        same_failures=options["same_failures"],
+        max_same_failures=options["max_same_failures"],
         refill_steps=options["restart_window"],
         standby=not options["no_standby"] and program.kind != "executable",
         standby_imports=options["standby_import"],

@@ -10,7 +10,6 @@ import sys
 import traceback
 from importlib import import_module
 from importlib.util import find_spec
-from keyword import iskeyword
 
 import click
 
@@ -44,7 +43,6 @@ COMMANDS = {
     "repair": "Repair a node that was drained, test it under load, and return it.",
     "report": "What became of a run: steps, restarts, cost, as a page or as text.",
     "requeue": "Put a job back into the queue, to start at once elsewhere.",
-    "return": "Give nodes that were drained back to Slurm, once they are proved good.",
     "runbook": "List the runbooks or show one.",
     "simulate": "What failures will cost a run: its own decisions, played on faults in virtual time.",
     "slurm": "A run as a Slurm job; what opsd may do with Slurm here.",
@@ -55,15 +53,18 @@ COMMANDS = {
     "targets": "List the agents of all nodes for Prometheus, from Slurm.",
     "top": "Watch the GPUs, ranks and incidents of this node live.",
     "train": "Train a model on this node: the trainer under the launcher.",
+    "undrain": "Give nodes that were drained back to Slurm, once they are proved good.",
 }
-"""The purpose of each command. NAME is the function of that name in ``opsd/commands/NAME.py``, ``return`` in
-``return_``."""
+"""The purpose of each command. NAME is the function of that name in ``opsd/commands/NAME.py``."""
+
+FORMER = {"return": "undrain"}
+"""Earlier names of commands, which go on working."""
 
 GROUPS = {
     "Plan": ("data", "plan", "simulate", "ablate", "audit"),
     "Run": ("launch", "train", "slurm", "swap", "requeue", "checkpoint"),
     "See what is going on": ("status", "top", "incidents", "diagnose", "runbook", "report", "compare", "ledger"),
-    "Nodes": ("agent", "preflight", "drain", "repair", "return", "evidence", "spare", "nodes", "config"),
+    "Nodes": ("agent", "preflight", "drain", "repair", "undrain", "evidence", "spare", "nodes", "config"),
     "Set up": ("deploy", "alerts", "dashboards", "targets", "metrics", "completion"),
     "Try and test": ("demo", "chaos", "stack", "bench"),
 }
@@ -85,6 +86,7 @@ class _LazyGroup(click.Group):
         return _commands()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        cmd_name = FORMER.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             if ctx.resilient_parsing:  # of what is being completed
                 return None
@@ -93,8 +95,7 @@ class _LazyGroup(click.Group):
             raise click.UsageError(f"there is no command {cmd_name!r}; {hint}", ctx)
         if cmd_name not in _commands():
             raise click.UsageError(f"`opsd {cmd_name}` is for the development of opsd: run it in a checkout")
-        name = f"{cmd_name}_" if iskeyword(cmd_name) else cmd_name
-        command = getattr(import_module(f"opsd.commands.{name}"), name)
+        command = getattr(import_module(f"opsd.commands.{cmd_name}"), cmd_name)
         assert isinstance(command, click.Command)
         return command
 

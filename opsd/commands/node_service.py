@@ -1,4 +1,4 @@
-"""What `opsd drain` and `opsd return` share: nodes, rules, orders and evidence."""
+"""What `opsd drain` and `opsd undrain` share: nodes, rules, orders and evidence."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from opsd.commands.options import Finite, Group, exit_codes, option
 from opsd.commands.output import fail, output_console, plain_table, warn
 from opsd.commands.settings import BadConfig
 from opsd.commands.topology import topology
-from opsd.lemons import DAY_S, LEAST_NODES, Fault, Judgement, Lift
+from opsd.lemons import DAY_S, LEAST_NODES, Judgement, Lift, NodeFailure
 from opsd.slurm import job_faults, leaf_paths, node_comment
 from opsd.slurm.candidates import Candidate, accounting, candidates, due, faults, free
 from opsd.slurm.connect import choose
@@ -172,7 +172,7 @@ def show_due(
 def note_replaced(names: tuple[str, ...]) -> int:
     """Say that hardware of NODE... was replaced: what failed until now no longer counts against them.
 
-    It neither makes them lemons nor keeps `opsd return` or a repair from giving them back, which need a passed
+    It neither makes them lemons nor keeps `opsd undrain` or a repair from giving them back, which need a passed
     preflight as ever. What else stands in their comments stays.
     """
     try:
@@ -255,7 +255,7 @@ def _up(partition: str | None) -> list[Partition]:
     return up
 
 
-def _judge(found: Sequence[Node], comments: Mapping[str, str], more: list[Fault], jobs: bool) -> Judgement:
+def _judge(found: Sequence[Node], comments: Mapping[str, str], more: list[NodeFailure], jobs: bool) -> Judgement:
     try:
         known = faults(comments, job_faults.read() if jobs else ()) + more
     except SlurmError as error:
@@ -263,7 +263,7 @@ def _judge(found: Sequence[Node], comments: Mapping[str, str], more: list[Fault]
     return lemons.judge([node.name for node in found], known, time.time())
 
 
-def _warn_of_useless(more: Sequence[Fault], names: Collection[str], now: float) -> None:
+def _warn_of_useless(more: Sequence[NodeFailure], names: Collection[str], now: float) -> None:
     """Say which faults of a file do not count: under another name, or in milliseconds, they would look like health."""
     strange = sorted({fault.node for fault in more} - {*names})
     if strange:
@@ -283,7 +283,7 @@ def _told_of_jobs(read: Accounting | None) -> str:
     return f"Jobs that failed on a node and ran without it are counted as of {at}"
 
 
-def _read(history: Path) -> list[Fault]:
+def _read(history: Path) -> list[NodeFailure]:
     """The faults in a file. Raises BadConfig."""
     found = []
     for number, line in enumerate(history.read_text(encoding="utf-8-sig", errors="replace").splitlines(), start=1):
@@ -295,7 +295,7 @@ def _read(history: Path) -> list[Fault]:
             back = None if back is None else float(back)
             if not 0 < at < math.inf or not (back is None or at <= back < math.inf):
                 raise ValueError("no times")
-            found.append(Fault(str(told["node"]), str(told["kind"]), at, back))
+            found.append(NodeFailure(str(told["node"]), str(told["kind"]), at, back))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise BadConfig(
                 f'line {number} of {history} is no fault: give {{"node": "n1", "kind": "gpu_xid", "at": 1763705000}}'

@@ -115,7 +115,7 @@ def plan(
     All numbers are predictions; --json names the source of each figure behind them. Measurements of preflight, make
     bench-gpu, runs, journals and Slurm's events replace defaults (docs/planning.md). --assume replaces any figure.
     """
-    from opsd.measured.evidence import NotUsable
+    from opsd.calibration.evidence import NotUsable
     from opsd.plan.search import CannotPlan
     from opsd.trainer.config import ConfigError
 
@@ -168,7 +168,7 @@ def _plan(
 
 def _figures(kind: str, dtype: str, given: _Known) -> tuple[Hardware, Habits]:
     """The defaults of this kind of GPU, with what was measured, and with what the user knows better."""
-    from opsd.measured.read import measured, usual_places
+    from opsd.calibration.read import measured, usual_places
     from opsd.plan.hardware import hardware_of
     from opsd.plan.reliability import HABITS
 

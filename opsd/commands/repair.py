@@ -18,22 +18,22 @@ from opsd.collectors.ranks import RanksSettings
 from opsd.commands.evidence import check_here
 from opsd.commands.options import config_options, exit_codes, option
 from opsd.commands.output import fail
-from opsd.commands.return_ import proofs
 from opsd.commands.settings import load
+from opsd.commands.undrain import proofs
 from opsd.config import Settings
 from opsd.notify.receiver import NotifyError, send_to_all
 from opsd.preflight.engine import SelectionError
 from opsd.preflight.history import HistoryError
 from opsd.preflight.report import ReportError
 from opsd.repair import evidence
-from opsd.repair.attend import Means, Repair, RepairError
+from opsd.repair.attend import Dependencies, Repair, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.ladder import Case, Limits, Rung, Step, closed
 from opsd.repair.local import driver_of, sources_of, tests_of
-from opsd.repair.machine import NodeMachine, RungError, run_command
+from opsd.repair.machine import NodeMachine, RemedyError, run_command
 from opsd.repair.pair import Pair
 from opsd.repair.parts import RemoteDriver, RemoteTests
 from opsd.repair.release import release
+from opsd.repair.repair_plan import Case, Remedy, RepairLimits, Step, closed
 from opsd.settings.silences import active_silence
 from opsd.slurm import node_comment
 from opsd.slurm.connect import choose
@@ -91,10 +91,10 @@ def repair(
     slurm = choose().slurm
     given = [*([f"--config={file}"] if file else []), *(f"--set={each}" for each in overrides)]
     say = partial(click.echo, err=as_json)
-    means = _means(settings, slurm, given, helpers, say)
+    dependencies = _dependencies(settings, slurm, given, helpers, say)
     if ordered:
-        means = replace(means, paused=partial(_maintenance, settings), by_policy=True)
-    work = Repair(settings.agent.node, cases, means, Rules.of(settings.policy), limits(settings))
+        dependencies = replace(dependencies, paused=partial(_maintenance, settings), by_policy=True)
+    work = Repair(settings.agent.node, cases, dependencies, Rules.of(settings.policy), limits(settings))
     try:
         if acting or ordered:
             return _do(work, cases, settings, ordered, as_json)
@@ -172,7 +172,9 @@ def _show(work: Repair, under_way: Case | None, as_json: bool) -> int:
             f"{time.strftime('%H:%M:%S', time.localtime(attempt.at))}  {attempt.what} {became}: {attempt.detail}"
         )
     what = (
-        str(step.rung) if step.rung else {"rma": "have it replaced", "left": "leave it to people"}.get(step.do, step.do)
+        str(step.remedy)
+        if step.remedy
+        else {"rma": "have it replaced", "left": "leave it to people"}.get(step.do, step.do)
     )
     click.echo(f"{case.node}: {what}; {step.why}" if under_way else f"would begin with {what}, for {step.why}")
     return exitcodes.OK
@@ -183,16 +185,16 @@ def _maintenance(settings: Settings, kind: str, now: float) -> str:
     return f"maintenance{f': {span.reason}' if span.reason else ''}" if span else ""
 
 
-def limits(settings: Settings) -> Limits:
+def limits(settings: Settings) -> RepairLimits:
     """The limits that the settings ask for."""
     chosen = settings.repair
-    rungs = tuple(rung for rung in Rung if rung in chosen.rungs)
-    return Limits(rungs, chosen.attempts, chosen.a_week, chosen.reboot_s)
+    remedies = tuple(remedy for remedy in Remedy if remedy in chosen.remedies)
+    return RepairLimits(remedies, chosen.attempts, chosen.max_per_week, chosen.reboot_s)
 
 
-def _means(
+def _dependencies(
     settings: Settings, slurm: Slurm, given: Sequence[str], helpers: Path | None, say: Callable[[str], None]
-) -> Means:
+) -> Dependencies:
     node = settings.agent.node
     driver = RemoteDriver(helpers / "driver") if helpers else driver_of(settings)
     tests = RemoteTests(helpers / "test") if helpers else tests_of(settings, given)
@@ -202,7 +204,7 @@ def _means(
             if isinstance(driver, RemoteDriver):
                 return driver.evidence(_in_slurm(node))
             return str(evidence.make(sources_of(settings), time.time()))
-        except (OSError, RungError) as error:
+        except (OSError, RemedyError) as error:
             say(f"the evidence for {case.id} could not be kept: {error}")
             return ""
 
@@ -223,7 +225,7 @@ def _means(
         lacks = failed or found.why_not_ready(found.checked_at)
         return f"no ready spare: {lacks}" if lacks else "ready as a spare"
 
-    means = Means(
+    dependencies = Dependencies(
         slurm=slurm,
         machine=NodeMachine(driver, settings.repair.services),
         release=lambda jobs: release(slurm, node, jobs, settings.section(RanksSettings).root),
@@ -234,11 +236,11 @@ def _means(
         say=say,
     )
     partition = settings.repair.pair_partition
-    return replace(means, pair=Pair(slurm, node, partition, tests.with_partner)) if partition else means
+    return replace(dependencies, pair=Pair(slurm, node, partition, tests.with_partner)) if partition else dependencies
 
 
 def _in_slurm(node: str) -> str:
     try:
         return evidence.slurm_node(node, run_command)
-    except RungError as error:
+    except RemedyError as error:
         return str(error)

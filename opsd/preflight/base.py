@@ -49,7 +49,7 @@ class UnfitError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class Bounds:
     """Absolute bounds of a measure. A value that is worse than a bound gets that verdict."""
 
     warn: float | None = None
@@ -78,9 +78,9 @@ class Measure:
     unit: str
     help: str
     better: Literal["higher", "lower", ""] = ""
-    limits: Limits = Limits()
+    limits: Bounds = Bounds()
     peers: Peers | None = None
-    growth: Limits | None = None
+    growth: Bounds | None = None
     noise: float = 0.05
     required: bool = True
 

@@ -24,7 +24,7 @@ from opsd import __version__
 from opsd.dependents import Dependents
 from opsd.files import write_text
 from opsd.preflight import burnin, formats, series, view
-from opsd.preflight.base import Check, Context, Demand, Limits
+from opsd.preflight.base import Bounds, Check, Context, Demand
 from opsd.preflight.engine import CheckRun, SelectionError, find, run, select, unmet_need
 from opsd.preflight.fleet import Fleet
 from opsd.preflight.history import History, HistoryError, render
@@ -165,7 +165,7 @@ def _ask(python: str) -> bool:
 def validate(settings: PreflightSettings, checks: Sequence[Check]) -> None:
     """Raise SelectionError if the settings name a check or measure that does not exist or cannot be bounded.
 
-    Limits may be those of checks of the network too, which never run here.
+    Bounds may be those of checks of the network too, which never run here.
     """
     for name in settings.optional:
         find(checks, name)
@@ -202,7 +202,7 @@ def yardsticks(
     check: Check, node: str, settings: PreflightSettings, history: History, fleet: Fleet | None, console: Console
 ) -> Yardsticks:
     """What to compare the check's values with; an unreadable history is reported and left out."""
-    limits = {measure: Limits(fail=value) for measure, value in settings.limits.get(check.name, {}).items()}
+    limits = {measure: Bounds(fail=value) for measure, value in settings.limits.get(check.name, {}).items()}
     medians = fleet.medians(check.name) if fleet else {}
     try:
         return Yardsticks(limits, history.past(node, check.name), history.facts(node, check.name), medians)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from opsd.preflight.base import Check, Finding, Limits, Measure, Measurement, Outcome, Verdict
+from opsd.preflight.base import Bounds, Check, Finding, Measure, Measurement, Outcome, Verdict
 from opsd.preflight.stats import MAD_TO_SIGMA, mad
 from opsd.preflight.units import duration, quantity
 
@@ -46,7 +46,7 @@ class Yardsticks:
     of the last run, ``fleet`` the fleet's medians by measure name.
     """
 
-    limits: Mapping[str, Limits] = field(default_factory=dict)
+    limits: Mapping[str, Bounds] = field(default_factory=dict)
     past: Mapping[SeriesKey, Sequence[Past]] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
     fleet: Mapping[str, float] = field(default_factory=dict)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from opsd.repair import ladder
+from opsd.repair import repair_plan
 from opsd.repair.case_file import CaseFile, Refusal
 from opsd.repair.faults import FAULTS, begin_at
-from opsd.repair.ladder import Case, End, Facts, Hold, Limits, Rung, Step
-from opsd.repair.machine import Machine, RungError
+from opsd.repair.machine import Machine, RemedyError
+from opsd.repair.repair_plan import Case, End, Facts, Hold, Remedy, RepairLimits, Step
 from opsd.repair.retest import Retested
 from opsd.slurm import drain, node_comment, ownership
 from opsd.slurm.output import CONFIGURED_NOT
@@ -43,7 +43,7 @@ class RepairError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class Dependencies:
     """What a repair works with.
 
     ``release`` has jobs give the node back that no longer use it, and says what was done. ``retest`` runs checks under
@@ -72,12 +72,14 @@ class Means:
 class Repair:
     """The repair of ``node``, this machine."""
 
-    def __init__(self, node: str, file: CaseFile, means: Means, rules: Rules, limits: Limits) -> None:
-        self._node, self._file, self._means, self._rules, self._limits = node, file, means, rules, limits
+    def __init__(
+        self, node: str, file: CaseFile, dependencies: Dependencies, rules: Rules, limits: RepairLimits
+    ) -> None:
+        self._node, self._file, self._dependencies, self._rules, self._limits = node, file, dependencies, rules, limits
 
     def proposed(self) -> Case:
         """A new case for what the node was drained for, not recorded yet. Raises RepairError and SlurmError."""
-        now = self._means.clock()
+        now = self._dependencies.clock()
         found = self._found()
         hold, text = held_by(found)
         if found is None or hold != "ours":
@@ -87,7 +89,7 @@ class Repair:
         fault = FAULTS.get(kind)
         if fault is None:
             raise RepairError(f"no remedy fits {kind}; a person has to look: {found.reason}")
-        first = begin_at(fault, found.reason, self._means.machine.recovery_actions())
+        first = begin_at(fault, found.reason, self._dependencies.machine.recovery_actions())
         return Case(self._file.new_id(now), self._node, kind, found.reason, now, first=first)
 
     def adopt(self, refusal: Refusal) -> None:
@@ -96,7 +98,7 @@ class Repair:
         Raises SlurmUnavailable while Slurm has not drained it yet, RepairError if opsd may hold no more nodes, and
         SlurmError.
         """
-        now, found = self._means.clock(), self._found()
+        now, found = self._dependencies.clock(), self._found()
         if found is None or (not found.out_of_service and now - refusal.at >= DRAINED_WITHIN_S):
             return
         if not found.out_of_service:
@@ -105,14 +107,14 @@ class Repair:
             return
         told = ownership.reason("preflight", f"{refusal.failures}; Slurm's prolog refused a job", incident="prolog")
         try:
-            ownership.take_over(self._means.slurm, self._node, told, self._rules, now=now)
+            ownership.take_over(self._dependencies.slurm, self._node, told, self._rules, now=now)
         except ownership.Refused as error:
             raise RepairError(str(error)) from error
 
     def next(self, case: Case) -> Step:
         """What would be done now. Raises SlurmError."""
         facts, _ = self._look(case.kind)
-        return ladder.next_step(ladder.settled(case, facts, self._limits), facts, self._limits)
+        return repair_plan.next_step(repair_plan.settled(case, facts, self._limits), facts, self._limits)
 
     def attend(self, case: Case) -> Case:
         """Take ``case`` to its end, or until the node reboots. Raises CaseError; what Slurm refuses is waited for."""
@@ -121,12 +123,12 @@ class Repair:
             facts, found = self._look(case.kind)
             if facts.hold == "ours" and found is not None and found.state == "down" and "drain" not in found.flags:
                 self._drain_again(found)
-            before, case = case, ladder.settled(case, facts, self._limits)
+            before, case = case, repair_plan.settled(case, facts, self._limits)
             if case != before:
                 self._taken_up(case)
-            step = ladder.next_step(case, facts, self._limits)
+            step = repair_plan.next_step(case, facts, self._limits)
             if facts.hold == "ours" and case.paused != facts.paused:
-                case = self._recorded(ladder.paused(case, facts))
+                case = self._recorded(repair_plan.paused(case, facts))
             if step.do == "wait":
                 told = self._wait(step, facts, told)
                 continue
@@ -134,20 +136,20 @@ class Repair:
             try:
                 case = self._do(case, step, facts)
             except SlurmUnavailable as error:
-                self._means.say(f"Slurm: {error}")
-                self._means.sleep(POLL_S)
+                self._dependencies.say(f"Slurm: {error}")
+                self._dependencies.sleep(POLL_S)
                 case = self._file.current_of(self._node) or case
         return case
 
     def _wait(self, step: Step, facts: Facts, told: str) -> str:
         """Wait, and say why if that is not what was ``told`` last; returns what is."""
         if told != step.why:
-            self._means.say(f"waiting: {step.why}")
+            self._dependencies.say(f"waiting: {step.why}")
         if facts.busy:
             with suppress(SlurmError):
-                if said := self._means.release(self._jobs()):
-                    self._means.say(said)
-        self._means.sleep(JOBS_POLL_S if facts.busy else POLL_S)
+                if said := self._dependencies.release(self._jobs()):
+                    self._dependencies.say(said)
+        self._dependencies.sleep(JOBS_POLL_S if facts.busy else POLL_S)
         return step.why
 
     def _taken_up(self, case: Case) -> None:
@@ -155,108 +157,116 @@ class Repair:
         last = case.last
         assert last is not None
         self._file.keep(case)
-        self._means.say(f"{last.what}: {last.detail}")
-        if last.what in (Rung.RESET, Rung.RELOAD):
-            self._means.machine.restore()
+        self._dependencies.say(f"{last.what}: {last.detail}")
+        if last.what in (Remedy.RESET, Remedy.RELOAD):
+            self._dependencies.machine.restore()
 
     def _do(self, case: Case, step: Step, facts: Facts) -> Case:
         """Carry out ``step``. Raises SlurmUnavailable, after which it may be repeated."""
-        say = self._means.say
-        if step.do == "rung":
-            assert step.rung is not None
-            say(f"{step.rung}: because of {step.why}")
+        say = self._dependencies.say
+        if step.do == "remedy":
+            assert step.remedy is not None
+            say(f"{step.remedy}: because of {step.why}")
             if case.last is None or case.last.ok is not None:
-                case = ladder.begun(case, step.rung, facts)
-                if step.rung is Rung.REBOOT:  # until Slurm has taken the order, this program may be killed
-                    case = ladder.noted(case, ladder.UNANSWERED)
+                case = repair_plan.begun(case, step.remedy, facts)
+                if step.remedy is Remedy.REBOOT:  # until Slurm has taken the order, this program may be killed
+                    case = repair_plan.noted(case, repair_plan.UNANSWERED)
             else:
-                case = ladder.repeated(case, facts)
+                case = repair_plan.repeated(case, facts)
             self._recorded(case)
-            return self._climb(case, step.rung)
+            return self._climb(case, step.remedy)
         if step.do == "retest":
-            say(f"{ladder.RETEST}: {case.kind}")
-            case = self._recorded(ladder.begun(case, ladder.RETEST, facts))
+            say(f"{repair_plan.RETEST}: {case.kind}")
+            case = self._recorded(repair_plan.begun(case, repair_plan.RETEST, facts))
             found = self._retest(case.kind)
-            return self._ended(case, found.passed, ladder.STOPPED * found.stopped + found.detail)
+            return self._ended(case, found.passed, repair_plan.STOPPED * found.stopped + found.detail)
         if step.do == "return":
             return self._return(case, facts)
         if step.do == "rma":
             return self._give_up(case, step.why)
         say(f"left to people: {step.why}")
         end: End = "rma" if facts.hold == "rma" else "left"
-        return self._recorded(ladder.closed(case, end, step.why, self._means.clock(), case.bundle))
+        return self._recorded(repair_plan.closed(case, end, step.why, self._dependencies.clock(), case.bundle))
 
     def _retest(self, kind: str) -> Retested:
         fault, taken = FAULTS.get(kind), partial(self._taken, kind)
-        found = self._means.retest(fault.checks if fault else (), taken)
-        return self._means.pair(found, fault is not None and fault.of_the_network, taken) if found.passed else found
+        found = self._dependencies.retest(fault.checks if fault else (), taken)
+        return (
+            self._dependencies.pair(found, fault is not None and fault.of_the_network, taken) if found.passed else found
+        )
 
-    def _climb(self, case: Case, rung: Rung) -> Case:
-        machine = self._means.machine
+    def _climb(self, case: Case, remedy: Remedy) -> Case:
+        machine = self._dependencies.machine
         try:
-            if rung is Rung.REBOOT:
+            if remedy is Remedy.REBOOT:
                 self._reboot(case.reason)
-                return self._recorded(ladder.noted(case, ""))  # it ends with this boot of the node
-            remedies = {Rung.PROCESSES: machine.end_processes, Rung.RESET: machine.reset_gpus}
-            done = remedies.get(rung, machine.reload_driver)()
+                return self._recorded(repair_plan.noted(case, ""))  # it ends with this boot of the node
+            remedies = {Remedy.PROCESSES: machine.end_processes, Remedy.RESET: machine.reset_gpus}
+            done = remedies.get(remedy, machine.reload_driver)()
         except SlurmUnavailable:
             raise
-        except (RungError, SlurmError, OSError) as error:
+        except (RemedyError, SlurmError, OSError) as error:
             return self._ended(case, False, str(error))
         return self._ended(case, True, done)
 
     def _reboot(self, reason: str) -> None:
-        """Raises RungError and SlurmError. Without a program Slurm takes the order, and waits for ResumeTimeout."""
-        config = self._means.slurm.configuration()
+        """Raises RemedyError and SlurmError. Without a program Slurm takes the order, and waits for ResumeTimeout."""
+        config = self._dependencies.slurm.configuration()
         if config.get("RebootProgram", "") in CONFIGURED_NOT:
-            raise RungError("Slurm cannot reboot nodes: set RebootProgram in slurm.conf")
+            raise RemedyError("Slurm cannot reboot nodes: set RebootProgram in slurm.conf")
         if config.get("ReturnToService") == "2":  # idle, and its reason gone, within seconds of the boot (22.05.8)
-            raise RungError(
+            raise RemedyError(
                 "after a reboot Slurm would give jobs the node untested: set ReturnToService=1 in slurm.conf"
             )
         found = self._found()
         if found is not None and found.flags >= STUCK:
-            raise RungError("Slurm reboots it no more: it refuses its registration with less than it should have")
-        self._means.slurm.reboot(self._node, reason)
+            raise RemedyError("Slurm reboots it no more: it refuses its registration with less than it should have")
+        self._dependencies.slurm.reboot(self._node, reason)
 
     def _return(self, case: Case, facts: Facts) -> Case:
-        if case.last is None or case.last.what != ladder.RETURN:
-            case = self._recorded(ladder.begun(case, ladder.RETURN, facts))
+        if case.last is None or case.last.what != repair_plan.RETURN:
+            case = self._recorded(repair_plan.begun(case, repair_plan.RETURN, facts))
         # Before the return: that test is a load, too, and a job may be there within a second.
-        said = self._means.as_spare(lambda: self._taken(case.kind)) if facts.hold == "ours" else ""
-        proof = self._means.proof()
+        said = self._dependencies.as_spare(lambda: self._taken(case.kind)) if facts.hold == "ours" else ""
+        proof = self._dependencies.proof()
         checked = {self._node: proof} if proof else {}
         try:
-            ownership.give_back(self._means.slurm, [self._node], checked, self._rules, now=self._means.clock())
+            ownership.give_back(
+                self._dependencies.slurm, [self._node], checked, self._rules, now=self._dependencies.clock()
+            )
         except SlurmUnavailable:
             raise
         except SlurmError as error:
             return self._ended(case, False, str(error))
-        verdict = f"returned after {', '.join(dict.fromkeys(attempt.what for attempt in case.rungs))}"
-        self._means.say(f"{verdict}; {said}" if said else verdict)
-        now = self._means.clock()
-        return self._recorded(ladder.closed(ladder.ended(case, True, said, now), "returned", verdict, now))
+        verdict = f"returned after {', '.join(dict.fromkeys(attempt.what for attempt in case.remedies))}"
+        self._dependencies.say(f"{verdict}; {said}" if said else verdict)
+        now = self._dependencies.clock()
+        return self._recorded(repair_plan.closed(repair_plan.ended(case, True, said, now), "returned", verdict, now))
 
     def _give_up(self, case: Case, why: str) -> Case:
         """Keep the evidence and say in Slurm that the node has to be replaced."""
-        bundle = case.bundle or self._means.bundle(case)
+        bundle = case.bundle or self._dependencies.bundle(case)
         case = self._recorded(replace(case, bundle=bundle))
         told = ownership.reason(case.kind, why, incident=RMA, evidence=bundle)
         try:
-            self._means.slurm.update_nodes([self._node], "drain", told)
+            self._dependencies.slurm.update_nodes([self._node], "drain", told)
         except SlurmUnavailable:
             raise
         except SlurmError as error:
             why = f"{why}; Slurm was not told: {error}"
-        self._means.say(f"has to be replaced: {why}; evidence: {bundle or 'none could be kept'}")
-        return self._recorded(ladder.closed(case, "rma", why, self._means.clock(), bundle))
+        self._dependencies.say(f"has to be replaced: {why}; evidence: {bundle or 'none could be kept'}")
+        return self._recorded(repair_plan.closed(case, "rma", why, self._dependencies.clock(), bundle))
 
     def _ended(self, case: Case, ok: bool, detail: str) -> Case:
         assert case.last is not None
-        took_s = 0.0 if detail.startswith(ladder.STOPPED) else self._means.machine.uptime_s() - case.last.uptime_s
-        after = ladder.ended(case, ok, detail, self._means.clock(), took_s)
+        took_s = (
+            0.0
+            if detail.startswith(repair_plan.STOPPED)
+            else self._dependencies.machine.uptime_s() - case.last.uptime_s
+        )
+        after = repair_plan.ended(case, ok, detail, self._dependencies.clock(), took_s)
         assert after.last is not None
-        self._means.say(f"{after.last.what}: {'done' if ok else 'failed'}: {detail}")
+        self._dependencies.say(f"{after.last.what}: {'done' if ok else 'failed'}: {detail}")
         return self._recorded(after)
 
     def _recorded(self, case: Case) -> Case:
@@ -265,19 +275,23 @@ class Repair:
 
     def _look(self, kind: str) -> tuple[Facts, Node | None]:
         """What is known now, and the node as Slurm has it. Changes nothing."""
-        now, boot, uptime_s = self._means.clock(), self._means.machine.boot(), self._means.machine.uptime_s()
+        now, boot, uptime_s = (
+            self._dependencies.clock(),
+            self._dependencies.machine.boot(),
+            self._dependencies.machine.uptime_s(),
+        )
         try:
             found = self._found()
             busy = found is not None and (found.busy or bool(self._jobs()))
-            comment = self._means.slurm.comments([self._node]).get(self._node, "")
+            comment = self._dependencies.slurm.comments([self._node]).get(self._node, "")
         except SlurmError:
             return Facts(now, boot, "unknown", uptime_s=uptime_s), None
         hold, text = held_by(found)
         history = node_comment.read(comment)
         relapsed = ownership.relapse_objection(self._node, history, self._rules)
         rebooting = found is not None and bool(found.flags & REBOOTING) and "invalid_reg" not in found.flags
-        recent, paused = self._file.recent(self._node, now, history.anew), self._means.paused(kind, now)
-        if self._means.by_policy and found is not None and "maintenance" in found.flags:
+        recent, paused = self._file.recent(self._node, now, history.anew), self._dependencies.paused(kind, now)
+        if self._dependencies.by_policy and found is not None and "maintenance" in found.flags:
             paused = paused or "Slurm has it in a reservation for maintenance"
         if found is not None and found.flags & POWER_SAVING:
             paused = paused or SWITCHED_OFF
@@ -297,17 +311,17 @@ class Repair:
     def _drain_again(self, found: Node) -> None:
         """A node that has rebooted is only down, from which Slurm may resume it by itself (ReturnToService)."""
         try:
-            self._means.slurm.update_nodes([self._node], "drain", found.reason)
+            self._dependencies.slurm.update_nodes([self._node], "drain", found.reason)
         except SlurmError as error:
-            self._means.say(f"Slurm: {error}")
+            self._dependencies.say(f"Slurm: {error}")
 
     def _jobs(self) -> list[Job]:
         """The jobs that have this node, suspended ones included."""
         waiting = ("pending", "revoked", "special_exit")
-        return [job for job in self._means.slurm.jobs(node=self._node) if job.state not in waiting]
+        return [job for job in self._dependencies.slurm.jobs(node=self._node) if job.state not in waiting]
 
     def _found(self) -> Node | None:
-        return next(iter(self._means.slurm.nodes([self._node])), None)
+        return next(iter(self._dependencies.slurm.nodes([self._node])), None)
 
 
 def held_by(node: Node | None) -> tuple[Hold, str]:

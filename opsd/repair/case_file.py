@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from opsd.collectors.repairs import CASE, FOLDER, ORDER, PAST, read_record
 from opsd.durable import make_folder, sync_folder
 from opsd.files import write_text
-from opsd.repair.ladder import Case
+from opsd.repair.repair_plan import Case
 
 KEPT = 100
 """Ended repairs that are kept."""

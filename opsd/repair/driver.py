@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from opsd.repair import nvml_state
-from opsd.repair.machine import FABRIC, Run, RungError, run_command
+from opsd.repair.machine import FABRIC, RemedyError, Run, run_command
 
 MODULE: Final = "nvidia"
 """The driver's; those that use it (nvidia_uvm, nvidia_peermem, gdrdrv, nvidia_fs …) are unloaded before it."""
@@ -54,7 +54,7 @@ class NvidiaDriver:
     def _reset(self, tries: int = TRIES) -> None:
         try:
             self._run(["nvidia-smi", "--gpu-reset"], RESET_S)
-        except RungError as error:
+        except RemedyError as error:
             if tries == 1 or not IN_USE.search(str(error)):
                 raise
             self._sleep(BETWEEN_S)
@@ -63,7 +63,7 @@ class NvidiaDriver:
     def reload_driver(self, services: Sequence[str] = ()) -> str:
         loaded = self._modules()
         if not loaded:
-            raise RungError("no module of the NVIDIA driver is loaded")
+            raise RemedyError("no module of the NVIDIA driver is loaded")
         with self._persistence_kept(), self._without((*self._services, *self._dynamic(services), *HOLD_MODULES)):
             try:
                 for name in loaded:
@@ -85,12 +85,12 @@ class NvidiaDriver:
     def _has_dynamic_user(self, name: str) -> bool:
         try:
             shown = self._run(["systemctl", "show", "--property=DynamicUser", "--value", "--", name], SERVICE_S)
-        except RungError:
+        except RemedyError:
             return False
         return shown.strip() == "yes"
 
     def _start_enabled(self, name: str) -> None:
-        with suppress(RungError):  # it is not enabled, or shows in the retest
+        with suppress(RemedyError):  # it is not enabled, or shows in the retest
             self._run(["systemctl", "is-enabled", "--quiet", name], SERVICE_S)
             self._run(["systemctl", "start", name], SERVICE_S)
 
@@ -99,7 +99,7 @@ class NvidiaDriver:
         try:
             lines = (self._proc / "modules").read_text(encoding="ascii").splitlines()
         except OSError as error:
-            raise RungError(f"{self._proc / 'modules'}: {error.strerror}") from error
+            raise RemedyError(f"{self._proc / 'modules'}: {error.strerror}") from error
         users = {name: by.split(",") for name, _, _, by, *_ in map(str.split, filter(None, lines))}
         found: list[str] = []
 
@@ -121,13 +121,13 @@ class NvidiaDriver:
         """
         try:
             modes = self._run(["nvidia-smi", "--query-gpu=persistence_mode", "--format=csv,noheader"], SERVICE_S)
-        except RungError:  # a GPU that does not answer; the daemon's own unit may do it
+        except RemedyError:  # a GPU that does not answer; the daemon's own unit may do it
             modes = ""
         try:
             yield
         finally:
             if "Enabled" in modes:
-                with suppress(RungError):
+                with suppress(RemedyError):
                     self._run(["nvidia-smi", "--persistence-mode=1"], SERVICE_S)
 
     @contextmanager
@@ -140,12 +140,12 @@ class NvidiaDriver:
             yield
         finally:
             for name in reversed(running):
-                with suppress(RungError):  # a service that does not start shows in the retest, or as its own incident
+                with suppress(RemedyError):  # a service that does not start shows in the retest, or as its own incident
                     self._run(["systemctl", "start", name], SERVICE_S)
 
     def _is_active(self, name: str) -> bool:
         try:
             self._run(["systemctl", "is-active", "--quiet", name], SERVICE_S)
-        except RungError:
+        except RemedyError:
             return False
         return True

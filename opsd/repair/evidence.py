@@ -28,7 +28,7 @@ from opsd.durable import replacing
 from opsd.preflight.history import History, HistoryError
 from opsd.repair import nvml_state
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.machine import Run, RungError, run_command
+from opsd.repair.machine import RemedyError, Run, run_command
 from opsd.runbooks import RUNBOOKS
 
 FOLDER = "evidence"
@@ -165,7 +165,7 @@ def _parts(sources: Sources) -> Mapping[str, Part]:
         def part() -> str:
             try:
                 return read()
-            except RungError as error:
+            except RemedyError as error:
                 raise Missing(str(error)) from error
 
         return part
@@ -187,7 +187,7 @@ def _parts(sources: Sources) -> Mapping[str, Part]:
 
 
 def slurm_node(node: str, run: Run) -> str:
-    """What Slurm says of ``node``. Raises RungError."""
+    """What Slurm says of ``node``. Raises RemedyError."""
     return run(("scontrol", "show", "node", node), COMMAND_S)
 
 
@@ -247,7 +247,7 @@ def _nvidia_report(sources: Sources, *, wanted: bool) -> bytes:
             if made.stat().st_size > REPORT_BYTES:
                 raise Missing(f"it is larger than {REPORT_BYTES >> 20} MiB")
             return made.read_bytes()
-        except RungError as error:
+        except RemedyError as error:
             raise Missing(str(error)) from error
         except (StopIteration, OSError) as error:
             raise Missing(f"{sources.nvidia_report} has made no file") from error

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 from opsd.collectors.lib.clock import boot_id, uptime_s
 from opsd.collectors.lib.gpu_holders import gpu_holders
 from opsd.collectors.lib.processes import identify, is_dynamic, is_service, service_of, start_time, user_of
-from opsd.repair.ladder import HELD
+from opsd.repair.repair_plan import HELD
 
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 TERM_S, KILL_S = 10.0, 20.0
@@ -25,12 +25,12 @@ SAID_BYTES: Final = 16 << 20
 """Four times the longest part of evidence; a broken program may print without end."""
 
 
-class RungError(Exception):
+class RemedyError(Exception):
     """A remedy that failed or cannot be applied; the message says why in one sentence."""
 
 
 class Driver(Protocol):
-    """The driver of the node's GPUs. The remedies return what was done, in a few words, and raise RungError."""
+    """The driver of the node's GPUs. The remedies return what was done, in a few words, and raise RemedyError."""
 
     def recovery_actions(self) -> Sequence[int]:
         """What the driver asks for, for each GPU that answers; empty if it does not say."""
@@ -46,7 +46,7 @@ class Driver(Protocol):
 
 
 class Machine(Protocol):
-    """The node. Its remedies end the processes first that hold a GPU; they raise RungError."""
+    """The node. Its remedies end the processes first that hold a GPU; they raise RemedyError."""
 
     def boot(self) -> str:
         """Identifies the boot of the node."""
@@ -71,7 +71,7 @@ class Machine(Protocol):
 
 
 Run = Callable[[Sequence[str], float], str]
-"""Runs a command within seconds and returns what it printed. Raises RungError."""
+"""Runs a command within seconds and returns what it printed. Raises RemedyError."""
 
 
 def run_command(argv: Sequence[str], deadline_s: float) -> str:
@@ -84,7 +84,7 @@ def run_command(argv: Sequence[str], deadline_s: float) -> str:
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
     except OSError as error:
-        raise RungError(f"{argv[0]} cannot be run: {error.strerror}") from error
+        raise RemedyError(f"{argv[0]} cannot be run: {error.strerror}") from error
     try:
         said = _last_words(process, deadline_s)
     except subprocess.TimeoutExpired:
@@ -92,14 +92,14 @@ def run_command(argv: Sequence[str], deadline_s: float) -> str:
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1.0)
-        raise RungError(f"{' '.join(argv)} has not ended within {deadline_s:g} s") from None
+        raise RemedyError(f"{' '.join(argv)} has not ended within {deadline_s:g} s") from None
     except BaseException:  # Ctrl-C does not reach a session of its own
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         raise
     text = said.decode(errors="replace")
     if process.returncode:
-        raise RungError(f"{' '.join(argv)} failed: {_reason(text)}")
+        raise RemedyError(f"{' '.join(argv)} failed: {_reason(text)}")
     return text
 
 
@@ -161,7 +161,7 @@ class NodeMachine:
             while self._holders() and self._clock() < deadline:
                 self._sleep(0.2)
         if left := self._holders():
-            raise RungError(f"{HELD}{', '.join(map(self._named, sorted(left)))}")
+            raise RemedyError(f"{HELD}{', '.join(map(self._named, sorted(left)))}")
         return f"ended {len(ended)} process{'es' * (len(ended) != 1)}" if ended else "no process holds a GPU"
 
     def reset_gpus(self) -> str:
@@ -176,9 +176,9 @@ class NodeMachine:
         in_the_way = sorted(map(self._named, self._unstopped()))
         try:
             return remedy(self._services())
-        except RungError as error:
+        except RemedyError as error:
             held = f"; {', '.join(in_the_way)} held a GPU: name the service in repair.services" if in_the_way else ""
-            raise RungError(f"{error}{held}") from error
+            raise RemedyError(f"{error}{held}") from error
 
     def restore(self) -> None:
         self._driver.restore()
@@ -189,10 +189,10 @@ class NodeMachine:
         return [pid for pid in found if not is_service(pid, self._stopped, self._proc)]
 
     def _spare_new_job(self, pid: int, began_s: float) -> None:
-        """Raise RungError for a job's process that has begun since: somebody has given the node back meanwhile."""
+        """Raise RemedyError for a job's process that has begun since: somebody has given the node back meanwhile."""
         ticks, identity = start_time(pid, self._proc), identify(pid, self._proc)
         if ticks is not None and identity is not None and identity.job and ticks / TICKS_A_SECOND > began_s:
-            raise RungError(f"process {pid} of job {identity.job} has begun meanwhile")
+            raise RemedyError(f"process {pid} of job {identity.job} has begun meanwhile")
 
     def _unstopped(self) -> list[int]:
         """Processes of services that nobody stops and that hold a GPU."""

@@ -14,20 +14,20 @@ from typing import Any
 from opsd.collectors.base import NoData
 from opsd.collectors.lib.nvml.series import RECOVERY_ACTION
 from opsd.collectors.nvml import NvmlCollector
-from opsd.repair.machine import Run, RungError
+from opsd.repair.machine import RemedyError, Run
 
 DEADLINE_S = 60.0
 
 
 def read(library: str | None, run: Run) -> Mapping[str, Any]:
-    """``{"facts": [...], "samples": [[name, labels, value], ...]}``. Raises RungError."""
+    """``{"facts": [...], "samples": [[name, labels, value], ...]}``. Raises RemedyError."""
     said = run([sys.executable, "-P", "-m", __name__, library or ""], DEADLINE_S).splitlines()
     try:
         state: Mapping[str, Any] = json.loads(said[-1])
     except (IndexError, ValueError) as error:
-        raise RungError("the driver's state could not be read") from error
+        raise RemedyError("the driver's state could not be read") from error
     if "missing" in state:
-        raise RungError(str(state["missing"]))
+        raise RemedyError(str(state["missing"]))
     return state
 
 
@@ -35,7 +35,7 @@ def recovery_actions(library: str | None, run: Run) -> list[int]:
     """What the driver asks for, for each GPU that answers; empty if the driver does not answer."""
     try:
         samples = read(library, run)["samples"]
-    except RungError:
+    except RemedyError:
         return []
     return [int(value) for name, _labels, value in samples if name == RECOVERY_ACTION.name]
 

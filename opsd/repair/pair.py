@@ -13,7 +13,7 @@ from typing import Final
 
 from opsd.lemons import judge
 from opsd.preflight.network.rendezvous import port_of
-from opsd.repair.ladder import NO_HARDWARE
+from opsd.repair.repair_plan import NO_HARDWARE
 from opsd.repair.retest import Retested
 from opsd.slurm import topology_source
 from opsd.slurm.candidates import candidates, faults, free

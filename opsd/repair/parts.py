@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from opsd.control import LOOK_S, ControlError, GivenUpError, ask
-from opsd.repair.ladder import NO_HARDWARE
-from opsd.repair.machine import Driver, RungError
+from opsd.repair.machine import Driver, RemedyError
+from opsd.repair.repair_plan import NO_HARDWARE
 from opsd.repair.retest import RETEST_S, Retested, Tests
 
 Part = Literal["driver", "test"]
@@ -35,7 +35,7 @@ class RemoteDriver:
     def recovery_actions(self) -> Sequence[int]:
         try:
             return [int(action) for action in self._ask("recovery_actions")]
-        except (RungError, TypeError, ValueError):
+        except (RemedyError, TypeError, ValueError):
             return []
 
     def reset_gpus(self, services: Sequence[str] = ()) -> str:
@@ -45,18 +45,18 @@ class RemoteDriver:
         return str(self._ask("reload_driver", services=[*services]))
 
     def restore(self) -> None:
-        with suppress(RungError):
+        with suppress(RemedyError):
             self._ask("restore")
 
     def evidence(self, slurm_node: str) -> str:
-        """Make the archive of evidence and return its path. Raises RungError."""
+        """Make the archive of evidence and return its path. Raises RemedyError."""
         return str(self._ask("evidence", slurm_node=slurm_node))
 
     def _ask(self, do: str, **told: object) -> Any:
         return _asked(self.socket, {"do": do, **told}, DRIVER_S)
 
 
-class _StoppedError(RungError):
+class _StoppedError(RemedyError):
     """A test that had to make way."""
 
 
@@ -79,7 +79,7 @@ class RemoteTests:
             return Retested(found["passed"] is True, str(found["detail"]))
         except _StoppedError as error:
             return Retested(False, str(error), stopped=True)
-        except RungError as error:
+        except RemedyError as error:
             return Retested(False, f"{NO_HARDWARE}{error}")
         except (KeyError, TypeError):
             return Retested(False, f"{NO_HARDWARE}the test's service answered something else than a result")
@@ -87,7 +87,7 @@ class RemoteTests:
     def as_spare(self, stop: Callable[[], str]) -> str:
         try:
             return str(self._ask({"do": "as_spare"}, stop))
-        except RungError as error:
+        except RemedyError as error:
             return str(error)
 
     def _ask(self, request: Mapping[str, object], stop: Callable[[], str]) -> Any:
@@ -108,9 +108,9 @@ def _asked(
     try:
         answer = ask(socket, request, timeout_s, name, stop, look_s)
     except ControlError as error:
-        raise RungError(f"{error}; see journalctl -u '{name}@*'") from error
+        raise RemedyError(f"{error}; see journalctl -u '{name}@*'") from error
     if "done" not in answer:
-        raise RungError(str(answer.get("failed", f"{name} did nothing")))
+        raise RemedyError(str(answer.get("failed", f"{name} did nothing")))
     return answer["done"]
 
 
@@ -118,7 +118,7 @@ Verbs = Mapping[str, Callable[[Mapping[str, Any]], object]]
 
 
 def verbs_of_driver(driver: Driver, evidence: Callable[[str], str]) -> Verbs:
-    """The work of the part ``driver``. Raise RungError and OSError."""
+    """The work of the part ``driver``. Raise RemedyError and OSError."""
     return {
         "recovery_actions": lambda _: [*driver.recovery_actions()],
         "reset_gpus": lambda told: driver.reset_gpus([str(name) for name in told.get("services", ())]),
@@ -146,5 +146,5 @@ def answer(verbs: Verbs, request: object) -> dict[str, object]:
         return {"failed": f"a request is one of {', '.join(verbs)}"}
     try:
         return {"done": verb(request)}
-    except (RungError, OSError) as error:
+    except (RemedyError, OSError) as error:
         return {"failed": str(error)}

@@ -18,7 +18,7 @@ from opsd.preflight.base import Verdict
 from opsd.preflight.network.check import JOIN
 from opsd.preflight.report import Report, ReportError
 from opsd.repair.faults import NOT_HARDWARE
-from opsd.repair.ladder import NO_HARDWARE
+from opsd.repair.repair_plan import NO_HARDWARE
 
 RETEST_S = 4 * 3600.0
 """Longer than any profile that ends by itself; then the test has failed."""

@@ -1,4 +1,4 @@
-"""Play a scenario: the agent's own window, judge and responder over a simulated node, with a virtual clock."""
+"""Play a scenario: the agent's own window, judge and incident manager over a simulated node, with a virtual clock."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 from opsd.agent import metrics
 from opsd.agent.actions import Executor, Intended
+from opsd.agent.incident_manager import IncidentManager
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.kept_window import SAVE_S, pack, unpack
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
-from opsd.agent.policy import Limits
-from opsd.agent.responder import Responder
+from opsd.agent.policy import ActionLimits
 from opsd.agent.window import Window
 from opsd.collectors import witnesses
 from opsd.collectors.base import NoData, Sample
@@ -77,41 +77,41 @@ class _Player:
 
     def play(self) -> PlayedScenario:
         with tempfile.TemporaryDirectory(prefix="opsd-scenario-") as folder:
-            journal, window, responder = self._agent(Path(folder))
+            journal, window, incident_manager = self._agent(Path(folder))
             saved = b""
             for look in range(int(self._scenario.duration / self._look_s) + 1):
                 stepped = self._go_to(look * self._look_s)
                 if stepped:
                     window.clock_stepped(stepped)
-                    responder.clock_stepped(stepped)
+                    incident_manager.clock_stepped(stepped)
                 if self._agent_restarts or self._agent_killed:
                     journal.window(saved if self._agent_killed else pack(window))
                     journal.close()
                     self._agent_restarts = self._agent_killed = False
-                    self._keep(responder)
+                    self._keep(incident_manager)
                     self._node.job.read_again()
-                    journal, window, responder = self._agent(Path(folder))
+                    journal, window, incident_manager = self._agent(Path(folder))
                 self._look(window)
-                responder.respond(window)
+                incident_manager.respond(window)
                 if self._is_killed and look * self._look_s % SAVE_S < self._look_s:
                     saved = pack(window)
                 if self._looked is not None:
-                    self._looked(responder.current, self._exported(responder))
+                    self._looked(incident_manager.current, self._exported(incident_manager))
             journal.close()
-        self._keep(responder)
+        self._keep(incident_manager)
         return self.played
 
-    def _agent(self, folder: Path) -> tuple[Journal, Window, Responder]:
+    def _agent(self, folder: Path) -> tuple[Journal, Window, IncidentManager]:
         """An agent that has just started, with what the journal in ``folder`` remembers."""
         journal = Journal(folder, lambda _problem: None, boot=str(self._node.boot))
-        responder = self._responder(journal)
+        incident_manager = self._incident_manager(journal)
         window = Window(NODE, interval_s=self._look_s, witnesses=witnesses())
-        if responder.kept_window:
-            window.go_on(unpack(responder.kept_window, window.ticks, self._node.now))
-        return journal, window, responder
+        if incident_manager.kept_window:
+            window.go_on(unpack(incident_manager.kept_window, window.ticks, self._node.now))
+        return journal, window, incident_manager
 
-    def _keep(self, responder: Responder) -> None:
-        for incident in (*responder.ended, *responder.current):
+    def _keep(self, incident_manager: IncidentManager) -> None:
+        for incident in (*incident_manager.ended, *incident_manager.current):
             self.played.incidents[incident.id] = incident
 
     def _look(self, window: Window) -> None:
@@ -127,25 +127,25 @@ class _Player:
                 window.add(collector, reading)
                 self._collected.append(reading.samples)
 
-    def _exported(self, responder: Responder) -> Sequence[Sequence[Sample]]:
+    def _exported(self, incident_manager: IncidentManager) -> Sequence[Sequence[Sample]]:
         """What a scrape would get now."""
         kinds = [book.kind for book in RUNBOOKS]
         return [
-            metrics.runbook_samples(kinds, responder.current, responder.opened, {}),
-            metrics.cost_samples(kinds, responder.cost),
-            metrics.action_samples(responder.actions),
+            metrics.runbook_samples(kinds, incident_manager.current, incident_manager.opened, {}),
+            metrics.cost_samples(kinds, incident_manager.cost),
+            metrics.action_samples(incident_manager.actions),
             *self._collected,
         ]
 
-    def _responder(self, journal: Journal) -> Responder:
+    def _incident_manager(self, journal: Journal) -> IncidentManager:
         log = Log(self._logged)
-        return Responder(
+        return IncidentManager(
             Judge(RUNBOOKS, log, used_s=lambda: 0.0),
             _SimulatedExecutor(self),
             journal,
             log,
             mode_of=lambda _kind: self.played.mode,
-            limits=Limits(),
+            limits=ActionLimits(),
             started_at=self._node.wall,
             listeners=[self._heard],
         )

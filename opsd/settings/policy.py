@@ -74,7 +74,7 @@ class PolicySettings(Section):
         description="Beyond this many actions in an hour about one kind of incident opsd only notifies; counted for "
         "each user whose processes it acts on, and for the hardware.",
     )
-    hold_s: float = Field(
+    reopen_within_s: float = Field(
         default=300.0,
         ge=0,
         description="An incident that is over and comes back within this many seconds goes on as the same one.",

@@ -8,13 +8,13 @@ from pydantic import Field
 
 from opsd.settings.section import Section
 
-RungName = Literal["end_processes", "reset_gpus", "reload_driver", "reboot"]
+RemedyName = Literal["end_processes", "reset_gpus", "reload_driver", "reboot"]
 
 
 class RepairSettings(Section):
     """How a node that opsd has drained is repaired; whether it is says policy.repair."""
 
-    rungs: tuple[RungName, ...] = Field(
+    remedies: tuple[RemedyName, ...] = Field(
         default=("end_processes", "reset_gpus", "reload_driver", "reboot"),
         strict=False,
         description="The remedies that may be used; their order is always this one. A reboot is asked for from Slurm "
@@ -23,7 +23,7 @@ class RepairSettings(Section):
     attempts: int = Field(
         default=3, ge=1, le=5, description="A node that is not cured by so many remedies has to be replaced."
     )
-    a_week: int = Field(
+    max_per_week: int = Field(
         default=4, ge=1, description="A node that was repaired so often within a week has to be replaced."
     )
     reboot_s: float = Field(default=1800.0, gt=0, description="Seconds in which a node has to be back from a reboot.")

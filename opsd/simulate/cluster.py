@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Final
 
 from opsd.simulate.clock import VirtualLoop
-from opsd.simulate.faults import ClusterEffect, Fault
+from opsd.simulate.faults import ClusterEffect, SimulatedFault
 from opsd.slurm import ownership
 from opsd.slurm.ownership import PreflightResult, Rules
 from opsd.slurm.port import Node, NodeUpdate
@@ -38,7 +38,7 @@ class Cluster:
     ) -> None:
         self.names = (*islice(topology.leaf, size),) or tuple(f"n{number:05d}" for number in range(1, size + 1))
         self.topology = even(self.names, per_switch) if per_switch else topology
-        self.broken: dict[str, Fault] = {}
+        self.broken: dict[str, SimulatedFault] = {}
         self.drains_refused = 0
         self._loop = loop
         self._rules = rules
@@ -46,7 +46,7 @@ class Cluster:
         self._returned = returned
         self._nodes = {name: Node(name, "idle") for name in self.names}
         self._comments = dict.fromkeys(self.names, "")
-        self._away: dict[ClusterEffect, Fault] = {}
+        self._away: dict[ClusterEffect, SimulatedFault] = {}
         self._out = 0
         self._out_since = 0.0
         self.out_s: dict[int, float] = {}
@@ -76,7 +76,7 @@ class Cluster:
 
     # -- what all nodes need -----------------------------------------------------------------------------------------
 
-    def goes_away(self, what: ClusterEffect, fault: Fault) -> None:
+    def goes_away(self, what: ClusterEffect, fault: SimulatedFault) -> None:
         """Storage or controller do not answer until the end of ``fault``."""
         before = self._away.get(what)
         if before is None or before.end_s < fault.end_s:
@@ -94,7 +94,7 @@ class Cluster:
         """The nodes on which Slurm would start a job. One that is broken may be among them, if nobody took it out."""
         return [name for name, node in self._nodes.items() if node.usable and name not in but]
 
-    def breaks(self, name: str, fault: Fault) -> None:
+    def breaks(self, name: str, fault: SimulatedFault) -> None:
         """``fault`` begins. A node that lives is drained by its agent, if the rules let it."""
         self.broken[name] = fault
         if fault.effect == "lost":
@@ -103,7 +103,7 @@ class Cluster:
             self._drain(name, fault)
         self._count()
 
-    def _drain(self, name: str, fault: Fault) -> None:
+    def _drain(self, name: str, fault: SimulatedFault) -> None:
         """The actions of the agent of ``name``, repeated when Slurm answers."""
         if self.broken.get(name) is not fault:
             return

@@ -31,7 +31,7 @@ class FaultsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class SimulatedFault:
     """``node`` (counted from 0) is out from ``start_s`` to ``end_s``. One that began before second 0 is negative.
 
     One that is noticed ``noticed_s`` seconds after it began is out from then on.
@@ -58,7 +58,7 @@ class FaultSource(Protocol):
     def per_node_day(self) -> float:
         """Expected faults of a node in a day, for the checkpoint interval."""
 
-    def draw(self, nodes: int, seconds: float, seed: int) -> list[Fault]:
+    def draw(self, nodes: int, seconds: float, seed: int) -> list[SimulatedFault]:
         """The faults of ``nodes`` nodes in ``seconds``, by time.
 
         With the same ``seed`` a node has the same faults in a larger cluster: policies and numbers of spares are
@@ -66,7 +66,7 @@ class FaultSource(Protocol):
         """
 
 
-def down_at_once(faults: Iterable[Fault], seconds: float) -> Mapping[int, float]:
+def down_at_once(faults: Iterable[SimulatedFault], seconds: float) -> Mapping[int, float]:
     """For how many seconds 0, 1, 2 … nodes are out of service at once. Faults of one node must not overlap."""
     changes: list[tuple[float, int]] = []
     for fault in faults:
@@ -119,7 +119,7 @@ def spares_needed(source: FaultSource, nodes: int, *, seconds: float, draws: int
     return SparesNeeded(mean, least(lambda ups: sum(one >= up for one in ups) >= 0.95 * len(ups)))
 
 
-def _up(faults: Iterable[Fault], nodes: int, spares: int, seconds: float) -> float:
+def _up(faults: Iterable[SimulatedFault], nodes: int, spares: int, seconds: float) -> float:
     """The share of the time in which at most ``spares`` of ``nodes + spares`` nodes are down."""
     held = down_at_once((fault for fault in faults if fault.node < nodes + spares), seconds)
     return sum(time for level, time in held.items() if level <= spares) / seconds

@@ -12,7 +12,7 @@ from opsd.launch.io.loop import Callback
 from opsd.simulate.account import Account
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import Cluster
-from opsd.simulate.faults import Fault
+from opsd.simulate.faults import SimulatedFault
 from opsd.slurm.requeue import UNFIT_S
 
 WAIT_S: Final = 300.0
@@ -235,7 +235,7 @@ class Job(ABC):
         """A person cancels the job."""
 
     @abstractmethod
-    def fault(self, name: str, fault: Fault) -> None:
+    def fault(self, name: str, fault: SimulatedFault) -> None:
         """``fault`` has begun on a node of the cluster."""
 
     def submit(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from opsd.simulate.account import Account, Bucket
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import NO_TOPOLOGY, Cluster
-from opsd.simulate.faults import HOUR_S, PASSING, SEVERITY, Fault, level_at
+from opsd.simulate.faults import HOUR_S, PASSING, SEVERITY, SimulatedFault, level_at
 from opsd.simulate.job import KEEP, STEP_S, Job, Policy, Times, World
 from opsd.simulate.supervised import SupervisedJob
 from opsd.slurm.ownership import Rules
@@ -84,7 +84,7 @@ class Play:
         self._job: Job = SupervisedJob(world) if policy.opsd else UnsupervisedJob(world)
         self._outages = 0
 
-    def run(self, faults: Sequence[Fault]) -> Played:
+    def run(self, faults: Sequence[SimulatedFault]) -> Played:
         setup, account = self._setup, self._account
         for fault in faults:
             self._loop.later(fault.start_s, lambda fault=fault: self.begin(fault))  # type: ignore[misc]
@@ -118,7 +118,7 @@ class Play:
         """The number of the node ``name``."""
         return self._cluster.names.index(name)
 
-    def begin(self, fault: Fault) -> None:
+    def begin(self, fault: SimulatedFault) -> None:
         match fault.effect:
             case "storage" | "controller":
                 self._cluster.goes_away(fault.effect, fault)
@@ -136,11 +136,11 @@ class Play:
         if left_s > 0:
             self._loop.later(left_s, self._storage)
 
-    def _corruption_noticed(self, name: str, fault: Fault) -> None:
+    def _corruption_noticed(self, name: str, fault: SimulatedFault) -> None:
         self._job.corruption_noticed(name, fault.kind)
         self._begin_on_node(replace(fault, effect="hardware"))
 
-    def _begin_on_node(self, fault: Fault) -> None:
+    def _begin_on_node(self, fault: SimulatedFault) -> None:
         name = self._cluster.names[fault.node]
         before = self._cluster.broken.get(name)
         if before is not None and fault.effect not in PASSING:
@@ -154,7 +154,7 @@ class Play:
         self._job.fault(name, fault)
         self._job.pace()
 
-    def _ends(self, name: str, fault: Fault) -> None:
+    def _ends(self, name: str, fault: SimulatedFault) -> None:
         if self._cluster.broken.get(name) is fault:
             self._cluster.repaired(name)
             self._job.pace()
@@ -198,7 +198,7 @@ class UnsupervisedJob(Job):
     def stop(self) -> None:
         """Nothing of torchrun outlives its job."""
 
-    def fault(self, name: str, fault: Fault) -> None:
+    def fault(self, name: str, fault: SimulatedFault) -> None:
         account, times = self.world.account, self.world.times
         if name not in self.held or fault.effect == "degraded":
             return

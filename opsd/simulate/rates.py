@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from opsd.files import read_settings
 from opsd.settings.section import Section
-from opsd.simulate.faults import CLUSTER, DAY_S, HOUR_S, PASSING, ClusterEffect, Fault, FaultsError, NodeEffect
+from opsd.simulate.faults import CLUSTER, DAY_S, HOUR_S, PASSING, ClusterEffect, FaultsError, NodeEffect, SimulatedFault
 
 PUBLISHED: Mapping[str, float] = {"stepfun": 4.16, "llama3": 3.79, "rsc1": 6.50, "rsc2": 2.34}
 """Faults in 1,000 node days: StepFun's trace, Llama 3 (Meta, 2024), Meta's research clusters (Kokolis et al., 2024)."""
@@ -118,7 +118,7 @@ class Rates:
         together = sum(domain.per_1000_domain_days / domain.nodes for domain in self.file.domain)
         return (sum(kind.per_1000_node_days * kind.burst for kind in self.file.fault) + together) / 1000
 
-    def draw(self, nodes: int, seconds: float, seed: int) -> list[Fault]:
+    def draw(self, nodes: int, seconds: float, seed: int) -> list[SimulatedFault]:
         """See ``FaultSource.draw``. All nodes are up at the start."""
         faults = [fault for outage in self.file.outage for fault in _outages(outage, seconds, seed)]
         shared = self._shared(nodes, seconds, seed)
@@ -131,9 +131,9 @@ class Rates:
             faults += _apart(sorted([*found, *shared.get(node, ())], key=lambda fault: fault.start_s))
         return sorted(faults, key=lambda fault: (fault.start_s, fault.node))
 
-    def _shared(self, nodes: int, seconds: float, seed: int) -> Mapping[int, list[Fault]]:
+    def _shared(self, nodes: int, seconds: float, seed: int) -> Mapping[int, list[SimulatedFault]]:
         """The faults of domains, by node."""
-        hit: dict[int, list[Fault]] = defaultdict(list)
+        hit: dict[int, list[SimulatedFault]] = defaultdict(list)
         for domain in self.file.domain:
             for first in range(0, nodes, domain.nodes):
                 random = Random(f"{seed}:{domain.kind}:{first}")
@@ -142,12 +142,12 @@ class Rates:
                     end = at + _spread_s(domain.repair_p50_h, domain.repair_p90_h, random)
                     for node in range(first, first + domain.nodes):
                         if random.random() < domain.share:
-                            hit[node].append(Fault(node, at, end, domain.kind, domain.effect, domain.speed))
+                            hit[node].append(SimulatedFault(node, at, end, domain.kind, domain.effect, domain.speed))
                     at = end + random.expovariate(domain.per_1000_domain_days / 1000 / DAY_S)
         return hit
 
 
-def _process(kind: Kind, node: int, weight: float, seconds: float, random: Random) -> list[Fault]:
+def _process(kind: Kind, node: int, weight: float, seconds: float, random: Random) -> list[SimulatedFault]:
     mean_s = DAY_S * 1000 / (kind.per_1000_node_days * weight)
     scale_s = mean_s / math.gamma(1 + 1 / kind.shape)
     faults, at = [], random.weibullvariate(scale_s, kind.shape)
@@ -157,20 +157,20 @@ def _process(kind: Kind, node: int, weight: float, seconds: float, random: Rando
         noticed_s = _spread_s(kind.noticed_p50_h, kind.noticed_p90_h, random) if silent else 0.0
         repair_s = 0.0 if kind.effect in PASSING else _spread_s(kind.repair_p50_h, kind.repair_p90_h, random)
         end = at + noticed_s + repair_s
-        faults.append(Fault(node, at, end, kind.kind, kind.effect, kind.speed, noticed_s))
+        faults.append(SimulatedFault(node, at, end, kind.kind, kind.effect, kind.speed, noticed_s))
         left = left - 1 or kind.burst
         again_s = random.expovariate(1 / kind.apart_s) if left < kind.burst else None
         at = end + (again_s if again_s is not None else random.weibullvariate(scale_s, kind.shape))
     return faults
 
 
-def _outages(outage: Outage, seconds: float, seed: int) -> list[Fault]:
+def _outages(outage: Outage, seconds: float, seed: int) -> list[SimulatedFault]:
     random = Random(f"{seed}:{outage.effect}:{outage.kind}")
     per_s = outage.per_1000_days / 1000 / DAY_S
     faults, at = [], random.expovariate(per_s)
     while at < seconds:
         end = at + _spread_s(outage.repair_p50_h, outage.repair_p90_h, random)
-        faults.append(Fault(CLUSTER, at, end, outage.kind, outage.effect))
+        faults.append(SimulatedFault(CLUSTER, at, end, outage.kind, outage.effect))
         at = end + random.expovariate(per_s)
     return faults
 
@@ -183,9 +183,9 @@ def _spread_s(p50_h: float, p90_h: float, random: Random) -> float:
     return random.weibullvariate(p50_h / math.log(2) ** (1 / shape), shape) * HOUR_S
 
 
-def _apart(faults: list[Fault]) -> list[Fault]:
+def _apart(faults: list[SimulatedFault]) -> list[SimulatedFault]:
     """Without those that find the node out of service already."""
-    kept: list[Fault] = []
+    kept: list[SimulatedFault] = []
     for fault in faults:
         if not kept or fault.start_s >= kept[-1].end_s:
             kept.append(fault)

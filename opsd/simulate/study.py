@@ -10,7 +10,7 @@ from typing import Any
 
 from opsd.checkpoints.interval import daly
 from opsd.simulate.account import BUCKETS
-from opsd.simulate.faults import DAY_S, Fault, FaultSource
+from opsd.simulate.faults import DAY_S, FaultSource, SimulatedFault
 from opsd.simulate.job import Policy
 from opsd.simulate.play import Play, Played, Setup
 
@@ -120,7 +120,7 @@ class Draws:
         return Study(policy, setup, [Play(policy, setup).run(_within(faults, size)) for faults in self._faults])
 
 
-def _within(faults: Sequence[Fault], size: int) -> list[Fault]:
+def _within(faults: Sequence[SimulatedFault], size: int) -> list[SimulatedFault]:
     return [fault for fault in faults if fault.node < size]
 
 

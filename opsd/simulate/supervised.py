@@ -33,7 +33,7 @@ from opsd.launch.run.messages import (
 )
 from opsd.launch.run.nodes import RunShape
 from opsd.runbooks.straggler import LEAST_STEPS
-from opsd.simulate.faults import PASSING, Fault
+from opsd.simulate.faults import PASSING, SimulatedFault
 from opsd.simulate.job import Job, World
 from opsd.slurm import node_comment
 from opsd.slurm.spare_jobs import wants_spare
@@ -185,7 +185,7 @@ class SupervisedJob(Job):
     def _slots(self) -> tuple[str, ...]:
         return self._plan.slots if self._plan is not None else ()
 
-    def fault(self, name: str, fault: Fault) -> None:
+    def fault(self, name: str, fault: SimulatedFault) -> None:
         if fault.effect == "lost":
             self.lose(name)
         if self._leader is None or name not in self._group.alive:
@@ -206,11 +206,11 @@ class SupervisedJob(Job):
         elif fault.effect not in PASSING and name not in self._slots:
             self._soon(times.agent_s, lambda: self._sent_away(name))
 
-    def _found_s(self, fault: Fault) -> float:
+    def _found_s(self, fault: SimulatedFault) -> float:
         """Until a node that works on is found; a slow one is only after some steps."""
         return self.world.times.agent_s + (LEAST_STEPS * self.world.step_s if fault.speed < 1 else 0.0)
 
-    def _stand_still(self, fault: Fault) -> None:
+    def _stand_still(self, fault: SimulatedFault) -> None:
         self._at_work = False
         self.world.account.idle(self.world.loop.time(), "detection", fault.kind)
 
@@ -233,7 +233,7 @@ class SupervisedJob(Job):
         else:
             self._leader.lost(name, silent_s)
 
-    def _rank_dies(self, name: str, fault: Fault, *, at_once: bool = False) -> None:
+    def _rank_dies(self, name: str, fault: SimulatedFault, *, at_once: bool = False) -> None:
         """``at_once``: before its first step."""
         self._stand_still(fault)
         furthest, committed = self._steps()
@@ -246,7 +246,7 @@ class SupervisedJob(Job):
 
         self._soon(self.world.times.noticed_s, noticed)
 
-    def _rank_hangs(self, name: str, fault: Fault) -> None:
+    def _rank_hangs(self, name: str, fault: SimulatedFault) -> None:
         self._stand_still(fault)
         furthest, committed = self._steps()
         generation, slots, step_s = self._log.generation, self._slots, self.world.step_s
@@ -355,7 +355,7 @@ def hang_judged_s(step_s: float) -> float:
     return hang_limit_s(step_s) - EARLY_S
 
 
-def failed(rank: int, fault: Fault, step: int | None, *, at_once: bool) -> FailedRank:
+def failed(rank: int, fault: SimulatedFault, step: int | None, *, at_once: bool) -> FailedRank:
     """How ``fault`` ends ``rank``, after ``step`` or, ``at_once``, before its first step."""
     if fault.effect == "process":
         return FailedRank(Failure(rank, "signal SIGSEGV", "signal", 0.0, step))
@@ -385,7 +385,7 @@ def hung_statuses(generation: int, slots: Sequence[str], hung: str, step: int, s
 
 
 class SimulatedGroup:
-    """``opsd.launch.claims.led.LedGroup`` in which every claim holds; the callbacks are those of the job.
+    """``opsd.launch.claims.leader_view.LeaderView`` in which every claim holds; the callbacks are those of the job.
 
     ``ended`` gets the exit code, the nodes that the next start is to avoid, and what it is to have as ``inherited``.
     """

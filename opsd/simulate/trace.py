@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from opsd.simulate.faults import DAY_S, Effect, Fault, FaultsError
+from opsd.simulate.faults import DAY_S, Effect, FaultsError, SimulatedFault
 
 _EFFECTS: Mapping[str, Effect] = {
     "GPU": "hardware", "NIC": "hardware", "Parameter Plane Cable": "hardware", "Fan": "degraded",
@@ -53,12 +53,12 @@ class Trace:
         """How long each outage lasted in seconds, and whether its end was seen."""
         return [(outage.end_s - outage.start_s, outage.ended) for node in self.nodes for outage in node]
 
-    def draw(self, nodes: int, seconds: float, seed: int) -> list[Fault]:
+    def draw(self, nodes: int, seconds: float, seed: int) -> list[SimulatedFault]:
         """See ``FaultSource.draw``: nodes in random order, the trace shifted in time by a random part of its span.
 
         A larger cluster is several copies with shifts of their own. After its end the trace begins again.
         """
-        faults: list[Fault] = []
+        faults: list[SimulatedFault] = []
         size = len(self.nodes)
         for copy in range(math.ceil(nodes / size)):
             random = Random(f"{seed}:{copy}")
@@ -68,13 +68,13 @@ class Trace:
                     faults += self._played(node, outage, shift_s, seconds)
         return sorted(faults, key=lambda fault: (fault.start_s, fault.node))
 
-    def _played(self, node: int, outage: Outage, shift_s: float, seconds: float) -> list[Fault]:
+    def _played(self, node: int, outage: Outage, shift_s: float, seconds: float) -> list[SimulatedFault]:
         start_s = (outage.start_s + shift_s) % self.span_s - self.span_s
         length_s = outage.end_s - outage.start_s
         faults = []
         while start_s < seconds:
             if start_s + length_s > 0 or start_s >= 0:
-                faults.append(Fault(node, start_s, start_s + length_s, outage.kind, outage.effect))
+                faults.append(SimulatedFault(node, start_s, start_s + length_s, outage.kind, outage.effect))
             start_s += self.span_s
         return faults
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from opsd.lemons import Fault, Judgement, judge
+from opsd.lemons import Judgement, NodeFailure, judge
 from opsd.slurm import node_comment
 from opsd.slurm.node_comment import NO_FAULTS, Accounting, Stay
 from opsd.slurm.port import Node
@@ -31,16 +31,18 @@ class Candidate:
     why_not: str = ""
 
 
-def faults(comments: Mapping[str, str], jobs: Iterable[Fault] = ()) -> list[Fault]:
+def faults(comments: Mapping[str, str], jobs: Iterable[NodeFailure] = ()) -> list[NodeFailure]:
     """The stays out of service in the nodes' comments that were not for maintenance, and the failures of jobs there.
 
     ``jobs`` are further failures of jobs. One that a stay explains is not counted beside it, nor any twice, nor what
     was before a node's hardware was replaced.
     """
     known = {name: node_comment.read(comment) for name, comment in comments.items()}
-    failed = dict.fromkeys(Fault(name, JOB, at, at) for name, record in known.items() for at in record.failed)
+    failed = dict.fromkeys(NodeFailure(name, JOB, at, at) for name, record in known.items() for at in record.failed)
     failed |= dict.fromkeys(jobs)
-    stays = [Fault(name, stay.kind, stay.out, stay.back) for name, record in known.items() for stay in record.stays]
+    stays = [
+        NodeFailure(name, stay.kind, stay.out, stay.back) for name, record in known.items() for stay in record.stays
+    ]
     explained = {name: record.stays for name, record in known.items()}
     found = [
         *(fault for fault in stays if fault.kind not in NO_FAULTS),

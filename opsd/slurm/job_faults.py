@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from opsd import lemons
 from opsd.collectors.slurm import NodeRecord
-from opsd.lemons import DAY_S, Fault
+from opsd.lemons import DAY_S, NodeFailure
 from opsd.slurm import node_comment
 from opsd.slurm.candidates import JOB, accounting, faults
 from opsd.slurm.hostlist import HostlistError, expand
@@ -62,7 +62,7 @@ class _Run(NamedTuple):
 
 def read(
     run: Runner = run_command, now: float | None = None, days: float = DAYS, user: str | None = None
-) -> list[Fault]:
+) -> list[NodeFailure]:
     """The faults of the last ``days``, asked for one by one. Raises SlurmError, as where there is no accounting.
 
     A start that failed is a node's fault if the job's next start went well without that node, and without that one
@@ -168,7 +168,7 @@ def _start(line: str) -> _Run:
     return _Run(state, epoch(end), "" if nodes.strip() in ("None assigned", "(null)") else nodes.strip(), user)
 
 
-def _faults(job: Sequence[_Run], now: float) -> Iterator[tuple[Fault, str]]:
+def _faults(job: Sequence[_Run], now: float) -> Iterator[tuple[NodeFailure, str]]:
     """The faults in the starts of one job, each with its user."""
     for failed, after in pairwise(job):
         if failed.end is None or failed.state not in _BAD or after.state not in _WELL:
@@ -179,7 +179,7 @@ def _faults(job: Sequence[_Run], now: float) -> Iterator[tuple[Fault, str]]:
         suspects = before - then
         by_chance = failed.state == _REQUEUED and not before & then
         if len(suspects) == 1 and not by_chance:
-            yield Fault(next(iter(suspects)), JOB, failed.end, failed.end), failed.user
+            yield NodeFailure(next(iter(suspects)), JOB, failed.end, failed.end), failed.user
 
 
 def _names(hostlist: str) -> frozenset[str]:
@@ -257,7 +257,7 @@ class FailedJobs:
         slurm: SlurmNodes,
         node: str,
         *,
-        read: Callable[[float, float], list[Fault]] = lambda now, days: read(now=now, days=days),
+        read: Callable[[float, float], list[NodeFailure]] = lambda now, days: read(now=now, days=days),
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -304,7 +304,7 @@ class FailedJobs:
         self._slurm.set_comment(self._node, node_comment.write(comment, record))
         self._known = done
 
-    def _blame(self, name: str, found: Iterable[Fault], at: float) -> None:
+    def _blame(self, name: str, found: Iterable[NodeFailure], at: float) -> None:
         """Keep the failures on a node that its stays do not explain, unless they are known."""
         comment = self._slurm.comments([name]).get(name, "")
         record = node_comment.read(comment)

@@ -24,8 +24,8 @@ from opsd.stragglers.trace import (
     TRANSFER,
     Place,
     Rows,
+    Slowdown,
     Trace,
-    Verdict,
     middles,
 )
 
@@ -36,7 +36,7 @@ COSTLY = 0.03
 """Smaller shares of the step are not reported."""
 
 
-def judge(trace: Trace, *, uneven: bool = True) -> tuple[Verdict, ...]:
+def judge(trace: Trace, *, uneven: bool = True) -> tuple[Slowdown, ...]:
     """What slows the job down, the costliest first; empty if all is well or there are too few steps or ranks.
 
     Slow ranks are named even if they cost nothing at present because others take longer still. Without ``uneven``
@@ -69,7 +69,7 @@ def _candidates(trace: Trace, *, uneven: bool) -> Iterator[Candidate]:
             yield alone(verdict)
 
 
-def _worker(trace: Trace, slow: Sequence[Outlier], what_if: WhatIf) -> Verdict:
+def _worker(trace: Trace, slow: Sequence[Outlier], what_if: WhatIf) -> Slowdown:
     ranks = sorted({rank for outlier in slow for rank in outlier.ranks})
     better = what_if.without(ranks)
     steps, work = len(trace.steps), trace.work()
@@ -83,7 +83,7 @@ def _worker(trace: Trace, slow: Sequence[Outlier], what_if: WhatIf) -> Verdict:
     return verdict_of(trace, cause, ranks, what_if.slowdown(better.forward, better.backward), sure, told)
 
 
-def _on_host(trace: Trace, slow: Sequence[Outlier]) -> Verdict:
+def _on_host(trace: Trace, slow: Sequence[Outlier]) -> Slowdown:
     """The GPU keeps up with its peers and the step does not: the time is lost between them."""
     ranks = sorted({rank for outlier in slow for rank in outlier.ranks})
     host = trace.host_work()
@@ -93,7 +93,7 @@ def _on_host(trace: Trace, slow: Sequence[Outlier]) -> Verdict:
     return verdict_of(trace, SLOW_HOST, ranks, _relieved(trace, extra), 0.8, told)
 
 
-def _hidden(trace: Trace) -> Verdict | None:
+def _hidden(trace: Trace) -> Slowdown | None:
     """A rank whose forward pass takes longer and whose backward pass is as much shorter.
 
     Where gradients are reduced within the backward pass, its peers wait for it there, and all work equally long.
@@ -120,7 +120,7 @@ def _hidden(trace: Trace) -> Verdict | None:
     return verdict_of(trace, SLOW_WORKER, ranks, _relieved(trace, extra), 0.75, told)
 
 
-def _waiting(trace: Trace, phase: str, cause: str) -> Verdict | None:
+def _waiting(trace: Trace, phase: str, cause: str) -> Slowdown | None:
     """Ranks that spend more time than their peers in a phase in which they do not compute."""
     rows = trace.rows(phase)
     if rows is None:
@@ -280,11 +280,11 @@ ADVICE = {
 class Candidate:
     """``alone`` is the slowdown by this cause only; that of the verdict may contain others."""
 
-    verdict: Verdict
+    verdict: Slowdown
     alone: float
 
 
-def alone(verdict: Verdict) -> Candidate:
+def alone(verdict: Slowdown) -> Candidate:
     """A verdict that contains no other cause."""
     return Candidate(verdict, verdict.slowdown)
 
@@ -306,10 +306,10 @@ def verdict_of(
     confidence: float,
     told: Sequence[str],
     stage: int | None = None,
-) -> Verdict:
+) -> Slowdown:
     """The verdict, with the places of its culprits, the source of the times and the advice for its cause."""
     places = [trace.places[rank] for rank in ranks]
-    return Verdict(
+    return Slowdown(
         cause=cause,
         culprits=tuple(ranks),
         nodes=tuple(sorted({place.node for place in places if place.node})),

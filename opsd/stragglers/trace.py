@@ -97,7 +97,7 @@ def _grouped(places: Mapping[int, Place], key: object) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Slowdown:
     """What slows the job down. ``culprits`` are ranks, none if the work itself is uneven.
 
     ``slowdown``: duration of a step in proportion to that without the cause, 1.0 if it costs nothing. ``source`` is

@@ -41,7 +41,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class KernelFault:
     """The events of one row about one thing."""
 
     row: Row
@@ -61,7 +61,7 @@ class _Fields(dict[str, object]):
         return ""
 
 
-CulpritOf = Callable[[View, Fault], tuple[Culprit, RankFact | None]]
+CulpritOf = Callable[[View, KernelFault], tuple[Culprit, RankFact | None]]
 """Culprit of a fault, and the rank that it hits, if it hits one alone."""
 
 
@@ -92,16 +92,16 @@ class Lasting:
     """
 
     collector: str
-    find: Callable[[View, float], Iterable[Fault]]
+    find: Callable[[View, float], Iterable[KernelFault]]
     after_s: float = 0.0
 
 
-def lasting_fault(view: View, row: Row, about: str, said: str, source: str, **data: object) -> Fault:
+def lasting_fault(view: View, row: Row, about: str, said: str, source: str, **data: object) -> KernelFault:
     """A fault of ``row`` that is there now; ``said`` is its evidence, from ``source``."""
-    return Fault(row, about, (Event(row.event, view.wall, said, {**data, "source": source}),))
+    return KernelFault(row, about, (Event(row.event, view.wall, said, {**data, "source": source}),))
 
 
-def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iterator[Fault]:
+def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iterator[KernelFault]:
     """The findings of ``rows`` in the log since the boot."""
     booted, elsewhere = None, _nothing(view)
     for row in rows:
@@ -116,7 +116,7 @@ def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iter
                 found.setdefault(text(event.data, row.about) if row.about else "", []).append(event)
         for about, of_it in found.items():
             if sum(map(_times, of_it)) >= row.at_least and of_it[-1].at - of_it[0].at >= row.apart_s:
-                yield Fault(row, about, of_it)
+                yield KernelFault(row, about, of_it)
 
 
 DRAIN = "opsd drain NODE --incident ID --reason WHY"
@@ -146,18 +146,18 @@ def kernel_runbook(
     notification, ``cost`` is what is at stake for a job on the node.
     """
 
-    def of_component(view: View, fault: Fault) -> tuple[Culprit, RankFact | None]:
+    def of_component(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
         return Culprit(component, view.node, detail=fault.about), None
 
     def detect(view: View) -> Iterator[Finding]:
-        found: dict[str, list[Fault]] = {}
+        found: dict[str, list[KernelFault]] = {}
         lasted = lasting.find(view, lasting.after_s) if lasting else ()
         for fault in (*faults(view, rows, ignored), *lasted):
             found.setdefault(whole(fault.about), []).append(fault)
         for about, several in found.items():
             yield finding(view, about, sorted(several, key=lambda fault: not fault.row.critical))
 
-    def finding(view: View, about: str, several: Sequence[Fault]) -> Finding:
+    def finding(view: View, about: str, several: Sequence[KernelFault]) -> Finding:
         worst = several[0]
         culprit, rank = (culprit_of or of_component)(view, worst)
         jobs = [fact.job for fact in view.ranks if fact.live]

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opsd.agent.actions import Commenter, Drainer, Executor, Notifier, PowerLimiter
+from opsd.agent.incident_manager import IncidentManager, Listener
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
 from opsd.agent.loop import Clock, Loop
-from opsd.agent.policy import Limits
-from opsd.agent.responder import Listener, Responder
+from opsd.agent.policy import ActionLimits
 from opsd.agent.window import Window
 from opsd.collectors.base import Collector
 from opsd.runbooks.base import Guide, Runbook
@@ -40,7 +40,7 @@ class Agent:
         runbooks: Sequence[Runbook],
         *,
         mode: str = "act",
-        limits: Limits = Limits(cooldown_s=0, drain=True),  # noqa: B008
+        limits: ActionLimits = ActionLimits(cooldown_s=0, drain=True),  # noqa: B008
         shm: Path | None = None,
         notify: Notifier | None = None,
         set_power_limit: PowerLimiter | None = None,
@@ -63,14 +63,14 @@ class Agent:
             comment_job=comment_job,
         )
         judge = Judge(runbooks, SILENT, used_s=lambda: 0.0)
-        self.responder = Responder(
+        self.incident_manager = IncidentManager(
             judge, self.executor, self.journal, SILENT,
             mode_of=lambda _kind: mode, limits=limits, started_at=self.clock.wall(), listeners=listeners,
         )  # fmt: skip
         window = Window("node", seconds=60, witnesses=[c.name for c in collectors] if witnesses is None else witnesses)
         clocks = Clock(self.clock.monotonic, self.clock.wall)
         self.loop = Loop(
-            window, collectors, judge, self.responder, self.journal, SILENT,
+            window, collectors, judge, self.incident_manager, self.journal, SILENT,
             interval_s=interval_s, deadline_s=deadline_s, clock=clocks,
         )  # fmt: skip
 

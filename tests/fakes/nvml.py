@@ -11,8 +11,8 @@ from multiprocessing.managers import BaseManager
 from typing import Any, Protocol, cast
 
 from opsd.collectors.base import GpuFact, NoData, Reading
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.kernel.xid import XidLedger
-from opsd.collectors.lib.occupancy import Occupancy
 from opsd.collectors.nvml import NvmlCollector, PowerControl
 
 
@@ -36,26 +36,26 @@ class _Holders:
     """Who holds which GPU, as a collector tells the others."""
 
     def __init__(self, library: str) -> None:
-        self._occupancy = Occupancy()
-        self._collector = NvmlCollector(library, process_letter=process_letter, occupancy=self._occupancy)
+        self._gpu_owners = GpuOwners()
+        self._collector = NvmlCollector(library, process_letter=process_letter, gpu_owners=self._gpu_owners)
 
     def collect(self) -> Reading | NoData:
         return self._collector.collect()
 
     def read(self) -> dict[int, tuple[int, ...]]:
         self._collector.collect()
-        return dict(self._occupancy.holders)
+        return dict(self._gpu_owners.holders)
 
     def worked(self) -> dict[int, float]:
         self._collector.collect()
-        return dict(self._occupancy.worked)
+        return dict(self._gpu_owners.worked)
 
     def instances(self) -> dict[int, Mapping[int, tuple[int, ...]]]:
-        return dict(self._occupancy.instances)
+        return dict(self._gpu_owners.instances)
 
     def tell(self, jobs_on: Mapping[tuple[int, int], frozenset[str]]) -> None:
         """What the collector of jobs has found out."""
-        self._occupancy.jobs_on = jobs_on
+        self._gpu_owners.jobs_on = jobs_on
 
 
 class _Manager(BaseManager):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opsd.repair.attend import Means, Repair
+from opsd.repair.attend import Dependencies, Repair
 from opsd.repair.case_file import CaseFile
-from opsd.repair.ladder import Case, Limits, Rung
-from opsd.repair.machine import RungError
+from opsd.repair.machine import RemedyError
+from opsd.repair.repair_plan import Case, Remedy, RepairLimits
 from opsd.repair.retest import Retested
 from opsd.slurm.ownership import PreflightResult, Rules
 from opsd.slurm.port import Job, Node
@@ -31,8 +31,8 @@ class Bench:
     """A node and all around it. ``cured_by`` is the remedy that helps, ``refused`` are those that fail."""
 
     folder: Path
-    cured_by: Rung | None = None
-    refused: Sequence[Rung] = ()
+    cured_by: Remedy | None = None
+    refused: Sequence[Remedy] = ()
     asks: Sequence[int] = ()
     slurm: FakeSlurm = field(default_factory=lambda: FakeSlurm([DRAINED, Node("n2", "idle")], config=REBOOTS))
     now: float = 1000.0
@@ -59,25 +59,25 @@ class Bench:
         return self.asks
 
     def end_processes(self) -> str:
-        return self._remedy(Rung.PROCESSES)
+        return self._remedy(Remedy.PROCESSES)
 
     def reset_gpus(self) -> str:
-        return self._remedy(Rung.RESET)
+        return self._remedy(Remedy.RESET)
 
     def reload_driver(self) -> str:
-        return self._remedy(Rung.RELOAD)
+        return self._remedy(Remedy.RELOAD)
 
     def restore(self) -> None:
         self.done.append("restore")
 
-    def _remedy(self, rung: Rung) -> str:
+    def _remedy(self, remedy: Remedy) -> str:
         current = self.cases.current()
         assert current is not None and current.last is not None
-        assert (current.last.what, current.last.ok) == (rung, None), "it is on the disk before it begins"
-        self.done.append(rung)
-        if rung in self.refused:
-            raise RungError(f"{rung} failed")
-        self.cured |= rung is self.cured_by
+        assert (current.last.what, current.last.ok) == (remedy, None), "it is on the disk before it begins"
+        self.done.append(remedy)
+        if remedy in self.refused:
+            raise RemedyError(f"{remedy} failed")
+        self.cured |= remedy is self.cured_by
         return "done"
 
     def retest(self, checks: Sequence[str], stop: Callable[[], str]) -> Retested:
@@ -107,7 +107,7 @@ class Bench:
             self.boots += 1
             self.now += self.clock_step
             self.uptime = 30.0
-            self.cured |= self.cured_by is Rung.REBOOT
+            self.cured |= self.cured_by is Remedy.REBOOT
             self.slurm.by_name["n1"] = self.booted
             raise PowerLoss
 
@@ -116,7 +116,7 @@ class Bench:
         return CaseFile(self.folder)
 
     def repair(self) -> Repair:
-        means = Means(
+        dependencies = Dependencies(
             slurm=self.slurm,
             machine=self,
             release=lambda jobs: f"asked {len(jobs)} jobs",
@@ -130,7 +130,7 @@ class Bench:
             sleep=self.sleep,
             by_policy=self.by_policy,
         )
-        return Repair("n1", self.cases, means, Rules(), Limits())
+        return Repair("n1", self.cases, dependencies, Rules(), RepairLimits())
 
     def run(self) -> Case:
         """The whole repair, taken up again after each reboot."""

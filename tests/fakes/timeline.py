@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from opsd.agent import lifecycle
-from opsd.agent.incidents import Book, Transition, reduce
+from opsd.agent.incidents import IncidentTable, Transition, reduce
 from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity
 
@@ -26,7 +26,7 @@ class Timeline:
     """Ticks of one second, with all incidents that ended and all transitions."""
 
     rules: dict[str, IncidentRules] = field(default_factory=lambda: RULES)
-    book: Book = field(default_factory=Book)
+    table: IncidentTable = field(default_factory=IncidentTable)
     now: float = T0
     ended: list[Incident] = field(default_factory=list)
     transitions: list[Transition] = field(default_factory=list)
@@ -35,23 +35,23 @@ class Timeline:
         self, *found: Finding, healed: bool | None = None, idle: bool = False, outcomes=(), seconds=1.0, over_since=None
     ) -> None:
         self.now += seconds
-        ids = [incident.id for incident in self.book.incidents.values()]
+        ids = [incident.id for incident in self.table.incidents.values()]
         observed = Observed(found, dict.fromkeys(ids, healed), frozenset(ids if idle else ()), outcomes)
         if over_since is not None:
             observed = replace(observed, unprovable=dict.fromkeys(ids, over_since))
-        self.book, ended, transitions = reduce(self.book, observed, self.rules, self.now)
+        self.table, ended, transitions = reduce(self.table, observed, self.rules, self.now)
         self.ended += ended
         self.transitions += transitions
 
     @property
     def incident(self) -> Incident:
-        (incident,) = self.book.incidents.values()
+        (incident,) = self.table.incidents.values()
         return incident
 
     def act(self, *records: dict[str, object]) -> None:
         records = records or ({"verb": "set_power_limit", "target": "gpu0", "outcome": "running", "detail": ""},)
-        name, incident = next(iter(self.book.incidents.items()))
-        self.book = replace(self.book, incidents={name: lifecycle.started(incident, records, self.now)})
+        name, incident = next(iter(self.table.incidents.items()))
+        self.table = replace(self.table, incidents={name: lifecycle.started(incident, records, self.now)})
 
     def outcome(self, ok: bool = True, number: int = 0) -> Outcome:
         return Outcome(self.incident.id, number, ok, "done" if ok else "no permission")

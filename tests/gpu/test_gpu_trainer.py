@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from opsd.measured.bench import figures_of
+from opsd.calibration.bench import figures_of
 from opsd.plan.hardware import hardware_of
 from opsd.plan.layout import Layout
 from opsd.plan.memory import memory_of

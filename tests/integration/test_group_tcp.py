@@ -17,7 +17,7 @@ import pytest
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.claims.claimant import TIMEOUT_S
+from opsd.launch.claims.generation_state import TIMEOUT_S
 from opsd.launch.claims.tcp_group import TcpGroup
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.protocol import Member

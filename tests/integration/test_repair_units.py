@@ -26,7 +26,7 @@ max_drained_share = 1.0
 [preflight]
 skip = {[check.name for check in CHECKS if check.name != "numa"]}
 [repair]
-rungs = ["reset_gpus"]
+remedies = ["reset_gpus"]
 services = ["nvidia-persistenced"]
 """
 CAP_KILL, CAP_SYS_MODULE, CAP_SYS_ADMIN = 5, 16, 21

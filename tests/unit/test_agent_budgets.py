@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from opsd.agent.actions import ActionError
-from opsd.agent.policy import HOUR_S, Limits
+from opsd.agent.policy import HOUR_S, ActionLimits
 from opsd.collectors.base import Reading, RunFact
 from opsd.runbooks.base import Action, Evidence, Incident, View
 from tests.fakes.agent import Agent, runbook
@@ -15,7 +15,7 @@ from tests.fakes.clock import until
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import finding
 
-ONCE = Limits(cooldown_s=0, max_actions_per_hour=1, drain=True)
+ONCE = ActionLimits(cooldown_s=0, max_actions_per_hour=1, drain=True)
 
 
 def agent(folder: Path, remedies: Mapping[str, Action], **changes: object) -> Agent:
@@ -38,7 +38,7 @@ def done(agent: Agent) -> list[tuple[str, str]]:
 
     def over() -> list[tuple[str, str]]:
         agent.tick()
-        actions = [(str(a["verb"]), str(a["outcome"])) for i in agent.responder.current for a in i.actions]
+        actions = [(str(a["verb"]), str(a["outcome"])) for i in agent.incident_manager.current for a in i.actions]
         return actions if actions and "running" not in dict(actions).values() else []
 
     return until(over)

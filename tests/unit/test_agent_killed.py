@@ -170,13 +170,13 @@ def test_an_action_is_finished_or_given_up_in_words(world: World, verb: str, hal
 
     def ended() -> list[tuple[str, str]]:
         agent.tick()
-        (incident,) = agent.responder.current
+        (incident,) = agent.incident_manager.current
         return [(str(a["outcome"]), str(a["detail"])) for a in incident.actions if a["outcome"] != "running"]
 
     outcome, detail = until(ended)[0]
     agent.journal.close()
     said = detail.replace("n1 has left the run", "n1 is out of the run, n2 took its place")
     assert (outcome, said) == ENDS[verb]
-    assert len(agent.responder.current[0].actions) == 1
+    assert len(agent.incident_manager.current[0].actions) == 1
     assert world.launcher.asked.count("restart") == (verb == "restart_generation")
     assert until(world.done)

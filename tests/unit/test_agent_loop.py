@@ -1,4 +1,4 @@
-"""The loop and the responder: from a finding to an action and to its verification, through restarts and failures."""
+"""The loop and the incident manager: from a finding to an action and its verification, through restarts and faults."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.policy import Limits
+from opsd.agent.policy import ActionLimits
 from opsd.collectors.base import NoData, Reading
 from opsd.runbooks.base import Action, Cost, Evidence, Finding, Incident, Runbook, State, View
 from tests.fakes.agent import Agent, runbook
@@ -59,10 +59,10 @@ def settle(agent: Agent, state: State) -> Incident:
 
     def there() -> bool:
         agent.tick()
-        return any(i.state is state for i in (*agent.responder.current, *agent.responder.ended))
+        return any(i.state is state for i in (*agent.incident_manager.current, *agent.incident_manager.ended))
 
     assert eventually(there)
-    return next(i for i in (*agent.responder.current, *agent.responder.ended) if i.state is state)
+    return next(i for i in (*agent.incident_manager.current, *agent.incident_manager.ended) if i.state is state)
 
 
 def test_trouble_is_found_acted_on_and_verified(tmp_path: Path, trouble: Trouble) -> None:
@@ -81,7 +81,7 @@ def test_trouble_is_found_acted_on_and_verified(tmp_path: Path, trouble: Trouble
     assert metrics["opsd_actions_total{set_power_limit,ok}"] == 1
     assert sum(v for k, v in metrics.items() if k.startswith("opsd_incidents{")) == 0
     agent.journal.close(20)
-    assert trouble.agent(tmp_path).responder.ended[0] == resolved
+    assert trouble.agent(tmp_path).incident_manager.ended[0] == resolved
 
 
 @pytest.mark.parametrize(("mode", "outcomes"), [("observe", []), ("recommend", ["recommended"])])
@@ -90,7 +90,7 @@ def test_without_leave_nothing_is_touched(tmp_path: Path, trouble: Trouble, mode
     agent = trouble.agent(tmp_path, mode=mode)
     trouble.on = True
     agent.tick(10)
-    (incident,) = agent.responder.current
+    (incident,) = agent.incident_manager.current
     assert (incident.state, [a["outcome"] for a in incident.actions]) == (State.OPEN, outcomes)
     assert trouble.limits == []
     trouble.on = False
@@ -99,10 +99,10 @@ def test_without_leave_nothing_is_touched(tmp_path: Path, trouble: Trouble, mode
 
 def test_a_refusal_says_why_once(tmp_path: Path, trouble: Trouble) -> None:
     """The limit on actions an hour is reached: nothing happens, and the incident says so."""
-    agent = trouble.agent(tmp_path, limits=Limits(0, 0))
+    agent = trouble.agent(tmp_path, limits=ActionLimits(0, 0))
     trouble.on = True
     agent.tick(5)
-    ((action,),) = [i.actions for i in agent.responder.current]
+    ((action,),) = [i.actions for i in agent.incident_manager.current]
     assert (action["outcome"], action["detail"]) == ("refused", "the limit of 0 actions an hour is reached")
     assert agent.metrics()["opsd_actions_total{set_power_limit,refused}"] == 1
 
@@ -113,11 +113,11 @@ def test_a_notification_goes_out_though_actions_are_refused(tmp_path: Path, trou
     def remedy(incident: Incident, view: View) -> tuple[Action, ...]:
         return (*trouble.remedy(incident, view), Action("notify", "node", {}, "too hot"))
 
-    agent = trouble.agent(tmp_path, runbooks=[replace(trouble.runbook(), remedy=remedy)], limits=Limits(0, 0))
+    agent = trouble.agent(tmp_path, runbooks=[replace(trouble.runbook(), remedy=remedy)], limits=ActionLimits(0, 0))
     trouble.on = True
     assert eventually(lambda: agent.tick() or agent.told == ["too hot"])
     agent.tick(5)
-    (incident,) = agent.responder.current
+    (incident,) = agent.incident_manager.current
     assert (incident.state, incident.attempts, agent.told) == (State.OPEN, 0, ["too hot"])
     assert {(a["verb"], a["outcome"]) for a in incident.actions} == {("set_power_limit", "refused"), ("notify", "ok")}
 
@@ -125,14 +125,14 @@ def test_a_notification_goes_out_though_actions_are_refused(tmp_path: Path, trou
 def test_an_open_incident_is_continued_after_a_restart(tmp_path: Path, trouble: Trouble) -> None:
     """The same id, the attempts and the history; the action is not repeated, and it opens no second incident."""
     trouble.repairs = False
-    first = trouble.agent(tmp_path, limits=Limits(600, 10))
+    first = trouble.agent(tmp_path, limits=ActionLimits(600, 10))
     trouble.on = True
     before = settle(first, State.VERIFYING)
     first.journal.close(20)
-    second = trouble.agent(tmp_path, limits=Limits(600, 10), clock=first.clock)
-    assert [i.id for i in second.responder.current] == [before.id]
+    second = trouble.agent(tmp_path, limits=ActionLimits(600, 10), clock=first.clock)
+    assert [i.id for i in second.incident_manager.current] == [before.id]
     second.tick(90)
-    (incident,) = second.responder.current
+    (incident,) = second.incident_manager.current
     assert (incident.id, incident.attempts, incident.opened_at) == (before.id, 1, before.opened_at)
     assert incident.actions[-1]["outcome"] == "refused"
     assert len(trouble.limits) == 1
@@ -147,7 +147,7 @@ def test_a_slow_action_does_not_stop_the_loop(tmp_path: Path, trouble: Trouble) 
         tmp_path, [FakeCollector("source")], [trouble.runbook()], set_power_limit=lambda gpu, watts: release.wait(20)
     )
     agent.tick(5)
-    assert [i.state for i in agent.responder.current] == [State.ACTING]
+    assert [i.state for i in agent.incident_manager.current] == [State.ACTING]
     release.set()
     trouble.on = False
     assert settle(agent, State.RESOLVED).attempts == 1
@@ -162,7 +162,7 @@ def test_a_blind_runbook_judges_nothing(tmp_path: Path, trouble: Trouble) -> Non
     trouble.on = False
     source.answer = lambda: NoData("the driver is gone")
     agent.tick(20)
-    assert [i.state for i in agent.responder.current] == [State.OPEN]
+    assert [i.state for i in agent.incident_manager.current] == [State.OPEN]
     source.answer = Reading
     assert settle(agent, State.RESOLVED)
 
@@ -180,7 +180,7 @@ def test_a_runbook_that_raises_is_counted_and_the_others_go_on(tmp_path: Path, t
     agent.tick(3)
     assert agent.metrics()["opsd_runbook_errors_total{broken}"] > 0
     assert agent.metrics()["opsd_runbook_errors_total{trouble}"] == 0
-    assert "trouble" in {i.kind for i in agent.responder.current}
+    assert "trouble" in {i.kind for i in agent.incident_manager.current}
 
 
 def test_what_a_runbook_found_before_it_failed_counts(tmp_path: Path, trouble: Trouble) -> None:
@@ -193,7 +193,7 @@ def test_what_a_runbook_found_before_it_failed_counts(tmp_path: Path, trouble: T
     agent = trouble.agent(tmp_path, runbooks=[replace(trouble.runbook(), kind="broken", detect=fails)])
     agent.tick(3)
     assert agent.metrics()["opsd_runbook_errors_total{broken}"] > 0
-    assert [i.kind for i in agent.responder.current] == ["broken"]
+    assert [i.kind for i in agent.incident_manager.current] == ["broken"]
 
 
 def test_what_a_failed_collector_delivered_is_not_shown(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_runbooks_see_how_the_collectors_stand(tmp_path: Path) -> None:
 
     agent = Agent(tmp_path, [FakeCollector("source", answer)], [runbook(detect=detect, needs=())])
     agent.tick(2)
-    assert [incident.kind for incident in agent.responder.current] == ["trouble"]
+    assert [incident.kind for incident in agent.incident_manager.current] == ["trouble"]
 
 
 def test_a_step_of_the_clock_opens_and_closes_nothing(tmp_path: Path, trouble: Trouble) -> None:
@@ -233,8 +233,8 @@ def test_a_step_of_the_clock_opens_and_closes_nothing(tmp_path: Path, trouble: T
     for step in (3600, -7200):
         agent.clock.wall_now += step
         agent.tick(2)
-        assert [i.state for i in agent.responder.current] == [State.OPEN]
-    assert [a["outcome"] for a in agent.responder.current[0].actions] == ["recommended"]
+        assert [i.state for i in agent.incident_manager.current] == [State.OPEN]
+    assert [a["outcome"] for a in agent.incident_manager.current[0].actions] == ["recommended"]
 
 
 @pytest.mark.parametrize("step", [3600, -3600])
@@ -242,14 +242,14 @@ def test_a_step_of_the_clock_ends_no_cool_down_and_makes_none_longer(
     tmp_path: Path, trouble: Trouble, step: float
 ) -> None:
     """What was done a minute ago was done a minute ago, whatever the wall clock says since."""
-    agent = trouble.agent(tmp_path, limits=Limits(cooldown_s=100))
+    agent = trouble.agent(tmp_path, limits=ActionLimits(cooldown_s=100))
     trouble.on = True
     settle(agent, State.RESOLVED)
     agent.clock.wall_now += step
     agent.tick(5)
     trouble.on = True
     agent.tick(5)
-    assert [a["outcome"] for i in agent.responder.current for a in i.actions][-1:] == ["refused"]
+    assert [a["outcome"] for i in agent.incident_manager.current for a in i.actions][-1:] == ["refused"]
     assert trouble.limits == [(0, 500.0)]
     agent.clock.advance(100)
     settle(agent, State.RESOLVED)

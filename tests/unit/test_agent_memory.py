@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from opsd.agent import lifecycle
+from opsd.agent.action_recovery import why_not
 from opsd.agent.lifecycle import Outcome
-from opsd.agent.policy import Limits, PastAction
-from opsd.agent.unfinished import why_not
+from opsd.agent.policy import ActionLimits, PastAction
 from opsd.runbooks.base import Action, Evidence, Incident, Runbook, State, View
 from tests.fakes.agent import Agent, runbook
 from tests.fakes.clock import FakeClock, until
@@ -79,7 +79,7 @@ def outcomes(agent: Agent) -> list[tuple[str, str]]:
 
     def over() -> Incident | None:
         agent.tick()
-        (incident,) = agent.responder.current
+        (incident,) = agent.incident_manager.current
         return None if any(action["outcome"] == "running" for action in incident.actions) else incident
 
     settled = until(over)
@@ -92,7 +92,7 @@ def test_without_a_journal_nothing_is_done(node: Node) -> None:
     node.folder.write_text("in the way")
     agent = node.agent()
     agent.tick(3)
-    (incident,) = agent.responder.current
+    (incident,) = agent.incident_manager.current
     ((outcome, detail),) = [(str(a["outcome"]), str(a["detail"])) for a in incident.actions]
     assert (outcome, incident.state, node.limits) == ("refused", State.OPEN, [])
     assert detail.startswith("nothing would remember it: ")
@@ -127,20 +127,20 @@ def test_an_action_cut_off_by_the_end_of_the_agent_is_carried_out(node: Node) ->
     with killed_while_acting(node):
         agent = node.agent()
         assert outcomes(agent) == [("ok", "power limit of GPU 0 set to 500 W")]
-        assert [i.attempts for i in agent.responder.current] == [1]
+        assert [i.attempts for i in agent.incident_manager.current] == [1]
     assert node.limits[0] == 500.0
 
 
 @pytest.mark.parametrize(
     ("mode", "limits", "away_s", "why"),
     [
-        ("recommend", Limits(0), 5, "policy mode is now recommend"),
-        ("act", Limits(0), 1000, "it was begun more than 15 minutes ago"),
-        ("act", Limits(0), -1000, "it was begun more than 15 minutes ago"),
+        ("recommend", ActionLimits(0), 5, "policy mode is now recommend"),
+        ("act", ActionLimits(0), 1000, "it was begun more than 15 minutes ago"),
+        ("act", ActionLimits(0), -1000, "it was begun more than 15 minutes ago"),
     ],
 )
 def test_what_is_no_longer_to_be_done_is_given_up_in_words(
-    node: Node, mode: str, limits: Limits, away_s: float, why: str
+    node: Node, mode: str, limits: ActionLimits, away_s: float, why: str
 ) -> None:
     """After a change of the policy, or where nobody can tell what has become of the fault."""
     with killed_while_acting(node):
@@ -179,8 +179,8 @@ def test_an_action_that_ends_the_agent_is_not_carried_out_for_ever(node: Node) -
 def test_a_signal_is_not_sent_twice() -> None:
     """By then the number may be that of another process."""
     record = {"verb": "kill_process", "at": WALL}
-    assert why_not("trouble", record, "act", Limits(), WALL + 5) == "doing it twice could do harm"
-    assert why_not("trouble", record | {"verb": "drain_node"}, "act", Limits(), WALL + 5) == ""
+    assert why_not("trouble", record, "act", ActionLimits(), WALL + 5) == "doing it twice could do harm"
+    assert why_not("trouble", record | {"verb": "drain_node"}, "act", ActionLimits(), WALL + 5) == ""
 
 
 def test_a_budget_that_was_read_late_counts(node: Node) -> None:
@@ -189,13 +189,13 @@ def test_a_budget_that_was_read_late_counts(node: Node) -> None:
     past = [PastAction("trouble", "kill_process", str(number), node.clock.wall()) for number in range(3)]
     for action in past:
         assert other.journal.action("a", action).wait(20)
-    agent = node.agent(limits=Limits(0, 3))
+    agent = node.agent(limits=ActionLimits(0, 3))
     agent.tick(2)
     assert node.limits == []
     other.journal.close(20)
     until(lambda: not agent.journal.problem)
     agent.tick(3)
-    (incident,) = agent.responder.current
+    (incident,) = agent.incident_manager.current
     assert [str(a["detail"]).partition(":")[0] for a in incident.actions] == [
         "nothing would remember it", "the limit of 3 actions an hour is reached"
     ]  # fmt: skip
@@ -212,14 +212,14 @@ def test_incidents_that_were_read_late_are_continued_or_ended(node: Node) -> Non
     assert other.journal.flush(20)
     agent = node.agent(mode="observe")
     agent.tick(2)
-    (new,) = agent.responder.current
+    (new,) = agent.incident_manager.current
     other.journal.close(20)
     until(lambda: not agent.journal.problem)
     agent.tick(2)
-    assert {i.id for i in agent.responder.current} == {new.id, "else"}
-    assert [(i.id, i.verdict) for i in agent.responder.ended] == [("old", f"continued as {new.id}")]
+    assert {i.id for i in agent.incident_manager.current} == {new.id, "else"}
+    assert [(i.id, i.verdict) for i in agent.incident_manager.ended] == [("old", f"continued as {new.id}")]
     agent.journal.close(20)
-    assert {i.id for i in node.agent(mode="observe").responder.current} == {new.id, "else"}
+    assert {i.id for i in node.agent(mode="observe").incident_manager.current} == {new.id, "else"}
 
 
 def test_times_to_come_begin_no_endless_wait(node: Node) -> None:
@@ -234,4 +234,4 @@ def test_times_to_come_begin_no_endless_wait(node: Node) -> None:
     first.journal.close(20)
     agent = node.agent(mode="observe")
     agent.tick(100)
-    assert [i.state for i in agent.responder.current] == [State.OPEN]
+    assert [i.state for i in agent.incident_manager.current] == [State.OPEN]

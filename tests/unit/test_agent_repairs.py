@@ -17,13 +17,13 @@ from opsd.agent.window import Window
 from opsd.collectors.base import Reading, RepairFact, RepairStep
 from opsd.collectors.repairs import COLLECTOR, MOST, RepairsCollector
 from opsd.repair.case_file import CaseFile
-from opsd.repair.ladder import RETEST, Case, Rung, closed
+from opsd.repair.repair_plan import RETEST, Case, Remedy, closed
 from tests.fakes.agent import Agent
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident
 
 PATIENCE_S = 60.0
-OPEN = Case("repair-20260101T000000", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, first=Rung.RESET)
+OPEN = Case("repair-20260101T000000", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, first=Remedy.RESET)
 RESET = RepairStep("reset_gpus", 1100.0, "boot", 1200.0, True, "done")
 FAILED = RepairStep(RETEST, 1200.0, "boot", 1300.0, False, "gpu_health failed")
 REBOOT = RepairStep("reboot", 1300.0, "boot", 1400.0, True, "booted again")

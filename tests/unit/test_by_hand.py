@@ -55,13 +55,13 @@ class World:
     def order(self, *words: object, **more: object) -> Order:
         """Ask for something, and let a tick pass."""
         order = Order(*words, **more)  # type: ignore[arg-type]
-        self.agent.responder.orders.put(order)
+        self.agent.incident_manager.orders.put(order)
         self.agent.tick()
         return order
 
     @property
     def incident(self) -> Incident:
-        (found,) = self.agent.responder.current
+        (found,) = self.agent.incident_manager.current
         return found
 
     def states(self) -> set[str]:
@@ -96,7 +96,7 @@ def test_who_acknowledges_has_it_and_it_pages_nobody_else(tmp_path: Path) -> Non
     assert ack is not None and (ack.by, ack.until) == ("ada", None)
     world.findings, world.healed = [], True
     world.agent.tick(6)
-    assert not world.agent.responder.current
+    assert not world.agent.incident_manager.current
     assert eventually(lambda: len(world.told) == 2) and "over" in world.told[1] and world.agent.told == []
 
 
@@ -134,8 +134,8 @@ def test_what_a_person_has_closed_opens_on_new_evidence_only(world: World, lasti
     if restarts:
         world.restart()
     world.agent.tick(20)
-    assert world.agent.responder.current == ()
-    (ended,) = world.agent.responder.ended
+    assert world.agent.incident_manager.current == ()
+    (ended,) = world.agent.incident_manager.ended
     assert (ended.state, ended.verdict) == (State.RESOLVED, "closed by ada: cable was pulled for a test")
     if lasting:
         world.findings, world.healed = [], True
@@ -145,9 +145,9 @@ def test_what_a_person_has_closed_opens_on_new_evidence_only(world: World, lasti
         world.findings = [finding(struck_at=world.agent.clock.wall())]
     world.agent.tick(2)
     assert world.incident.id != first and world.incident.relapses == 0
-    ended = world.agent.responder.ended[0]
+    ended = world.agent.incident_manager.ended[0]
     world.restart()
-    assert next(i for i in world.agent.responder.ended if i.id == first).closed.gone_at is not None  # type: ignore[union-attr]
+    assert next(i for i in world.agent.incident_manager.ended if i.id == first).closed.gone_at is not None  # type: ignore[union-attr]
 
 
 def test_a_closed_incident_that_gets_graver_opens_anew(world: World) -> None:
@@ -163,10 +163,10 @@ def test_what_cannot_be_done_is_a_sentence(world: World) -> None:
     id = world.incident.id
     assert world.order("ack", "x", "ada").error == "the agent knows no incident 'x'"
     name = (world.incident.kind, world.incident.key)
-    book = world.agent.responder._book
-    world.agent.responder._book = replace(book, incidents={name: replace(world.incident, state=State.ACTING)})
+    book = world.agent.incident_manager._book
+    world.agent.incident_manager._book = replace(book, incidents={name: replace(world.incident, state=State.ACTING)})
     assert "opsd is acting on" in world.order("close", id, "ada", reason="done").error
-    world.agent.responder._book = book
+    world.agent.incident_manager._book = book
     assert world.order("close", id, "ada", reason="done").done
     for verb in ("ack", "close"):
         assert f"{id} is over since" in world.order(verb, id, "ada", reason="done").error
@@ -200,7 +200,7 @@ def test_a_request_that_is_none_is_refused(request_: dict[str, object], problem:
 @contextlib.contextmanager
 def control(world: World, patience_s: float = 10.0) -> Iterator[Control]:
     """Its socket, open."""
-    made = Control(world.agent.responder, world.agent.journal, SILENT, patience_s=patience_s)
+    made = Control(world.agent.incident_manager, world.agent.journal, SILENT, patience_s=patience_s)
     world.agent.journal.flush(10)
     until(lambda: made.after_tick() or made.path.exists())
     yield made

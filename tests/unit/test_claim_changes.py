@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.claim_store import Plan, listening
-from opsd.launch.claims.claimant import MOST_CHANGES, changes_of, claim_from
+from opsd.launch.claims.generation_state import MOST_CHANGES, changes_of, claim_from
 from opsd.launch.claims.messages import MESSAGES, Claimed, Message
 from opsd.launch.io.protocol import Codec, Member
 from tests.fakes.protocol import Launchers

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent.correlate import CAUSES, RELEASE_S, correlate, held, joint_gpu_seconds, linked
-from opsd.agent.incidents import Book
+from opsd.agent.incidents import IncidentTable
 from opsd.runbooks.base import Cost, Culprit, Incident, Severity
 from tests.fakes.facts import rank
 from tests.fakes.incidents import WALL, incident
@@ -153,8 +153,8 @@ def test_a_cause_is_never_a_symptom_and_the_order_does_not_matter(found: list[In
         assert cause is None or kinds[symptom] != kinds[cause]
     shuffled = random.sample(current, len(current))
     assert correlate(shuffled, ended, RANKS, WALL + 500) == links
-    book = linked(Book({(i.kind, i.key): i for i in current}), links)
-    assert correlate(book.incidents.values(), ended, RANKS, WALL + 500) == links
+    table = linked(IncidentTable({(i.kind, i.key): i for i in current}), links)
+    assert correlate(table.incidents.values(), ended, RANKS, WALL + 500) == links
 
 
 @given(incidents_of_a_node, st.lists(st.sampled_from([f"{k}-{g}" for k in KINDS for g in (None, 0, 1)]), max_size=12))

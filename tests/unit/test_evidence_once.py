@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from opsd.agent import incidents, lifecycle
-from opsd.agent.incidents import Book, reduce, settled_by, shifted
+from opsd.agent.incidents import IncidentTable, reduce, settled_by, shifted
 from opsd.agent.lifecycle import IncidentRules, Observed
 from opsd.runbooks.base import Culprit, Evidence, Finding, Severity
 
@@ -25,38 +25,38 @@ XID = Finding(
 
 
 def ended_book():
-    """A book whose only incident was healed."""
-    book, _, _ = reduce(Book(), Observed([XID]), RULES, 101.0)
-    (incident,) = book.incidents.values()
+    """A table whose only incident was healed."""
+    table, _, _ = reduce(IncidentTable(), Observed([XID]), RULES, 101.0)
+    (incident,) = table.incidents.values()
     for now in (102.0, 103.0, 104.0):
-        book, ended, _ = reduce(book, Observed(healed={incident.id: True}), RULES, now)
+        table, ended, _ = reduce(table, Observed(healed={incident.id: True}), RULES, now)
         if ended:
-            return book, ended
+            return table, ended
     raise AssertionError("the incident did not end")
 
 
 @pytest.mark.parametrize("step", [0.0, 3600.0, -3600.0])
 def test_evidence_of_an_ended_incident_opens_no_second_one(step):
     """The proof of health can vanish with the run; a step of the clock changes nothing."""
-    book, _ = ended_book()
-    book = shifted(book, step)
+    table, _ = ended_book()
+    table = shifted(table, step)
     late = replace(XID, struck_at=100.0 + step, culprit=Culprit("gpu", "n01", 1), job="")
-    after, _, transitions = reduce(book, Observed([late]), RULES, 200.0 + step)
+    after, _, transitions = reduce(table, Observed([late]), RULES, 200.0 + step)
     assert not after.incidents
     assert transitions == ()
 
 
 def test_a_newer_event_opens_an_incident():
     """Only what was settled is left alone."""
-    book, _ = ended_book()
-    _, _, transitions = reduce(book, Observed([replace(XID, struck_at=150.0)]), RULES, 150.5)
+    table, _ = ended_book()
+    _, _, transitions = reduce(table, Observed([replace(XID, struck_at=150.0)]), RULES, 150.5)
     assert [transition.before for transition in transitions] == [None]
 
 
 def test_a_condition_that_lasts_opens_an_incident_again():
     """The driver can ask for a recovery after the Xid was healed."""
-    book, _ = ended_book()
-    _, _, transitions = reduce(book, Observed([replace(XID, struck_at=None)]), RULES, 150.0)
+    table, _ = ended_book()
+    _, _, transitions = reduce(table, Observed([replace(XID, struck_at=None)]), RULES, 150.0)
     assert len(transitions) == 1
 
 

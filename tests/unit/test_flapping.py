@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.agent.incidents import Book, reduce
+from opsd.agent.incidents import IncidentTable, reduce
 from opsd.agent.lifecycle import IncidentRules, Observed
 from opsd.runbooks.base import Incident, State
 from tests.fakes.incidents import WALL, finding
@@ -20,22 +20,22 @@ class Course:
     """Plays seconds in which the trouble is there or not, and remembers what ended and what changed."""
 
     def __init__(self) -> None:
-        self.book, self.now = Book(), WALL
+        self.table, self.now = IncidentTable(), WALL
         self.ended: list[Incident] = []
         self.states: list[tuple[State | None, State]] = []
 
     def play(self, trouble: bool, seconds: int = 1) -> None:
         for _ in range(seconds):
             self.now += 1
-            healed = {incident.id: not trouble for incident in self.book.incidents.values()}
+            healed = {incident.id: not trouble for incident in self.table.incidents.values()}
             observed = Observed([finding()] if trouble else [], healed)
-            self.book, ended, transitions = reduce(self.book, observed, RULES, self.now)
+            self.table, ended, transitions = reduce(self.table, observed, RULES, self.now)
             self.ended += ended
             self.states += [(t.before, t.after) for t in transitions]
 
     @property
     def incident(self) -> Incident:
-        (incident,) = self.book.incidents.values()
+        (incident,) = self.table.incidents.values()
         return incident
 
 
@@ -45,7 +45,7 @@ def test_what_comes_back_within_the_hold_time_goes_on_as_the_same_incident() -> 
     course.play(True)
     first = course.incident
     course.play(False, 10)
-    assert not course.book.incidents
+    assert not course.table.incidents
     course.play(True)
     back = course.incident
     assert (back.id, back.opened_at, back.relapses, back.resolved_at) == (first.id, first.opened_at, 1, None)
@@ -88,12 +88,12 @@ def test_a_held_symptom_neither_ends_nor_escalates() -> None:
     """Whatever it is found to be, it waits for its cause."""
     course = Course()
     course.play(True)
-    name, incident = next(iter(course.book.incidents.items()))
+    name, incident = next(iter(course.table.incidents.items()))
     for state in (State.OPEN, State.VERIFYING, State.ESCALATED):
-        book = Book({name: replace(incident, state=state, acted_at=WALL)})
+        table = IncidentTable({name: replace(incident, state=state, acted_at=WALL)})
         observed = Observed(healed={incident.id: True}, held=frozenset({incident.id}), idle=frozenset({incident.id}))
         for second in range(0, 1000, 100):
-            book, ended, transitions = reduce(book, observed, RULES, course.now + second)
+            table, ended, transitions = reduce(table, observed, RULES, course.now + second)
             assert (ended, transitions) == ((), ())
 
 
@@ -103,7 +103,7 @@ def test_however_it_flaps_people_hear_of_one_incident_a_bounded_number_of_times(
     course = Course()
     for trouble, seconds in course_of:
         course.play(trouble, seconds)
-    seen = [*course.ended, *course.book.incidents.values()]
+    seen = [*course.ended, *course.table.incidents.values()]
     for id in {incident.id for incident in seen}:
         lives = [incident for incident in seen if incident.id == id]
         assert [incident.relapses for incident in lives] == list(range(len(lives)))

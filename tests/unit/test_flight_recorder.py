@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.collectors.lib.apart import SMALL
+from opsd.collectors.lib.nccl.desync import judge
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump, shortened
-from opsd.collectors.lib.nccl.stuck import judge
+from opsd.collectors.lib.sandbox import SMALL
 
 WORLD = frozenset(range(4))
 DP, TP = ("0", "default_pg"), ("1", "tp")

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import pytest
 
-from opsd.collectors.lib.nccl.stuck import BETWEEN, MISMATCHED, NEVER_CALLED, NO_DUMP, Verdict
+from opsd.collectors.lib.nccl.desync import BETWEEN, MISMATCHED, NEVER_CALLED, NO_DUMP, Desync
 from opsd.launch.hangs.culprit import CERTAIN, Hang, RankStatus
 from opsd.launch.hangs.recorder import RecorderJudge, dump_path, judge_folder, with_verdict
 from opsd.launch.io.loop import Callback, Timer
@@ -45,8 +45,8 @@ def hang(rank: int | None, score: int = 10) -> Hang:
     return Hang(rank, "forward", 7, 60.0, 60.0, "why", ("a sentence",), tuple(map(status, range(4))), score)
 
 
-def verdict(cause: str, *culprits: int, confidence: float = 0.9) -> Verdict:
-    return Verdict(cause, culprits, confidence, "0", "default_pg", 4, "all_reduce", culprits, (), (), (0, 1))
+def verdict(cause: str, *culprits: int, confidence: float = 0.9) -> Desync:
+    return Desync(cause, culprits, confidence, "0", "default_pg", 4, "all_reduce", culprits, (), (), (0, 1))
 
 
 def test_recorders_name_the_rank_if_nobody_stands_out() -> None:
@@ -73,7 +73,7 @@ def test_a_stopped_process_stays_the_culprit() -> None:
 @pytest.mark.parametrize(
     "said", [verdict(BETWEEN), verdict(NO_DUMP, 3, confidence=0.3), verdict(BETWEEN, 3, confidence=0.9)]
 )
-def test_thin_evidence_names_nobody(said: Verdict) -> None:
+def test_thin_evidence_names_nobody(said: Desync) -> None:
     """If all have come, or most dumps are missing, the verdict of stacks and pages stays."""
     assert with_verdict(hang(1), said).rank == 1
     assert with_verdict(hang(None), said).rank is None
@@ -129,7 +129,7 @@ def test_damaged_dumps_are_no_evidence(tmp_path: Path) -> None:
 
 def test_each_hang_is_judged_once(tmp_path: Path) -> None:
     """By the dumps or, where they are not to be had in time, without; not while it is asked already."""
-    loop, said = Held(), list[Verdict | None]()
+    loop, said = Held(), list[Desync | None]()
     judge = RecorderJudge(tmp_path, loop)
     for rank, calls in enumerate((5, 5, 4)):
         dump(tmp_path, rank, calls, generation=1)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opsd.agent import lifecycle
-from opsd.agent.incidents import Book, cost_growth, reduce
+from opsd.agent.incidents import IncidentTable, cost_growth, reduce
 from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
 from opsd.runbooks.base import Cost, Culprit, Evidence, Severity, State
 from tests.fakes.timeline import RULES, T0, Timeline, finding
@@ -20,7 +20,7 @@ def test_a_finding_opens_one_incident_however_often_it_is_found() -> None:
     timeline = Timeline()
     for _ in range(5):
         timeline.tick(finding(), finding("gpu1"))
-    assert len(timeline.book.incidents) == 2
+    assert len(timeline.table.incidents) == 2
     assert [t.after for t in timeline.transitions] == [State.OPEN, State.OPEN]
 
 
@@ -30,9 +30,9 @@ def test_an_incident_opens_only_once_it_was_found_for_long_enough() -> None:
     timeline.tick(finding())
     for _ in range(5):
         timeline.tick()
-    assert not timeline.book.pending
+    assert not timeline.table.pending
     for found in ([finding()], [], [finding()], [finding()], [finding()], [finding()]):
-        assert not timeline.book.incidents
+        assert not timeline.table.incidents
         timeline.tick(*found)
     assert timeline.incident.state is State.OPEN
 
@@ -50,7 +50,7 @@ def test_a_remedy_that_helps_resolves_the_incident() -> None:
     (resolved,) = timeline.ended
     assert (resolved.state, resolved.attempts, resolved.resolved_at) == (State.RESOLVED, 1, T0 + 5)
     assert [(a["outcome"], a["detail"]) for a in resolved.actions] == [("ok", "done")]
-    assert not timeline.book.incidents
+    assert not timeline.table.incidents
 
 
 def test_a_remedy_that_does_not_help_is_tried_again_and_then_escalated() -> None:
@@ -195,14 +195,14 @@ def test_each_second_lost_is_counted_once(life: list[tuple[bool, float, bool]]) 
     """Over its end and its return the growth adds up to the cost of the incident, less what grew while a symptom."""
     timeline, counted, while_symptom = Timeline(), 0.0, 0.0
     for found, seconds, symptom in life:
-        before = timeline.book
+        before = timeline.table
         timeline.tick(*[finding(cost=Cost(0.5, seconds, gpus=2))] * found, healed=not found)
-        linked = {n: replace(i, cause="x" if symptom else None) for n, i in timeline.book.incidents.items()}
-        timeline.book = replace(timeline.book, incidents=linked)
-        counted += sum(grown for _, grown in cost_growth(before, timeline.book))
-        apart = replace(timeline.book, incidents={n: replace(i, cause=None) for n, i in linked.items()})
+        linked = {n: replace(i, cause="x" if symptom else None) for n, i in timeline.table.incidents.items()}
+        timeline.table = replace(timeline.table, incidents=linked)
+        counted += sum(grown for _, grown in cost_growth(before, timeline.table))
+        apart = replace(timeline.table, incidents={n: replace(i, cause=None) for n, i in linked.items()})
         while_symptom += symptom * sum(grown for _, grown in cost_growth(before, apart))
-    ids = {i.id: i.cost.gpu_seconds for i in (*timeline.ended, *timeline.book.incidents.values())}
+    ids = {i.id: i.cost.gpu_seconds for i in (*timeline.ended, *timeline.table.incidents.values())}
     assert counted + while_symptom == pytest.approx(sum(ids.values()))
 
 
@@ -272,11 +272,11 @@ ticks = st.lists(
 @given(ticks)
 def test_invariants_hold_in_every_history(history) -> None:
     """Ids are unique, one incident per key, final states stay, nothing resolves without having been healed for long."""
-    now, book, ids, final = T0, Book(), set(), {}
+    now, table, ids, final = T0, IncidentTable(), set(), {}
     healed_since: dict[str, float | None] = {}
     for keys, healed, doing, seconds in history:
         now += seconds
-        before = book
+        before = table
         current = {i.id: i for i in before.incidents.values()}
         outcomes = [
             Outcome(i.id, len(i.actions) - 1, doing == "succeed", "x")
@@ -288,12 +288,12 @@ def test_invariants_hold_in_every_history(history) -> None:
             healed_since[id] = (now if since is None else since) if healed is True else None
         idle = frozenset(current) if doing == "idle" else frozenset()
         observed = Observed([finding(key) for key in keys], dict.fromkeys(current, healed), idle, outcomes)
-        book, ended, transitions = reduce(before, observed, RULES, now)
+        table, ended, transitions = reduce(before, observed, RULES, now)
         for transition in transitions:
             if transition.before is None:
                 assert transition.incident not in ids
                 ids.add(transition.incident)
-        for incident in (*book.incidents.values(), *ended):
+        for incident in (*table.incidents.values(), *ended):
             assert final.get(incident.id, incident.state) is incident.state
             assert incident.attempts <= RULES["throttle"].max_attempts
             if incident.state in (State.RESOLVED, State.ESCALATED):
@@ -303,13 +303,13 @@ def test_invariants_hold_in_every_history(history) -> None:
                 assert since is not None
                 assert now - since >= RULES["throttle"].clear_after_s
         assert all(i.resolved_at is not None for i in ended)
-        assert all(i.resolved_at is None for i in book.incidents.values())
+        assert all(i.resolved_at is None for i in table.incidents.values())
         if doing == "act":
             record = {"verb": "v", "target": "t", "outcome": "running", "detail": ""}
             acted = {
                 name: lifecycle.started(i, [record], now)
                 if i.state is State.OPEN and i.attempts < RULES["throttle"].max_attempts
                 else i
-                for name, i in book.incidents.items()
+                for name, i in table.incidents.items()
             }
-            book = replace(book, incidents=acted)
+            table = replace(table, incidents=acted)

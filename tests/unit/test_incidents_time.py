@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from opsd.agent import incidents, lifecycle
-from opsd.agent.incidents import Book
+from opsd.agent.incidents import IncidentTable
 from opsd.agent.lifecycle import IncidentRules
 from opsd.runbooks.base import State
 from tests.fakes.timeline import RULES, Timeline, finding
@@ -37,7 +37,7 @@ def test_a_step_of_the_clock_does_not_cut_a_hold_time_short() -> None:
     timeline = Timeline()
     timeline.tick(finding())
     timeline.tick(healed=True)
-    timeline.book = incidents.shifted(timeline.book, 3600)
+    timeline.table = incidents.shifted(timeline.table, 3600)
     timeline.now += 3600
     timeline.tick(healed=True)
     assert timeline.incident.state is State.OPEN
@@ -49,7 +49,7 @@ def test_a_step_of_the_clock_ends_no_wait_and_restarts_none(step: float) -> None
     unseen, idle = Timeline(), Timeline()
     for timeline in (unseen, idle):
         timeline.tick(finding())
-        timeline.book = incidents.shifted(timeline.book, step)
+        timeline.table = incidents.shifted(timeline.table, step)
         timeline.now += step
     unseen.tick()
     assert unseen.incident.state is State.OPEN
@@ -66,7 +66,7 @@ def test_a_step_of_the_clock_does_not_change_how_long_something_may_come_back(st
     timeline.tick(finding())
     first = timeline.incident.id
     timeline.tick(healed=True)
-    timeline.book = incidents.shifted(timeline.book, step)
+    timeline.table = incidents.shifted(timeline.table, step)
     timeline.now += step
     timeline.tick(finding())
     assert timeline.incident.id == first
@@ -80,10 +80,10 @@ def test_the_time_in_which_no_agent_watched_ends_no_wait(state: State) -> None:
     """After hours of repair the collectors need some seconds before anything is known: nobody is called for those."""
     timeline = Timeline()
     timeline.tick(finding())
-    name, before = next(iter(timeline.book.incidents.items()))
+    name, before = next(iter(timeline.table.incidents.items()))
     before = replace(before, state=state, acted_at=timeline.now if state is State.VERIFYING else None)
     timeline.now += 2 * lifecycle.GIVE_UP_S
-    timeline.book = Book({name: lifecycle.resumed(before, timeline.now)}, watching_since=timeline.now)
+    timeline.table = IncidentTable({name: lifecycle.resumed(before, timeline.now)}, watching_since=timeline.now)
     timeline.tick(idle=True)
     assert timeline.incident.state is state
     timeline.tick(healed=True)
@@ -96,8 +96,8 @@ def test_health_seen_by_an_earlier_agent_does_not_count() -> None:
     timeline = Timeline()
     timeline.tick(finding())
     timeline.tick(healed=True)
-    name, before = next(iter(timeline.book.incidents.items()))
+    name, before = next(iter(timeline.table.incidents.items()))
     timeline.now += 3600
-    timeline.book = Book({name: lifecycle.resumed(before, timeline.now)}, watching_since=timeline.now)
+    timeline.table = IncidentTable({name: lifecycle.resumed(before, timeline.now)}, watching_since=timeline.now)
     timeline.tick(healed=True)
     assert timeline.incident.state is State.OPEN

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.kernel.xid import COUNTED
-from opsd.collectors.lib.occupancy import Occupancy
 from tests.fakes.kmsg import FALLEN, GPU, XID_31, XID_79, Node, codes, read, values
 
 
@@ -182,9 +182,9 @@ def test_the_oom_killer_names_process_and_cgroup(node: Node) -> None:
 )
 def test_the_victim_s_control_group_names_its_job(node: Node, group: str, job: str) -> None:
     """By its number, or by a SLUID that Slurm has told."""
-    occupancy = Occupancy()
-    occupancy.sluids = {"sEKNKTV3WPV500": "71"}
-    agent = node.agent(occupancy=occupancy)
+    gpu_owners = GpuOwners()
+    gpu_owners.sluids = {"sEKNKTV3WPV500": "71"}
+    agent = node.agent(gpu_owners=gpu_owners)
     read(agent)
     of = f"task_memcg=/system.slice/slurmstepd.scope/{group}/step_0/user/task_0,task=python,pid=77,uid=1000"
     node.say(f"oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset=c,mems_allowed=0,oom_memcg=/a,{of}")
@@ -221,9 +221,9 @@ def test_sxids_count_by_severity(node: Node) -> None:
 
 def test_an_xid_names_the_job_of_its_process(node: Node) -> None:
     """As it was when the process last held a GPU: by now it may be gone."""
-    occupancy = Occupancy()
-    occupancy.jobs_of = {89: "72"}
-    agent = node.agent(occupancy=occupancy)
+    gpu_owners = GpuOwners()
+    gpu_owners.jobs_of = {89: "72"}
+    agent = node.agent(gpu_owners=gpu_owners)
     read(agent)
     node.say(XID_31)
     node.say(XID_79)

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from opsd.collectors.slurm import NodeRecord
 from opsd.commands.nodes import nodes
 from opsd.launch.run.readiness import is_lemon, known_at_start
-from opsd.lemons import DAY_S, WINDOW_S, Fault, judge, lift_of
+from opsd.lemons import DAY_S, WINDOW_S, NodeFailure, judge, lift_of
 from opsd.simulate import trace
 from opsd.slurm import candidates, node_comment
 from opsd.slurm.candidates import lemons_to_spare
@@ -43,7 +43,9 @@ class Asked(FakeSlurm):
         return super().comments(names)
 
 
-def fleet(seed: int, *, lemons: int, nodes: int = 1000, days: float = 30) -> tuple[list[str], set[str], list[Fault]]:
+def fleet(
+    seed: int, *, lemons: int, nodes: int = 1000, days: float = 30
+) -> tuple[list[str], set[str], list[NodeFailure]]:
     """Nodes that fail as those of InfiniteHBD do (4.16 times in 1,000 days), ``lemons`` of them every five days."""
     random = Random(seed)
     names = [f"n{number}" for number in range(nodes)]
@@ -52,7 +54,7 @@ def fleet(seed: int, *, lemons: int, nodes: int = 1000, days: float = 30) -> tup
     for name in names:
         at = random.expovariate(0.2 if name in bad else 0.00416)
         while at < days:
-            faults.append(Fault(name, random.choice(("gpu", "nic", "lost")), at * DAY_S, (at + 0.5) * DAY_S))
+            faults.append(NodeFailure(name, random.choice(("gpu", "nic", "lost")), at * DAY_S, (at + 0.5) * DAY_S))
             at += random.expovariate(0.2 if name in bad else 0.00416)
     return names, bad, faults
 
@@ -68,7 +70,7 @@ def test_planted_lemons_are_found_within_a_month() -> None:
     assert right / planted >= 0.8
 
 
-def comments_of(names: list[str], faults: list[Fault]) -> dict[str, str]:
+def comments_of(names: list[str], faults: list[NodeFailure]) -> dict[str, str]:
     """What Slurm's comments are after these faults."""
     histories: dict[str, NodeHistory] = {}
     for fault in sorted(faults, key=lambda fault: fault.at):
@@ -137,7 +139,7 @@ def test_a_bad_month_of_all_nodes_is_no_lift() -> None:
     rates = (5, 5, 200, 200, 5, 5)
     faults = sorted(
         (
-            Fault(random.choice(names), "gpu", (30 * month + random.uniform(0, 30)) * DAY_S)
+            NodeFailure(random.choice(names), "gpu", (30 * month + random.uniform(0, 30)) * DAY_S)
             for month, number in enumerate(rates)
             for _ in range(number)
         ),
@@ -151,7 +153,7 @@ def test_a_fault_that_comes_back_within_a_fortnight_makes_no_lemon() -> None:
     """Each comes back once, after twelve days, in a history so short that its thirds are shorter than that."""
     for seed in range(10):
         names, _, first = fleet(seed, lemons=0)
-        again = [Fault(fault.node, fault.kind, fault.at + 12 * DAY_S) for fault in first]
+        again = [NodeFailure(fault.node, fault.kind, fault.at + 12 * DAY_S) for fault in first]
         judged = judge(names, first + again, 30 * DAY_S)
         assert judged.soon.proven and not judged.lasting.proven
 
@@ -159,7 +161,7 @@ def test_a_fault_that_comes_back_within_a_fortnight_makes_no_lemon() -> None:
 @pytest.mark.parametrize("span_s", [0.0, 1e-9, 1e-6, 14 * DAY_S + 1e-9])
 def test_a_history_that_has_just_begun_tells_nothing(span_s: float) -> None:
     """Its windows are of no length, of which there would be millions."""
-    judged = judge(["a", "b"], [Fault("a", "gpu", 0.0)], span_s)
+    judged = judge(["a", "b"], [NodeFailure("a", "gpu", 0.0)], span_s)
     assert not judged.lasting.moments
     assert not judged.soon.proven
 
@@ -167,12 +169,19 @@ def test_a_history_that_has_just_begun_tells_nothing(span_s: float) -> None:
 def test_an_outage_that_several_tell_of_is_one_fault() -> None:
     """In any order, in words of their own; what happens once the node is back is another, and a relapse."""
     day = DAY_S
-    stay = Fault("a", "gpu", 20 * day, 22 * day)
-    again = Fault("a", "gpu", 23 * day)
-    told = [again, stay, Fault("a", "ticket", 20.5 * day, 21 * day), stay, Fault("a", "gpu", 21 * day), again]
+    stay = NodeFailure("a", "gpu", 20 * day, 22 * day)
+    again = NodeFailure("a", "gpu", 23 * day)
+    told = [
+        again,
+        stay,
+        NodeFailure("a", "ticket", 20.5 * day, 21 * day),
+        stay,
+        NodeFailure("a", "gpu", 21 * day),
+        again,
+    ]
     (score,) = judge(["a", "b"], told, 30 * day).scores
     assert (score.faults, score.relapses) == (2, 1)
-    both = [Fault("a", "job", 5 * day, 5 * day), Fault("a", "job", 5 * day, 5 * day)]
+    both = [NodeFailure("a", "job", 5 * day, 5 * day), NodeFailure("a", "job", 5 * day, 5 * day)]
     (score,) = judge(["a", "b"], both, 30 * day).scores
     assert (score.faults, score.relapses) == (1, 0)
 
@@ -181,9 +190,9 @@ def test_a_repair_that_did_not_last_counts_for_more() -> None:
     """The same kind soon after the return, not another kind, and not much later."""
     day = DAY_S
     faults = [
-        Fault("a", "gpu", 1 * day, 2 * day), Fault("a", "gpu", 5 * day, 6 * day),
-        Fault("b", "gpu", 1 * day, 2 * day), Fault("b", "nic", 5 * day, 6 * day),
-        Fault("c", "gpu", 1 * day, 2 * day), Fault("c", "gpu", 20 * day, 21 * day),
+        NodeFailure("a", "gpu", 1 * day, 2 * day), NodeFailure("a", "gpu", 5 * day, 6 * day),
+        NodeFailure("b", "gpu", 1 * day, 2 * day), NodeFailure("b", "nic", 5 * day, 6 * day),
+        NodeFailure("c", "gpu", 1 * day, 2 * day), NodeFailure("c", "gpu", 20 * day, 21 * day),
     ]  # fmt: skip
     scores = judge(["a", "b", "c", "d"], faults, 30 * day).scores
     assert [(score.node, score.faults, score.relapses) for score in scores] == [("a", 2, 1), ("b", 2, 0), ("c", 2, 0)]
@@ -191,7 +200,11 @@ def test_a_repair_that_did_not_last_counts_for_more() -> None:
 
 def test_without_faults_nothing_is_known() -> None:
     """Nor with a handful, nor about nodes that are not the cluster's."""
-    for faults in ([], [Fault("a", "gpu", 5.0)], [Fault("gone", "gpu", DAY_S), Fault("gone", "gpu", 9 * DAY_S)]):
+    for faults in (
+        [],
+        [NodeFailure("a", "gpu", 5.0)],
+        [NodeFailure("gone", "gpu", DAY_S), NodeFailure("gone", "gpu", 9 * DAY_S)],
+    ):
         judged = judge(["a", "b"], faults, 10 * DAY_S)
         assert (judged.lasting.proven, judged.soon.proven, judged.lemons) == (False, False, ())
         assert judged.lasting.high == math.inf
@@ -204,7 +217,7 @@ def test_infinitehbd_has_no_lemons() -> None:
     outages = trace.parse(Path(PUBLISHED), Path(PUBLISHED).read_text(encoding="utf-8"), 400).nodes
     names = [f"n{number}" for number in range(len(outages))]
     faults = [
-        Fault(name, one.kind, one.start_s, one.end_s if one.ended else None)
+        NodeFailure(name, one.kind, one.start_s, one.end_s if one.ended else None)
         for name, several in zip(names, outages, strict=True)
         for one in several
     ]
@@ -222,7 +235,7 @@ def test_titan_had_places_that_failed_again() -> None:
     with open(TITAN, encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     faults = [
-        Fault(row["location"], row["event"], datetime.fromisoformat(f"{row['remove']}+00:00").timestamp())
+        NodeFailure(row["location"], row["event"], datetime.fromisoformat(f"{row['remove']}+00:00").timestamp())
         for row in rows
         if row["event"]
     ]

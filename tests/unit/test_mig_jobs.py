@@ -10,7 +10,7 @@ import pytest
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.jobs import JobsCollector
 from opsd.collectors.lib.gpu_jobs import GpuJobs, MigDevices, has_instances
-from opsd.collectors.lib.occupancy import Occupancy
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.slurm import SlurmCollector
 from opsd.slurm import gres_devices
 from opsd.slurm.port import Job, Node, SlurmDenied, SlurmError, SlurmRejected
@@ -54,12 +54,12 @@ def proc(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def occupancy() -> Occupancy:
+def gpu_owners() -> GpuOwners:
     """Nothing runs on the instances; by index the second GPU is /dev/nvidia0."""
-    occupancy = Occupancy()
-    occupancy.holders = {0: (), 1: (), 2: ()}
-    occupancy.instances = {0: {1: ()}, 1: {1: (), 2: ()}}
-    return occupancy
+    gpu_owners = GpuOwners()
+    gpu_owners.holders = {0: (), 1: (), 2: ()}
+    gpu_owners.instances = {0: {1: ()}, 1: {1: (), 2: ()}}
+    return gpu_owners
 
 
 def run_by(proc: Path, pid: int, job: str) -> None:
@@ -115,11 +115,11 @@ def test_a_file_names_gpu_and_instance(proc: Path) -> None:
     assert not has_instances(proc / "nothing")
 
 
-def test_a_job_has_its_instance_before_anything_runs_on_it(occupancy: Occupancy, proc: Path) -> None:
+def test_a_job_has_its_instance_before_anything_runs_on_it(gpu_owners: GpuOwners, proc: Path) -> None:
     """Two jobs on one GPU, one on a whole GPU; an instance of nobody stays nobody's."""
-    occupancy.files = {"71": [SMALL], "72": [LARGE], "73": [WHOLE]}
-    jobs = GpuJobs(occupancy, proc=proc)
-    told = {key for key in samples(JobsCollector(occupancy, jobs).collect()) if key[0] != "opsd_gpu_job_idle_seconds"}
+    gpu_owners.files = {"71": [SMALL], "72": [LARGE], "73": [WHOLE]}
+    jobs = GpuJobs(gpu_owners, proc=proc)
+    told = {key for key in samples(JobsCollector(gpu_owners, jobs).collect()) if key[0] != "opsd_gpu_job_idle_seconds"}
     assert told == {
         ("opsd_gpu_job_info", "1", "71", "", ""),
         ("opsd_gpu_job_info", "1", "72", "", ""),
@@ -127,42 +127,44 @@ def test_a_job_has_its_instance_before_anything_runs_on_it(occupancy: Occupancy,
         ("opsd_mig_job_info", "1", "1", "71"),
         ("opsd_mig_job_info", "1", "2", "72"),
     }
-    assert (occupancy.job_on(1, 1), occupancy.job_on(1, 2), occupancy.job_on(0, 1)) == ("71", "72", "")
-    occupancy.files = {}
+    assert (gpu_owners.job_on(1, 1), gpu_owners.job_on(1, 2), gpu_owners.job_on(0, 1)) == ("71", "72", "")
+    gpu_owners.files = {}
     assert jobs.look() == {}
-    assert occupancy.job_on(1, 1) == ""
+    assert gpu_owners.job_on(1, 1) == ""
 
 
-def test_a_process_on_another_instance_disproves_the_files(occupancy: Occupancy, proc: Path) -> None:
+def test_a_process_on_another_instance_disproves_the_files(gpu_owners: GpuOwners, proc: Path) -> None:
     """What the driver and the kernel see counts, and nothing that was only given is believed beside it."""
     run_by(proc, 10, "71")
-    occupancy.files = {"71": [SMALL], "72": [OTHER]}
+    gpu_owners.files = {"71": [SMALL], "72": [OTHER]}
     for instance, jobs in ((1, {0: {"72"}, 1: {"71"}}), (2, {1: {"71"}})):
-        occupancy.holders = {0: (), 1: (10,), 2: ()}
-        occupancy.instances = {0: {1: ()}, 1: {1: (), 2: ()} | {instance: (10,)}}
-        assert GpuJobs(occupancy, proc=proc).look() == jobs
-        assert occupancy.job_on(1, instance) == "71"
-        assert bool(occupancy.job_on(0, 1)) is (instance == 1)
+        gpu_owners.holders = {0: (), 1: (10,), 2: ()}
+        gpu_owners.instances = {0: {1: ()}, 1: {1: (), 2: ()} | {instance: (10,)}}
+        assert GpuJobs(gpu_owners, proc=proc).look() == jobs
+        assert gpu_owners.job_on(1, instance) == "71"
+        assert bool(gpu_owners.job_on(0, 1)) is (instance == 1)
 
 
-def test_a_job_on_the_instance_of_another_contests_that_one_only(occupancy: Occupancy, proc: Path) -> None:
+def test_a_job_on_the_instance_of_another_contests_that_one_only(gpu_owners: GpuOwners, proc: Path) -> None:
     """The instance of the other stays its own as well, and the third, on which nothing runs, that of its job."""
     run_by(proc, 10, "71")
     run_by(proc, 20, "72")
-    occupancy.files = {"71": [SMALL], "72": [LARGE], "73": [OTHER]}
-    occupancy.holders = {0: (), 1: (10, 20), 2: ()}
-    occupancy.instances = {0: {1: ()}, 1: {1: (10,), 2: (10, 20)}}
-    assert GpuJobs(occupancy, proc=proc).look() == {0: {"73"}, 1: {"71", "72"}}
-    assert occupancy.jobs_on == {(0, 1): {"73"}, (1, 1): {"71"}, (1, 2): {"71", "72"}}
-    assert occupancy.job_on(1, 2) == ""
+    gpu_owners.files = {"71": [SMALL], "72": [LARGE], "73": [OTHER]}
+    gpu_owners.holders = {0: (), 1: (10, 20), 2: ()}
+    gpu_owners.instances = {0: {1: ()}, 1: {1: (10,), 2: (10, 20)}}
+    assert GpuJobs(gpu_owners, proc=proc).look() == {0: {"73"}, 1: {"71", "72"}}
+    assert gpu_owners.jobs_on == {(0, 1): {"73"}, (1, 1): {"71"}, (1, 2): {"71", "72"}}
+    assert gpu_owners.job_on(1, 2) == ""
 
 
 @pytest.mark.parametrize("files", [("nvidia0",), ("nvidia2", "nvidia-cap12"), ("nvidia1", "nvidia-cap21")])
-def test_files_that_do_not_fit_the_driver_say_nothing(occupancy: Occupancy, proc: Path, files: tuple[str, ...]) -> None:
+def test_files_that_do_not_fit_the_driver_say_nothing(
+    gpu_owners: GpuOwners, proc: Path, files: tuple[str, ...]
+) -> None:
     """A whole GPU that is parted, an instance of one that is not, or one that is not there: nor do those of others."""
-    occupancy.files = {"71": [files], "72": [LARGE]}
-    assert GpuJobs(occupancy, proc=proc).look() == {}
-    assert occupancy.job_on(1, 2) == ""
+    gpu_owners.files = {"71": [files], "72": [LARGE]}
+    assert GpuJobs(gpu_owners, proc=proc).look() == {}
+    assert gpu_owners.job_on(1, 2) == ""
 
 
 class Daemon:
@@ -186,7 +188,7 @@ def watched(daemon: Daemon, *, parted: bool = True) -> NodeWatch:
     return NodeWatch(slurm, "n1", clock=lambda: 5.0, gres=daemon, has_instances=lambda: parted)
 
 
-def test_slurmd_is_asked_once_while_the_jobs_stay(occupancy: Occupancy) -> None:
+def test_slurmd_is_asked_once_while_the_jobs_stay(gpu_owners: GpuOwners) -> None:
     """What it says is dropped with the rest of an old report."""
     daemon = Daemon((SMALL, OTHER, LARGE, WHOLE))
     watch = watched(daemon)
@@ -194,12 +196,12 @@ def test_slurmd_is_asked_once_while_the_jobs_stay(occupancy: Occupancy) -> None:
     assert report.files == watch.refresh().files == {"71": [LARGE], "72": [SMALL, WHOLE]}
     assert daemon.asked == 1
     now = 5.0
-    collector = SlurmCollector(lambda: report, "n1", clock=lambda: now, occupancy=occupancy)
+    collector = SlurmCollector(lambda: report, "n1", clock=lambda: now, gpu_owners=gpu_owners)
     collector.collect()
-    assert occupancy.files == report.files
+    assert gpu_owners.files == report.files
     now = 100.0
     collector.collect()
-    assert occupancy.files == {}
+    assert gpu_owners.files == {}
 
 
 def test_slurmd_is_not_asked_without_instances_and_need_not_answer() -> None:

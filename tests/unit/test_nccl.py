@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from opsd.collectors.base import Event, NoData, Reading
-from opsd.collectors.lib.apart import Apart
 from opsd.collectors.lib.nccl.run import LogMessage, parse_line
+from opsd.collectors.lib.sandbox import Sandbox
 from opsd.collectors.nccl import METRICS, NcclCollector, RasWatch
 from tests.fakes.ras import FakeRas, missing_rank, ras_json, ras_rank
 
@@ -257,7 +257,7 @@ class Asking:
 
     def __init__(self, server: FakeRas) -> None:
         self.now = 0.0
-        self.watch = RasWatch([server.address], 10.0, Apart())
+        self.watch = RasWatch([server.address], 10.0, Sandbox())
 
     def next(self) -> Reading:
         """Ten seconds later: what is known once the answer has come, with all events on the way."""
@@ -326,7 +326,7 @@ def test_an_address_that_cannot_be_asked_is_passed_over(tmp_path: Path) -> None:
     """As ::1 on a node without IPv6: the other one is asked the next time, and nothing is raised."""
     with FakeRas(ras_json([ras_rank(0, {})])) as server:
         asking = Asking(server)
-        asking.watch = RasWatch([("::1%none", 28028), server.address], 10.0, Apart())
+        asking.watch = RasWatch([("::1%none", 28028), server.address], 10.0, Sandbox())
         assert values(asking.watch.look(0.0, 1000.0, OWN)) == {("opsd_nccl_ras_up",): 0}
         assert values(asking.next())["opsd_nccl_ras_up",] == 1
 

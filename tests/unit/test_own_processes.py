@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opsd.repair import nvml_state
-from opsd.repair.machine import RungError, run_command
+from opsd.repair.machine import RemedyError, run_command
 from opsd.repair.retest import Preflight
 from opsd.slurm.bindings import Worker
 from opsd.slurm.port import SlurmError
@@ -42,6 +42,6 @@ def test_a_package_of_the_same_name_is_not_imported(
     package.mkdir()
     (package / "__init__.py").write_text(SPY)
     monkeypatch.chdir(tmp_path)
-    with suppress(RungError, SlurmError):
+    with suppress(RemedyError, SlurmError):
         call()
     assert not (package / "ran").exists()

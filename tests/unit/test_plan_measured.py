@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 
 from opsd import exitcodes
 from opsd.agent.journal_file import open_file
+from opsd.calibration.evidence import NotUsable, day
+from opsd.calibration.read import measured
 from opsd.commands.main import cli
-from opsd.measured.evidence import NotUsable, day
-from opsd.measured.read import measured
 from opsd.plan.hardware import hardware_of
 from opsd.plan.reliability import HABITS
 from opsd.preflight.base import Verdict

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.preflight.base import Check, Finding, Limits, Measure, Measurement, Outcome, Peers, Verdict
+from opsd.preflight.base import Bounds, Check, Finding, Measure, Measurement, Outcome, Peers, Verdict
 from opsd.preflight.judge import Past, Yardsticks, judge
 from opsd.preflight.stats import mad, nearest_rank
 from tests.fakes.preflight_checks import good
@@ -36,7 +36,7 @@ def past(*values: float, every: float = DAY) -> tuple[Past, ...]:
 
 def test_a_value_within_every_yardstick_passes():
     """Nothing to say means pass, and the value is kept with its unit."""
-    verdict = judge(check(throughput(limits=Limits(fail=600e12), peers=Peers(0.05, 0.1))), outcome(730e12, 728e12), NOW)
+    verdict = judge(check(throughput(limits=Bounds(fail=600e12), peers=Peers(0.05, 0.1))), outcome(730e12, 728e12), NOW)
     assert verdict.verdict is Verdict.PASS
     assert [(v.subject, v.value, v.unit) for v in verdict.values] == [
         ("GPU 0", 730e12, "flops"),
@@ -46,7 +46,7 @@ def test_a_value_within_every_yardstick_passes():
 
 def test_an_absolute_limit_names_the_value_the_distance_and_the_remedy():
     """The sentence says what, how far from normal, and the check's advice goes with it."""
-    verdict = judge(check(throughput(limits=Limits(warn=700e12, fail=600e12))), outcome(540e12), NOW)
+    verdict = judge(check(throughput(limits=Bounds(warn=700e12, fail=600e12))), outcome(540e12), NOW)
     assert verdict.findings == (
         Finding(
             Verdict.FAIL,
@@ -59,14 +59,14 @@ def test_an_absolute_limit_names_the_value_the_distance_and_the_remedy():
 
 def test_a_value_between_warning_and_failure_warns():
     """The milder limit alone is a warning."""
-    limits = Limits(warn=700e12, fail=600e12)
+    limits = Bounds(warn=700e12, fail=600e12)
     assert judge(check(throughput(limits=limits)), outcome(650e12), NOW).verdict is Verdict.WARN
 
 
 def test_configured_limits_replace_those_of_the_check():
     """The site knows its hardware better."""
-    yardsticks = Yardsticks(limits={"throughput": Limits(fail=500e12)})
-    strict = check(throughput(limits=Limits(fail=600e12)))
+    yardsticks = Yardsticks(limits={"throughput": Bounds(fail=500e12)})
+    strict = check(throughput(limits=Bounds(fail=600e12)))
     assert judge(strict, outcome(540e12), NOW, yardsticks).verdict is Verdict.PASS
 
 
@@ -96,7 +96,7 @@ def test_the_fleets_median_is_a_yardstick_for_all_gpus_of_a_slow_node():
 def test_a_regression_against_the_own_past_is_reported_above_every_floor():
     """The node's own last runs are the finest yardstick."""
     yardsticks = Yardsticks(past={("throughput", "GPU 0"): past(730e12, 731e12, 729e12, 730e12, 732e12)})
-    limits = Limits(fail=600e12)
+    limits = Bounds(fail=600e12)
     verdict = judge(check(throughput(limits=limits, noise=0.02)), outcome(690e12), NOW, yardsticks)
     assert verdict.verdict is Verdict.WARN
     assert "5% below the median of its last 5 runs, 730 TFLOP/s" in verdict.findings[0].summary
@@ -116,7 +116,7 @@ def test_two_earlier_runs_are_too_few_to_call_a_regression():
 
 def test_smaller_is_better_where_the_measure_says_so():
     """A latency above its limit fails, one below passes."""
-    latency = Measure("latency", "seconds", "latency", better="lower", limits=Limits(fail=50e-6))
+    latency = Measure("latency", "seconds", "latency", better="lower", limits=Bounds(fail=50e-6))
     for value, verdict in ((235e-6, Verdict.FAIL), (13e-6, Verdict.PASS)):
         assert judge(check(latency), Outcome((Measurement("latency", value),)), NOW).verdict is verdict
 
@@ -136,7 +136,7 @@ def test_a_required_measure_without_a_value_is_a_check_that_could_not_run():
 
 def test_a_counter_is_judged_by_its_growth_since_the_last_run():
     """Five lost links in a day fail, one warns, an unchanged count passes; no past means no verdict."""
-    flaps = Measure("flaps", "", "number of lost links", growth=Limits(warn=1, fail=5))
+    flaps = Measure("flaps", "", "number of lost links", growth=Bounds(warn=1, fail=5))
     for last, now, verdict in ((2, 7, Verdict.FAIL), (2, 3, Verdict.WARN), (2, 2, Verdict.PASS)):
         yardsticks = Yardsticks(past={("flaps", "mlx5_0"): past(last)})
         assert judge(check(flaps), Outcome((Measurement("flaps", now, "mlx5_0"),)), NOW, yardsticks).verdict is verdict
@@ -145,14 +145,14 @@ def test_a_counter_is_judged_by_its_growth_since_the_last_run():
 
 def test_a_counter_that_was_reset_counts_from_zero():
     """After a reboot the counter starts at 0; 6 since then is growth by 6."""
-    flaps = Measure("flaps", "", "number of lost links", growth=Limits(fail=5))
+    flaps = Measure("flaps", "", "number of lost links", growth=Bounds(fail=5))
     yardsticks = Yardsticks(past={("flaps", ""): past(100)})
     assert judge(check(flaps), Outcome((Measurement("flaps", 6),)), NOW, yardsticks).verdict is Verdict.FAIL
 
 
 def test_growth_over_many_days_is_taken_per_day():
     """Five lost links in ten days are half a link a day."""
-    flaps = Measure("flaps", "", "number of lost links", growth=Limits(warn=1))
+    flaps = Measure("flaps", "", "number of lost links", growth=Bounds(warn=1))
     yardsticks = Yardsticks(past={("flaps", ""): past(0, every=10 * DAY)})
     assert judge(check(flaps), Outcome((Measurement("flaps", 5),)), NOW, yardsticks).verdict is Verdict.PASS
 
@@ -171,7 +171,7 @@ def test_a_stable_check_warns_about_facts_that_changed_since_the_last_run():
 @given(st.lists(st.floats(1e-3, 1e15), min_size=1, max_size=16))
 def test_the_worst_verdict_of_a_value_is_the_verdict_of_the_check(values: list[float]):
     """Whatever is measured, no value is worse than the check's verdict and a failure comes with a sentence."""
-    verdict = judge(check(throughput(limits=Limits(warn=1e6, fail=1e3), peers=Peers(0.05, 0.1))), outcome(*values), NOW)
+    verdict = judge(check(throughput(limits=Bounds(warn=1e6, fail=1e3), peers=Peers(0.05, 0.1))), outcome(*values), NOW)
     assert verdict.verdict is max((v.verdict for v in verdict.values), key=lambda v: v.rank)
     assert len(verdict.findings) == sum(v.verdict is not Verdict.PASS for v in verdict.values)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opsd.agent.incident_manager import MAX_OF_OTHERS, MAX_OF_USER, OTHERS, REST_S, Quota
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
-from opsd.agent.responder import MAX_OF_OTHERS, MAX_OF_USER, OTHERS, REST_S, Quota
 from opsd.runbooks import node_unreachable
 from opsd.runbooks.base import Culprit, Finding, Severity
 

@@ -12,7 +12,7 @@ import pytest
 
 from opsd import client, rank_page
 from opsd.collectors.base import NoData, RankFact, Reading
-from opsd.collectors.lib.occupancy import Occupancy
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.lib.rank_series import PhaseTotals, tokens_per_second
 from opsd.collectors.lib.run_files import RUN_STATES
 from opsd.collectors.ranks import LEFT_OUT, RanksCollector
@@ -35,16 +35,16 @@ def run(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def occupancy() -> Occupancy:
+def gpu_owners() -> GpuOwners:
     """Slurm runs the job 4242 of this user here."""
-    occupancy = Occupancy()
-    occupancy.jobs = {"4242": os.getuid()}
-    return occupancy
+    gpu_owners = GpuOwners()
+    gpu_owners.jobs = {"4242": os.getuid()}
+    return gpu_owners
 
 
 @pytest.fixture
-def collector(run: Path, clock: Clock, occupancy: Occupancy) -> RanksCollector:
-    return RanksCollector(run.parent, clock=clock, occupancy=occupancy)
+def collector(run: Path, clock: Clock, gpu_owners: GpuOwners) -> RanksCollector:
+    return RanksCollector(run.parent, clock=clock, gpu_owners=gpu_owners)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from opsd.collectors.base import RepairStep
 from opsd.collectors.repairs import read
 from opsd.repair.attend import SETTLED_S, RepairError
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.ladder import NO_HARDWARE, RETURN, Rung
+from opsd.repair.repair_plan import NO_HARDWARE, RETURN, Remedy
 from opsd.repair.retest import Retested
 from opsd.slurm import node_comment
 from opsd.slurm.port import Node, NodeUpdate, SlurmUnavailable
@@ -22,7 +22,7 @@ from tests.fakes.slurm import FakeSlurm
 
 def test_a_reset_that_helps_ends_in_a_return(tmp_path: Path) -> None:
     """One remedy, one test; Slurm has the node back and its history remembers that."""
-    bench = Bench(tmp_path, cured_by=Rung.RESET)
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
     bench.slurm.by_comment["n1"] = "[opsd1 gpu_xid=100-]"
     case = bench.run()
     assert (case.end, bench.done, bench.loads) == ("returned", ["reset_gpus", "retest"], ["spare"])
@@ -36,7 +36,7 @@ def test_a_reset_that_helps_ends_in_a_return(tmp_path: Path) -> None:
 
 def test_a_repair_goes_on_after_the_reboot(tmp_path: Path) -> None:
     """The node is drained again at once, since it is only down after a reboot, and returned once it is tested."""
-    bench = Bench(tmp_path, cured_by=Rung.REBOOT, refused=[Rung.RELOAD])
+    bench = Bench(tmp_path, cured_by=Remedy.REBOOT, refused=[Remedy.RELOAD])
     case = bench.run()
     assert (case.end, bench.done) == ("returned", ["reset_gpus", "retest", "reload_driver", "reboot", "retest"])
     assert bench.slurm.reboots == [("n1", REASON)]
@@ -48,10 +48,10 @@ def test_a_repair_goes_on_after_the_reboot(tmp_path: Path) -> None:
 @pytest.mark.parametrize("days", [-30, -1, 1, 30])
 def test_a_clock_that_is_set_at_the_boot_ends_no_repair(tmp_path: Path, days: int) -> None:
     """A node with an empty battery comes back in another year."""
-    bench = Bench(tmp_path, cured_by=Rung.REBOOT, refused=[Rung.RELOAD], clock_step=days * 86_400.0)
+    bench = Bench(tmp_path, cured_by=Remedy.REBOOT, refused=[Remedy.RELOAD], clock_step=days * 86_400.0)
     bench.now = 1e9
     case = bench.run()
-    assert (case.end, [attempt.detail for attempt in case.rungs][-1]) == ("returned", "booted again")
+    assert (case.end, [attempt.detail for attempt in case.remedies][-1]) == ("returned", "booted again")
 
 
 @pytest.mark.parametrize("carried_out", [True, False])
@@ -60,9 +60,9 @@ def test_an_order_to_reboot_that_slurm_has_not_answered_is_no_failed_one(tmp_pat
     lost = replace(DRAINED, reason="opsd:gpu_lost-1 gpu_lost: GPU 3")
     slurm = HalfDeaf([lost], config=REBOOTS)
     slurm.carried_out = carried_out
-    bench = Bench(tmp_path, cured_by=Rung.REBOOT, slurm=slurm)
+    bench = Bench(tmp_path, cured_by=Remedy.REBOOT, slurm=slurm)
     case = bench.run()
-    assert (case.end, bench.done, len(case.rungs)) == ("returned", ["reboot", "retest"], 1)
+    assert (case.end, bench.done, len(case.remedies)) == ("returned", ["reboot", "retest"], 1)
     assert len(slurm.reboots) == 1
 
 
@@ -85,7 +85,7 @@ def test_a_node_that_nothing_cures_has_to_be_replaced(tmp_path: Path) -> None:
     """After three attempts; the reason in Slurm says so and where the evidence is, and nothing is tried again."""
     bench = Bench(tmp_path)
     case = bench.run()
-    assert (case.end, case.bundle, len(case.rungs)) == ("rma", "/evidence/n1.tar.gz", 3)
+    assert (case.end, case.bundle, len(case.remedies)) == ("rma", "/evidence/n1.tar.gz", 3)
     reason = bench.slurm.by_name["n1"].reason
     assert reason.startswith(
         "opsd:rma gpu_xid: 3 attempts without success; the last: gpu_health failed; see /evidence/"
@@ -113,13 +113,13 @@ def test_a_gpu_that_is_still_gone_after_the_reboot_has_to_be_replaced(tmp_path: 
 def test_a_node_whose_test_was_passed_measures_the_network_before_its_return(tmp_path: Path) -> None:
     """Out of service still, and its record says what was found; that a network card works, only that tells."""
     passed = Retested(True, "gpu_health passed, and the network with n2")
-    bench = Bench(tmp_path, cured_by=Rung.RESET, paired=passed)
+    bench = Bench(tmp_path, cured_by=Remedy.RESET, paired=passed)
     case = bench.run()
     assert (case.end, bench.pairs, case.attempts[-2].detail) == ("returned", [(True, False, "")], passed.detail)
     card = replace(DRAINED, reason="opsd:nic_failed-1 nic_failed: mlx5_0")
     slurm = FakeSlurm([card, Node("n2", "idle")], config=REBOOTS)
     unknown = Retested(False, f"{NO_HARDWARE}the network was not tested: no node of partition checks is idle")
-    bench = Bench(tmp_path / "card", cured_by=Rung.REBOOT, slurm=slurm, paired=unknown)
+    bench = Bench(tmp_path / "card", cured_by=Remedy.REBOOT, slurm=slurm, paired=unknown)
     case = bench.run()
     assert (case.end, bench.pairs[0]) == ("left", (True, True, "")), "what was not tested has to be replaced by nobody"
     assert slurm.by_name["n1"].out_of_service
@@ -153,7 +153,7 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     down = Node("n1", "down", frozenset(), REASON, "root", 100.0)
     bench = Bench(tmp_path, slurm=FakeSlurm([down]))
     work = bench.repair()
-    assert work.next(work.proposed()).rung is Rung.RESET
+    assert work.next(work.proposed()).remedy is Remedy.RESET
     assert bench.slurm.updates == []
     assert bench.cases.current() is None
 
@@ -177,7 +177,7 @@ def test_a_cluster_that_resumes_what_has_booted_says_so(tmp_path: Path) -> None:
 
 def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
     """Nothing is done without its answer."""
-    bench = Bench(tmp_path, cured_by=Rung.RESET)
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
     case = bench.repair().proposed()
     bench.slurm.error = SlurmUnavailable("no answer")
 
@@ -192,27 +192,27 @@ def test_a_controller_that_is_away_is_waited_for(tmp_path: Path) -> None:
 def test_without_a_record_nothing_is_done(tmp_path: Path) -> None:
     """A state folder that cannot be written stops the repair before it begins."""
     (tmp_path / "repair").write_text("in the way")
-    bench = Bench(tmp_path, cured_by=Rung.RESET)
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
     with pytest.raises(CaseError, match="without a record nothing more is done"):
         bench.repair().attend(bench.repair().proposed())
     assert bench.done == []
 
 
 def test_what_a_cut_off_reset_may_have_stopped_is_started(tmp_path: Path) -> None:
-    """The program was killed in the middle: the next one restores the services and goes one rung up."""
-    bench = Bench(tmp_path, cured_by=Rung.RELOAD)
+    """The program was killed in the middle: the next one restores the services and goes one remedy up."""
+    bench = Bench(tmp_path, cured_by=Remedy.RELOAD)
     work = bench.repair()
     case = work.proposed()
-    from opsd.repair.ladder import Facts, begun
+    from opsd.repair.repair_plan import Facts, begun
 
-    bench.cases.keep(begun(case, Rung.RESET, Facts(bench.now, bench.boot(), "ours")))
+    bench.cases.keep(begun(case, Remedy.RESET, Facts(bench.now, bench.boot(), "ours")))
     assert bench.run().end == "returned"
     assert bench.done == ["restore", "reload_driver", "retest"]
 
 
 def test_a_return_that_was_cut_off_loads_no_node_that_is_back_in_service(tmp_path: Path) -> None:
     """The program was killed once Slurm had the node back, and the next job is there."""
-    bench = Bench(tmp_path, cured_by=Rung.RESET, cured=True)
+    bench = Bench(tmp_path, cured_by=Remedy.RESET, cured=True)
     case = replace(bench.repair().proposed(), attempts=(RepairStep(RETURN, bench.now, bench.boot()),))
     bench.cases.keep(case)
     bench.slurm.by_name["n1"] = Node("n1", "allocated")
@@ -253,12 +253,12 @@ class Killed(FakeSlurm):
 
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("call", range(1, 5))
-@pytest.mark.parametrize("cured_by", [Rung.REBOOT, None])
+@pytest.mark.parametrize("cured_by", [Remedy.REBOOT, None])
 def test_a_repair_killed_at_an_order_to_slurm_ends_as_if_it_had_not_been(
-    tmp_path: Path, call: int, taken: bool, cured_by: Rung | None
+    tmp_path: Path, call: int, taken: bool, cured_by: Remedy | None
 ) -> None:
     """Also the node's history, and a node that was not rebooted at all has none to be replaced for."""
-    bench = Bench(tmp_path, cured_by=cured_by, refused=[Rung.RELOAD], slurm=Killed(call, taken=taken))
+    bench = Bench(tmp_path, cured_by=cured_by, refused=[Remedy.RELOAD], slurm=Killed(call, taken=taken))
     case = bench.run()
     assert bench.done == ["reset_gpus", "retest", "reload_driver", "reboot", "retest"]
     assert [one.end for one in bench.cases.past()] == [case.end]
@@ -269,11 +269,11 @@ def test_a_repair_killed_at_an_order_to_slurm_ends_as_if_it_had_not_been(
 
 def test_a_repair_is_the_newest_also_after_the_clock_was_set_back(tmp_path: Path) -> None:
     """By its name, by which the newest is known and old ones go; and none takes the place of another."""
-    ahead = Bench(tmp_path, cured_by=Rung.RESET, now=2e9)
+    ahead = Bench(tmp_path, cured_by=Remedy.RESET, now=2e9)
     first = ahead.run()
     names = [first.id]
     for now in (2e9, 1000.0, 1000.0, 2.1e9):
-        again = Bench(tmp_path, cured_by=Rung.RESET, now=now)
+        again = Bench(tmp_path, cured_by=Remedy.RESET, now=now)
         names.append(again.run().id)
         assert [case.id for case in again.cases.past()] == names
     assert names[1:4] == [f"{first.id}x000{number}" for number in (1, 2, 3)]

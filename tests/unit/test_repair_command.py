@@ -18,10 +18,10 @@ from opsd.commands.evidence import evidence
 from opsd.commands.repair import repair, tell
 from opsd.config import load
 from opsd.repair.case_file import CaseFile
-from opsd.repair.ladder import Case, Rung, closed
+from opsd.repair.repair_plan import Case, Remedy, closed
 from tests.fakes.webhook import Webhook
 
-CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, first=Rung.RESET)
+CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, first=Remedy.RESET)
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from opsd.preflight.history import History
 from opsd.preflight.report import Report
 from opsd.repair import evidence
 from opsd.repair.case_file import CaseFile
-from opsd.repair.ladder import Case, Rung, closed
-from opsd.repair.machine import RungError, run_command
+from opsd.repair.machine import RemedyError, run_command
+from opsd.repair.repair_plan import Case, Remedy, closed
 from opsd.runbooks.base import Culprit, Evidence
 from tests.fakes.incidents import incident
 
@@ -30,7 +30,7 @@ def test_an_archive_of_evidence_is_bounded_and_has_no_secrets(tmp_path: Path) ->
             return "x" * (evidence.PART_BYTES + 10) + "\nWANDB_API_KEY=abc123 and the end"
         if argv[0] == "scontrol":
             return "Reason=login with https://ann:hunter2@host Authorization: Bearer xyz"
-        raise RungError(f"{argv[0]} cannot be run: No such file or directory")
+        raise RemedyError(f"{argv[0]} cannot be run: No such file or directory")
 
     sources = evidence.Sources("../n 1", tmp_path, tmp_path / "preflight.sqlite", run=run, nvidia_report="none")
     path = evidence.make(sources, 1_763_700_000.0)
@@ -267,7 +267,9 @@ def unpacked(archive: Path) -> dict[str, str]:
 def test_a_record_that_cannot_be_read_hides_none_of_the_others(tmp_path: Path) -> None:
     """Of a later release, or damaged: what is left is evidence all the same."""
     cases = CaseFile(tmp_path)
-    cases.keep(closed(Case("repair-1", "n1", "gpu_xid", "opsd:a", 1.0, first=Rung.RESET), "rma", "nothing helped", 2.0))
+    cases.keep(
+        closed(Case("repair-1", "n1", "gpu_xid", "opsd:a", 1.0, first=Remedy.RESET), "rma", "nothing helped", 2.0)
+    )
     (cases.folder / "case.json").write_text('{"id": "of a later release"}')
     with sqlite3.connect(tmp_path / "journal.db") as database:
         database.execute("CREATE TABLE incidents (document TEXT, opened_at REAL)")

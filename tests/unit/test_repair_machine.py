@@ -14,7 +14,7 @@ import pytest
 
 from opsd.collectors.lib.processes import DEAD, process_letter
 from opsd.repair.driver import NvidiaDriver
-from opsd.repair.machine import SAID_BYTES, NodeMachine, RungError, run_command
+from opsd.repair.machine import SAID_BYTES, NodeMachine, RemedyError, run_command
 from opsd.settings.repair import RepairSettings
 from tests.fakes.clock import until
 from tests.fakes.gpu_device import gpu_device
@@ -45,7 +45,7 @@ class Node:
             return "yes\n" if argv[-1] in self.dynamic else "no\n"
         if argv[0] == "systemctl" and argv[1].startswith("is-"):
             if argv[-1] not in (self.active if argv[1] == "is-active" else self.enabled):
-                raise RungError("inactive")
+                raise RemedyError("inactive")
             return ""
         if argv[1:2] == ["--query-gpu=persistence_mode"]:
             return f"{self.persistence}\n" * 8
@@ -53,7 +53,7 @@ class Node:
         if argv[1:2] == ["stop"]:
             self.active -= {argv[-1], self.follows.get(argv[-1], "")}
         if command.startswith(self.broken or ("never",)):
-            raise RungError(f"{command} failed: in use")
+            raise RemedyError(f"{command} failed: in use")
         return ""
 
     def kill(self, pid: int, number: int) -> None:
@@ -143,7 +143,7 @@ def test_a_service_of_an_ordinary_user_id_that_the_settings_name_is_not_killed(n
     assert node.machine("gpu-exporter", "gpu-agent.service").end_processes() == "ended 1 process"
     assert {pid for pid, _ in node.killed} == {103}
     node.restarts = True
-    with pytest.raises(RungError, match=r"do not end: 101 \(gpu-exporter.service\), 102 \(gpu-agent.service\)$"):
+    with pytest.raises(RemedyError, match=r"do not end: 101 \(gpu-exporter.service\), 102 \(gpu-agent.service\)$"):
         node.machine().end_processes()
 
 
@@ -163,7 +163,7 @@ def test_a_job_that_has_begun_since_is_left_alone(node: Node) -> None:
     machine = NodeMachine(
         NvidiaDriver(ask=False, run=node.run), proc=node.proc, kill=node.kill, clock=lambda: node.now, sleep=resumed
     )
-    with pytest.raises(RungError, match="process 102 of job 8 has begun meanwhile"):
+    with pytest.raises(RemedyError, match="process 102 of job 8 has begun meanwhile"):
         machine.end_processes()
     assert 102 not in {pid for pid, _ in node.killed}
 
@@ -171,7 +171,7 @@ def test_a_job_that_has_begun_since_is_left_alone(node: Node) -> None:
 def test_services_that_hold_gpus_are_stopped_for_a_reset(node: Node) -> None:
     """Those that ran, which are started again, also when the reset fails."""
     node.active, node.broken = {"nvidia-dcgm"}, ("nvidia-smi",)
-    with pytest.raises(RungError, match="in use"):
+    with pytest.raises(RemedyError, match="in use"):
         node.machine("nvidia-dcgm", "dcgm-exporter").reset_gpus()
     reset = "nvidia-smi --gpu-reset"
     assert [one for one in node.ran if one != reset] == ["systemctl stop nvidia-dcgm", "systemctl start nvidia-dcgm"]
@@ -188,11 +188,11 @@ def test_a_reset_that_meets_somebody_who_looks_is_tried_again(node: Node) -> Non
             said = node.run(argv, deadline_s)
             if " ".join(argv) == reset and left:
                 left -= 1
-                raise RungError(f"{reset} failed: {why}")
+                raise RemedyError(f"{reset} failed: {why}")
             return said
 
         driver = NvidiaDriver(ask=False, run=run, proc=node.proc, sleep=node.sleep)
-        with suppress(RungError):
+        with suppress(RemedyError):
             assert (driver.reset_gpus(), refusals) == ("reset all GPUs", 2)
         assert node.ran == [reset] * tries
 
@@ -210,7 +210,7 @@ def test_persistence_mode_is_on_again_after_a_reset_and_a_reload(node: Node) -> 
     node.active = {"nvidia-persistenced"}
     for modes, broken in (("Enabled", ()), ("Enabled", ("nvidia-smi --gpu-reset",)), ("Disabled", ()), ("[N/A]", ())):
         node.ran, node.persistence, node.broken = [], modes, broken
-        with suppress(RungError):
+        with suppress(RemedyError):
             node.machine("nvidia-persistenced").reset_gpus()
         assert (node.ran[-1] == "nvidia-smi --persistence-mode=1") is (modes == "Enabled"), modes
     node.ran, node.persistence, node.active = [], "Enabled", {"nvidia-persistenced"}
@@ -225,7 +225,7 @@ def test_a_reset_that_is_refused_names_the_services_that_hold_a_gpu(node: Node) 
     node.holds(103, "/system.slice/nvidia-dcgm.service")
     assert node.machine("nvidia-dcgm").reset_gpus() == "reset all GPUs"
     node.broken = ("nvidia-smi --gpu-reset",)
-    with pytest.raises(RungError, match=r"in use; 101 \(nvsm-core.service\) held a GPU: name the service in repair"):
+    with pytest.raises(RemedyError, match=r"in use; 101 \(nvsm-core.service\) held a GPU: name the service in repair"):
         node.machine("nvidia-dcgm").reset_gpus()
 
 
@@ -236,7 +236,7 @@ def test_the_driver_s_modules_are_unloaded_in_order_and_loaded_again(node: Node)
     load = ["modprobe nvidia", "modprobe nvidia_uvm"]
     assert node.ran == ["modprobe --remove nvidia_uvm", "modprobe --remove nvidia", *load]
     node.ran, node.broken = [], ("modprobe --remove nvidia_uvm",)
-    with pytest.raises(RungError, match="in use"):
+    with pytest.raises(RemedyError, match="in use"):
         node.machine().reload_driver()
     assert node.ran == ["modprobe --remove nvidia_uvm", *load]
 
@@ -293,21 +293,21 @@ def test_what_hangs_holds_up_a_remedy_for_minutes_and_not_for_ever(node: Node) -
         driver, proc=node.proc, kill=lambda _pid, _number: None, clock=lambda: node.now, sleep=node.sleep
     )
     began, node.ran, node.active = node.now, [], set()
-    with pytest.raises(RungError, match="do not end: 102"):
+    with pytest.raises(RemedyError, match="do not end: 102"):
         machine.reset_gpus()
     assert (node.ran, round(node.now - began)) == ([], 30)
 
 
 def test_a_command_that_hangs_or_fails_is_one_sentence() -> None:
     """With the last line that it printed."""
-    with pytest.raises(RungError, match=r"failed: GPU 0 is in use$"):
+    with pytest.raises(RemedyError, match=r"failed: GPU 0 is in use$"):
         run_command(["sh", "-c", "echo first; echo GPU 0 is in use >&2; exit 3"], 20.0)
     early = "echo GPU 0 is lost; echo; echo Terminating early due to previous errors.; exit 15"
-    with pytest.raises(RungError, match=r"failed: GPU 0 is lost$"):
+    with pytest.raises(RemedyError, match=r"failed: GPU 0 is lost$"):
         run_command(["sh", "-c", early], 20.0)
-    with pytest.raises(RungError, match=r"has not ended within 0\.2 s"):
+    with pytest.raises(RemedyError, match=r"has not ended within 0\.2 s"):
         run_command(["sleep", "60"], 0.2)
-    with pytest.raises(RungError, match="cannot be run: No such file"):
+    with pytest.raises(RemedyError, match="cannot be run: No such file"):
         run_command(["opsd-no-such-program"], 1.0)
 
 
@@ -316,7 +316,7 @@ def test_a_command_that_prints_without_end_fills_no_memory() -> None:
     said = run_command(["sh", "-c", "yes garbage | head -c 50000000; echo the end"], 60.0)
     assert len(said) <= SAID_BYTES
     assert said.endswith("the end\n")
-    with pytest.raises(RungError, match=r"has not ended within 0\.3 s"):
+    with pytest.raises(RemedyError, match=r"has not ended within 0\.3 s"):
         run_command(["yes"], 0.3)
 
 

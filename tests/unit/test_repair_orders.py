@@ -10,8 +10,8 @@ import pytest
 
 from opsd.repair.attend import RepairError
 from opsd.repair.case_file import CaseFile, Refusal
-from opsd.repair.ladder import Rung
 from opsd.repair.order import Ordering
+from opsd.repair.repair_plan import Remedy
 from opsd.repair.retest import Retested
 from opsd.slurm import node_comment
 from opsd.slurm.port import Node, SlurmUnavailable
@@ -33,9 +33,10 @@ def test_the_agent_orders_a_repair_with_the_drain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failed", "cure"), [("gpu_burn", Rung.RESET), ("leftovers", Rung.PROCESSES), ("leftovers, gpu_burn", Rung.RESET)]
+    ("failed", "cure"),
+    [("gpu_burn", Remedy.RESET), ("leftovers", Remedy.PROCESSES), ("leftovers, gpu_burn", Remedy.RESET)],
 )
-def test_a_node_that_refused_a_job_is_repaired_as_opsds_own(tmp_path: Path, failed: str, cure: Rung) -> None:
+def test_a_node_that_refused_a_job_is_repaired_as_opsds_own(tmp_path: Path, failed: str, cure: Remedy) -> None:
     """Slurm has drained it for the word of opsd's prolog: the drain is in the node's history like any of opsd's. What
     has failed there says with which remedy the repair begins, and each step of it is on the disk.
     """

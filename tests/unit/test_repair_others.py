@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opsd.repair.attend import RepairError
-from opsd.repair.ladder import Rung
+from opsd.repair.repair_plan import Remedy
 from opsd.repair.retest import Retested
 from opsd.slurm.port import Node, SlurmUnavailable
 from tests.fakes.repair_bench import DRAINED, JOB, Bench, PowerLoss
@@ -18,7 +18,7 @@ from tests.fakes.slurm import FakeSlurm
 
 def test_nothing_is_done_while_a_job_is_there(tmp_path: Path) -> None:
     """Suspended ones count, too."""
-    bench = Bench(tmp_path, cured_by=Rung.RESET)
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
     bench.slurm = FakeSlurm([DRAINED], jobs=[replace(JOB, state="suspended")])
 
     def sleep(seconds: float) -> None:
@@ -53,7 +53,7 @@ def test_other_peoples_nodes_are_left_alone(tmp_path: Path, node: Node, why: str
 
 def test_a_node_that_somebody_takes_meanwhile_is_left_to_them(tmp_path: Path) -> None:
     """After the reset a person has drained it for a reason of their own."""
-    bench = Bench(tmp_path, cured_by=Rung.RESET)
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
 
     def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         bench.slurm.by_name["n1"] = replace(DRAINED, reason="mine now", reason_by="ann")
@@ -74,7 +74,7 @@ def test_a_node_that_somebody_takes_meanwhile_is_left_to_them(tmp_path: Path) ->
 )
 def test_a_test_ends_where_somebody_takes_the_node_in_the_middle(tmp_path: Path, taken: Node, why: str) -> None:
     """A profile takes hours under full load; who resumes the node by hand has no idea of it, nor has the next job."""
-    bench = Bench(tmp_path, cured_by=Rung.RESET)
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
 
     def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
         assert stop() == ""
@@ -93,7 +93,7 @@ def test_a_test_ends_where_somebody_takes_the_node_in_the_middle(tmp_path: Path,
 
 def test_a_test_that_made_way_for_a_job_is_made_again_after_it(tmp_path: Path) -> None:
     """However often: the node is opsd's all the time, and nothing was found against the remedy."""
-    bench = Bench(tmp_path, cured_by=Rung.RESET)
+    bench = Bench(tmp_path, cured_by=Remedy.RESET)
     taken = iter([True, True, True, False])
 
     def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:
@@ -114,8 +114,8 @@ def test_a_test_that_made_way_for_a_job_is_made_again_after_it(tmp_path: Path) -
 def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: Path) -> None:
     """People flash firmware there: no reset, no reboot, no load, but what a person orders by hand."""
     serviced = replace(DRAINED, flags=frozenset({"drain", "maintenance", "reserved"}))
-    assert Bench(tmp_path / "hand", cured_by=Rung.RESET, slurm=FakeSlurm([serviced])).run().end == "returned"
-    bench = Bench(tmp_path / "policy", cured_by=Rung.RESET, slurm=FakeSlurm([serviced]), by_policy=True)
+    assert Bench(tmp_path / "hand", cured_by=Remedy.RESET, slurm=FakeSlurm([serviced])).run().end == "returned"
+    bench = Bench(tmp_path / "policy", cured_by=Remedy.RESET, slurm=FakeSlurm([serviced]), by_policy=True)
 
     def sleep(_seconds: float) -> None:
         assert not bench.done
@@ -134,7 +134,7 @@ def test_a_repair_waits_for_the_end_of_a_reservation_for_maintenance(tmp_path: P
 def test_a_node_that_slurm_switches_off_to_save_power_has_failed_no_test(tmp_path: Path, flag: str) -> None:
     """Drained nodes are idle to SuspendTime: the test makes way, nothing is begun, and all goes on once it is back."""
     off = replace(DRAINED, flags=DRAINED.flags | {flag})
-    bench = Bench(tmp_path, slurm=FakeSlurm([off]), cured_by=Rung.RESET)
+    bench = Bench(tmp_path, slurm=FakeSlurm([off]), cured_by=Remedy.RESET)
     tests = 0
 
     def retest(checks: Sequence[str], stop: Callable[[], str]) -> Retested:

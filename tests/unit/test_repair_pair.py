@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from opsd.preflight.network.rendezvous import port_of
-from opsd.repair.ladder import NO_HARDWARE
 from opsd.repair.pair import Pair
+from opsd.repair.repair_plan import NO_HARDWARE
 from opsd.repair.retest import Retested
 from opsd.slurm import node_comment
 from opsd.slurm.leaf_paths import note

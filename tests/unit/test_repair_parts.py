@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from opsd.repair.case_file import CaseError, CaseFile
-from opsd.repair.ladder import NO_HARDWARE
-from opsd.repair.machine import RungError
+from opsd.repair.machine import RemedyError
 from opsd.repair.parts import RemoteDriver, RemoteTests, Verbs, answer, verbs_of_driver, verbs_of_tests
+from opsd.repair.repair_plan import NO_HARDWARE
 from opsd.repair.retest import Retested
 
 BROKEN = "nvidia-smi --gpu-reset failed: GPU 0 is in use"
@@ -30,13 +30,13 @@ class Driver:
         return [2]
 
     def reset_gpus(self, services: Sequence[str] = ()) -> str:
-        raise RungError(BROKEN)
+        raise RemedyError(BROKEN)
 
     def reload_driver(self, services: Sequence[str] = ()) -> str:
         return "loaded nvidia again"
 
     def restore(self) -> None:
-        raise RungError("nothing to start")
+        raise RemedyError("nothing to start")
 
 
 class Tests:
@@ -92,7 +92,7 @@ def test_a_driver_behind_a_socket_is_a_driver(tmp_path: Path) -> None:
     with served(tmp_path / "driver", by(DRIVER)) as path:
         remote = RemoteDriver(path)
         assert (remote.recovery_actions(), remote.reload_driver()) == ([2], "loaded nvidia again")
-        with pytest.raises(RungError, match=f"^{BROKEN}$"):
+        with pytest.raises(RemedyError, match=f"^{BROKEN}$"):
             remote.reset_gpus()
         remote.restore()
         assert remote.evidence("NodeName=n1") == "/evidence of NodeName=n1"

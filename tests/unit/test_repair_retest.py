@@ -12,7 +12,7 @@ import psutil
 from opsd import exitcodes
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.network.rendezvous import port_of
-from opsd.repair.ladder import NO_HARDWARE
+from opsd.repair.repair_plan import NO_HARDWARE
 from opsd.repair.retest import Preflight, Retested
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from collectors.repairs import MOST, OUTCOMES, REMEDIES, RepairsCollector, gpus_renewed_at, read
 from opsd.collectors.base import NoData, Reading, RepairStep
 from opsd.repair.case_file import CaseFile
-from opsd.repair.ladder import LADDER, RETEST, Case, Rung, closed
+from opsd.repair.repair_plan import REMEDIES as REMEDIES_OF_A_REPAIR
+from opsd.repair.repair_plan import RETEST, Case, Remedy, closed
 
-OPEN = Case("repair-2", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, first=Rung.RESET)
+OPEN = Case("repair-2", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 1000.0, first=Remedy.RESET)
 RESET = RepairStep("reset_gpus", 1100.0, "boot", 1200.0, True, "done")
 
 
@@ -111,9 +112,9 @@ def test_a_record_that_cannot_be_read_is_unknown(tmp_path: Path) -> None:
         assert series(collector(tmp_path)) == {("state", "unknown"): 1.0}
 
 
-def test_it_knows_the_remedies_of_the_ladder() -> None:
+def test_it_knows_the_remedies_of_a_repair() -> None:
     """It must not import them: the agent has no memory for a repair."""
-    assert REMEDIES == LADDER
+    assert REMEDIES == REMEDIES_OF_A_REPAIR
 
 
 def test_a_file_that_is_no_record_of_roots_is_unknown(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.fakes.incidents import incident
 
 GPU = GpuFact(0, "GPU-0", "00000000:1A:00.0", "H100")
 NOW = 1_000_000.0
-LADDER = (
+REMEDIES = (
     {"none", "ignore"},
     {"restart_app"},
     {"update_software", "workflow", "contact_support"},
@@ -62,8 +62,8 @@ def test_page_faults_count_early_and_echoes_never(code, times, expected):
     assert too_often(xids(code, times), code) is expected
 
 
-def rung(action: str) -> int:
-    return next(number for number, actions in enumerate(LADDER) if action in actions)
+def remedy(action: str) -> int:
+    return next(number for number, actions in enumerate(REMEDIES) if action in actions)
 
 
 def found(xids: list[tuple[float, Xid]], *others: Event, driver: bool = True) -> str:
@@ -113,7 +113,7 @@ def test_more_evidence_is_never_a_lesser_verdict(data, driver):
     ages = st.sampled_from((0, 1, 30, 59, 61, 299, 301, 599, 601, 1801, 7200, 80_000))
     xids = data.draw(st.lists(st.tuples(ages, st.one_of(codes, verdicts)), min_size=1, max_size=7))
     fewer = [xid for xid in xids if data.draw(st.booleans())]
-    assert rung(found(xids, driver=driver)) >= rung(found(fewer, driver=driver))
+    assert remedy(found(xids, driver=driver)) >= remedy(found(fewer, driver=driver))
 
 
 @pytest.mark.parametrize(

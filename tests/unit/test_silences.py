@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import config
-from opsd.agent.policy import Limits, Verdict, decide
+from opsd.agent.policy import ActionLimits, Ruling, decide
 from opsd.runbooks.base import Action
 from opsd.settings.silences import MINUTES_A_DAY, Silence, parse_weekly
 from tests.fakes.incidents import WALL, incident
@@ -18,28 +18,28 @@ MONDAY = datetime(2026, 11, 16, tzinfo=UTC)
 KILL, TELL = Action("kill_process", "rank 1"), Action("notify", "node")
 
 
-def verdicts(**limits: tuple[Silence, ...]) -> list[tuple[Verdict, str]]:
-    decisions = decide(incident(), (KILL, TELL), "act", (), Limits(**limits), WALL - 1, WALL)
+def verdicts(**limits: tuple[Silence, ...]) -> list[tuple[Ruling, str]]:
+    decisions = decide(incident(), (KILL, TELL), "act", (), ActionLimits(**limits), WALL - 1, WALL)
     return [(decision.verdict, decision.reason) for decision in decisions]
 
 
 def test_in_maintenance_nothing_is_done_and_nobody_is_told() -> None:
     """The reason of the window is the reason of the refusal."""
     span = Silence(reason="new fans", start=WALL - 1, end=WALL + 1)
-    assert verdicts(maintenance=(span,)) == [(Verdict.REFUSE, "maintenance: new fans")] * 2
+    assert verdicts(maintenance=(span,)) == [(Ruling.REFUSE, "maintenance: new fans")] * 2
 
 
 def test_what_is_muted_is_done_without_a_word() -> None:
     """A muted notification does not keep the rest of the attempt from being made."""
     span = Silence(start=WALL - 1, end=WALL + 1)
-    assert verdicts(mute=(span,)) == [(Verdict.RUN, ""), (Verdict.REFUSE, "muted")]
+    assert verdicts(mute=(span,)) == [(Ruling.RUN, ""), (Ruling.REFUSE, "muted")]
 
 
 def test_a_window_of_other_kinds_does_not_matter() -> None:
     """Nor does one that is over."""
     other = Silence(kinds=("fan_failing",), start=WALL - 1, end=WALL + 1)
     over = Silence(start=WALL - 2, end=WALL)
-    assert [verdict for verdict, _ in verdicts(maintenance=(other, over))] == [Verdict.RUN, Verdict.RUN]
+    assert [verdict for verdict, _ in verdicts(maintenance=(other, over))] == [Ruling.RUN, Ruling.RUN]
 
 
 def test_a_weekly_window_may_go_over_the_end_of_the_week() -> None:
@@ -96,7 +96,7 @@ def test_windows_and_overrides_come_from_the_file_and_can_be_shown(tmp_path) -> 
     settings = config.load(file, env={})
     policy = settings.policy
     assert (policy.mode_of("rank_hang"), policy.mode_of("gpu_throttle")) == ("act", "recommend")
-    limits = Limits.of(policy)
+    limits = ActionLimits.of(policy)
     assert limits.cooldowns == {"gpu_throttle": 900}
     assert limits.muted("fan_failing", (MONDAY + timedelta(days=5, hours=23)).timestamp()) == "muted"
     assert limits.maintenance[0].end - limits.maintenance[0].start == 23 * 3600

@@ -10,7 +10,7 @@ import pytest
 from opsd.simulate.account import Account
 from opsd.simulate.clock import VirtualLoop
 from opsd.simulate.cluster import Cluster
-from opsd.simulate.faults import CLUSTER, DAY_S, HOUR_S, ClusterEffect, Effect, Fault, FaultsError
+from opsd.simulate.faults import CLUSTER, DAY_S, HOUR_S, ClusterEffect, Effect, FaultsError, SimulatedFault
 from opsd.simulate.job import NAMES, Times, policy
 from opsd.simulate.play import Play, Played, Setup
 from opsd.simulate.rates import load
@@ -21,24 +21,24 @@ TIMES = Times(program_s=30.0)
 SETUP = Setup(nodes=4, spares=2, seconds=DAY_S, interval_s=600.0, stall_s=1.0, times=TIMES, rules=Rules(share=0.5))
 
 
-def play(name: str, *faults: Fault, setup: Setup = SETUP) -> Played:
+def play(name: str, *faults: SimulatedFault, setup: Setup = SETUP) -> Played:
     played = Play(policy(name, setup.nodes, inside=2, least=2), setup).run(faults)
     assert sum(played.buckets.values()) == pytest.approx(setup.seconds)
     assert min(played.buckets.values()) >= -1e-6
     return played
 
 
-def fault(node: int, hour: float, effect: Effect) -> Fault:
-    return Fault(node, hour * HOUR_S, (hour + 12) * HOUR_S, "gpu", effect)
+def fault(node: int, hour: float, effect: Effect) -> SimulatedFault:
+    return SimulatedFault(node, hour * HOUR_S, (hour + 12) * HOUR_S, "gpu", effect)
 
 
-def outage(effect: ClusterEffect, hour: float, hours: float) -> Fault:
-    return Fault(CLUSTER, hour * HOUR_S, (hour + hours) * HOUR_S, effect, effect)
+def outage(effect: ClusterEffect, hour: float, hours: float) -> SimulatedFault:
+    return SimulatedFault(CLUSTER, hour * HOUR_S, (hour + hours) * HOUR_S, effect, effect)
 
 
-def corruption(node: int, hour: float, unnoticed_h: float) -> Fault:
+def corruption(node: int, hour: float, unnoticed_h: float) -> SimulatedFault:
     at, noticed_s = hour * HOUR_S, unnoticed_h * HOUR_S
-    return Fault(node, at, at + noticed_s + 12 * HOUR_S, "sdc", "corruption", noticed_s=noticed_s)
+    return SimulatedFault(node, at, at + noticed_s + 12 * HOUR_S, "sdc", "corruption", noticed_s=noticed_s)
 
 
 def test_a_hang_costs_its_judgement_and_a_restart() -> None:
@@ -116,7 +116,7 @@ def test_no_start_ends_before_the_storage_is_back() -> None:
     assert played.swaps == 1
     assert played.longest_standstill_s == pytest.approx(HOUR_S / 2 + TIMES.program_s)
     assert HOUR_S / 2 - 30 < played.buckets["lost_work"] < HOUR_S / 2 + 601
-    loading = play("hot", fault(1, 5, "lost"), Fault(CLUSTER, 5 * HOUR_S + 10, 6 * HOUR_S, "nfs", "storage"))
+    loading = play("hot", fault(1, 5, "lost"), SimulatedFault(CLUSTER, 5 * HOUR_S + 10, 6 * HOUR_S, "nfs", "storage"))
     assert loading.longest_standstill_s == pytest.approx(HOUR_S), "the ranks had been started, and could not load"
     torchrun = play("torchrun", outage("storage", 5, 1), fault(1, 5.5, "process"))
     assert torchrun.longest_standstill_s == pytest.approx(HOUR_S / 2)
@@ -159,13 +159,13 @@ def test_drains_and_returns_wait_for_the_controller() -> None:
     """Of a node that breaks and is repaired, each while Slurm does not answer."""
     loop, returned = VirtualLoop(), list[str]()
     cluster = Cluster(4, loop, Rules(share=0.5), 60.0, returned.append)
-    broken = Fault(0, 0.0, 250.0, "gpu", "hardware")
-    cluster.goes_away("controller", Fault(CLUSTER, 0.0, 100.0, "slurmctld", "controller"))
+    broken = SimulatedFault(0, 0.0, 250.0, "gpu", "hardware")
+    cluster.goes_away("controller", SimulatedFault(CLUSTER, 0.0, 100.0, "slurmctld", "controller"))
     cluster.breaks("n00001", broken)
     assert "n00001" in cluster.usable()
     loop.run(101.0)
     assert "n00001" not in cluster.usable()
-    cluster.goes_away("controller", Fault(CLUSTER, 101.0, 300.0, "slurmctld", "controller"))
+    cluster.goes_away("controller", SimulatedFault(CLUSTER, 101.0, 300.0, "slurmctld", "controller"))
     loop.run(250.0)
     cluster.repaired("n00001")
     loop.run(299.0)

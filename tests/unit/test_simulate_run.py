@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opsd.simulate.account import Account
-from opsd.simulate.faults import DAY_S, HOUR_S, Effect, Fault
+from opsd.simulate.faults import DAY_S, HOUR_S, Effect, SimulatedFault
 from opsd.simulate.job import NAMES, STEP_S, Times, policy
 from opsd.simulate.play import Play, Played, Setup
 from opsd.simulate.rates import published
@@ -20,11 +20,11 @@ TIMES = Times(program_s=30.0)
 SETUP = Setup(nodes=4, spares=2, seconds=DAY_S, interval_s=600.0, stall_s=1.0, times=TIMES, rules=Rules(share=0.5))
 
 
-def fault(node: int, hour: float, effect: Effect, hours: float = 12.0) -> Fault:
-    return Fault(node, hour * HOUR_S, (hour + hours) * HOUR_S, "gpu", effect)
+def fault(node: int, hour: float, effect: Effect, hours: float = 12.0) -> SimulatedFault:
+    return SimulatedFault(node, hour * HOUR_S, (hour + hours) * HOUR_S, "gpu", effect)
 
 
-def play(name: str, *faults: Fault, setup: Setup = SETUP, **shape: Any) -> Played:
+def play(name: str, *faults: SimulatedFault, setup: Setup = SETUP, **shape: Any) -> Played:
     chosen = policy(name, setup.nodes, **{"inside": 2, "least": 2, **shape})
     return Play(chosen, setup).run(faults)
 
@@ -118,7 +118,7 @@ def test_a_planned_swap_loses_no_work() -> None:
 
 def test_a_slow_node_slows_all_until_it_is_found() -> None:
     """Opsd swaps it after some steps; torchrun runs at its speed until it is repaired, and where there is no spare."""
-    slow = Fault(2, 5 * HOUR_S, 7 * HOUR_S, "thermal", "degraded", speed=0.5)
+    slow = SimulatedFault(2, 5 * HOUR_S, 7 * HOUR_S, "thermal", "degraded", speed=0.5)
     assert play("hot", slow).buckets["slow_nodes"] == pytest.approx((TIMES.agent_s + 50) / 2, abs=STEP_S)
     torchrun, alone = play("torchrun", slow), play("requeue", slow, setup=replace(SETUP, spares=0))
     for played in (torchrun, alone):
@@ -141,14 +141,16 @@ def test_work_at_half_the_speed_is_lost_like_other_work() -> None:
 
 def test_a_switch_takes_its_nodes_at_once() -> None:
     """And the run goes on with as many spares, in one restart, or waits for the switch."""
-    hit = [Fault(node, 5 * HOUR_S, 8 * HOUR_S, "switch", "lost") for node in (1, 2)]
+    hit = [SimulatedFault(node, 5 * HOUR_S, 8 * HOUR_S, "switch", "lost") for node in (1, 2)]
     played = play("hot", *hit)
     assert (played.swaps, played.requeues) == (2, 0)
     assert played.longest_standstill_s < 60 + TIMES.program_s
     pool = Setup(nodes=20, spares=8, seconds=DAY_S, interval_s=600.0, stall_s=1.0, times=TIMES)
-    leaders = play("pool", *(Fault(node, 5 * HOUR_S, 8 * HOUR_S, "switch", "lost") for node in range(4)), setup=pool)
+    leaders = play(
+        "pool", *(SimulatedFault(node, 5 * HOUR_S, 8 * HOUR_S, "switch", "lost") for node in range(4)), setup=pool
+    )
     assert (leaders.swaps, leaders.requeues) == (4, 0), "the leader among them"
-    three = play("hot", *hit, Fault(3, 5 * HOUR_S, 8 * HOUR_S, "switch", "lost"))
+    three = play("hot", *hit, SimulatedFault(3, 5 * HOUR_S, 8 * HOUR_S, "switch", "lost"))
     assert three.longest_standstill_s == pytest.approx(3 * HOUR_S, rel=0.05)
 
 

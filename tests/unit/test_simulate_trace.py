@@ -16,8 +16,8 @@ from opsd.simulate.faults import (
     DAY_S,
     HOUR_S,
     PASSING,
-    Fault,
     FaultsError,
+    SimulatedFault,
     down_at_once,
     level_at,
     spares_needed,
@@ -28,7 +28,7 @@ PUBLISHED = os.environ.get("OPSD_FAULT_TRACE", "")
 """Days 0 to 200 of stepfun-ai/InfiniteHBD-Trace."""
 
 
-def outages_per_1000_node_days(faults: Iterable[Fault], nodes: int, seconds: float) -> float:
+def outages_per_1000_node_days(faults: Iterable[SimulatedFault], nodes: int, seconds: float) -> float:
     """Outages that begin within ``seconds``."""
     begun = sum(fault.effect not in PASSING and 0 <= fault.start_s < seconds for fault in faults)
     return begun / (nodes * seconds / DAY_S) * 1000
@@ -132,8 +132,8 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, told: str) -> No
 
 def test_levels_are_weighted_by_time() -> None:
     """Two nodes are down at once for an hour of four, and none for two."""
-    faults = [Fault(0, -HOUR_S, HOUR_S, "", "lost"), Fault(1, 0, 2 * HOUR_S, "", "lost")]
-    held = down_at_once([*faults, Fault(2, 0, 0, "", "process")], 4 * HOUR_S)
+    faults = [SimulatedFault(0, -HOUR_S, HOUR_S, "", "lost"), SimulatedFault(1, 0, 2 * HOUR_S, "", "lost")]
+    held = down_at_once([*faults, SimulatedFault(2, 0, 0, "", "process")], 4 * HOUR_S)
     assert dict(held) == {0: 2 * HOUR_S, 1: HOUR_S, 2: HOUR_S}
     assert [level_at(held, share) for share in (0.5, 0.75, 0.76)] == [0, 1, 2]
 

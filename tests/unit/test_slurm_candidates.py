@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opsd.lemons import Fault, Judgement, Lift, Score
+from opsd.lemons import Judgement, Lift, NodeFailure, Score
 from opsd.slurm import node_comment
 from opsd.slurm.candidates import LEMON, TESTED_S, candidates, due, faults, free
 from opsd.slurm.node_comment import NodeHistory, Stay
@@ -115,7 +115,7 @@ def test_what_failed_before_hardware_was_replaced_does_not_count() -> None:
     assert (anew.out, anew.domain, anew.relapses(3600.0)) == (True, "u.1", [])
     again = anew.returned(NOW + 10).blamed([NOW - 950, NOW + 9e4], NOW + 1e5)
     comments = {"a": node_comment.write("rack 12", again.drained("ib_link", NOW + 2e5))}
-    sacct = [Fault("a", "job", NOW - 500, NOW - 500), Fault("z", "job", NOW - 500, NOW - 500)]
+    sacct = [NodeFailure("a", "job", NOW - 500, NOW - 500), NodeFailure("z", "job", NOW - 500, NOW - 500)]
     assert [(fault.node, fault.kind, fault.at) for fault in faults(comments, sacct)] == [
         ("a", "ib_link", NOW + 2e5), ("a", "job", NOW + 9e4), ("z", "job", NOW - 500),
     ]  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.base import NoData, Reading
-from opsd.collectors.lib.occupancy import Occupancy
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.slurm import (
     CONFIDENCE,
     COUNTED,
@@ -202,9 +202,9 @@ def test_parts_of_gpus_are_told_beside_whole_ones() -> None:
     slurm.by_share = {(7, "n1"): frozenset({0}), (8, "n1"): frozenset({0})}
     report = NodeWatch(slurm, "n1", clock=lambda: 5.0).refresh()
     assert (report.gpus, report.shares) == ({"7": {0, 2}, "8": {0}}, {"7": {0}, "8": {0}})
-    occupancy = Occupancy()
-    SlurmCollector(lambda: report, "n1", clock=lambda: 6.0, occupancy=occupancy).collect()
-    assert occupancy.shares == {"7": {0}, "8": {0}}
+    gpu_owners = GpuOwners()
+    SlurmCollector(lambda: report, "n1", clock=lambda: 6.0, gpu_owners=gpu_owners).collect()
+    assert gpu_owners.shares == {"7": {0}, "8": {0}}
 
 
 def test_a_requeued_job_is_asked_for_again_once_it_runs() -> None:

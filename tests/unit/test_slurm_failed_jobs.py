@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from opsd.lemons import Fault
+from opsd.lemons import NodeFailure
 from opsd.slurm import node_comment
 from opsd.slurm.candidates import accounting, faults
 from opsd.slurm.job_faults import FIRST_S, PERIOD_S, FailedJobs, NodeFaults
@@ -21,7 +21,9 @@ DAY_S = 86_400.0
 class World:
     """The agents of three nodes, one Slurm, and an accounting that knows ``failed``, or nothing if that is None."""
 
-    def __init__(self, failed: Sequence[Fault] | None = (), *, operator: bool = True, may_ask: bool = True) -> None:
+    def __init__(
+        self, failed: Sequence[NodeFailure] | None = (), *, operator: bool = True, may_ask: bool = True
+    ) -> None:
         self.slurm = FakeSlurm([Node(name, "idle") for name in ("n1", "n2", "n3")], operator=operator)
         self.failed = failed
         self.asked: list[float] = []
@@ -33,7 +35,7 @@ class World:
     def agent(self, name: str) -> FailedJobs:
         return FailedJobs(self.slurm, name, read=self._read, clock=lambda: self.now, wall=lambda: NOW + self.now)
 
-    def _read(self, now: float, days: float) -> list[Fault]:
+    def _read(self, now: float, days: float) -> list[NodeFailure]:
         self.asked.append(days)
         if self.failed is None:
             raise SlurmRejected("sacct: this cluster keeps no accounting (AccountingStorageType)")
@@ -58,7 +60,11 @@ class World:
 def test_one_agent_asks_and_all_know() -> None:
     """The failures are in the comments, beside what people wrote there, and in what each node is scored by."""
     world = World(
-        [Fault("n2", "job", NOW - 5 * DAY_S), Fault("n2", "job", NOW - DAY_S), Fault("gone", "job", NOW - 60)]
+        [
+            NodeFailure("n2", "job", NOW - 5 * DAY_S),
+            NodeFailure("n2", "job", NOW - DAY_S),
+            NodeFailure("gone", "job", NOW - 60),
+        ]
     )
     world.slurm.by_comment["n2"] = "rack 12"
     assert [agent.counted for agent in world.agents.values()] == [None, None, None]
@@ -73,7 +79,7 @@ def test_one_agent_asks_and_all_know() -> None:
 
 def test_it_is_asked_every_six_hours_and_only_for_what_is_new() -> None:
     """Each failure is kept once; another agent goes on where the one that asked is gone."""
-    world = World([Fault("n2", "job", NOW - DAY_S)])
+    world = World([NodeFailure("n2", "job", NOW - DAY_S)])
     world.go_on(FIRST_S + 3 * PERIOD_S)
     first, *later = world.asked
     assert (first, len(later)) == (90, 3)
@@ -81,7 +87,7 @@ def test_it_is_asked_every_six_hours_and_only_for_what_is_new() -> None:
     assert world.failures("n2") == (NOW - DAY_S,)
     asking = next(name for name, text in world.slurm.by_comment.items() if node_comment.read(text).accounting)
     del world.agents[asking]
-    world.failed = [Fault("n3", "job", NOW + world.now)]
+    world.failed = [NodeFailure("n3", "job", NOW + world.now)]
     world.go_on(2 * PERIOD_S)
     assert world.failures("n3") == (world.failed[0].at,)
 
@@ -109,12 +115,12 @@ def test_who_may_not_write_does_not_ask(world: World) -> None:
 
 def test_what_an_agent_writes_meanwhile_is_kept() -> None:
     """The comment is read again just before it is written."""
-    world = World([Fault("n2", "job", NOW - DAY_S)])
+    world = World([NodeFailure("n2", "job", NOW - DAY_S)])
     stay = NodeHistory((Stay("gpu_xid", NOW - 9 * DAY_S, NOW - 8 * DAY_S),))
 
-    def read(now: float, days: float) -> list[Fault]:
+    def read(now: float, days: float) -> list[NodeFailure]:
         world.slurm.by_comment["n2"] = node_comment.write("", stay)
-        return [Fault("n2", "job", NOW - DAY_S)]
+        return [NodeFailure("n2", "job", NOW - DAY_S)]
 
     agent = FailedJobs(world.slurm, "n1", read=read, clock=lambda: world.now, wall=lambda: NOW)
     agent.may_ask, world.now = True, FIRST_S
@@ -130,7 +136,7 @@ def test_a_failure_that_a_stay_explains_counts_once() -> None:
         failed=(NOW - 600, NOW + 5 * DAY_S + 60, NOW + 8 * DAY_S),
     )
     comments: Mapping[str, str] = {"a": node_comment.write("", record)}
-    twice = [Fault("a", "job", NOW + 8 * DAY_S, NOW + 8 * DAY_S), Fault("b", "job", NOW, NOW)]
+    twice = [NodeFailure("a", "job", NOW + 8 * DAY_S, NOW + 8 * DAY_S), NodeFailure("b", "job", NOW, NOW)]
     found = [(fault.node, fault.kind, fault.at) for fault in faults(comments, twice)]
     assert found == [("a", "gpu_xid", NOW), ("a", "job", NOW + 8 * DAY_S), ("b", "job", NOW)]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from opsd.lemons import Fault
+from opsd.lemons import NodeFailure
 from opsd.slurm import job_faults
 from opsd.slurm.port import SlurmDenied, SlurmMissing, SlurmRejected
 from opsd.slurm.runner import Output
@@ -15,7 +15,7 @@ from opsd.slurm.runner import Output
 NOW = 1e9
 
 
-def faults_in(text: str, now: float = NOW) -> list[Fault]:
+def faults_in(text: str, now: float = NOW) -> list[NodeFailure]:
     """What root finds in one answer of sacct."""
     return job_faults.read(lambda *_: Output(0, text, ""), now, days=0, user="")
 
@@ -43,7 +43,7 @@ def faults_in(text: str, now: float = NOW) -> list[Fault]:
 def test_the_node_that_the_next_start_was_without_is_blamed(starts: list[str], blamed: list[tuple[str, float]]) -> None:
     """Only if it is one, if that start went well, and if the failure was one."""
     faults = faults_in("\n".join(f"{start}|ada" for start in starts))
-    assert faults == [Fault(node, "job", at, at) for node, at in blamed]
+    assert faults == [NodeFailure(node, "job", at, at) for node, at in blamed]
 
 
 def test_a_user_blames_a_node_once_a_day() -> None:
@@ -105,7 +105,7 @@ def test_the_jobs_of_a_quarter_do_not_fill_the_memory() -> None:
 
     tracemalloc.start()
     try:
-        assert job_faults.read(run, 1_700_049_600.0, days=1, user="") == [Fault("n3", "job", 100.0, 100.0)]
+        assert job_faults.read(run, 1_700_049_600.0, days=1, user="") == [NodeFailure("n3", "job", 100.0, 100.0)]
         assert tracemalloc.get_traced_memory()[1] < 8 << 20
     finally:
         tracemalloc.stop()
@@ -133,13 +133,13 @@ def test_an_answer_without_jobs_of_others_is_none() -> None:
     """With PrivateData=jobs sacct leaves them out for an ordinary user and says nothing; root is shown all."""
     own = "7|FAILED|1:0|100|n1|ada\n7|COMPLETED|0:0|900|n2|ada\n"
 
-    def read(text: str, user: str) -> list[Fault]:
+    def read(text: str, user: str) -> list[NodeFailure]:
         return job_faults.read(lambda *_: Output(0, text, ""), 1e9, user=user)
 
     for text in ("", own):
         with pytest.raises(SlurmDenied, match="sacct shows ada no job of another user"):
             read(text, "ada")
-    blamed = [Fault("n1", "job", 100.0, 100.0)]
+    blamed = [NodeFailure("n1", "job", 100.0, 100.0)]
     assert (read("", ""), read(own, ""), read(f"{own}8|RUNNING|0:0|Unknown|n1|bob\n", "ada")) == ([], blamed, blamed)
     with pytest.raises(SlurmDenied, match="sacct shows Ada no job of another user"):
         read(own, "Ada")  # slurmdbd keeps names in lower case

@@ -24,8 +24,8 @@ from opsd.stragglers.trace import (
     STEP,
     TRANSFER,
     Place,
+    Slowdown,
     Trace,
-    Verdict,
 )
 
 STEPS = 8
@@ -63,7 +63,7 @@ def flat(trace: Trace, seconds: float, **others: float) -> dict[int, list[float]
     return {rank: [others.get(f"r{rank}", seconds)] * len(trace.steps) for rank in trace.places}
 
 
-def only(verdicts: tuple[Verdict, ...]) -> Verdict:
+def only(verdicts: tuple[Slowdown, ...]) -> Slowdown:
     """The first of the verdicts, which must exist."""
     assert verdicts
     return verdicts[0]

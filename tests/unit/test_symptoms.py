@@ -92,7 +92,7 @@ def test_the_journal_keeps_what_belongs_together(tmp_path: Path) -> None:
     before.tick(3)
     before.journal.close()
     after = agent(tmp_path, Trouble("straggler"), Trouble("gpu_throttle"), clock=before.clock)
-    links = {i.kind: i.cause for i in after.responder.current}
-    assert links["straggler"] == next(i.id for i in after.responder.current if i.kind == "gpu_throttle")
+    links = {i.kind: i.cause for i in after.incident_manager.current}
+    assert links["straggler"] == next(i.id for i in after.incident_manager.current if i.kind == "gpu_throttle")
     after.tick(2)
     assert listed(after) == [("gpu_throttle", ["straggler"])]

@@ -46,7 +46,7 @@ class Node:
         return Reading((Sample(VALUE, self.says[name], (name,)),))
 
     def refusals(self) -> list[str]:
-        (incident,) = self.agent.responder.current
+        (incident,) = self.agent.incident_manager.current
         return [
             str(a["detail"]) for a in incident.actions if a["verb"] == "set_power_limit" and a["outcome"] == "refused"
         ]

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from opsd.collectors.base import Event, Metric, Reading, RunFact, Sample
-from opsd.collectors.lib.apart import Apart, ApartError
 from opsd.collectors.lib.host_pids import HostPids
+from opsd.collectors.lib.nccl.desync import Desync, judge
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump, restored
-from opsd.collectors.lib.nccl.stuck import Verdict, judge
 from opsd.collectors.lib.rights import Rights, groups_of_process, open_as
 from opsd.collectors.lib.run_files import parse_run
+from opsd.collectors.lib.sandbox import Sandbox, SandboxError
 from opsd.collectors.lib.shares import Allowance, Room
 from opsd.collectors.lib.tail import Tail, read_small
 
@@ -104,11 +104,11 @@ def _clean(text: str) -> str:
     return "".join(character if character.isprintable() else " " for character in text)[:MAX_TEXT].strip()
 
 
-class Limits(NamedTuple):
+class SharedLimits(NamedTuple):
     """What the runs of all users share: the bytes of dumps that are read, where they are, and what is kept of them."""
 
     allowance: Allowance
-    apart: Apart
+    apart: Sandbox
     room: Room
 
 
@@ -118,7 +118,7 @@ class NcclRun:
     With ``skip_old`` what its files hold is passed over. Dumps are read as far as ``limits`` go.
     """
 
-    def __init__(self, memory: Path, owner: int, *, skip_old: bool, limits: Limits, host: HostPids) -> None:
+    def __init__(self, memory: Path, owner: int, *, skip_old: bool, limits: SharedLimits, host: HostPids) -> None:
         self.owner = owner
         self._memory = memory
         self._run = memory.name
@@ -206,13 +206,13 @@ class NcclRun:
 class _Dumps:
     """The flight recorder dumps of a run; judged once no more of them arrive."""
 
-    def __init__(self, run: str, owner: int, limits: Limits) -> None:
+    def __init__(self, run: str, owner: int, limits: SharedLimits) -> None:
         self._run, self._owner, self._rights, self._limits = run, owner, Rights(owner, frozenset()), limits
         self._seen: dict[str, tuple[float, int]] = {}
         self._kept = KeptDumps(owner, limits.room)
         self._read_at: dict[int, float] = {}
         self._unjudged = False
-        self._verdict: Verdict | None = None
+        self._verdict: Desync | None = None
 
     def read(self, folder: int, run: RunFact, wall: float, skip_old: bool) -> list[Event]:
         """Events about new dumps: one that cannot be used, or the verdict of all once they have settled."""
@@ -259,7 +259,7 @@ class _Dumps:
                 raise DumpError(f"not a regular file of at most {MAX_DUMP >> 20} MiB")
             self._kept.keep(rank, found[1], self._parse(found[0]))
             self._unjudged = True
-        except (DumpError, ApartError) as error:
+        except (DumpError, SandboxError) as error:
             text = f"flight recorder dump of rank {rank} of {self._run}: {error}"
             return Event("nccl_dump_unusable", wall, text, {"run": self._run, "rank": rank, "why": str(error)})
         return None
@@ -272,7 +272,7 @@ class _Dumps:
             future.cancel()
             raise DumpError("others were read all the time") from error
 
-    def _verdict_event(self, verdict: Verdict, wall: float) -> Event:
+    def _verdict_event(self, verdict: Desync, wall: float) -> Event:
         culprits = ", ".join(map(str, verdict.culprits[:8])) or "none in particular"
         what = f"{verdict.operation} {verdict.sequence} of group {verdict.group}"
         data = {

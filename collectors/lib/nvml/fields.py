@@ -1,6 +1,6 @@
 """NVML field values: which ones are asked for, how they are asked for cheaply, and what the answers mean.
 
-Apart from ``FieldReader``, which makes the driver call, everything here is pure.
+Sandbox from ``FieldReader``, which makes the driver call, everything here is pure.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
 from opsd.collectors.base import Metric, MetricKind, Sample
-from opsd.collectors.lib.odometer import Odometer
+from opsd.collectors.lib.monotonic_counter import MonotonicCounter
 from opsd.collectors.lib.storage.mounts import Mount, NfsMount
 
 _SECTOR_BYTES: Final = 512
@@ -162,23 +162,23 @@ class Totals:
     """Turns readings into samples; remembers the last ones for counters that wrap and for mean latencies."""
 
     def __init__(self) -> None:
-        self._odometer = Odometer()
+        self._totals = MonotonicCounter()
         self._last: dict[Hashable, tuple[int, float]] = {}
 
     def disk(self, device: str, stat: DiskStat) -> Iterator[Sample]:
         """The samples of a disk."""
         for operation in stat.operations:
             labels = (device, operation.op)
-            calls = self._odometer.add(("calls", labels), operation.calls)
-            seconds = self._odometer.add(("ms", labels), operation.milliseconds, bits=32) / 1e3
+            calls = self._totals.add(("calls", labels), operation.calls)
+            seconds = self._totals.add(("ms", labels), operation.milliseconds, bits=32) / 1e3
             yield Sample(IOS, calls, labels)
             yield Sample(IO_SECONDS, seconds, labels)
             if operation.sectors is not None:
-                sectors = self._odometer.add(("sectors", labels), operation.sectors)
+                sectors = self._totals.add(("sectors", labels), operation.sectors)
                 yield Sample(IO_BYTES, sectors * _SECTOR_BYTES, labels)
             if (latency := self._mean(labels, calls, seconds)) is not None:
                 yield Sample(IO_LATENCY, latency, labels)
-        yield Sample(BUSY, self._odometer.add(("busy", device), stat.busy_milliseconds, bits=32) / 1e3, (device,))
+        yield Sample(BUSY, self._totals.add(("busy", device), stat.busy_milliseconds, bits=32) / 1e3, (device,))
         yield Sample(IN_FLIGHT, stat.in_flight, (device,))
 
     def nfs(self, mount: NfsMount) -> Iterator[Sample]:

@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 from opsd.agent.brief import Brief, brief, values
 from opsd.agent.correlate import symptoms_of
-from opsd.agent.knowledge import Similar, nearest
 from opsd.agent.loop import Snapshot
+from opsd.agent.similar_incidents import Similar, nearest
 from opsd.agent.web import api
 from opsd.agent.web.guides import filled_guide, guide_of
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, table

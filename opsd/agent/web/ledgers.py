@@ -25,7 +25,7 @@ from opsd.agent.loop import Snapshot
 from opsd.agent.metrics import RUN_BEYOND, RUN_FORECAST, RUN_PLANNED, RUN_SECONDS
 from opsd.collectors.base import RunFact, Sample
 from opsd.confined import confine
-from opsd.lanes import Lane
+from opsd.fair_queue import FairQueue
 
 if TYPE_CHECKING:
     from opsd.plan.forecast import Forecast
@@ -75,7 +75,7 @@ class Ledgers:
         self._asked: dict[Which, float] = {}
         self._waiting: set[Which] = set()
         self._rests: dict[int, float] = {}
-        self._lane = Lane("ledger", 1, share=1)
+        self._queue = FairQueue("ledger", 1, share=1)
         self._guard = threading.Lock()
 
     def of(self, run: RunFact) -> LedgerResult:
@@ -90,7 +90,7 @@ class Ledgers:
             if which not in self._waiting and now >= max(stale_at, self._rests.get(run.user, 0.0)):
                 self._forget(now)
                 self._waiting.add(which)
-                self._lane.submit(str(run.user), partial(self._renew, *which), lambda: self._wanted(which))
+                self._queue.submit(str(run.user), partial(self._renew, *which), lambda: self._wanted(which))
         return made
 
     def _wanted(self, which: Which) -> bool:

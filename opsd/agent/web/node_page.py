@@ -13,7 +13,6 @@ from opsd import __version__
 from opsd.agent.gather import Health
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
-from opsd.agent.web.course import gpu_charts
 from opsd.agent.web.gpus import gpu_table, slowdown_limit
 from opsd.agent.web.history import LOSS, TOKENS, History, current
 from opsd.agent.web.html import (
@@ -36,6 +35,7 @@ from opsd.agent.web.html import (
 from opsd.agent.web.incidents import Listing, ended_card, open_card, page_tone
 from opsd.agent.web.jobs import JobOnGpus, cost_text, jobs_on_gpus
 from opsd.agent.web.repairs import repair_card, repair_now
+from opsd.agent.web.run_charts import gpu_charts
 from opsd.collectors.base import RunFact
 from opsd.runbooks.base import Incident
 from opsd.words import plural, span

@@ -29,7 +29,7 @@ from opsd.agent.web.admission import Budgets, Hosts, oldest, peer_of, too_much
 from opsd.agent.web.app import Answer, App, Request, problem, readable
 from opsd.agent.web.connection import Connection, Stage, UncertifiedError
 from opsd.collectors.base import Sample
-from opsd.lanes import Lane
+from opsd.fair_queue import FairQueue
 
 MAX_CONNECTIONS: Final = 256
 MAX_PER_PEER: Final = 64
@@ -94,10 +94,10 @@ class Server:
         self._of_peer: Counter[str] = Counter()
         self._attempts, self._handshakes = Attempts(*PASSWORDS), Attempts(*HANDSHAKES)
         self._answers: deque[tuple[Connection, Answer]] = deque()
-        self._quick, self._slow = Lane("http", 4, share=3), Lane("http-pages", 2, share=1)
-        self._dear = Lane("http-dear", 1, share=1)
+        self._quick, self._slow = FairQueue("http", 4, share=3), FairQueue("http-pages", 2, share=1)
+        self._dear = FairQueue("http-dear", 1, share=1)
         self._budgets = budgets or Budgets()
-        self._passwords = Lane("http-passwords", 1, share=1)
+        self._passwords = FairQueue("http-passwords", 1, share=1)
         self._accept_at = 0.0
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="http", daemon=True)
@@ -122,8 +122,8 @@ class Server:
         self._rouse()
         if self._thread.is_alive():
             self._thread.join(1.0)
-        for lane in (self._quick, self._slow, self._dear, self._passwords):
-            lane.close()
+        for queue in (self._quick, self._slow, self._dear, self._passwords):
+            queue.close()
         for each in (self._listener, self._wake, self._woken):
             each.close()
 
@@ -326,10 +326,10 @@ class Server:
 
     def _start(self, connection: Connection, request: Request) -> None:
         if self.app.is_cheap(request):
-            lane, work = self._quick, self._answer
+            queue, work = self._quick, self._answer
         else:
-            lane, work = self._slow if self.app.is_slow(request.path) else self._dear, self._answer_dearly
-        lane.submit(connection.peer, partial(work, connection, request), lambda: connection.open)
+            queue, work = self._slow if self.app.is_slow(request.path) else self._dear, self._answer_dearly
+        queue.submit(connection.peer, partial(work, connection, request), lambda: connection.open)
 
     def _answer_dearly(self, connection: Connection, request: Request) -> None:
         """Answer at the expense of the peer. Afterwards the thread rests, so that it takes half of a core at most."""

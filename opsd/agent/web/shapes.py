@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from opsd.agent.brief import Brief
 from opsd.agent.gather import Health
-from opsd.agent.knowledge import KindStatistics
+from opsd.agent.similar_incidents import KindStatistics
 from opsd.agent.web.api import BRIEF, GAUGES, PUBLIC, STEP
 from opsd.agent.web.jobs import JobOnGpus
 from opsd.agent.web.repairs import RepairNow

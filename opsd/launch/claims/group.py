@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opsd.launch.claims.claim_store import Plan, StoreRead
-from opsd.launch.claims.claimant import Claimant
 from opsd.launch.claims.election import MINORITY_WAIT_S, ElectionView
+from opsd.launch.claims.generation_state import GenerationState
 from opsd.launch.claims.messages import (
     Body,
     Broadcast,
@@ -41,7 +41,7 @@ CUT_OFF_S = 5.0
 """Without a leader and without an answer of the store for so long, the ranks here may have been superseded."""
 
 
-class Group(Claimant):
+class Group(GenerationState):
     """Called from the launcher's loop, as its ``GroupListener`` is."""
 
     def start(self, listener: GroupListener) -> None:

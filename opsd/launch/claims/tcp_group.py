@@ -12,8 +12,8 @@ from typing import Any
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
 from opsd.launch.claims.claim_store import Plan, StoreRead
-from opsd.launch.claims.claimant import TIMEOUT_S
 from opsd.launch.claims.election import INITIAL_TARGETS
+from opsd.launch.claims.generation_state import TIMEOUT_S
 from opsd.launch.claims.group import Group
 from opsd.launch.claims.messages import MESSAGES, GroupListener, Message
 from opsd.launch.io.handshake import Identity
@@ -37,7 +37,7 @@ _CODEC = Codec(MESSAGES)
 
 
 class TcpGroup(Group):
-    """Arguments as for ``Claimant``. A launcher that is not among the ``expected`` of the others may join later."""
+    """Arguments as for ``GenerationState``. A launcher that the others have not ``expected`` may join later."""
 
     def __init__(
         self,

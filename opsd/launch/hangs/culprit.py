@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from opsd.attribution import INCONCLUSIVE, STOPPED, UNINTERRUPTIBLE, RankState, attribute_hang
-from opsd.collectors.lib.nccl.stuck import Verdict
+from opsd.collectors.lib.nccl.desync import Desync
 from opsd.launch.hangs.limits import UNKNOWN
 
 EARLY_S = 0.3
@@ -71,7 +71,7 @@ class Hang:
     ranks: tuple[RankStatus, ...]
     score: int
     stacks: str | None = None
-    recorder: Verdict | None = None
+    recorder: Desync | None = None
 
 
 def is_hang(ranks: Sequence[RankStatus]) -> bool:

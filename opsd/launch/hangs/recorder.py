@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from opsd.collectors.lib.nccl.desync import BETWEEN, MISMATCHED, Desync, evidence, judge
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump
-from opsd.collectors.lib.nccl.stuck import BETWEEN, MISMATCHED, Verdict, evidence, judge
 from opsd.launch.hangs.culprit import CERTAIN, Hang, RankStatus
 from opsd.launch.io.loop import Timers
 from opsd.rundir import RECORDER
@@ -32,7 +32,7 @@ class RecorderJudge:
         self._question: object = None
         """That which is being judged."""
 
-    def judge(self, generation: int, world: int, *, alone: bool, then: Callable[[Verdict | None], None]) -> bool:
+    def judge(self, generation: int, world: int, *, alone: bool, then: Callable[[Desync | None], None]) -> bool:
         """Call ``then`` once, with None if the dumps say nothing or are not to be had in time.
 
         ``alone``: all ranks are on this node, so that no further dump will come. False if it is asked already.
@@ -41,7 +41,7 @@ class RecorderJudge:
             return False
         question = self._question = object()
 
-        def done(verdict: Verdict | None) -> None:
+        def done(verdict: Desync | None) -> None:
             if self._question is question:
                 self._question = None
                 then(verdict)
@@ -50,7 +50,7 @@ class RecorderJudge:
         self._loop.later(JUDGE_S + wait_s, lambda: done(None))
         self._loop.run_in_thread(
             lambda: judge_folder(self._folder, generation, world, wait_s),
-            lambda found: done(found if isinstance(found, Verdict) else None),
+            lambda found: done(found if isinstance(found, Desync) else None),
         )
         return True
 
@@ -59,7 +59,7 @@ class RecorderJudge:
         self._question = None
 
 
-def judge_folder(folder: Path, generation: int, world: int, wait_s: float = 0.0) -> Verdict | None:
+def judge_folder(folder: Path, generation: int, world: int, wait_s: float = 0.0) -> Desync | None:
     """The verdict of the dumps of this generation; waits for those of all ranks, ``wait_s`` seconds at most."""
     deadline = time.monotonic() + wait_s
     dumps = dict[int, Dump]()
@@ -95,7 +95,7 @@ def _read(path: Path, generation: int) -> Dump | None:
         return None
 
 
-def with_verdict(hang: Hang, verdict: Verdict | None) -> Hang:
+def with_verdict(hang: Hang, verdict: Desync | None) -> Hang:
     """``hang`` with what the recorders say; they name the rank unless a process is stopped, dead or in the kernel."""
     if verdict is None:
         return hang
@@ -115,7 +115,7 @@ def with_verdict(hang: Hang, verdict: Verdict | None) -> Hang:
     )  # fmt: skip
 
 
-def _reason(rank: int, verdict: Verdict, status: RankStatus | None) -> str:
+def _reason(rank: int, verdict: Desync, status: RankStatus | None) -> str:
     """Why the recorders blame ``rank``, with the line of the program where it stands."""
     what = f"{verdict.operation} {verdict.sequence} of group {verdict.group}"
     if verdict.cause == MISMATCHED:

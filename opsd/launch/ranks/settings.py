@@ -167,7 +167,7 @@ class Settings:
     role: str = "default"
     max_restarts: int = 8
     restarts_asked: bool = False
-    same_failures: int = 3
+    max_same_failures: int = 3
     refill_steps: int = 100
     standby: bool = True
     standby_imports: tuple[str, ...] = ()

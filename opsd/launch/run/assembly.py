@@ -109,7 +109,7 @@ def assemble_run(
     def new_leader(over: Callable[[int, str, tuple[str, ...], tuple[str, ...]], None]) -> Leader:
         policy = RestartPolicy(
             settings.max_restarts,
-            same_limit=settings.same_failures,
+            same_limit=settings.max_same_failures,
             refill_steps=settings.refill_steps,
             asked=settings.restarts_asked,
         )

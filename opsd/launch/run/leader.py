@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from opsd import exitcodes
-from opsd.collectors.lib.nccl.stuck import Verdict
+from opsd.collectors.lib.nccl.desync import Desync
 from opsd.events import (
     Finished,
     GenerationStarted,
@@ -29,7 +29,7 @@ from opsd.events import (
     Stopped,
 )
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.claims.led import LedGroup
+from opsd.launch.claims.leader_view import LeaderView
 from opsd.launch.claims.messages import Begun
 from opsd.launch.hangs.culprit import Hang
 from opsd.launch.hangs.recorder import RecorderJudge, with_verdict
@@ -61,7 +61,7 @@ class Leader:
     def __init__(
         self,
         shape: RunShape,
-        group: LedGroup,
+        group: LeaderView,
         loop: Timers,
         policy: RestartPolicy,
         log: RunEventLog,
@@ -319,7 +319,7 @@ class Leader:
         """Ask the flight recorders before the ranks are killed."""
         generation, alone = self._log.generation, len(self._first_rank) == 1
 
-        def judged(verdict: Verdict | None) -> None:
+        def judged(verdict: Desync | None) -> None:
             self._end_hang(with_verdict(hang, verdict), stacks)
 
         if self._recorder is None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from opsd.events import NodeCleared, NodeRetired, SpareRefused, SpareWanted, SwapRefused
 from opsd.launch.claims.claim_store import Plan
-from opsd.launch.claims.led import LedGroup
+from opsd.launch.claims.leader_view import LeaderView
 from opsd.launch.io.loop import Timer, Timers
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
@@ -265,7 +265,7 @@ class GenerationPlanner:
     def __init__(
         self,
         shape: RunShape,
-        group: LedGroup,
+        group: LeaderView,
         loop: Timers,
         health: NodeHealth,
         callbacks: PlannerCallbacks,

@@ -16,7 +16,7 @@ from opsd.launch.io.reporting import print_message
 from opsd.launch.run.messages import StepTimes
 from opsd.launch.run.step_times import PHASES, Seconds, decode
 from opsd.stragglers.judge import LEAST_STEPS, judge
-from opsd.stragglers.trace import Place, Trace, Verdict
+from opsd.stragglers.trace import Place, Slowdown, Trace
 
 FOUND, GONE = "straggler_found", "straggler_gone"
 LOOK_S = 2.0
@@ -53,7 +53,7 @@ class _Rank:
 class _Announced:
     """A verdict that was announced; ``told`` and ``seen`` in monotonic seconds."""
 
-    verdict: Verdict
+    verdict: Slowdown
     told: float
     seen: float
 
@@ -108,11 +108,11 @@ class SlowRankWatch:
             return
         self._judged_step, epoch = trace.steps[-1], self._epoch
 
-        def judging() -> tuple[tuple[Verdict, ...], float]:
+        def judging() -> tuple[tuple[Slowdown, ...], float]:
             began = time.thread_time()
             return judge_windows(trace, long=long), time.thread_time() - began
 
-        def judged(result: tuple[tuple[Verdict, ...], float] | OSError) -> None:
+        def judged(result: tuple[tuple[Slowdown, ...], float] | OSError) -> None:
             if isinstance(result, OSError):
                 return
             verdicts, took_s = result
@@ -138,7 +138,7 @@ class SlowRankWatch:
         }
         return Trace({rank: own.place for rank, own in live.items()}, steps, seconds)
 
-    def _conclude(self, verdicts: tuple[Verdict, ...], trace: Trace) -> None:
+    def _conclude(self, verdicts: tuple[Slowdown, ...], trace: Trace) -> None:
         now, step = self._clock(), trace.steps[-1]
         for verdict in verdicts:
             key = _key(verdict)
@@ -155,7 +155,7 @@ class SlowRankWatch:
                 del self._announced[key]
                 self._announce(GONE, {**_fields(known.verdict, step, len(trace.places))})
 
-    def _confirmed(self, key: tuple[str, ...], verdict: Verdict) -> bool:
+    def _confirmed(self, key: tuple[str, ...], verdict: Slowdown) -> bool:
         """Whether the verdict is sure, or was reached in one of the last looks, too."""
         before = self._suspected.get(key)
         self._suspected[key] = self._looks
@@ -170,7 +170,7 @@ def _places(node: str, told: StepTimes) -> list[Place]:
     return [Place(node, gpu, *told.places[4 * index : 4 * index + 4]) for index, gpu in enumerate(gpus)]
 
 
-def judge_windows(trace: Trace, *, long: bool) -> tuple[Verdict, ...]:
+def judge_windows(trace: Trace, *, long: bool) -> tuple[Slowdown, ...]:
     """What the last few steps show; with ``long`` also what only more of them show, and uneven work that costs much."""
     found = {_key(verdict): verdict for verdict in judge(trace.last(SHORT), uneven=False)}
     if long and len(trace.steps) >= LONG:
@@ -180,12 +180,12 @@ def judge_windows(trace: Trace, *, long: bool) -> tuple[Verdict, ...]:
     return tuple(found.values())
 
 
-def _key(verdict: Verdict) -> tuple[str, ...]:
+def _key(verdict: Slowdown) -> tuple[str, ...]:
     """What makes two verdicts the same: the nodes, or the cause where nobody is to blame."""
     return verdict.nodes or (verdict.cause,)
 
 
-def _fields(verdict: Verdict, step: int, compared: int) -> StragglerFound:
+def _fields(verdict: Slowdown, step: int, compared: int) -> StragglerFound:
     """The fields of the event."""
     return {
         "rank": verdict.culprits[0] if verdict.culprits else None,

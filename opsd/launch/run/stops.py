@@ -7,7 +7,7 @@ from typing import Protocol
 
 from opsd import exitcodes
 from opsd.events import RestartRequested, SpareWanted
-from opsd.launch.claims.led import LedGroup
+from opsd.launch.claims.leader_view import LeaderView
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
 from opsd.launch.run.messages import CODEC, Stop, StopOrdered, StopReason
@@ -39,7 +39,7 @@ class StopCoordinator:
     def __init__(
         self,
         formation: GenerationPlanner,
-        group: LedGroup,
+        group: LeaderView,
         health: NodeHealth,
         log: RunEventLog,
         callbacks: StopCallbacks,

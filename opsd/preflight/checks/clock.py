@@ -10,7 +10,7 @@ import shutil
 import subprocess
 
 from opsd.collectors.lib.clock import read_clock
-from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
+from opsd.preflight.base import Bounds, Check, Context, Finding, Measure, Measurement, Outcome, Progress, Verdict
 
 
 def run(context: Context, progress: Progress) -> Outcome:
@@ -61,8 +61,8 @@ CHECK = Check(
     run=run,
     seconds=dict.fromkeys(("quick", "standard", "burn-in", "spare"), 1),
     measures=(
-        Measure("offset", "seconds", "clock offset", "lower", Limits(warn=0.01, fail=1.0), noise=99, required=False),
-        Measure("max_error", "seconds", "possible clock error", "lower", Limits(warn=1.0), noise=99, required=False),
+        Measure("offset", "seconds", "clock offset", "lower", Bounds(warn=0.01, fail=1.0), noise=99, required=False),
+        Measure("max_error", "seconds", "possible clock error", "lower", Bounds(warn=1.0), noise=99, required=False),
     ),
     advice="check the time source with `chronyc sources`",
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from opsd.plan.figures import spec_of
 from opsd.preflight import gpus
-from opsd.preflight.base import Check, Context, Limits, Measure, Measurement, Outcome, Peers, Progress
+from opsd.preflight.base import Bounds, Check, Context, Measure, Measurement, Outcome, Peers, Progress
 from opsd.preflight.burn import Burned, bf16, burn, fp8, size_of
 from opsd.preflight.devices import on_each
 from opsd.preflight.watch import MEASURES, Watch
@@ -61,9 +61,9 @@ def _peak(device: torch.device, fp8_products: bool) -> float:
 _MEASURES = (
     # 90 % of the best GPU of the node is gpu-fryer's bound; a spread of 5 % inside a node is normal.
     Measure("throughput", "flops", "GEMM throughput", "higher", peers=Peers(0.05, 0.10), noise=0.03),
-    Measure("mismatches", "", "wrong elements of products", "lower", Limits(fail=0)),
+    Measure("mismatches", "", "wrong elements of products", "lower", Bounds(fail=0)),
     # An H100 SXM sustains about 730 TFLOP/s, 74 % of its data sheet.
-    Measure("of_peak", "ratio", "share of the data sheet's FLOP/s", "higher", Limits(0.68, 0.60), required=False),
+    Measure("of_peak", "ratio", "share of the data sheet's FLOP/s", "higher", Bounds(0.68, 0.60), required=False),
     *MEASURES,
 )
 _ADVICE = "look at clocks and throttling of that GPU; if both are normal, swap the node out and have the GPU replaced"

@@ -11,7 +11,7 @@ from typing import Final
 from opsd.collectors.base import GpuFact, Metric
 from opsd.collectors.lib.nvml import series
 from opsd.preflight import gpus
-from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
+from opsd.preflight.base import Bounds, Check, Context, Finding, Measure, Measurement, Outcome, Progress, Verdict
 
 _RECOVERY: Final = {
     1: "a GPU reset (`nvidia-smi --gpu-reset`)",
@@ -72,19 +72,19 @@ CHECK = Check(
             "",
             "uncorrected ECC errors since the driver was loaded",
             "lower",
-            Limits(fail=0),
+            Bounds(fail=0),
             required=False,
         ),
-        Measure("ecc_corrected", "", "corrected ECC errors", growth=Limits(warn=100), required=False),
+        Measure("ecc_corrected", "", "corrected ECC errors", growth=Bounds(warn=100), required=False),
         Measure(
             "rows_remapped",
             "",
             "rows remapped after uncorrectable errors",
-            growth=Limits(warn=1, fail=4),
+            growth=Bounds(warn=1, fail=4),
             required=False,
         ),
-        Measure("pcie_replays", "", "PCIe replays", growth=Limits(warn=100), required=False),
-        Measure("temperature", "celsius", "temperature at rest", "lower", Limits(warn=60, fail=80), noise=0.3),
+        Measure("pcie_replays", "", "PCIe replays", growth=Bounds(warn=100), required=False),
+        Measure("temperature", "celsius", "temperature at rest", "lower", Bounds(warn=60, fail=80), noise=0.3),
     ),
     needs=frozenset({"gpu"}),
     advice="drain the node, reset the GPU, and replace it if the errors come back",

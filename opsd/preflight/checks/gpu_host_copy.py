@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from opsd.preflight import gpus
-from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Peers, Progress
+from opsd.preflight.base import Bounds, Check, Context, Finding, Measure, Measurement, Outcome, Peers, Progress
 from opsd.preflight.burn import synchronise
 from opsd.preflight.devices import on_each
 
@@ -64,7 +64,7 @@ CHECK = Check(
     measures=(
         Measure("to_device", "bytes_per_second", "copies to the GPU", "higher", peers=Peers(0.10, 0.25), noise=0.05),
         Measure("from_device", "bytes_per_second", "copies back", "higher", peers=Peers(0.10, 0.25), noise=0.05),
-        Measure("damaged", "", "bytes that came back changed", "lower", Limits(fail=0)),
+        Measure("damaged", "", "bytes that came back changed", "lower", Bounds(fail=0)),
     ),
     needs=frozenset({"gpu", "torch", "exclusive"}),
     advice="compare PCIe generation and width under load with `nvidia-smi -q -d PCIE`; 55 GB/s is normal for an H100",

@@ -9,7 +9,7 @@ from typing import Final
 from opsd.collectors.base import GpuFact
 from opsd.collectors.lib.nvml import driver, series
 from opsd.preflight import gpus
-from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Peers, Progress, Verdict
+from opsd.preflight.base import Bounds, Check, Context, Finding, Measure, Measurement, Outcome, Peers, Progress, Verdict
 
 DOMAIN: Final = "NVLink domain"
 """The fact that names it, as ``UUID.CLIQUE``; missing where the node shares none with others."""
@@ -102,7 +102,7 @@ CHECK = Check(
     run=run,
     seconds=dict.fromkeys(("quick", "standard", "burn-in", "spare"), 2),
     measures=(
-        Measure("gpus", "", "number of GPUs that answer", "higher", Limits(fail=1), noise=0.001),
+        Measure("gpus", "", "number of GPUs that answer", "higher", Bounds(fail=1), noise=0.001),
         Measure("memory", "bytes", "device memory", "higher", peers=Peers(0.01, 0.02), required=False),
         Measure("power_limit", "watts", "power limit", "higher", peers=Peers(0.01, 0.05), required=False),
     ),

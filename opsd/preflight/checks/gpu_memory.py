@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from opsd.plan.figures import spec_of
 from opsd.preflight import gpus
-from opsd.preflight.base import Check, Context, Limits, Measure, Measurement, Outcome, Peers, Progress
+from opsd.preflight.base import Bounds, Check, Context, Measure, Measurement, Outcome, Peers, Progress
 from opsd.preflight.burn import synchronise
 from opsd.preflight.devices import on_each
 
@@ -70,7 +70,7 @@ CHECK = Check(
     measures=(
         Measure("bandwidth", "bytes_per_second", "copy bandwidth", "higher", peers=Peers(0.03, 0.08), noise=0.02),
         # An H100 SXM copies 2.9 of its data sheet's 3.35 TB/s.
-        Measure("of_peak", "ratio", "share of the data sheet", "higher", Limits(0.80, 0.70), required=False),
+        Measure("of_peak", "ratio", "share of the data sheet", "higher", Bounds(0.80, 0.70), required=False),
     ),
     needs=frozenset({"gpu", "torch", "exclusive"}),
     advice="look for ECC errors and remapped rows of that GPU",

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 from opsd.preflight import gpus
 from opsd.preflight.base import (
+    Bounds,
     Check,
     Context,
     Finding,
-    Limits,
     Measure,
     Measurement,
     NotApplicableError,
@@ -74,7 +74,7 @@ CHECK = Check(
     seconds={"quick": 6, "standard": 30, "spare": 30},
     measures=(
         Measure("bandwidth", "bytes_per_second", "peer copy", "higher", peers=Peers(0.10, 0.25), noise=0.05),
-        Measure("damaged", "", "bytes that arrived changed", "lower", Limits(fail=0)),
+        Measure("damaged", "", "bytes that arrived changed", "lower", Bounds(fail=0)),
     ),
     needs=frozenset({"gpu", "torch", "exclusive"}),
     advice="compare `nvidia-smi nvlink -s` and `nvidia-smi topo -m` with a healthy node; restart nvidia-fabricmanager",

@@ -10,10 +10,10 @@ from typing import Final
 from opsd.collectors.infiniband import chosen, read_port
 from opsd.collectors.lib.ib_link import ACTIVE, PortReading
 from opsd.preflight.base import (
+    Bounds,
     Check,
     Context,
     Finding,
-    Limits,
     Measure,
     Measurement,
     NotApplicableError,
@@ -99,10 +99,10 @@ CHECK = Check(
     measures=(
         Measure("active_ports", "", "number of active ports", "higher", noise=0.001),
         # Five flaps in 24 h fail: azurehpc-health-checks, IB link flapping.
-        Measure("flaps", "", "number of lost links", growth=Limits(warn=1, fail=5), required=False),
+        Measure("flaps", "", "number of lost links", growth=Bounds(warn=1, fail=5), required=False),
         # 120 symbol errors an hour are NVSentinel's bound.
-        Measure("symbol_errors", "", "symbol errors", growth=Limits(warn=120, fail=120 * 24), required=False),
-        Measure("recoveries", "", "link error recoveries", growth=Limits(warn=5), required=False),
+        Measure("symbol_errors", "", "symbol errors", growth=Bounds(warn=120, fail=120 * 24), required=False),
+        Measure("recoveries", "", "link error recoveries", growth=Bounds(warn=5), required=False),
     ),
     advice="a port that flaps cuts every collective of the job; replace the cable, then the transceivers",
     stable=True,

@@ -10,7 +10,7 @@ from typing import Final
 from opsd.collectors.lib.gpu_holders import gpu_holders
 from opsd.collectors.lib.processes import is_of_system, is_service, user_of
 from opsd.inodes import look
-from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
+from opsd.preflight.base import Bounds, Check, Context, Finding, Measure, Measurement, Outcome, Progress, Verdict
 from opsd.rundir import KEEP_FINISHED_S
 
 _SYSTEM: Final = frozenset({"nvidia-persiste", "nv-fabricmanage", "dcgm", "nv-hostengine", "dcgm-exporter", "opsd"})
@@ -86,7 +86,7 @@ CHECK = Check(
     seconds=dict.fromkeys(("quick", "standard", "spare"), 2),
     measures=(
         Measure("gpu_processes", "", "processes that hold a GPU"),
-        Measure("stale_shm", "bytes", "old files in /dev/shm", "lower", Limits(warn=4 << 30, fail=64 << 30), noise=99),
+        Measure("stale_shm", "bytes", "old files in /dev/shm", "lower", Bounds(warn=4 << 30, fail=64 << 30), noise=99),
         Measure("stale_shm_files", "", "number of old files in /dev/shm"),
         Measure("kept_shm", "bytes", "memory of runs that may go on here, in /dev/shm/opsd"),
     ),

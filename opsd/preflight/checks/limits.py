@@ -1,4 +1,4 @@
-"""Limits that training jobs hit: locked memory, open files, processes, shared memory."""
+"""Bounds that training jobs hit: locked memory, open files, processes, shared memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from opsd.preflight.base import Check, Context, Finding, Limits, Measure, Measurement, Outcome, Progress, Verdict
+from opsd.preflight.base import Bounds, Check, Context, Finding, Measure, Measurement, Outcome, Progress, Verdict
 from opsd.preflight.units import quantity
 
 _GIB: Final = 1 << 30
@@ -67,12 +67,12 @@ def _text(limit: int | None) -> str:
 
 CHECK = Check(
     name="limits",
-    title="Limits on memory locking, files, processes and /dev/shm",
+    title="Bounds on memory locking, files, processes and /dev/shm",
     run=run,
     seconds=dict.fromkeys(("quick", "standard", "burn-in", "spare"), 1),
     measures=(
         Measure(
-            "shm_free", "bytes", "free space in /dev/shm", "higher", Limits(warn=8 * _GIB, fail=1 * _GIB), noise=99
+            "shm_free", "bytes", "free space in /dev/shm", "higher", Bounds(warn=8 * _GIB, fail=1 * _GIB), noise=99
         ),
     ),
     advice="NCCL and dataloaders need it: remove what dead jobs left there, or give the container --shm-size",

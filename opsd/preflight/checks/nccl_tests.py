@@ -7,10 +7,10 @@ import subprocess
 
 from opsd.preflight import gpus, tools
 from opsd.preflight.base import (
+    Bounds,
     Check,
     Context,
     CouldNotRunError,
-    Limits,
     Measure,
     Measurement,
     NotApplicableError,
@@ -46,7 +46,7 @@ CHECK = Check(
     seconds={"standard": 60, "spare": 60},
     measures=(
         Measure("busbw", "bytes_per_second", "all-reduce bus bandwidth", "higher", noise=0.05),
-        Measure("wrong", "", "wrong elements", "lower", Limits(fail=0)),
+        Measure("wrong", "", "wrong elements", "lower", Bounds(fail=0)),
     ),
     needs=frozenset({"gpu", "exclusive"}),
     advice="compare with the check collectives: if both are slow it is the fabric",

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from opsd.preflight.base import Check, Context, Limits, Measure, Measurement, NotApplicableError, Outcome, Progress
+from opsd.preflight.base import Bounds, Check, Context, Measure, Measurement, NotApplicableError, Outcome, Progress
 
 _LINE: Final = re.compile(r"^(some|full) avg10=\S+ avg60=(\S+) ", re.MULTILINE)
 _WANTED: Final = {"cpu": "some", "memory": "full", "io": "full"}
@@ -40,9 +40,9 @@ CHECK = Check(
     run=run,
     seconds=dict.fromkeys(("quick", "standard", "spare"), 1),
     measures=(
-        Measure("cpu_some", "ratio", "time that tasks waited for a core", "lower", Limits(warn=0.5), noise=99),
-        Measure("memory_full", "ratio", "time lost to memory reclaim", "lower", Limits(warn=0.02, fail=0.2), noise=99),
-        Measure("io_full", "ratio", "time that everybody waited for disks", "lower", Limits(warn=0.2), noise=99),
+        Measure("cpu_some", "ratio", "time that tasks waited for a core", "lower", Bounds(warn=0.5), noise=99),
+        Measure("memory_full", "ratio", "time lost to memory reclaim", "lower", Bounds(warn=0.02, fail=0.2), noise=99),
+        Measure("io_full", "ratio", "time that everybody waited for disks", "lower", Bounds(warn=0.2), noise=99),
     ),
     advice="somebody else is working on this node; `ps aux --sort=-pcpu` and `iotop` name them",
 )

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from opsd.preflight.base import (
+    Bounds,
     Check,
     Context,
     CouldNotRunError,
     Finding,
-    Limits,
     Measure,
     Measurement,
     Outcome,
@@ -72,7 +72,7 @@ def _script_text(path: str) -> str | None:
 
 
 def _predicted(name: str, unit: str, text: str) -> Measure:
-    return Measure(name, unit, f"predicted {text}", required=False, limits=Limits())
+    return Measure(name, unit, f"predicted {text}", required=False, limits=Bounds())
 
 
 CHECK = Check(

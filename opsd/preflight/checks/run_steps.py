@@ -25,11 +25,11 @@ from opsd.collectors.lib.nvml import series as nvml
 from opsd.collectors.nvml import NvmlCollector, NvmlError
 from opsd.preflight import drill
 from opsd.preflight.base import (
+    Bounds,
     Check,
     Context,
     CouldNotRunError,
     Finding,
-    Limits,
     Measure,
     Measurement,
     Outcome,
@@ -215,7 +215,7 @@ CHECK = Check(
         Measure("write", "bytes_per_second", "checkpoint to durable", "higher", noise=0.5, required=False),
         Measure("read", "bytes_per_second", "checkpoint read and verified", "higher", noise=0.5, required=False),
         Measure("memory", "bytes", "most memory of a device or rank", required=False),
-        Measure("memory_share", "ratio", "most of a GPU's memory", "lower", Limits(warn=0.95), required=False),
+        Measure("memory_share", "ratio", "most of a GPU's memory", "lower", Bounds(warn=0.95), required=False),
     ),
     needs=frozenset({"run", "torch", "exclusive"}),
     advice="read the logs of the ranks",

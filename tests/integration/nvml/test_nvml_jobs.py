@@ -13,7 +13,7 @@ from opsd.agent.judge import Judge
 from opsd.agent.window import Window
 from opsd.collectors.base import Reading, Sample
 from opsd.collectors.jobs import JobsCollector
-from opsd.collectors.lib.occupancy import Occupancy
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.collectors.slurm import JOB
 from opsd.runbooks import RUNBOOKS
 from opsd.simulated.gpus import SimulatedGpus
@@ -45,9 +45,9 @@ def test_an_incident_names_the_job_of_its_gpu(
     gpus[1].set_processes([(pids[ADA], 1 << 30)])
     gpus[2].set_processes([(pids[BOB], 1 << 30)])
     gpus[4].set_processes([(pids[ADA], 1 << 30), (pids[BOB], 1 << 30)])
-    occupancy = Occupancy()
-    occupancy.jobs, occupancy.holders = {"71": ADA, "72": BOB}, process.Holders(library).read()
-    jobs = JobsCollector(occupancy).collect()
+    gpu_owners = GpuOwners()
+    gpu_owners.jobs, gpu_owners.holders = {"71": ADA, "72": BOB}, process.Holders(library).read()
+    jobs = JobsCollector(gpu_owners).collect()
     assert isinstance(jobs, Reading)
     collector = process.NvmlCollector(library)
     collector.collect()

@@ -15,7 +15,7 @@ from opsd.agent.window import Window
 from opsd.collectors.base import NoData, Reading
 from opsd.collectors.jobs import JobsCollector
 from opsd.collectors.lib.gpu_jobs import GpuJobs
-from opsd.collectors.lib.occupancy import Occupancy
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Finding
 from opsd.simulated.gpus import SimulatedGpus
@@ -95,12 +95,12 @@ def test_each_xid_of_an_instance_names_its_job(
     gpus[3].partition(["3g.40gb", "3g.40gb", "1g.10gb"])
     gpus[3].set_processes([(pids[0], GIB, 1), (pids[1], GIB, 2)])
     shared = process.Holders(library)
-    occupancy = Occupancy()
-    occupancy.jobs = dict(zip(("71", "72"), USERS, strict=True))
+    gpu_owners = GpuOwners()
+    gpu_owners.jobs = dict(zip(("71", "72"), USERS, strict=True))
     # Slurm's indexes count instances: they say nothing about GPUs.
-    occupancy.allocated = {"71": frozenset({0}), "72": frozenset({1}), "73": frozenset({2})}
-    occupancy.holders, occupancy.instances = shared.read(), shared.instances()
-    jobs = JobsCollector(occupancy).collect()
+    gpu_owners.allocated = {"71": frozenset({0}), "72": frozenset({1}), "73": frozenset({2})}
+    gpu_owners.holders, gpu_owners.instances = shared.read(), shared.instances()
+    jobs = JobsCollector(gpu_owners).collect()
     assert {key for key in samples(jobs) if key[0] != "opsd_gpu_job_idle_seconds"} == {
         ("opsd_gpu_job_info", "3", "71", "", ""),
         ("opsd_gpu_job_info", "3", "72", "", ""),
@@ -108,7 +108,7 @@ def test_each_xid_of_an_instance_names_its_job(
         ("opsd_mig_job_info", "3", "2", "72"),
     }
 
-    shared.tell(occupancy.jobs_on)
+    shared.tell(gpu_owners.jobs_on)
     gpus[3].raise_xid(31, instance=2)
     found = the_xid(jobs, shared.collect())
     assert (found.culprit.gpu, found.job) == (3, "72")
@@ -128,11 +128,11 @@ def test_an_xid_names_the_job_that_was_given_the_instance(
         access = tmp_path / f"driver/nvidia/capabilities/gpu3/mig/gi{instance}/access"
         access.parent.mkdir(parents=True)
         access.write_text(f"DeviceFileMinor: {minor}\n")
-    shared, occupancy = process.Holders(library), Occupancy()
-    occupancy.holders, occupancy.instances = shared.read(), shared.instances()
-    occupancy.files = {"71": [("nvidia3", "nvidia-cap417")], "72": [("nvidia3", "nvidia-cap426")]}
-    jobs = JobsCollector(occupancy, GpuJobs(occupancy, proc=tmp_path)).collect()
-    shared.tell(occupancy.jobs_on)
+    shared, gpu_owners = process.Holders(library), GpuOwners()
+    gpu_owners.holders, gpu_owners.instances = shared.read(), shared.instances()
+    gpu_owners.files = {"71": [("nvidia3", "nvidia-cap417")], "72": [("nvidia3", "nvidia-cap426")]}
+    jobs = JobsCollector(gpu_owners, GpuJobs(gpu_owners, proc=tmp_path)).collect()
+    shared.tell(gpu_owners.jobs_on)
     gpus[3].raise_xid(31, instance=2)
     found = the_xid(jobs, shared.collect())
     assert (found.culprit.gpu, found.job) == (3, "72")

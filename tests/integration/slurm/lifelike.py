@@ -20,7 +20,7 @@ from typing import Any
 
 from opsd.agent.swap import SwapError, planned_swap
 from opsd.control import ControlError, ask_launcher
-from opsd.simulate.faults import Effect, Fault
+from opsd.simulate.faults import Effect, SimulatedFault
 from opsd.simulate.job import Times, policy
 from opsd.simulate.play import Play, Played, Setup
 from opsd.slurm import ownership
@@ -234,7 +234,7 @@ def play(cluster: Cluster, seed: int, name: str) -> tuple[str, tuple[Strike, ...
 class PlayByPlace(Play):
     """A simulated run whose faults strike places, not nodes."""
 
-    def begin(self, fault: Fault) -> None:
+    def begin(self, fault: SimulatedFault) -> None:
         """See ``Play.begin``."""
         if places := self.places:
             super().begin(replace(fault, node=self.node(places[fault.node % len(places)])))
@@ -247,7 +247,7 @@ def simulated(kind: str, faults: Iterable[Strike], times: Times, seconds: float 
         ACTIVE, len(NODES) - ACTIVE, begin_s + seconds, EVERY * STEP_S, 0.0, times=times, rules=RULES, step_s=STEP_S
     )
     chosen = policy(kind, ACTIVE, inside=INSIDE, least=ACTIVE)
-    later = [Fault(one.place, one.at_s + begin_s, FOR_EVER_S, one.effect, one.effect) for one in faults]
+    later = [SimulatedFault(one.place, one.at_s + begin_s, FOR_EVER_S, one.effect, one.effect) for one in faults]
     return of_play(PlayByPlace(chosen, setup).run(later), begin_s)
 
 

@@ -68,7 +68,7 @@ return_profile = "quick"
 skip = {skip}
 gpus = {gpus}
 [repair]
-rungs = ["end_processes", "reset_gpus", "reboot"]
+remedies = ["end_processes", "reset_gpus", "reboot"]
 pair_partition = "{pairs}"
 attempts = {attempts}
 [spare]

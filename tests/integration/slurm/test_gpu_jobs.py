@@ -9,7 +9,7 @@ import pytest
 
 from opsd.agent.collectors import NodeWatch
 from opsd.collectors.lib.gpu_jobs import GpuJobs
-from opsd.collectors.lib.occupancy import Occupancy
+from opsd.collectors.lib.gpu_owners import GpuOwners
 from opsd.slurm import gres_devices
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import Cluster, missing, runner_on, wait_until
@@ -63,13 +63,13 @@ def test_each_gpu_is_known_as_its_jobs(cluster: Cluster) -> None:
     mine, theirs = report.gpus[first], report.gpus[second]
     assert not mine & theirs
 
-    occupancy = Occupancy()
-    occupancy.jobs, occupancy.allocated = report.users, report.gpus
-    occupancy.holders = dict.fromkeys(range(4), ())
-    assert GpuJobs(occupancy).look() == {gpu: {first if gpu in mine else second} for gpu in mine | theirs}
-    occupancy.allocated = {}
-    occupancy.holders = {**occupancy.holders, min(mine): (first_pid,), min(theirs): (second_pid,)}
-    assert GpuJobs(occupancy).look() == {min(mine): {first}, min(theirs): {second}}
+    gpu_owners = GpuOwners()
+    gpu_owners.jobs, gpu_owners.allocated = report.users, report.gpus
+    gpu_owners.holders = dict.fromkeys(range(4), ())
+    assert GpuJobs(gpu_owners).look() == {gpu: {first if gpu in mine else second} for gpu in mine | theirs}
+    gpu_owners.allocated = {}
+    gpu_owners.holders = {**gpu_owners.holders, min(mine): (first_pid,), min(theirs): (second_pid,)}
+    assert GpuJobs(gpu_owners).look() == {min(mine): {first}, min(theirs): {second}}
 
 
 def test_each_task_of_an_array_has_its_own_gpu(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""`opsd drain` and `opsd return` on a real Slurm cluster."""
+"""`opsd drain` and `opsd undrain` on a real Slurm cluster."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_node_that_refused_a_job_becomes_opsds_to_repair(tmp_path: Path) -> No
         cases = CaseFile(cluster.shared / "state-n1")
         cluster.controller.run("sbatch", "--nodelist=n1", "--wrap=true", "--output=/dev/null")
         wait_until(lambda: slurm.nodes(["n1"])[0].reason == SLURMS_REASON, "the node is drained")
-        settings = ("--set=policy.repair=act", "--set=repair.rungs=['end_processes']", "--set=nvml.enabled=false")
+        settings = ("--set=policy.repair=act", "--set=repair.remedies=['end_processes']", "--set=nvml.enabled=false")
         cases.order()
         left = opsd(cluster, "n1", "repair", "--ordered", *settings)
         assert "Prolog error; opsd leaves it alone" in left.stderr

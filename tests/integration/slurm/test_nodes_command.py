@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from opsd import exitcodes
-from opsd.lemons import Fault
+from opsd.lemons import NodeFailure
 from opsd.slurm import job_faults, leaf_paths, node_comment
 from opsd.slurm.commands import CommandSlurm
 from opsd.slurm.job_faults import FIRST_S, FailedJobs
@@ -131,7 +131,7 @@ def test_failed_jobs_are_counted_from_what_an_agent_keeps(cluster: Cluster) -> N
     run, now = runner_on(cluster.controller), time.time()
     slurm, clock = CommandSlurm(run), FakeClock()
 
-    def agent(read: Callable[[float, float], list[Fault]]) -> FailedJobs:
+    def agent(read: Callable[[float, float], list[NodeFailure]]) -> FailedJobs:
         made = FailedJobs(slurm, "n1", read=read, clock=clock.monotonic, wall=lambda: now)
         made.may_ask = True
         clock.advance(FIRST_S)
@@ -143,7 +143,7 @@ def test_failed_jobs_are_counted_from_what_an_agent_keeps(cluster: Cluster) -> N
         without.refresh()
     assert "are not counted: Slurm's accounting gave no answer" in opsd_nodes(cluster, "lemons").stdout
     slurm.set_comment("n1", "")
-    agent(lambda at, days: [Fault("n3", "job", now - day * 86_400) for day in (2, 4)]).refresh()
+    agent(lambda at, days: [NodeFailure("n3", "job", now - day * 86_400) for day in (2, 4)]).refresh()
     assert "ran without it are counted as of" in opsd_nodes(cluster, "lemons").stdout
     told = json.loads(opsd_nodes(cluster, "lemons", "--json").stdout)
     assert [(one["node"], one["faults"]) for one in told["nodes"]] == [("n3", 2)]

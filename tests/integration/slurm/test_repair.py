@@ -109,7 +109,7 @@ def test_a_node_that_nothing_cures_is_kept_out_with_its_evidence(room: tuple[Clu
     CaseFile(machines.state("n2")).order()
     assert ended(machines, "n2") == "rma", machines.log("n2")
     (case,) = CaseFile(machines.state("n2")).past()
-    assert [attempt.what for attempt in case.rungs] == ["reset_gpus", "reboot", "reboot"]
+    assert [attempt.what for attempt in case.remedies] == ["reset_gpus", "reboot", "reboot"]
     (node,) = slurm.nodes(["n2"])
     assert node.out_of_service
     assert node.reason.startswith("opsd:rma gpu_xid: 3 attempts without success")

@@ -12,7 +12,7 @@ import pytest
 from opsd.collectors.lib.gpu_holders import MAJOR
 from opsd.commands.checkout import ROOT
 from opsd.repair.case_file import CaseFile
-from opsd.repair.ladder import Case
+from opsd.repair.repair_plan import Case
 from opsd.slurm import node_comment
 from opsd.slurm.commands import CommandSlurm
 from tests.integration.slurm.cluster import FAST, Cluster, missing, runner_on, wait_until

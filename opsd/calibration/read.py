@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from opsd.calibration import bench, outages, preflights, runs
+from opsd.calibration.evidence import Evidence, NotUsable, TooLittle, checked, figures
 from opsd.ledger.records import EVENTS, METRICS
-from opsd.measured import bench, outages, preflights, runs
-from opsd.measured.evidence import Evidence, NotUsable, TooLittle, checked, figures
 from opsd.plan.hardware import Hardware
 from opsd.plan.reliability import Habits
 from opsd.preflight.command import HISTORY

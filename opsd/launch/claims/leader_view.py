@@ -10,7 +10,7 @@ from opsd.launch.claims.messages import Body
 from opsd.launch.io.protocol import Member
 
 
-class LedGroup(Protocol):
+class LeaderView(Protocol):
     """Implemented by ``Group``, and under a virtual clock by ``opsd.simulate``."""
 
     @property

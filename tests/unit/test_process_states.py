@@ -10,7 +10,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from opsd.collectors.host import LOOK_S, PROCESS_STATES, Census
+from opsd.collectors.host import LOOK_S, PROCESS_STATES, ProcessStates
 from tests.fakes.clock import FakeClock
 
 names = st.sampled_from([b"a", b") Z 1", b"\n(x) D", b"\xff\r", b"((", b" "])
@@ -30,7 +30,7 @@ def test_every_process_is_in_exactly_one_state(states: list[tuple[str, bytes]]) 
     """Whatever its name; unknown letters of future kernels are counted too."""
     with tempfile.TemporaryDirectory() as folder:
         processes(Path(folder), states)
-        census = Census(Path(folder), FakeClock().monotonic)
+        census = ProcessStates(Path(folder), FakeClock().monotonic)
         census.begin()
         found = census.go_on()
     assert found == {
@@ -42,7 +42,7 @@ def test_every_process_is_in_exactly_one_state(states: list[tuple[str, bytes]]) 
 def test_hundreds_of_thousands_are_counted_a_part_at_a_time(tmp_path: Path) -> None:
     """A look that takes long enough ends; the last whole count is shown until there is another."""
     processes(tmp_path, [("S", b"sleep")] * 1000)
-    census, looks = Census(tmp_path, slow()), 0
+    census, looks = ProcessStates(tmp_path, slow()), 0
     census.begin()
     while not census.go_on():
         looks += 1

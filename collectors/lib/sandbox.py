@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 
 from opsd.collectors.lib.shares import Spent
 from opsd.confined import confine, let_go
-from opsd.lanes import Lane
+from opsd.fair_queue import FairQueue
 
 SMALL: Final = 32 << 10
 """Bytes that are made sense of in the agent: they take some MiB at most, and less time than a process."""
@@ -47,11 +47,11 @@ Work = Callable[[str, Content], tuple[str, float]]
 """Has a function, named as ``module:function``, read something: its result in JSON, and processor seconds elsewhere."""
 
 
-class ApartError(Exception):
+class SandboxError(Exception):
     """What a user wrote cannot be used; the message says why in one sentence."""
 
 
-class Apart:
+class Sandbox:
     """Thread-safe. The processes take ``SHARE`` of a core, and none of what the collector has, which would pause."""
 
     def __init__(
@@ -61,17 +61,17 @@ class Apart:
         first: Callable[[], Collection[int]] = frozenset,
     ) -> None:
         self._spent, self._first = Spent(FORGOTTEN_S), first
-        self._large = Lane("apart", 1, share=1, rank=self._rank), work or in_a_process
-        self._small = Lane("apart-small", 1, share=1), small or here
+        self._large = FairQueue("apart", 1, share=1, rank=self._rank), work or in_a_process
+        self._small = FairQueue("apart-small", 1, share=1), small or here
         self._paid_at = 0.0
         """The second at which what has been taken is paid."""
 
     def parse(self, user: int, function: str, content: Content) -> Future[Any]:
-        """What ``function`` makes of ``content``, as JSON has it, or ApartError. Cancel it to leave it out."""
+        """What ``function`` makes of ``content``, as JSON has it, or SandboxError. Cancel it to leave it out."""
         future: Future[Any] = Future()
-        lane, work = self._small if len(content) <= SMALL else self._large
+        queue, work = self._small if len(content) <= SMALL else self._large
         job = partial(self._do, future, work, str(user), function, content)
-        lane.submit(str(user), job, lambda: not future.cancelled())
+        queue.submit(str(user), job, lambda: not future.cancelled())
         return future
 
     def _rank(self, user: str) -> float:
@@ -96,48 +96,48 @@ class Apart:
 
 
 def here(function: str, content: Content) -> tuple[str, float]:
-    """Implements ``Work`` in this process. Raises ApartError."""
+    """Implements ``Work`` in this process. Raises SandboxError."""
     module, _, name = function.partition(":")
     parse = getattr(importlib.import_module(module), name)
     try:
         answer = json.dumps(asdict(parse(content)))
     except MemoryError as error:
-        raise ApartError(_TOO_MUCH) from error
+        raise SandboxError(_TOO_MUCH) from error
     except Exception as error:
-        raise ApartError(str(error) or type(error).__name__) from error
+        raise SandboxError(str(error) or type(error).__name__) from error
     if len(answer) > MAX_RESULT:
-        raise ApartError(f"what it tells takes more than {MAX_RESULT >> 20} MiB")
+        raise SandboxError(f"what it tells takes more than {MAX_RESULT >> 20} MiB")
     return answer, 0.0
 
 
 def in_a_process(function: str, content: Content) -> tuple[str, float]:
-    """Implements ``Work`` in a process of its own. Raises ApartError."""
+    """Implements ``Work`` in a process of its own. Raises SandboxError."""
     with open(os.memfd_create("answer"), "r+b") as answer:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "opsd.collectors.lib.apart", function],
+                [sys.executable, "-P", "-m", "opsd.collectors.lib.sandbox", function],
                 stdin=subprocess.PIPE,
                 stdout=answer,
                 stderr=subprocess.DEVNULL,
             )
         except OSError as error:
-            raise ApartError(f"no process can be started to read it: {error.strerror}") from error
+            raise SandboxError(f"no process can be started to read it: {error.strerror}") from error
         with process:
             try:
                 confine(process, MEMORY, PROCESSOR_S, written=MAX_RESULT + len(_HEAD))
                 process.communicate(cast("bytes", content), WITHIN_S)
             except subprocess.TimeoutExpired as error:
-                raise ApartError(f"it takes longer than {WITHIN_S:g} s to read") from error
+                raise SandboxError(f"it takes longer than {WITHIN_S:g} s to read") from error
             except OSError as error:
-                raise ApartError(f"what reads it cannot be kept within its limits: {error.strerror}") from error
+                raise SandboxError(f"what reads it cannot be kept within its limits: {error.strerror}") from error
             finally:
                 process.kill()
         answer.seek(0)
         taken_s, _, said = answer.read().decode("utf-8", "replace").partition("\n")
     if process.returncode == _REFUSED:
-        raise ApartError(said)
+        raise SandboxError(said)
     if process.returncode or not said:
-        raise ApartError(_TOO_MUCH)
+        raise SandboxError(_TOO_MUCH)
     return said, max(0.0, min(PROCESSOR_S, float(taken_s)))
 
 
@@ -147,7 +147,7 @@ def main() -> int:
     let_go()
     try:
         said, code = here(sys.argv[1], sys.stdin.buffer.read())[0], 0
-    except ApartError as error:
+    except SandboxError as error:
         said, code = str(error), _REFUSED
     sys.stdout.buffer.write(f"{time.process_time():.3f}\n{said}".encode("utf-8", "replace"))
     return code

@@ -11,7 +11,7 @@ RENEW_S: Final = 30.0
 """A process is looked up again after this time: it may have been moved to another control group."""
 
 
-class Occupancy:
+class GpuOwners:
     """Shared by the collectors of an agent. Each value is replaced as a whole by one thread and read by others.
 
     ``holders`` are the processes that hold each GPU by index, as the driver lists them; a GPU that is left out is
@@ -88,8 +88,8 @@ class Occupancy:
 class Proof:
     """What has been proved about one rank page or run of the user ``owner``, from look to look."""
 
-    def __init__(self, owner: int, occupancy: Occupancy, look_up: Callable[[int], Identity | None] = identify) -> None:
-        self._owner, self._occupancy, self._look_up = owner, occupancy, look_up
+    def __init__(self, owner: int, gpu_owners: GpuOwners, look_up: Callable[[int], Identity | None] = identify) -> None:
+        self._owner, self._gpu_owners, self._look_up = owner, gpu_owners, look_up
         self._process: tuple[int, int] | None = None
         self._identity: Identity | None = None
         self._until = 0.0
@@ -114,9 +114,9 @@ class Proof:
 
     def job(self, claimed: str) -> str:
         """The Slurm job that the process is in; ``claimed`` if Slurm runs it here for the owner; else ""."""
-        if self._identity is not None and (job := self._occupancy.number(self._identity.job)):
+        if self._identity is not None and (job := self._gpu_owners.number(self._identity.job)):
             return job
-        return claimed if claimed and self._occupancy.confirms(claimed, self._owner) else ""
+        return claimed if claimed and self._gpu_owners.confirms(claimed, self._owner) else ""
 
     def gpu(self, claimed: int | None) -> int | None:
         """``claimed`` unless nobody, or another user's processes, hold that GPU.
@@ -127,8 +127,8 @@ class Proof:
         if claimed is None:
             return None
         here = claimed, self._process
-        if self._occupancy.holds(claimed, self._owner):
+        if self._gpu_owners.holds(claimed, self._owner):
             self._held = here
-        elif self._occupancy.is_taken(claimed):
+        elif self._gpu_owners.is_taken(claimed):
             self._held = None
-        return claimed if self._held == here or self._occupancy.may_hold(claimed, self._owner) else None
+        return claimed if self._held == here or self._gpu_owners.may_hold(claimed, self._owner) else None

@@ -16,10 +16,19 @@ from threading import Semaphore
 import psutil
 import pytest
 
-from opsd.collectors.lib.apart import MAX_RESULT, MEMORY, PROCESSOR_S, SMALL, Apart, ApartError, here, in_a_process
 from opsd.collectors.lib.nccl.flight_recorder import parse_dump, restored
 from opsd.collectors.lib.nccl.ras import parse_status
 from opsd.collectors.lib.nccl.ras import restored as restored_status
+from opsd.collectors.lib.sandbox import (
+    MAX_RESULT,
+    MEMORY,
+    PROCESSOR_S,
+    SMALL,
+    Sandbox,
+    SandboxError,
+    here,
+    in_a_process,
+)
 from opsd.collectors.lib.shares import Spent
 from opsd.confined import confine
 from tests.fakes.clock import eventually
@@ -74,7 +83,7 @@ def test_what_stands_for_more_than_the_memory_takes_none_here(function: str, con
     before = highest_mib()
     try:
         in_a_process(function, content)
-    except ApartError as error:
+    except SandboxError as error:
         assert "\n" not in str(error) and str(error)
     assert highest_mib() < before + 32
 
@@ -88,7 +97,7 @@ def highest_mib() -> float:
 def test_an_answer_has_a_most() -> None:
     """As what it tells is kept."""
     entries = [entry(number, process_group=[f"{number:060}", "x"]) for number in range(30_000)]
-    with pytest.raises(ApartError, match=f"more than {MAX_RESULT >> 20} MiB"):
+    with pytest.raises(SandboxError, match=f"more than {MAX_RESULT >> 20} MiB"):
         in_a_process(DUMP, json.dumps({"entries": entries}).encode())
 
 
@@ -96,19 +105,19 @@ def test_whatever_it_says_is_no_longer_than_that() -> None:
     """Also where it has been taken over, and writes as much as the agent takes."""
     Path("/proc/self/clear_refs").write_text("5")
     before = highest_mib()
-    with pytest.raises(ApartError):
+    with pytest.raises(SandboxError):
         in_a_process("builtins:eval", b"[__import__('os').write(1, bytes(1 << 20)) for _ in range(64)]")
     assert highest_mib() < before + 32
 
 
 def test_why_it_cannot_be_used_is_told() -> None:
     """In the words of the function."""
-    with pytest.raises(ApartError, match="not a flight recorder dump, or half of one"):
+    with pytest.raises(SandboxError, match="not a flight recorder dump, or half of one"):
         in_a_process(DUMP, b"x" * (SMALL + 1))
 
 
 @pytest.fixture
-def turns() -> Iterator[tuple[Apart, list[bytes], Semaphore]]:
+def turns() -> Iterator[tuple[Sandbox, list[bytes], Semaphore]]:
     """What is read, in its order, each time that the semaphore lets something through."""
     done: list[bytes] = []
     go = Semaphore(0)
@@ -118,12 +127,12 @@ def turns() -> Iterator[tuple[Apart, list[bytes], Semaphore]]:
         done.append(bytes(content[:1]))
         return "null", 0.0
 
-    yield Apart(work, work), done, go
+    yield Sandbox(work, work), done, go
     go.release(1000)
 
 
 @pytest.mark.parametrize("size", [1, SMALL + 1])
-def test_a_user_without_end_delays_another_by_one(turns: tuple[Apart, list[bytes], Semaphore], size: int) -> None:
+def test_a_user_without_end_delays_another_by_one(turns: tuple[Sandbox, list[bytes], Semaphore], size: int) -> None:
     """A hundred of A's largest wait; B's comes after the one that is read, and one more at most."""
     apart, done, go = turns
     endless = [apart.parse(1, DUMP, b"A" * size) for _ in range(100)]
@@ -144,7 +153,7 @@ def test_who_takes_little_waits_for_nobody_but_one() -> None:
         done.append(bytes(content[:1]))
         return "null", 0.1 if content.startswith(b"A") else 0.001
 
-    apart = Apart(work)
+    apart = Sandbox(work)
     for user in range(1, 13):
         for _ in range(10):
             apart.parse(user, DUMP, b"A" * (SMALL + 1))
@@ -169,7 +178,7 @@ def test_whose_processes_hold_a_gpu_comes_first() -> None:
         done.append(bytes(content[:1]))
         return "null", 0.1
 
-    apart = Apart(work, first=lambda: {1})
+    apart = Sandbox(work, first=lambda: {1})
     go.release(1)
     assert apart.parse(1, DUMP, b"G" * (SMALL + 1)).result(30) is None
     all_of_them = [apart.parse(user, DUMP, b"A" * (SMALL + 1)) for user in range(10, 15)]
@@ -203,7 +212,7 @@ def test_the_process_that_reads_has_these_limits() -> None:
     """Processor time, memory and the length of its answer, as the kernel has them."""
 
     def children() -> list[psutil.Process]:
-        return [one for one in psutil.Process().children() if "opsd.collectors.lib.apart" in one.cmdline()]
+        return [one for one in psutil.Process().children() if "opsd.collectors.lib.sandbox" in one.cmdline()]
 
     def limits() -> dict[str, int]:
         (child,) = children()
@@ -217,7 +226,7 @@ def test_the_process_that_reads_has_these_limits() -> None:
         assert eventually(lambda: wanted.items() <= limits().items())
         assert eventually(lambda: MAX_RESULT <= limits().get("Max file size", 0) <= MAX_RESULT + 64)
         children()[0].kill()
-        with pytest.raises(ApartError, match=f"more than {MEMORY >> 20} MiB, or than {PROCESSOR_S} s of a processor"):
+        with pytest.raises(SandboxError, match=f"more than {MEMORY >> 20} MiB, or than {PROCESSOR_S} s of a processor"):
             reads.result(60)
 
 
@@ -241,12 +250,12 @@ def test_what_reads_for_users_can_do_nothing_else(tmp_path: Path, attempt: str, 
     file = tmp_path / "kept"
     file.write_text("x")
     modules = "".join(f"{name} := __import__({name!r}), " for name in ("os", "ctypes"))
-    with pytest.raises(ApartError, match=said):
+    with pytest.raises(SandboxError, match=said):
         in_a_process("builtins:eval", f"[{modules}{attempt.format(file=file)}]".encode())
     assert file.read_text() == "x"
 
 
-def test_small_ones_do_not_wait_for_large_ones(turns: tuple[Apart, list[bytes], Semaphore]) -> None:
+def test_small_ones_do_not_wait_for_large_ones(turns: tuple[Sandbox, list[bytes], Semaphore]) -> None:
     """They are read here, beside the process."""
     done = Semaphore(0)
 
@@ -254,7 +263,7 @@ def test_small_ones_do_not_wait_for_large_ones(turns: tuple[Apart, list[bytes], 
         assert done.acquire(timeout=30)
         return "null", 0.0
 
-    apart = Apart(large)
+    apart = Sandbox(large)
     waits = apart.parse(1, DUMP, bytes(SMALL + 1))
     assert restored(apart.parse(1, DUMP, of_dump()).result(30)).calls
     assert not waits.done()
@@ -262,7 +271,7 @@ def test_small_ones_do_not_wait_for_large_ones(turns: tuple[Apart, list[bytes], 
     assert waits.result(30) is None
 
 
-def test_one_at_a_time(turns: tuple[Apart, list[bytes], Semaphore]) -> None:
+def test_one_at_a_time(turns: tuple[Sandbox, list[bytes], Semaphore]) -> None:
     """What they take does not add up."""
     apart, done, go = turns
     several = [apart.parse(user, DUMP, bytes(SMALL + 1)) for user in range(4)]
@@ -275,14 +284,14 @@ def test_one_at_a_time(turns: tuple[Apart, list[bytes], Semaphore]) -> None:
 
 def test_what_takes_long_is_paid_for() -> None:
     """A thousand seconds of processor time are as many at rest and more, in which small ones are read."""
-    apart = Apart(lambda _function, _content: ("null", 1000.0))
+    apart = Sandbox(lambda _function, _content: ("null", 1000.0))
     assert apart.parse(1, DUMP, bytes(SMALL + 1)).result(30) is None
     waits = apart.parse(2, DUMP, bytes(SMALL + 1))
     assert restored(apart.parse(1, DUMP, of_dump()).result(30)).calls
     assert not waits.done()
 
 
-def test_what_is_cancelled_is_left_out(turns: tuple[Apart, list[bytes], Semaphore]) -> None:
+def test_what_is_cancelled_is_left_out(turns: tuple[Sandbox, list[bytes], Semaphore]) -> None:
     """Nobody waits for it any more."""
     apart, done, go = turns
     first, second, third = (apart.parse(1, DUMP, mark * (SMALL + 1)) for mark in (b"1", b"2", b"3"))

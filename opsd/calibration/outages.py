@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 
-from opsd.measured.evidence import Evidence, NotUsable, TooLittle
-from opsd.measured.runs import LEAST_EVENTS
+from opsd.calibration.evidence import Evidence, NotUsable, TooLittle
+from opsd.calibration.runs import LEAST_EVENTS
 from opsd.simulate import history
 from opsd.simulate.faults import DAY_S, FaultsError
 

@@ -15,11 +15,11 @@ from opsd.preflight.checks import CHECKS
 from opsd.preflight.quarantine import reason_for
 from opsd.preflight.report import Result
 from opsd.repair.faults import FAULTS, NOT_HARDWARE, begin_at, curable
-from opsd.repair.ladder import (
+from opsd.repair.repair_plan import (
     CUT_OFF,
     HELD,
-    LADDER,
     NO_HARDWARE,
+    REMEDIES,
     RETEST,
     RETURN,
     STOPPED,
@@ -27,8 +27,8 @@ from opsd.repair.ladder import (
     UNANSWERED,
     Case,
     Facts,
-    Limits,
-    Rung,
+    Remedy,
+    RepairLimits,
     begun,
     ended,
     next_step,
@@ -38,9 +38,9 @@ from opsd.repair.ladder import (
 )
 from tests.fakes.preflight_reports import report
 
-CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 0.0, first=Rung.RESET)
+CASE = Case("repair-1", "n1", "gpu_xid", "opsd:gpu_xid-1 gpu_xid: Xid 95", 0.0, first=Remedy.RESET)
 FREE = Facts(1000.0, "boot-1", "ours")
-LIMITS = Limits()
+LIMITS = RepairLimits()
 
 
 def after(*what: tuple[str, bool], case: Case = CASE) -> Case:
@@ -55,11 +55,11 @@ all_facts = st.builds(
     st.integers(0, 9), st.sampled_from(["", "it came back and failed again"]),
 )  # fmt: skip
 attempts = st.builds(
-    RepairStep, st.sampled_from([*LADDER, RETEST, RETURN]), st.floats(0, 1e6), st.sampled_from(["boot-1", "boot-2"]),
+    RepairStep, st.sampled_from([*REMEDIES, RETEST, RETURN]), st.floats(0, 1e6), st.sampled_from(["boot-1", "boot-2"]),
     st.just(None), st.sampled_from([None, True, False]), st.sampled_from(["", CUT_OFF, UNANSWERED]),
 )  # fmt: skip
 cases = st.builds(
-    replace, st.just(CASE), first=st.sampled_from(LADDER), attempts=st.lists(attempts, max_size=8).map(tuple)
+    replace, st.just(CASE), first=st.sampled_from(REMEDIES), attempts=st.lists(attempts, max_size=8).map(tuple)
 )
 
 
@@ -70,7 +70,7 @@ def test_nothing_is_done_to_a_node_that_is_not_opsds_or_not_free(case: Case, fac
     if facts.hold != "ours" or facts.busy or facts.rebooting:
         again = facts.hold == "nobody" and step.do == "return"
         assert step.do in ("wait", "left", "rma") or again or (case.last is not None and case.last.what == RETURN)
-        assert step.rung is None
+        assert step.remedy is None
         assert step.do != "retest"
     if facts.hold in ("others", "rma", "unknown"):
         assert step.do == ("wait" if facts.hold == "unknown" else "left")
@@ -86,34 +86,37 @@ def test_a_node_is_returned_only_after_a_test_it_has_passed(case: Case, facts: F
 
 
 @given(
-    st.sampled_from(LADDER), st.lists(st.booleans(), max_size=40), st.sets(st.sampled_from(LADDER)), st.integers(1, 5)
+    st.sampled_from(REMEDIES),
+    st.lists(st.booleans(), max_size=40),
+    st.sets(st.sampled_from(REMEDIES)),
+    st.integers(1, 5),
 )
-def test_every_repair_ends_within_its_limits(first: Rung, luck: list[bool], rungs: set[Rung], most: int) -> None:
-    """However remedies and tests end: no rung below an earlier one, none too often, none that is not allowed."""
-    limits = Limits(tuple(rung for rung in LADDER if rung in rungs), most)
+def test_every_repair_ends_within_its_limits(first: Remedy, luck: list[bool], remedies: set[Remedy], most: int) -> None:
+    """However remedies and tests end: no remedy below an earlier one, none too often, none that is not allowed."""
+    limits = RepairLimits(tuple(remedy for remedy in REMEDIES if remedy in remedies), most)
     case, facts, outcomes = replace(CASE, first=first), FREE, iter(luck)
     for _ in range(60):
         step = next_step(case, facts, limits)
         if step.do in ("left", "rma", "return"):
             break
-        what = step.rung or RETEST
+        what = step.remedy or RETEST
         case = ended(begun(case, what, facts), next(outcomes, False), "", facts.now)
     else:
         pytest.fail("it does not end")
-    tried = [Rung(attempt.what) for attempt in case.rungs]
-    assert tried == sorted(tried, key=LADDER.index)
+    tried = [Remedy(attempt.what) for attempt in case.remedies]
+    assert tried == sorted(tried, key=REMEDIES.index)
     assert len(tried) <= most
-    assert set(tried) <= rungs
-    assert all(tried.count(rung) <= TRIES[rung] for rung in LADDER)
+    assert set(tried) <= remedies
+    assert all(tried.count(remedy) <= TRIES[remedy] for remedy in REMEDIES)
 
 
 def test_the_ladder_is_climbed_rung_by_rung() -> None:
     """A remedy is tested; one that fails, or does not help, is followed by the next; three attempts are enough."""
-    assert next_step(CASE, FREE, LIMITS).rung is Rung.RESET
-    assert next_step(after((Rung.RESET, True)), FREE, LIMITS).do == "retest"
-    assert next_step(after((Rung.RESET, True), (RETEST, False)), FREE, LIMITS).rung is Rung.RELOAD
-    assert next_step(after((Rung.RESET, False)), FREE, LIMITS).rung is Rung.RELOAD
-    tried = ((Rung.RESET, False), (Rung.RELOAD, False), (Rung.REBOOT, True))
+    assert next_step(CASE, FREE, LIMITS).remedy is Remedy.RESET
+    assert next_step(after((Remedy.RESET, True)), FREE, LIMITS).do == "retest"
+    assert next_step(after((Remedy.RESET, True), (RETEST, False)), FREE, LIMITS).remedy is Remedy.RELOAD
+    assert next_step(after((Remedy.RESET, False)), FREE, LIMITS).remedy is Remedy.RELOAD
+    tried = ((Remedy.RESET, False), (Remedy.RELOAD, False), (Remedy.REBOOT, True))
     assert next_step(after(*tried, (RETEST, True)), FREE, LIMITS).do == "return"
     last = next_step(after(*tried, (RETEST, False)), FREE, LIMITS)
     assert (last.do, last.why) == ("rma", "3 attempts without success; the last: retest ended")
@@ -124,14 +127,14 @@ def test_what_is_no_hardware_makes_no_broken_hardware() -> None:
     have to look, and nothing is replaced. Nor is what was never tested, as no remedy could be applied.
     """
     assert {check.name for check in CHECKS} >= NOT_HARDWARE
-    tried = after((Rung.RESET, True), (RETEST, False), (Rung.RELOAD, True), (RETEST, False), (Rung.REBOOT, True))
+    tried = after((Remedy.RESET, True), (RETEST, False), (Remedy.RELOAD, True), (RETEST, False), (Remedy.REBOOT, True))
     for end, detail in (("left", f"{NO_HARDWARE}storage_shared failed: away"), ("rma", "gpu_health failed")):
         case = ended(begun(tried, RETEST, FREE), False, detail, 1000.0)
         step = next_step(case, FREE, LIMITS)
         assert (step.do, step.why) == (end, f"3 attempts without success; the last: {detail}")
-    untested = after((Rung.REBOOT, False), (Rung.REBOOT, False), case=replace(CASE, first=Rung.REBOOT))
+    untested = after((Remedy.REBOOT, False), (Remedy.REBOOT, False), case=replace(CASE, first=Remedy.REBOOT))
     assert next_step(untested, FREE, LIMITS).do == "left"
-    cut = after((Rung.REBOOT, False), (Rung.REBOOT, True), case=replace(CASE, first=Rung.REBOOT))
+    cut = after((Remedy.REBOOT, False), (Remedy.REBOOT, True), case=replace(CASE, first=Remedy.REBOOT))
     for _ in range(2):
         cut = settled(begun(cut, RETEST, FREE), FREE, LIMITS)
     assert next_step(cut, FREE, LIMITS).do == "left"
@@ -141,44 +144,44 @@ def test_what_is_no_hardware_makes_no_broken_hardware() -> None:
 
 def test_processes_that_do_not_end_leave_only_a_reboot() -> None:
     """A reset and a reload end them first, and would fail alike: they are no attempts."""
-    stuck = replace(CASE, first=Rung.PROCESSES)
-    case = ended(begun(stuck, Rung.PROCESSES, FREE), False, f"{HELD}4242", 1000.0)
-    assert next_step(case, FREE, LIMITS).rung is Rung.REBOOT
-    without = replace(LIMITS, rungs=LADDER[:-1])
+    stuck = replace(CASE, first=Remedy.PROCESSES)
+    case = ended(begun(stuck, Remedy.PROCESSES, FREE), False, f"{HELD}4242", 1000.0)
+    assert next_step(case, FREE, LIMITS).remedy is Remedy.REBOOT
+    without = replace(LIMITS, remedies=REMEDIES[:-1])
     assert next_step(case, FREE, without).why == f"no remedy is left after 1 attempt; the last: {HELD}4242"
 
 
 def test_users_who_leave_processes_every_day_make_no_broken_hardware() -> None:
     """The limits of repairs hold for them as well, and people look at it."""
-    case = replace(CASE, kind="preflight", first=Rung.PROCESSES)
-    for facts in (replace(FREE, recent=LIMITS.a_week), replace(FREE, relapsed="it failed again twice")):
+    case = replace(CASE, kind="preflight", first=Remedy.PROCESSES)
+    for facts in (replace(FREE, recent=LIMITS.max_per_week), replace(FREE, relapsed="it failed again twice")):
         assert next_step(case, facts, LIMITS).do == "left"
 
 
 def test_nothing_is_done_in_a_time_of_maintenance() -> None:
     """Not even a return: people work on the node or on the cluster."""
-    for case in (CASE, after((Rung.RESET, True)), after((Rung.RESET, True), (RETEST, True))):
+    for case in (CASE, after((Remedy.RESET, True)), after((Remedy.RESET, True), (RETEST, True))):
         assert next_step(case, replace(FREE, paused="maintenance: service"), LIMITS).why == "maintenance: service"
 
 
 def test_two_reboots_are_enough() -> None:
     """Where a reboot is the first that can help, it is done twice."""
-    case = replace(CASE, first=Rung.REBOOT)
-    once = after((Rung.REBOOT, True), (RETEST, False), case=case)
-    assert next_step(once, FREE, LIMITS).rung is Rung.REBOOT
-    twice = after(*[(Rung.REBOOT, True), (RETEST, False)] * 2, case=case)
+    case = replace(CASE, first=Remedy.REBOOT)
+    once = after((Remedy.REBOOT, True), (RETEST, False), case=case)
+    assert next_step(once, FREE, LIMITS).remedy is Remedy.REBOOT
+    twice = after(*[(Remedy.REBOOT, True), (RETEST, False)] * 2, case=case)
     assert next_step(twice, FREE, LIMITS).do == "rma"
 
 
 def test_what_does_not_last_is_not_repaired_again() -> None:
     """Many repairs in a week, and returns that others have seen fail, mean hardware."""
-    assert next_step(CASE, replace(FREE, recent=LIMITS.a_week), LIMITS).do == "rma"
+    assert next_step(CASE, replace(FREE, recent=LIMITS.max_per_week), LIMITS).do == "rma"
     assert next_step(CASE, replace(FREE, relapsed="it failed again twice"), LIMITS).why == "it failed again twice"
 
 
 def test_a_reboot_is_over_once_the_node_has_another_boot() -> None:
     """Slurm must have seen it, too; without one in time the attempt has failed."""
-    waiting = begun(CASE, Rung.REBOOT, FREE)
+    waiting = begun(CASE, Remedy.REBOOT, FREE)
     assert settled(waiting, replace(FREE, now=1100.0), LIMITS) == waiting
     assert next_step(waiting, FREE, LIMITS).do == "wait"
     booted = replace(FREE, now=1100.0, boot="boot-2")
@@ -191,15 +194,15 @@ def test_a_reboot_is_over_once_the_node_has_another_boot() -> None:
 
 def test_a_node_that_has_just_booted_is_not_tested_yet() -> None:
     """Links train, fabric manager and clock begin: a failure then would cost a second reboot, or the node."""
-    booted = after((Rung.REBOOT, True))
+    booted = after((Remedy.REBOOT, True))
     assert next_step(booted, replace(FREE, settling=True), LIMITS).why == "it has just booted"
     assert next_step(booted, FREE, LIMITS).do == "retest"
-    assert next_step(CASE, replace(FREE, settling=True), LIMITS).rung is Rung.RESET
+    assert next_step(CASE, replace(FREE, settling=True), LIMITS).remedy is Remedy.RESET
 
 
 def test_a_clock_that_is_set_fails_no_reboot_and_no_repair() -> None:
     """Neither during the boot in which it was asked for, nor by the next one; hours of waiting are no work either."""
-    waiting = begun(CASE, Rung.REBOOT, FREE)
+    waiting = begun(CASE, Remedy.REBOOT, FREE)
     for now in (1000.0 - 86_400, 1000.0 + 86_400):
         assert settled(waiting, replace(FREE, now=now), LIMITS) == waiting
         booted = settled(waiting, replace(FREE, now=now, boot="boot-2"), LIMITS)
@@ -209,13 +212,13 @@ def test_a_clock_that_is_set_fails_no_reboot_and_no_repair() -> None:
 
 def test_a_repair_that_has_worked_for_a_day_is_given_up() -> None:
     """By the time that remedies and tests took."""
-    worked = ended(begun(CASE, Rung.RESET, FREE), True, "", 1000.0, LIMITS.total_s + 1)
+    worked = ended(begun(CASE, Remedy.RESET, FREE), True, "", 1000.0, LIMITS.total_s + 1)
     assert next_step(worked, FREE, LIMITS).why == "not over after 24 h of remedies and tests"
 
 
 def test_an_order_that_slurm_has_not_answered_does_not_run_out_of_time() -> None:
     """Slurm may be away for longer than a reboot takes; the time counts from the order that it took."""
-    unanswered = noted(begun(CASE, Rung.REBOOT, FREE), UNANSWERED)
+    unanswered = noted(begun(CASE, Remedy.REBOOT, FREE), UNANSWERED)
     late = replace(FREE, uptime_s=1.0 + LIMITS.reboot_s)
     assert settled(unanswered, late, LIMITS) == unanswered
     again = noted(repeated(unanswered, late), "")
@@ -224,18 +227,18 @@ def test_an_order_that_slurm_has_not_answered_does_not_run_out_of_time() -> None
 
 def test_a_test_that_was_cut_off_is_repeated_once() -> None:
     """A program that was stopped says nothing of the node; a node that booted under load failed its test."""
-    retesting = begun(after((Rung.RESET, True)), RETEST, FREE)
+    retesting = begun(after((Remedy.RESET, True)), RETEST, FREE)
     cut = settled(retesting, FREE, LIMITS)
     assert next_step(cut, FREE, LIMITS).do == "retest"
     again = settled(begun(cut, RETEST, FREE), FREE, LIMITS)
-    assert next_step(again, FREE, LIMITS).rung is Rung.RELOAD
+    assert next_step(again, FREE, LIMITS).remedy is Remedy.RELOAD
     crashed = settled(retesting, replace(FREE, boot="boot-2"), LIMITS)
-    assert next_step(crashed, FREE, LIMITS).rung is Rung.RELOAD
+    assert next_step(crashed, FREE, LIMITS).remedy is Remedy.RELOAD
 
 
 def test_a_return_that_was_cut_off_is_completed() -> None:
     """It may have been done; done twice it changes nothing. But not if somebody else has taken the node meanwhile."""
-    returning = begun(after((Rung.RESET, True), (RETEST, True)), RETURN, FREE)
+    returning = begun(after((Remedy.RESET, True), (RETEST, True)), RETURN, FREE)
     for hold in ("ours", "nobody"):
         facts = replace(FREE, hold=hold)
         assert next_step(settled(returning, facts, LIMITS), facts, LIMITS).do == "return"
@@ -245,30 +248,30 @@ def test_a_return_that_was_cut_off_is_completed() -> None:
 
 def test_the_driver_is_asked_where_to_begin() -> None:
     """It knows better than the kind of the incident, but never less than that asks for."""
-    assert begin_at(FAULTS["gpu_xid"], "", [0, 0, 1]) is Rung.RESET
-    assert begin_at(FAULTS["gpu_xid"], "", [0, 2]) is Rung.REBOOT
-    assert begin_at(FAULTS["gpu_lost"], "", [1]) is Rung.REBOOT
-    assert begin_at(FAULTS["gpu_xid"], "", [99]) is Rung.RESET
+    assert begin_at(FAULTS["gpu_xid"], "", [0, 0, 1]) is Remedy.RESET
+    assert begin_at(FAULTS["gpu_xid"], "", [0, 2]) is Remedy.REBOOT
+    assert begin_at(FAULTS["gpu_lost"], "", [1]) is Remedy.REBOOT
+    assert begin_at(FAULTS["gpu_xid"], "", [99]) is Remedy.RESET
 
 
 @pytest.mark.parametrize(
     ("failed", "first"),
     [
-        (["leftovers"], Rung.PROCESSES),
-        (["gpu_burn"], Rung.RESET),
-        (["leftovers", "gpu_burn"], Rung.RESET),
-        (["leftovers", "gpu_health", "gpu_burn", "gpu_memory"], Rung.RESET),
-        (["storage_shared"], Rung.RESET),
-        ([], Rung.RESET),
+        (["leftovers"], Remedy.PROCESSES),
+        (["gpu_burn"], Remedy.RESET),
+        (["leftovers", "gpu_burn"], Remedy.RESET),
+        (["leftovers", "gpu_health", "gpu_burn", "gpu_memory"], Remedy.RESET),
+        (["storage_shared"], Remedy.RESET),
+        ([], Remedy.RESET),
     ],
 )
-def test_a_failed_preflight_begins_where_its_checks_say(failed: list[str], first: Rung) -> None:
+def test_a_failed_preflight_begins_where_its_checks_say(failed: list[str], first: Remedy) -> None:
     """They stand in the reason of the drain, by the preflight's own word and by that of the prolog."""
     found = report(*(Result(name, name, Verdict.FAIL) for name in failed))
     by_prolog = f"opsd:prolog preflight: {found.failures}; Slurm's prolog refused a job"
     for told in (f"opsd: {reason_for(found, Path('/x.json'))}", by_prolog):
         assert begin_at(FAULTS["preflight"], told, []) is first
-    assert begin_at(FAULTS["preflight"], told, [2]) is Rung.REBOOT
+    assert begin_at(FAULTS["preflight"], told, [2]) is Remedy.REBOOT
 
 
 @pytest.mark.parametrize(

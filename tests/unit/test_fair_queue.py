@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 
-from opsd.lanes import MAX_WAITING, Lane
+from opsd.fair_queue import MAX_WAITING, FairQueue
 from opsd.threads import Deadlines
 from tests.fakes.clock import eventually
 
@@ -25,32 +25,32 @@ def without_threads() -> Iterator[None]:
 
 def test_peers_take_turns() -> None:
     """A peer with a hundred jobs delays another one's by one job."""
-    lane, done, gate = Lane("test", 1, share=1), [], threading.Event()
-    lane.submit("greedy", lambda: bool(gate.wait(20)))
+    queue, done, gate = FairQueue("test", 1, share=1), [], threading.Event()
+    queue.submit("greedy", lambda: bool(gate.wait(20)))
     for number in range(100):
-        lane.submit("greedy", lambda number=number: done.append(number))
-    lane.submit("modest", lambda: done.append("modest"))
+        queue.submit("greedy", lambda number=number: done.append(number))
+    queue.submit("modest", lambda: done.append("modest"))
     gate.set()
     assert eventually(lambda: len(done) == 101)
     assert done.index("modest") <= 1
-    lane.close()
+    queue.close()
 
 
 def test_a_peer_does_not_get_all_threads() -> None:
     """One whose jobs do not end blocks its share of the threads; the others go on."""
-    lane, ended, gate = Lane("test", 3, share=2), threading.Event(), threading.Event()
+    queue, ended, gate = FairQueue("test", 3, share=2), threading.Event(), threading.Event()
     for _ in range(5):
-        lane.submit("stuck", lambda: bool(gate.wait(20)))
-    lane.submit("other", ended.set)
+        queue.submit("stuck", lambda: bool(gate.wait(20)))
+    queue.submit("other", ended.set)
     assert ended.wait(20)
     gate.set()
-    lane.close()
+    queue.close()
 
 
 def test_a_lane_that_is_stuck_keeps_nothing_that_nobody_waits_for() -> None:
     """Its one thread never returns, and clients come and go."""
-    lane, gate, kept = Lane("test", 1, share=1), threading.Event(), weakref.WeakSet()
-    lane.submit("stuck", lambda: bool(gate.wait(60)))
+    queue, gate, kept = FairQueue("test", 1, share=1), threading.Event(), weakref.WeakSet()
+    queue.submit("stuck", lambda: bool(gate.wait(60)))
 
     class Connection:
         open = True
@@ -58,27 +58,27 @@ def test_a_lane_that_is_stuck_keeps_nothing_that_nobody_waits_for() -> None:
     for number in range(10 * MAX_WAITING):
         connection = Connection()
         kept.add(connection)
-        lane.submit(f"10.0.0.{number % 200}", lambda: None, lambda connection=connection: connection.open)
+        queue.submit(f"10.0.0.{number % 200}", lambda: None, lambda connection=connection: connection.open)
         connection.open = False
     del connection
     assert len(kept) <= MAX_WAITING + 1
     gate.set()
-    lane.close()
+    queue.close()
 
 
 def test_a_peer_has_so_much_room() -> None:
     """What is too much is refused; another peer has room of its own. At the end what waits may still be done."""
-    lane, gate, begun, done = Lane("room", 2, share=1, room=2), threading.Event(), threading.Event(), list[int]()
+    queue, gate, begun, done = FairQueue("room", 2, share=1, room=2), threading.Event(), threading.Event(), list[int]()
 
     def first() -> None:
         begun.set()
         gate.wait(60)
 
-    assert lane.submit("greedy", first)
+    assert queue.submit("greedy", first)
     assert begun.wait(60)
-    assert [lane.submit("greedy", lambda number=number: done.append(number)) for number in range(3)] == [1, 1, 0]
-    assert lane.submit("modest", lambda: done.append(9))
-    lane.close(finish=True)
+    assert [queue.submit("greedy", lambda number=number: done.append(number)) for number in range(3)] == [1, 1, 0]
+    assert queue.submit("modest", lambda: done.append(9))
+    queue.close(finish=True)
     gate.set()
     assert eventually(lambda: sorted(done) == [0, 1, 9])
     assert eventually(lambda: not any(thread.name.startswith("room-") for thread in threading.enumerate()))
@@ -86,12 +86,12 @@ def test_a_peer_has_so_much_room() -> None:
 
 def test_a_lane_outlives_a_lack_of_threads() -> None:
     """What was submitted then is done with the next job."""
-    lane, done = Lane("test", 2, share=1), list[int]()
+    queue, done = FairQueue("test", 2, share=1), list[int]()
     with without_threads():
-        lane.submit("peer", lambda: done.append(1))
-    lane.submit("peer", lambda: done.append(2))
+        queue.submit("peer", lambda: done.append(1))
+    queue.submit("peer", lambda: done.append(2))
     assert eventually(lambda: done == [1, 2])
-    lane.close()
+    queue.close()
 
 
 def test_functions_are_called_at_their_time() -> None:

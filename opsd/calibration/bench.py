@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from opsd.measured.evidence import Evidence, NotUsable
+from opsd.calibration.evidence import Evidence, NotUsable
 from opsd.plan.hardware import Hardware, is_kind
 from opsd.plan.layout import Layout
 from opsd.plan.source import read

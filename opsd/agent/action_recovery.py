@@ -7,7 +7,7 @@ from typing import Any
 
 from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import unfinished
-from opsd.agent.policy import HARMLESS, UNCONFIRMED, Limits, needs_witness
+from opsd.agent.policy import HARMLESS, UNCONFIRMED, ActionLimits, needs_witness
 from opsd.agent.window import Window
 from opsd.runbooks.base import Action, Incident
 
@@ -20,7 +20,7 @@ _REMOVAL = ("swap_node", "drain_node")
 """Verbs that take the node out; which of them is wanted depends on whether it still has ranks."""
 
 
-class Unfinished:
+class ActionRecovery:
     """The actions that wait to be carried out or given up."""
 
     def __init__(self) -> None:
@@ -31,7 +31,12 @@ class Unfinished:
         self._waiting += [(incident.id, number, None) for number, _ in unfinished(incident)]
 
     def due(
-        self, current: Sequence[Incident], judge: Judge, mode_of: Callable[[str], str], limits: Limits, view: Window
+        self,
+        current: Sequence[Incident],
+        judge: Judge,
+        mode_of: Callable[[str], str],
+        limits: ActionLimits,
+        view: Window,
     ) -> Iterator[tuple[int, Action, Incident, str]]:
         """Actions to carry out, or with why they are given up: number, action, incident, "" or the reason.
 
@@ -55,7 +60,7 @@ class Unfinished:
             yield number, action, incident, refusal
 
 
-def why_not(kind: str, record: Mapping[str, Any], mode: str, limits: Limits, now: float) -> str:
+def why_not(kind: str, record: Mapping[str, Any], mode: str, limits: ActionLimits, now: float) -> str:
     """Why an action that the end of an agent cut off is not to be carried out now, "" if it may be.
 
     ``record`` is its entry in ``Incident.actions``, ``now`` is in epoch seconds.

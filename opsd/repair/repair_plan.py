@@ -3,12 +3,12 @@
 ::
 
     drained by opsd, no job on it
-      -> rung -> retest -> passed: returned
+      -> remedy -> retest -> passed: returned
           ^         |
-          |         +----> failed: the next rung, or rma once attempts or rungs are used up
+          |         +----> failed: the next remedy, or rma once attempts or remedies are used up
 
-The rungs interfere more and more: end leftover processes, reset the GPUs, reload the driver, reboot. The fault decides
-where to begin. A node that somebody else holds, or gives back, is left alone at once.
+The remedies interfere more and more: end leftover processes, reset the GPUs, reload the driver, reboot. The fault
+decides where to begin. A node that somebody else holds, or gives back, is left alone at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Final, Literal
 from opsd.collectors.base import RepairFact, RepairStep
 
 
-class Rung(StrEnum):
-    """A remedy, in the order of the ladder."""
+class Remedy(StrEnum):
+    """A remedy, in the order of the repair_plan."""
 
     PROCESSES = "end_processes"
     RESET = "reset_gpus"
@@ -29,9 +29,9 @@ class Rung(StrEnum):
     REBOOT = "reboot"
 
 
-LADDER: Final = tuple(Rung)
-TRIES: Final = {Rung.PROCESSES: 1, Rung.RESET: 1, Rung.RELOAD: 1, Rung.REBOOT: 2}
-"""How often each rung is tried: two reboots without success mean hardware (NVIDIA's guide to Xid errors)."""
+REMEDIES: Final = tuple(Remedy)
+TRIES: Final = {Remedy.PROCESSES: 1, Remedy.RESET: 1, Remedy.RELOAD: 1, Remedy.REBOOT: 2}
+"""How often each remedy is tried: two reboots without success mean hardware (NVIDIA's guide to Xid errors)."""
 RETEST, RETURN = "retest", "return"
 CUT_OFF = "cut off by the end of the program"
 UNANSWERED = "Slurm has not answered the order"
@@ -60,13 +60,13 @@ class Case(RepairFact):
     """
 
     end: End | None = None
-    first: Rung = Rung.PROCESSES
+    first: Remedy = Remedy.PROCESSES
     format: Literal[1] = 1
 
     @property
-    def rungs(self) -> tuple[RepairStep, ...]:
+    def remedies(self) -> tuple[RepairStep, ...]:
         """The remedies so far."""
-        return tuple(attempt for attempt in self.attempts if attempt.what in LADDER)
+        return tuple(attempt for attempt in self.attempts if attempt.what in REMEDIES)
 
     @property
     def last(self) -> RepairStep | None:
@@ -96,26 +96,26 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """``rungs`` are those allowed, ``attempts`` how many remedies a repair may try, ``a_week`` how many repairs a node.
+class RepairLimits:
+    """``remedies`` are those allowed, ``attempts`` how many a repair may try, ``max_per_week`` how many repairs a node.
 
     Seconds: a reboot has ``reboot_s``; after ``total_s`` of remedies and tests a repair is given up. Waiting is free.
     """
 
-    rungs: tuple[Rung, ...] = LADDER
+    remedies: tuple[Remedy, ...] = REMEDIES
     attempts: int = 3
-    a_week: int = 4
+    max_per_week: int = 4
     reboot_s: float = 1800.0
     total_s: float = 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The next step and its reason: wait, begin a rung (``rung``), retest, return the node, or end the case."""
+    """The next step and its reason: wait, begin a remedy (``remedy``), retest, return the node, or end the case."""
 
-    do: Literal["wait", "rung", "retest", "return", "rma", "left"]
+    do: Literal["wait", "remedy", "retest", "return", "rma", "left"]
     why: str = ""
-    rung: Rung | None = None
+    remedy: Remedy | None = None
 
 
 def begun(case: Case, what: str, facts: Facts) -> Case:
@@ -160,13 +160,13 @@ def paused(case: Case, facts: Facts) -> Case:
     return replace(case, paused="", resumed_at=facts.now)
 
 
-def settled(case: Case, facts: Facts, limits: Limits) -> Case:
+def settled(case: Case, facts: Facts, limits: RepairLimits) -> Case:
     """The case once it is known what became of an attempt that an earlier program began; unchanged while it is not."""
     last = case.last
     if last is None or last.ok is not None:
         return case
     booted = facts.boot != last.boot
-    if last.what != Rung.REBOOT:
+    if last.what != Remedy.REBOOT:
         why = "the node booted meanwhile" if booted and last.what != RETURN else CUT_OFF
         return ended(case, False, why, facts.now)
     if booted and not facts.rebooting:
@@ -180,7 +180,7 @@ def settled(case: Case, facts: Facts, limits: Limits) -> Case:
     return case
 
 
-def next_step(case: Case, facts: Facts, limits: Limits) -> Step:
+def next_step(case: Case, facts: Facts, limits: RepairLimits) -> Step:
     """What to do now in a case that is ``settled`` and under way. What is unknown never leads to an action."""
     step = _interrupted(case, facts) or _given_up(case, facts, limits) or _onward(case, limits)
     return Step("wait", "it has just booted") if step.do == "retest" and facts.settling else step
@@ -198,8 +198,8 @@ def _interrupted(case: Case, facts: Facts) -> Step | None:
         return Step("left", texts.get(facts.hold) or facts.hold_text or f"somebody else holds {case.node}")
     if last is not None and last.ok is None:
         if last.detail == UNANSWERED and not facts.busy and not facts.rebooting:
-            return Step("rung", UNANSWERED, Rung(last.what))
-        return Step("wait", "it reboots" if last.what == Rung.REBOOT else f"{last.what} is under way")
+            return Step("remedy", UNANSWERED, Remedy(last.what))
+        return Step("wait", "it reboots" if last.what == Remedy.REBOOT else f"{last.what} is under way")
     if facts.busy:
         return Step("wait", "a job is still on it")
     if facts.rebooting:
@@ -207,29 +207,29 @@ def _interrupted(case: Case, facts: Facts) -> Step | None:
     return Step("wait", facts.paused) if facts.paused else None
 
 
-def _given_up(case: Case, facts: Facts, limits: Limits) -> Step | None:
+def _given_up(case: Case, facts: Facts, limits: RepairLimits) -> Step | None:
     """Why the repair ends without the node's return, None if it goes on."""
     last = case.last
     if last is not None and last.what == RETURN:
         return Step("left", f"it has passed its retest, and its return was refused: {last.detail}")
     if last is not None and last.what == RETEST and last.ok:
         return None
-    again: Literal["rma", "left"] = "left" if case.first is Rung.PROCESSES else "rma"  # nothing says it is hardware
-    if not case.rungs and facts.relapsed:
+    again: Literal["rma", "left"] = "left" if case.first is Remedy.PROCESSES else "rma"  # nothing says it is hardware
+    if not case.remedies and facts.relapsed:
         return Step(again, facts.relapsed)
-    if not case.rungs and facts.recent >= limits.a_week:
+    if not case.remedies and facts.recent >= limits.max_per_week:
         return Step(again, f"{facts.recent} repairs within a week did not last")
     if sum(attempt.took_s for attempt in case.attempts) > limits.total_s:
         return Step(_unsuccessful(case), f"not over after {limits.total_s / 3600:.0f} h of remedies and tests")
     return None
 
 
-def _onward(case: Case, limits: Limits) -> Step:
+def _onward(case: Case, limits: RepairLimits) -> Step:
     """The return after a test that was passed, the test after a remedy, or the next remedy."""
     last = case.last
     if last is not None and last.what == RETEST and last.ok:
         return Step("return", last.detail)
-    if last is not None and ((last.what in LADDER and last.ok) or _retest_again(case)):
+    if last is not None and ((last.what in REMEDIES and last.ok) or _retest_again(case)):
         return Step("retest", last.detail)
     return _next_rung(case, limits)
 
@@ -246,18 +246,18 @@ def _retest_again(case: Case) -> bool:
     return 0 < cut_off < CUT_OFF_RETESTS
 
 
-def _next_rung(case: Case, limits: Limits) -> Step:
-    tried = [Rung(attempt.what) for attempt in case.rungs]
+def _next_rung(case: Case, limits: RepairLimits) -> Step:
+    tried = [Remedy(attempt.what) for attempt in case.remedies]
     last = case.last
     why = last.detail if last is not None else case.reason
     if len(tried) >= limits.attempts:
         return Step(_unsuccessful(case), f"{len(tried)} attempts without success; the last: {why}")
-    lowest = LADDER.index(Rung.REBOOT if why.startswith(HELD) else tried[-1] if tried else case.first)
-    for rung in LADDER[lowest:]:
-        if rung in limits.rungs and tried.count(rung) < TRIES[rung]:
-            return Step("rung", why, rung)
+    lowest = REMEDIES.index(Remedy.REBOOT if why.startswith(HELD) else tried[-1] if tried else case.first)
+    for remedy in REMEDIES[lowest:]:
+        if remedy in limits.remedies and tried.count(remedy) < TRIES[remedy]:
+            return Step("remedy", why, remedy)
     if not tried:
-        return Step("left", "no remedy that is allowed fits (repair.rungs)")
+        return Step("left", "no remedy that is allowed fits (repair.remedies)")
     attempts = f"{len(tried)} attempt{'s' * (len(tried) != 1)}"
     return Step(_unsuccessful(case), f"no remedy is left after {attempts}; the last: {why}")
 

@@ -1,4 +1,4 @@
-"""``opsd return``: a node back into service."""
+"""``opsd undrain``: a node back into service."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from opsd.slurm.ownership import PreflightResult
 
 
 @click.command(
-    "return",
+    "undrain",
     epilog=exit_codes(
         {
             0: "the nodes are in service",
@@ -36,7 +36,7 @@ from opsd.slurm.ownership import PreflightResult
               help="Preflight report (--json) of a node that is not this one. Repeatable.")  # fmt: skip
 @option("--force", is_flag=True, help="Without a passed preflight, and in spite of relapses.")
 @option("--reason", "text", help="Why, with --force.")
-def return_(
+def undrain(
     nodes: tuple[str, ...],
     file: Path | None,
     overrides: tuple[str, ...],

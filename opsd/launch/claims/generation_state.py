@@ -42,7 +42,7 @@ class Deferred:
     what: Ready | Begun | None
 
 
-class Claimant:
+class GenerationState:
     """``send`` may lose messages; ``expected`` are the launchers of a run that has not begun, this one included.
 
     ``launcher`` identifies this process, ``start`` is common to all launchers of one start of the run, ``size`` is the

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.agent.knowledge import nearest, signature, similarity, statistics
+from opsd.agent.similar_incidents import nearest, signature, similarity, statistics
 from opsd.runbooks.base import Culprit, Evidence, State
 from tests.fakes.incidents import WALL, incident
 

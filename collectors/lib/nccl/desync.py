@@ -41,7 +41,7 @@ _SAME_SHAPE: Final = ("all_reduce", "allreduce", "broadcast", "_all_gather_base"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Desync:
     """Who keeps the others waiting, and in which operation, the earliest that waits for them.
 
     ``culprits`` are the ranks to look at first. It is empty if all have come and the fault lies between them, or if
@@ -87,7 +87,7 @@ class _Operation:
         return any(name in self.first.operation for name in names)
 
 
-def judge(dumps: Mapping[int, Dump], world: frozenset[int] = frozenset()) -> Verdict | None:
+def judge(dumps: Mapping[int, Dump], world: frozenset[int] = frozenset()) -> Desync | None:
     """What the dumps, by rank, tell; None if every operation has ended everywhere.
 
     ``world`` are the ranks of groups that no dump lists the members of.
@@ -240,7 +240,7 @@ def _all_at_the_front(operation: _Operation, operations: list[_Operation]) -> bo
     )
 
 
-def _verdict(cause: str, culprits: tuple[int, ...], operation: _Operation, share: float) -> Verdict:
+def _verdict(cause: str, culprits: tuple[int, ...], operation: _Operation, share: float) -> Desync:
     """The verdict about an operation; ``share`` of the ranks left a dump."""
     first = operation.first
     behind = tuple(
@@ -249,7 +249,7 @@ def _verdict(cause: str, culprits: tuple[int, ...], operation: _Operation, share
     waiting = tuple(sorted(operation.calls.keys() - set(behind) | set(operation.ended)))
     sure = round(_CONFIDENCE[cause] * (0.5 + 0.5 * share), 2)
     missing, silent = tuple(sorted(operation.missing)), tuple(sorted(operation.silent))
-    return Verdict(
+    return Desync(
         cause,
         culprits,
         sure,
@@ -277,7 +277,7 @@ def _called(operation: _Operation) -> str:
     )
 
 
-def evidence(verdict: Verdict | None) -> list[str]:
+def evidence(verdict: Desync | None) -> list[str]:
     """The verdict in sentences."""
     if verdict is None:
         return ["every operation that the dumps know of has ended everywhere"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from opsd.measured.evidence import Evidence, NotUsable, TooLittle
+from opsd.calibration.evidence import Evidence, NotUsable, TooLittle
 from opsd.plan.hardware import Hardware, is_kind
 from opsd.preflight.base import Verdict
 from opsd.preflight.fleet import newest_by_node

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 
-class Odometer:
+class MonotonicCounter:
     """Adds up raw readings per key. A total begins with the first reading of its key.
 
     A reading below the one before is a wrap if the counter went from the last quarter of its ``bits`` to the first.

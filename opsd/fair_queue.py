@@ -14,11 +14,11 @@ MAX_WAITING = 512
 """Above this number of waiting jobs those that are no longer wanted are left out."""
 
 
-class Lane:
+class FairQueue:
     """At most ``threads`` threads, started when needed; ``share`` of them work for one peer at the same time.
 
     Peers take turns: the jobs of one wait for one another, and those of the others overtake them; who has the least
-    ``rank`` comes first. Jobs never raise. One that is no longer ``wanted`` is left out, so that a lane whose threads
+    ``rank`` comes first. Jobs never raise. One that is no longer ``wanted`` is left out, so that a queue whose threads
     are stuck does not keep what waits for them. With ``room`` so many jobs of a peer may wait.
     """
 

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 from opsd import exitcodes
 from opsd.bench.outside.flight_recorder import CULPRITS
-from opsd.collectors.lib.nccl import stuck
+from opsd.collectors.lib.nccl import desync
+from opsd.collectors.lib.nccl.desync import Desync, judge
 from opsd.collectors.lib.nccl.flight_recorder import Dump, DumpError, parse_dump, read_dumps
-from opsd.collectors.lib.nccl.stuck import Verdict, judge
 from opsd.commands.diagnose import diagnose
 
 RECORDED = Path(__file__).parents[1] / "outside" / "fr_traces"
@@ -40,7 +40,7 @@ def dump(*entries: Entry, **groups: list[int]) -> Dump:
     return parse_dump(json.dumps({"version": "2.10", "entries": entries, "pg_config": config}).encode())
 
 
-def judged(dumps: dict[int, Dump], world: int = 0) -> Verdict:
+def judged(dumps: dict[int, Dump], world: int = 0) -> Desync:
     verdict = judge(dumps, frozenset(range(world)))
     assert verdict is not None
     return verdict
@@ -53,7 +53,7 @@ def test_recorded_hangs_of_others(case: str, culprits: tuple[int, ...]) -> None:
     assert (sorted(dumps), unusable) == (list(range(16)), {})
     verdict = judged(dumps)
     assert verdict.culprits == culprits
-    assert verdict.cause == (stuck.NEVER_CALLED if "gil" in case else stuck.DEVICE)
+    assert verdict.cause == (desync.NEVER_CALLED if "gil" in case else desync.DEVICE)
 
 
 def test_fewer_dumps_are_less_sure() -> None:
@@ -69,7 +69,7 @@ def test_one_dump_alone_names_nobody(rank: int) -> None:
     """Fifteen ranks are as likely to be the culprit as they were before."""
     dumps, _ = read_dumps(RECORDED / "lock_gil_2nd")
     verdict = judge({rank: dumps[rank]}, frozenset(range(16)))
-    assert verdict is None or (verdict.culprits, verdict.cause) == ((), stuck.TOO_FEW)
+    assert verdict is None or (verdict.culprits, verdict.cause) == ((), desync.TOO_FEW)
     assert verdict is None or verdict.confidence <= 0.2
 
 
@@ -77,7 +77,7 @@ def test_the_one_rank_without_a_dump_is_named() -> None:
     """All others wait for it; also the other one of two."""
     group = {"world": [0, 1, 2, 3]}
     verdict = judged({rank: dump(entry(1), **group) for rank in (0, 1, 3)})
-    assert (verdict.cause, verdict.culprits) == (stuck.NO_DUMP, (2,))
+    assert (verdict.cause, verdict.culprits) == (desync.NO_DUMP, (2,))
     assert judged({0: dump(entry(1), world=[0, 1])}).culprits == (1,)
 
 
@@ -91,7 +91,7 @@ def test_a_pipeline_waits_for_the_stage_that_stopped() -> None:
         30: dump(entry(5, "recv 3<-2", "pp"), **group),
     }
     verdict = judged(dumps)
-    assert (verdict.cause, verdict.culprits) == (stuck.NEVER_CALLED, (20,))
+    assert (verdict.cause, verdict.culprits) == (desync.NEVER_CALLED, (20,))
 
 
 def test_the_group_in_which_somebody_is_missing_is_blamed_not_the_first() -> None:
@@ -113,7 +113,7 @@ def test_a_rank_that_calls_something_else_is_named(fields: dict[str, object]) ->
     """Another operation, size or type at the same place."""
     usual, odd = entry(1), entry(1, **fields)  # type: ignore[arg-type]
     verdict = judged({rank: dump(odd if rank == 2 else usual, world=[0, 1, 2, 3]) for rank in range(4)})
-    assert (verdict.cause, verdict.culprits) == (stuck.MISMATCHED, (2,))
+    assert (verdict.cause, verdict.culprits) == (desync.MISMATCHED, (2,))
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -122,9 +122,9 @@ def test_without_a_majority_all_are_named(backend: str) -> None:
     group = {"world": [0, 1]}
     calls = [entry(0, profiling_name=f"{backend}:{operation}") for operation in ("broadcast", "all_reduce")]
     verdict = judged({rank: dump(call, **group) for rank, call in enumerate(calls)})
-    assert (verdict.cause, verdict.culprits) == (stuck.MISMATCHED, (0, 1))
+    assert (verdict.cause, verdict.culprits) == (desync.MISMATCHED, (0, 1))
     assert verdict.called == f"rank 0 called {backend}:broadcast, rank 1 called {backend}:all_reduce"
-    assert verdict.called in stuck.evidence(verdict)
+    assert verdict.called in desync.evidence(verdict)
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -149,7 +149,7 @@ def test_without_a_majority_the_order_so_far_decides(called: tuple[str, str], od
         ]
         dumps[rank] = dump(*entries, world=[0, 1])
     verdict = judged(dumps)
-    assert (verdict.cause, set(verdict.culprits)) == (stuck.MISMATCHED, odd)
+    assert (verdict.cause, set(verdict.culprits)) == (desync.MISMATCHED, odd)
 
 
 def test_the_operations_of_a_batch_are_over_when_its_frame_is() -> None:
@@ -164,7 +164,7 @@ def test_the_operations_of_a_batch_are_over_when_its_frame_is() -> None:
 
     late = rank(2)
     verdict = judged({number: late if number == 2 else rank(number, entry(2)) for number in range(4)})
-    assert (verdict.cause, verdict.culprits, verdict.operation) == (stuck.NEVER_CALLED, (2,), "nccl:all_reduce")
+    assert (verdict.cause, verdict.culprits, verdict.operation) == (desync.NEVER_CALLED, (2,), "nccl:all_reduce")
 
 
 def test_a_batch_that_has_not_ended_is_waited_in() -> None:
@@ -173,20 +173,20 @@ def test_a_batch_that_has_not_ended_is_waited_in() -> None:
     batch = entry(0, "send 0->1", "pp", 0, p2p_seq_id=1)
     frame = entry(1, "coalesced", "pp", 0, p2p_seq_id=1, is_p2p=True, state="started")
     verdict = judged({0: dump(batch, frame, **group), 1: dump(**group)})
-    assert (verdict.cause, verdict.culprits) == (stuck.NEVER_CALLED, (1,))
+    assert (verdict.cause, verdict.culprits) == (desync.NEVER_CALLED, (1,))
 
 
 def test_sizes_may_differ_where_they_may() -> None:
     """Experts get different numbers of tokens."""
     dumps = {rank: dump(entry(1, "all_to_all", input_sizes=[[rank]]), world=[0, 1, 2]) for rank in range(3)}
-    assert judged(dumps).cause == stuck.BETWEEN
+    assert judged(dumps).cause == desync.BETWEEN
 
 
 def test_two_groups_in_different_order_wait_for_each_other() -> None:
     """Rank 0 is in a and never came to b; rank 1 the other way round."""
     groups = {"a": [0, 1], "b": [0, 1]}
     verdict = judged({0: dump(entry(1, group="a"), **groups), 1: dump(entry(1, group="b"), **groups)})
-    assert (verdict.cause, verdict.culprits) == (stuck.DEADLOCK, (0, 1))
+    assert (verdict.cause, verdict.culprits) == (desync.DEADLOCK, (0, 1))
 
 
 def test_a_device_that_does_not_end_what_others_have_ended() -> None:
@@ -194,7 +194,7 @@ def test_a_device_that_does_not_end_what_others_have_ended() -> None:
     late = dump(entry(1, sequence=6), entry(2), world=[0, 1, 2])
     waiting = dump(entry(1, sequence=6, retired=True), entry(2), world=[0, 1, 2])
     verdict = judged({0: waiting, 1: late, 2: waiting})
-    assert (verdict.cause, verdict.culprits) == (stuck.DEVICE, (1,))
+    assert (verdict.cause, verdict.culprits) == (desync.DEVICE, (1,))
 
 
 def test_thousands_of_ranks_are_judged(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from opsd.measured.evidence import Evidence, NotUsable
+from opsd.calibration.evidence import Evidence, NotUsable
 from opsd.report.run import NoReport, RunReport, read_run
 
 LEAST_EVENTS: Final = 5

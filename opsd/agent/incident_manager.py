@@ -13,16 +13,16 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from opsd.agent import by_hand, correlate, incidents, lifecycle
+from opsd.agent.action_recovery import ActionRecovery
 from opsd.agent.actions import Executor
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.logs import Log
-from opsd.agent.policy import HARMLESS, OF_A_RUN, Decision, Limits, PastAction, Verdict, decide, needs_witness
+from opsd.agent.policy import HARMLESS, OF_A_RUN, ActionLimits, Decision, PastAction, Ruling, decide, needs_witness
 from opsd.agent.repairs import Repairs
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
-from opsd.agent.unfinished import Unfinished
 from opsd.agent.window import Window
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Done, Finding, Incident, State
@@ -113,7 +113,7 @@ _OVER_QUOTA: Mapping[int | None, str] = {
 Listener = Callable[[Incident, Transition], None]
 
 
-class Responder:
+class IncidentManager:
     """Holds the incidents of the node. Used in one thread.
 
     ``opened`` counts by kind, ``cost`` is GPU-seconds by kind, ``actions`` counts by (verb, outcome).
@@ -128,7 +128,7 @@ class Responder:
         log: Log,
         *,
         mode_of: Callable[[str], str],
-        limits: Limits,
+        limits: ActionLimits,
         started_at: float,
         listeners: Sequence[Listener] = (),
     ) -> None:
@@ -138,7 +138,7 @@ class Responder:
         self.opened: Counter[str] = Counter()
         self.cost: dict[str, float] = defaultdict(float)
         self.actions: Counter[tuple[str, str]] = Counter()
-        self._book = incidents.Book(watching_since=started_at)
+        self._book = incidents.IncidentTable(watching_since=started_at)
         self.ended: deque[Incident] = deque(maxlen=MAX_ENDED)
         self._history: list[PastAction] = []
         self._done: list[Done] = []
@@ -149,7 +149,7 @@ class Responder:
         self._idle: frozenset[str] = frozenset()
         self._unprovable: dict[str, float] = {}
         self._quota, self._over_quota = Quota(), frozenset[int | None]()
-        self._unfinished = Unfinished()
+        self._unfinished = ActionRecovery()
         self.repairs = Repairs(journal)
         self.orders: SimpleQueue[by_hand.Order] = SimpleQueue()
         """Of people, from any thread; the next tick carries them out."""
@@ -175,7 +175,7 @@ class Responder:
         judge: Judge,
         executor: Executor,
         mode_of: Callable[[str], str],
-        limits: Limits,
+        limits: ActionLimits,
         listeners: Sequence[Listener],
     ) -> Sequence[Listener]:
         """Judge, act and tell by these from now on; returns the former listeners.
@@ -387,13 +387,13 @@ class Responder:
             id: [action for action in actions if id not in silent or action.verb not in HARMLESS]
             for id, actions in self._judge.remedies(self._waiting(), view).items()
         }
-        book = dict(self._book.incidents)
+        table = dict(self._book.incidents)
         for incident in self._waiting():
             wanted = [a for a in remedies.get(incident.id, ()) if a.verb not in HARMLESS]
             proposed = tuple({"verb": a.verb, "target": a.target, "args": dict(a.args)} for a in wanted)
             if proposed and proposed != incident.proposed:
-                book[incident.kind, incident.key] = replace(incident, proposed=proposed)
-        self._book = replace(self._book, incidents=book)
+                table[incident.kind, incident.key] = replace(incident, proposed=proposed)
+        self._book = replace(self._book, incidents=table)
         return remedies
 
     def _waiting(self) -> list[Incident]:
@@ -421,9 +421,9 @@ class Responder:
                 confirmed,
                 self._journal.problem,
             )
-            after = self._note([d for d in decisions if d.verdict is not Verdict.RUN], incident, view.wall)
-            admitted = [decision.action for decision in decisions if decision.verdict is Verdict.RUN]
-            refused = any(d.verdict is Verdict.REFUSE and d.action.verb not in HARMLESS for d in decisions)
+            after = self._note([d for d in decisions if d.verdict is not Ruling.RUN], incident, view.wall)
+            admitted = [decision.action for decision in decisions if decision.verdict is Ruling.RUN]
+            refused = any(d.verdict is Ruling.REFUSE and d.action.verb not in HARMLESS for d in decisions)
             start = self._start_notifications if refused else self._start
             changed[incident.kind, incident.key] = start(admitted, after, view.wall, user_of) if admitted else after
         self._book = replace(self._book, incidents={**self._book.incidents, **changed})
@@ -453,7 +453,7 @@ class Responder:
         self, actions: Sequence[Action], incident: Incident, wall: float, user_of: Callable[[Action], int | None]
     ) -> Incident:
         """Notify, once, of an incident whose other actions are refused for now; it waits for these."""
-        known = {(past["verb"], past["target"]) for past in incident.actions if past["outcome"] != str(Verdict.REFUSE)}
+        known = {(past["verb"], past["target"]) for past in incident.actions if past["outcome"] != str(Ruling.REFUSE)}
         new = [action for action in actions if (action.verb, action.target) not in known]
         if not new:
             return incident
