@@ -305,7 +305,7 @@ def _audit(step: Any, meter: Meter) -> None:
 
 
 def _counted(pipeline: list[Any], mark: str, attribute: str, stat: str, places: Mapping[str, str]) -> dict[str, int]:
-    """Documents by folder, as the steps with the attribute ``mark`` count them. ``places`` maps folders that lead aside."""
+    """Documents by folder, as steps with the attribute ``mark`` count them. ``places`` has folders that lead aside."""
     found: dict[str, int] = {}
     for step in pipeline:
         if hasattr(step, mark) and (place := place_of(getattr(step, attribute, None))) is not None:
