@@ -170,6 +170,22 @@ class Finished(TypedDict):
     reason: str
 
 
+class CompanionReady(TypedDict):
+    """A companion of the run answers."""
+
+    companion: str
+    """the beginning of its command"""
+    seconds: float
+    """since its start"""
+
+
+class CompanionFailed(TypedDict):
+    """A companion of the run has ended, refuses, or hangs; the generation starts again."""
+
+    companion: str
+    why: str
+
+
 class NodeLost(TypedDict):
     """A node is silent for too long."""
 
@@ -398,7 +414,7 @@ class Evaluation(TypedDict):
 
 OF_LAUNCHERS: Final[tuple[type, ...]] = (
     GenerationStarted, RankExited, HangDetected, StragglerFound, StragglerGone, RestartRequested, Resumed,
-    CheckpointCommitted, Stopped, Finished,
+    CheckpointCommitted, CompanionReady, CompanionFailed, Stopped, Finished,
 )  # fmt: skip
 """Written by the launcher of a node, and by the leader for the run."""
 OF_RUNS: Final[tuple[type, ...]] = (

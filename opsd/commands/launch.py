@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from opsd import exitcodes
 from opsd.checkpoints.claims import ClaimError
 from opsd.commands.launch_options import NOTIFY, full_name, own_options, torchrun_options
 from opsd.commands.launch_settings import (
+    besides_of,
     default_name,
     hang_limits_of,
     is_several,
@@ -40,6 +41,7 @@ from opsd.launch.ranks.settings import Program, ProgramNotFound, Settings, too_f
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.assembly import assemble_run
 from opsd.launch.run.closing import print_closing_block, summarize_job
+from opsd.launch.run.companions import Beside, Companions
 from opsd.launch.run.launchers import (
     DEFAULT_PORT,
     Launchers,
@@ -81,6 +83,7 @@ _SECTIONS = {
     "Hangs": (
         "hang_limit", "data_hang_limit", "startup_limit", "unannounced_hang_limit", "idle_limit", "no_observe",
     ),
+    "Companions": ("beside", "beside_health", "beside_gpus", "beside_public"),
     "Name, files and messages": (
         "run", "run_dir", "log_dir", "log_size", "redirects", "tee", "chosen", "take_over", "events", "notify",
     ),
@@ -216,6 +219,8 @@ def _begin(settings: Settings, folders: RunFolders, events: EventLog, options: d
         Sender(options["notify"]),
         stacks_suffix=f"-{settings.node}" if several else "",
         log_bytes=options["log_size"] << 20,
+        besides=besides_of(options),
+        startup_s=options["startup_limit"],
     )
 
 
@@ -253,6 +258,8 @@ def _supervise(
     *,
     stacks_suffix: str = "",
     log_bytes: int,
+    besides: Sequence[Beside] = (),
+    startup_s: float = 1800.0,
 ) -> int:
     become_subreaper()
     if not has_own_proc():
@@ -267,6 +274,7 @@ def _supervise(
     if limits is not None:
         hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix, find_gpu_probe())
     loop.every(TRIM_S, console.trim)
+    companions = Companions(besides, folders, loop, events, settings.program.cwd, startup_s=startup_s)
     supervisor = Supervisor(
         settings,
         folders,
@@ -276,6 +284,7 @@ def _supervise(
         hangs=hangs,
         console=console,
         others=sender.children,
+        companions=companions,
     )
     notices = Notices(settings.run, settings.job, sender)
     server, control = ControlServer(folders.control, loop, supervisor.answer), new_control(supervisor, notices)

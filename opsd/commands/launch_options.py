@@ -273,6 +273,25 @@ own_options = options(
         help="What a finding in the first batches of a Hugging Face or TRL trainer does, before its first step: refuse "
         "the run, or warn; off: do not look. only: end after the audit.",
     ),
+    option(
+        "--beside",
+        multiple=True,
+        metavar="COMMAND",
+        help="Start COMMAND, such as a server for rollouts, with each generation, on its first node.",
+    ),
+    option(
+        "--beside-health",
+        multiple=True,
+        metavar="URL",
+        help="The URL that answers below 400 once the companion is ready; one for each --beside, in their order.",
+    ),
+    option(
+        "--beside-gpus",
+        multiple=True,
+        metavar="GPUS",
+        help="The CUDA_VISIBLE_DEVICES of the companion; one for each --beside, in their order.",
+    ),
+    option("--beside-public", is_flag=True, help="Companions may listen on all addresses."),
     option("--no-standby", is_flag=True, help="Keep no warm interpreters for the next restart."),
     option("--standby-import", multiple=True, metavar="MODULE", help="Import MODULE too in warm interpreters."),
     option(

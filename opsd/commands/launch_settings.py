@@ -8,6 +8,8 @@ import json
 import math
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -15,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import click
 from click.core import ParameterSource
@@ -25,6 +28,7 @@ from opsd.launch.io.console import STDOUT
 from opsd.launch.io.reporting import print_message, takes_color
 from opsd.launch.ranks.settings import PREFIX, Program, Settings, Streams
 from opsd.launch.run.closing import resume_command
+from opsd.launch.run.companions import Beside
 from opsd.launch.run.launchers import Launchers, NodeCount
 from opsd.launch.run.nodes import RunShape
 from opsd.launch.run.readiness import known_at_start
@@ -118,6 +122,30 @@ def settings_of(program: Program, run: str, node: str, options: dict[str, Any]) 
         audit=options["audit"],
         color=takes_color(STDOUT),
     )
+
+
+def besides_of(options: dict[str, Any]) -> list[Beside]:
+    """The companions of the command line. Raises click.UsageError."""
+    commands: Sequence[str] = options["beside"]
+    found = []
+    for name in ("beside_health", "beside_gpus"):
+        if len(options[name]) > len(commands):
+            flag = f"--{name.replace('_', '-')}"
+            raise click.UsageError(f"there are more {flag} than --beside; give one for each companion, in their order")
+    for number, command in enumerate(commands):
+        try:
+            words = tuple(shlex.split(command))
+        except ValueError as error:
+            raise click.UsageError(f"--beside {command!r:.80} cannot be split into words: {error}") from error
+        if not words or shutil.which(words[0]) is None:
+            raise click.UsageError(f"--beside {command!r:.80} names no program that can be executed here")
+        health, gpus = (options[name][number : number + 1] for name in ("beside_health", "beside_gpus"))
+        if health and (urlsplit(health[0]).scheme not in ("http", "https") or not urlsplit(health[0]).hostname):
+            raise click.UsageError(f"--beside-health {health[0]!r:.80} is no http or https URL")
+        found.append(
+            Beside(words, health[0] if health else "", gpus[0] if gpus else None, public=options["beside_public"])
+        )
+    return found
 
 
 def shape_of(settings: Settings, options: dict[str, Any], launchers: Launchers) -> RunShape:

@@ -40,6 +40,8 @@ SUSPECT_BEFORE_S = 2.5
 """A stall is examined this long before its limit, so that the stacks are available when it is reached."""
 _PAUSE_S = 3.0
 """Without a check for so long the launcher itself was stopped (a suspended job), and the time starts again."""
+COMPANION_S = 3600.0
+"""For how long a companion that works excuses a rank that does not change."""
 _NO_GPUS: Mapping[int, GpuUse] = {}
 _STILL_WAITS_S = 20.0
 """For how long a stack says of a rank that moves, or has no page, whether it waits in a collective."""
@@ -84,7 +86,7 @@ class HangDetector:
         self._busy: frozenset[int] = frozenset()
         self._by_idleness = False
         self._at_work: frozenset[int] = frozenset()
-        self._asked = self._since = -math.inf
+        self._asked = self._since = self._served = -math.inf
 
     def new_generation(self) -> None:
         """Forget the ranks, keep the learned limits."""
@@ -94,6 +96,10 @@ class HangDetector:
         self._traced.clear()
         self._at_work = frozenset()
         self._overdue.clear()
+
+    def companion_works(self, at: float) -> None:
+        """A companion of the run worked at the monotonic second ``at``: ranks may wait for it."""
+        self._served = at
 
     def check(self, ranks: Sequence[Observation], now: float) -> Stall | None:
         """Learn from the pages and return a stall if there is one; times in monotonic seconds."""
@@ -158,7 +164,8 @@ class HangDetector:
         elif rank.process == TRACED or self._excused.get(rank.rank) == (changed, INPUT):
             limit, idle_limit = (max(each, self.limits.recognised(INPUT)) for each in (limit, idle_limit))
         freed = -math.inf if rank.process == TRACED else self._traced.get(rank.rank, -math.inf)
-        begun = max(changed, self._since, freed)
+        served = self._served if rank.process != "T" and self._served - changed < COMPANION_S else -math.inf
+        begun = max(changed, self._since, freed, served)
         stuck_s, idle_s = now - begun, rank.seen - max(begun, rank.active)
         if page is None:
             stuck_s = idle_s

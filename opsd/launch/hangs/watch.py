@@ -80,6 +80,10 @@ class HangWatch:
         self._judge.new_generation()
         self._activity.forget()
 
+    def companion_works(self, at: float) -> None:
+        """See ``HangDetector.companion_works``."""
+        self._judge.companion_works(at)
+
     def reset(self) -> None:
         """Drop the stall that is examined."""
         if self._capture is not None:

@@ -135,6 +135,13 @@ class ClusterRun:
         failed = messages.Failed(self._generation, (messages.FailedRank(failure),))
         self._node.end(lambda: self._tell(failed))
 
+    def companion_failed(self, reason: str) -> None:
+        """Report it as a failure of this node's first rank, which the companion serves."""
+        failure = Failure(
+            self._change.first_rank, reason, "environment", time.time(), step=self._node.progress.furthest
+        )
+        self._tell(messages.Failed(self._generation, (messages.FailedRank(failure),)))
+
     def failed(self, found: Sequence[RankFailure]) -> None:
         """Report the failures to the leader."""
         cause = first_cause([failure for failure, _ in found])

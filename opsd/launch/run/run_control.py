@@ -29,6 +29,9 @@ class RunControl(Protocol):
     def cannot_start(self, reason: str) -> None:
         """The ranks of the generation could not all be started."""
 
+    def companion_failed(self, reason: str) -> None:
+        """A companion on this node has failed; ``reason`` names it."""
+
     def failed(self, found: Sequence[RankFailure]) -> None:
         """Ranks of this node have failed at about the same time."""
 

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,8 @@ from opsd.launch.ranks.settings import Assignment, Settings, gpu_count
 from opsd.launch.ranks.shutdown import SECOND_STOP_S, GracefulStop, Teardown
 from opsd.launch.ranks.step_log import StepLog
 from opsd.launch.ranks.workers import RankStarter
-from opsd.launch.run.run_control import CONTROL, RunControl
+from opsd.launch.run.companions import Companions
+from opsd.launch.run.run_control import CONTROL, RankFailure, RunControl
 from opsd.launch.run.step_times import StepSampler
 from opsd.rank_page import RankPage
 from opsd.rundir import RunFolders, RunState, State
@@ -57,6 +58,7 @@ class Supervisor:
         hangs: HangWatch | None,
         console: Console,
         others: Collection[int] = (),
+        companions: Companions | None = None,
     ) -> None:
         self.settings = settings
         self.folders = folders
@@ -73,6 +75,7 @@ class Supervisor:
         self._hangs = hangs
         self._console = console
         self._others = others
+        self._companions = companions
         self.state: State = "waiting"
         self._aggregation = LocalFailureAggregation(loop, self._settle)
         self._reported: set[int] = set()
@@ -116,10 +119,12 @@ class Supervisor:
         self.events.generation = number
         self._world_size = place.world_size
         try:
+            if self._companions is not None and place.node_rank == 0:
+                self._companions.start(number, self._control.companion_failed)
             self._starter.start(generation, place, restarts)
         except OSError as error:
             self._watch_ranks()
-            self._control.cannot_start(f"the ranks cannot be started: {error}")
+            self._control.cannot_start(f"the ranks cannot be started: {error.strerror or error}")
             return
         self._watch_ranks()
         self.set_state("running")
@@ -145,6 +150,8 @@ class Supervisor:
             self.step_times.collect(pages)
             if not self.stopping and self._settled(pages):
                 self._standby.refill()
+            if self._hangs is not None and self._companions is not None:
+                self._hangs.companion_works(self._companions.works_at)
             hang = self._hangs.look(self.generation, pages) if self._hangs is not None else None
             if hang is not None and not self._aggregation.open:
                 self._control.hung(hang)
@@ -162,6 +169,7 @@ class Supervisor:
     def _is_own_child(self, pid: int) -> bool:
         own = any(rank.child.pid == pid for rank in self.generation.ranks)
         own = own or pid in self._others or pid in self._guard.pids
+        own = own or (self._companions is not None and pid in self._companions.pids)
         return own or pid in self._standby.pids or (self._hangs is not None and pid in self._hangs.pids)
 
     def _is_left_alone(self, pid: int) -> bool:
@@ -237,10 +245,27 @@ class Supervisor:
         found = [pair for pair in failed if pair[1].rank not in self._reported]
         if found:
             self._reported |= {rank.rank for _, rank in found}
-            self._control.failed(found)
+            self._report(found)
         elif not failed and not self.generation.running:
             # The signal to stop reached the ranks before it reached us.
             self._all_ended()
+
+    def _report(self, found: Sequence[RankFailure]) -> None:
+        """A companion that has failed is the cause of what ranks say, and is named instead."""
+        number = self.generation.number
+
+        def asked(culprit: str) -> None:
+            if self.generation.number != number:
+                return
+            if culprit:
+                self._control.companion_failed(culprit)
+            else:
+                self._control.failed(found)
+
+        if self._companions is None:
+            self._control.failed(found)
+        else:
+            self._companions.culprit(asked)
 
     # -- ending --------------------------------------------------------------------------------------------------
 
@@ -275,6 +300,8 @@ class Supervisor:
 
     def _tear_down(self, *, gracefully: bool = False, interrupt_s: float | None = None) -> None:
         self._aggregation.forget()
+        if self._companions is not None:
+            self._companions.collect()
         if self._hangs is not None:
             self._hangs.reset()
         self._teardown = Teardown(
