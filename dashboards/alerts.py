@@ -6,8 +6,7 @@ An alert is named like its guide: ``GpuThrottle`` is explained by ``gpu_throttle
 cost and next step. Those about incidents also say who acts. All this is looked up when a message is rendered. The job
 as a label would make another alert of the same fault once the next job starts.
 
-The guides of runbooks are made from the runbooks. ``GUIDES`` are the others: of alerts that Prometheus raises from many
-nodes, or from silence. ``opsd runbook show NAME`` shows them, and any agent at ``/runbooks/NAME``.
+``opsd runbook show NAME`` shows a guide, and any agent at ``/runbooks/NAME``.
 """
 
 from __future__ import annotations
@@ -18,14 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.base import Guide
-
 Scheme = Literal["http", "https"]
 
 FOLDER: Final = Path(__file__).parents[1] / "deploy" / "prometheus" / "rules"
-GUIDE_FILES: Final = Path(__file__).parents[1] / "guides"
-"""Next to this package when opsd is installed, a link to ``docs/runbooks`` in a checkout."""
 _LINK: Final = re.compile(r"runbook_url: http://(?P<agent>.*)/runbooks/")
 
 
@@ -84,13 +78,3 @@ def _rule(rule: Mapping[str, Any]) -> Rule:
     name = rule.get("alert") or rule["record"]
     labels, annotations = rule.get("labels", {}), rule.get("annotations", {})
     return Rule(name, rule["expr"], "alert" in rule, rule.get("for", "0s"), labels, annotations)
-
-
-def _guides(folder: Path) -> Mapping[str, Guide]:
-    made = {"README", *(book.kind for book in RUNBOOKS)}
-    files = [file for file in sorted(folder.glob("*.md")) if file.stem not in made]
-    return {file.stem: Guide.parse(file.read_text(encoding="utf-8")) for file in files}
-
-
-GUIDES: Final = _guides(GUIDE_FILES)
-"""By the alert's name in snake case."""

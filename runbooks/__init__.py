@@ -1,4 +1,4 @@
-"""Runbooks: one file per kind of incident, each with guide, detector, diagnosis and remedy.
+"""Runbooks: one file per kind of incident, each with detector, diagnosis and remedy; ``lib.guides`` has the guides.
 
 The modules of this folder are the runbooks, but for ``base``, which says what a runbook is. ``lib`` has what they are
 made of. ``NAMES`` is where they are registered.

@@ -1,4 +1,4 @@
-"""The contract of a runbook: a guide for the person on call, and pure functions that detect, diagnose and remedy.
+"""The contract of a runbook: pure functions that detect, diagnose and remedy. Its guide is ``docs/runbooks/KIND.md``.
 
 A runbook is one file that ends in ``RUNBOOK = Runbook(...)``. Its functions see the last minutes of samples
 (``View``) and the latest facts, and nothing else: no clock, no files, no processes. They return the actions
@@ -7,7 +7,6 @@ that they want as ``Action`` values, which the agent's policy admits or refuses 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -282,31 +281,6 @@ class View(Protocol):
         ...
 
 
-SECTIONS = ("Meaning", "Impact", "Diagnosis", "Mitigation", "What opsd does by itself")
-"""The headings of a guide, in the order of the fields of ``Guide`` after its title."""
-
-
-@dataclass(frozen=True, slots=True)
-class Guide:
-    """What a runbook tells the person on call. ``automatic`` says what opsd does by itself in each policy mode."""
-
-    title: str
-    meaning: str
-    impact: str
-    diagnosis: str
-    mitigation: str
-    automatic: str
-
-    @classmethod
-    def parse(cls, markdown: str) -> Guide:
-        """A guide from its Markdown: the title, then the sections of ``SECTIONS`` in their order. Raises ValueError."""
-        title, *sections = re.split(r"^## ", markdown.strip(), flags=re.MULTILINE)
-        heads = tuple(section.partition("\n")[0].strip() for section in sections)
-        if not title.startswith("# ") or heads != SECTIONS:
-            raise ValueError(f"a guide has a title and the sections {', '.join(SECTIONS)}; this one has {heads}")
-        return cls(title[2:].strip(), *(section.partition("\n")[2].strip() for section in sections))
-
-
 Detect = Callable[[View], Iterable[Finding]]
 Diagnose = Callable[[Finding, View], Finding]
 Remedy = Callable[[Incident, View], Sequence[Action]]
@@ -359,7 +333,6 @@ class Runbook:
     """
 
     kind: str
-    guide: Guide
     detect: Detect
     healed: Healed
     confirmed: Confirmed | None = None

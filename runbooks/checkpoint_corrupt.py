@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import (
     FRESH_S,
@@ -87,42 +87,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="checkpoint_corrupt",
-    guide=Guide.parse("""
-# A checkpoint is damaged
-
-## Meaning
-A rank verified a committed checkpoint before loading it and found a file that is missing, has the wrong size, or does
-not match the checksum in the manifest. The checkpoint was complete when it was committed; storage, a cleanup script, or
-a memory error on the way to the disk has changed it since. Or the rank could not read a file ("cannot be read"): then
-its node or the storage has failed, and the checkpoint may be good.
-
-## Impact
-The trainer sets the checkpoint aside, or skips it if it cannot be read, and loads an older one: the steps in between
-are repeated. If no older checkpoint verifies, the run stops instead of silently starting from step 0.
-
-## Diagnosis
-1. `opsd incidents show ID`: the file, and what is wrong with it.
-2. `opsd checkpoint --help`: the commands that list and verify a run's checkpoints.
-3. The disk or file server that holds it: `journalctl -k --since -1day | grep -iE "nvme|ext4|xfs|I/O error"`, `smartctl
-   -a /dev/nvme0`, `findmnt -T FOLDER`.
-4. Wrong size or missing: what deleted it? `ls -la --time-style=full-iso FOLDER`, the shell history, cleanup jobs,
-   quotas.
-5. "Cannot be read": on the rank's node, `dmesg --level=err,warn`, `findmnt -T FOLDER`, and reading the file by hand.
-6. Right size, wrong content on several checkpoints: suspect memory. `journalctl -k | grep -iE "mce|edac|ecc"`.
-
-## Mitigation
-- Nothing for the run, if an older checkpoint was loaded.
-- Only one node cannot read: remount its storage or drain it; the checkpoint remains available for the next start.
-- Keep the damaged folder until the cause is known; its manifest has been renamed, so that nothing will load it.
-- Verify the other checkpoints before they are needed.
-- The same disk twice: move checkpoints off it.
-
-## What opsd does by itself
-In every mode the trainer refuses the checkpoint and loads the newest one that verifies; nothing is deleted.
-
-- observe: opens the incident, and resolves it once another checkpoint was loaded or a newer one committed.
-- recommend, act: the same, and notifies.
-"""),
     first=("opsd checkpoint verify FOLDER",),
     detect=_detect,
     remedy=notify_run("; the file stays where it is for the post-mortem"),

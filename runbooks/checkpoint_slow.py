@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events
 from opsd.runbooks.lib.signals import counted, integer, number, text
@@ -136,36 +136,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="checkpoint_slow",
-    guide=Guide.parse("""
-# Checkpoints are slow
-
-## Meaning
-One of these: a checkpoint has blocked ranks for more than three times as long as in the ten minutes before, and for at
-least 20 s (two minutes for the first one); the last two checkpoints blocked the training three times longer than those
-before; or a checkpoint takes about as long to become durable as the interval to the next one.
-
-## Impact
-While a checkpoint blocks ranks, every GPU of the job waits. Slow background saves lose more steps at the next failure,
-and slow the training by the memory and disk bandwidth that they use.
-
-## Diagnosis
-1. `opsd incidents show ID`: which of the three, the seconds now and before, and whether one rank blocks the others.
-2. `iostat -x 1 5`: the disk that checkpoints go to: `w_await`, `%util`. A drive that is nearly full or hot writes
-   slowly: `smartctl -a /dev/nvme0`, `df -h FOLDER`.
-3. Network storage: `findmnt -T FOLDER`, `journalctl -k --since -1hour | grep -iE "nfs|lustre"`, and whether all nodes
-   of the job write at the same moment.
-4. One rank only: `py-spy dump --pid PID`, and `cat /proc/PID/io` twice: does it write at all?
-5. `opsd checkpoint list FOLDER`: sizes; a larger checkpoint takes longer.
-
-## Mitigation
-- Write to local NVMe or memory first, and upload from there in the background.
-- Save less often for now. Keep saving: without checkpoints a failure loses every step since the last one.
-- A bad disk: swap the node out, `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
-
-## What opsd does by itself
-- observe: opens the incident with its cost, resolves it once a checkpoint was as fast as before.
-- recommend, act: the same, and notifies. It does not interrupt a save: slow ones often succeed.
-"""),
     first=("iostat -x 1 5",),
     detect=_detect,
     remedy=notify_run("; look at what checkpoints are written to"),

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, ranks_of, run_events, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, text
@@ -79,32 +79,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="checkpoint_stale",
-    guide=Guide.parse("""
-# Checkpoints have stopped
-
-## Meaning
-The run trains, but the step of its newest durable checkpoint is more than two and a half usual intervals behind. The
-interval is counted in steps, so that pauses do not matter. Background saves may fail without stopping the training.
-
-## Impact
-None now. The next failure costs all steps since the last checkpoint: the incident says how many GPU-hours that is.
-
-## Diagnosis
-1. `opsd incidents show ID`: newest checkpoint, usual interval, GPU-hours that would be lost.
-2. `opsd checkpoint list FOLDER`: does the folder agree? A folder without a manifest is an incomplete save.
-3. Space and health of where it is written: `df -h FOLDER`, `df -i FOLDER`, `journalctl -k --since -1hour | grep -iE
-   "nvme|I/O error|nfs"`.
-4. The rank's log in the run folder, and its process that persists checkpoints: `ps --ppid PID -o pid,stat,wchan,comm`.
-
-## Mitigation
-- Disk full: free space; the next save then succeeds. Never remove the newest checkpoint that verifies.
-- Writer dead or stuck: stop the run, which saves first (`kill -USR1 LAUNCHER_PID`), and restart it.
-- Storage failed: write checkpoints to another disk after the next restart.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once a newer checkpoint is durable.
-- recommend, act: the same, and notifies. It does not stop a run that makes progress.
-"""),
     first=("df -h FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import latest, text
 
@@ -100,37 +100,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="clock_skew",
-    guide=Guide.parse("""
-# The clock was stepped, or nobody corrects it
-
-## Meaning
-The node's wall clock jumped by at least 3 s against the monotonic clock. A person set it, or time synchronisation
-corrected it. It was wrong either before or after the step; the incident does not know which. Constant offsets and
-offsets of less than 3 s are not detected. Or the time service has stopped: nothing has corrected the clock for hours,
-and it drifts from those of other nodes. A clock that no service has kept is not reported.
-
-## Impact
-Training and opsd's own measurements are not affected. With an offset of more than five minutes, Slurm and other users
-of MUNGE lose contact with the node. Certificates and file times may be wrong, and logs of several nodes cannot be
-compared.
-
-## Diagnosis
-1. `opsd incidents show ID`: by how much, and which way.
-2. `chronyc tracking` and `chronyc sources -v`: is it synchronised now, with which source, and how large was the offset?
-3. `journalctl --since -1hour -u chronyd -u systemd-timesyncd -u ntpd`: the step and its reason.
-4. `journalctl -k --since -1day | grep -iE "clocksource|tsc"`: a clock source that the kernel has rejected.
-5. Many nodes at once: the time server.
-
-## Mitigation
-- The clock is right now: nothing to do, the incident resolves by itself.
-- The clock is wrong now: `chronyc makestep`, and find out what set it.
-- Nobody corrects it: start the time service (`systemctl restart chronyd`), and find out why it had stopped.
-- It drifts again: the board's clock or battery is faulty; drain (`opsd drain NODE --incident ID --reason WHY`).
-
-## What opsd does by itself
-- observe: opens the incident; resolves it once the clock had no step for five minutes, or is corrected again.
-- recommend, act: the same, and notifies. It never sets a clock.
-"""),
     first=("chronyc tracking",),
     detect=_detect,
     remedy=notify_node(": see which of both times was right"),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_unsupervised
 from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
 from opsd.runbooks.lib.signals import counted, integer, integers, latest, number, text
@@ -128,39 +128,6 @@ def _own_number(rank: RankFact) -> int:
 
 RUNBOOK = Runbook(
     kind="collective_hang",
-    guide=Guide.parse("""
-# A collective hangs
-
-## Meaning
-All ranks of this node are healthy, have done the same steps and wait in the same collective, for far longer than is
-usual for this run. The cause is the network or a rank on another node; if a rank of this node stands out, the incident
-is `rank_hang` instead. With dumps of PyTorch's flight recorder or answers of NCCL's RAS service, the incident names the
-rank that did not join. If every rank has joined, the network is the cause.
-
-## Impact
-Every GPU of the job waits. NCCL's watchdog would end the job after ten minutes; the launcher restarts it earlier.
-
-## Diagnosis
-1. `opsd incidents show ID`: the rank that is named and the source, the operation, the stacks.
-2. The same incident on other nodes of the job: the one that has a `rank_hang` or a GPU incident instead has the cause.
-3. `printf "CLIENT PROTOCOL 2\\nVERBOSE STATUS\\n" | nc localhost 28028` on the node of rank 0: RAS names ranks that lag
-   or are silent. It may say OK in spite of a hang.
-4. Every rank has joined: `ibstat`, `nvidia-smi nvlink -s`, and `journalctl -k --since -30min | grep -iE
-   "mlx5|NVRM|xid"` on all nodes of the job.
-5. If sequence numbers and operations in the stacks differ between ranks, the program calls collectives in different
-   orders.
-
-## Mitigation
-- Nothing, if the incident resolved: the launcher has restarted the generation.
-- A rank named twice: drain its node, `opsd drain NODE --incident ID --reason WHY`, and `scontrol requeue JOB`.
-- No launcher: `scontrol requeue JOB`, or kill the named rank so that the job fails and restarts.
-
-## What opsd does by itself
-Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks and restarts the generation.
-
-- observe: opens the incident, and resolves it once a step is completed.
-- recommend, act: the same. If the run has no launcher, nothing restarts it, and opsd notifies.
-"""),
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=hangs(_from_launcher, _from_pages),
     diagnose=_diagnose,

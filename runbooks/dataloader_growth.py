@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, step_seconds
@@ -163,37 +163,6 @@ def _over(data: Mapping[str, object], recent: Sequence[float], known: int) -> bo
 
 RUNBOOK = Runbook(
     kind="dataloader_growth",
-    guide=Guide.parse("""
-# Waiting for data grows
-
-## Meaning
-One of two patterns, over at least two minutes of this run. Either the time that a step waits for its batch grows
-steadily with the step number, by at least 3 % of a step within the window and clearly more than the noise. Or long
-waits repeat after the same number of steps and cost at least 5 % of the throughput. A sudden jump is `throughput_drop`.
-
-## Impact
-All ranks wait for the slowest loader, and growing waits continue to grow: SmolLM3 lost more and more throughput to an
-index that was built for all steps of the run.
-
-## Diagnosis
-1. `opsd incidents show ID`: seconds a step at first and now, or the period and the length of the waits.
-2. Grows on every rank: the cost of a batch depends on the step. `py-spy record -d 60 -o loader.svg --pid PID` on the
-   loader process twice, some thousand steps apart: which frames have become wider? An index that is scanned or copied,
-   a list of samples already seen, a file that is read from its beginning.
-3. Grows on one rank: the memory of its loader, `cat /proc/PID/status`, its disk, `iostat -x 1 3`.
-4. Periodic: what has that period in steps? The end of a shard or epoch, a buffer that is filled in one go, a checkpoint
-   of the loader's state. `iostat -x 1 60` over one period.
-5. Is the node's free memory shrinking at the same time? `cat /proc/pressure/memory`, evictions from the page cache.
-
-## Mitigation
-- A restart helps against a leak, but not against a cost that depends on the step.
-- Compute the order of samples from the step instead of storing it; map shards into memory and read ahead across them.
-- A deeper prefetch hides periodic waits that are shorter than its content, as a workaround.
-
-## What opsd does by itself
-- observe: opens the incident with its pattern and cost, resolves it once the waits are as short as before.
-- recommend, act: the same, and notifies. Killing a loader that is slow by design does not help.
-"""),
     first=("opsd diagnose",),
     detect=_detect,
     remedy=notify_run("; {cost}"),

@@ -8,7 +8,7 @@ from statistics import median
 
 from opsd.attribution import STOPPED, UNINTERRUPTIBLE
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, run_of, supervised, unsolved
 from opsd.runbooks.lib.signals import counted, integer, number, text
 from opsd.runbooks.rank_hang import moved_on, reported_states, waits_for_data
@@ -165,37 +165,6 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 RUNBOOK = Runbook(
     kind="dataloader_stall",
-    guide=Guide.parse("""
-# The dataloader stalls
-
-## Meaning
-A rank that has trained normally waits for its next batch for more than 3 s and more than ten times its own usual wait.
-The other ranks wait for it in a collective: they are the symptom, not the cause. Evaluation, checkpoints and the first
-steps do not count.
-
-## Impact
-The whole job waits for one rank's data. No step is lost if the loader continues at the same sample.
-
-## Diagnosis
-1. `opsd incidents show ID`: the rank, its usual wait, and the state of its loader process.
-2. Loader in state T: it was stopped by a signal. In state D it waits for a disk or file server: `cat /proc/PID/wchan`,
-   `iostat -x 1 3`, `journalctl -k --since -10min`.
-3. Loader in state R: `py-spy dump --pid PID` shows what it computes; one huge document is typical.
-4. Every rank of the node waits: the storage they share. `df -h`, `findmnt -t nfs4,lustre`, and the same incident on
-   other nodes.
-
-## Mitigation
-- Kill the loader process, not the rank: `kill -KILL PID`. The trainer starts another one from the same sample.
-- It stalls again: restart the generation, and move the dataset from network storage to local NVMe.
-- Loader always busy: more loader processes or a deeper prefetch.
-
-## What opsd does by itself
-- observe: opens the incident, nothing else.
-- recommend: names the process to kill.
-- act: kills the loader process of the stalled rank; the trainer starts a new one from the same sample. If the rank has
-  completed no step after that, asks the launcher to restart the generation, then escalates. If every rank of the node
-  waits it only notifies, because killing loaders does not repair storage.
-"""),
     first=("kill -KILL PID", "iostat -x 1 3"),
     detect=_detect,
     remedy=_remedy,

@@ -83,43 +83,6 @@ ROWS = (
 RUNBOOK = kernel_runbook(
     "disk_errors",
     ROWS,
-    """
-# A local disk or file system has errors
-
-## Meaning
-The kernel has reported trouble with a disk. It is one of these:
-- An NVMe controller does not answer in time and is reset, or is given up.
-- A disk has I/O errors.
-- The firmware of a SAS or RAID controller has failed, or the controller is gone.
-- A file system on it has errors. Some are set to read-only or shut down for that.
-- An array of software RAID has failed or lacks a disk. `/proc/mdstat` counts as well.
-
-Devices without a disk (loop, CD, RAM) do not count. Nor do commands that a drive does not support, or an array that is
-being rebuilt.
-
-## Impact
-Reads and writes of that disk fail or hang for half a minute and longer: loaders, staged data, local checkpoints, or
-the system itself. A read-only or shut down file system fails every write to it until it is repaired.
-
-## Diagnosis
-1. `opsd incidents show ID`: which device, and what the kernel said.
-2. `findmnt -S /dev/DEVICE`: what is mounted from it. The root file system makes the node unusable.
-3. `journalctl -k --since -1hour | grep -iE "nvme|i/o error|remounting|xfs|ext4|btrfs"`: what came first. Errors of
-   the PCIe port above the drive point to the slot, not to the drive.
-4. `smartctl -a /dev/nvme0`: media errors, critical warning, temperature.
-5. `cat /proc/mdstat`: which disk of an array is missing (`_` in its list).
-
-## Mitigation
-- Read-only or shut down: take the node out, then check the file system while it is not mounted.
-- A controller that is gone: a cold start brings it back once; have drive or slot replaced if it happens again.
-- Time-outs without errors: newer firmware of the drive, and `pcie_aspm=off` on boards known for it.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after a reboot, an hour without errors, or a day if data cannot be written.
-- recommend: the same, and notifies.
-- act: if a file system is read-only or a drive is lost, a run on several nodes with a spare swaps this node for it,
-  and the node is drained if policy.drain allows it.
-""",
     component="storage",
     advice=": check the drive and have it replaced",
     cost="loaders and checkpoints on it fail",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from opsd.attribution import UNINTERRUPTIBLE
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import rank_on
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import integer, latest, text
@@ -86,36 +86,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="driver_hang",
-    guide=Guide.parse("""
-# The NVIDIA driver hangs
-
-## Meaning
-The agent's call to the driver for the state of its GPUs has not returned for ten seconds. The agent continues with
-everything else, but knows nothing about the GPUs meanwhile. Usually one GPU does not answer (Xid 119: its system
-processor), and the driver holds a lock while it waits.
-
-## Impact
-Ranks will hang in the driver and cannot be killed: a process in state D ends only when its call returns. New programs
-hang at their first CUDA call, tools like nvidia-smi immediately.
-
-## Diagnosis
-1. `opsd incidents show ID`: Xids of the last minutes, the GPU they name (or the one whose rank hangs in the kernel),
-   ranks that make no progress.
-2. `journalctl -k --since -1hour | grep -iE "NVRM|xid|blocked for more than"`: which GPU, which processes.
-3. `ps -eo pid,stat,wchan:32,comm | grep " D"`: processes that hang in the driver. Do not start nvidia-smi, it would
-   hang too.
-4. `cat /proc/PID/stack` of one of them as root: where in the driver.
-
-## Mitigation
-- `opsd drain NODE --incident ID --reason WHY`, and requeue the job elsewhere: `scontrol requeue JOB`.
-- It does not recover within minutes: reboot, if necessary with the management controller (`ipmitool chassis power
-  cycle`), as processes in state D block a normal reboot.
-- Again on the same GPU: replace it. On many nodes: suspect the driver's version.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once the driver answers.
-- recommend, act: the same, and notifies. The launcher treats ranks that hang as a hang, in every mode.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": drain the node; if it does not come back by itself only a reboot helps"),

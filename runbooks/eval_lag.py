@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, run_events, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, number, text
@@ -128,35 +128,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="eval_lag",
-    guide=Guide.parse("""
-# A run lags behind its reference
-
-## Meaning
-In the last three evaluations of a run the same result was worse than that of a reference run at equal tokens: a loss by
-more than 2 %, a score by more than 5 %. The reference is the `evaluations.jsonl` in the setting `evaluation.reference`.
-Only results that both runs have are compared, and only within the tokens of the reference.
-
-## Impact
-Nothing crashes and the loss may fall as expected. SmolLM3's tensor-parallel ranks were initialised with the same seed;
-at 1 T tokens the model had worse evaluations than a smaller one, and the training was started over.
-
-## Diagnosis
-1. `opsd incidents show ID`: which results, by how much, and since which step; `cat RUN_FOLDER/evaluations.jsonl`.
-2. All results or some? All: suspect the model or its settings. Only one kind, for example mathematics: the data.
-3. Tensor-parallel shards that are copies: `opsd checkpoint audit FOLDER`; incidents of kind `tp_seed`.
-4. What differs from the reference: settings, tokenizer, weights of the sources, learning rate at equal tokens.
-5. Is the evaluation the same? `diff REFERENCE/config.json RUN_FOLDER/config.json`; evaluate a checkpoint of the
-   reference with `python -m opsd.trainer.evaluate REFERENCE STEP`.
-
-## Mitigation
-- Behind from the beginning: stop, and compare a run of some thousand steps with the reference first.
-- Behind since a step: compare the checkpoints before and after it, and find what changed there (stage, restart).
-- The reference is not comparable: remove `evaluation.reference` from the settings.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once an evaluation is no longer behind.
-- recommend, act: the same, and notifies. It does not stop a run that makes progress.
-"""),
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import leaders, run_events, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, text
@@ -109,36 +109,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="eval_missing",
-    guide=Guide.parse("""
-# Evaluations are missing
-
-## Meaning
-The run's checkpoints were evaluated before, and now more than three checkpoints, and more than twice as many as usual,
-are newer than the newest results. Only evaluations with results count, not jobs that fail. Runs without regular
-evaluations are ignored.
-
-## Impact
-None on the training. A model that gets worse, or does not improve, is noticed later: SmolLM3's tensor-parallel fault
-was found by comparing evaluations with an older run's, after a trillion tokens.
-
-## Diagnosis
-1. `opsd incidents show ID`: newest step with results, checkpoints that wait, evaluations without results.
-2. Do the jobs wait? `squeue --user USER --name NAME --start`: no idle node, a reservation, a limit of the account.
-3. Did they fail? `sacct --user USER --starttime now-1day --format jobid,jobname,state,exitcode,elapsed`, then the log
-   of the newest.
-4. Is nothing submitted? Check the hook that queues evaluations, and its last lines in the log of rank 0.
-5. `opsd checkpoint list FOLDER`: do the checkpoints that it would read exist?
-
-## Mitigation
-- Evaluate the newest checkpoint by hand first; it says most about the model.
-- Keep checkpoints that wait: retention must not remove them before they are evaluated.
-- No free node: idle spares can run evaluations in a preemptible partition, where an evaluation ends within seconds if
-  the spare is needed. Without preemption a swap would wait for the evaluation. `opsd slurm check` says which applies.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once a later checkpoint has results.
-- recommend, act: the same, and notifies. It does not submit evaluations.
-"""),
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.gpus import driver_restarted
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import REMEMBERED_S, recovered, unsolved
@@ -141,41 +141,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="fabric_manager",
-    guide=Guide.parse("""
-# The NVLink fabric does not work
-
-## Meaning
-On boards with NVSwitches a service, the fabric manager, connects the GPUs. One of these is true:
-- Every link of every GPU has been down for a minute.
-- A rank ended because CUDA said "system not yet initialized" (error 802).
-- A switch has reported a fatal error (SXid).
-- The registration of a GPU with the fabric failed, has not started, or has taken five minutes.
-- The fabric reports less bandwidth, an unhealthy route, an endless recovery or a wrong configuration.
-
-Links that come up within a minute of a boot, and cards without an NVLink bridge, are no incident.
-
-## Impact
-CUDA programs do not start, or NCCL cannot use NVLink. No job of more than one GPU can run on the node.
-
-## Diagnosis
-1. `opsd incidents show ID`: links, the switch's message, or the rank's error.
-2. `journalctl -u nvidia-fabricmanager --since -1hour`: is it running, and in the driver's version? Different versions
-   are the usual cause after an update.
-3. `nvidia-smi -q -i 0`: the section Fabric says completed, in progress, or what failed. `nvidia-smi nvlink -s`:
-   links.
-4. `journalctl -k --since -1hour | grep -iE "SXid|NVSwitch"`: a fatal SXid names switch and link.
-
-## Mitigation
-- Versions differ: install the fabric manager of the driver's version, then restart both.
-- Service stopped: restart it when no job is on the node, `systemctl restart nvidia-fabricmanager`.
-- Fatal SXid: drain (`opsd drain NODE --incident ID --reason WHY`), and reboot: GPUs and switches can only be reset
-  together.
-- The same switch again: call the vendor.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it once links are up and ranks train, or node or driver have restarted.
-- recommend, act: the same, and notifies. It restarts no services.
-"""),
     first=("journalctl -u nvidia-fabricmanager --since -1hour",),
     detect=_detect,
     remedy=notify_node(": restart the fabric manager, or reset all GPUs and switches of the node together"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.gpus import by_gpu, job_evidence, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
@@ -248,36 +248,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="fan_failing",
-    guide=Guide.parse("""
-# A fan fails
-
-## Meaning
-At the same power a GPU becomes steadily hotter than its peers of this node: by at least 4 °C within ten minutes, more
-than four times the range in which the other GPUs wander meanwhile, nearly without going back, and so fast that it
-reaches its slowdown temperature within the next hour. The prediction covers only that hour. Warming up under a new
-load, a warmer room, or a GPU that was always hotter do not count.
-
-## Impact
-None yet. At its limit the GPU is throttled, and a synchronous job then runs at that GPU's speed.
-
-## Diagnosis
-1. `opsd incidents show ID`: which GPUs, how fast, and in how many minutes the limit is reached.
-2. `ipmitool sdr type Fan`: a fan that is stopped or slower than its neighbours; GPUs that warm up together share it.
-3. `ipmitool sdr type Temperature` and `ipmitool sel list`: inlet and exhaust air, events of the fan controller.
-4. `nvidia-smi --query-gpu=index,temperature.gpu,power.draw,clocks.sm --format=csv -l 5`: the same power, a higher
-   temperature.
-5. All fans turn: dust, a loose heat sink, old thermal paste; with liquid cooling, flow and pressure of the loop.
-
-## Mitigation
-- Swap the node out at the next checkpoint, before it throttles: `opsd swap NODE`, then `opsd drain NODE --incident ID
-  --reason WHY`.
-- Until then a lower power limit gains time: `nvidia-smi -i GPU -pl WATTS`, 15 % below its limit.
-- On most boards fans can be replaced while the server runs; check again under load.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it once the GPU is as cool as before at the same power.
-- recommend, act: the same, and notifies. Power limits are only lowered once the GPU is throttled.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": have fans and heat sinks checked"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from opsd.collectors.base import GpuFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, gpu_of, job_evidence, loaded, newest, rank_on, set_by_opsd, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import text, usual
@@ -84,32 +84,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_capped",
-    guide=Guide.parse("""
-# A GPU was set slower than its peers
-
-## Meaning
-The power limit of a GPU under load is below its default and below that of the other GPUs, or its application clocks
-hold it below them. Drivers and boards do not do that: a person or a tool has, and has often forgotten it. A whole
-node that is set alike is a decision, and no incident.
-
-## Impact
-A synchronous job runs at the speed of this GPU, although nothing is broken.
-
-## Diagnosis
-1. `opsd incidents show ID`: the limit or the clock, beside its default.
-2. `nvidia-smi -q -d POWER,CLOCK -i GPU`: limits now and by default, application clocks.
-3. `journalctl --since -7day | grep -iE "nvidia-smi|power limit|applications clocks"`: who set it.
-4. `opsd incidents list`: opsd itself lowers the limit of a GPU that is throttled by heat; then that incident is the
-   cause of this one, and the node waits for service.
-
-## Mitigation
-- Set it back: `nvidia-smi -i GPU -pl WATTS` with the default, `nvidia-smi -i GPU -rac` for application clocks.
-- It comes back after each boot: look in prolog, start-up scripts and the configuration of DCGM.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it once the GPU is set as its peers are.
-- recommend, act: the same, and notifies. It does not undo what a person has set.
-"""),
     first=("nvidia-smi -i GPU -pl WATTS", "nvidia-smi -i GPU -rac"),
     detect=_detect,
     remedy=notify_node(": set it back, unless it was meant"),

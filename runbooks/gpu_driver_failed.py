@@ -109,49 +109,6 @@ def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
 RUNBOOK = kernel_runbook(
     "gpu_driver_failed",
     ROWS,
-    """
-# The NVIDIA driver cannot start a GPU, or GPUDirect RDMA
-
-## Meaning
-`RmInitAdapter failed` or a probe that failed: the driver is loaded and cannot start this GPU. Or the GPU's firmware
-(GSP) no longer answers the driver, or the driver's watchdog says that a GPU is locked, without an Xid. Or the driver
-says that it needs a reboot (`uvm encountered global fatal error`) or a GPU its reset (`NV_ERR_RESET_REQUIRED`). Or the
-module `nvidia-peermem` does not load beside the present network driver (a symbol of another version), or reports an
-invalid context.
-
-Two more are seen without a message, once they have lasted for two minutes. The driver lacks a GPU that is on the PCI
-bus. Or its library on the node's disk is of another release than the loaded module, mostly after an unattended upgrade.
-
-GPUs of another kernel driver (`vfio-pci`, `nouveau`) and excluded ones do not
-count. A mismatch of a client's library (`API mismatch`) in a container is no incident.
-
-## Impact
-The GPU is missing, and jobs that ask for it fail at their first CUDA call. Without `nvidia-peermem`, and where NCCL
-does not use DMA-BUF instead, collectives between nodes pass through main memory and are several times slower; after
-an invalid context a buffer may not have been released. After an upgrade of the library running jobs go on. Every new
-one fails at once, so that Slurm feeds its queue into this node.
-
-## Diagnosis
-1. `opsd incidents show ID`: which GPU with which status, or which symbol.
-2. `journalctl -k --since -1day | grep -E "NVRM|nvidia|peermem"`: the lines before it say more: GSP firmware, an
-   invalid BAR, a GPU that this release does not support.
-3. `nvidia-smi -L` and `ls /proc/driver/nvidia/gpus`: which GPUs the driver has started, and which it knows.
-4. `cat /sys/module/nvidia/version` and `ls -l /usr/lib/*/libnvidia-ml.so.1`: the two releases.
-5. `grep -c ib_register_peer_memory_client /proc/kallsyms`: 0 without a network driver that has the interface.
-
-## Mitigation
-- A GPU: a cold start (power off, not only a reboot), then reseat it, then replace it. All GPUs at once: the wrong
-  driver release, its firmware files, or nouveau was loaded first.
-- Two releases: drain the node and reboot it, then hold back the driver's packages (`apt-mark hold`).
-- A symbol of another version: rebuild the NVIDIA modules after the network driver, or set NCCL to DMA-BUF.
-- An invalid context: a newer driver; end jobs before you restart its services.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after a reboot, or after a day without such a message.
-- recommend: the same, and notifies.
-- act: for a GPU, a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain
-  allows it. For two releases the node is drained only: what runs there goes on.
-""",
     advice=": start it cold, or install modules that fit each other",
     cost="jobs fail at their first CUDA call, or their collectives are slow",
     culprit_of=_culprit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import GpuFact
-from opsd.runbooks.base import Action, Cause, Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Action, Cause, Cost, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, gpu_of, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import growth, number, text
@@ -100,37 +100,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_ecc",
-    guide=Guide.parse("""
-# A GPU has memory errors
-
-## Meaning
-Uncorrected: data in the GPU's memory was lost; the driver kills the process that used it (Xid 48, 63, 94, 95) and
-marks the row for replacement. Corrected in a burst (more than 100 a minute): nothing was lost, but the memory is
-likely to fail. Single corrected errors are normal and no incident. The driver also counts errors of the chip's SRAM,
-and says when they have passed the threshold for a replacement.
-
-## Impact
-An uncorrected error ends the rank, and with it the generation. The GPU may need a reset before it can be used again.
-
-## Diagnosis
-1. `opsd incidents show ID`: how many, how fast, and whether a row remapping is pending.
-2. `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`: volatile and aggregate counts, pending and failed remaps.
-3. `journalctl -k --since -1hour | grep -i xid`: 94 is contained (only that process died), 95 is not, 48 alone needs a
-   reset.
-
-## Mitigation
-- After a contained error without pending remap the job can be restarted on this GPU.
-- Otherwise drain (`opsd drain NODE --incident ID --reason WHY`), then reset when no process uses it: `nvidia-smi -r
-  -i GPU`, or reboot.
-- Corrected bursts that come back after a reset, or the SRAM threshold: replace the GPU.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after a reset, or after five minutes without errors and with nothing
-  pending.
-- recommend, act: the same, and notifies. The launcher restarts the killed rank in every mode. For the SRAM threshold
-  in mode act, a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain
-  allows.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,

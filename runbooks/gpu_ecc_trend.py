@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Cost, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.gpu_ecc import BURST, ERRORS
 from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import notify_node
@@ -87,31 +87,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_ecc_trend",
-    guide=Guide.parse("""
-# A GPU corrects more and more memory errors
-
-## Meaning
-The number of corrected ECC errors per minute has grown steadily over the last ten minutes, and will reach 100 per
-minute within a day if this continues. The prediction is a robust linear fit; the incident shows the time. A few
-corrected errors are normal.
-
-## Impact
-None yet. Such memory eventually needs a row remap, or has an uncorrectable error, which ends the rank.
-
-## Diagnosis
-1. `opsd incidents show ID`: errors per minute, then and now, and the prediction.
-2. `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`: which kind of memory, rows replaced, rows that wait for a reset.
-3. `nvidia-smi -q -d TEMPERATURE -i GPU`: memory that is too hot has errors without being defective.
-
-## Mitigation
-- Let the run continue; reset the GPU between two runs (`nvidia-smi -r -i GPU`), which remaps pending rows.
-- Errors that come back after the reset: plan the GPU's replacement.
-- Hot memory: fix the cooling first.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after five minutes with less than half the errors.
-- recommend, act: the same, and notifies.
-"""),
     first=("nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU",),
     detect=_detect,
     remedy=notify_node(": reset it between two runs, and have it replaced if the errors come back"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.jobs import is_halted, owner
 from opsd.runbooks.lib.remedies import notify_node
 
@@ -60,32 +60,6 @@ def _healed(incident: Incident, view: View) -> bool:
 
 RUNBOOK = Runbook(
     kind="gpu_idle",
-    guide=Guide.parse("""
-# A job does not use GPUs that it has
-
-## Meaning
-Slurm has given these GPUs to the job, or its processes hold them, and no kernel has run on them for half an hour.
-GPUs that do not tell their use (MIG) are left out, and so are jobs that Slurm has suspended.
-
-## Impact
-Nobody else can use them: an hour of one is a GPU-hour lost, whatever the job's other GPUs do.
-
-## Diagnosis
-1. `opsd incidents show ID`: which GPUs of which job; `opsd status`: since when, and what it costs.
-2. `scontrol show job -d JOB`: how many GPUs were asked for, and when the job ends.
-3. `nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv`: no process: the program uses fewer GPUs than
-   the job has (a wrong `--nproc_per_node`, a notebook without work). A process: it waits, for data or a debugger.
-4. A run under `opsd launch` that has hung has an incident of its own: `opsd incidents`.
-
-## Mitigation
-- Ask the owner; the job's owner ends it with `scancel JOB`.
-- GPUs asked for in excess: fewer with `--gpus-per-node` at the next submission.
-
-## What opsd does by itself
-- observe: opens the incident for each job, and resolves it once the GPUs work or the job is gone.
-- recommend: the same, and notifies.
-- act: also writes it into the job's comment in Slurm, where its owner sees it. It never ends a job.
-"""),
     first=("scontrol show job -d JOB",),
     detect=_detect,
     remedy=_remedy,

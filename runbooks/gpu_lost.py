@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opsd.collectors.base import GpuFact
-from opsd.runbooks.base import Cost, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import gpu_culprit, gpu_of, job_evidence, xids_of
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import counted, text
@@ -45,34 +45,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_lost",
-    guide=Guide.parse("""
-# A GPU is lost
-
-## Meaning
-The driver can no longer reach a GPU ("GPU is lost", Xid 79 "fallen off the bus"). Its PCIe link is down or its firmware
-hangs. It needs a GPU reset, usually a reboot of the node.
-
-## Impact
-The rank on it dies or hangs at its next kernel, and with it the job. Other calls to the driver may become slow.
-
-## Diagnosis
-1. `opsd incidents show ID`: the driver's message, and Xids of the last minute.
-2. `nvidia-smi -L`: is it missing from the list, or listed as lost?
-3. `journalctl -k --since -1hour | grep -iE "NVRM|xid|pcieport|AER"`: Xid 79 alone: suspect the GPU or its power; PCIe
-   errors before it: the slot or riser.
-4. `ipmitool sel list`: power or temperature events of the board at the same time.
-
-## Mitigation
-- `opsd drain NODE --incident ID --reason WHY`, then requeue: `scontrol requeue JOB`.
-- Reboot the node (`scontrol reboot ASAP NODE`). If the GPU is back, run the node's acceptance tests before it trains.
-- Lost again within a week: let the vendor check GPU, riser and power supply.
-
-## What opsd does by itself
-- observe: opens the incident, and resolves it once the same GPU answers again.
-- recommend: the same, and notifies.
-- act: a run on several nodes with a spare swaps this node for it. Then, or at once if no rank is on it, the node is
-  drained if policy.drain allows it, and rebooted, tested and returned if policy.repair is act.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": drain the node and reboot it; twice in a week is a case for the vendor", swap=True),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.runbooks.base import Cause, Cost, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, gpu_of, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import text, usual
@@ -54,32 +54,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_memory_hot",
-    guide=Guide.parse("""
-# The memory of a GPU is too hot
-
-## Meaning
-The HBM of a GPU has been at the highest temperature that the driver allows for it for half a minute. The chip itself
-may be well within its limits. Where the driver tells no limit for the memory there is no such incident.
-
-## Impact
-The driver lowers clocks until the memory is cooler, which shows as a thermal throttle. Memory that stays hot has more
-errors and is refreshed more often, which costs bandwidth.
-
-## Diagnosis
-1. `opsd incidents show ID`: the temperature and its limit.
-2. `nvidia-smi -q -d TEMPERATURE -i GPU`: memory beside chip, current beside maximum.
-3. `nvidia-smi --query-gpu=index,temperature.memory,temperature.gpu,power.draw --format=csv`: one GPU: its heat sink
-   or cold plate; all of them: air or coolant of the node.
-4. `nvidia-smi -q -d ECC -i GPU`: errors that were corrected meanwhile.
-
-## Mitigation
-- A lower power limit helps within a minute: `nvidia-smi -i GPU -pl WATTS`.
-- Have heat sink, pads or cold plate of this GPU serviced at the next maintenance.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it at three degrees below the limit.
-- recommend, act: the same, and notifies. If the GPU is throttled as well, that incident has the remedies.
-"""),
     first=("nvidia-smi -i GPU -pl WATTS", "opsd drain NODE --incident ID --reason WHY"),
     detect=_detect,
     remedy=notify_node(": have the cooling of the GPU serviced"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from opsd.runbooks.base import Action, Cause, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cause, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, newest, told
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.signals import text
@@ -70,32 +70,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_row_remap",
-    guide=Guide.parse("""
-# A row of GPU memory is being replaced
-
-## Meaning
-After memory errors the GPU replaces the bad row by a spare one. Pending: the remap takes effect at the next reset;
-until then errors may come back. Failed: no spare row is left in that bank, and the GPU must be replaced. GPUs before
-Ampere retire pages instead of rows; NVIDIA replaces a GPU from about 60 retired pages on.
-
-## Impact
-Pending: none now, but the next error in the same row may end the rank. Failed: do not train on it.
-
-## Diagnosis
-1. `opsd incidents show ID`: pending or failed, and how many rows were replaced before.
-2. `nvidia-smi -q -d ROW_REMAPPER -i GPU`: pending, failure, and the histogram of banks with spare rows left.
-3. `journalctl -k --since -1day | grep -iE "xid.*: (63|64)"`: 63 is a remapping recorded, 64 one that failed.
-
-## Mitigation
-- Pending: when the job has ended, `nvidia-smi -r -i GPU`, or reboot the node.
-- Failed: `opsd drain NODE --incident ID --reason WHY`, and replace the GPU.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it when neither flag is set any more.
-- recommend: the same, and notifies.
-- act: if the remapping failed, a run on several nodes with a spare swaps this node for it at a step boundary, and the
-  node is drained if policy.drain allows it. It does not reset GPUs.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,

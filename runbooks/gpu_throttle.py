@@ -12,7 +12,6 @@ from opsd.runbooks.base import (
     Cost,
     Culprit,
     Finding,
-    Guide,
     Incident,
     Runbook,
     Series,
@@ -196,42 +195,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_throttle",
-    guide=Guide.parse("""
-# A GPU is throttled
-
-## Meaning
-The driver or the board slows a GPU down under load: `sw_thermal` and `hw_thermal` because it is too hot,
-`hw_power_brake` because the server's power supplies request it, `hw_slowdown` for either reason or for a fault of the
-board. The software power cap does not count: a healthy H100 under load runs at it.
-
-## Impact
-A synchronous job runs at the speed of its slowest GPU, so that every GPU of the job loses the same share. Above the
-hardware threshold clocks fall by half or more.
-
-## Diagnosis
-1. `opsd incidents show ID`: reasons, temperature, clock beside that of the node's other GPUs, cost.
-2. `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i GPU`: the reasons that are active right now.
-3. `nvidia-smi --query-gpu=index,temperature.gpu,power.draw,clocks.sm --format=csv`: one hot GPU: its own cooling (heat
-   sink, paste, dust); all hot: the fans or the room.
-4. `ipmitool sdr type Fan` and `ipmitool sdr type Temperature`: a fan below its peers, inlet air above 30 °C.
-5. Power brake: `ipmitool sdr type "Power Supply"` and `ipmitool sel list`: a power supply that failed.
-
-## Mitigation
-- Heat: lower the power limit by 15 % (`nvidia-smi -i GPU -pl WATTS`). The clock falls by about 6 %, the heat by 15 %.
-- Then swap the node out at the next good moment and have cooling or power serviced: `opsd swap NODE`, then `opsd drain
-  NODE --incident ID --reason WHY`.
-- Keep the lower limit until the node was serviced, as the GPU would be hot again within minutes. A reboot or a reload
-  of the driver restores the default; so does `nvidia-smi -i GPU -pl WATTS` with the `restore_watts` of the action.
-
-## What opsd does by itself
-- observe: opens the incident with its cost.
-- recommend: names the power limit to set, and notifies.
-- act: for heat, lowers the power limit of this GPU by 15 %, or to 5 % below what it draws while throttled if that is
-  less, and notifies that the node needs service; once more if the GPU is still throttled a minute later, never below 60
-  % of its default limit. For a power brake, or a hardware slowdown without heat, it only notifies: the hardware needs
-  repair. If less power does not help, a run on several nodes with a spare swaps this node for it, and the node is
-  drained if policy.drain allows it. It does not raise the limit again.
-"""),
     first=("nvidia-smi -i GPU -pl WATTS", "opsd drain NODE --incident ID --reason WHY"),
     detect=_detect,
     remedy=_remedy,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, job_evidence
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.runs import FRESH_S, REMEMBERED_S
@@ -231,49 +231,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_xid",
-    guide=Guide.parse("""
-# The driver reports an Xid
-
-## Meaning
-An Xid is a numbered error report of the NVIDIA driver about one GPU. NVIDIA's catalogue has the action for each: none,
-restart of the program, GPU reset, reboot, or hardware diagnosis; the registers of NVLink errors (74, 144 to 150) say
-more than their code. The driver's own recovery action (Xid 154) counts as well. The severest of all that came since the
-GPU was last reset decides, however mild the newest is. Codes without an action are no incident; 45 only follows another
-end of the program.
-
-13, 31, 43 and 94 can be caused by the program or by the hardware. The program is named as culprit if the code also came
-on another GPU, if it failed at the same step each time, or if it died with its own error. The GPU is named if a code
-repeats only there: Xid 31 twice, any other code five times in a day. Codes without an action do not count. For 13, 31
-and 43 something must also tell GPU and program apart: several programs had the code on this GPU, or a run whose ranks
-on other GPUs went without it.
-
-## Impact
-The driver ends the program that used the GPU, or the GPU stops working for it; the job restarts or hangs. A GPU that
-should have been reset fails again soon.
-
-## Diagnosis
-1. `opsd incidents show ID`: the driver's lines, the required action, and the culprit with the reason.
-2. `journalctl -k --since -1hour | grep -iE "NVRM|xid"`: the first Xid is the cause, later ones follow from it.
-3. `nvidia-smi -q -i GPU`: the recovery action, ECC counts, pending row remappings, the state of the link.
-4. Is the program the cause? Its last log lines are in the run folder; failures at the same step mean the program or its
-   data. Run it on another GPU: does the code follow the program, or stay with the GPU?
-
-## Mitigation
-- Restart: nothing to do under `opsd launch`, it has restarted the generation.
-- Reset: `opsd drain NODE --incident ID --reason WHY`; once nothing uses the GPU, `nvidia-smi -r -i GPU`.
-- Reboot: drain, then `scontrol reboot ASAP NODE`.
-- Diagnostics: drain, run the node's acceptance tests for an hour. A GPU that passes and fails again is replaced.
-- Two reboots without success: call the vendor.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it once the node, driver or GPU was restarted or the driver requires no action
-  any more, and if a restart of the program is enough, once the rank trains again. What calls for less than a reset ends
-  after a day; a reset does only if the driver says that it needs none.
-- recommend: the same, and notifies with the required action.
-- act: if that action is impossible under a running job, a run on several nodes with a spare swaps this node for it.
-  Then, or at once if no rank is on it, the node is drained if policy.drain allows it, and reset or rebooted, tested and
-  returned if policy.repair is act. The launcher restarts ranks in every mode.
-"""),
     first=("nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU",),
     detect=_detect,
     remedy=_remedy,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, View
+from opsd.runbooks.base import Culprit, Finding, Incident, Runbook, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, recovered
 from opsd.runbooks.lib.signals import integer, number, text
@@ -63,34 +63,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gradient_explosion",
-    guide=Guide.parse("""
-# The gradient explodes
-
-## Meaning
-In at least three of the last five steps the gradient norm, before clipping, is more than ten times its level in the
-last ten minutes.
-
-## Impact
-With clipping such steps hardly train the model. Without clipping they can damage it within a few steps; the loss
-follows.
-
-## Diagnosis
-1. `opsd incidents show ID`: norms, losses of the same steps, level before.
-2. If the loss rises too, the model is being damaged. If it stays level, clipping works for now.
-3. What has changed: learning rate schedule (warm-up just over?), data stage, batch size, a restart with other settings?
-   `opsd ledger RUN_DIR` shows when the run was restarted.
-4. One rank alone? The norm is reduced over all ranks, so check the program's own per-rank norms, or `nvidia-smi -q -d
-   ECC -i GPU` on each node.
-
-## Mitigation
-- Loss not affected: wait some hundred steps.
-- Loss rising: stop, return to the checkpoint before it, lower the learning rate or lengthen the warm-up.
-- It repeats at the same batches: skip them.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once the norm is within three times its level for five steps.
-- recommend, act: the same, and notifies.
-"""),
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import latest, seconds_spent
 
@@ -68,35 +68,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="host_memory",
-    guide=Guide.parse("""
-# The node runs out of memory
-
-## Meaning
-Less than 5 % of main memory is available without swapping (critical below 2 %), or the kernel reports that all tasks
-were stalled on memory for a tenth of the last seconds. The alert of this name fires below 3 %.
-
-## Impact
-The kernel will kill a process, often a rank or a loader as the largest, and the job restarts. Before that everything
-becomes slow, loaders first.
-
-## Diagnosis
-1. `opsd incidents show ID`: available memory, whether tasks are stalled, what is swapped out, and whether
-   shared memory is the cause.
-2. `ps -eo pid,rss,comm --sort=-rss`: loaders that grow with every epoch, several copies of an index, an unrelated
-   process.
-3. `df -h /dev/shm` and `ls -laS /dev/shm`: staged checkpoints, segments left by dead processes.
-4. `journalctl -k --since -1hour | grep -iE "oom|out of memory"`: processes that were already killed.
-5. Does it grow with the step count? A growing index of a loader may take weeks until it kills the run.
-
-## Mitigation
-- Segments of dead processes in `/dev/shm`: remove those that no process has open.
-- Fewer loader processes, a shallower prefetch, checkpoints staged to disk instead of memory.
-- An unrelated process: end it, and keep such processes off training nodes.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once enough memory is available.
-- recommend, act: the same, and notifies. It does not kill processes for their size.
-"""),
     first=("ps -eo pid,rss,comm --sort=-rss",),
     detect=_detect,
     remedy=notify_node(),

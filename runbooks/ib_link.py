@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.ports import EXPECTED, Port, by_port, dependent, job_text, name, port_of, roles
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, number, text
@@ -138,37 +138,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="ib_link",
-    guide=Guide.parse("""
-# A network link is down, slow or flapping
-
-## Meaning
-One of these: a port has lost its link (for 3 s under a job of several nodes, for 30 s otherwise), or never had one
-although its peers have; its rate is lower than before or than that of its peers; it has lost its link twice in ten
-minutes, or three times for 25 s or more in twelve hours. Ports that were never connected are no incident. Peers have
-the same link layer, the same model of adapter and the same port of it. If `infiniband.expect` names ports, these and
-no others must have a link, at `infiniband.expect_gbps`. Ports in `infiniband.leave_out` are not looked at.
-
-## Impact
-NCCL uses every rail: collectives with other nodes wait for the lost one, then abort. One slow rail slows all. A
-flapping link passes every test that is shorter than the time between its faults.
-
-## Diagnosis
-1. `opsd incidents show ID`: which port, for how long, and its physical state, which hints at the cause.
-2. `ibstat DEVICE`: state, physical state, rate. Polling: no signal. Armed or initialising: the subnet manager.
-3. `journalctl -k --since -1hour | grep -i mlx5`: unplugged cable, overheated module, errors of the adapter.
-4. All ports of the node at once: driver or switch. The same minute on neighbouring nodes: the switch.
-5. The switch's side: error counters and the module's light levels on the port that is named in `iblinkinfo`.
-
-## Mitigation
-- Take the node out of the job: `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
-- Reseat the module at both ends, clean the fibre, then swap the cable, then the port. Change one thing at a time.
-- Lower rate: usually a lane of the cable. Replace the cable even though the link is up.
-- Link restored: run a bandwidth test over this port for half an hour before it trains.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after five minutes with the link up at its rate.
-- recommend, act: the same, and notifies.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": look at cable, transceiver and switch"),

@@ -50,37 +50,6 @@ def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
 RUNBOOK = kernel_runbook(
     "kernel_lockup",
     ROWS,
-    """
-# The kernel of the node is stuck
-
-## Meaning
-One of the kernel's watchdogs has spoken: a processor has run kernel code for more than 20 s (soft lockup), or has not
-even taken interrupts for 10 s (hard lockup), RCU waits for a processor, or a task has been in an uninterruptible wait
-for two minutes (hung task). The incident names the rank if the task is one.
-
-## Impact
-What runs on that processor stands still; after a hard lockup usually the whole node does, within minutes. A task that
-hangs cannot be killed. Synchronous jobs wait for it.
-
-## Diagnosis
-1. `opsd incidents show ID`: processor or task. If another incident is its cause (a driver that hangs, a file server,
-   a disk), follow that one.
-2. `journalctl -k --since -1hour | grep -A 30 -E "lockup|blocked for more than|stall"`: the stack below the line shows
-   the driver: `nvidia`, `mlx5`, `lustre`, `nfs`, `nvme`.
-3. `cat /proc/PID/stack`: where a task that hangs waits now.
-
-## Mitigation
-- A task that waits for storage goes on once the storage does.
-- A lockup of 60 s or more, or a hard one: reboot; a task that hangs in a driver needs the reboot as well.
-- Again on the same node: firmware and driver releases, then processor or board.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after a reboot, ten minutes without such a message, or an hour for the
-  grave ones.
-- recommend: the same, and notifies.
-- act: for a hard lockup or a soft one of a minute, a run on several nodes with a spare swaps this node for it, and
-  the node is drained if policy.drain allows it.
-""",
     advice=": read the stack below the message in the kernel log",
     cost="every rank of the job waits for what is stuck",
     culprit_of=_culprit,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, recovered, run_of, supervised, world_size
 from opsd.runbooks.lib.signals import counted, integer, text
 
@@ -105,35 +105,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="loss_nan",
-    guide=Guide.parse("""
-# The loss is not a number
-
-## Meaning
-A step reported a loss of NaN or infinity after steps with a finite one. The weights are most likely damaged, and every
-further step is wasted. If only one rank reports it, suspect that rank's GPU. If all do, data, learning rate, overflow
-or hardware may be the cause, as the loss is averaged over all ranks.
-
-## Impact
-All training since that step is lost. A checkpoint saved after it has damaged weights.
-
-## Diagnosis
-1. `opsd incidents show ID`: first bad step, losses and gradient norms before it, newest checkpoint.
-2. Norms that grew for many steps before: learning rate or an unstable layer. No sign before: one batch, or hardware.
-3. Replay from the checkpoint before it with the same data. The same step fails: data or program. It passes: hardware;
-   `nvidia-smi -q -d ECC -i GPU`, `journalctl -k --since -1hour | grep -i xid`.
-4. `opsd checkpoint list FOLDER`: is the newest checkpoint from before that step?
-
-## Mitigation
-- Restart from the newest checkpoint before the first bad step. Do not continue from a later one.
-- It fails again at the same step: skip that batch, look at its documents, lower the learning rate.
-- It passes: take the suspected node out and test it, `opsd drain NODE --incident ID --reason WHY`.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once the run has passed the step with finite losses.
-- recommend: names the restart.
-- act: asks the launcher to restart from the newest checkpoint if that is from before the first bad step, which replays
-  it; otherwise it notifies. If the same step fails again it escalates and does not replay a second time.
-"""),
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=_remedy,

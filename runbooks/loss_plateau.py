@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, run_recovered
 from opsd.runbooks.lib.signals import counted, integer, number, text
@@ -167,38 +167,6 @@ def _finding(view: View, leader: RankFact, plateau: _Plateau) -> Finding:
 
 RUNBOOK = Runbook(
     kind="loss_plateau",
-    guide=Guide.parse("""
-# The loss no longer falls
-
-## Meaning
-In the first half of the window the loss fell clearly; in the second half it fell by at most 15 % of what its course
-predicts. The course is a line over the logarithm of the step, which fits a healthy loss well. The window is ten
-minutes, so that plateaus are detected only while ten minutes are a large part of the run. Late in a long run use the
-evaluations instead. The same incident is opened for a loss that is frozen: exactly 0, or equal to the bit for 30
-steps although it changed with each step before, or norm and learning rate still do.
-
-## Impact
-Nothing fails. The steps cost as much as before, but the model learns very little.
-
-## Diagnosis
-1. `opsd incidents show ID`: the expected and the actual fall, the gradient norm.
-2. `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step. A learning rate near its end, or
-   near zero by mistake: the schedule was made for fewer steps, or was restarted at a resume.
-3. The norm is close to 0: dead activations, a loss scale that underflows, parameters that are not in the optimizer.
-4. Norm and learning rate are as before: suspect the data. Repeated batches (an epoch without a new shuffle, a loader
-   that was set back), or a source that is too predictable.
-5. `opsd checkpoint list FOLDER`: evaluate the newest one on a fixed set and compare it with one before the plateau.
-
-## Mitigation
-- Schedule: return to the checkpoint before the plateau with the right number of steps.
-- Data: check the order of samples first, then the mixture.
-- The model may have reached its limit. Test with a smaller learning rate for some hundred steps: if the loss drops,
-  the rate was too high.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once the loss falls again.
-- recommend, act: the same, and notifies. It does not change schedules or data.
-"""),
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),

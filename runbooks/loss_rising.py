@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, View
+from opsd.runbooks.base import Culprit, Finding, Incident, Runbook, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, ranks_of, run_recovered
 from opsd.runbooks.lib.signals import counted, integer, number, text
@@ -108,34 +108,6 @@ def fell_below_limit(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="loss_rising",
-    guide=Guide.parse("""
-# The loss rises slowly
-
-## Meaning
-Over some minutes, at most ten, the loss has risen by at least 2 %: steadily, in both halves of that time, and clearly
-more than the noise. A jump is `loss_spike`; a new data stage is a permanent jump. The first hundred steps of a run are
-ignored.
-
-## Impact
-A run that diverges slowly loses all steps since the rise began.
-
-## Diagnosis
-1. `opsd incidents show ID`: losses, rate of the rise, gradient norm at first and now.
-2. The norm grows too: unstable training. Where is the learning rate in its schedule? End of the warm-up, a schedule for
-   another number of steps, a schedule restarted at a resume.
-3. The norm is unchanged: suspect the data. Has the mixture moved to harder or other sources? Compare the loss per
-   source, or on a fixed evaluation set: `opsd checkpoint list FOLDER` lists what can be evaluated.
-4. The run's own numbers: `grep loss RUN_FOLDER/metrics.jsonl` has learning rate, loss and norm by step.
-
-## Mitigation
-- Learning rate: return to the checkpoint before the rise and continue with a lower one, or a longer warm-up.
-- Data: nothing, if an evaluation on a fixed set still improves.
-- Attention or output logits that grow: z-loss, QK-norm, weight decay on the right tensors.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once half of the rise is gone.
-- recommend, act: the same, and notifies. It does not change learning rates.
-"""),
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),

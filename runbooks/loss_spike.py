@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, View
+from opsd.runbooks.base import Culprit, Finding, Incident, Runbook, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, recovered
 from opsd.runbooks.lib.signals import integer, level, number, text
@@ -104,33 +104,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="loss_spike",
-    guide=Guide.parse("""
-# The loss has a spike
-
-## Meaning
-At least three of the last five steps have a loss far above that of the last ten minutes. Most spikes come from unusual
-batches and end by themselves within some hundred steps. If not, the model was damaged.
-
-## Impact
-A spike that ends by itself has no lasting cost. Otherwise all steps since the last checkpoint before it are lost.
-
-## Diagnosis
-1. `opsd incidents show ID`: the losses, the level before, and whether it is falling.
-2. If the gradient norm jumped before the loss: unstable training (learning rate, a layer without normalisation). If at
-   the same step: the data.
-3. The batches around the first step of the spike: which source, which documents, an unusual length or language?
-4. The same on every rank? If only one differs, suspect its GPU: `nvidia-smi -q -d ECC -i GPU`.
-5. `opsd checkpoint list FOLDER`: which checkpoint is from before it.
-
-## Mitigation
-- Falling: wait. Look again after two hundred steps.
-- Not falling: return to the checkpoint before the spike and skip those batches.
-- It repeats without these batches: lower the learning rate, or clip gradients more strictly.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once most of the jump is gone.
-- recommend, act: the same, and notifies. It does not roll back, as most spikes end by themselves.
-"""),
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),

@@ -50,36 +50,6 @@ ROWS = (
 RUNBOOK = kernel_runbook(
     "machine_check",
     ROWS,
-    """
-# Memory or processor of the node is faulty
-
-## Meaning
-The kernel has logged a hardware error that could not be corrected (EDAC `UE`, a machine check with its uncorrected
-bit, a record of the firmware with severity recoverable or fatal), or 100 corrected ones of one DIMM within an hour.
-Single corrected errors, and `Machine check events logged` without more, do not count.
-
-## Impact
-A process that uses the memory is killed with SIGBUS; if the kernel itself uses it, the node panics. Corrected errors
-cost nothing by themselves, but a DIMM with many of them is likely to have uncorrected ones.
-
-## Diagnosis
-1. `opsd incidents show ID`: the lines of the kernel log, with the DIMM if EDAC knows it.
-2. `journalctl -k --since -1day | grep -iE "edac|mce|hardware error|memory failure"`: which DIMM, which processes.
-3. `grep . /sys/devices/system/edac/mc/mc*/dimm*/dimm_ce_count /sys/devices/system/edac/mc/mc*/dimm*/dimm_label`:
-   counts by DIMM.
-4. `ipmitool sel list`: what the board has recorded, with its own names of the slots.
-
-## Mitigation
-- Uncorrected: take the node out now and have the DIMM (or the processor, if EDAC names none) replaced.
-- Corrected: at the next maintenance; swap two DIMMs to see whether the errors move with the part or stay with the
-  slot.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after a reboot, or after a day (corrected: an hour) without such errors.
-- recommend: the same, and notifies.
-- act: for uncorrected errors, a run on several nodes with a spare swaps this node for it, and the node is drained if
-  policy.drain allows it.
-""",
     advice=": have the memory module or the processor replaced",
     ignored=_named_elsewhere,
     cost="a process that uses the memory is killed, or the node panics",

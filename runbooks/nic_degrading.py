@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.runbooks import nic_failed
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.ports import Port, dependent, job_text, name, port_of, roles
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
@@ -144,38 +144,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="nic_degrading",
-    guide=Guide.parse("""
-# A network port has errors
-
-## Meaning
-The link is up, but one of these is true: bit errors (`symbol_error` and others: 10 per second, or 120 per hour spread
-over minutes), link retraining, far more retransmissions than its peers, or messages of the adapter's driver (heat,
-power, health). A cable, a module or an adapter is about to fail. If errors grow, the incident predicts when they reach
-ten per second, at most a day ahead. Retransmissions on all ports alike are congestion and no incident.
-
-## Impact
-A small loss of bandwidth now. Later the link may flap or fail, and the job with it.
-
-## Diagnosis
-1. `opsd incidents show ID`: which port, which counter, how fast, and the prediction.
-2. `cat /sys/class/infiniband/DEVICE/ports/1/counters/symbol_error` twice, a minute apart; the same for
-   `link_error_recovery`.
-3. `journalctl -k --since -1day | grep -i mlx5`: temperature, power, module events.
-4. The switch's counters on the other end: errors on both sides: the cable; on one side: that side's module.
-5. `ibstat DEVICE`: still at its full rate?
-
-## Mitigation
-- At the next maintenance: clean the fibre, reseat, then replace cable, module, adapter, one at a time.
-- Ten errors per second, or growing: do not wait, swap the node out at the next checkpoint: `opsd swap NODE`, then `opsd
-  drain NODE --incident ID --reason WHY`.
-- Heat: the air flow at the rear of the node, and the module's own temperature.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after five minutes with almost no errors.
-- recommend: the same, and notifies.
-- act: a run on several nodes with a spare swaps this node for it at a step boundary, and the node is drained if
-  policy.drain allows it.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": clean or replace cable and module before the link is lost", swap=True),

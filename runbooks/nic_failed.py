@@ -66,36 +66,6 @@ def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
 RUNBOOK = kernel_runbook(
     "nic_failed",
     ROWS,
-    """
-# A network adapter has failed
-
-## Meaning
-The driver of the adapter says that its firmware is in a fatal state, that recovering it began or failed, that a
-command was never answered or not in time, that nothing was sent for many seconds (`TX timeout`, `Tx Unit Hang`, the
-kernel's `NETDEV WATCHDOG`), or that a completion queue has an error. The last one may also come from a program that
-does not read its queue, and is only a warning.
-
-## Impact
-Ranks that use the port fail with NCCL errors or hang until their time-out. With its management network on the same
-adapter the node drops out altogether.
-
-## Diagnosis
-1. `opsd incidents show ID`: which adapter, what its driver said.
-2. `journalctl -k --since -1hour | grep -iE "mlx5|bnxt|ice|ena|watchdog"`: what came first: heat, a PCIe
-   error, a firmware assert.
-3. `ibstat` and `cat /sys/class/infiniband/mlx5_0/ports/1/state`: whether the port is back.
-4. Errors of completion queues only: which program used the port at that time?
-
-## Mitigation
-- Recovered by itself, once: note the firmware release, let the job go on.
-- Not recovered, or again: take the node out, start it cold, update the firmware, then replace the adapter.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after a reboot, or an hour without such a message.
-- recommend: the same, and notifies.
-- act: unless only a completion queue has an error, a run on several nodes with a spare swaps this node for it, and
-  the node is drained if policy.drain allows it.
-""",
     component="network",
     advice=": start the node cold, then replace the adapter",
     cost="collectives over this adapter fail or hang",

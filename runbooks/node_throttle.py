@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import THERMAL, THROTTLED, clocks_of, cost_of, throttled_gpus
 from opsd.runbooks.lib.gpus import loaded, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
@@ -71,36 +71,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="node_throttle",
-    guide=Guide.parse("""
-# Several GPUs are throttled together
-
-## Meaning
-Three GPUs and more, at least half of those under load, are held back at the same time by heat or by the power brake.
-The cause is what they share: fans, air or coolant of the node, the room, or its power supplies. The incidents of the
-single GPUs are its symptoms.
-
-## Impact
-Every synchronous job with ranks here runs at the speed of the slowest GPU. Above the hardware threshold clocks fall
-by half and more.
-
-## Diagnosis
-1. `opsd incidents show ID`: which GPUs, which reasons.
-2. `ipmitool sdr type Fan` and `ipmitool sdr type Temperature`: fans that stand still, inlet air, coolant.
-3. `ipmitool sdr type "Power Supply"` and `ipmitool sel list`: a supply that failed takes the power brake with it.
-4. `opsd incidents` on the neighbours: several nodes at once are the room, the row or the loop.
-5. `nvidia-smi --query-gpu=index,temperature.gpu,power.draw,clocks.sm --format=csv`: how far clocks have fallen.
-
-## Mitigation
-- Take the node out at the next checkpoint: `opsd swap NODE`, then `opsd drain NODE --incident ID --reason WHY`.
-- Until then lower power limits reduce the heat of all: `nvidia-smi -pl WATTS`, 15 % below the present limit.
-- Several nodes: tell those who run the room, and do not swap onto nodes beside them.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it once fewer than half of these GPUs are throttled.
-- recommend: the same, and notifies.
-- act: a run on several nodes with a spare swaps this node for it, and the node is drained if policy.drain allows it.
-  Power limits of single GPUs are left as they are.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": have fans, coolant and power supplies checked", swap=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, quoted, recovered, unsolved
 from opsd.runbooks.lib.signals import counted, integer, latest, number, text
@@ -121,39 +121,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 RUNBOOK = Runbook(
     kind="node_unreachable",
     told_by_runs=True,
-    guide=Guide.parse("""
-# A node cannot be reached
-
-## Meaning
-Either the launcher of a run has lost contact with one of its nodes; a dead node cannot be distinguished from a dead
-network, so the incident says only which node is silent, and for how long. Or Slurm cannot reach the node on which this
-agent runs: that node is up, and its slurmd or the management network is down. Nodes that were drained, rebooted or set
-down on purpose do not count.
-
-## Impact
-A synchronous job stops until it is restarted without the node. If only Slurm cannot reach the node, the job continues
-until Slurm ends it after SlurmdTimeout (300 s by default).
-
-## Diagnosis
-1. `opsd incidents show ID`: which node, which peers have lost it, for how long.
-2. `scontrol show node NODE`: state, reason, `LastBusyTime`, `BootTime`; `scontrol ping` for the controller.
-3. Over the management board: `ipmitool -I lanplus -H BMC chassis power status`, `ipmitool -I lanplus -H BMC sel list`
-   (power, watchdog, uncorrectable errors), and its serial console for a kernel panic.
-4. Reachable by ssh: `journalctl -u slurmd --since -30min`, `journalctl -k --since -30min`, `df -h /var`.
-5. Several nodes at once: what do they share? Switch, rack, power feed, file server.
-
-## Mitigation
-- Dead: restart the job on another node first, then `ipmitool -I lanplus -H BMC chassis power cycle`. Preflight it
-  before it gets work again: `opsd preflight --help`.
-- slurmd only: restart it on the node; running jobs survive that. Then `scontrol update nodename=NODE state=resume`.
-- Keep it out until the cause is known: `opsd drain NODE --incident ID --reason WHY`.
-
-## What opsd does by itself
-In every mode the launcher restarts the run without the lost node, or with a spare in its place.
-
-- observe: opens the incident, resolves it once the run trains again or Slurm reaches the node.
-- recommend, act: the same, and notifies. It does not power off a node that may only be unreachable.
-"""),
     first=("scontrol show node NODE",),
     detect=_detect,
     remedy=notify_run(),

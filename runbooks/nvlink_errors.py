@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Cost, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, fresh, gpu_culprit, job_evidence, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
@@ -89,38 +89,6 @@ def _quiet(series: Series) -> bool:
 
 RUNBOOK = Runbook(
     kind="nvlink_errors",
-    guide=Guide.parse("""
-# NVLink errors
-
-## Meaning
-A link between GPUs of the node is down, or its error counters grow: `recovery` counts link retraining, `replay` and
-`crc` count packets sent again. Links that come up within seconds of a boot are no incident; if all links are down at
-once, it is the fabric manager.
-
-## Impact
-Tensor-parallel and intra-node collectives wait for the slowest link. A recovery stops the link for milliseconds, and
-NCCL may abort. An intermittent link passes every test that is shorter than the time between its faults.
-
-## Diagnosis
-1. `opsd incidents show ID`: which GPU, which link, which counter and how fast.
-2. `nvidia-smi nvlink -s -i GPU` (state) and `nvidia-smi nvlink -e -i GPU` (errors); the other end of the link usually
-   counts errors as well.
-3. `journalctl -k --since -1day | grep -iE "xid.*: 74|SXid"`: Xid 74 names the link, SXid the switch.
-4. Fabric manager: `journalctl -u nvidia-fabricmanager --since -1day`.
-
-## Mitigation
-- Move the job to another node at the next checkpoint, and drain this one: `opsd swap NODE`, then `opsd drain NODE
-  --incident ID --reason WHY`.
-- Reset all GPUs of the node together, or reboot; run an all-reduce over all GPUs for at least half an hour afterwards.
-- The same link again: it is hardware (GPU, baseboard or switch). Do not bring the node back because a short test
-  passed.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after five minutes with all links up and no further errors.
-- recommend: the same, and notifies.
-- act: a run on several nodes with a spare swaps this node for it at a step boundary, and the node is drained if
-  policy.drain allows it.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": swap the node out at the next checkpoint", swap=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, latest, text
 
@@ -146,34 +146,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="nvme_failing",
-    guide=Guide.parse("""
-# An NVMe drive is failing
-
-## Meaning
-One of these: the drive reports a critical warning (spare blocks, heat, reliability, read-only) or media errors. The
-kernel has not been able to use its controller for some minutes. Its rated endurance will be used up within 30 days.
-That is predicted from the wear per byte written so far, and the present or the average write rate, whichever is higher.
-The present one counts once it has lasted for three hours.
-
-## Impact
-Staged shards and local checkpoints on it may be lost. A drive that becomes read-only fails every save to it; training
-continues.
-
-## Diagnosis
-1. `opsd incidents show ID`: which drive, its warnings, and how many days are left.
-2. `smartctl -a /dev/nvme0` (or `nvme smart-log /dev/nvme0`): critical warning, percentage used, media errors.
-3. `journalctl -k --since -1day | grep -i nvme`: resets and time-outs.
-4. `findmnt -S /dev/nvme0n1`: where it is mounted.
-
-## Mitigation
-- Warning or media errors: take the node out at the next checkpoint and replace the drive.
-- Worn out within the month: plan the replacement; stage the data elsewhere, or write fewer local checkpoints.
-- Heat: improve the air flow; the drive throttles itself meanwhile.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it once another drive is installed, or this one reports no problem.
-- recommend, act: the same, and notifies.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": move checkpoints elsewhere and have the drive replaced"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import job_of
 from opsd.runbooks.lib.signals import integer, number, text
@@ -93,33 +93,6 @@ def _of_the_node(symptom: Incident, _cause: Incident) -> bool:
 
 RUNBOOK = Runbook(
     kind="oom_kill",
-    guide=Guide.parse("""
-# The kernel killed a process for lack of memory
-
-## Meaning
-Memory ran out, and the kernel killed the process with the most. Either the whole node had none left, or a control
-group reached its limit: then only processes of that job were candidates. The incident names process, user and job.
-
-## Impact
-If it was a rank or one of its loaders the run restarts from its last checkpoint, and will run out again at the same
-point. If it was something else, a service of the node may be missing now.
-
-## Diagnosis
-1. `opsd incidents show ID`: which process, how much memory it held, whose limit was reached.
-2. `journalctl -k --since -1hour | grep -iE "oom|killed process"`: all processes at that time, with their sizes.
-3. `sacct -j JOB --format=JobID,State,ExitCode,MaxRSS,ReqMem`: the limit of the job.
-4. `opsd runbook show host_memory`: what usually takes the memory of a node.
-
-## Mitigation
-- The job's limit: ask Slurm for more memory, or use fewer loader processes and a shallower prefetch.
-- The node's memory: end what does not belong there; shared memory counts, too (`ls -laS /dev/shm`).
-- It grows with the steps: a leak, most often in a loader. `opsd runbook show dataloader_growth`.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after ten minutes without another kill. Where it hit a rank, the crash of
-  that rank is a symptom of this incident.
-- recommend, act: the same, and notifies. It frees no memory.
-"""),
     first=("sacct -j JOB --format=JobID,State,ExitCode,MaxRSS,ReqMem", "journalctl -k --since -1hour"),
     detect=_detect,
     remedy=notify_node(": give the job more memory, or have it use less"),

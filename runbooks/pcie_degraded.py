@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from opsd.runbooks.base import Cost, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, loaded, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
@@ -122,32 +122,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="pcie_degraded",
-    guide=Guide.parse("""
-# A PCIe link is degraded
-
-## Meaning
-The link between a GPU and its host has fewer lanes or a lower generation than both ends support, or constantly resends
-packets. It came up that way, or was degraded after errors. A lower generation of an idle GPU is power saving and no
-incident. Fewer lanes that several GPUs have alike, and have had all the time, come from the board and are none either.
-
-## Impact
-On this GPU data loading, checkpoint staging and, with GPUDirect, the network run at half or a quarter of their speed.
-In a synchronous job the others wait for it.
-
-## Diagnosis
-1. `opsd incidents show ID`: lanes, generation and replays, and their expected values.
-2. `nvidia-smi -q -d PERFORMANCE -i GPU` and `nvidia-smi --query-gpu=index,pcie.link.gen.current,pcie.link.width.current
-   --format=csv`: all GPUs of the node side by side, under load.
-3. `journalctl -k --since -1day | grep -iE "AER|pcieport"`: corrected errors on the same slot.
-
-## Mitigation
-- A reboot often restores the link: `scontrol reboot ASAP NODE`, and check it before the node trains.
-- It degrades again: reseat the GPU or riser, then replace it. `opsd drain NODE --incident ID --reason WHY`.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once the link is as it should be under load.
-- recommend, act: the same, and notifies.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": reseat or replace at the next service"),

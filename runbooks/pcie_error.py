@@ -78,39 +78,6 @@ def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
 RUNBOOK = kernel_runbook(
     "pcie_error",
     ROWS,
-    """
-# A PCIe link has uncorrected errors
-
-## Meaning
-The kernel's error handler (AER, or DPC, which cuts the device off) has reported a fatal error, a recovery that
-failed, a device whose link is down or that answers no read of its registers, uncorrected errors that are not fatal, or
-a thousand corrected ones within an hour. Faults of the IOMMU (`DMAR`, `IO_PAGE_FAULT`) count for GPUs and network
-ports. The incident names the GPU or the network port if the address is theirs;
-otherwise it is a port of the board, and everything below it is affected. Single corrected errors are repeated by the
-link and do not count.
-
-## Impact
-After a fatal error the device is reset or gone: its rank dies or hangs, an NVMe drive loses its file systems. What is
-not fatal may have lost a transaction.
-
-## Diagnosis
-1. `opsd incidents show ID`: the address, and the device if it is known.
-2. `journalctl -k --since -1hour | grep -iE "aer|dpc|pcieport|pciehp"`: which device reported first, which error.
-3. `cat /sys/bus/pci/devices/0000:3b:00.0/aer_dev_fatal`: the counters of the device since boot.
-4. `nvidia-smi --query-gpu=index,pci.bus_id,pcie.link.gen.current,pcie.link.width.current --format=csv`: GPUs and
-   their links.
-5. `ipmitool sel list`: the board's own record, with the slot.
-
-## Mitigation
-- Fatal, or recovery failed: take the node out; a cold start, then `opsd preflight`. Back again: riser, slot, device.
-- Not fatal, or a storm of corrected ones: reseat card and riser at the next maintenance.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it after a reboot, a day without a fatal error, an hour without others.
-- recommend: the same, and notifies.
-- act: for fatal errors a run on several nodes with a spare swaps this node for it, and the node is drained if
-  policy.drain allows it.
-""",
     advice=": have slot, riser and device checked",
     cost="ranks that use the device die or hang",
     culprit_of=_culprit,

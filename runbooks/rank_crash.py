@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cause, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.runs import (
     REMEMBERED_S,
     downtime,
@@ -112,38 +112,6 @@ def _same_rank(crash: Incident, kill: Incident) -> bool:
 
 RUNBOOK = Runbook(
     kind="rank_crash",
-    guide=Guide.parse("""
-# A rank crashed
-
-## Meaning
-The process of one rank ended while the run was active. It ended before any other rank, so it is the cause; the others
-were stopped because a synchronous job cannot continue without it.
-
-## Impact
-The whole job stops until the next generation has completed a step. Steps since the last checkpoint are repeated.
-
-## Diagnosis
-1. `opsd incidents show ID`: exit status, Python error, last log lines.
-2. `signal SIGKILL` without an error: another program killed it. `journalctl -k --since -10min | grep -i oom` shows the
-   kernel's out-of-memory killer, `sacct -j JOB --format=JobID,State,ExitCode,MaxRSS` shows Slurm.
-3. A Python error of the program (component `user code`): read where it was raised and the rank's log in the run folder.
-   It fails on any node.
-4. A CUDA error can be the program's or the GPU's: `journalctl -k --since -10min | grep -i xid`, then `nvidia-smi -q -d
-   ECC,ROW_REMAPPER -i GPU`. If the same rank fails on another GPU, suspect the program.
-5. A failed collective (component `network`) often follows a failure on another node: look for that node's incident.
-
-## Mitigation
-- Nothing, if the incident resolved: the next generation is training.
-- Host out of memory: fewer loader processes, or a shallower prefetch.
-- Error in the program: fix it. The launcher stops by itself when the same step fails twice.
-- The same GPU again: `opsd drain NODE --incident ID --reason WHY`, then `scontrol requeue JOB`.
-
-## What opsd does by itself
-In every mode the launcher restarts the generation; it gives up after the same failure three times.
-
-- observe, recommend, act: the agent takes no action of its own. It resolves the incident once a later generation has
-  completed a step, and escalates it if the launcher gave up or no step follows.
-"""),
     first=("opsd report RUN_FOLDER --text", "sacct -j JOB --format=JobID,State,ExitCode,MaxRSS,ReqMem"),
     detect=_detect,
     healed=run_recovered,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from opsd.attribution import INCONCLUSIVE, STOPPED, RankState, attribute_hang
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Detect, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Detect, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_unsupervised
 from opsd.runbooks.lib.runs import (
     downtime,
@@ -173,35 +173,6 @@ def moved_on(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="rank_hang",
-    guide=Guide.parse("""
-# A rank hangs
-
-## Meaning
-All processes of the job exist but none makes progress: one rank has not changed phase or step for far longer than is
-usual, and the others wait for it. The incident names the rank that is stopped, a zombie or blocked in the kernel; if
-there is none, the one with the lowest step, then the one that has not reached the collective of the others, then the
-one that stopped first. If all ranks here wait in a collective, the incident is `collective_hang`.
-
-## Impact
-Every GPU of the job waits. After the restart the steps since the last checkpoint are repeated.
-
-## Diagnosis
-1. `opsd incidents show ID`: every rank's phase, process state and step, and the file with all stacks.
-2. Process state T: it got SIGSTOP (a debugger, a suspended job). `kill -CONT PID` continues it.
-3. Process state D: a hung driver or file server. `cat /proc/PID/wchan`, `journalctl -k --since -30min`.
-4. Live stacks: `py-spy dump --native --pid PID` on the named rank and on one that waits.
-
-## Mitigation
-- Nothing, if the incident resolved: the launcher has restarted the generation.
-- The same rank and GPU twice: `opsd drain NODE --incident ID --reason WHY`, then `scontrol requeue JOB`.
-- No launcher: end the named rank with `kill -KILL PID`, so that the job fails and its own fault tolerance restarts it.
-
-## What opsd does by itself
-Under `opsd launch`, in every mode, the launcher takes the stacks of all ranks and restarts the generation.
-
-- observe: the agent opens the incident, and resolves it once a step is completed.
-- recommend, act: the same. If the run has no launcher, nothing restarts it, and opsd notifies.
-"""),
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=hangs(_from_launcher, _from_pages),
     remedy=notify_unsupervised,

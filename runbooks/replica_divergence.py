@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import xids_of
 from opsd.runbooks.lib.runs import (
     job_of,
@@ -156,38 +156,6 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 RUNBOOK = Runbook(
     kind="replica_divergence",
-    guide=Guide.parse("""
-# Replicas have diverged
-
-## Meaning
-Weights or optimizer state that must be equal on all data-parallel replicas have different checksums. All replicas apply
-the same gradients in the same order, so that only a wrong computation, a memory error or different behaviour of the
-program on one rank can make them differ. There may be no ECC error and no Xid (silent data corruption). The rank whose
-checksum is in the minority is the suspect; with two replicas there is no majority.
-
-## Impact
-Every all-reduce mixes the wrong values into all replicas. All steps since the last equal comparison must be repeated; a
-checkpoint written since then may have the wrong values.
-
-## Diagnosis
-1. `opsd incidents show ID`: tensor, step, checksum of each rank, the minority, and when they were last equal.
-2. Which ranks and tensors? One tensor on one rank: its GPU. Many ranks in groups: the program (a seed, a branch on the
-   rank, a missing collective), or a kernel that should be deterministic and is not.
-3. The suspect's GPU: `nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU`, `journalctl -k --since -1hour | grep -i xid`. The GPU
-   may be faulty without an error there.
-4. `opsd preflight --help`: the burn-in compares results bit by bit, which finds such a GPU.
-
-## Mitigation
-- Return to a checkpoint of a step at which they were equal: `opsd checkpoint list FOLDER`.
-- Take the suspected node out and test it: `opsd drain NODE --incident ID --reason WHY`.
-- The same tensor again on other hardware: the program is the cause.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once a later start of the run trains.
-- recommend: names the restart if the newest checkpoint is from a step at which the replicas were equal; notifies.
-- act: requests that restart and notifies. With a newer checkpoint it only notifies, as that may have the wrong values.
-  It does not take the node out.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Final
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Finding, Guide, Incident, Runbook, View
+from opsd.runbooks.base import Culprit, Finding, Incident, Runbook, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, recovered
 from opsd.runbooks.lib.signals import integer, text
@@ -87,36 +87,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="router_collapse",
-    guide=Guide.parse("""
-# The routers of a mixture of experts have collapsed
-
-## Meaning
-For half a minute the fullest expert of a layer has been more than 60 % of the way from an even load to all tokens, or
-more than a quarter of the tokens was dropped because their experts were full.
-
-## Impact
-Experts without tokens get no gradients: the model trains as a smaller one, and rarely comes back by itself. With expert
-parallelism the rank of the fullest expert is late, and its memory may run out.
-
-## Diagnosis
-1. `opsd incidents show ID`: load, dropped share and entropy. An entropy near 0 says that the routers are certain of
-   their choice, one near 100 % that they have learned nothing.
-2. `opsd_rank_router_load_ratio` over the last hours: a jump, or a slow rise?
-3. Did the loss or the gradient norm jump with it? Did a stage of the data begin, of one language or domain?
-4. `grep router_load RUN_FOLDER/metrics.jsonl`: the included trainer's load, entropy and router losses by step.
-   `opsd report RUN_FOLDER` has the loads of all experts by layer, and `experts.jsonl` those of earlier steps.
-
-## Mitigation
-- A slow rise: raise the weight of the balance loss (`optimizer.balance_loss`), or the rate of the biases
-  (`optimizer.balance_rate`), and go back to the checkpoint before the rise.
-- A jump with the gradient norm: go back to the checkpoint before it, lower the learning rate, add a router z-loss
-  (`optimizer.router_z_loss`).
-- With a new stage of the data: mix it with others.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once loads are even again.
-- recommend, act: the same, and notifies. It changes no setting and does not roll back.
-"""),
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import gpu_of, newest, xids_of
 from opsd.runbooks.lib.remedies import swap_out
 from opsd.runbooks.lib.runs import (
@@ -182,41 +182,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="silent_corruption",
-    guide=Guide.parse("""
-# A GPU computes wrong without an error
-
-## Meaning
-The included trainer computes one micro-batch of every rank twice from time to time (`replay.every`), with the same
-weights and deterministic kernels. On this rank the loss or a gradient had other bits the second time. A second GPU then
-computed the same twice. If it got the same bits both times, this rank's GPU computes wrong; if not, the program is not
-deterministic. Where ranks exchange activations, the rank is the one whose results differed first.
-
-## Impact
-Wrong values of one rank get into the gradients and with them into all weights. Nothing crashes, and a single wrong
-value may do no harm that the loss shows. The fault may be rare: it was found, so it has probably come before.
-
-## Diagnosis
-1. `opsd incidents show ID`: the step, what differed first, the checksums, what the neighbour got, and what the driver
-   says about this GPU.
-2. One rank again and again: its GPU. Other ranks each time, or the neighbour differs as well: the program or a kernel.
-3. `nvidia-smi -q -d ECC,ROW_REMAPPER,TEMPERATURE,CLOCK -i GPU`. Often there is no error there.
-4. `opsd preflight --profile burn-in` on the node, once no job runs there: it compares results bit by bit.
-
-## Mitigation
-- Take the node out: `opsd drain NODE --incident ID --reason WHY`, or swap it under the run: `opsd swap NODE`.
-- Return to a checkpoint from before the last replay that agreed, if the loss or the evaluations have suffered:
-  `opsd checkpoint list FOLDER`.
-- A GPU that passes the burn-in and is convicted again is replaced all the same.
-- The program: `--set run.deterministic=true` names operations without a deterministic implementation.
-
-## What opsd does by itself
-- observe: opens the incident; resolves it once a later start of the run trains and no rank works on this GPU, or the
-  driver was loaded again.
-- recommend: the same, names the swap of the node and notifies.
-- act: swaps the node if the driver as well has something against this GPU (uncorrected memory errors, a row that waits
-  to be remapped, an Xid that calls for a reset). The trainer's word alone only notifies. A burn-in that fails takes
-  the node out by itself.
-"""),
     first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,

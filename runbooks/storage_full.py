@@ -13,7 +13,6 @@ from opsd.runbooks.base import (
     Culprit,
     Evidence,
     Finding,
-    Guide,
     Incident,
     Runbook,
     Series,
@@ -151,34 +150,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="storage_full",
-    guide=Guide.parse("""
-# A file system is full
-
-## Meaning
-Less than 5 % of space or inodes is left (critical below 1 %), or at the rate of the last ten minutes nothing will be
-left within an hour, for a quarter of an hour or half of the time that is left. A disk with more than 100 GiB left is
-not reported for its share alone. This covers all writable disks and network file systems, the folders of runs, and
-`host.mounts`. `/dev/shm` uses main memory, and a rank that writes to it when it is full dies with SIGBUS.
-
-## Impact
-Checkpoints, logs and caches cannot be written. Background saves fail while the training seems healthy.
-
-## Diagnosis
-1. `opsd incidents show ID`: which mount, space or inodes, how fast.
-2. `df -h MOUNT`, `df -i MOUNT`.
-3. What fills it: `du -xh --max-depth=2 MOUNT`, and files that were removed but are still open: `lsof +L1 MOUNT`.
-4. Checkpoints: `opsd checkpoint list FOLDER`: is retention keeping up?
-
-## Mitigation
-- Logs, caches and core dumps first. `journalctl --vacuum-size=1G`.
-- Old checkpoints only after `opsd checkpoint verify FOLDER` has found the newest ones good, and never the last good
-  one.
-- `/dev/shm`: segments left by dead processes: `ls -la /dev/shm`, and remove those that no process has open.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once there is enough space.
-- recommend, act: the same, and notifies. It never removes files.
-"""),
     first=("du -xh --max-depth=2 MOUNT",),
     detect=_detect,
     remedy=notify_node(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import counted, growth, latest, level, number, text
@@ -211,39 +211,6 @@ def _ms(seconds: float) -> str:
 
 RUNBOOK = Runbook(
     kind="storage_slow",
-    guide=Guide.parse("""
-# Storage is slow
-
-## Meaning
-One of these: reads of a disk take five times as long as in the ten minutes before and at least 20 ms; operations of a
-file server take five times as long and at least 50 ms; a network file system does not answer; or the page cache evicts
-data that is read again soon after, and ranks wait for data. The last happens if the dataset is larger than its cache:
-throughput is good for hours, then shards are fetched repeatedly. Slow reads while a checkpoint is being written count
-only if ranks wait for data.
-
-## Impact
-Loaders fall behind, and every rank waits for the slowest one. Checkpoints take longer.
-
-## Diagnosis
-1. `opsd incidents show ID`: which device or mount, times now and before, evictions, and whether ranks wait.
-2. `iostat -x 1 5`: `r_await` and `%util` of the device. Low utilization with long waits: the device or the network.
-3. `cat /proc/vmstat | grep -E "workingset_refault|pgsteal"` twice: evicted pages that are read again. Does the dataset
-   (`df -h` of its mount) fit into the node's memory?
-4. NFS: `journalctl -k --since -1hour | grep -iE "nfs|lustre"`, and the same incident on other nodes point to the
-   server.
-5. Local NVMe: `smartctl -a /dev/nvme0` (temperature, media errors), `journalctl -k --since -1hour | grep -i nvme`.
-6. What else reads? Copies, indexers, an evaluation on the same disk.
-
-## Mitigation
-- Stage the dataset on local NVMe and read it from there. Fastest: move the job to a node that already has it.
-- Cache of a network file system: pin the shards of the run, or make the cache larger than the dataset.
-- A disk with errors: `opsd drain NODE --incident ID --reason WHY`, and replace it.
-- An unrelated process: end or throttle it.
-
-## What opsd does by itself
-- observe: opens the incident with its cost, resolves it once reads are about as fast as before.
-- recommend, act: the same, and notifies. It does not move data.
-"""),
     first=("iostat -x 1 5",),
     detect=_detect,
     remedy=notify_node("; move the dataset to local NVMe, or the job to a node that has it there"),

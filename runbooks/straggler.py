@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.gpus import newest, set_by_opsd, told
 from opsd.runbooks.lib.losses import lost
@@ -158,44 +158,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="straggler",
-    guide=Guide.parse("""
-# A rank is a straggler
-
-## Meaning
-In nearly all of its recent steps one rank has computed at least 7 % longer than the median of its peers, clearly more
-than the usual differences. Waiting in collectives and for data, and checkpoints, are not counted, because the other
-ranks wait for the straggler and so have equally long steps. A rank whose GPU is throttled or lost is not reported here:
-that incident is the cause.
-
-Under `opsd launch` the launcher that leads the run compares the ranks of all nodes, those of the same pipeline stage
-and tensor place with each other, and announces who is slow: a rank, a whole node, slow data. Without anybody to blame
-it announces pipeline stages or sequence lengths that are not equal, for the record. The evidence says whether the times
-are those of CUDA events or of the hosts' clocks.
-
-## Impact
-A synchronous job runs at the speed of its slowest rank: 10 % on one GPU cost 10 % of all.
-
-## Diagnosis
-1. `opsd incidents show ID`: seconds of computing per step beside the peers', and the GPU's clock if it is behind.
-2. `nvidia-smi --query-gpu=index,clocks.sm,power.draw,temperature.gpu --format=csv -l 1`: a low clock, or power far
-   below its peers at full utilization.
-3. Same clock but slow: the host. `ps -eo pid,psr,pcpu,comm --sort=-pcpu` for other processes on the rank's cores,
-   `numactl --show` for a rank bound to the wrong socket, `nvidia-smi topo -m` for its GPU's socket.
-4. `py-spy record --native -d 20 -o rank.svg --pid PID` on this rank and on a peer, side by side.
-5. `opsd diagnose --steps FILE` judges a table of step times of any job.
-6. Is more work expected? The last pipeline stage, or a rank that writes logs, computes longer. Balance the stages.
-
-## Mitigation
-- Power cap: `nvidia-smi -i GPU -pl WATTS`. Application clocks: `nvidia-smi -i GPU --reset-applications-clocks`.
-- Unbalanced stages: move layers. Unequal sequence lengths: distribute sequences by their cost.
-- Another process on the cores: end it. Wrong socket: restart with the right binding.
-- The GPU: swap the node out at the next checkpoint, `opsd swap NODE`, then `opsd drain NODE --incident ID --reason
-  WHY`, and run its acceptance tests.
-
-## What opsd does by itself
-- observe: opens the incident with its cost, resolves it once the rank keeps up.
-- recommend, act: the same, and notifies. It does not kill a rank that makes progress.
-"""),
     first=("nvidia-smi -q -d PERFORMANCE,CLOCK -i GPU", "opsd diagnose"),
     detect=_detect,
     diagnose=_diagnose,

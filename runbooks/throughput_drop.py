@@ -8,7 +8,7 @@ from statistics import median
 
 from opsd.attribution import STOPPED
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.losses import (
     BUT_LAST_S,
@@ -155,41 +155,6 @@ def _of_collectives(symptom: Incident, _cause: Incident) -> bool:
 
 RUNBOOK = Runbook(
     kind="throughput_drop",
-    guide=Guide.parse("""
-# Throughput has dropped
-
-## Meaning
-The run trains at least 10 % fewer tokens per second than in the ten minutes before, not counting checkpoints and
-evaluations, and no single rank or GPU of this node is the cause: stragglers, throttled GPUs and stalled loaders have
-their own incidents. The time per step is compared with the past in three parts: waiting for data, collectives,
-computing.
-
-The alert of this name compares the whole run with its median of the last six hours, and fires 20 % below it. There may
-be no incident if the drop is older than ten minutes or on another node: begin with `opsd diagnose`.
-
-## Impact
-Every GPU of the job loses the share named in the incident, for as long as it lasts.
-
-## Diagnosis
-In this order, as opsd does; `opsd incidents show ID` has the seconds per step of each part.
-
-1. Data: one rank's loader, or all of them. `iostat -x 1 3`, `df -h`, `findmnt -t nfs4,lustre`; was the dataset evicted
-   from the cache, or has a new data stage begun?
-2. Network: collectives take longer on every rank. `ibstat`, `nvidia-smi nvlink -e`, and incidents on the other nodes of
-   the job: a slow rank there looks like a slow network here.
-3. Kernels: computing takes longer on every rank. `nvidia-smi -q -d PERFORMANCE,CLOCK`: clocks and power caps of the
-   whole node; longer sequences, another attention kernel, a recompilation.
-4. `py-spy record --native -d 20 -o rank.svg --pid PID` if the cause is still unknown.
-
-## Mitigation
-- Data: move the dataset to local NVMe; more loader processes.
-- Network or another node: find the slow node first; swap it out.
-- Kernels: what changed at that moment? Compare with a short run of the configuration from before.
-
-## What opsd does by itself
-- observe: opens the incident with diagnosis and cost, resolves it once throughput is within 5 % of what it was.
-- recommend, act: the same, and notifies.
-"""),
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=_detect,
     diagnose=_diagnose,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Guide, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import job_of, run_recovered, unsolved, world_size
 from opsd.runbooks.lib.signals import counted, integer, integers, text
@@ -66,34 +66,6 @@ def _sentence(ranks: Sequence[int], names: set[str]) -> str:
 
 RUNBOOK = Runbook(
     kind="tp_seed",
-    guide=Guide.parse("""
-# Tensor-parallel shards are equal
-
-## Meaning
-A weight that is split over tensor-parallel ranks has the same bits on several of them. The trainer compares checksums
-of shards at every start, only of randomly initialised tensors, so that constants do not count. Nearly always each rank
-has drawn its shard with the same seed; sometimes a checkpoint was loaded with one rank's file for all.
-
-## Impact
-Equal shards get equal gradients for equal inputs, so that the model learns as if it were narrower. Nothing crashes; the
-loss falls, but more slowly than it should. SmolLM3 was started over after a trillion tokens because of this.
-
-## Diagnosis
-1. `opsd incidents show ID`: which tensors, which ranks.
-2. All tensors that are split: the seed. `grep -rn manual_seed SOURCE`: it must differ between tensor-parallel ranks and
-   be equal between data-parallel ones, or the whole tensor must be drawn and then split.
-3. Only some tensors: check how they are created. An initialisation after the split, a layer that was added later.
-4. Since the first step or since a resume? `opsd checkpoint list FOLDER`: audit the checkpoint that was loaded.
-
-## Mitigation
-- Stop the run now; every further step is wasted.
-- Draw each tensor whole and split it afterwards, or seed with the tensor-parallel rank; start again from step 0.
-- Continuing from such a checkpoint does not help: the shards stay equal. Compare with a one-rank run at equal tokens.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once a later start of the run trains without the finding.
-- recommend, act: the same, and notifies. It does not stop the run: its owners decide.
-"""),
     first=("opsd checkpoint audit FOLDER",),
     detect=_detect,
     remedy=notify_run("; stop the run: {cost}"),

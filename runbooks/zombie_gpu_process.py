@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from opsd.collectors.base import GpuFact, RankFact
-from opsd.runbooks.base import Cost, Culprit, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import run_of
@@ -150,37 +150,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="zombie_gpu_process",
-    guide=Guide.parse("""
-# A process holds a GPU that should be free
-
-## Meaning
-One of these for half a minute: a process has died and the driver still lists it; a run has ended but processes are
-left on its GPU; memory of a GPU is in use without a process; or an unrelated process uses one GPU of a run, but not
-its others; or Slurm runs no job here and processes hold memory of a GPU. Without Slurm, GPUs that no run under opsd
-has used are ignored.
-
-## Impact
-The next job on the node dies with "out of memory" while it loads, or is slowed down by the other process. A process
-that cannot be killed points to a driver that hangs.
-
-## Diagnosis
-1. `opsd incidents show ID`: which GPU, how much memory, and whose process it was.
-2. `nvidia-smi --query-compute-apps=pid,used_memory,gpu_uuid --format=csv`: pids. None listed, but memory in use: a
-   process in another container or one that is still ending: `fuser -v /dev/nvidia2` for GPU 2.
-3. `ps -o pid,ppid,stat,user,lstart,cmd -p PID`: state Z has ended and waits for its parent, D hangs in the driver and
-   cannot be killed.
-4. `squeue -w NODE`: is it a job that may use this node? An epilog that did not clean up?
-
-## Mitigation
-- A process of an ended run: `kill -KILL PID`. State Z: kill its parent.
-- State D, or memory without a process: drain (`opsd drain NODE --incident ID --reason WHY`), then `nvidia-smi -r -i
-  GPU`, or reboot.
-- An unrelated process: contact its owner, and constrain devices in Slurm (`ConstrainDevices=yes`) to prevent it.
-
-## What opsd does by itself
-- observe: opens the incident, resolves it once the GPU is free or only used by ranks.
-- recommend, act: the same, and notifies. It does not kill processes.
-"""),
     first=("kill -KILL PID", "nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv"),
     detect=_detect,
     remedy=notify_node(": end what holds it, or reset the GPU"),

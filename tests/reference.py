@@ -24,12 +24,11 @@ from opsd.collectors.lib.kernel.xid import TOTAL
 from opsd.commands import main
 from opsd.commands.metrics import catalogue, label_values
 from opsd.commands.options import EXIT_CODES, SectionedCommand, sections_of
-from opsd.commands.runbook import all_guides, to_markdown
 from opsd.events import OF_LAUNCHERS, OF_RANKS, OF_RUNS, name_of
 from opsd.launch.claims.messages import MESSAGES
 from opsd.launch.io import protocol
 from opsd.launch.io.handshake import OLDEST, VERSION
-from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.lib.guides import guides
 from opsd.trainer.config import Config as TrainerConfig
 
 FOLDER = Path(__file__).parents[1] / "docs"
@@ -49,7 +48,6 @@ def rendered(folder: Path = FOLDER) -> dict[Path, str]:
         "api.md": _api(),
         "events.md": _events(),
         "runbooks/README.md": _runbooks(),
-        **{f"runbooks/{book.kind}.md": to_markdown(book.guide) for book in RUNBOOKS},
     }
     return {folder / name: NOTE + "\n" + text for name, text in pages.items()}
 
@@ -274,5 +272,5 @@ def _alerts() -> str:
 
 
 def _runbooks() -> str:
-    rows = [(f"[{name}]({name}.md)", guide.title) for name, guide in all_guides().items()]
+    rows = [(f"[{name}]({name}.md)", guide.title) for name, guide in guides().items()]
     return "# Runbooks\n\n" + _table(("name", "title"), rows)

@@ -12,9 +12,8 @@ from rich.markdown import Markdown
 from opsd.commands.options import Group, option
 from opsd.commands.output import output_console, plain_table
 from opsd.commands.settings import BadConfig
-from opsd.dashboards.alerts import GUIDES
 from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.base import SECTIONS, Guide
+from opsd.runbooks.lib.guides import guides, markdown
 
 
 @click.group(cls=Group)
@@ -26,8 +25,8 @@ def runbook() -> None:
 @option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_runbooks(as_json: bool) -> None:
     """Every kind of incident that opsd knows, and the alerts that only Prometheus can raise."""
-    books = [(book.kind, book.guide.title, list(book.needs)) for book in RUNBOOKS]
-    books += [(name, guide.title, ["Prometheus"]) for name, guide in GUIDES.items()]
+    needs_of = {book.kind: list(book.needs) for book in RUNBOOKS}
+    books = [(name, guide.title, needs_of.get(name, ["Prometheus"])) for name, guide in guides().items()]
     if as_json:
         click.echo(
             json.dumps([{"name": name, "title": title, "needs": needs} for name, title, needs in books], indent=1)
@@ -41,28 +40,15 @@ def list_runbooks(as_json: bool) -> None:
 
 @runbook.command()
 @click.argument("name")
-@option("--markdown", is_flag=True, help="Print it as Markdown.")
-def show(name: str, markdown: bool) -> None:
+@option("--markdown", "as_markdown", is_flag=True, help="Print it as Markdown.")
+def show(name: str, as_markdown: bool) -> None:
     """The runbook NAME: meaning, impact, diagnosis, mitigation, and what opsd does by itself."""
-    guides = all_guides()
-    if name not in guides:
-        nearest = difflib.get_close_matches(name, guides, n=1)
+    if name not in guides():
+        nearest = difflib.get_close_matches(name, guides(), n=1)
         said = f"did you mean {nearest[0]}?" if nearest else "see `opsd runbook list`"
         raise BadConfig(f"no runbook is named {name}; {said}")
-    text = to_markdown(guides[name])
-    if markdown:
+    text = markdown(name)
+    if as_markdown:
         click.echo(text, nl=False)
     else:
         Console().print(Markdown(text))
-
-
-def all_guides() -> dict[str, Guide]:
-    """Every guide by its name: those of the runbooks, then those of alerts without a runbook."""
-    return {**{book.kind: book.guide for book in RUNBOOKS}, **GUIDES}
-
-
-def to_markdown(guide: Guide) -> str:
-    """``guide`` as Markdown."""
-    texts = (guide.meaning, guide.impact, guide.diagnosis, guide.mitigation, guide.automatic)
-    sections = zip(SECTIONS, texts, strict=True)
-    return f"# {guide.title}\n" + "".join(f"\n## {head}\n\n{text}\n" for head, text in sections)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Guide, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import drain_only, notify_node
 from opsd.runbooks.lib.signals import integer, latest, number, text
 
@@ -125,7 +125,6 @@ DRAIN = "opsd drain NODE --incident ID --reason WHY"
 def kernel_runbook(
     kind: str,
     rows: Sequence[Row],
-    guide: str,
     *,
     component: str = "node",
     advice: str,
@@ -207,7 +206,6 @@ def kernel_runbook(
 
     return Runbook(
         kind=kind,
-        guide=Guide.parse(guide),
         detect=detect,
         remedy=remedy,
         healed=healed,

@@ -14,16 +14,15 @@ from opsd.agent.loop import Clock, Loop
 from opsd.agent.policy import ActionLimits
 from opsd.agent.window import Window
 from opsd.collectors.base import Collector
-from opsd.runbooks.base import Guide, Runbook
+from opsd.runbooks.base import Runbook
 from tests.fakes.clock import FakeClock
 
-GUIDE = Guide("Trouble", "m", "i", "d", "m", "a")
 SILENT = Log(lambda event: None)
 
 
 def runbook(**changes: object) -> Runbook:
     """A runbook for incidents of kind "trouble" that finds nothing unless told to."""
-    fields = {"kind": "trouble", "guide": GUIDE, "detect": lambda _view: (), "healed": lambda _incident, _view: None}
+    fields = {"kind": "trouble", "detect": lambda _view: (), "healed": lambda _incident, _view: None}
     return Runbook(**{**fields, "needs": ("source",), "max_attempts": 2, **changes})
 
 

@@ -12,9 +12,9 @@ pytest.importorskip("yaml")
 
 from opsd.commands.main import cli
 from opsd.commands.metrics import catalogue
-from opsd.commands.runbook import to_markdown
-from opsd.dashboards.alerts import GUIDE_FILES, GUIDES, Rule, alerts, linked, rules
+from opsd.dashboards.alerts import Rule, alerts, linked, rules
 from opsd.runbooks import RUNBOOKS
+from opsd.runbooks.lib.guides import guides
 from tests.fakes.alert_cases import BURNS, CASES
 
 KINDS = {book.kind for book in RUNBOOKS}
@@ -32,7 +32,7 @@ def of_kind(alert: Rule) -> bool:
 
 def test_alerts_and_guides_are_a_bijection() -> None:
     """Every kind of incident has its alert, every alert its guide, and the URL leads to that guide."""
-    assert {alert.runbook for alert in alerts()} == KINDS | set(GUIDES)
+    assert {alert.runbook for alert in alerts()} == set(guides())
     assert sorted(alert.runbook for alert in alerts() if of_kind(alert)) == sorted(KINDS)
     for alert in alerts():
         guide = "{{ $labels.kind }}" if of_kind(alert) else alert.runbook
@@ -49,12 +49,6 @@ def test_an_alert_of_a_kind_is_a_view_of_its_incidents_and_nothing_else() -> Non
             assert (alert.severity, alert.hold) == (None, "0s"), alert.name
         elif not alert.shared:
             assert ("opsd_incidents" in alert.expr) == (alert.name in ABOUT_INCIDENTS), alert.name
-
-
-@pytest.mark.parametrize("name", GUIDES)
-def test_a_guide_that_is_written_by_hand_has_the_form_of_those_that_are_made(name: str) -> None:
-    """The page on the site is the file; the agent shows what it parses of it."""
-    assert to_markdown(GUIDES[name]) == (GUIDE_FILES / f"{name}.md").read_text(encoding="utf-8")
 
 
 def test_every_alert_is_tested_by_hand_or_is_about_an_incident() -> None:

@@ -27,9 +27,8 @@ from opsd.collectors import repairs, spare
 from opsd.collectors.base import GpuFact, Metric, RankFact, Reading, RunFact, Sample, StepFact
 from opsd.collectors.slurm import FAULTS, FLAG, LEMON
 from opsd.commands.status import first_lines, under_way
-from opsd.dashboards.alerts import GUIDES
-from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Evidence, Incident, Severity, State
+from opsd.runbooks.lib.guides import guides
 from tests.fakes.collectors import FakeCollector
 from tests.fakes.incidents import WALL, incident
 from tests.fakes.repairs import known
@@ -371,7 +370,7 @@ def test_history_forgets_what_is_gone() -> None:
     assert history.values("DCGM_FI_DEV_GPU_TEMP", "GPU-0") == ()
 
 
-@pytest.mark.parametrize("name", [*(book.kind for book in RUNBOOKS), *GUIDES])
+@pytest.mark.parametrize("name", guides())
 def test_every_runbook_is_a_page(name: str) -> None:
     """Where the link in an alert leads."""
     whole = runbook_page(name)

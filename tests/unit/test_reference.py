@@ -13,8 +13,8 @@ pytest.importorskip("yaml")
 from opsd import exitcodes
 from opsd.commands.main import COMMANDS
 from opsd.commands.metrics import catalogue
-from opsd.commands.runbook import all_guides
 from opsd.config import known_keys, sections
+from opsd.runbooks.lib.guides import guides
 from opsd.trainer.config import Config
 from tests.reference import FOLDER, leftovers, rendered
 
@@ -40,7 +40,7 @@ def test_nothing_is_left_out() -> None:
     assert [name for name in COMMANDS if f"\n## opsd {name}\n" not in text("commands.md")] == []
     codes = {value for name, value in vars(exitcodes).items() if name.isupper()}
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", text("exit-codes.md"), re.MULTILINE)} == codes
-    assert [name for name in all_guides() if f"({name}.md)" not in text("runbooks/README.md")] == []
+    assert [name for name in guides() if f"({name}.md)" not in text("runbooks/README.md")] == []
 
 
 def test_nothing_depends_on_the_machine() -> None:
@@ -54,7 +54,7 @@ def test_a_page_of_what_is_gone_is_left_over(tmp_path: Path) -> None:
     """Pages that were written by hand are not."""
     (tmp_path / "runbooks").mkdir()
     gone = tmp_path / "runbooks" / "gone.md"
-    gone.write_text(text("runbooks/gpu_lost.md"))
+    gone.write_text(text("runbooks/README.md"))
     (tmp_path / "own.md").write_text("# Mine\n")
     assert leftovers(tmp_path) == [gone]
 

@@ -9,28 +9,20 @@ from typing import Final
 
 from opsd.agent.brief import fill
 from opsd.agent.web.html import Html, card, document, h, join, link
-from opsd.dashboards.alerts import GUIDES
-from opsd.runbooks import RUNBOOKS
-from opsd.runbooks.base import SECTIONS, Guide
-
-_BY_KIND: Final = {book.kind: book.guide for book in RUNBOOKS}
-
-
-def guide_of(kind: str) -> Guide | None:
-    """The guide of a kind of incident, None if this release has none."""
-    return _BY_KIND.get(kind)
+from opsd.runbooks import NAMES
+from opsd.runbooks.lib.guides import SECTIONS, Guide, guides
 
 
 def runbook_page(name: str) -> bytes | None:
     """The page of the runbook or alert ``name`` as UTF-8, None if there is none."""
-    guide = _BY_KIND.get(name) or GUIDES.get(name)
+    guide = guides().get(name)
     return None if guide is None else _document(name, guide)
 
 
 def runbook_list() -> bytes:
     """The list of all pages as UTF-8."""
-    found = _list(_BY_KIND.items())
-    raised = _list(GUIDES.items())
+    found = _list((name, guide) for name, guide in guides().items() if name in NAMES)
+    raised = _list((name, guide) for name, guide in guides().items() if name not in NAMES)
     main = join((card("kinds", "Incidents", found), card("alerts", "Alerts that only Prometheus can raise", raised)))
     return document("runbooks – opsd", Html("<h1>Runbooks</h1>"), main, _HOME)
 
@@ -39,8 +31,8 @@ _CODE: Final = re.compile(r"<code>.*?</code>", re.DOTALL)
 _HOME = link("/", "this node")
 
 
-def _list(guides: Iterable[tuple[str, Guide]]) -> Html:
-    items = "".join(f"<li>{link(f'/runbooks/{name}', guide.title)}</li>" for name, guide in guides)
+def _list(named: Iterable[tuple[str, Guide]]) -> Html:
+    items = "".join(f"<li>{link(f'/runbooks/{name}', guide.title)}</li>" for name, guide in named)
     return Html(f"<ul>{items}</ul>")
 
 

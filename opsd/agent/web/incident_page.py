@@ -12,7 +12,7 @@ from opsd.agent.correlate import symptoms_of
 from opsd.agent.loop import Snapshot
 from opsd.agent.similar_incidents import Similar, nearest
 from opsd.agent.web import api
-from opsd.agent.web.guides import filled_guide, guide_of
+from opsd.agent.web.guides import filled_guide
 from opsd.agent.web.html import Html, card, document, facts, h, join, link, nothing, table
 from opsd.agent.web.incidents import (
     bullets,
@@ -26,6 +26,7 @@ from opsd.agent.web.incidents import (
     title_of,
 )
 from opsd.runbooks.base import Incident
+from opsd.runbooks.lib.guides import guides
 from opsd.words import clock, span
 
 MAX_EVENTS: Final = 100
@@ -158,7 +159,7 @@ def _box(told: Brief) -> Html:
 
 
 def _guide(incident: Incident, node: str) -> Html:
-    guide = guide_of(incident.kind)
+    guide = guides().get(incident.kind)
     if guide is None:
         return Html("")
     body = filled_guide(guide, values(incident, node))

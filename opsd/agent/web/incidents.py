@@ -12,9 +12,9 @@ from opsd.agent.by_hand import holder, who_has_it
 from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
-from opsd.agent.web.guides import guide_of
 from opsd.agent.web.html import TONES, Html, card, h, join, link, nothing, pill
 from opsd.runbooks.base import Incident, Severity, State
+from opsd.runbooks.lib.guides import guides
 from opsd.words import gpu_time, plural, ranges, span
 
 MAX_GROUPS: Final = 8
@@ -109,7 +109,7 @@ def page_tone(incidents: Iterable[Incident]) -> str:
 
 def title_of(kind: str) -> str:
     """The title of the runbook of ``kind``."""
-    guide = guide_of(kind)
+    guide = guides().get(kind)
     return guide.title if guide else kind.replace("_", " ")
 
 
