@@ -182,7 +182,7 @@ def _wander(view: View, numbers: Collection[int], climbing: Collection[str]) -> 
 
 
 def _smooth(course: Sequence[float]) -> list[float]:
-    """Dependencies of three blocks each: sensors that tell whole degrees jump by one."""
+    """Means of three blocks each: sensors that tell whole degrees jump by one."""
     return [fmean(course[first : first + 3]) for first in range(len(course) % 3, len(course), 3)] or list(course)
 
 

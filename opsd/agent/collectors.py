@@ -147,7 +147,7 @@ class NodeWatch:
             time.sleep(self._period_s)
 
     def _count_forever(self) -> None:
-        """Sandbox from the other questions: an answer of the accounting may take a minute."""
+        """Apart from the other questions: an answer of the accounting may take a minute."""
         while True:
             with suppress(SlurmError):
                 self.failed_jobs.refresh()

@@ -1,4 +1,4 @@
-"""Which preflights order the node's repair. Sandbox from ``order``, which the agent loads."""
+"""Which preflights order the node's repair. Apart from ``order``, which the agent loads."""
 
 from __future__ import annotations
 
