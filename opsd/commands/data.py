@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from opsd import exitcodes
 from opsd.commands.options import Group, exit_codes, option, options
 from opsd.commands.output import fail, output_console, plain_table, warn, written
 from opsd.data.pipeline import PipelineError, load
-from opsd.data.run import RETRIES
+from opsd.data.run import RETRIES, Engine
+from opsd.slurm.connect import choose
+from opsd.slurm.port import SlurmError, SlurmMissing
 from opsd.words import with_remedy
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -44,6 +47,10 @@ def data() -> None:
     )
 )  # fmt: skip
 @run_options
+@option("--local", is_flag=True, help="Run on this machine, not as arrays of Slurm.")
+@option("--partition", help="Where arrays run; by default the executor's partition, or Slurm's default.")
+@option("--sbatch", "sbatch", multiple=True, metavar="OPTION", help="Another option of sbatch for arrays.")
+@option("--tasks-per-job", type=click.IntRange(1), help="Tasks that a job of an array runs, one after the other.")
 @option(
     "--workers",
     type=click.IntRange(1),
@@ -54,23 +61,24 @@ def data() -> None:
     "--redo", is_flag=True, help="Run again what has changed and what depends on it, and tasks whose files are damaged."
 )
 @option("--allow-copies", is_flag=True, help="Accept inputs that have the same content as another one.")
-def run(file: Path, root: Path | None, workers: int | None, retries: int, redo: bool, allow_copies: bool) -> int:
-    """Run the stages of FILE, one after the other.
+def run(file: Path, root: Path | None, retries: int, redo: bool, allow_copies: bool, **given: Any) -> int:
+    """Run the stages of FILE, one after the other: as arrays of Slurm, or here if there is no Slurm.
 
     Repeat it to go on. A task is done once its files are on the disk, with the digest of code, arguments, inputs and
     number of tasks. If one of them has changed, the command says what, and runs nothing.
     """
-    from opsd.data.local import Local
     from opsd.data.run import Run, held
 
     root = root or file.with_suffix("")
     try:
         stages = load(file)
         with held(root):
-            complete = Run(file, root, stages, Local(root, workers or 0, retries), warn, redo, allow_copies).run()
+            complete = Run(file, root, stages, _engine(root, retries, given), warn, redo, allow_copies).run()
             _show(_status(root))
     except PipelineError as error:
         fail(str(error), exitcodes.USAGE)
+    except SlurmError as error:
+        fail(f"{error}; the same command goes on")
     except KeyboardInterrupt:
         warn("interrupted; the same command goes on")
         return exitcodes.INTERRUPTED
@@ -90,6 +98,39 @@ def status(file: Path, root: Path | None, json_file: Path | None) -> int:
     elif not written(json_file, json.dumps(found, indent=1) + "\n", "the status"):
         return exitcodes.FAILED
     return exitcodes.OK
+
+
+@data.command(hidden=True)
+@click.argument("root", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("stage", type=int)
+@click.argument("array")
+def task(root: Path, stage: int, array: str) -> int:
+    """Run the tasks of one job of an array."""
+    from opsd.data.array import run_job
+
+    try:
+        return run_job(root, stage, array, os.environ)
+    except PipelineError as error:
+        fail(str(error), exitcodes.USAGE)
+
+
+def _engine(root: Path, retries: int, given: dict[str, Any]) -> Engine:
+    """Slurm if it is here and --local is not given."""
+    from opsd.data.array import Arrays
+    from opsd.data.local import Local
+
+    if not given["local"]:
+        slurm = choose().slurm
+        try:
+            slurm.configuration()
+        except SlurmMissing as error:
+            warn(f"tasks run on this machine: {error}")
+        else:
+            return Arrays(
+                root, slurm, warn, partition=given["partition"] or "", options=given["sbatch"],
+                limit=given["workers"] or 0, per_job=given["tasks_per_job"] or 0, retries=retries,
+            )  # fmt: skip
+    return Local(root, given["workers"] or 0, retries)
 
 
 def _status(root: Path) -> dict[str, Any]:

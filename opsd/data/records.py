@@ -120,7 +120,7 @@ class Attempt:
     rank: int
     plan: str
     token: str = field(default_factory=lambda: secrets.token_hex(6))
-    host: str = field(default_factory=socket.gethostname)
+    host: str = field(default_factory=lambda: os.environ.get("SLURMD_NODENAME") or socket.gethostname())
     job: int = 0
     array: str = ""
     began: float = field(default_factory=time.time)
