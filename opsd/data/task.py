@@ -189,6 +189,7 @@ class Tasks:
         self._opened = Opened()
         self._said: list[str] = []
         self._files = LocalFiles()
+        os.environ.setdefault("RAYON_NUM_THREADS", str(cpus))  # tokenizers take all cores otherwise
         same_bytes_at_any_time()
 
     def run(self, rank: int, job: int = 0, array: str = "") -> Attempt:

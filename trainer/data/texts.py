@@ -167,7 +167,7 @@ def read_texts(
             tally.bytes += path.stat().st_size
         try:
             for read in _documents(path, reading):
-                text = _encodable(read, tally) if read else read
+                text = encodable(read, tally) if read else read
                 left -= len(text.encode()) if text else 0
                 if left < 0:
                     return
@@ -182,7 +182,8 @@ def read_texts(
             tally.drop(UNREADABLE)
 
 
-def _encodable(text: str, tally: Tally) -> str:
+def encodable(text: str, tally: Tally) -> str:
+    """``text`` without unpaired surrogates, which are counted as dropped."""
     try:
         text.encode()
     except UnicodeEncodeError:
