@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.markup import escape
 
 from opsd import exitcodes
 from opsd.commands.options import Group, exit_codes, option, options
@@ -16,7 +19,11 @@ from opsd.data.pipeline import PipelineError, load
 from opsd.data.run import RETRIES, Engine
 from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError, SlurmMissing
-from opsd.words import with_remedy
+from opsd.words import count, with_remedy
+
+if TYPE_CHECKING:
+    from opsd.data.tokenizers import Compared
+    from opsd.data.vocabularies import Cost
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -98,6 +105,103 @@ def status(file: Path, root: Path | None, json_file: Path | None) -> int:
     elif not written(json_file, json.dumps(found, indent=1) + "\n", "the status"):
         return exitcodes.FAILED
     return exitcodes.OK
+
+
+@data.command(
+    epilog=exit_codes({0: "told", 1: "a file cannot be written", 2: "a tokenizer or a sample cannot be used"})
+)
+@click.argument("tokenizers", nargs=-1, required=True, type=click.Path(path_type=Path))
+@option(
+    "--sample",
+    "samples",
+    multiple=True,
+    required=True,
+    metavar="LANGUAGE=PATH",
+    help="Texts of a language: a file or a folder, as python -m opsd.trainer.data reads them.",
+)
+@option("--bytes", "most", type=click.IntRange(1), default=2_000_000, help="Of each sample that are read.")
+@option("--model", default="", metavar="CONFIG", help="Plan the run CONFIG with each vocabulary, as opsd plan does.")
+@option("--gpus", type=click.IntRange(1), default=8, help="H100s of that plan.")
+@option("--json", "json_file", type=_FILE, help="Write JSON to FILE, - for stdout.")
+@option("--chart", type=_FILE, help="Write bytes per token by language as SVG.")
+def tokenizers(
+    tokenizers: tuple[Path, ...],
+    samples: tuple[str, ...],
+    most: int,
+    model: str,
+    gpus: int,
+    json_file: Path | None,
+    chart: Path | None,
+) -> int:
+    """Compare TOKENIZERS, files or folders of a tokenizer.json, on samples of languages.
+
+    Words are separated by spaces. Fertility is tokens for each word, continued the share of words of several tokens.
+    Where words have no spaces these two are left out. With --model it tells what each vocabulary costs: a tokenizer of
+    fewer bytes a token needs more tokens for the same text.
+    """
+    from opsd.data.tokenizers import bars, compare, sample_of
+    from opsd.trainer.config import ConfigError
+    from opsd.trainer.data.shards import DataError
+
+    try:
+        texts = {language: sample_of(Path(path), most) for language, path in map(_sample, samples)}
+        found = compare(tokenizers, texts)
+        costs = []
+        if model:
+            from opsd.data.vocabularies import costs as costs_of
+
+            costs = costs_of(model, gpus, found)
+    except (DataError, ConfigError) as error:
+        fail(str(error), exitcodes.USAGE)
+    groups = {language: {each.name: each.by_language[language].bytes_per_token for each in found} for language in texts}
+    if chart is not None and not written(chart, bars("bytes per token", groups), "the chart"):
+        return exitcodes.FAILED
+    if json_file is not None:
+        document = [
+            {"tokenizer": each.name, "ids": each.ids,
+             "languages": {language: asdict(figures) | {"bytes_per_token": figures.bytes_per_token}
+                           for language, figures in each.by_language.items()},
+             **({"cost": asdict(costs[number])} if costs else {})}
+            for number, each in enumerate(found)
+        ]  # fmt: skip
+        if not written(json_file, json.dumps(document, indent=1) + "\n", "the comparison"):
+            return exitcodes.FAILED
+    if str(json_file) != "-":
+        _show_tokenizers(found, costs, model)
+    return exitcodes.OK
+
+
+def _sample(text: str) -> tuple[str, str]:
+    language, equals, path = text.partition("=")
+    if not language or not equals or not path:
+        raise click.UsageError(f"--sample {text}: expected LANGUAGE=PATH, for instance de=texts/german")
+    return language, path
+
+
+def _show_tokenizers(found: Sequence[Compared], costs: Sequence[Cost], model: str) -> None:
+    table = plain_table("tokenizer", "ids", "language", "bytes/token", "fertility", "continued", "round trip")
+    for each in found:
+        for language, figures in each.by_language.items():
+            fertility = "-" if figures.fertility is None else f"{figures.fertility:.2f}"
+            continued = "-" if figures.continued is None else f"{figures.continued:.1%}"
+            table.add_row(
+                escape(each.name), f"{each.ids:,}", escape(language), f"{figures.bytes_per_token:.2f}", fertility,
+                continued, f"{figures.round_trip:.1%}",
+            )  # fmt: skip
+    output_console().print(table)
+    if not costs:
+        return
+    table = plain_table(
+        "tokenizer", "embedding parameters", "of all", "tokens for the same text", "GPU-hours", "memory"
+    )
+    for each, cost in zip(found, costs, strict=True):
+        table.add_row(
+            escape(each.name), count(cost.embeddings), f"{cost.share:.1%}", count(cost.tokens),
+            "-" if cost.gpu_hours is None else f"{cost.gpu_hours:,.1f}",
+            cost.problem or f"{cost.memory_gib:.1f} GiB",
+        )  # fmt: skip
+    click.echo(f"\nthe run {model}, by its plan:")
+    output_console().print(table)
 
 
 @data.command(hidden=True)
