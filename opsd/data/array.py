@@ -97,7 +97,7 @@ class Arrays:
                 if live is not None:
                     attempts = [each for each in folder.attempts() if each.token not in earlier]
                     idle = left - self._busy(folder, attempts, live) - folder.finished()
-                    for attempt in self._ended(attempts, live, idle):
+                    for attempt in (*self._ended(attempts, live, idle), *self._unbegun(folder, attempts, idle, began)):
                         if attempt.token not in told:
                             told.add(attempt.token)
                             tries.ended(attempt)
@@ -145,6 +145,20 @@ class Arrays:
         for attempt in attempts:
             if attempt.rank in idle and (attempt.outcome == "failed" or attempt.job not in running):
                 yield attempt
+
+    @staticmethod
+    def _unbegun(folder: StageFolder, attempts: Sequence[Attempt], idle: set[int], began: float) -> Iterator[Attempt]:
+        """Jobs of this call that ended before they began their task, as attempts that were lost."""
+        begun = {(each.array, each.rank) for each in attempts}
+        why = f"its job ended before the task began; its log is in {folder.folder / LOG}"
+        for array in arrays_of(folder):
+            for members in map(array.of_job, range(array.jobs) if array.at >= began else ()):
+                if not any((array.token, rank) in begun for rank in members):
+                    for rank in idle.intersection(members):
+                        yield Attempt(
+                            rank, "", f"{array.token}-{rank}", "a node", array=array.token, began=array.at,
+                            seen=array.at, why=why,
+                        )  # fmt: skip
 
     def _submit(
         self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tries: Tries, live: Mapping[str, list[Job]]
@@ -229,10 +243,12 @@ def run_job(root: Path, stage: int, token: str, environ: Mapping[str, str]) -> i
     array = next((each for each in arrays_of(folder) if each.token == token), None)
     if array is None:
         raise PipelineError(f"{folder.folder / ARRAYS / token}.json is gone: was the stage begun again?")
-    tasks: Any = tasks_of(root, stage, int(environ.get("SLURM_CPUS_PER_TASK") or 1))
-    outcomes = [
-        tasks.run(rank, int(environ.get("SLURM_JOB_ID", 0)), token).outcome
-        for rank in array.of_job(int(environ["SLURM_ARRAY_TASK_ID"]))
-        if not folder.record(rank).exists()
-    ]
+    ranks, job = array.of_job(int(environ["SLURM_ARRAY_TASK_ID"])), int(environ.get("SLURM_JOB_ID", 0))
+    try:
+        tasks: Any = tasks_of(root, stage, int(environ.get("SLURM_CPUS_PER_TASK") or 1))
+    except PipelineError as error:
+        for rank in ranks:
+            folder.note(Attempt(rank, "", job=job, array=token, outcome="failed", why=str(error)))
+        raise
+    outcomes = [tasks.run(rank, job, token).outcome for rank in ranks if not folder.record(rank).exists()]
     return exitcodes.FAILED if "failed" in outcomes else exitcodes.OK

@@ -153,8 +153,15 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _code(code: CodeType) -> Any:
     """What is compiled, without places in the source."""
-    constants = [_code(each) if isinstance(each, CodeType) else _described(each, set()) for each in code.co_consts]
+    constants = [_code(each) if isinstance(each, CodeType) else _constant(each) for each in code.co_consts]
     return [code.co_code.hex(), list(code.co_names), list(code.co_varnames), constants]
+
+
+def _constant(value: object) -> Any:
+    """A constant of code. A text is no file here: what a step writes to a node's own disk would count on that node."""
+    if isinstance(value, tuple):
+        return [_constant(each) for each in value]
+    return value if isinstance(value, str) else _described(value, set())
 
 
 @cache

@@ -80,6 +80,8 @@ class Queue(FakeSlurm):
             self.at_once[ranks[0]] -= 1
             if end == "done":
                 self.folder.record(ranks[0]).write_text("{}")
+            if end == "unbegun":
+                (self.folder.folder / f"attempts/{ranks[0]:05d}.{attempt.token}.json").unlink()
             if end in ("done", "failed"):
                 self.folder.note(replace(attempt, outcome=end, why="so it is" if end == "failed" else ""))
                 if ranks[1:]:
@@ -147,6 +149,13 @@ def test_a_task_that_is_lost_for_ever_is_given_up(tmp_path: Path) -> None:
     """After eleven attempts."""
     queue, _, folder = play(tmp_path, 3, lambda rank, number, node: "lost" if rank == 1 else "done")
     assert (folder.finished(), queue.tries[1]) == ({0, 2}, 11)
+
+
+def test_jobs_that_end_before_they_begin_are_told(tmp_path: Path) -> None:
+    """A node without opsd, for instance; such jobs are not submitted for ever."""
+    queue, told, folder = play(tmp_path, 3, lambda rank, number, node: "unbegun" if rank == 1 else "done")
+    assert (folder.finished(), queue.tries[1]) == ({0, 2}, 11)
+    assert {attempt.why.partition(";")[0] for attempt in told} == {"its job ended before the task began"}
 
 
 def test_a_slurm_that_takes_few_jobs_gets_them_as_it_has_room(tmp_path: Path) -> None:

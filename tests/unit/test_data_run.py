@@ -108,6 +108,17 @@ def test_comments_change_nothing(tmp_path: Path) -> None:
     assert engine.ran == []
 
 
+def test_a_file_on_one_node_changes_no_digest(tmp_path: Path) -> None:
+    """Code that writes to a path of the node's own disk is the same whether the file is there or not."""
+    text = PIPELINE.replace(
+        "        yield document", f"        open('{tmp_path}/scratch', 'w').close()\n        yield document"
+    )
+    file = make_pipeline(tmp_path, text)
+    before = [stage.steps for stage in load(file)]
+    (tmp_path / "scratch").write_text("something")
+    assert [stage.steps for stage in load(file)] == before
+
+
 MANY = PIPELINE.replace("tasks=3", "tasks=200").replace("tasks=2\n", "tasks=4\n")
 
 
