@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from opsd.trainer.data.shards import DOCUMENT, INDEX, TOKENIZER, DataError, open_corpus, read_index
-from opsd.trainer.data.sources import open_sources, sizes
+from opsd.trainer.data.shards import (
+    DOCUMENT,
+    INDEX,
+    TOKENIZER,
+    DataError,
+    describe,
+    open_corpus,
+    read_index,
+    write_index,
+)
+from opsd.trainer.data.sources import made_differently, open_sources, sizes
 from opsd.trainer.data.tokenize import add_separator, load_tokenizer, make_corpus, train_tokenizer
 from opsd.trainer.data_settings import DataSettings, StageSettings
 
@@ -48,6 +59,32 @@ def test_every_source_is_a_corpus_of_its_name(shards: Path) -> None:
     assert min(sizes(sources, data(shards)).values()) > 10
     alone = open_sources(DataSettings(shards=str(shards / "web"), sequence=LENGTH, batch=4, micro_batch=2), 1000)
     assert alone["."].index == sources["web"].index
+
+
+@pytest.mark.parametrize("lost", ["begin", "half"])
+def test_documents_that_do_not_begin_as_the_index_says_are_refused(shards: Path, lost: str) -> None:
+    """Shards without their separators, as of a tokeniser that has dropped them; their checksums are right."""
+    index, folder = read_index(shards / "web"), shards / "web"
+    changed = []
+    for number, shard in enumerate(index.shards):
+        path, starts = folder / shard.token_file.name, np.fromfile(folder / shard.document_file.name, np.uint64)
+        tokens = np.fromfile(path, index.dtype)
+        tokens[starts[number % 2 :: 2] if lost == "half" else starts] = 5
+        tokens.tofile(path)
+        changed.append(replace(shard, token_file=describe(path)))
+    write_index(folder, replace(index, shards=tuple(changed)))
+    told = refusal(data(shards))
+    assert re.search(r"web: \d+\.\d% of its documents begin with <\|document\|>, and by its index all do", told)
+    assert (" 0.0%" in told) == (lost == "begin")
+
+
+def test_sources_of_different_code_are_told_apart(shards: Path) -> None:
+    """Preflight warns of them. Indexes of earlier releases do not say what made them."""
+    web, code = open_sources(data(shards), 1000).values()
+    assert made_differently([web, code]) == ""
+    other = replace(code, index=replace(code.index, made_by={**code.index.made_by, "code": "0"}))
+    assert "differ in the code that tokenised them" in made_differently([web, other])
+    assert made_differently([web, replace(code, index=replace(code.index, made_by={}))]) == ""
 
 
 def truncate(path: Path) -> None:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ DOCUMENT = "<|document|>"
 DTYPES = ("uint16", "uint32")
 FORMAT = 1
 MAPPED_SHARDS = 8192
+SAMPLED_SHARDS, SAMPLED = 8, 500
+"""Shards of a corpus, and documents of each, that are looked at before a run."""
 
 
 class DataError(ValueError):
@@ -94,8 +97,8 @@ class Framing:
 class Index:
     """The content of ``index.json``; ``vocab`` is the number of token ids, ``dtype`` that of the token files.
 
-    ``framing`` has the tokens around each document, ``read`` what the corpus was made from; both are missing in older
-    indexes.
+    ``framing`` has the tokens around each document, ``read`` what the corpus was made from. ``made_by`` has the digest
+    of the code that read and tokenised the texts, and versions. All three are missing in older indexes.
     """
 
     vocab: int
@@ -105,6 +108,7 @@ class Index:
     format: int = FORMAT
     framing: Framing = Framing()
     read: Tally | None = None
+    made_by: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -158,7 +162,7 @@ def read_index(folder: Path) -> Index:
         index = Index(
             raw["vocab"], raw["dtype"], File(**raw["tokenizer"]), shards,
             framing=Framing(framing.get("separator", DOCUMENT), tuple(framing.get("bos", ()))),
-            read=Tally.parse(raw["read"]) if raw.get("read") else None,
+            read=Tally.parse(raw["read"]) if raw.get("read") else None, made_by=dict(raw.get("made_by", {})),
         )  # fmt: skip
     except OSError as error:
         raise DataError(f"{path}: unreadable ({error.strerror}); make it with `python -m opsd.trainer.data`") from error
@@ -240,6 +244,27 @@ def _files(index: Index) -> Iterator[File]:
     yield index.tokenizer
     for shard in index.shards:
         yield from shard.files
+
+
+def framed_shares(
+    folder: Path, index: Index, begin: Sequence[int], end: Sequence[int], fallback: Path | None = None
+) -> tuple[float, float]:
+    """Of a sample of the documents, the shares that begin with the ids ``begin`` and end with the ids ``end``.
+
+    Reads at most ``SAMPLED`` documents from each of a few shards. Raises OSError.
+    """
+    seen = begun = ended = 0
+    step = max(1, len(index.shards) // SAMPLED_SHARDS)
+    for shard in index.shards[::step]:
+        tokens, documents = (place(folder, entry, fallback) for entry in shard.files)
+        stored = np.memmap(tokens, index.dtype, "r")
+        starts = np.append(np.memmap(documents, np.uint64, "r"), len(stored)).astype(np.int64)
+        for at, after in list(pairwise(starts))[:: max(1, len(starts) // SAMPLED)]:
+            document = stored[at:after].tolist()
+            seen += 1
+            begun += document[: len(begin)] == list(begin)
+            ended += document[len(document) - len(end) :] == list(end)
+    return (begun / seen, ended / seen) if seen else (1.0, 1.0)
 
 
 class Corpus:

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opsd.trainer.data.shards import Corpus, DataError, Index, find_index, place, sequence_counts, verify
+from opsd.trainer.data.shards import (
+    Corpus,
+    DataError,
+    Index,
+    find_index,
+    framed_shares,
+    place,
+    sequence_counts,
+    verify,
+)
 from opsd.trainer.data_settings import Cut, DataSettings
 
 
@@ -33,6 +42,8 @@ def open_sources(data: DataSettings, vocab: int, *, part: int = 0, parts: int = 
             raise DataError(f"{source.folder} has {source.index.vocab} token ids, model.vocab is {vocab}")
         content = data.verify == "checksum"
         verify(source.folder, source.index, content=content, part=part, parts=parts, fallback=source.fallback)
+        if part == 0:
+            check_framing(source)
     for name, size in sizes(sources, data).items():
         if not size:
             cut = data.cuts()[name]
@@ -77,6 +88,40 @@ def check_tokenizers(sources: Sequence[Source], wanted: str) -> None:
         add_separator(given, first.index.framing.separator)
         if given.to_str() != made_with.to_str():
             raise DataError(f"{first.folder} has been made with another tokenizer than data.tokenizer {wanted}")
+
+
+def check_framing(source: Source) -> None:
+    """Raise DataError if documents do not begin and end with the tokens that the index says, in a sample of them.
+
+    A BOS that was dropped, or a file of shards of another tokenizer, is seen in the loss only late.
+    """
+    from opsd.trainer.data.tokenize import ids, load_tokenizer
+
+    framing = source.index.framing
+    tokenizer = load_tokenizer(place(source.folder, source.index.tokenizer, source.fallback))
+    begin, end = ids(tokenizer, framing.begin), ids(tokenizer, framing.end)
+    for verb, tokens, share in zip(
+        ("begin", "end"),
+        (framing.begin, framing.end),
+        framed_shares(source.folder, source.index, begin, end, source.fallback),
+        strict=True,
+    ):
+        if share < 1:
+            raise DataError(
+                f"{source.folder}: {share:.1%} of its documents {verb} with {' '.join(tokens)}, and by its index all "
+                "do; make it again with `python -m opsd.trainer.data`"
+            )
+
+
+def made_differently(sources: Sequence[Source]) -> str:
+    """How the sources differ in the code that made them, "" if they do not or if that is not known."""
+    known = [source for source in sources if source.index.made_by]
+    for source in known[1:]:
+        for name, value in known[0].index.made_by.items():
+            if name != "opsd" and source.index.made_by.get(name) != value:
+                what = "the code" if name == "code" else f"the version of {name}"
+                return f"{source.folder} and {known[0].folder} differ in {what} that tokenised them"
+    return ""
 
 
 def _tokens(source: Source) -> str:

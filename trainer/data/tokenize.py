@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from opsd import __version__
 from opsd.durable import replace
 from opsd.trainer.data.shards import (
     DOCUMENT,
@@ -162,10 +165,18 @@ def commit_corpus(
     if not shards:
         raise DataError("the sources have no text")
     index = Index(
-        ids_of(tokenizer), dtype_for(tokenizer), describe(folder / TOKENIZER), tuple(shards), framing=framing, read=read
-    )
+        ids_of(tokenizer), dtype_for(tokenizer), describe(folder / TOKENIZER), tuple(shards), framing=framing,
+        read=read, made_by=made_by(),
+    )  # fmt: skip
     write_index(folder, index)
     return index
+
+
+def made_by() -> dict[str, str]:
+    """A digest of the code that decides about tokens, and the versions of opsd and of the library."""
+    files = (Path(__file__), Path(__file__).with_name("texts.py"))
+    code = hashlib.blake2b(b"\0".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
+    return {"code": code, "opsd": __version__, "tokenizers": tokenizers.__version__}
 
 
 def dtype_for(tokenizer: Tokenizer) -> str:

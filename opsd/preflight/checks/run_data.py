@@ -33,7 +33,7 @@ def run(context: Context, progress: Progress) -> Outcome:
     far = _tokens_per_s(config, FAR_STEP * config.data.batch, context.seconds / 2)
     measured = (Measurement("speed", start, "start"), Measurement("speed", far, "step 1e9"))
     slow = _too_slow(min(start, far), config, plan_of(context, config))
-    return Outcome(measured, (*_growing(start, far), *slow, *_unread(config)))
+    return Outcome(measured, (*_growing(start, far), *slow, *_unread(config), *_mixed(config)))
 
 
 def _unread(config: Config) -> Iterator[Finding]:
@@ -53,6 +53,15 @@ def _unread(config: Config) -> Iterator[Finding]:
             yield Finding(
                 V.WARN, f"not all of the corpus is read: {listed}", f"look at {Path(data.shards, name)}", name
             )
+
+
+def _mixed(config: Config) -> Iterator[Finding]:
+    """Sources that were tokenised by different code, whose tokens may differ for the same text."""
+    from opsd.trainer.data.sources import made_differently, open_sources
+
+    sources = open_sources(config.data.model_copy(update={"verify": "size"}), config.model.vocab)
+    if told := made_differently(list(sources.values())):
+        yield Finding(V.WARN, told, "make the older one again if text of the same kind should have the same tokens")
 
 
 def _tokens_per_s(config: Config, position: int, seconds: float) -> float:
