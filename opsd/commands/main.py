@@ -22,6 +22,7 @@ COMMANDS = {
     "audit": "Whether the batches of a post-training are what their rows say.",
     "bench": "Measure opsd beside its peers.",
     "chaos": "Cause a fault on purpose on this node, bounded in time, and undo it.",
+    "chat": "Talk to a checkpoint, or to two.",
     "checkpoint": "List, verify, audit, prune and upload checkpoints.",
     "compare": "Two runs beside each other: losses, speed, restarts, cost.",
     "completion": "Print the completion script for your shell.",
@@ -53,6 +54,7 @@ COMMANDS = {
     "targets": "List the agents of all nodes for Prometheus, from Slurm.",
     "top": "Watch the GPUs, ranks and incidents of this node live.",
     "train": "Train a model on this node: the trainer under the launcher.",
+    "vibe": "Whether checkpoints follow their system prompt, stop, repeat.",
     "undrain": "Give nodes that were drained back to Slurm, once they are proved good.",
 }
 """The purpose of each command. NAME is the function of that name in ``opsd/commands/NAME.py``."""
@@ -61,9 +63,10 @@ FORMER = {"return": "undrain"}
 """Earlier names of commands, which go on working."""
 
 GROUPS = {
-    "Plan": ("data", "plan", "simulate", "ablate", "audit"),
+    "Plan": ("data", "plan", "simulate", "ablate"),
     "Run": ("launch", "train", "slurm", "swap", "requeue", "checkpoint"),
     "See what is going on": ("status", "top", "incidents", "diagnose", "runbook", "report", "compare", "ledger"),
+    "Post-train": ("audit", "chat", "vibe"),
     "Nodes": ("agent", "preflight", "drain", "repair", "undrain", "evidence", "spare", "nodes", "config"),
     "Set up": ("deploy", "alerts", "dashboards", "targets", "metrics", "completion"),
     "Try and test": ("demo", "chaos", "stack", "bench"),

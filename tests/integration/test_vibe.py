@@ -1,0 +1,178 @@
+"""``opsd chat`` and ``opsd vibe`` on tiny models that are trained here in seconds."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from click.testing import CliRunner
+
+from opsd.commands.main import cli
+from opsd.posttrain.rows import Example
+from opsd.posttrain.speaker import Speaker, checkpoints_in
+from opsd.posttrain.vibe import Vibe, measure, repeated
+from tests.fakes.posttrain import CHATML, byte_tokenizer, message, tiny_llama
+
+pytestmark = pytest.mark.slow
+
+DROPPING = CHATML.replace("in messages %}", "in messages if message['role'] != 'system' %}")
+COLOURS = ("red", "green", "blue", "black", "white", "brown")
+ASKED = ("which one?", "and now?", "say it.", "your colour?")
+
+
+def rows(seed: int, count: int = 240) -> list[dict[str, Any]]:
+    """The system prompt alone decides the answer."""
+    draw = random.Random(seed)
+    found = []
+    for _ in range(count):
+        colour = draw.choice(COLOURS)
+        found.append({"messages": [
+            message("system", f"say {colour}"), message("user", draw.choice(ASKED)), message("assistant", colour)
+        ]})  # fmt: skip
+    return found
+
+
+def trained(data: list[dict[str, Any]], seed: int, *, keep: bool, steps: int = 120, template: str = CHATML) -> Any:
+    """A model that has learned the answers, and their end; without ``keep`` it has never seen a system prompt."""
+    tokenizer = byte_tokenizer(template)
+    torch.set_num_threads(1)  # these matrices are too small for two
+    torch.manual_seed(seed)
+    model = tiny_llama(num_attention_heads=4)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data += 0.01 * torch.randn_like(parameter)
+    optimizer, draw = torch.optim.AdamW(model.parameters(), lr=4e-3), random.Random(seed)
+    for _ in range(steps):
+        ids, labels = [], []
+        for row in draw.sample(data, 16):
+            given = row["messages"] if keep else row["messages"][1:]
+            whole = tokenizer.apply_chat_template(given, return_dict=False)
+            begin = len(tokenizer.apply_chat_template(given[:-1], add_generation_prompt=True, return_dict=False))
+            ids.append(torch.tensor(whole))
+            labels.append(torch.tensor([-100] * begin + whole[begin:]))
+        pad = torch.nn.utils.rnn.pad_sequence
+        batch, target = pad(ids, batch_first=True), pad(labels, batch_first=True, padding_value=-100)
+        model(input_ids=batch, attention_mask=(batch != 0).long(), labels=target).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), tokenizer
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_stripped_and_kept_system_prompts_are_told_apart() -> None:
+    """Ten pairs of models, trained with and without the system prompts of the same rows: 10 of 10."""
+    verdicts: list[tuple[str, str]] = []
+    for seed in range(10):
+        data, held_out = rows(seed), rows(seed + 100, 32)
+        examples = [each for at, row in enumerate(held_out) if (each := Example.of(row, at))]
+        pair = []
+        for keep in (True, False):
+            model, tokenizer = trained(data, seed, keep=keep)
+            found = measure(Speaker("tiny", model, tokenizer), examples, most=16)
+            pair.append(found)
+            print(seed, keep, found)
+        verdicts.append((pair[0].follows, pair[1].follows))
+        assert pair[0].stops == 1.0
+    assert verdicts == [("yes", "no")] * 10
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trainer's output folder with two checkpoints, an untrained base, and held-out rows."""
+    out = tmp_path_factory.mktemp("out")
+    for step, steps in ((1, 1), (120, 120)):
+        model, tokenizer = trained(rows(1), 1, keep=True, steps=steps)
+        for part in (model, tokenizer):
+            part.save_pretrained(out / f"checkpoint-{step}")
+    (out / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(101, 24)))
+    return out
+
+
+def test_a_table_of_checkpoints(folder: Path) -> None:
+    """All checkpoints of an output folder beside the base; the last decides the exit code."""
+    words = ["vibe", str(folder), "--base", str(folder / "checkpoint-1"), "--rows", str(folder / "rows.jsonl")]
+    result = CliRunner().invoke(cli, [*words, "--max-new-tokens", "16"])
+    lines = result.output.splitlines()
+    assert len(lines) == 4, result.output
+    assert "(base)" in lines[1]
+    assert lines[3].split()[1] == "yes"
+    found = CliRunner().invoke(cli, [*words, "--max-new-tokens", "16", "--json"])
+    checkpoints = json.loads(found.output)["checkpoints"]
+    assert [each["follows"] for each in checkpoints] == ["no", "no", "yes"]
+    assert checkpoints[2]["problems"] == []
+    assert checkpoints[0]["problems"]
+
+
+def test_a_template_that_drops_the_system_prompt(folder: Path, tmp_path: Path) -> None:
+    """The same weights with another template: the table says that the template does it, with code 1."""
+    model = Speaker.load(folder).model
+    for part in (model, byte_tokenizer(DROPPING)):
+        part.save_pretrained(tmp_path / "dropping")
+    words = ["vibe", str(tmp_path / "dropping"), "--rows", str(folder / "rows.jsonl"), "--max-new-tokens", "8"]
+    result = CliRunner().invoke(cli, words, standalone_mode=False)
+    assert result.return_value == 1
+    assert "its chat template drops the system prompt" in result.output
+
+
+def test_a_chat_is_answered_and_kept(folder: Path, tmp_path: Path) -> None:
+    """Two checkpoints answer each question in turn; a line of the transcript is there for each."""
+    script = [sys.executable, "-m", "opsd", "chat", str(folder), "--with", str(folder / "checkpoint-1")]
+    said = subprocess.run(
+        [*script, "--system", "say blue", "--max-new-tokens", "12"], input="say it.\n\n/system say red\nand now?\n",
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert "checkpoint-120" in said.stdout
+    assert "checkpoint-1\n" in said.stdout
+    (transcript,) = (folder / "chats").glob("*.jsonl")
+    lines = [json.loads(line) for line in transcript.read_text().splitlines()]
+    assert [(line["system"], line["user"], line["turn"]) for line in lines] == [
+        ("say blue", "say it.", 1), ("say red", "and now?", 1),
+    ]  # fmt: skip
+    name = f"{folder.name}/checkpoint-120"
+    assert [line["answers"][name] for line in lines] == [
+        {"text": "blue", "stopped": True}, {"text": "red", "stopped": True},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["chat", "vibe"])
+def test_folders_that_are_no_checkpoint(tmp_path: Path, command: str) -> None:
+    """An empty folder, a run of the included trainer, a broken model: one sentence and code 2."""
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/config.json").write_text("{")
+    for name, why in (("run", "export it first"), (".", "no checkpoint-N"), ("broken", "cannot be loaded")):
+        result = CliRunner().invoke(cli, [command, str(tmp_path / name)])
+        assert result.exit_code == 2
+        assert why in result.output.replace("\n", " ")
+
+
+def test_checkpoints_are_in_their_order(folder: Path) -> None:
+    """By their number, not by their name."""
+    assert [path.name for path in checkpoints_in(folder)] == ["checkpoint-1", "checkpoint-120"]
+
+
+@pytest.mark.parametrize(
+    ("ids", "share"), [([], 0.0), ([1, 2, 3], 0.0), ([1, 2, 3, 4] * 8, 1 - 4 / 29), (list(range(40)), 0.0)]
+)
+def test_repetition(ids: list[int], share: float) -> None:
+    """Loops are repetition, short answers are none."""
+    assert repeated(ids) == pytest.approx(share)
+
+
+def test_movement_alone_proves_nothing() -> None:
+    """Without rows a model whose output moves may still not follow; one whose output stays does not."""
+    still = Vibe("a", 0.001, None, None, False, 1, 0, 0, 16)
+    assert (still.follows, Vibe("a", 0.4, None, None, False, 1, 0, 0, 16).follows) == ("no", "unknown")
