@@ -23,6 +23,11 @@ MAX_STYLES: Final = 32
 _LEGEND_ROW: Final = 18
 _MAX_TEXT: Final = 80
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 34, 36
+_NAMES, _SAID, _ROW_HEIGHT = 200, 270, 22
+"""Room for the names and the texts of a forest plot, and the height of a row of it."""
+_LONGEST_NAME: Final = 26
+_FEW_EFFECTS, _FAR = 8, 2.5
+"""From so many effects on, the axis of a forest plot ends at this multiple of the third quartile of all ends."""
 _CHARACTER: Final = 7.2
 """Width of a character of the legend, in the chart's units."""
 _SECONDS: Final = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)
@@ -36,13 +41,17 @@ CHART_STYLE: Final = (
     ".chart text{fill:#5b6470}.chart .grid{stroke:#dfe3e8}.chart .axis{stroke:#8a939d}"
     ".chart .line{fill:none;stroke-width:1.6;stroke-linejoin:round}.chart .strong{stroke-width:3.2}"
     ".chart .limit{fill:none;stroke:#b3261e;stroke-width:1.2}.chart text.limit{fill:#b3261e;stroke:none}"
-    ".chart .dot{stroke:none}"
+    ".chart .dot{stroke:none}.chart .range{fill:none;stroke-width:1.6}.chart .name{fill:#1b1f24}"
+    + "".join(f".chart .r{n}{{stroke:#{c};fill:#{c}}}" for n, c in enumerate(("176f3d", "b3261e", "0b5cad", "5b6470")))
+    + ".chart .open{fill:none}.chart .band{fill:#0b5cad;fill-opacity:.1}"
     ".chart .span{fill-opacity:.16}.chart .bad{fill:#b3261e}.chart .warn{fill:#b07400}.chart .none{fill:#5b6470}"
     + "".join(f".chart .s{n}{{stroke:#{c}}}.chart .dot.s{n}{{fill:#{c}}}" for n, c in enumerate(_COLORS))
     + "@media(prefers-color-scheme:dark){.chart text{fill:#a2abb6}.chart .grid{stroke:#333a43}"
     ".chart .axis{stroke:#6b7580}.chart .span{fill-opacity:.26}"
     ".chart .bad{fill:#ff9b92}.chart .limit{stroke:#ff9b92}.chart text.limit{fill:#ff9b92}"
-    ".chart .warn{fill:#f2bf6d}.chart .none{fill:#a2abb6}"
+    ".chart .warn{fill:#f2bf6d}.chart .none{fill:#a2abb6}.chart .name{fill:#e7eaee}.chart .band{fill:#7fb8f5}"
+    + "".join(f".chart .r{n}{{stroke:#{c};fill:#{c}}}" for n, c in enumerate(("7ddba3", "ff9b92", "7fb8f5", "a2abb6")))
+    + ".chart .open{fill:none}"
     + "".join(f".chart .s{n}{{stroke:#{c}}}.chart .dot.s{n}{{fill:#{c}}}" for n, c in enumerate(_DARK))
     + "}"
 )
@@ -129,6 +138,111 @@ def line_chart(
         f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {height + rows * _LEGEND_ROW}" '
         f'role="img" aria-label="{_text(title, 200)}: {_text(told, 1200)}">{"".join(parts)}</svg>'
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A row of a forest plot: a value with its interval, which may be infinite. ``said`` stands at the right end.
+
+    ``mark`` is the form and the colour: 0 a disc, 1 a square, 2 a diamond, 3 an open circle.
+    """
+
+    name: str
+    value: float
+    low: float
+    high: float
+    mark: int
+    said: str
+
+
+def forest_plot(title: str, effects: Sequence[Effect], *, x: Axis, margin: float = 0.0, width: int = 1100) -> str:
+    """Effects with their intervals, a row each, as an ``<svg>`` element; "" without a finite value.
+
+    Zero has a line, and the ``margin`` on both sides of it a band. Intervals that are much longer than most end in an
+    arrow.
+    """
+    reach = _reach([each for each in effects if math.isfinite(each.value)], margin)
+    if not reach:
+        return ""
+    left, right, bottom = _NAMES, width - _SAID, _TOP + _ROW_HEIGHT * len(effects)
+    wide = Axis(x.label, low=-reach, high=reach)
+    across = _Scale.over([-reach, reach], wide, left, right, room=False)
+    parts = [
+        *([_band(across, margin, bottom)] if margin else []),
+        *(_forest_tick(across, value, bottom) for value in across.ticks("number")),
+        f'<text x="{right}" y="{bottom + 34}" text-anchor="end">{_text(x.label)}</text>',
+        *(_effect(each, across, _TOP + _ROW_HEIGHT * (row + 0.5)) for row, each in enumerate(effects)),
+    ]
+    told = "; ".join(f"{each.name} {each.said}" for each in effects)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {width} {bottom + 40}" '
+        f'role="img" aria-label="{_text(title, 200)}: {_text(told, 1200)}">{"".join(parts)}</svg>'
+    )
+
+
+def _reach(effects: Sequence[Effect], margin: float) -> float:
+    """How far the axis goes to both sides of zero: over all of few effects, and over most of many."""
+    ends = [abs(end) for each in effects for end in (each.low, each.high, each.value) if math.isfinite(end)]
+    if not ends:
+        return 0.0
+    usual = sorted(ends)[3 * len(ends) // 4]
+    far = max(ends) if len(effects) < _FEW_EFFECTS else min(max(ends), _FAR * usual)
+    return 1.05 * max(far, margin) or 1.0
+
+
+def _band(across: _Scale, margin: float, bottom: float) -> str:
+    start, end = across.place(-margin), across.place(margin)
+    return (
+        f'<rect class="band" x="{start:.1f}" y="{_TOP}" width="{end - start:.1f}" height="{bottom - _TOP}">'
+        f"<title>margin {margin:g}</title></rect>"
+    )
+
+
+def _forest_tick(across: _Scale, value: float, bottom: float) -> str:
+    at, said = across.place(value), _tick(value, across.step, "number")
+    line = "axis" if abs(value) < across.step / 2 else "grid"
+    return "".join(
+        (
+            f'<path class="{line}" d="M{at:.1f} {_TOP}V{bottom}"/>',
+            *(f'<text x="{at:.1f}" y="{y}" text-anchor="middle">{said}</text>' for y in (_TOP - 8, bottom + 16)),
+        )
+    )
+
+
+def _effect(each: Effect, across: _Scale, y: float) -> str:
+    """The name, the interval with a mark, and what is said."""
+    shown = _text(each.name, _LONGEST_NAME)
+    name = f'<text class="name" x="{_NAMES - 14}" y="{y + 4:.0f}" text-anchor="end">{shown}</text>'
+    said = f'<text x="{across.end + 14}" y="{y + 4:.0f}">{_text(each.said)}</text>'
+    if not math.isfinite(each.value):
+        return name + said
+    low, high = (min(max(end, across.low), across.high) for end in (each.low, each.high))
+    inside = across.low <= each.value <= across.high
+    ends = _end(each.low, across, low, y, -1) + _end(each.high, across, high, y, 1)
+    line = f"M{across.place(low):.1f} {y}H{across.place(high):.1f}{ends}"
+    if not inside:
+        edge, side = (across.high, 1) if each.value > 0 else (across.low, -1)
+        line = f"M{across.place(edge) - 30 * side:.1f} {y}h{30 * side}{_end(each.value, across, edge, y, side)}"
+    mark = _mark(each.mark, across.place(each.value), y) if inside else ""
+    whole = f"<title>{_text(each.name)}: {_text(each.said)}</title>"
+    return f'{name}<g>{whole}<path class="r{each.mark} range" d="{line}"/>{mark}</g>{said}'
+
+
+def _mark(number: int, at: float, y: float) -> str:
+    return (
+        f'<circle class="r0" cx="{at:.1f}" cy="{y}" r="4"/>',
+        f'<rect class="r1" x="{at - 4:.1f}" y="{y - 4}" width="8" height="8"/>',
+        f'<path class="r2" d="M{at:.1f} {y - 5}l5 5l-5 5l-5 -5z"/>',
+        f'<circle class="r3 open" cx="{at:.1f}" cy="{y}" r="4"/>',
+    )[number]
+
+
+def _end(value: float, across: _Scale, drawn: float, y: float, side: int) -> str:
+    """A stroke across the end of an interval, or an arrow where the axis does not show it."""
+    at = across.place(drawn)
+    if value == drawn:
+        return f"M{at:.1f} {y - 4}v8"
+    return f"M{at - 6 * side:.1f} {y - 4}l{6 * side} 4l{-6 * side} 4"
 
 
 def standalone(svg: str) -> str:

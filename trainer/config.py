@@ -255,7 +255,8 @@ def sentence(error: ErrorDetails, model: type[BaseModel]) -> str:
         return f"unknown key {'.'.join(where)}; did you mean {'.'.join([*where[:-1], *near])}?"
     if error["type"] == "missing":
         return f"{'.'.join(where)} is missing"
-    return f"{'.'.join(where)}: {error['msg'][0].lower()}{error['msg'][1:]}, not {error['input']!r}"
+    said = error["msg"].removeprefix("Value error, ")
+    return f"{'.'.join(where)}: {said[0].lower()}{said[1:]}, not {error['input']!r}"
 
 
 def _known(section: list[str], model: type[BaseModel]) -> Iterable[str]:

@@ -15,7 +15,9 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +25,16 @@ from statistics import fmean
 from typing import Any, Final, Literal
 
 from opsd import durable, exitcodes, trainer
+from opsd.ablate.cost import Cost, cost_of, sum_of
 from opsd.ablate.study import BASELINE, LOSS, Arm, Study, StudyError, digest_of, identity_of
 from opsd.checkpoints import claims
 from opsd.config import literal
-from opsd.ledger.ledger import BUCKETS, Ledger, make_ledger
+from opsd.ledger.ablations import Ablation, note_ablation
 from opsd.ledger.records import LedgerError, read_lines, read_records
 from opsd.trainer.config import Config
+from opsd.words import first_line
 
-SETTINGS, ORIGIN, LOCK, LOG = "cell.toml", "origin.json", "cell.lock", "cell.log"
+SETTINGS, ORIGIN, LOCK, LOG, HELD = "cell.toml", "origin.json", "cell.lock", "cell.log", "held.jsonl"
 """In the folder of a cell, but for the origin, which all cells of a folder share."""
 EVALUATIONS: Final = "evaluations.jsonl"
 LIBRARIES: Final = ("torch", "numpy", "triton", "liger-kernel", "torchao", "tokenizers")
@@ -38,7 +42,7 @@ LIBRARIES: Final = ("torch", "numpy", "triton", "liger-kernel", "torchao", "toke
 GOES_ON: Final = (exitcodes.OK, exitcodes.INTERRUPTED, exitcodes.REQUEUE, exitcodes.FENCED)
 """Codes with which an unfinished run ends that only has to be started again."""
 
-State = Literal["new", "running", "stopped", "failed", "done"]
+State = Literal["new", "running", "stopped", "failed", "refused", "done"]
 Record = Mapping[str, Any]
 
 
@@ -59,14 +63,17 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A cell as its folder shows it. ``losses`` are those of its steps by number, None if one was not finite."""
+    """A cell as its folder shows it. ``losses`` are those of its steps by number, None if one was not finite.
+
+    ``reason`` says why it failed or was refused.
+    """
 
     cell: Cell
     state: State
     code: int | None
     losses: Mapping[int, float | None]
-    ledger: Ledger | None
-    devices: float
+    cost: Cost
+    reason: str = ""
 
     @property
     def step(self) -> int:
@@ -79,26 +86,6 @@ class Found:
         last = [self.losses.get(step) for step in range(self.step - max(1, self.cell.steps // 10) + 1, self.step + 1)]
         known = [loss for loss in last if loss is not None and math.isfinite(loss)]
         return fmean(known) if known and len(known) == len(last) else None
-
-    @property
-    def seconds(self) -> float:
-        """For which it held its devices."""
-        return sum(self._buckets.values()) - self._buckets.get("queued", 0.0)
-
-    @property
-    def gpu_hours(self) -> float:
-        """All its hours, those of recomputed steps included. Each rank counts as a GPU where there are none."""
-        return self.devices * self.seconds / 3600
-
-    @property
-    def lost_gpu_hours(self) -> float:
-        """Those in which it did nothing that it had not done before."""
-        lost = sum(self._buckets.get(name, 0.0) for name in ("recomputed", "detection", "restart", "load"))
-        return self.devices * lost / 3600
-
-    @property
-    def _buckets(self) -> Mapping[str, float]:
-        return self.ledger.buckets if self.ledger else dict.fromkeys(BUCKETS, 0.0)
 
 
 def cells_of(study: Study, root: Path) -> list[Cell]:
@@ -144,32 +131,56 @@ def to_toml(config: Config, comment: Sequence[str], changed: Mapping[str, Mappin
 def look(cell: Cell) -> Found:
     """The state of a cell. Raises OSError."""
     if not (cell.folder / SETTINGS).exists():
-        return Found(cell, "new", None, {}, None, 0)
+        return Found(cell, "new", None, {}, Cost())
     losses: dict[int, float | None] = {}
-    ledger, devices = None, 0.0
+    cost, held = Cost(), _held(cell.folder)
     with suppress(LedgerError):
         records = read_records(cell.folder)
         losses = {int(line["step"]): line.get("loss") for line in records.metrics}
-        devices = _devices(records.events, records.metrics)
-        ledger = make_ledger(records.events, records.metrics)
-    newest = claims.newest(cell.folder) if (cell.folder / claims.FOLDER).is_dir() else None
-    code = newest.end.code if newest is not None and newest.end is not None else None
-    return Found(cell, _state(cell, code, max(losses, default=0)), code, losses, ledger, devices)
+        starts, ends = ([float(line["t"]) for line in held if line["event"] == event] for event in ("start", "end"))
+        cost = cost_of(records.events, records.metrics, starts, ends)
+    end = _end_of(cell.folder)
+    state = _state(cell, end, max(losses, default=0))
+    if state in ("new", "stopped", "failed") and held and held[-1]["event"] == "refused":
+        return Found(cell, "refused", None, losses, cost, str(held[-1].get("reason")))
+    code, reason = (end.code, end.reason) if end is not None else (None, "")
+    return Found(cell, state, code, losses, cost, first_line(reason) if state == "failed" else "")
 
 
-def _devices(events: Sequence[Record], metrics: Sequence[Record]) -> float:
-    """The mean over time of the GPUs of its generations, which may run on different nodes; of ranks without GPUs."""
-    starts = (event for event in events if event["event"] == "generation_started")
-    sizes = {start["generation"]: start.get("gpus") or start.get("world_size") or 0 for start in starts}
-    times: dict[int, list[float]] = {generation: [] for generation in sizes}
-    for each in (*events, *metrics):
-        times.get(each["generation"], []).append(float(each["t"]))
-    spans = {generation: max(told) - min(told) for generation, told in times.items()}
-    total = sum(spans.values())
-    return sum(sizes[generation] * span for generation, span in spans.items()) / total if total else 0.0
+def note_held(folder: Path, event: Literal["start", "end", "refused"], t: float, reason: str = "") -> None:
+    """Record that a cell got its devices at the epoch second ``t``, gave them back, or may not run. Raises OSError."""
+    told = {"t": t, "event": event, "host": platform.node(), "job": os.environ.get("SLURM_JOB_ID"), "reason": reason}
+    durable.append(folder / HELD, json.dumps(told).encode() + b"\n")
 
 
-def _state(cell: Cell, code: int | None, step: int) -> State:
+def _held(folder: Path) -> list[dict[str, Any]]:
+    """What was noted, in the order of time."""
+    with suppress(OSError):
+        return list(read_lines(folder / HELD, ("t", "event")))
+    return []
+
+
+def is_done(folder: Path) -> bool:
+    """Whether the run in ``folder`` has ended well, after all its steps. Raises OSError, StudyError."""
+    try:
+        steps = tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8"))["run"]["steps"]
+        with suppress(LedgerError):
+            step = max((int(line["step"]) for line in read_records(folder).metrics), default=0)
+            end = _end_of(folder)
+            return end is not None and end.code == exitcodes.OK and step >= steps
+    except (ValueError, LookupError, TypeError) as error:
+        raise StudyError(f"{folder / SETTINGS} has no run.steps: it is not the folder of a cell") from error
+    return False
+
+
+def _end_of(folder: Path) -> claims.End | None:
+    """The end of the run, None if it has not ended."""
+    newest = claims.newest(folder) if (folder / claims.FOLDER).is_dir() else None
+    return newest.end if newest is not None else None
+
+
+def _state(cell: Cell, end: claims.End | None, step: int) -> State:
+    code = end.code if end is not None else None
     if code == exitcodes.OK and step >= cell.steps:
         return "done"
     if is_held(cell):
@@ -298,6 +309,19 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
         yield f"the code of the trainer ({', '.join(names[:3])}{more})"
 
 
-def gpu_hours(found: Sequence[Found]) -> float:
+def tell_main_run(study: Study, found: Sequence[Found], folder: Path) -> None:
+    """Note in the ``folder`` of the main run what the study has cost. Raises StudyError."""
+    cost = cost_of_all(found)
+    told = Ablation(
+        str(study.path.absolute()), len(found), sum(each.state == "done" for each in found), cost.gpu_hours,
+        cost.preempted, cost.recomputed, cost.failures,
+    )  # fmt: skip
+    try:
+        note_ablation(folder, told, time.time())
+    except OSError as error:
+        raise StudyError(f"the cost of the study is not noted in the main run {folder}: {error.strerror}") from error
+
+
+def cost_of_all(found: Iterable[Found]) -> Cost:
     """Of all cells; a cell that two arms share counts once."""
-    return sum(each.gpu_hours for each in {each.cell.name: each for each in found}.values())
+    return sum_of({each.cell.name: each.cost for each in found}.values())

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from opsd import durable
-from opsd.ablate.cells import Found, gpu_hours, metric_of, read_origin, to_toml
+from opsd.ablate.cells import Found, cost_of_all, metric_of, read_origin, tell_main_run, to_toml
+from opsd.ablate.cost import Cost
 from opsd.ablate.power import paired_spread, seeds_needed
 from opsd.ablate.study import BASELINE, LOSS, Study, StudyError, changes, facts_of
 from opsd.ablate.verdict import Verdict, judge
-from opsd.ledger.records import read_lines, read_plan
+from opsd.ledger.records import PLAN, read_lines, read_plan
 from opsd.plan.forecast import BadPlan, Planned
 from opsd.trainer.config import ConfigError, complete, read
 
@@ -61,20 +62,19 @@ class Report:
         return "nats per token" if metric == LOSS or metric.endswith("_loss") else metric
 
     @property
-    def gpu_hours(self) -> float:
-        """Of all cells, recomputed and lost hours included."""
-        return gpu_hours(self.found)
-
-    @property
-    def lost_gpu_hours(self) -> float:
-        """Of them, those that preemptions and failures cost."""
-        return sum(each.lost_gpu_hours for each in self.found)
+    def cost(self) -> Cost:
+        """Of all cells."""
+        return cost_of_all(self.found)
 
 
 def make_report(
     study: Study, found: Sequence[Found], root: Path, look: int = 1, main_run: Path | None = None
 ) -> Report:
-    """Judge the finished cells of a study; ``main_run`` is a folder with the plan of one. Raises StudyError."""
+    """Judge the finished cells of a study.
+
+    ``main_run`` is the folder of the main run, by default that of the study file, in which the cost is noted. If it is
+    given here, it must have a plan. Raises StudyError.
+    """
     values = values_of(study, found)
     settings = study.settings
     try:
@@ -91,7 +91,10 @@ def make_report(
         shares = (after[word] / before[word] for word in ("tokens", "FLOPs"))
         changed = tuple(changes(study.baseline.config, arm.config))
         arms.append(Compared(verdict, changed, arm.settings.equal, arm.settings.differ, *shares))
-    hours = planned_hours(main_run) if main_run is not None else None
+    hours, beside = None, main_run or study.main_run
+    if beside is not None:
+        tell_main_run(study, found, beside)
+        hours = planned_hours(beside) if main_run is not None or (beside / PLAN).exists() else None
     return Report(study, tuple(arms), tuple(found), look, stale(study), read_origin(root), hours)
 
 
@@ -103,7 +106,7 @@ def planned_hours(folder: Path) -> float:
         raise StudyError(f"{folder} has no plan ({error.strerror}); `opsd plan --run {folder}` makes one") from error
     except BadPlan as error:
         raise StudyError(str(error)) from error
-    return plan.gpus * plan.days * 24
+    return plan.gpu_hours
 
 
 def values_of(study: Study, found: Sequence[Found]) -> dict[str, dict[int, float]]:
@@ -130,8 +133,10 @@ def as_dict(report: Report) -> dict[str, Any]:
         "seeds": list(report.study.seeds),
         "arms": [_arm_dict(arm) for arm in report.arms],
         "cells": [cell_dict(each) for each in report.found],
-        "cost_gpu_hours": report.gpu_hours,
-        "lost_gpu_hours": report.lost_gpu_hours,
+        "cost_gpu_hours": report.cost.gpu_hours,
+        "lost_gpu_hours": report.cost.lost,
+        "preempted_gpu_hours": report.cost.preempted,
+        "recomputed_gpu_hours": report.cost.recomputed,
         "planned_gpu_hours": report.planned_gpu_hours,
         "complete": report.complete,
         "stale": report.stale or None,
@@ -155,36 +160,48 @@ def cell_dict(found: Found) -> dict[str, Any]:
     cell = found.cell
     return {
         "cell": cell.name, "arm": cell.arm.name, "seed": cell.seed, "state": found.state, "step": found.step,
-        "steps": cell.steps, "loss": found.loss, "gpu_hours": found.gpu_hours, "folder": str(cell.folder),
+        "steps": cell.steps, "loss": found.loss, "gpu_hours": found.cost.gpu_hours, "folder": str(cell.folder),
     }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Power:
-    """How many ``seeds`` an effect needs, None if more than 1,000, and what all arms with them would cost."""
+    """How many ``seeds`` an effect needs, None if more than 1,000, and what all arms with them would cost.
+
+    ``runs`` of the baseline have told the spread, 0 if it was given. ``gpu_hours`` is None if no cost is known.
+    """
 
     effect: float
     runs: int
     spread: float
     seeds: int | None
-    gpu_hours: float
+    gpu_hours: float | None
 
 
-def power_of(study: Study, found: Sequence[Found], effect: float) -> Power:
-    """From the spread between the baseline's own runs, with its upper bound. Raises StudyError."""
+def power_of(
+    study: Study, found: Sequence[Found], effect: float, *, spread: float | None = None, seed_hours: float | None = None
+) -> Power:
+    """From the spread between the baseline's own runs, with its upper bound, or from a ``spread`` that is known.
+
+    ``seed_hours`` are the GPU-hours of one seed of all arms. By default they are those of the baseline's runs, in
+    proportion to the FLOPs of the arms. Raises StudyError.
+    """
     done = [each for each in found if each.cell.arm.name == BASELINE and each.state == "done"]
-    values = list(values_of(study, done)[BASELINE].values())
-    try:
-        spread = paired_spread(values)
-    except ValueError as error:
-        raise StudyError(f"{error}; `opsd ablate pilot` runs the baseline alone") from error
+    if spread is None:
+        try:
+            spread = paired_spread(list(values_of(study, done)[BASELINE].values())).high
+        except ValueError as error:
+            raise StudyError(f"{error}; `opsd ablate pilot` runs the baseline alone") from error
+        runs = len(done)
+    else:
+        runs = 0
     arms = len(study.arms) - 1
     settings = study.settings
-    seeds = seeds_needed(
-        effect, spread.high, alpha=settings.alpha, power=POWER, arms=max(1, arms), looks=settings.looks
-    )
-    each = gpu_hours(done) / len(done)
-    return Power(effect, len(done), spread.high, seeds, (seeds or 0) * (arms + 1) * each)
+    seeds = seeds_needed(effect, spread, alpha=settings.alpha, power=POWER, arms=max(1, arms), looks=settings.looks)
+    if seed_hours is None and done:
+        flops = [float(facts_of(arm.config)["FLOPs"]) for arm in study.arms]
+        seed_hours = cost_of_all(done).gpu_hours / len(done) * sum(flops) / flops[0]
+    return Power(effect, runs, spread, seeds, None if seed_hours is None else (seeds or 0) * seed_hours)
 
 
 def over_budget(study: Study, power: Power) -> str:
@@ -192,7 +209,7 @@ def over_budget(study: Study, power: Power) -> str:
     budget = study.settings.budget_gpu_hours
     if power.seeds is None:
         return f"no 1,000 seeds show an effect of {power.effect:g} in this noise; look for a larger one"
-    if budget is None or power.gpu_hours <= budget:
+    if budget is None or power.gpu_hours is None or power.gpu_hours <= budget:
         return ""
     return (
         f"an effect of {power.effect:g} needs {power.seeds} seeds and {power.gpu_hours:,.2f} GPU-hours, more than "
@@ -230,7 +247,7 @@ def _evidence(report: Report, arm: Compared, reason: str) -> list[str]:
         f"Verdict {verdict.verdict} on {settings.metric} at alpha {settings.alpha:g}: effect {verdict.effect:+.6g} "
         f"({verdict.low:+.6g} to {verdict.high:+.6g}) {report.unit}, {verdict.pairs} pairs.",
         f"Baseline {settings.baseline} at equal {arm.equal}; FLOPs {arm.flops:.3f} of its own.",
-        f"Cost of the study: {report.gpu_hours:.2f} GPU-hours.",
+        f"Cost of the study: {report.cost.gpu_hours:.2f} GPU-hours.",
     ]
     return told + [f"Reason: {reason}"] * bool(reason)
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from opsd import durable
-from opsd.ablate.cells import LOCK, LOG, SETTINGS, Cell, demand_origin, hold, look, prepare
+from opsd import durable, exitcodes
+from opsd.ablate.cells import LOCK, LOG, SETTINGS, Cell, demand_origin, hold, is_done, look, note_held, prepare
 from opsd.ablate.study import StudyError
 from opsd.slurm.port import Job, Partition, Slurm
 from opsd.slurm.requeue_helper import OPSD
@@ -40,6 +40,8 @@ _ENDED = (
     "deadline",
     "out_of_memory",
 )
+
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 Say = Callable[[str], object]
 
@@ -114,7 +116,8 @@ def _run_one(cell: Cell, lock: int, command: Sequence[str], say: Say, took: list
         found = look(cell)
         if found.state != "done":
             log = cell.folder / LOG
-            say(f"{_named(cell)} ended with exit code {code} at step {found.step} of {cell.steps}; see {log}")
+            why = f": {found.reason}" if found.reason else ""
+            say(f"{_named(cell)} ended with exit code {code} at step {found.step} of {cell.steps}{why}; see {log}")
             yield Failed(cell, code, log)
             return
         took.append(time.monotonic() - began)
@@ -134,6 +137,7 @@ def _run(cell: Cell, lock: int, command: Sequence[str]) -> int:
 
     A session of its own keeps the terminal's Ctrl-C from the launcher, which would get a second one from here.
     """
+    note_held(cell.folder, "start", time.time())
     with open(cell.folder / LOG, "ab") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), start_new_session=True
@@ -144,6 +148,8 @@ def _run(cell: Cell, lock: int, command: Sequence[str]) -> int:
         process.send_signal(signal.SIGINT)
         process.wait()
         raise
+    finally:
+        note_held(cell.folder, "end", time.time())
 
 
 @contextmanager
@@ -164,18 +170,55 @@ def _awaited(cell: Cell) -> int:
 
 
 def script_of(cell: Cell, ranks: int, opsd: Sequence[str]) -> str:
-    """The batch script of a cell. It compares code and libraries of its node with those of the study first."""
-    begin = shlex.join([*opsd, "ablate", "begin", str(cell.folder.absolute())])
-    run = shlex.join([*opsd, "slurm", "run", *_options(cell, ranks), "--", *_program(cell)])
-    return f"#!/bin/bash\n{begin} || exit\nexec {run}\n"
+    """The batch script of a cell."""
+    run = [*opsd, "slurm", "run", *_options(cell, ranks), "--give-way", "--no-standby", "--", *_program(cell)]
+    return f"#!/bin/bash\nexec {shlex.join([*opsd, 'ablate', 'cell', str(cell.folder.absolute()), '--', *run])}\n"
+
+
+def run_in_job(folder: Path, command: Sequence[str], began: float) -> int:
+    """Run the ``command`` of the cell in ``folder`` in its job, which began at the epoch second ``began``.
+
+    Returns its exit code, or 0 at once if the cell is done. Code and libraries of this node must be those that the
+    study has begun with. A job that is told to end has ended at that moment. Raises StudyError, OSError.
+    """
+    try:
+        demand_origin(folder.parents[1])
+    except StudyError as error:
+        note_held(folder, "refused", time.time(), str(error))
+        raise
+    if is_done(folder):
+        return exitcodes.OK
+    note_held(folder, "start", began)
+    came: list[tuple[int, float]] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _frame: object = None) -> None:
+        came.append((number, time.time()))
+        if process is not None:
+            process.send_signal(number)
+
+    for each in _FORWARDED:
+        signal.signal(each, forward)
+    process = subprocess.Popen(command)
+    for number, _ in tuple(came):
+        process.send_signal(number)
+    code = process.wait()
+    told = [t for number, t in came if number == signal.SIGTERM]
+    note_held(folder, "end", min(told, default=time.time()))
+    return code if code >= 0 else 128 - code
 
 
 def options_of(cell: Cell, partition: str, after: int | None, options: Sequence[str]) -> list[str]:
-    """The options of sbatch for a cell; the user's ``options`` come last and count more."""
+    """The options of sbatch for a cell; the user's ``options`` come last and count more.
+
+    A submitter that is killed may leave an sbatch behind, whose job the next submitter does not see yet. Such a second
+    job of a cell waits until the first has ended (singleton), and then finds the cell done.
+    """
+    lane = f"afterany:{after},singleton" if after else "singleton"
     return [
         f"--job-name={cell.name}", "--nodes=1", "--ntasks-per-node=1", "--no-kill", "--requeue", "--open-mode=append",
         f"--signal=USR1@{NOTICE_S}", f"--nice={NICE}", f"--partition={partition}",
-        f"--output={cell.folder.absolute() / LOG}", *([f"--dependency=afterany:{after}"] if after else []), *options,
+        f"--output={cell.folder.absolute() / LOG}", f"--dependency={lane}", *options,
     ]  # fmt: skip
 
 
@@ -197,12 +240,12 @@ def submit(
     durable.make_folder(root)
     with open(root / SUBMITTING, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        live = jobs_of(cells, slurm)
-        queue = sorted(job.id for job in live.values())
+        live = _live(cells, slurm)
+        names, queue = {job.name for job in live}, sorted(job.id for job in live)
         submitted = []
         for cell in cells:
             prepare(cell)
-            if cell.name in live or look(cell).state in ("done", "running"):
+            if cell.name in names or look(cell).state in ("done", "running"):
                 continue
             after = queue[-limit] if len(queue) >= limit else None
             queue.append(slurm.submit(script_of(cell, ranks, opsd), options_of(cell, partition, after, options)))
@@ -211,14 +254,19 @@ def submit(
 
 
 def jobs_of(cells: Sequence[Cell], slurm: Slurm) -> dict[str, Job]:
-    """The jobs of cells that wait or run, by the name of the cell. Raises SlurmError."""
+    """The jobs of cells that wait or run, by the name of the cell; of two jobs the older. Raises SlurmError."""
+    return {job.name: job for job in sorted(_live(cells, slurm), key=lambda job: -job.id)}
+
+
+def _live(cells: Sequence[Cell], slurm: Slurm) -> list[Job]:
+    """All jobs of cells that wait or run. Raises SlurmError."""
     names = {cell.name for cell in cells}
-    return {job.name: job for job in slurm.jobs() if job.name in names and job.state not in _ENDED}
+    return [job for job in slurm.jobs() if job.name in names and job.state not in _ENDED]
 
 
 def stop(cells: Sequence[Cell], slurm: Slurm) -> list[int]:
     """Cancel the jobs of the study, and no others; returns their ids. Raises SlurmError."""
-    found = sorted(job.id for job in jobs_of(cells, slurm).values())
+    found = sorted(job.id for job in _live(cells, slurm))
     for job in reversed(found):  # the last first, so that none starts because another has ended
         slurm.cancel(job)
     return found

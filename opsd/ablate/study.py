@@ -35,7 +35,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict, ValidationError
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveFloat, PositiveInt, Strict, ValidationError
 
 from opsd.rundir import RUN_NAME
 from opsd.trainer import counts
@@ -62,7 +62,26 @@ _OWN: Final[Mapping[str, tuple[str, ...]]] = {
 """Settings whose change is this difference, if the arm changes nothing else."""
 _HIGHER: Final = ("accuracy", "accuracy_norm", "accuracy_raw", "acc", "acc_norm", "exact_match", "f1")
 
-Overrides = Annotated[tuple[str, ...], Strict(False)]
+_MOST_SEEDS: Final = 10_000
+
+
+def _overrides(value: object) -> object:
+    if not (isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)):
+        raise ValueError('give a list of settings, for instance ["optimizer.lr=1e-3"]')
+    return value
+
+
+def _seeds(value: object) -> object:
+    listed = isinstance(value, list | tuple)
+    given: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
+    if not given or not all(type(each) is int and each >= 1 - listed for each in given):
+        raise ValueError("give the number of seeds, from 1 on, or a list of seeds from 0 on")
+    if (len(given) if listed else given[0]) > _MOST_SEEDS:
+        raise ValueError(f"a study has {_MOST_SEEDS:,} seeds at most")
+    return value
+
+
+Overrides = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_overrides)]
 Word = Literal["changes", "tokens", "FLOPs", "warm-up", "decay", "mixture", "data", "tokenizer", "evaluation"]
 _Settings = TypeVar("_Settings", bound=Section)
 
@@ -87,13 +106,15 @@ class StudySettings(Section):
 
     baseline: str
     set: Overrides = ()
-    seeds: PositiveInt | Annotated[tuple[NonNegativeInt, ...], Strict(False), Field(min_length=1)]
+    seeds: Annotated[int | Annotated[tuple[int, ...], Strict(False)], BeforeValidator(_seeds)]
     metric: str = LOSS
     higher_is_better: bool | None = None
     alpha: float = Field(0.01, gt=0, lt=1)
     margin: PositiveFloat | None = None
     budget_gpu_hours: NonNegativeFloat | None = None
     looks: PositiveInt = 1
+    main_run: str | None = None
+    """Folder of the run that the study is for. Its report and the pages of agents show what the study costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +147,15 @@ class Study:
         return self.arms[0]
 
     @property
+    def main_run(self) -> Path | None:
+        """Its folder; a relative one is below that of the study file."""
+        return self.path.parent / self.settings.main_run if self.settings.main_run else None
+
+    @property
     def higher_is_better(self) -> bool:
         """Whether a larger value of the metric is better."""
         told = self.settings.higher_is_better
-        return told if told is not None else self.settings.metric.endswith(_HIGHER)
+        return told if told is not None else is_higher_better(self.settings.metric)
 
     @cached_property
     def identity(self) -> str:
@@ -139,6 +165,11 @@ class Study:
     def with_changes(self, overrides: Sequence[str]) -> Config:
         """The baseline of the study with ``overrides``. Raises ConfigError."""
         return complete(read(self.source), self.source, [*self.settings.set, *overrides], {})
+
+
+def is_higher_better(metric: str) -> bool:
+    """Whether a larger value is better, as far as the name of the metric tells."""
+    return metric.endswith(_HIGHER)
 
 
 def read_study(path: Path) -> Study:
@@ -153,10 +184,16 @@ def read_study(path: Path) -> Study:
         told = {name: _validated(ArmSettings, each, f"{path}: arm.{name}") for name, each in arms.items()}
         if problem := _problem(settings, told):
             raise StudyError(f"{path}: {problem}")
-        study = Study(path, settings, source, ())
-        found = [Arm(name, arm, study.with_changes(arm.set)) for name, arm in {BASELINE: ArmSettings(), **told}.items()]
     except ConfigError as error:
         raise StudyError(str(error)) from error
+    study = Study(path, settings, source, ())
+    found = []
+    for name, arm in {BASELINE: ArmSettings(), **told}.items():
+        try:
+            found.append(Arm(name, arm, study.with_changes(arm.set)))
+        except ConfigError as error:
+            where = f"arm.{name}" if arm.set else "set"
+            raise StudyError(f"{path}: {where}: {str(error).removeprefix('--set ')}") from error
     study = replace(study, arms=tuple(found))
     if problem := _metric_problem(settings.metric, study.baseline.config.evaluation):
         raise StudyError(f"{path}: {problem}")

@@ -10,21 +10,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import psutil
 from rich.markup import escape
 
 from opsd import exitcodes
 from opsd.ablate import run as running
-from opsd.ablate.cells import Cell, Found, cells_of, demand_origin, gpu_hours, look
+from opsd.ablate.cells import (
+    Cell,
+    Found,
+    cells_of,
+    cost_of_all,
+    look,
+    tell_main_run,
+)
+from opsd.ablate.cost import cost_line
 from opsd.ablate.study import BASELINE, Study, StudyError, read_study
 from opsd.commands.options import Finite, Group, exit_codes, option, options
 from opsd.commands.output import fail, output_console, plain_table, warn, written
+from opsd.commands.plan import Known, figures_of
+from opsd.commands.settings import load
 from opsd.launch.ranks.settings import gpu_count
+from opsd.plan.hardware import GPUS
 from opsd.slurm.connect import choose
 from opsd.slurm.port import Job, SlurmError, SlurmMissing
 from opsd.words import plural, with_remedy
 
 if TYPE_CHECKING:
     from opsd.ablate.report import Report
+    from opsd.ablate.tasks import Task
 
 T = TypeVar("T")
 
@@ -37,6 +50,7 @@ _STYLES = {
     "equivalent": "cyan",
     "undecided": "yellow",
     "failed": "red",
+    "refused": "red",
     "done": "green",
 }
 
@@ -54,6 +68,17 @@ job_options = options(
     option("--partition", help="Where the jobs run; by default the lowest partition whose jobs give way to others."),
     option("--sbatch", "sbatch", multiple=True, metavar="OPTION",
            help="Another option of sbatch, for instance --sbatch=--gpus-per-node=8."),
+)  # fmt: skip
+
+
+power_options = options(
+    option("--effect", type=Finite(0, min_open=True), required=True,
+           help="The smallest effect to be seen, in the metric's unit."),
+    option("--spread", type=Finite(0, min_open=True),
+           help="The standard deviation of a paired difference, if it is known without runs of the baseline."),
+    option("--gpu", "kind", type=click.Choice(GPUS, case_sensitive=False),
+           help="Take the cost from `opsd plan` for this kind of GPU, not from runs of the baseline."),
+    option("--gpus", type=click.IntRange(1), default=1, help="GPUs of a run, for --gpu."),
 )  # fmt: skip
 
 
@@ -91,8 +116,9 @@ def run(file: Path, root: Path | None, **given: Any) -> int:
 @study_options
 def status(file: Path, root: Path | None) -> int:
     """The state, step, loss and job of each cell of FILE."""
-    _, cells = _study(file, root)
+    study, cells = _study(file, root)
     found = _look(cells)
+    _tell_main_run(study, found)
     jobs: dict[str, Job] = _asked(lambda: running.jobs_of(cells, choose().slurm), {})
     table = plain_table("cell", "arm", "seed", "state", "step", "loss", "job")
     for each in found:
@@ -104,8 +130,11 @@ def status(file: Path, root: Path | None) -> int:
             f"{each.step}/{cell.steps}", loss, str(job.id) if job is not None else "-",
         )  # fmt: skip
     output_console().print(table)
+    for each in found:
+        if each.reason and each.cell.name not in jobs:
+            warn(f"cell {each.cell.name} {each.state}: {each.reason}")
     done = sum(each.state == "done" for each in found)
-    click.echo(f"{done} of {plural(len(found), 'cell')} done, {gpu_hours(found):.2f} GPU-hours")
+    click.echo(f"{done} of {plural(len(found), 'cell')} done, {cost_of_all(found).gpu_hours:.2f} GPU-hours")
     return exitcodes.OK
 
 
@@ -116,7 +145,10 @@ def status(file: Path, root: Path | None) -> int:
 def stop(file: Path, root: Path | None) -> int:
     """Cancel the jobs of FILE, and no others. `opsd ablate run` goes on later."""
     _, cells = _study(file, root)
-    stopped: list[int] = _asked(lambda: running.stop(cells, choose().slurm), [])
+    try:
+        stopped = running.stop(cells, choose().slurm)
+    except SlurmError as error:
+        fail(f"{error}; what runs on this machine ends with Ctrl-C")
     click.echo(f"{plural(len(stopped), 'job')} cancelled{': ' if stopped else ''}{', '.join(map(str, stopped))}")
     return exitcodes.OK
 
@@ -124,10 +156,14 @@ def stop(file: Path, root: Path | None) -> int:
 @ablate.command(epilog=exit_codes({0: "told, whatever the verdicts are", 2: "FILE cannot be used"}))
 @study_options
 @option("--json", "json_file", type=_FILE, help="Write JSON to FILE, - for stdout.")
+@option("--html", "page_file", type=_FILE, help="Write a page with charts to FILE, - for stdout.")
 @option("--look", type=click.IntRange(1), default=1, help="Which of the planned looks at the study this is.")
 @option("--beside", type=click.Path(path_type=Path, file_okay=False), metavar="RUN",
-        help="Compare the cost with the plan in the folder of the main run (`opsd plan --run`).")  # fmt: skip
-def report(file: Path, root: Path | None, json_file: Path | None, look: int, beside: Path | None) -> int:
+        help="Compare the cost with the plan in the folder of the main run (`opsd plan --run`), and note it there. "
+        "By default main_run of FILE.")  # fmt: skip
+def report(
+    file: Path, root: Path | None, json_file: Path | None, page_file: Path | None, look: int, beside: Path | None
+) -> int:
     """The verdict on each arm of FILE, with its effect and the interval of that, and the cost.
 
     Arms are compared with the baseline in pairs of the same seed. The level alpha is for all arms and looks together.
@@ -137,8 +173,40 @@ def report(file: Path, root: Path | None, json_file: Path | None, look: int, bes
 
     if json_file is not None and not written(json_file, json.dumps(as_dict(made), indent=1) + "\n", "the report"):
         return exitcodes.FAILED
-    if json_file is None or str(json_file) != "-":
+    if page_file is not None:
+        from opsd.report.study import study_page
+
+        if not written(page_file, study_page(made), "the page"):
+            return exitcodes.FAILED
+    if "-" not in (str(json_file), str(page_file)):
         _show(made)
+    return exitcodes.OK
+
+
+@ablate.command(epilog=exit_codes({0: "told", 2: "FILE cannot be used, or no cell has an evaluation"}))
+@study_options
+@option("--json", "json_file", type=_FILE, help="Write JSON to FILE, - for stdout.")
+@option("--early", type=Finite(0, 1, min_open=True), default=0.1,
+        help="Share of the tokens at which the order of the arms is compared with that at the end.")  # fmt: skip
+def probes(file: Path, root: Path | None, json_file: Path | None, early: float) -> int:
+    """Whether the evaluations of FILE are good early signals, from those of all checkpoints.
+
+    A good one is monotonic over the baseline's checkpoints, above the noise between seeds, above chance, and keeps the
+    order of the arms. The last column tells whether the early order was that at the end.
+    """
+    _, cells = _study(file, root)
+    try:
+        from opsd.ablate.tasks import task_dict, tasks_of
+
+        tasks = tasks_of(_look(cells), early=early)
+    except (StudyError, ImportError) as error:
+        fail(str(error), exitcodes.USAGE)
+    if json_file is not None:
+        text = json.dumps({"tasks": [task_dict(task) for task in tasks]}, indent=1) + "\n"
+        if not written(json_file, text, "the probes"):
+            return exitcodes.FAILED
+    if str(json_file) != "-":
+        _show_probes(tasks)
     return exitcodes.OK
 
 
@@ -146,19 +214,14 @@ def report(file: Path, root: Path | None, json_file: Path | None, look: int, bes
     epilog=exit_codes({0: "the budget is enough", 1: "it is not, or no number of seeds is", 2: "FILE cannot be used"})
 )
 @study_options
-@option(
-    "--effect",
-    type=Finite(0, min_open=True),
-    required=True,
-    help="The smallest effect to be seen, in the metric's unit.",
-)
-def power(file: Path, root: Path | None, effect: float) -> int:
+@power_options
+def power(file: Path, root: Path | None, **given: Any) -> int:
     """How many seeds FILE needs to see an effect, and what they cost, from the runs of its baseline so far.
 
     With that many seeds, four of five studies see the effect. The upper bound of the baseline's spread counts.
     """
     study, cells = _study(file, root)
-    return _power(study, cells, effect)
+    return _power(study, cells, given)
 
 
 @ablate.command(
@@ -168,8 +231,8 @@ def power(file: Path, root: Path | None, effect: float) -> int:
 )
 @study_options
 @job_options
-@option("--effect", type=Finite(0, min_open=True), required=True, help="As of opsd ablate power.")
-def pilot(file: Path, root: Path | None, effect: float, **given: Any) -> int:
+@power_options
+def pilot(file: Path, root: Path | None, **given: Any) -> int:
     """Run the baseline of FILE alone, then say what opsd ablate power says. The study uses these runs too."""
     study, cells = _study(file, root)
     own = [cell for cell in cells if cell.arm.name == BASELINE]
@@ -178,7 +241,7 @@ def pilot(file: Path, root: Path | None, effect: float, **given: Any) -> int:
     if any(each.state != "done" for each in _look(own)):
         click.echo("repeat this command when these jobs have ended")
         return exitcodes.OK
-    return _power(study, cells, effect)
+    return _power(study, cells, given)
 
 
 @ablate.command(epilog=exit_codes({0: "written", 1: "it could not be written", 2: "FILE or ARM cannot be used"}))
@@ -206,15 +269,27 @@ def promote(file: Path, root: Path | None, arm: str, out: Path | None, reason: s
     return exitcodes.OK
 
 
-@ablate.command(hidden=True)
+@ablate.command(
+    hidden=True,
+    context_settings={"ignore_unknown_options": True},
+    epilog=exit_codes({0: "the cell is done", 2: "it may not run here"}),
+)
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
-def begin(folder: Path) -> int:
-    """Compare code and libraries of this node with those that the study of the cell in FOLDER has begun with."""
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def cell(folder: Path, command: tuple[str, ...]) -> int:
+    """Run the COMMAND of the cell in FOLDER in the job of it that this is in, with the exit code of COMMAND."""
     try:
-        demand_origin(folder.parents[1])
-    except (StudyError, OSError) as error:
+        return running.run_in_job(folder, command, _job_start())
+    except StudyError as error:
         fail(str(error), exitcodes.USAGE)
-    return exitcodes.OK
+    except OSError as error:
+        fail(with_remedy(error), exitcodes.of_error(error))
+
+
+def _job_start() -> float:
+    """The epoch second at which the job began, as Slurm says from 23.02 on; before that the start of its script."""
+    told = os.environ.get("SLURM_JOB_START_TIME", "")
+    return float(told) if told.isdecimal() else psutil.Process().create_time()
 
 
 def _study(file: Path, root: Path | None) -> tuple[Study, list[Cell]]:
@@ -236,6 +311,15 @@ def _look(cells: Sequence[Cell]) -> list[Found]:
         fail(with_remedy(error))
 
 
+def _tell_main_run(study: Study, found: Sequence[Found]) -> None:
+    """Note the cost in the folder of the main run that the study names; a folder that cannot be written is said."""
+    if study.main_run is not None:
+        try:
+            tell_main_run(study, found, study.main_run)
+        except StudyError as error:
+            warn(str(error))
+
+
 def _asked(ask: Callable[[], T], without: T) -> T:
     """What Slurm answers, ``without`` where there is none."""
     try:
@@ -254,6 +338,8 @@ def _run(study: Study, cells: Sequence[Cell], root: Path, given: Mapping[str, An
             try:
                 return _submit(cells, root, given)
             except SlurmMissing as error:
+                if given["partition"] or given["sbatch"]:
+                    fail(f"{error}; or run on this machine with --local")
                 warn(f"the cells run on this machine, one after the other: {error}")
         failed = running.run_local(root, cells, ranks or gpu_count(os.environ) or 1, click.echo)
     except KeyboardInterrupt:
@@ -265,7 +351,9 @@ def _run(study: Study, cells: Sequence[Cell], root: Path, given: Mapping[str, An
         fail(f"{error}; the same command goes on")
     except OSError as error:
         fail(with_remedy(error), exitcodes.of_error(error))
-    done = sum(each.state == "done" for each in _look(cells))
+    found = _look(cells)
+    _tell_main_run(study, found)
+    done = sum(each.state == "done" for each in found)
     click.echo(f"{done} of {plural(len(cells), 'cell')} done; `opsd ablate report` compares them")
     for each in failed:
         warn(f"cell {each.cell.name} failed with exit code {each.code}; its log is {each.log}")
@@ -292,26 +380,49 @@ def _demand_budget(study: Study, cells: Sequence[Cell]) -> None:
     done = [each for each in found if each.state == "done"]
     if budget is None or not done or len(done) == len(found):
         return
-    wanted = gpu_hours(found) + gpu_hours(done) / len(done) * (len(found) - len(done))
+    each = cost_of_all(done).gpu_hours / len(done)
+    wanted = cost_of_all(found).gpu_hours + each * (len(found) - len(done))
     if wanted > budget:
         over = f"about {wanted:,.2f} GPU-hours, more than budget_gpu_hours {budget:g}"
         fail(f"all cells take {over}: take fewer seeds or arms")
 
 
-def _power(study: Study, cells: Sequence[Cell], effect: float) -> int:
+def _power(study: Study, cells: Sequence[Cell], given: Mapping[str, Any]) -> int:
+    effect, spread, kind, gpus = (given[name] for name in ("effect", "spread", "kind", "gpus"))
     try:
         from opsd.ablate.report import over_budget, power_of
 
-        found = power_of(study, _look(cells), effect)
+        hours = None if kind is None else _planned_seed_hours(study, kind, gpus)
+        found = power_of(study, _look(cells), effect, spread=spread, seed_hours=hours)
     except (StudyError, ImportError) as error:
         fail(str(error), exitcodes.USAGE)
-    click.echo(
-        f"{plural(found.runs, 'run')} of the baseline: the spread of a difference is at most {found.spread:.4g}\n"
-        f"effect {effect:g}: {found.seeds or 'more than 1,000'} seeds, {found.gpu_hours:,.2f} GPU-hours for all arms"
-    )
+    told = f"{plural(found.runs, 'run')} of the baseline: " if found.runs else ""
+    click.echo(f"{told}the spread of a difference is at most {found.spread:.4g}")
+    how = f"opsd plan on {plural(gpus, 'GPU')} of {kind}" if kind else "the runs of the baseline"
+    cost = "unknown; --gpu takes it from opsd plan"
+    if found.gpu_hours is not None:
+        cost = f"{found.gpu_hours:,.2f} GPU-hours by {how}"
+    runs = "" if found.seeds is None else f" in {plural(len(study.arms), 'arm')} with the baseline"
+    click.echo(f"effect {effect:g}: {found.seeds or 'more than 1,000'} seeds{runs}; cost: {cost}")
     if problem := over_budget(study, found):
         fail(problem)
     return exitcodes.OK
+
+
+def _planned_seed_hours(study: Study, kind: str, gpus: int) -> float:
+    """The GPU-hours that `opsd plan` predicts for one seed of all arms. Raises StudyError."""
+    from opsd.plan.plan import plan_as_is
+    from opsd.plan.search import CannotPlan
+    from opsd.plan.source import tokens_of
+
+    figures = figures_of(kind, study.baseline.config.model.dtype, Known((), (), load(None)))
+    hours = 0.0
+    for arm in study.arms:
+        try:
+            hours += plan_as_is(arm.config, kind, gpus, tokens_of(arm.config), *figures).gpu_hours
+        except CannotPlan as error:
+            raise StudyError(f"arm {arm.name} cannot be planned on {plural(gpus, 'GPU')}: {error}") from error
+    return hours
 
 
 def _report(file: Path, root: Path | None, look: int, beside: Path | None = None) -> Report:
@@ -322,6 +433,33 @@ def _report(file: Path, root: Path | None, look: int, beside: Path | None = None
         return make_report(study, _look(cells), _root(file, root), look, beside)
     except (StudyError, ImportError) as error:
         fail(str(error), exitcodes.USAGE)
+
+
+def _show_probes(tasks: Sequence[Task]) -> None:
+    """The probes for people."""
+    table = plain_table("task", "monotonic", "signal/noise", "above chance", "order", "early order")
+    for task in tasks:
+        found, predicted = task.probe, task.predicted
+        chance = "-"
+        if found is not None and task.chance is not None:
+            chance = f"{found.above_chance:+.3g} ({_range(found.low, found.high)})"
+        early = "-"
+        if predicted is not None and task.early is not None:
+            early = f"{predicted[0]:+.2f} ({_range(*predicted[1:])}) at {task.early:.0%}"
+        shown = (found.monotonic, found.signal_to_noise) if found is not None else (None, None)
+        table.add_row(escape(task.name), *map(_number, shown), chance, _number(task.order), early)
+    output_console().print(table)
+    for task in tasks:
+        for reason in task.reasons:
+            click.echo(f"{task.name}: {reason}")
+
+
+def _number(value: float | None) -> str:
+    return f"{value:+.2f}" if value is not None and math.isfinite(value) else "-"
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:+.2g} to {high:+.2g}" if math.isfinite(low) and math.isfinite(high) else "no interval"
 
 
 def _show(report: Report) -> None:
@@ -347,9 +485,9 @@ def _show(report: Report) -> None:
         permitted = f"; permitted to differ: {', '.join(arm.differ)}" if arm.differ else ""
         click.echo(f"{arm.verdict.name}: changes {change}; {told}{permitted}. {arm.verdict.reason}")
     left = sum(each.state != "done" for each in report.found)
-    click.echo(f"cost: {report.gpu_hours:,.2f} GPU-hours, of which {report.lost_gpu_hours:,.2f} were lost to restarts")
+    click.echo(f"cost: {cost_line(report.cost)}")
     if hours := report.planned_gpu_hours:
-        click.echo(f"main run: {hours:,.0f} GPU-hours planned, of which this is {report.gpu_hours / hours:.1%}")
+        click.echo(f"main run: {hours:,.0f} GPU-hours planned, of which this is {report.cost.gpu_hours / hours:.1%}")
     for sentence in (
         f"{plural(left, 'cell')} not done" if left else "",
         report.stale,

@@ -40,7 +40,7 @@ from opsd.launch.ranks.process import become_subreaper, has_own_proc
 from opsd.launch.ranks.settings import Program, ProgramNotFound, Settings, too_few_gpus
 from opsd.launch.ranks.workers import RankStarter
 from opsd.launch.run.assembly import assemble_run
-from opsd.launch.run.closing import print_closing_block, summarize_job
+from opsd.launch.run.closing import Closing, print_closing_block, summarize_job
 from opsd.launch.run.companions import Beside, Companions
 from opsd.launch.run.launchers import (
     DEFAULT_PORT,
@@ -85,7 +85,8 @@ _SECTIONS = {
     ),
     "Companions": ("beside", "beside_health", "beside_gpus", "beside_public"),
     "Name, files and messages": (
-        "run", "run_dir", "log_dir", "log_size", "redirects", "tee", "chosen", "take_over", "events", "notify",
+        "run", "run_dir", "log_dir", "log_size", "redirects", "tee", "chosen", "take_over", "give_way", "events",
+        "notify",
     ),
 }  # fmt: skip
 
@@ -298,9 +299,11 @@ def _supervise(
         for late in flush_all(FLUSH_S):
             print_message(f"some {late} are missing: they could not be written in time")
     if control.led and code != exitcodes.FENCED:
-        end = print_closing_block(folders.folder, code, supervisor.reason, settings.resume)
+        end = Closing(f"ended with {code}: {supervisor.reason}")
+        if code != exitcodes.REQUEUE or not settings.gives_way:
+            end = print_closing_block(folders.folder, code, supervisor.reason, settings.resume)
+            summarize_job(end.summary)
         notices.finished(code, supervisor.reason, end.summary, end.report)
-        summarize_job(end.summary)
         sender.flush(LAST_S)
     control.last_look()
     return code

@@ -324,6 +324,11 @@ own_options = options(
         is_flag=True,
         help="Continue the run even if another job or launcher still has it; that one stops with exit code 76.",
     ),
+    option(
+        "--give-way",
+        is_flag=True,
+        help="Make no report if the run is stopped and can go on: its nodes are free a second earlier.",
+    ),
     option("--events", type=_FILE, metavar="FILE", help="Also write the events to FILE, one JSON object a line."),
 )
 """Those that torchrun does not have."""

@@ -120,6 +120,7 @@ def settings_of(program: Program, run: str, node: str, options: dict[str, Any]) 
             secrets=[where for where in options["notify"] if "://" in where],
         ),
         audit=options["audit"],
+        gives_way=options["give_way"],
         color=takes_color(STDOUT),
     )
 

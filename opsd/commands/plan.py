@@ -45,7 +45,7 @@ _MAY_BE_NONE = ("node_latency", "network_latency", "spread", "restart", "mainten
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class Known:
     """What is known of this cluster: files of measurements, given figures, the configuration."""
 
     places: Sequence[str]
@@ -126,7 +126,7 @@ def plan(
     if write and not config.endswith(".toml"):
         raise click.UsageError(f"--write changes the TOML file of a run, and {config} is none: copy the run into one")
     try:
-        made = _plan(config, gpus, days, kind, tokens, overrides, _Known(places, assume, load(file)), as_is=as_is)
+        made = _plan(config, gpus, days, kind, tokens, overrides, Known(places, assume, load(file)), as_is=as_is)
         if write:
             _write(config, made)
             run = run or _own_folder(config)
@@ -146,7 +146,7 @@ def _plan(
     kind: str,
     tokens: float | None,
     overrides: Sequence[str],
-    known: _Known,
+    known: Known,
     *,
     as_is: bool,
 ) -> Plan:
@@ -155,7 +155,7 @@ def _plan(
     from opsd.plan.source import read, tokens_of
 
     run = read(source, overrides, tokens, gpus, lambda sentence: click.echo(f"opsd: {sentence}", err=True))
-    hardware, habits = _figures(kind, run.model.dtype, known)
+    hardware, habits = figures_of(kind, run.model.dtype, known)
     wanted, step = tokens or float(tokens_of(run)), run.data.batch * run.data.sequence
     if wanted < step:
         raise click.UsageError(f"a step has {step:,} tokens, and the run only {wanted:,.0f}: give more --tokens")
@@ -166,7 +166,7 @@ def _plan(
     return replace(made, price=known.settings.cost.gpu_hour, currency=known.settings.cost.currency)
 
 
-def _figures(kind: str, dtype: str, given: _Known) -> tuple[Hardware, Habits]:
+def figures_of(kind: str, dtype: str, given: Known) -> tuple[Hardware, Habits]:
     """The defaults of this kind of GPU, with what was measured, and with what the user knows better."""
     from opsd.calibration.read import measured, usual_places
     from opsd.plan.hardware import hardware_of

@@ -150,7 +150,7 @@ def make_ledger(
         _book_start(clock, generation, own)
         end = generation.failed or generation.finished or (following.started if following else None)
         for step in own:
-            _book_step(clock, step, again=_again(step, highest), usual=usual, end=end)
+            _book_step(clock, step, again=repeated_share(step, highest), usual=usual, end=end)
         _book_end(clock, generation, known=bool(metrics), stepped=bool(own))
         highest = max([highest, *(step["step"] for step in own if not step.get("relative"))])
         total += sum(_count(step) for step in own)
@@ -206,7 +206,7 @@ def repeated_steps(metrics: Sequence[Mapping[str, Any]]) -> int:
     """Steps of ``metrics``, in the order of time, that had been done before."""
     highest, again = -1, 0.0
     for line in metrics:
-        again += _again(line, highest) * _count(line)
+        again += repeated_share(line, highest) * _count(line)
         highest = highest if line.get("relative") else max(highest, int(line["step"]))
     return round(again)
 
@@ -236,8 +236,11 @@ def earlier_tokens(metrics: Sequence[Mapping[str, Any]]) -> int:
     return int(first["tokens"] * max(0.0, 1 - _count(first) / int(first["step"])))
 
 
-def _again(line: Mapping[str, Any], highest: int) -> float:
-    """The share of the steps of a line, which follow each other, that had been done before; 0 if nobody knows."""
+def repeated_share(line: Mapping[str, Any], highest: int) -> float:
+    """The share of the steps of a line, which follow each other, that had been done before; 0 if nobody knows.
+
+    ``highest`` is the last step that had been done, -1 if there was none.
+    """
     if line.get("relative"):
         return 0.0
     count = _count(line)

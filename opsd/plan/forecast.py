@@ -61,6 +61,11 @@ class Planned(BaseModel):
             raise ValueError("outages and repair_s leave too few nodes")
         return self
 
+    @property
+    def gpu_hours(self) -> float:
+        """Of the whole run."""
+        return self.gpus * self.days * 24
+
     @classmethod
     def parse(cls, text: str) -> Planned:
         """Raises BadPlan."""

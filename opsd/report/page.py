@@ -37,6 +37,7 @@ def report_page(run: RunReport, price: Price) -> str:
         _restarts(run),
         _ledger(run),
         _plan(run),
+        _ablations(run),
         _checkpoints(run),
         _evaluations(run),
         _experts(run),
@@ -146,6 +147,25 @@ def _plan(run: RunReport) -> Html:
     rows = [(name.replace("_", " "), f"{more:+.2f} days") for name, more in sorted(days.items(), key=lambda d: -d[1])]
     title = "Beyond the plan at the end of the run, by bucket"
     return card("plan", "Plan and forecast", join((facts(told(found)), stacked_table(title, ("Bucket", "More"), rows))))
+
+
+def _ablations(run: RunReport) -> Html:
+    """The studies beside the run, and what they cost."""
+    if not run.ablations:
+        return Html("")
+    rows = [
+        (
+            each.study, f"{each.done} of {each.cells}", f"{each.gpu_hours:,.2f}", f"{each.preempted_gpu_hours:,.2f}",
+            f"{each.recomputed_gpu_hours:,.2f}", f"{each.failed_gpu_hours:,.2f}",
+        )
+        for each in run.ablations
+    ]  # fmt: skip
+    columns = ("Study", "Cells done", "GPU-hours", "Preempted", "Recomputed", "Failed")
+    return card(
+        "ablations",
+        "Ablations",
+        join((Html(f"<p>{h(run.ablations_line)}</p>"), stacked_table("Ablations", columns, rows))),
+    )
 
 
 def _bar(share: float) -> Html:

@@ -12,6 +12,7 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.launch.io.run_log import EventText
+from opsd.ledger.ablations import Ablation, ablations_line, read_ablations
 from opsd.ledger.ledger import Ledger, earlier_tokens, make_ledger, repeated_steps, trained_tokens
 from opsd.ledger.records import PLAN, LedgerError, lost_nodes, read_lines, read_plan, read_records
 from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
@@ -103,6 +104,8 @@ class RunReport:
     plan_problem: str = ""
     """Why ``planned`` is None although the folder has a plan."""
     experts: ExpertLoads | None = None
+    ablations: Sequence[Ablation] = ()
+    """Studies that name this run as their main run."""
 
     @property
     def state(self) -> str:
@@ -131,6 +134,11 @@ class RunReport:
     def lost_gpu_hours(self) -> float:
         """Those that failures have cost."""
         return self.gpus * sum(self.ledger.buckets[name] for name in LOST) / 3600
+
+    @property
+    def ablations_line(self) -> str:
+        """What the studies beside the run cost; "" without any."""
+        return ablations_line(self.ablations, self.planned.gpu_hours if self.planned else None)
 
     @property
     def forecast(self) -> Forecast | None:
@@ -163,6 +171,7 @@ class RunReport:
             "evaluations": list(self.evaluations),
             "slow": list(self.slow),
             "experts": self.experts.as_dict() if self.experts else None,
+            "ablations": [asdict(each) for each in self.ablations],
             "ledger": self.ledger.as_dict(),
             "plan": self.planned.model_dump() if self.planned else None,
             "forecast": forecast_dict(found) if (found := self.forecast) else None,
@@ -179,7 +188,12 @@ def read_run(folder: Path) -> RunReport:
     evaluations: list[dict[str, Any]] = []
     with suppress(OSError):
         evaluations = list(read_lines(folder / EVALUATIONS, ("t", "step", "results")))
-    run = replace(summarize(folder, events, metrics, evaluations, ledger), experts=read_loads(folder))
+    studies: list[Ablation] = []
+    with suppress(OSError):
+        studies = read_ablations(folder)
+    run = replace(
+        summarize(folder, events, metrics, evaluations, ledger), experts=read_loads(folder), ablations=studies
+    )
     try:
         return replace(run, planned=Planned.parse(read_plan(folder)))
     except FileNotFoundError:

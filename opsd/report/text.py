@@ -116,6 +116,8 @@ def _facts(run: RunReport, price: Price) -> Iterator[str]:
     yield from _labelled("plan", list(_plan(run)))
     if cost := cost_line(run, price):
         yield from _labelled("cost", [cost])
+    if run.ablations:
+        yield from _labelled("ablations", [run.ablations_line])
 
 
 def _plan(run: RunReport) -> Iterator[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from random import Random
 
-from opsd.ablate.cells import Cell, cells_of, prepare
+from opsd.ablate.cells import Cell, cells_of, look, prepare
+from opsd.ablate.report import Report, make_report
 from opsd.ablate.study import Study, read_study
 from opsd.checkpoints import claims
 from opsd.checkpoints.claims import Claim
@@ -67,3 +69,22 @@ def end_cell(
         )
     for name, records in (("events.jsonl", events), ("metrics.jsonl", lines)):
         (cell.folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def large_report(folder: Path, arms: int = 100, seeds: int = 4) -> Report:
+    """The report of many arms, of which one has not begun, one is far off, and some have a name as long as allowed."""
+    told = "".join(
+        f"[arm.{f'arm-{number:02d}':{'-' if number % 9 == 0 else ''}<{63 if number % 9 == 0 else 0}}]\n"
+        f'set = ["optimizer.lr={1.1e-3 + number * 1e-5:.5f}"]\n'
+        for number in range(arms)
+    )
+    path = make_study(folder, told, "margin = 0.02")
+    path.write_text(path.read_text().replace("seeds = 3", f"seeds = {seeds}"))
+    study, cells = study_and_cells(path)
+    rng = Random(37)
+    for cell in cells:
+        number = int(cell.arm.name[4:6]) if cell.arm.name != "baseline" else None
+        effect = {None: 0.0, 4: 5.0}.get(number, (-0.3, 0.0, 0.2, 0.0)[(number or 0) % 4])
+        if number != 2:
+            end_cell(cell, 3 + effect + 0.1 * cell.seed + rng.gauss(0, 0.01))
+    return make_report(study, [look(cell) for cell in cells], path.with_suffix(""))

@@ -32,6 +32,7 @@ from opsd.plan.reliability import HABITS
 from opsd.report.compare import compare_page
 from opsd.report.page import plan_page, report_page
 from opsd.report.run import Price, read_run
+from opsd.report.study import study_page
 from opsd.runbooks.base import Culprit, Severity
 from opsd.slurm.port import Node
 from tests.fakes.agent import SILENT
@@ -39,6 +40,7 @@ from tests.fakes.clock import eventually
 from tests.fakes.incidents import WALL, incident
 from tests.fakes.plans import run_of
 from tests.fakes.slurm import FakeSlurm
+from tests.fakes.studies import large_report
 from tests.unit.test_page import gpu, rank, run, samples, snapshot
 from tests.unit.test_page_fleet import told
 from tests.unit.test_page_job import LEDGER, speeds
@@ -220,6 +222,7 @@ def reports(folder: Path) -> dict[str, bytes]:
         "report": report_page(run, Price(2.0)),
         "compare": compare_page(run, run, Price(2.0)),
         "plan": plan_page(planned, "smollm3-3b"),
+        "study": study_page(large_report(folder)),
     }
     assert "a_benchmark_with_a_long_name_1.accuracy" in pages["report"] and "Finding" in pages["report"]
     return {name: page.encode() for name, page in pages.items()}

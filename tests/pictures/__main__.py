@@ -15,7 +15,7 @@ from opsd.dependents import nothing_left
 from opsd.simulated.gpus import NoCompilerError
 from opsd.stack.world import StackError
 from tests.fakes.agent import SILENT
-from tests.pictures import boards, pages, run, terminal
+from tests.pictures import boards, pages, run, study, terminal
 from tests.pictures.browser import PictureError
 from tests.pictures.cluster import cluster, story
 
@@ -34,13 +34,14 @@ def main(folder: Path, minutes: float) -> None:
         with nothing_left("opsd-pictures-") as mine:
             work = mine.temporary("work-")
             boards.bundle(CACHE)
-            for name in ("cluster", "run"):
+            for name in ("cluster", "run", "study"):
                 (work / name).mkdir()
             with cluster(work / "cluster") as (stack, nodes):
                 click.echo(f"the cluster runs for {minutes:g} minutes")
                 story(nodes, minutes * 60)
                 of_cluster(stack.prometheus, stack.agent, minutes * 60, work, folder)
             run.pictures(work / "run", folder)
+            study.pictures(work / "study", folder)
             told = terminal.run(["preflight", "--profile", "quick"], work, {}, PREFLIGHT_S)
             terminal.draw("opsd preflight --profile quick", told, folder / "preflight.svg", work)
     except (PictureError, StackError, NoCompilerError) as error:

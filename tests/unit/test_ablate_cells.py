@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from opsd.ablate.cells import ORIGIN, SETTINGS, cells_of, demand_origin, gpu_hours, hold, look, metric_of, prepare
+from opsd.ablate.cells import (
+    ORIGIN,
+    SETTINGS,
+    cells_of,
+    cost_of_all,
+    demand_origin,
+    hold,
+    is_done,
+    look,
+    metric_of,
+    note_held,
+    prepare,
+)  # fmt: skip
 from opsd.ablate.study import StudyError, identity_of, read_study
 from opsd.trainer.config import load
 from tests.fakes.studies import ARM, STEPS, end_cell, make_study, study_and_cells
@@ -114,12 +126,12 @@ def test_hours_are_those_of_all_gpus(tmp_path: Path) -> None:
     _, cells = study_and_cells(make_study(tmp_path))
     end_cell(cells[0])
     end_cell(cells[1], gpus=4)
-    assert gpu_hours([look(cell) for cell in cells]) == pytest.approx(3 / 60)
-    assert look(cells[0]).lost_gpu_hours == 0
+    assert cost_of_all([look(cell) for cell in cells]).gpu_hours == pytest.approx(3 / 60)
+    assert look(cells[0]).cost.lost == 0
 
 
 def test_a_cell_may_move_between_nodes_of_different_size(tmp_path: Path) -> None:
-    """Here 30 s on 2 GPUs, an hour in the queue, and 30 s on 8."""
+    """Here 25 s on 2 GPUs, an hour in the queue, and 35 s on 8, of which ten steps are done again."""
     _, (cell, *_) = study_and_cells(make_study(tmp_path))
     end_cell(cell, steps=10, code=None)
     events, metrics = (cell.folder / "events.jsonl").read_text(), (cell.folder / "metrics.jsonl").read_text()
@@ -127,7 +139,24 @@ def test_a_cell_may_move_between_nodes_of_different_size(tmp_path: Path) -> None
     for name, before in (("events", events), ("metrics", metrics)):
         path = cell.folder / f"{name}.jsonl"
         path.write_text(before + path.read_text().replace('"generation": 1', '"generation": 2'))
-    assert look(cell).gpu_hours == pytest.approx((20 * 2 + 30 * 8) / 3600)
+    for t in (995.0, 4625.0):
+        note_held(cell.folder, "start", t)
+    cost = look(cell).cost
+    assert cost.gpu_hours == pytest.approx((25 * 2 + 35 * 8) / 3600)
+    assert cost.preempted == pytest.approx((5 + 10) * 8 / 3600)
+    assert cost.recomputed == pytest.approx(10 * 8 / 3600)
+    assert cost.failures == 0 and cost.lost < cost.gpu_hours
+
+
+def test_a_cell_that_is_done_does_not_run_again(tmp_path: Path) -> None:
+    """Not even as a second job, which a submitter that died may have left."""
+    _, (cell, other, *_) = study_and_cells(make_study(tmp_path))
+    end_cell(cell)
+    end_cell(other, steps=5, code=75)
+    assert is_done(cell.folder) and not is_done(other.folder)
+    (other.folder / SETTINGS).write_text("")
+    with pytest.raises(StudyError, match="not the folder of a cell"):
+        is_done(other.folder)
 
 
 def test_other_code_and_libraries_are_refused_by_name(tmp_path: Path) -> None:

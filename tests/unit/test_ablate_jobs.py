@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -11,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from opsd.ablate.cells import demand_origin, look, metric_of, prepare
 from opsd.ablate.run import jobs_of, opsd_command, spare_partition, stop, submit
 from opsd.ablate.study import StudyError
 from opsd.slurm.port import Job, Partition, SlurmUnavailable
@@ -35,7 +41,10 @@ class Queue(FakeSlurm):
         told = dict(option.removeprefix("--").partition("=")[::2] for option in options)
         number = 100 + len(self.submitted)
         if "dependency" in told:
-            self.after[number] = int(told["dependency"].removeprefix("afterany:"))
+            *lane, singleton = told["dependency"].split(",")
+            assert singleton == "singleton"
+            for word in lane:
+                self.after[number] = int(word.removeprefix("afterany:"))
         self.submitted.append(told["job-name"])
         self.options.append(options)
         self.scripts[number] = script
@@ -134,11 +143,55 @@ def test_a_job_says_what_it_is(tmp_path: Path) -> None:
     assert any(option.startswith("--nice=") for option in told)
     folder = re.escape(str(cells[0].folder))
     wanted = (
-        rf"#!/bin/bash\n.* ablate begin {folder} \|\| exit\nexec .* slurm run --run-id {cells[0].name} "
-        rf"--run-dir {folder} --nproc-per-node 1 -- -m opsd\.trainer {folder}/cell\.toml\n"
+        rf"#!/bin/bash\nexec .* ablate cell {folder} -- .* slurm run --run-id {cells[0].name} "
+        rf"--run-dir {folder} --nproc-per-node 1 --give-way --no-standby -- -m opsd\.trainer {folder}/cell\.toml\n"
     )
     assert re.fullmatch(wanted, queue.scripts[100])
     assert opsd_command({"OPSD": "/opt/opsd -P"}) == ("/opt/opsd", "-P")
+
+
+@pytest.mark.parametrize("signals", [(), (signal.SIGTERM,), (signal.SIGUSR1, signal.SIGTERM)])
+def test_a_job_notes_how_long_it_held_its_node(tmp_path: Path, signals: tuple[int, ...]) -> None:
+    """Until it was told to end, or ended; its run gets each signal, and its exit code is that of the job."""
+    _, (cell, *_) = study_and_cells(make_study(tmp_path))
+    prepare(cell)
+    script = (
+        "trap 'echo usr1' USR1; trap 'echo term; exit 75' TERM; echo ready; for i in 1 2 3 4 5 6; do sleep 0.1; done; "
+    )
+    script += '[ -n "$1" ] || exit 0; while :; do sleep 0.1; done'
+    command = [sys.executable, "-m", "opsd", "ablate", "cell", str(cell.folder), "--", "sh", "-c", script, "sh"]
+    process = subprocess.Popen([*command, *(["wait"] if signals else [])], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.3)
+    told = time.time() - 0.3
+    said, _ = process.communicate(timeout=20)
+    assert process.returncode == (75 if signals else 0)
+    assert said.split() == [{signal.SIGUSR1: "usr1", signal.SIGTERM: "term"}[number] for number in signals]
+    start, end = (json.loads(line) for line in (cell.folder / "held.jsonl").read_text().splitlines())
+    assert (start["event"], end["event"]) == ("start", "end") and start["t"] < end["t"]
+    if signals:
+        assert end["t"] == pytest.approx(told, abs=0.25)
+
+
+def test_a_job_with_other_code_says_so(tmp_path: Path) -> None:
+    """Its cell is refused, which is no failure of its arm, and runs again once the code is that of the study."""
+    path = make_study(tmp_path)
+    _, (cell, *_) = study_and_cells(path)
+    prepare(cell)
+    demand_origin(path.with_suffix(""))
+    origin = path.with_suffix("") / "origin.json"
+    ours = origin.read_text()
+    origin.write_text(json.dumps({**json.loads(ours), "files": {}}))
+    command = [sys.executable, "-m", "opsd", "ablate", "cell", str(cell.folder), "--", "true"]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2 and "the code of the trainer" in refused.stderr
+    assert look(cell).state == "refused" and "the code of the trainer" in look(cell).reason
+    assert metric_of(look(cell), "loss") is None
+    origin.write_text(ours)
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert look(cell).state == "stopped"
 
 
 def test_jobs_go_where_they_give_way() -> None:

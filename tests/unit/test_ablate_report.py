@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -13,9 +14,15 @@ from click.testing import CliRunner, Result
 
 from opsd import exitcodes
 from opsd.ablate.study import read_study
+from opsd.agent.web.ledgers import studies_of
 from opsd.commands.main import cli
+from opsd.ledger.ablations import ABLATIONS
+from opsd.ledger.for_user import records_for_user
+from opsd.report.page import report_page
+from opsd.report.run import Price, read_run
 from tests.fakes.studies import ARM, end_cell, make_study, study_and_cells
 from tests.unit.test_command_output import on_terminal
+from tests.unit.test_report import EVENTS, STEPS
 
 NOISE = (0.02, -0.01, 0.015, -0.02, 0.0, 0.005, -0.015, 0.01)
 
@@ -124,6 +131,91 @@ def test_the_cost_stands_beside_the_plan_of_the_main_run(tmp_path: Path) -> None
     assert "GPU-hours planned, of which this is 0.0%" in ablate("report", path, "--beside", tmp_path).output
     hours = told(path, "--beside", tmp_path)["planned_gpu_hours"]
     assert isinstance(hours, float) and 150_000 < hours < 300_000
+
+
+def test_the_main_run_knows_what_its_studies_cost(tmp_path: Path) -> None:
+    """Each look at a study notes that once, for the run's report and the pages of agents."""
+    run = tmp_path / "main"
+    run.mkdir()
+    for name, lines in (("events.jsonl", EVENTS), ("metrics.jsonl", STEPS)):
+        (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert CliRunner().invoke(cli, ["plan", "smollm3-3b", "--gpus", "384", "--run", str(run)]).exit_code == 0
+    path = ended(tmp_path, head='main_run = "main"', seeds=3)
+    for _ in range(2):
+        hours = told(path)["cost_gpu_hours"]
+    assert len((run / ABLATIONS).read_text().splitlines()) == 1
+    (study,) = read_run(run).ablations
+    assert (study.gpu_hours, study.cells, study.done) == (hours, 6, 6)
+    text = CliRunner().invoke(cli, ["report", str(run), "--text"]).output
+    assert "ablations 0.10 GPU-hours of 1 study, 0.0% of the plan" in re.sub(" +", " ", text)
+    assert str(path) in report_page(read_run(run), Price())
+    ledger = records_for_user(run, os.getuid())
+    assert studies_of(ledger).startswith("0.10 GPU-hours of 1 study, 0.0%")
+    with (run / ABLATIONS).open("a") as file:
+        file.write('{"t": 1, "study": "x", "cells": -1, "done": 0, "gpu_hours": 1e999}\n[]\n{"t')
+    assert len(read_run(run).ablations) == 1
+    path.write_text(path.read_text().replace('"main"', '"elsewhere"'))
+    assert "not noted in the main run" in ablate("report", path).output
+
+
+def test_a_study_has_a_page(tmp_path: Path) -> None:
+    """With all arms, best first, and no text of a user that is HTML."""
+    path = ended(tmp_path, arms=ARM + "[arm.same]\n")
+    file = tmp_path / "study.html"
+    assert ablate("report", path, "--html", file).exit_code == 0
+    text = file.read_text()
+    assert text.index(">lr</text>") < text.index(">same</text>")
+    assert "optimizer.lr=1e-3" in text and "nothing (A/A)" in text and 'id="cost"' in text
+    assert ablate("report", path, "--html", "-").output == text
+    assert "could not be written" in ablate("report", path, "--html", file / "x.html").output
+
+
+def test_power_is_planned_before_anything_is_spent(tmp_path: Path) -> None:
+    """From a spread that is known and the plan for a kind of GPU; the budget stops it."""
+    path = make_study(tmp_path, head="budget_gpu_hours = 1e-9")
+    words = ("power", path, "--effect", "0.02", "--spread", "0.02")
+    assert "16 seeds in 2 arms with the baseline; cost: unknown; --gpu" in ablate(*words).output
+    planned = ablate(*words, "--gpu", "h100")
+    assert planned.exit_code == exitcodes.FAILED
+    assert "by opsd plan on 1 GPU of h100" in planned.output and "more than budget_gpu_hours 1e-09" in planned.output
+    refused = ablate(*words, "--gpu", "h100", "--gpus", "3")
+    assert refused.exit_code == exitcodes.USAGE and "cannot be planned on 3 GPUs" in refused.output
+
+
+def test_tasks_are_probed(tmp_path: Path) -> None:
+    """The criteria of each task from the baseline's checkpoints, and whether the early order was the last one."""
+    arms = "".join(f'[arm.lr{n}]\nset = ["optimizer.lr={n}e-4"]\n' for n in (1, 2, 3))
+    path = make_study(tmp_path, arms)
+    _, cells = study_and_cells(path)
+    assert "no cell has an evaluation" in ablate("probes", path).output
+    for cell in cells:
+        end_cell(cell)
+        level = int(cell.arm.name[2:]) if cell.arm.name != "baseline" else 0
+        lines = []
+        for step in (2, 10, 20):
+            score = 0.25 + (0.01 * step if step > 2 else 0.0) + 0.02 * level + 0.001 * cell.seed
+            results = {"arc_accuracy": score, "web_loss": 4 - score, "noise_accuracy": 0.25}
+            lines.append(json.dumps({"step": step, "results": results}) + "\n")
+        (cell.folder / "evaluations.jsonl").write_text("".join(lines))
+        scores = cell.folder / "scores" / "step-00000020"
+        scores.mkdir(parents=True)
+        (scores / "arc.jsonl").write_text('{"log_likelihoods": [-1, -2, -3, -4]}\n')
+    result = ablate("probes", path, "--json", "-")
+    assert result.exit_code == 0
+    arc, noise, web = json.loads(result.stdout)["tasks"]
+    assert (arc["task"], arc["seeds"], arc["checkpoints"], arc["chance"], arc["early"]) == (
+        "arc_accuracy",
+        3,
+        3,
+        0.25,
+        0.1,
+    )
+    assert arc["monotonic"] == arc["order"] == arc["predicted"] == 1.0 and not arc["random"]
+    assert arc["signal_to_noise"] > 50 and arc["predicted_low"] == 1.0
+    assert (noise["monotonic"], noise["signal_to_noise"], noise["random"], noise["predicted"]) == (0, 0, None, 0)
+    assert (web["monotonic"], web["chance"], web["random"]) == (1.0, None, None)
+    assert "arc_accuracy" in ablate("probes", path).output
+    assert json.loads(ablate("probes", path, "--json", "-", "--early", "0.4").stdout)["tasks"][0]["early"] == 0.5
 
 
 def test_power_comes_from_the_runs_of_the_baseline(tmp_path: Path) -> None:

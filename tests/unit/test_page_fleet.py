@@ -140,6 +140,8 @@ def test_plan_and_forecast_of_runs_are_told_by_the_node_of_rank_0() -> None:
         and "spares advised" in text
         and "beyond the plan by restart" in text
     )
+    studies = node_summary(shown, "node-2", 1000.0, late, lambda of: f"12.00 GPU-hours beside {of.run}")
+    assert "ablations: 12.00 GPU-hours beside train" in page(told("node-2", runs=studies.runs)).text
     ended = node_summary(shown, "node-2", 1000.0, lambda of: after(10))
     assert "beyond" not in page(told("node-2", runs=ended.runs)).text
 

@@ -33,7 +33,7 @@ from opsd.agent.web import api, shapes
 from opsd.agent.web.exposition import Exposition, exemplars, is_cached
 from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
 from opsd.agent.web.history import History
-from opsd.agent.web.ledgers import Ledgers, forecast_of
+from opsd.agent.web.ledgers import Ledgers, forecast_of, studies_of
 from opsd.agent.web.other_agents import JobNodes, NodeOfJob
 from opsd.runbooks.base import State
 
@@ -211,8 +211,10 @@ class App:
     def _summary(self) -> NodeSummary:
         node = str(self._facts.get("node", ""))
         return node_summary(
-            self._latest(), node, time.monotonic(), lambda run: forecast_of(self._ledgers.of(run).ledger)
-        )
+            self._latest(), node, time.monotonic(),
+            lambda run: forecast_of(self._ledgers.of(run).ledger),
+            lambda run: studies_of(self._ledgers.of(run).ledger),
+        )  # fmt: skip
 
     def _node(self, _request: Request) -> Answer:
         return HTTPStatus.OK, self._summary().model_dump_json().encode() + b"\n", {"Content-Type": JSON}

@@ -42,6 +42,8 @@ class RunSummary(BaseModel):
     outlook: str = Field(default="", max_length=160)
     """Days left and more, of a run with a plan on the node of its rank 0."""
     late: bool = False
+    ablations: str = Field(default="", max_length=160)
+    """What the studies beside it cost."""
 
 
 class NodeSummary(BaseModel):
@@ -72,9 +74,16 @@ class NodeSummary(BaseModel):
 
 
 def node_summary(
-    snapshot: Snapshot, node: str, now: float, forecast_of: Callable[[RunFact], Forecast | None] = lambda _: None
+    snapshot: Snapshot,
+    node: str,
+    now: float,
+    forecast_of: Callable[[RunFact], Forecast | None] = lambda _: None,
+    studies_of: Callable[[RunFact], str] = lambda _: "",
 ) -> NodeSummary:
-    """This node in brief at the monotonic second ``now``; ``forecast_of`` is asked about runs whose rank 0 is here."""
+    """This node in brief at the monotonic second ``now``.
+
+    ``forecast_of`` and ``studies_of`` are asked about runs whose rank 0 is here.
+    """
     leading = {rank.run for rank in snapshot.ranks if rank.rank == 0}
     roots = [incident for incident in snapshot.incidents if incident.cause is None]
     severities = [*TONES]
@@ -88,7 +97,8 @@ def node_summary(
         gpus=len(snapshot.gpus),
         gpus_lost=sum(gpu.lost is not None for gpu in snapshot.gpus),
         runs=tuple(
-            _run_summary(run, forecast_of(run) if run.run in leading else None) for run in snapshot.runs[:MAX_RUNS]
+            _run_summary(run, *((forecast_of(run), studies_of(run)) if run.run in leading else (None, "")))
+            for run in snapshot.runs[:MAX_RUNS]
         ),
         incidents=Counter(incident.severity.value for incident in roots),
         worst=worst.summary[:MAX_SAID] if worst else "",
@@ -101,8 +111,8 @@ def node_summary(
     )
 
 
-def _run_summary(run: RunFact, found: Forecast | None) -> RunSummary:
-    said = RunSummary(run=run.run[:256], job=run.job[:64], state=run_state_text(run)[:32])
+def _run_summary(run: RunFact, found: Forecast | None, studies: str) -> RunSummary:
+    said = RunSummary(run=run.run[:256], job=run.job[:64], state=run_state_text(run)[:32], ablations=studies[:160])
     if found is None:
         return said
     from opsd.plan.forecast import brief

@@ -152,6 +152,7 @@ def _runs(known: NodeSummary, url: str) -> Iterator[Html]:
         said = f"{run.run} ({run.job})" if run.job and run.job not in run.run else run.run
         outlook = [pill("late", "warn")] if run.late else []
         outlook += [brief(run.outlook)] if run.outlook else []
+        outlook += [brief(f"ablations: {run.ablations}")] if run.ablations else []
         tone = STATE_TONES.get(run.state, "bad")
         yield join((whole(join((link(where, said), pill(run.state, tone)), " ")), *outlook), " ")
 

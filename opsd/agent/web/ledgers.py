@@ -172,6 +172,19 @@ def forecast_of(ledger: Mapping[str, Any] | None) -> Forecast | None:
     return forecast(planned, Progress(*(ledger[name] for name in names)))
 
 
+def studies_of(ledger: Mapping[str, Any] | None) -> str:
+    """What the studies beside a run cost; "" without any."""
+    if ledger is None or not ledger.get("ablations"):
+        return ""
+    from opsd.ledger.ablations import ablations_line, ablations_of
+    from opsd.plan.forecast import BadPlan, Planned
+
+    hours = None
+    with contextlib.suppress(BadPlan):
+        hours = Planned.parse(ledger["plan"]).gpu_hours if ledger.get("plan") else None
+    return ablations_line(ablations_of(ledger["ablations"]), hours)
+
+
 def _outlook(run: str, ledger: Mapping[str, Any]) -> Iterator[Sample]:
     """Plan and forecast."""
     if (found := forecast_of(ledger)) is not None:

@@ -155,7 +155,7 @@ class Settings:
     """The settings of a launcher; times in seconds.
 
     ``restarts_asked``: the user set ``max_restarts``. ``virtual_local_rank``: each rank sees its own GPU only, as local
-    rank 0. ``resume``: the command that goes on with the run.
+    rank 0. ``resume``: the command that goes on with the run. ``gives_way``: a run that is stopped makes no report.
     """
 
     program: Program
@@ -176,6 +176,7 @@ class Settings:
     virtual_local_rank: bool = False
     resume: str = ""
     audit: str = AUDITS[0]
+    gives_way: bool = False
     color: bool = False
     """Whether what ranks print ends on a terminal."""
 
