@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from random import Random
-from statistics import mean, stdev
+from statistics import fmean, mean, stdev
 
 import pytest
 
-from opsd.ablate.cells import cells_of, look, metric_of
-from opsd.ablate.study import LOSS, read_study
+from opsd.ablate.cells import SETTINGS, cells_of, prepare
+from opsd.ablate.study import read_study
 from opsd.ablate.verdict import judge
 from tests.integration.slurm.training import make_data
 
@@ -34,13 +35,12 @@ def test_verdicts_drawn_from_real_runs_are_right(tmp_path: Path) -> None:
     """The runs of the A/A arm have the bits of the baseline; paired with other seeds, they have its noise."""
     path = tmp_path / "study.toml"
     path.write_text(STUDY.replace("SHARDS", str(make_data(tmp_path, 400_000))).replace("KNOWN", KNOWN))
-    command = [sys.executable, "-m", "opsd", "ablate", "run", str(path), "--local"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
     values: dict[str, dict[int, float]] = {}
     for cell in cells_of(read_study(path), path.with_suffix("")):
-        value = metric_of(look(cell), LOSS)
-        assert value is not None
+        prepare(cell)
+        subprocess.run([sys.executable, "-m", "opsd.trainer", str(cell.folder / SETTINGS)], check=True)
+        lines = map(json.loads, (cell.folder / "metrics.jsonl").read_text().splitlines())
+        value = fmean([line["loss"] for line in lines][-cell.steps // 10 :])
         values.setdefault(cell.arm.name, {})[cell.seed] = value
     baseline, same, rate = values["baseline"], values["same"], values["rate"]
     assert same == baseline
