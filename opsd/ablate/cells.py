@@ -37,6 +37,8 @@ from opsd.words import first_line
 SETTINGS, ORIGIN, LOCK, LOG, HELD = "cell.toml", "origin.json", "cell.lock", "cell.log", "held.jsonl"
 """In the folder of a cell, but for the origin, which all cells of a folder share."""
 EVALUATIONS: Final = "evaluations.jsonl"
+LARGEST: Final = 1e300
+"""A result beyond it is not a number."""
 LIBRARIES: Final = ("torch", "numpy", "triton", "liger-kernel", "torchao", "tokenizers")
 """What computes the losses, or decides what is computed."""
 GOES_ON: Final = (exitcodes.OK, exitcodes.INTERRUPTED, exitcodes.REQUEUE, exitcodes.FENCED)
@@ -54,6 +56,11 @@ class Cell:
     seed: int
     name: str
     folder: Path
+
+    @property
+    def job_name(self) -> str:
+        """Of its job. The same cell in another folder has another job."""
+        return f"{self.name}-{digest_of(os.path.realpath(self.folder))[:6]}"
 
     @property
     def steps(self) -> int:
@@ -204,7 +211,9 @@ def metric_of(found: Found, metric: str) -> float | None:
         for line in read_lines(found.cell.folder / EVALUATIONS, ("step", "results")):
             if line["step"] == found.cell.steps and isinstance(line["results"], dict):
                 value = line["results"].get(metric, value)
-    return float(value) if isinstance(value, int | float) else None
+    if not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < LARGEST else math.nan
 
 
 def hold(cell: Cell) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from opsd import durable
-from opsd.ablate.cells import Found, cost_of_all, metric_of, read_origin, tell_main_run, to_toml
+from opsd.ablate.cells import Found, cost_of_all, metric_of, read_origin, to_toml
 from opsd.ablate.cost import Cost
 from opsd.ablate.power import paired_spread, seeds_needed
 from opsd.ablate.study import BASELINE, LOSS, Study, StudyError, changes, facts_of
@@ -72,8 +72,8 @@ def make_report(
 ) -> Report:
     """Judge the finished cells of a study.
 
-    ``main_run`` is the folder of the main run, by default that of the study file, in which the cost is noted. If it is
-    given here, it must have a plan. Raises StudyError.
+    ``main_run`` is the folder of the main run, by default that of the study file. If it is given here, it must have a
+    plan. Raises StudyError.
     """
     values = values_of(study, found)
     settings = study.settings
@@ -93,7 +93,6 @@ def make_report(
         arms.append(Compared(verdict, changed, arm.settings.equal, arm.settings.differ, *shares))
     hours, beside = None, main_run or study.main_run
     if beside is not None:
-        tell_main_run(study, found, beside)
         hours = planned_hours(beside) if main_run is not None or (beside / PLAN).exists() else None
     return Report(study, tuple(arms), tuple(found), look, stale(study), read_origin(root), hours)
 

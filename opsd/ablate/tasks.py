@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
-from opsd.ablate.cells import EVALUATIONS, Found
+from opsd.ablate.cells import EVALUATIONS, LARGEST, Found
 from opsd.ablate.probes import Probe, order_predicted, probe, stable_order
 from opsd.ablate.study import BASELINE, StudyError, is_higher_better
 from opsd.ledger.records import open_run_file, read_lines
@@ -65,7 +65,7 @@ def _scores(found: Sequence[Found]) -> dict[str, Scores]:
                 results = line["results"] if isinstance(line["results"], dict) else {}
                 share = round(line["step"] / each.cell.steps, 6)
                 for name, score in results.items():
-                    if isinstance(score, int | float) and math.isfinite(score):
+                    if isinstance(score, int | float) and abs(score) < LARGEST:
                         scores[name][each.cell.arm.name][each.cell.seed][share] = float(score)
     return scores
 

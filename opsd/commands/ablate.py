@@ -169,6 +169,7 @@ def report(
     Arms are compared with the baseline in pairs of the same seed. The level alpha is for all arms and looks together.
     """
     made = _report(file, root, look, beside)
+    _tell_main_run(made.study, made.found, beside)
     from opsd.ablate.report import as_dict
 
     if json_file is not None and not written(json_file, json.dumps(as_dict(made), indent=1) + "\n", "the report"):
@@ -311,11 +312,11 @@ def _look(cells: Sequence[Cell]) -> list[Found]:
         fail(with_remedy(error))
 
 
-def _tell_main_run(study: Study, found: Sequence[Found]) -> None:
-    """Note the cost in the folder of the main run that the study names; a folder that cannot be written is said."""
-    if study.main_run is not None:
+def _tell_main_run(study: Study, found: Sequence[Found], beside: Path | None = None) -> None:
+    """Note the cost in the folder of the main run; a folder that cannot be written is said."""
+    if (folder := beside or study.main_run) is not None:
         try:
-            tell_main_run(study, found, study.main_run)
+            tell_main_run(study, found, folder)
         except StudyError as error:
             warn(str(error))
 

@@ -13,7 +13,7 @@ from tests.pictures.browser import PictureError, take
 from tests.pictures.pages import smaller
 
 FILE: Final = ROOT / "examples/smollm3-decisions.toml"
-SIZE: Final = (1240, 1010)
+SIZE: Final = (1240, 1980)
 LIMIT_S: Final = 3600.0
 
 

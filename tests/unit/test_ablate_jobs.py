@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.ablate.cells import demand_origin, look, metric_of, prepare
+from opsd.ablate.cells import cells_of, demand_origin, look, metric_of, prepare
 from opsd.ablate.run import jobs_of, opsd_command, spare_partition, stop, submit
 from opsd.ablate.study import StudyError
 from opsd.slurm.port import Job, Partition, SlurmUnavailable
@@ -90,6 +90,17 @@ def test_a_submitter_that_dies_is_continued(tmp_path: Path) -> None:
     assert len(queue.submitted) == len(set(queue.submitted)) == 6
 
 
+def test_the_same_study_in_another_folder_has_jobs_of_its_own(tmp_path: Path) -> None:
+    """As the sentence about other code advises."""
+    queue = Queue()
+    study, cells = study_and_cells(make_study(tmp_path))
+    elsewhere = cells_of(study, tmp_path / "again")
+    for each in (cells, elsewhere):
+        assert len(submit(each[0].folder.parents[1], each, queue, partition="p", limit=2, ranks=1)) == 6
+    assert set(jobs_of(elsewhere, queue)) == {cell.name for cell in cells}
+    assert len(stop(cells, queue)) == 6 and len(jobs_of(elsewhere, queue)) == 6
+
+
 def test_what_is_done_gets_no_job(tmp_path: Path) -> None:
     """A cell that failed or was stopped does."""
     _, cells = study_and_cells(make_study(tmp_path))
@@ -97,7 +108,7 @@ def test_what_is_done_gets_no_job(tmp_path: Path) -> None:
         end_cell(cell, steps=20 if not code else 3, code=code)
     queue = Queue()
     sent(tmp_path, queue)
-    assert queue.submitted == [cell.name for cell in cells[1:]]
+    assert queue.submitted == [cell.job_name for cell in cells[1:]]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7])
@@ -125,7 +136,8 @@ def test_only_the_jobs_of_the_study_are_cancelled(tmp_path: Path) -> None:
     sent(tmp_path, queue)
     _, cells = study_and_cells(make_study(tmp_path))
     others = [
-        Job(7, "running", "", "u", "p", (), "", None, None, None, 0, name) for name in ("train", cells[0].name[:-1])
+        Job(7, "running", "", "u", "p", (), "", None, None, None, 0, name)
+        for name in ("train", cells[0].name, cells[0].job_name[:-1])
     ]
     queue._jobs += others
     assert stop(cells, queue) == list(range(100, 106))
@@ -139,7 +151,7 @@ def test_a_job_says_what_it_is(tmp_path: Path) -> None:
     sent(tmp_path, queue)
     _, cells = study_and_cells(make_study(tmp_path))
     told = set(queue.options[0])
-    assert {"--requeue", "--no-kill", "--open-mode=append", "--partition=p", f"--job-name={cells[0].name}"} <= told
+    assert {"--requeue", "--no-kill", "--open-mode=append", "--partition=p", f"--job-name={cells[0].job_name}"} <= told
     assert any(option.startswith("--nice=") for option in told)
     folder = re.escape(str(cells[0].folder))
     wanted = (
