@@ -28,7 +28,7 @@ demo: $(STAMP) ## Train a tiny model, break it six ways, watch it recover
 stack: $(STAMP) ## Prometheus, Alertmanager and an agent on this machine; a GPU overheats, the alert arrives
 	$(BIN)/opsd stack
 
-pictures: $(STAMP) ## Make the pictures of the documentation: pages, boards, the terminal (45 minutes; needs npm)
+pictures: $(STAMP) ## Make the pictures of the documentation: pages, boards, the terminal (an hour; needs npm)
 	$(BIN)/python -m tests.pictures docs/pictures
 	$(BIN)/opsd demo --picture docs/pictures/demo.svg
 

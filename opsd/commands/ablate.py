@@ -168,6 +168,8 @@ def report(
 
     Arms are compared with the baseline in pairs of the same seed. The level alpha is for all arms and looks together.
     """
+    if str(json_file) == str(page_file) == "-":
+        raise click.UsageError("--json and --html cannot both be -: give one of them a file")
     made = _report(file, root, look, beside)
     _tell_main_run(made.study, made.found, beside)
     from opsd.ablate.report import as_dict

@@ -21,7 +21,10 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 STUDY = """
 baseline = "tiny"
 seeds = 8
-set = ["data.shards=SHARDS", "data.sequence=64", "run.steps=60", "schedule.decay_start=40", "schedule.decay_end=60"]
+set = [
+    "data.shards=SHARDS", "data.sequence=64", "run.steps=40", "model.width=64", "model.ffn=160",
+    "schedule.decay_start=30", "schedule.decay_end=40",
+]
 [arm.same]
 [arm.rate]
 set = ["optimizer.lr=KNOWN"]

@@ -39,19 +39,24 @@ def test_stop_at_a_step_boundary(tmp_path: Path, number: signal.Signals, everyon
         assert not launched.events("rank_exited")
 
 
-def test_rank_without_page_gets_the_signal(tmp_path: Path) -> None:
-    """A program that does not know opsd is sent SIGTERM; its own handler may end it in order."""
+@pytest.mark.parametrize("gives_way", [False, True])
+def test_rank_without_page_gets_the_signal(tmp_path: Path, gives_way: bool) -> None:
+    """A program that does not know opsd is sent SIGTERM; its own handler may end it in order.
+
+    The run can go on, and has a report of what it did, unless it gives way to others.
+    """
     source = """
         import signal, sys, time
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("saved")))
         print("ready", flush=True)
         time.sleep(1000)
     """
-    with Launched(tmp_path, source) as launched:
+    with Launched(tmp_path, source, *["--give-way"] * gives_way) as launched:
         launched.until(lambda: "ready" in launched.log())
         launched.signal(signal.SIGTERM)
         assert launched.wait() == exitcodes.REQUEUE
         assert "saved" in launched.log()
+        assert (launched.run / "report.html").exists() is not gives_way
 
 
 def test_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
