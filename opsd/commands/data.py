@@ -19,7 +19,7 @@ from opsd.data.pipeline import PipelineError, load
 from opsd.data.run import RETRIES, Engine
 from opsd.slurm.connect import choose
 from opsd.slurm.port import SlurmError, SlurmMissing
-from opsd.words import count, with_remedy
+from opsd.words import count, plural, with_remedy
 
 if TYPE_CHECKING:
     from opsd.data.tokenizers import Compared
@@ -169,6 +169,55 @@ def tokenizers(
     if str(json_file) != "-":
         _show_tokenizers(found, costs, model)
     return exitcodes.OK
+
+
+@data.command(
+    epilog=exit_codes({0: "no document overlaps", 1: "some do, or FILE cannot be written", 2: "an input is unusable"})
+)  # fmt: skip
+@click.argument("texts", nargs=-1, required=True, type=click.Path(path_type=Path))
+@option(
+    "--evaluations", metavar="CONFIG", help="Look for the evaluation sets of the run CONFIG, a TOML file or preset."
+)
+@option(
+    "--sample", type=click.Path(path_type=Path), help="Look for near-duplicates of the documents of a file or folder."
+)
+@option(
+    "--report",
+    "report_file",
+    type=_FILE,
+    required=True,
+    help="Write the documents that overlap to FILE, as JSON lines.",
+)
+def overlap(texts: tuple[Path, ...], evaluations: str | None, sample: Path | None, report_file: Path) -> int:
+    """Report documents of TEXTS that overlap with a run's evaluation sets, or nearly repeat those of a sample.
+
+    Nothing is removed. A document overlaps with an item of an evaluation set if 13 words in a row are the same.
+    Near-duplicates are found by datatrove's MinHash. Each line of the report has both texts.
+    """
+    from opsd.data.overlap import Evaluations, NearDuplicates, evaluation_items, report
+    from opsd.plan.source import read
+    from opsd.progress import tracked
+    from opsd.trainer.config import ConfigError
+    from opsd.trainer.data.shards import DataError
+    from opsd.trainer.data.texts import find_files, read_texts
+
+    if evaluations is None and sample is None:
+        raise click.UsageError("nothing to look for: give --evaluations, --sample or both")
+    looked = None
+    try:
+        if evaluations is not None:
+            looked = Evaluations(evaluation_items(read(evaluations, (), None, None)))
+        near = NearDuplicates(read_texts(find_files([sample]))) if sample is not None else None
+        documents = tracked(read_texts(find_files(texts)), "comparing", "documents")
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in report(documents, looked, near)]
+    except (DataError, ConfigError) as error:
+        fail(str(error), exitcodes.USAGE)
+    if looked is not None and looked.short:
+        warn(f"{plural(len(looked.short), 'text')} of evaluation sets too short to be looked for (fewer than 5 words)")
+    if not written(report_file, "".join(lines), "the report"):
+        return exitcodes.FAILED
+    click.echo(f"{plural(len(lines), 'document')} overlap; {report_file} has them")
+    return exitcodes.FAILED if lines else exitcodes.OK
 
 
 def _sample(text: str) -> tuple[str, str]:
