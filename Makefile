@@ -83,7 +83,7 @@ test-fast: $(STAMP) ## Only the tests that take seconds
 
 data: ## A venv of its own for datatrove's extra "processing", which needs an older xxhash, with opsd in it
 	$(PYTHON) -m venv .venv-data
-	.venv-data/bin/python -m pip install --quiet --disable-pip-version-check -e '.[data]' 'datatrove[processing]' 'tokenizers>=0.21,<1' 'numpy>=2,<3'
+	.venv-data/bin/python -m pip install --quiet --disable-pip-version-check -e '.[data]' 'datatrove[processing]' 'spacy>=3.8,<4'
 
 torchtitan: ## A venv of its own for torchtitan, which needs a newer torch; its adapter is tested where it is there
 	$(PYTHON) -m venv .venv-torchtitan

@@ -160,7 +160,7 @@ class Run:
         told = "; ".join(checks.shortened(list(bad.values())))
         if not self.redo:
             raise PipelineError(f"stage {stage.number}: {told}. Put it back, or pass --redo to run those tasks again")
-        self.say(f"stage {stage.number}: {told}; {plural(len(bad), 'task')} run again")
+        self.say(f"stage {stage.number}: {told}; {plural(len(bad), 'task')} will run again")
         folder.forget(sorted(bad))
         return [done for done in records if done.rank not in bad]
 

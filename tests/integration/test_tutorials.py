@@ -87,6 +87,22 @@ def test_of_a_cluster(variables: dict[str, str]) -> None:
             play(DOCS / "tutorial-cluster.md", shell)
 
 
+def test_of_data(variables: dict[str, str]) -> None:
+    """Raw files become a model that two nodes of a real Slurm train."""
+    if reason := missing():
+        pytest.skip(f"not here: {reason}")
+    with Cluster(["n1", "n2"]) as cluster:
+        ours = {
+            **variables,
+            "HOME": str(cluster.shared),
+            "OPSD_STATE_DIR": "/run/opsd-state",
+            "OPSD_SHM": "/dev/shm/opsd",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        with Shell(cluster.shared, ours, cluster.nodes["n1"].command("env", f"--chdir={ROOT}")) as shell:
+            play(DOCS / "tutorial-data.md", shell)
+
+
 def test_each_tutorial_is_played() -> None:
     """One that is added without a test would not be."""
     source = Path(__file__).read_text(encoding="utf-8")
