@@ -7,6 +7,7 @@ Appends one line to ``evaluations.jsonl`` of the run folder. A failed evaluation
     results     by name, see below; those of evaluation.harness too
     errors      standard errors of some results
     reference   results of the reference run at equal tokens, if there is one
+    positions   of sets of texts: loss and number of tokens by position in the text, up to that position (a power of 2)
 
 The results of a set NAME::
 
@@ -64,6 +65,11 @@ class Model:
         self._decoder, self._tokenizer, self._length = decoder.eval(), tokenizer, length
         tokenizer.encode_special_tokens = True
         self._begin = ids(tokenizer, (framing or Framing()).begin)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self._length
 
     @torch.no_grad()
     def log_likelihoods(self, text: str) -> torch.Tensor:
@@ -131,12 +137,40 @@ def _shared(texts: Sequence[Sequence[int]]) -> int:
     return min([*(at for at, alike in enumerate(same) if not alike), len(same) - 1]) - 1
 
 
-def perplexity(model: Model, texts: Iterator[str], name: str) -> dict[str, float]:
+class Positions:
+    """The loss by the position of a token in its text, up to a sequence: what a longer context is worth.
+
+    Tokens are put together by powers of 2: those at positions 1, 2, 3 and 4, 5 to 8 and so on.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._sums: dict[int, list[float]] = {}
+
+    def add(self, likelihoods: torch.Tensor) -> None:
+        """Those of a text, from its first token on; beyond a sequence the context is no longer that of the position."""
+        at, end = 0, 1
+        while at < min(len(likelihoods), self._length):
+            part = likelihoods[at : min(end, self._length)]
+            sums = self._sums.setdefault(end, [0.0, 0])
+            sums[0] -= float(part.sum())
+            sums[1] += len(part)
+            at, end = end, 2 * end
+
+    @property
+    def losses(self) -> dict[str, list[float]]:
+        """Mean loss in nats and number of tokens, by the last position."""
+        return {str(end): [total / count, count] for end, (total, count) in sorted(self._sums.items())}
+
+
+def perplexity(model: Model, texts: Iterator[str], name: str, positions: Positions | None = None) -> dict[str, float]:
     """Loss in nats per token and bits per byte over ``texts``. Raises DataError if there are none."""
     total, tokens, size, lost = 0.0, 0, 0, 0
     for text in texts:
         likelihoods = model.log_likelihoods(text)
         total -= float(likelihoods.sum())
+        if positions is not None:
+            positions.add(likelihoods)
         tokens += likelihoods.numel()
         scored = model.scored_bytes(text)
         size, lost = size + scored, lost + len(text.encode()) - scored
@@ -175,15 +209,20 @@ def at_equal_tokens(reference: Path, tokens: int) -> dict[str, float]:
     return found
 
 
-def evaluate(config: Config, model: Model, kept: Path) -> tuple[dict[str, float], dict[str, float]]:
+def evaluate(
+    config: Config, model: Model, kept: Path, positions: dict[str, Any] | None = None
+) -> tuple[dict[str, float], dict[str, float]]:
     """The results of all sets of the run, and standard errors of some; ``kept`` gets the scores of each item.
 
-    Raises DataError.
+    ``positions`` gets the losses by position of sets of texts. Raises DataError.
     """
     results: dict[str, float] = {}
     errors: dict[str, float] = {}
     for name, path in config.evaluation.perplexity.items():
-        results |= perplexity(model, tracked(read_texts([Path(path)]), f"evaluating {name}", "texts"), name)
+        texts, by_position = tracked(read_texts([Path(path)]), f"evaluating {name}", "texts"), Positions(model.length)
+        results |= perplexity(model, texts, name, by_position)
+        if positions is not None:
+            positions[name] = by_position.losses
     asked = [(name, path, False) for name, path in config.evaluation.cloze.items()]
     asked += [(name, path, True) for name, path in config.evaluation.multiple_choice.items()]
     for name, path, letters in asked:
@@ -256,7 +295,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         model, samples = load_model(config, folder)
         line["tokens"] = config.data.tokens(samples)
-        line["results"], line["errors"] = evaluate(config, model, kept)
+        line["positions"] = {}
+        line["results"], line["errors"] = evaluate(config, model, kept, line["positions"])
         if config.evaluation.harness:
             results, errors = harness.run(config, folder, kept)
             line["results"] |= results

@@ -220,6 +220,49 @@ def overlap(texts: tuple[Path, ...], evaluations: str | None, sample: Path | Non
     return exitcodes.FAILED if lines else exitcodes.OK
 
 
+@data.command(epilog=exit_codes({0: "told", 2: "CONFIG or its shards cannot be used"}))
+@click.argument("config")
+@option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of the run.")
+@option(
+    "--length",
+    "lengths",
+    multiple=True,
+    type=click.IntRange(2),
+    help="Tokens from which on a document is long; "
+    "by default 4096, 8192, 32768 and 131072, and the sequences of the stages.",
+)
+def lengths(config: str, overrides: tuple[str, ...], lengths: tuple[int, ...]) -> int:
+    """How much of the sources of the run CONFIG is in long documents, and what its stages draw of it.
+
+    A stage with long_documents draws samples that lie in one document each. Epochs tell how often it repeats them.
+    """
+    from opsd.data.lengths import look
+    from opsd.trainer.config import ConfigError
+    from opsd.trainer.config import load as load_run
+    from opsd.trainer.data.shards import DataError
+
+    try:
+        found, drawn = look(load_run(config, overrides), lengths)
+    except (ConfigError, DataError) as error:
+        fail(str(error), exitcodes.USAGE)
+    except OSError as error:
+        fail(with_remedy(error), exitcodes.USAGE)
+    table = plain_table("source", "documents", "tokens", *(f">= {length:,}" for length in found[0].long))
+    for each in found:
+        shares = (f"{share:.1%}" for share in each.long.values())
+        table.add_row(escape(each.source), f"{each.documents:,}", count(each.tokens), *shares)
+    output_console().print(table)
+    table = plain_table("from step", "source", "sequence", "within documents", "samples", "available", "epochs")
+    for row in drawn:
+        table.add_row(
+            str(row.start), escape(row.source), f"{row.sequence:,}", "yes" if row.within else "no",
+            f"{row.samples:,}", f"{row.available:,}", f"{row.epochs:.2f}",
+        )  # fmt: skip
+    click.echo()
+    output_console().print(table)
+    return exitcodes.OK
+
+
 def _sample(text: str) -> tuple[str, str]:
     language, equals, path = text.partition("=")
     if not language or not equals or not path:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from opsd.trainer.data.shards import DOCUMENT, DataError
 from opsd.trainer.data.tokenize import train_tokenizer
-from opsd.trainer.evaluate import Model, at_equal_tokens, perplexity, reading, scored, trained_length
+from opsd.trainer.evaluate import Model, Positions, at_equal_tokens, perplexity, reading, scored, trained_length
 from opsd.trainer.items import Item, Score, accuracies, read_items, standard_error, write_scores
 from opsd.trainer.model import Decoder
 from opsd.trainer.model_problems import model_problem
@@ -46,6 +46,19 @@ def test_a_model_that_knows_nothing_has_the_loss_of_chance(tokenizer: Tokenizer)
     size = sum(len(text.encode()) for text in TEXTS)
     assert results["set_loss"] == pytest.approx(math.log(300))
     assert results["set_bits_per_byte"] == pytest.approx(math.log2(300) * tokens / size)
+
+
+def test_the_loss_by_position_adds_up(tokenizer: Tokenizer) -> None:
+    """In powers of 2, up to a sequence; the tokens beyond it have another context than their position says."""
+    ours, positions = model(tokenizer, length=20), Positions(20)
+    texts = [TEXTS[0] * 3, TEXTS[1]]
+    perplexity(ours, iter(texts), "set", positions)
+    kept = [ours.log_likelihoods(text)[:20] for text in texts]
+    assert list(positions.losses) == ["1", "2", "4", "8", "16", "32"]
+    assert sum(count for _, count in positions.losses.values()) == sum(map(len, kept))
+    assert positions.losses["8"][0] == pytest.approx(-float(torch.cat([each[4:8] for each in kept]).mean()))
+    total = sum(loss * count for loss, count in positions.losses.values())
+    assert total == pytest.approx(-sum(float(each.sum()) for each in kept))
 
 
 def test_every_token_is_scored_once_however_long_the_text(tokenizer: Tokenizer) -> None:

@@ -7,10 +7,13 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from opsd.data.records import StageFolder
+from opsd.data.array import Arrays, arrays_of
+from opsd.data.pipeline import Stage
+from opsd.data.records import Attempt, StageFolder
 from opsd.data.status import status
 from opsd.slurm.commands import CommandSlurm
 from tests.fakes.clock import until
@@ -23,6 +26,7 @@ OPSD = (sys.executable, "-m", "opsd", "data")
 PIPELINE = """
 import os, signal, socket
 from pathlib import Path
+from types import SimpleNamespace
 from datatrove.executor import LocalPipelineExecutor
 from datatrove.pipeline.filters import LambdaFilter
 from datatrove.pipeline.readers import JsonlReader
@@ -125,3 +129,31 @@ def test_more_tasks_than_an_array_takes(own_cluster: Cluster) -> None:
     first = StageFolder(file.with_suffix(""), 1)
     assert len(first.attempts()) == 23
     assert len(list((first.folder / "arrays").glob("*.json"))) == 3
+
+
+TASK = """#!/bin/sh
+rank=$(sed 's/^\\[\\[//; s/\\].*//' "$3/stage-01/arrays/$5.json" | cut -d, -f$((SLURM_ARRAY_TASK_ID + 1)))
+echo x >> "$3/ran-$((rank))"
+echo '{}' > "$3/stage-01/tasks/$(printf %05d $((rank))).json"
+"""
+
+
+def test_three_thousand_tasks_with_the_usual_size_of_arrays() -> None:
+    """Slurm takes three arrays, and each task runs once; a shell script stands for the task, to save an hour."""
+    if reason := missing():
+        pytest.skip(reason)
+    with Cluster(["n1", "n2", "n3", "n4"], {**FAST, "MaxArraySize": "1001"}) as cluster:
+        script = cluster.shared / "task.sh"
+        script.write_text(TASK)
+        script.chmod(0o755)
+        root, slurm = cluster.shared / "state", CommandSlurm(runner_on(cluster.controller))
+        folder = StageFolder(root, 1)
+        folder.make()
+        arrays = Arrays(root, slurm, print, opsd=(str(script),))
+        stage = Stage(1, SimpleNamespace(world_size=3000, pipeline=[]))
+        told: list[Attempt] = []
+        arrays.run(stage, folder, range(3000), told.append)
+        assert told == []
+        assert folder.finished() == set(range(3000))
+        assert sorted(array.jobs for array in arrays_of(folder)) == [998, 1001, 1001]
+        assert {path.read_text() for path in root.glob("ran-*")} == {"x\n"}
