@@ -176,7 +176,7 @@ def _judge(view: View, gpu: Gpu, xids: Mapping[str, Sequence[Event]]) -> Finding
 def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, xids: Sequence[Event]) -> Finding:
     rank = rank_at(view, gpu)
     live = rank if rank is not None and rank.live else None
-    soft = action == RESTART or rank is None
+    soft = action == RESTART or (rank is None and view.known("ranks"))
     at = xids[-1].at if xids else view.wall
     asks = f"it calls for {action.replace('_', ' ')}: {_advice(action)}"
     return Finding(

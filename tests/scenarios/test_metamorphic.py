@@ -9,6 +9,13 @@ from opsd.scenarios.model import files, load
 from tests.fakes.metamorphic import TRANSFORMATIONS, differences
 
 FOLDER = Path(__file__).parent
+
+
+def missing(*about: object) -> str:
+    """What ``differences`` says of an incident of the job that does not open."""
+    return f"missing: {(*about, '4242')}"
+
+
 BY_KIND = {path.parent.name: path for path in reversed([*files(FOLDER)]) if load(path).expect}
 """One timeline with a fault of each kind: the first by its name."""
 CASES = [(path, name) for path in BY_KIND.values() for name in TRANSFORMATIONS]
@@ -23,6 +30,7 @@ FOUND = [
         ("checkpoint_corrupt/healed_by_the_next_save.toml", "run ends while open"),
         ("loss_rising/falls_again.toml", "agent restarts early"),
         ("clock_skew/back.toml", "events twice"),
+        ("gpu_xid/asked_without_xid.toml", "ranks blind early"),
         ("oom_kill/a_rank.toml", "ends, node boots"),
         ("rank_crash/ambiguous_cuda_error.toml", "ends, node boots"),
         ("gpu_driver_failed/library_replaced.toml", "ends, node boots"),
@@ -34,6 +42,22 @@ RIGHT = {
     ("dataloader_stall/healthy_stopped_rank", "run ends while open"): ["told 1 more times: rank_hang"],
     # A reset heals corrected errors. A burst that comes back after one is a reason to replace the GPU.
     ("gpu_ecc/corrected_burst", "ends, node boots"): ["told 1 more times: gpu_ecc"],
+    # The run trained again before anybody could read of the crash. Its cause is told.
+    ("oom_kill/a_rank", "events late"): [missing("rank_crash", "smol/generation 1/rank 2", "rank", 2, 2)],
+    ("oom_kill/a_rank", "ranks blind early"): [missing("rank_crash", "smol/generation 1/rank 2", "rank", 2, 2)],
+    # A rank page has no step that was done a minute ago, at eight steps a second.
+    ("checkpoint_slow/falls_behind", "events late"): [missing("checkpoint_slow", "smol", "storage", None, None)],
+    # It lasted for ten seconds that nobody saw.
+    ("gradient_explosion/calms_down", "ranks blind early"): [
+        missing("gradient_explosion", "smol", "unknown", None, None)
+    ],
+    # The rank was slow for 55 s, of which 20 were not seen: too few are left to be sure of it.
+    ("gpu_throttle/adopts_its_straggler", "ranks blind early"): [missing("straggler", "smol/rank 2", "gpu", 2, 2)],
+    # The clock was low for 15 s, and not read for 9 s of them. The throttle is named as the cause all the same.
+    ("gpu_throttle/adopts_its_straggler", "nvml blind early"): [
+        missing("straggler", "smol/rank 2", "gpu", 2, 2),
+        f"extra: {('straggler', 'smol/rank 2', 'rank', 2, 2, '4242')}",
+    ],
 }
 """Differences that matter."""
 SAMPLED = [
