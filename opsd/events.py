@@ -412,6 +412,28 @@ class Evaluation(TypedDict):
     why: NotRequired[str]
 
 
+class Rollouts(TypedDict):
+    """What a trainer that generates has logged of its rollouts; fields that it does not log are left out."""
+
+    step: int
+    reward: NotRequired[float]
+    """mean over the answers"""
+    flat: NotRequired[float]
+    """share of the groups whose rewards have no spread"""
+    unscored: NotRequired[int]
+    """verifiers that gave no reward to any answer"""
+    kl: NotRequired[float]
+    """nats a token from the reference model"""
+    clipped: NotRequired[float]
+    """share of the tokens that are clipped"""
+    length: NotRequired[float]
+    """mean tokens of an answer"""
+    cut: NotRequired[float]
+    """share of the answers that are cut off"""
+    mismatch: NotRequired[float]
+    """mean difference of sampled and trained log-probabilities, nats a token"""
+
+
 OF_LAUNCHERS: Final[tuple[type, ...]] = (
     GenerationStarted, RankExited, HangDetected, StragglerFound, StragglerGone, RestartRequested, Resumed,
     CheckpointCommitted, CompanionReady, CompanionFailed, Stopped, Finished,
@@ -425,7 +447,7 @@ OF_RUNS: Final[tuple[type, ...]] = (
 OF_RANKS: Final[tuple[type, ...]] = (
     CheckpointRejected, CheckpointLoaded, CheckpointFailed, CheckpointUnproved, CheckpointCopyFailed, TrackingFailed,
     UpdateSkipped, CheckpointUploaded, CheckpointFetched, CheckpointUploadFailed, CheckpointFetchFailed, DataMixture,
-    DataWorkerRestarted, TpShardsEqual, ReplicasDiffer, ReplayDiffers, Evaluation,
+    DataWorkerRestarted, TpShardsEqual, ReplicasDiffer, ReplayDiffers, Evaluation, Rollouts,
 )  # fmt: skip
 """Written by ranks of the included trainer and by adapters; each has the field ``rank`` in addition."""
 

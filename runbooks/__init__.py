@@ -51,6 +51,7 @@ NAMES = (
     "checkpoint_stale",
     "eval_missing",
     "eval_lag",
+    "rl_signal",
     "storage_slow",
     "storage_full",
     "nvme_failing",

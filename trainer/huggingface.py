@@ -38,14 +38,22 @@ def main() -> None:
 @click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting.")
 @click.option("--step", type=int, help="Of which checkpoint; the newest by default.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="bfloat16", show_default=True)
-def export(config: str, target: Path, overrides: tuple[str, ...], step: int | None, dtype: str) -> None:
+@click.option(
+    "--chat-template",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Write this Jinja template beside the tokenizer, for a post-training and for opsd chat.",
+)
+def export(
+    config: str, target: Path, overrides: tuple[str, ...], step: int | None, dtype: str, chat_template: Path | None
+) -> None:
     """Write a checkpoint of the run that CONFIG describes as a Hugging Face model into the folder TARGET."""
     settings = load(config, overrides)
     root = Path(settings.run.folder) / CHECKPOINTS
     if not (found := steps(root)):
         raise ConfigError(f"{root} has no checkpoint; set run.folder to the folder of the run")
     folder = folder_of(root, found[-1] if step is None else step)
-    count = export_checkpoint(settings, folder, target, _DTYPES[dtype])
+    count = export_checkpoint(settings, folder, target, _DTYPES[dtype], chat_template)
     click.echo(f"{count} tensors of {folder} written to {target}")
 
 

@@ -24,7 +24,7 @@ EVENTS: Final = frozenset((
     "generation_started", "rank_exited", "hang_detected", "resumed", "checkpoint_committed", "stopped", "finished",
     "node_lost", "spare_joined", "checkpoint_rejected", "checkpoint_loaded", "data_worker_restarted",
     "tp_shards_equal", "replicas_differ", "replay_differs", "evaluation", "data_mixture", "straggler_found",
-    "straggler_gone",
+    "straggler_gone", "rollouts",
 ))  # fmt: skip
 """Events passed on. Any other is of no use here, and a user's file must not be able to speak for the hardware."""
 

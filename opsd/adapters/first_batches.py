@@ -100,6 +100,14 @@ def _refuse(findings: list[Finding]) -> NoReturn:
     raise AuditRefusedError(f"{findings[0]}{more} To train all the same: opsd launch --audit warn.")
 
 
+def refuse_resume(problems: list[str], mode: str) -> None:
+    """Raises AuditRefusedError if there are problems, unless ``mode`` is warn; then they are printed."""
+    for problem in problems:
+        print(f"opsd: audit: {problem}", file=sys.stderr, flush=True)
+    if problems and mode != "warn":
+        _refuse([Finding("resume", problem) for problem in problems])
+
+
 def _is_sharded(trainer: Trainer) -> bool:
     return bool(getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False))
 

@@ -22,18 +22,23 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from opsd.adapters.first_batches import DATA, audit_mode, audit_trainer
+from opsd.adapters import resuming
+from opsd.adapters.first_batches import DATA, audit_mode, audit_trainer, refuse_resume
 from opsd.adapters.shared import Gate, Phases, Share, any_rank
 from opsd.checkpoints.claims import Fence
 from opsd.client import Reporter
-from opsd.events import Evaluation
+from opsd.events import Evaluation, Rollouts
 
 
 class RankPageCallback(TrainerCallback):
@@ -49,6 +54,7 @@ class RankPageCallback(TrainerCallback):
         self._loss = self._norm = self._rate = float("nan")
         self._tokens = Share()
         self._audited = False
+        self._plan: resuming.Plan | None = None
 
     def _begin(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -60,10 +66,16 @@ class RankPageCallback(TrainerCallback):
 
         Raises AuditRefusedError if they are refused.
         """
-        mode = "off" if self._audited else audit_mode()
-        self._audited = True
-        if mode != "off" and (trainer.state.global_step == 0 or mode == "only"):
+        if self._audited:
+            return
+        mode, step = audit_mode(), trainer.state.global_step
+        self._audited, self._plan = True, resuming.plan_of(trainer)
+        if mode != "off" and (step == 0 or mode == "only"):
             audit_trainer(trainer, inputs, mode)
+        record = resuming.known(os.environ.get("OPSD_RUN_DIR"), str(trainer.args.output_dir))
+        if mode != "off" and step > 0 and record is not None and record["step"] == step:
+            skips = bool(trainer.args.ignore_data_skip)
+            refuse_resume(resuming.problems(record["plan"], self._plan, step, skips_data=skips), mode)
 
     def count(self, tokens: int, sharing: int) -> None:
         """Add a batch of ``tokens`` that ``sharing`` ranks compute together."""
@@ -120,9 +132,15 @@ class RankPageCallback(TrainerCallback):
             self._loss, self._norm, self._rate = (
                 float(logs.get(name, float("nan"))) for name in ("loss", "grad_norm", "learning_rate")
             )
+        if logs and state.is_world_process_zero and (told := rollouts_of(logs, state.global_step)):
+            fields = Rollouts(**told)
+            self._reporter.event("rollouts", **fields)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A checkpoint has been written."""
+        """A checkpoint has been written, by all ranks."""
+        any_rank(False, args.device)
+        if state.is_world_process_zero and self._plan is not None:
+            resuming.keep(os.environ.get("OPSD_RUN_DIR"), str(args.output_dir), state.global_step, self._plan)
         self._reporter.checkpoint_committed(state.global_step)
         self._phases.enter("data")
 
@@ -145,6 +163,29 @@ class RankPageCallback(TrainerCallback):
         """The training has ended in good order."""
         self._phases.leave()
         self._reporter.close()
+
+
+_ROLLOUTS = {
+    "reward": "reward",
+    "flat": "frac_reward_zero_std",
+    "kl": "kl",
+    "clipped": "clip_ratio/region_mean",
+    "length": "completions/mean_length",
+    "cut": "completions/clipped_ratio",
+    "mismatch": "sampling/sampling_logp_difference/mean",
+}
+"""Fields of a ``rollouts`` event by the names in TRL's logs."""
+_REWARDS = re.compile(r"rewards/[^/]+/mean")
+
+
+def rollouts_of(logs: Mapping[str, Any], step: int) -> Rollouts | None:
+    """The event of a log line of a training that generates, None for any other."""
+    if "reward" not in logs or "frac_reward_zero_std" not in logs:
+        return None
+    found = {field: float(logs[name]) for field, name in _ROLLOUTS.items() if name in logs}
+    told = {field: value for field, value in found.items() if math.isfinite(value)}
+    unscored = sum(math.isnan(float(value)) for name, value in logs.items() if _REWARDS.fullmatch(name))
+    return cast(Rollouts, {"step": step, "unscored": unscored, **told})
 
 
 def _callbacks(trainer: Trainer) -> Iterator[RankPageCallback]:
@@ -234,7 +275,10 @@ def _wrap_init(kind: type[Trainer]) -> None:
 
 
 def attach_to_all() -> None:
-    """Give every trainer that is constructed from now on the callback, unless the program has added one."""
+    """Give every trainer that is constructed from now on the callback, unless the program has added one.
+
+    A training of this run that is started again goes on from its last checkpoint, unless the program says otherwise.
+    """
     init = Trainer.__init__
 
     @functools.wraps(init)
@@ -244,6 +288,19 @@ def attach_to_all() -> None:
             trainer.add_callback(RankPageCallback(attached=True))
 
     setattr(Trainer, "__init__", init_and_attach)  # noqa: B010 -- as below
+    setattr(Trainer, "train", _resumed(Trainer.train))  # noqa: B010 -- as below
+
+
+def _resumed(train: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def resume_and_train(trainer: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint is None:
+            resume_from_checkpoint = resuming.last_saved(os.environ.get("OPSD_RUN_DIR"), str(trainer.args.output_dir))
+            if resume_from_checkpoint is not None and trainer.args.process_index == 0:
+                print(f"opsd: the training goes on from {resume_from_checkpoint}", file=sys.stderr, flush=True)
+        return train(trainer, resume_from_checkpoint, *args, **kwargs)
+
+    return resume_and_train
 
 
 def _wrap_derived(kind: type[Any], /, **kwargs: Any) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from opsd.launch.run.companions import BUSY_SILENT_S, REFUSED_S, SILENT_S, Answer, Health
 from opsd.ports import ReservedPort
-from tests.fakes.clock import eventually
 from tests.fakes.launched import TRAIN, Launched
 
 SERVER = """
@@ -62,16 +61,16 @@ RANKS = TRAIN + "\ntrain(100_000, step_s=0.05)\n"
 def test_a_companion_that_fails_is_named(tmp_path: Path, fault: str, said: str) -> None:
     """Within 30 s the generation starts again, with a new companion, in the same launcher."""
     with Launched(tmp_path, RANKS, *beside(tmp_path, fault)) as run:
-        eventually(lambda: run.events("companion_ready"), 60)
+        run.until(lambda: run.events("companion_ready"), 60)
         (tmp_path / "now").touch()
         began = time.monotonic()
-        eventually(lambda: len(run.events("generation_started")) >= 2, 40)
+        run.until(lambda: len(run.events("generation_started")) >= 2, 40)
         assert time.monotonic() - began < 30
         failed = run.events("companion_failed")
         assert len(failed) == 1
         assert said in failed[0]["why"]
         assert f"server.py {fault}" in run.err
-        eventually(lambda: len(run.events("companion_ready")) == 2, 30)
+        run.until(lambda: len(run.events("companion_ready")) == 2, 30)
         assert (tmp_path / "start-2").exists()
         first = int((tmp_path / "start-1").read_text())
         assert not Path(f"/proc/{first}").exists()

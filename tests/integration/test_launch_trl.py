@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,55 @@ def test_an_unchanged_script_fills_its_page(tmp_path: Path, name: str) -> None:
         assert [step.step for step in page.steps] == [1, 2, 3, 4, 5, 6]
         assert all(step.tokens > 0 for step in page.steps)
     assert "nothing found" in run.out + run.err
+    if name == "grpo":
+        rollouts = run.events("rollouts")
+        assert [event["step"] for event in rollouts] == [1, 2, 3, 4, 5, 6]
+        assert all(0 <= event["flat"] <= 1 and event["length"] > 0 for event in rollouts)
+
+
+def weights(folder: Path, step: int) -> bytes:
+    return (folder / f"model/checkpoint-{step}/model.safetensors").read_bytes()
+
+
+LONGER = HEAD.replace("max_steps=6", "max_steps=24").replace("save_steps=2", "save_steps=4")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "grpo", "distillation"])
+def test_killed_and_stopped_it_ends_as_undisturbed(tmp_path: Path, name: str) -> None:
+    """A rank is killed, later the run is stopped and started again: the same weights to the bit, no step twice."""
+    folders = [tmp_path / "quiet", tmp_path / "disturbed"]
+    for folder in folders:
+        folder.mkdir()
+    source = LONGER + SCRIPTS[name]
+    with Launched(folders[0], source, "--nproc-per-node", "2") as run:
+        assert run.wait(300) == 0, run.err
+    with Launched(folders[1], source, "--nproc-per-node", "2") as run:
+        run.until(lambda: committed(run) >= 8, 200)
+        os.kill(run.events("generation_started")[0]["ranks"][1]["pid"], signal.SIGKILL)
+        run.until(lambda: committed(run) >= 12 and len(run.events("generation_started")) > 1, 200)
+        run.process.terminate()
+        assert run.wait(120) == 75, run.err
+        assert "the training goes on from" in run.log(0, 2)
+    with Launched(folders[1], source, "--nproc-per-node", "2") as run:
+        assert run.wait(300) == 0, run.err
+        (resumed,) = [each for each in run.events("generation_started") if each["generation"] > 2][:1]
+        assert "the training goes on from" in run.log(0, resumed["generation"])
+    assert weights(folders[0], 24) == weights(folders[1], 24)
+
+
+def committed(run: Launched) -> int:
+    return max((event["step"] for event in run.events("checkpoint_committed")), default=0)
+
+
+def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
+    """The data set has changed since the checkpoint: a sentence, code 1, and no restart."""
+    with Launched(tmp_path, HEAD + SFT) as run:
+        assert run.wait(240) == 0, run.err
+    source = (HEAD + SFT).replace("max_steps=6", "max_steps=8").replace("Writer(5)", "Writer(6)")
+    with Launched(tmp_path, source) as run:
+        assert run.wait(240) == 1
+        assert "The data set is not the one of the checkpoint" in run.err
 
 
 def test_a_refused_run_is_not_repeated(tmp_path: Path) -> None:

@@ -19,11 +19,20 @@ from opsd.trainer.hf.config import config_of
 from opsd.trainer.hf.weights import CONFIG, parameters_in, write
 
 DRAFT = ".export"
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Where transformers looks for it, beside the tokenizer."""
 
 
-def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch.dtype = torch.bfloat16) -> int:
+def export_checkpoint(
+    settings: Config,
+    folder: Path,
+    target: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    chat_template: Path | None = None,
+) -> int:
     """Write the checkpoint in ``folder`` as a model with its tokenizer to ``target``; returns the number of tensors.
 
+    ``chat_template`` is a file with a Jinja template, which needs a tokenizer beside it.
     Positions are those with which it was trained last. Raises CheckpointError, ConfigError or OSError; ConfigError too
     if ``target`` has files of a model, of which programs would read some instead of these.
     """
@@ -37,6 +46,10 @@ def export_checkpoint(settings: Config, folder: Path, target: Path, dtype: torch
     with _whole_or_not(target) as draft:
         if tokenizer := next((path for path in paths if path.is_file()), None):
             tokens = _write_tokenizer(tokenizer, _framing(tokenizer.parent), draft, shape.sequence)
+        if chat_template is not None:
+            if tokenizer is None:
+                raise ConfigError(f"{settings.data.shards} has no {TOKENIZER}, and a chat template needs one")
+            shutil.copyfile(chat_template, draft / CHAT_TEMPLATE)
         config |= tokens
         count = write(draft, parameters_in(folder), dtype, architecture, config)
         if tokens:
