@@ -60,8 +60,9 @@ trainer = trl.GRPOTrainer(
 )
 trainer.train()
 """
+# TRL 1.16 itself, without opsd, resumes a distillation exactly within its first epoch only.
 DISTILLATION = """
-rows = datasets.Dataset.from_list([{"prompt": writer.chat()[:-1]} for _ in range(32)])
+rows = datasets.Dataset.from_list([{"prompt": writer.chat()[:-1]} for _ in range(128)])  # one epoch
 trainer = trl.DistillationTrainer(
     tiny_llama(), teacher_model=tiny_llama(hidden_size=48),
     args=trl.DistillationConfig(**settings, max_completion_length=8), train_dataset=rows, processing_class=tokenizer,
