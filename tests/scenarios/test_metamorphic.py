@@ -53,6 +53,8 @@ RIGHT = {
     ],
     # The rank was slow for 55 s, of which 20 were not seen: too few are left to be sure of it.
     ("gpu_throttle/adopts_its_straggler", "ranks blind early"): [missing("straggler", "smol/rank 2", "gpu", 2, 2)],
+    # What slows the rank could not be seen when the launcher told of it: it is told by itself, and its cause later.
+    ("straggler/announced_clocks", "nvml blind early"): ["told 1 more times: straggler"],
     # The clock was low for 15 s, and not read for 9 s of them. The throttle is named as the cause all the same.
     ("gpu_throttle/adopts_its_straggler", "nvml blind early"): [
         missing("straggler", "smol/rank 2", "gpu", 2, 2),
