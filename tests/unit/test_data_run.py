@@ -189,9 +189,14 @@ def test_an_input_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     ("name", "content", "told"),
     [
         ("9.jsonl", b'{"text": "a text that is long", "id": "1"}\n{"text": "cut o', "9.jsonl"),
-        ("9.jsonl.gz", gzip.compress(b'{"text": "a text that is long", "id": "1"}\n' * 99)[:-20], "9.jsonl.gz"),
+        (
+            "9.jsonl.gz",
+            gzip.compress(b'{"text": "a text that is long", "id": "1"}\n' * 99, mtime=0)[:-20],
+            "9.jsonl.gz",
+        ),
         ("9.jsonl", b'{"text": "\xff\xfe\x00"}\n', "9.jsonl"),
     ],
+    ids=["cut off", "gzip that is cut off", "not UTF-8"],
 )
 def test_a_file_that_cannot_be_read_to_its_end_fails_its_task(
     tmp_path: Path, name: str, content: bytes, told: str
