@@ -179,8 +179,8 @@ class Evaluations:
     def _tell(self) -> None:
         before = dict(self._positions)
         for line in new_lines(self._folder / RESULTS, self._positions):
-            line.pop("t", None)
-            self._reporter.event("evaluation", **line)
+            event = {key: value for key, value in line.items() if key not in ("t", "positions")}
+            self._reporter.event("evaluation", **event)
         if self._positions != before:
             write_positions(self._folder / POSITION, self._positions)
 
