@@ -34,6 +34,7 @@ from opsd.ledger.records import LedgerError, read_lines, read_records
 from opsd.trainer.config import Config
 from opsd.words import first_line
 
+CELLS: Final = "cells"
 SETTINGS, ORIGIN, LOCK, LOG, HELD = "cell.toml", "origin.json", "cell.lock", "cell.log", "held.jsonl"
 """In the folder of a cell, but for the origin, which all cells of a folder share."""
 EVALUATIONS: Final = "evaluations.jsonl"
@@ -105,7 +106,7 @@ def cells_of(study: Study, root: Path) -> list[Cell]:
             if arm.name != BASELINE and identities[arm.name] == identities[BASELINE]:
                 identity["copy"] = arm.name  # an A/A arm has runs of its own
             name = digest_of(identity)
-            found.append(Cell(arm, seed, name, root / "cells" / name))
+            found.append(Cell(arm, seed, name, root / CELLS / name))
     return found
 
 
@@ -143,7 +144,7 @@ def look(cell: Cell) -> Found:
     cost, held = Cost(), _held(cell.folder)
     with suppress(LedgerError):
         records = read_records(cell.folder)
-        losses = {int(line["step"]): line.get("loss") for line in records.metrics}
+        losses = {int(line["step"]): _finite(line.get("loss")) for line in records.metrics}
         starts, ends = ([float(line["t"]) for line in held if line["event"] == event] for event in ("start", "end"))
         cost = cost_of(records.events, records.metrics, starts, ends)
     end = _end_of(cell.folder)
@@ -152,6 +153,13 @@ def look(cell: Cell) -> Found:
         return Found(cell, "refused", None, losses, cost, str(held[-1].get("reason")))
     code, reason = (end.code, end.reason) if end is not None else (None, "")
     return Found(cell, state, code, losses, cost, first_line(reason) if state == "failed" else "")
+
+
+def _finite(value: object) -> float | None:
+    """``value`` if it is a finite number that a mean can be made of."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < LARGEST else None
 
 
 def note_held(folder: Path, event: Literal["start", "end", "refused"], t: float, reason: str = "") -> None:
@@ -305,13 +313,17 @@ def _git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
+def _texts(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Libraries and files of the trainer that differ, by name."""
-    one, other = before.get("libraries", {}), now["libraries"]
+    one, other = _texts(before.get("libraries")), now["libraries"]
     for name in sorted({*one, *other}):
         if one.get(name) != other.get(name):
             yield f"the library {name} ({one.get(name, 'none')}, now {other.get(name, 'none')})"
-    one, other = before.get("files", {}), now["files"]
+    one, other = _texts(before.get("files")), now["files"]
     names = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""

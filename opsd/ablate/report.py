@@ -246,6 +246,7 @@ def _evidence(report: Report, arm: Compared, reason: str) -> list[str]:
         f"Verdict {verdict.verdict} on {settings.metric} at alpha {settings.alpha:g}: effect {verdict.effect:+.6g} "
         f"({verdict.low:+.6g} to {verdict.high:+.6g}) {report.unit}, {verdict.pairs} pairs.",
         f"Baseline {settings.baseline} at equal {arm.equal}; FLOPs {arm.flops:.3f} of its own.",
+        *[f"Measured with set = {json.dumps(list(settings.set))}, which is not in this file."] * bool(settings.set),
         f"Cost of the study: {report.cost.gpu_hours:.2f} GPU-hours.",
     ]
     return told + [f"Reason: {reason}"] * bool(reason)

@@ -16,6 +16,8 @@ from rich.markup import escape
 from opsd import exitcodes
 from opsd.ablate import run as running
 from opsd.ablate.cells import (
+    CELLS,
+    ORIGIN,
     Cell,
     Found,
     cells_of,
@@ -153,7 +155,9 @@ def stop(file: Path, root: Path | None) -> int:
     return exitcodes.OK
 
 
-@ablate.command(epilog=exit_codes({0: "told, whatever the verdicts are", 2: "FILE cannot be used"}))
+@ablate.command(
+    epilog=exit_codes({0: "told, whatever the verdicts are", 1: "it could not be written", 2: "FILE cannot be used"})
+)
 @study_options
 @option("--json", "json_file", type=_FILE, help="Write JSON to FILE, - for stdout.")
 @option("--html", "page_file", type=_FILE, help="Write a page with charts to FILE, - for stdout.")
@@ -170,6 +174,8 @@ def report(
     """
     if str(json_file) == str(page_file) == "-":
         raise click.UsageError("--json and --html cannot both be -: give one of them a file")
+    for out in (json_file, page_file):
+        _refuse_to_overwrite(out, file, _root(file, root))
     made = _report(file, root, look, beside)
     _tell_main_run(made.study, made.found, beside)
     from opsd.ablate.report import as_dict
@@ -307,6 +313,15 @@ def _root(file: Path, root: Path | None) -> Path:
     return root or file.with_suffix("")
 
 
+def _refuse_to_overwrite(out: Path | None, file: Path, root: Path) -> None:
+    """End the command if ``out`` is the study's file or would be among its state."""
+    if out is None or str(out) == "-":
+        return
+    target, state = out.resolve(), root.resolve()
+    if target == file.resolve() or target in (state / ORIGIN, state / CELLS) or target.is_relative_to(state / CELLS):
+        fail(f"{out} belongs to the study; name another file", exitcodes.USAGE)
+
+
 def _look(cells: Sequence[Cell]) -> list[Found]:
     try:
         return [look(cell) for cell in cells]
@@ -403,7 +418,9 @@ def _power(study: Study, cells: Sequence[Cell], given: Mapping[str, Any]) -> int
     click.echo(f"{told}the spread of a difference is at most {found.spread:.4g}")
     how = f"opsd plan on {plural(gpus, 'GPU')} of {kind}" if kind else "the runs of the baseline"
     cost = "unknown; --gpu takes it from opsd plan"
-    if found.gpu_hours is not None:
+    if found.seeds is None:
+        cost = "more than can be told"
+    elif found.gpu_hours is not None:
         cost = f"{found.gpu_hours:,.2f} GPU-hours by {how}"
     runs = "" if found.seeds is None else f" in {plural(len(study.arms), 'arm')} with the baseline"
     click.echo(f"effect {effect:g}: {found.seeds or 'more than 1,000'} seeds{runs}; cost: {cost}")

@@ -251,7 +251,8 @@ def test_a_promotion_has_its_evidence(tmp_path: Path) -> None:
     assert (result.exit_code, result.output) == (0, f"{tmp_path}/study-lr.toml\n")
     text = (tmp_path / "study-lr.toml").read_text()
     assert "# Verdict better on loss at alpha 0.01: effect -0.499" in text and "8 pairs" in text
-    assert "lr = 0.001" in text and "steps = 250" in text and "shards" not in text
+    assert "lr = 0.001" in text and "steps = 250" in text and "# Measured with set = [" in text
+    assert "shards" not in "".join(line for line in text.splitlines() if not line.startswith("#"))
     path.write_text(path.read_text().replace('"tiny"', '"study-lr.toml"').replace("1e-3", "2e-3"))
     assert read_study(path).baseline.config.optimizer.lr == 1e-3
 
@@ -278,6 +279,28 @@ def test_what_is_not_better_is_promoted_with_a_reason_only(tmp_path: Path) -> No
     assert "# Reason: it is simpler" in (tmp_path / "study-lr.toml").read_text()
     assert "exists" in ablate("promote", path, "lr", "--reason", "it is simpler").output
     assert "has no arm rate; its arms are lr" in ablate("promote", path, "rate").output
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize("place", ["study.toml", "study/origin.json", "study/cells/report.json"])
+def test_a_report_never_takes_the_place_of_its_study(tmp_path: Path, option: str, place: str) -> None:
+    """A slip of the hand would lose the study, or have all of it run again."""
+    path = ended(tmp_path)
+    before = path.read_bytes()
+    refused = ablate("report", path, option, tmp_path / place)
+    assert refused.exit_code == exitcodes.USAGE and "belongs to the study" in refused.output
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("loss", ['"3.0"', "true", "1e308", "null"])
+def test_a_loss_that_is_no_number_counts_as_none(tmp_path: Path, loss: str) -> None:
+    """The cell has failed; the report on the others stands."""
+    path = ended(tmp_path)
+    metrics = study_and_cells(path)[1][-1].folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([*lines[:-1], re.sub(r'"loss": [^,}]+', f'"loss": {loss}', lines[-1])]) + "\n")
+    (arm,) = told(path)["arms"]  # type: ignore[misc]
+    assert arm["verdict"] in ("better", "undecided") and '"loss": ' + loss in metrics.read_text()
 
 
 @pytest.mark.parametrize("command", ["run", "status", "report", "stop"])
