@@ -41,7 +41,8 @@ UNJUDGED: Mapping[str, Collection[str]] = {
     "counts errors of one link; those of all links of the GPU are judged": ("opsd_gpu_nvlink_link_errors_total",),
     "is in the facts about ranks and repairs, which are judged": (
         "opsd_rank_phase", "opsd_rank_phase_age_seconds", "opsd_rank_router_dropped_ratio",
-        "opsd_rank_router_entropy_ratio", "opsd_rank_router_load_limit_ratio", "opsd_repair_ended",
+        "opsd_rank_router_entropy_ratio", "opsd_rank_router_load_limit_ratio", "opsd_rank_router_load_ratio",
+        "opsd_repair_ended",
     ),
     "says whether a source answers; the collector's state, or an alert about what it says, judges that": (
         "opsd_dcgm_engine_up", "opsd_dcgm_exporter_up", "opsd_kmsg_position_kept", "opsd_nccl_blocked_users",
