@@ -21,7 +21,7 @@ from statistics import fmean
 from opsd import durable, exitcodes
 from opsd.ablate.cells import LOCK, LOG, SETTINGS, Cell, demand_origin, hold, is_done, look, note_held, prepare
 from opsd.ablate.study import StudyError
-from opsd.slurm.port import Job, Partition, Slurm
+from opsd.slurm.port import ENDED, Job, Partition, Slurm
 from opsd.slurm.requeue_helper import OPSD
 from opsd.words import duration
 
@@ -29,17 +29,6 @@ SUBMITTING = "submit.lock"
 """In the folder of the study: held while jobs are submitted."""
 NICE, NOTICE_S = 10_000, 120
 """How much lower the priority of the jobs is, and the seconds before a job's time limit in which it saves."""
-_ENDED = (
-    "completed",
-    "cancelled",
-    "failed",
-    "timeout",
-    "node_fail",
-    "preempted",
-    "boot_fail",
-    "deadline",
-    "out_of_memory",
-)
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -262,7 +251,7 @@ def jobs_of(cells: Sequence[Cell], slurm: Slurm) -> dict[str, Job]:
 def _live(cells: Sequence[Cell], slurm: Slurm) -> list[Job]:
     """All jobs of cells that wait or run. Raises SlurmError."""
     names = {cell.job_name for cell in cells}
-    return [job for job in slurm.jobs() if job.name in names and job.state not in _ENDED]
+    return [job for job in slurm.jobs() if job.name in names and job.state not in ENDED]
 
 
 def stop(cells: Sequence[Cell], slurm: Slurm) -> list[int]:

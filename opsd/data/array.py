@@ -22,24 +22,13 @@ from opsd.data.pipeline import PipelineError, Stage
 from opsd.data.records import ARRAYS, LOG, Attempt, StageFolder, write_json
 from opsd.data.run import RETRIES, Tries
 from opsd.progress import shown
-from opsd.slurm.port import Job, Slurm, SlurmRejected, SlurmUnavailable
+from opsd.slurm.port import ENDED, Job, Slurm, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue_helper import OPSD
 
 POLL_S: Final = 2.0
 MAX_ARRAY: Final = 1001
 """MaxArraySize of a Slurm that does not say."""
 _PREFIX: Final = "opsd-data-"
-_OVER: Final = (
-    "completed",
-    "cancelled",
-    "failed",
-    "timeout",
-    "node_fail",
-    "preempted",
-    "boot_fail",
-    "deadline",
-    "out_of_memory",
-)
 _NEW_S: Final = 30.0
 """For so long after its submission, an array that Slurm does not show is taken for one that it does not show yet."""
 
@@ -115,7 +104,7 @@ class Arrays:
             return None
         found: dict[str, list[Job]] = {}
         for job in jobs:
-            if job.name.startswith(_PREFIX) and job.state not in _OVER:
+            if job.name.startswith(_PREFIX) and job.state not in ENDED:
                 found.setdefault(job.name, []).append(job)
         return found
 

@@ -94,6 +94,12 @@ class Node:
         return self.state in ("idle", "allocated", "mixed") and not self.flags & _BLOCKING
 
 
+ENDED: Final = frozenset({
+    "boot_fail", "cancelled", "completed", "deadline", "failed", "node_fail", "out_of_memory", "preempted", "timeout",
+})  # fmt: skip
+"""The states of a job that is over, which a controller shows for a while (JOB STATE CODES of squeue)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A Slurm job that the controller still knows. Times are epoch seconds, None if Slurm has none.
