@@ -22,8 +22,7 @@ from opsd.slurm.port import SlurmError, SlurmMissing
 from opsd.words import count, plural, with_remedy
 
 if TYPE_CHECKING:
-    from opsd.data.tokenizers import Compared
-    from opsd.data.vocabularies import Cost
+    from opsd.data.tokenizers import Compared, Cost
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -148,7 +147,7 @@ def tokenizers(
         found = compare(tokenizers, texts)
         costs = []
         if model:
-            from opsd.data.vocabularies import costs as costs_of
+            from opsd.data.tokenizers import costs as costs_of
 
             costs = costs_of(model, gpus, found)
     except (DataError, ConfigError) as error:

@@ -112,7 +112,9 @@ class _Executor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no typ
         return self._world_size
 
     def run(self) -> None:
-        raise NotImplementedError
+        """All ranks, one after the other."""
+        for rank in range(self.world_size):
+            self.run_rank(rank)
 
     def run_rank(self, rank: int) -> None:
         """Raises what the steps raise."""

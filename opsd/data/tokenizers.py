@@ -23,6 +23,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from opsd.plan.hardware import hardware_of
+from opsd.plan.plan import plan_for_gpus
+from opsd.plan.reliability import HABITS
+from opsd.plan.search import CannotPlan
+from opsd.plan.source import read, tokens_of
+from opsd.trainer import counts
 from opsd.trainer.data.shards import DataError
 from opsd.trainer.data.texts import read_texts
 from opsd.trainer.data.tokenize import ids_of, load_tokenizer
@@ -169,3 +175,38 @@ def bars(title: str, groups: Mapping[str, Mapping[str, float | None]]) -> str:
         f'aria-label="{escape(title)}: {escape(spoken)}"><style>{CHART_STYLE}</style>'
         f'<text x="8" y="18">{escape(title)}</text>{"".join(parts)}</svg>'
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A model with the ids of a tokenizer, on the text that the first tokenizer needs ``run.steps`` for.
+
+    ``problem`` says why there is no plan; the figures of it are None then.
+    """
+
+    embeddings: int
+    share: float
+    tokens: float
+    gpu_hours: float | None
+    memory_gib: float | None
+    problem: str = ""
+
+
+def costs(source: str, gpus: int, compared: list[Compared]) -> list[Cost]:
+    """The cost of each tokenizer in the run ``source``, a preset or a TOML file. Raises ConfigError."""
+    config = read(source, (), None, gpus)
+    wanted = float(tokens_of(config))
+    text = wanted * compared[0].bytes_per_token
+    found = []
+    for each in compared:
+        model = config.model.model_copy(update={"vocab": each.ids})
+        own = config.model_copy(update={"model": model})
+        tokens = text / each.bytes_per_token if each.bytes_per_token else wanted
+        embeddings = counts.embedding_parameters(model)
+        share = embeddings / counts.parameters(model)
+        try:
+            plan = plan_for_gpus(own, "h100", gpus, tokens, hardware_of("h100", model.dtype), HABITS)
+            found.append(Cost(embeddings, share, tokens, plan.gpu_hours, plan.best.memory.total / (1 << 30)))
+        except CannotPlan as error:
+            found.append(Cost(embeddings, share, tokens, None, None, str(error)))
+    return found
