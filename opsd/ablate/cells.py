@@ -26,7 +26,7 @@ from typing import Any, Final, Literal
 
 from opsd import durable, exitcodes, trainer
 from opsd.ablate.cost import Cost, cost_of, sum_of
-from opsd.ablate.study import BASELINE, LOSS, Arm, Study, StudyError, digest_of, identity_of
+from opsd.ablate.study import BASELINE, LOSS, PLACES, Arm, Study, StudyError, digest_of, identity_of
 from opsd.checkpoints import claims
 from opsd.config import literal
 from opsd.ledger.ablations import Ablation, note_ablation
@@ -110,19 +110,56 @@ def cells_of(study: Study, root: Path) -> list[Cell]:
     return found
 
 
+def others_in(root: Path, cells: Iterable[Cell]) -> int:
+    """How many folders of cells below ``root`` are of other seeds or settings than ``cells``."""
+    own = {cell.name for cell in cells}
+    with suppress(OSError):
+        return sum(path.name not in own and (path / SETTINGS).exists() for path in (root / CELLS).iterdir())
+    return 0
+
+
 def prepare(cell: Cell) -> None:
-    """Make the folder of the cell, with the settings of its run. Raises OSError."""
+    """Make the folder of the cell, with the settings of its run. Raises StudyError, OSError."""
     path = cell.folder / SETTINGS
     if path.exists():
+        demand_own(cell)
         return
     durable.make_folder(cell.folder)
+    durable.replace(path, _settings(cell).encode())
+
+
+def demand_own(cell: Cell) -> None:
+    """Raise StudyError if the settings in the cell's folder are not its own, as in a copy of another cell."""
+    path = cell.folder / SETTINGS
+    try:
+        found = _flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        raise StudyError(f"{path} cannot be read: {error}; remove the folder, and the cell runs again") from error
+    own = _flat(tomllib.loads(_settings(cell)))
+    if differing := sorted(key for key in {*found, *own} - PLACES if found.get(key) != own.get(key)):
+        raise StudyError(
+            f"{path} is not of arm {cell.arm.name} with seed {cell.seed}: {', '.join(differing)} differ; remove the "
+            "folder, and the cell runs again"
+        )
+
+
+def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, values in raw.items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+    }
+
+
+def _settings(cell: Cell) -> str:
+    """The settings of the run as TOML."""
     data = cell.arm.config.data
     places = {"shards": data.shards, "fallback": data.fallback}
     changed: dict[str, dict[str, Any]] = {
         "run": {"seed": cell.seed, "folder": str(cell.folder.absolute())},
         "data": {name: str(Path(place).absolute()) for name, place in places.items() if place},
     }
-    durable.replace(path, to_toml(cell.arm.config, [f"Arm {cell.arm.name}, seed {cell.seed}."], changed).encode())
+    return to_toml(cell.arm.config, [f"Arm {cell.arm.name}, seed {cell.seed}."], changed)
 
 
 def to_toml(config: Config, comment: Sequence[str], changed: Mapping[str, Mapping[str, Any]]) -> str:
@@ -137,9 +174,10 @@ def to_toml(config: Config, comment: Sequence[str], changed: Mapping[str, Mappin
 
 
 def look(cell: Cell) -> Found:
-    """The state of a cell. Raises OSError."""
+    """The state of a cell. Raises StudyError, OSError."""
     if not (cell.folder / SETTINGS).exists():
         return Found(cell, "new", None, {}, Cost())
+    demand_own(cell)
     losses: dict[int, float | None] = {}
     cost, held = Cost(), _held(cell.folder)
     with suppress(LedgerError):

@@ -32,6 +32,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -312,6 +313,10 @@ def confounds(study: Study) -> Iterator[str]:
     for arm in study.arms[1:]:
         if problem := _confound(study, arm, before):
             yield f"arm {arm.name}: {problem}"
+    changed = [arm for arm in study.arms[1:] if arm.settings.set]
+    for one, other in combinations(changed, 2):
+        if one.config == other.config:
+            yield f"arm {other.name} has the settings of arm {one.name}; remove one of them"
 
 
 def _confound(study: Study, arm: Arm, before: Mapping[Word, Any]) -> str | None:

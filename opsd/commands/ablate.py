@@ -23,6 +23,7 @@ from opsd.ablate.cells import (
     cells_of,
     cost_of_all,
     look,
+    others_in,
     tell_main_run,
 )
 from opsd.ablate.cost import cost_line
@@ -137,6 +138,7 @@ def status(file: Path, root: Path | None) -> int:
             warn(f"cell {each.cell.name} {each.state}: {each.reason}")
     done = sum(each.state == "done" for each in found)
     click.echo(f"{done} of {plural(len(found), 'cell')} done, {cost_of_all(found).gpu_hours:.2f} GPU-hours")
+    _tell_of_folder(_root(file, root), found)
     return exitcodes.OK
 
 
@@ -189,6 +191,7 @@ def report(
             return exitcodes.FAILED
     if "-" not in (str(json_file), str(page_file)):
         _show(made)
+    _tell_of_folder(_root(file, root), made.found)
     return exitcodes.OK
 
 
@@ -313,6 +316,14 @@ def _root(file: Path, root: Path | None) -> Path:
     return root or file.with_suffix("")
 
 
+def _tell_of_folder(root: Path, found: Sequence[Found]) -> None:
+    """Say what is odd about the folder of the study."""
+    if not root.exists():
+        warn(f"{root} does not exist: nothing has run there")
+    if others := others_in(root, [each.cell for each in found]):
+        warn(f"{plural(others, 'cell')} in {root}, of other seeds or settings than those of the file, are left out")
+
+
 def _refuse_to_overwrite(out: Path | None, file: Path, root: Path) -> None:
     """End the command if ``out`` is the study's file or would be among its state."""
     if out is None or str(out) == "-":
@@ -325,6 +336,8 @@ def _refuse_to_overwrite(out: Path | None, file: Path, root: Path) -> None:
 def _look(cells: Sequence[Cell]) -> list[Found]:
     try:
         return [look(cell) for cell in cells]
+    except StudyError as error:
+        fail(str(error), exitcodes.USAGE)
     except OSError as error:
         fail(with_remedy(error))
 

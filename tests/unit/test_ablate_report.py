@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -290,6 +291,29 @@ def test_a_report_never_takes_the_place_of_its_study(tmp_path: Path, option: str
     refused = ablate("report", path, option, tmp_path / place)
     assert refused.exit_code == exitcodes.USAGE and "belongs to the study" in refused.output
     assert path.read_bytes() == before
+
+
+def test_a_cell_with_the_content_of_another_is_refused(tmp_path: Path) -> None:
+    """A copy of a cell has another seed or other settings; a study that was moved as a whole has not."""
+    path = ended(tmp_path)
+    moved = shutil.move(tmp_path / "study", tmp_path / "moved")
+    assert told(path, "--dir", moved)["arms"]
+    cells = [tmp_path / "moved/cells" / cell.name for cell in study_and_cells(path)[1]]
+    shutil.rmtree(cells[0])
+    shutil.copytree(cells[-1], cells[0])
+    for command in ("report", "status", "run"):
+        refused = ablate(command, path, "--dir", moved, *(["--local"] if command == "run" else []))
+        assert refused.exit_code == exitcodes.USAGE
+        assert "run.seed" in refused.output and f"{cells[0]}/cell.toml is not of arm" in refused.output
+
+
+def test_cells_that_are_left_out_are_told(tmp_path: Path) -> None:
+    """Seeds that were removed after the run, and a folder that is not there."""
+    path = ended(tmp_path)
+    path.write_text(path.read_text().replace("seeds = 8", "seeds = 7"))
+    for command in ("report", "status"):
+        assert "2 cells in" in ablate(command, path).output
+        assert "does not exist" in ablate(command, path, "--dir", tmp_path / "nowhere").output
 
 
 @pytest.mark.parametrize("loss", ['"3.0"', "true", "1e308", "null"])

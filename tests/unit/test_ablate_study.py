@@ -84,6 +84,7 @@ CONFOUNDED = [
     (arm("data.batch_warmup=[[10, 2]]"), "tokens"),
     (arm("data.stages=[{{start=1, weights={{web=1.0}}, batch=8}}]", "data.shards={dir}"), "tokens"),
     (arm("model.tied=false", "schedule.warmup=50"), "warm-up (20,480 and 51,200)"),
+    ("\n".join(f'[arm.{name}]\nset = ["optimizer.lr=1e-3"]\n' for name in "ab"), "arm b has the settings of arm a"),
     (arm("optimizer.lr=1e-3", "optimizer.beta2=0.99"), "optimizer.lr and optimizer.beta2 are two changes"),
     (arm("model.layers=6", "model.qk_norm=true"), "model.layers and model.qk_norm are two changes"),
     (arm("optimizer.lr=1e-3", "model.experts=4", "model.experts_per_token=2"), "optimizer.lr and model.experts and"),
