@@ -7,7 +7,7 @@ Appends one line to ``evaluations.jsonl`` of the run folder. A failed evaluation
     results     by name, see below; those of evaluation.harness too
     errors      standard errors of some results
     reference   results of the reference run at equal tokens, if there is one
-    positions   of sets of texts: loss and number of tokens by position in the text, up to that position (a power of 2)
+    positions   of sets of texts: loss and number of tokens up to each position that is a power of 2
 
 The results of a set NAME::
 

@@ -1,8 +1,8 @@
 """The audit of a Hugging Face or TRL trainer's first batches, run by its callback before the first step.
 
-Of a data set that can be indexed, the trainer's own collator makes batches of rows from its beginning and from all over
-it; the order of the training, its random numbers and its loader stay as they are. Of a stream the first batch is looked
-at, and of a trainer that generates what it gives its model.
+The trainer's own collator makes batches of rows from the beginning of the data set and from all over it. Order, random
+numbers and loader of the training stay as they are. Of a stream, which cannot be indexed, it is the first
+batch. Of a trainer that generates, it is what the model is given.
 """
 
 from __future__ import annotations

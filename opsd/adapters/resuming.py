@@ -1,8 +1,8 @@
 """The checkpoint from which a training of this run goes on, and whether it goes on with the same data.
 
-After each save the first rank keeps in ``transformers.json``, in the run's folder, which checkpoint it was and what the
-training is made of: its data, the samples of a step, the seeds, the planned steps. transformers finds its place in the
-data by counting steps, so it is right only while these stay as they are.
+After each save the first rank writes ``transformers.json`` in the run's folder. It has the checkpoint and what the
+training is made of: data, samples of a step, seeds, planned steps. transformers finds its place in the data by counting
+steps, so it is right only while these stay as they are.
 """
 
 from __future__ import annotations

@@ -169,15 +169,14 @@ def missing_module(error: RankError | None) -> str:
 class RestartPolicy:
     """Decides after each failure whether to restart. Five rules end a run, so that it never loops:
 
-    - an audit that refuses the first batches;
-    - an error of the program itself as soon as the run has begun, unless the user asked for restarts (``asked``): a
-      wrong argument or a missing module does not go away;
-    - an error of the program itself at the same step twice, or twice before a first step without progress in between;
-    - the same failure ``same_limit`` times without progress. One of hardware may have come from so many nodes, or so
-      often from one: a node that fails twice is left out (see ``NodeHealth``), and the error that comes with every
-      node is the program's;
-    - more than ``max_restarts`` restarts within ``refill_steps`` committed steps: after so much durable progress the
-      restarts no longer count, so that long runs are not ended by their length.
+    - An audit refuses the first batches.
+    - The program itself fails as soon as the run has begun, as with a wrong argument or a missing module. A user who
+      has ``asked`` for restarts gets them all the same.
+    - The program itself fails at the same step twice, or twice before a first step without progress in between.
+    - The same failure comes ``same_limit`` times without progress. A failure of hardware counts by node. A node that
+      fails twice is left out (see ``NodeHealth``). An error that comes with every node is the program's.
+    - There are more than ``max_restarts`` restarts within ``refill_steps`` committed steps. After so much durable
+      progress earlier restarts no longer count, so no run is ended by its length.
     """
 
     def __init__(self, max_restarts: int, *, same_limit: int = 3, refill_steps: int = 100, asked: bool = False) -> None:

@@ -60,7 +60,7 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a health URL has answered: ``status`` None without an answer; ``refused``: nobody listens there."""
+    """What a health URL has answered. ``status`` is None without one, ``refused`` True if nobody listens there."""
 
     status: int | None
     refused: bool = False
