@@ -23,6 +23,10 @@ SAMPLED = 256
 Plan = dict[str, Any]
 
 
+class ResumeError(Exception):
+    """It is not known where the training goes on, or its checkpoint is gone; the message says what to do."""
+
+
 def plan_of(trainer: Any) -> Plan:
     """What decides which samples a step has; ``data`` is None for a stream."""
     arguments = trainer.args
@@ -74,7 +78,11 @@ def keep(run: str | None, output: str, step: int, plan: Plan) -> None:
     if not run:
         return
     path = Path(run, FILE)
-    known = _read(path)
+    known: dict[str, Any] = {}
+    try:
+        known = _read(path)
+    except ResumeError as error:
+        print(f"opsd: {error}; it is written anew", file=sys.stderr, flush=True)
     known[_name(output)] = {"step": step, "checkpoint": str(Path(output, f"checkpoint-{step}").resolve()), "plan": plan}
     try:
         durable.replace(path, json.dumps(known, indent=1).encode())
@@ -83,16 +91,24 @@ def keep(run: str | None, output: str, step: int, plan: Plan) -> None:
 
 
 def known(run: str | None, output: str) -> dict[str, Any] | None:
-    """The record of the training into ``output``: step, checkpoint, plan. None if there is none."""
+    """The record of the training into ``output``: step, checkpoint, plan. None if there is none. Raises ResumeError."""
     found = _read(Path(run, FILE)).get(_name(output)) if run else None
     return found if isinstance(found, dict) and {"step", "checkpoint", "plan"} <= found.keys() else None
 
 
 def last_saved(run: str | None, output: str) -> str | None:
-    """The checkpoint from which the training goes on, None if this run has saved none, or it is gone."""
+    """The checkpoint from which the training goes on, None if this run has saved none.
+
+    Raises ResumeError if it is gone: to begin again would train the same samples twice, and end with exit code 0.
+    """
     record = known(run, output)
-    if record is None or not Path(record["checkpoint"], "trainer_state.json").is_file():
+    if record is None:
         return None
+    if not Path(record["checkpoint"], "trainer_state.json").is_file():
+        raise ResumeError(
+            f"the run has saved {record['checkpoint']}, and it is not there: put it back, pass resume_from_checkpoint, "
+            f"or remove {Path(str(run), FILE)} to begin again"
+        )
     return str(record["checkpoint"])
 
 
@@ -101,8 +117,13 @@ def _name(output: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Raises ResumeError for a file that is there and cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError) as error:
+        raise ResumeError(f"{path} cannot be read ({error}): remove it to begin again") from error
+    if not isinstance(found, dict):
+        raise ResumeError(f"{path} is not a record of trainings: remove it to begin again")
+    return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from opsd.adapters.resuming import FILE, data_digest, keep, known, last_saved, problems
+from opsd.adapters.resuming import FILE, ResumeError, data_digest, keep, known, last_saved, problems
 
 PLAN: dict[str, Any] = {
     "planned_steps": 10, "samples_of_a_step": 8, "seeds": [42, None], "rollouts_of_a_prompt": None, "data": "a",
@@ -35,7 +35,7 @@ def test_what_keeps_a_training_from_going_on(now: dict[str, Any], step: int, ski
 
 
 def test_a_record_for_each_output_folder(tmp_path: Path) -> None:
-    """A script may train twice; a checkpoint that is gone is none, and a damaged record is none."""
+    """A script may train twice. If a checkpoint is gone, or the record damaged, nothing begins again in silence."""
     for name, step in (("sft", 4), ("dpo", 2), ("sft", 8)):
         folder = tmp_path / name / f"checkpoint-{step}"
         folder.mkdir(parents=True)
@@ -46,10 +46,16 @@ def test_a_record_for_each_output_folder(tmp_path: Path) -> None:
     assert record is not None
     assert (record["step"], record["plan"]) == (2, PLAN)
     (tmp_path / "dpo/checkpoint-2/trainer_state.json").unlink()
-    assert last_saved(str(tmp_path), str(tmp_path / "dpo")) is None
+    with pytest.raises(ResumeError, match=r"checkpoint-2, and it is not there: put it back"):
+        last_saved(str(tmp_path), str(tmp_path / "dpo"))
     assert last_saved(None, str(tmp_path / "sft")) is None
-    (tmp_path / FILE).write_text("{")
-    assert last_saved(str(tmp_path), str(tmp_path / "sft")) is None
+    assert last_saved(str(tmp_path), str(tmp_path / "kto")) is None
+    for damaged in ("{", "[]"):
+        (tmp_path / FILE).write_text(damaged)
+        with pytest.raises(ResumeError, match="remove it to begin again"):
+            last_saved(str(tmp_path), str(tmp_path / "sft"))
+    keep(str(tmp_path), str(tmp_path / "sft"), 8, PLAN)
+    assert last_saved(str(tmp_path), str(tmp_path / "sft")) == str(tmp_path / "sft/checkpoint-8")
 
 
 def test_a_digest_of_the_data() -> None:
