@@ -37,7 +37,7 @@ CLOSE_POLL_S = 0.2
 PLACE = "{command}"
 _OF_A_RANK = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
-    r"|OPSD_(RUN|RUN_DIR|JOB|NODE|GPU|RANK_PAGE|GENERATION)|TORCH_FR_DUMP_TEMP_FILE"
+    r"|OPSD_(RUN|RUN_DIR|JOB|NODE|GPU|AUDIT|RANK_PAGE|GENERATION)|TORCH_FR_DUMP_TEMP_FILE"
     r"|TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 )
 """Variables that sbatch would pass on: the evaluation would take itself for a rank and wait for the others."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from opsd import durable, exitcodes
-from opsd.commands.options import exit_codes, option
+from opsd.commands.options import Finite, exit_codes, option
 
 if TYPE_CHECKING:
     from opsd.posttrain.speaker import Messages, Speaker
@@ -37,7 +37,7 @@ RESET, SYSTEM = "/reset", "/system"
 @option("--with", "other", type=_FOLDER, metavar="CHECKPOINT", help="Put each question to this one as well.")
 @option("--system", default="", metavar="TEXT", help="The system prompt.")
 @option("--max-new-tokens", type=click.IntRange(1), default=512, help="Tokens after which an answer is broken off.")
-@option("--temperature", type=click.FloatRange(0), default=0.0, help="0 takes the likeliest token each time, 1 draws.")
+@option("--temperature", type=Finite(0), default=0.0, help="0 takes the likeliest token each time, 1 draws.")
 @option("--seed", type=click.IntRange(0), default=0, help="Of what is drawn.")
 @option("--device", default="auto", metavar="DEVICE", help="A device of torch; auto: the first GPU, or the CPU.")
 @option(

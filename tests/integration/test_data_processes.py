@@ -55,7 +55,7 @@ def test_killed_failing_and_interrupted_tasks_change_no_byte(tmp_path: Path) -> 
     (tmp_path / "calm").unlink()
 
     command = subprocess.Popen([*OPSD, "run", str(file), "--workers", "3"], stderr=subprocess.PIPE, text=True)
-    until(lambda: len(list((tmp_path / "pipeline/stage-01/tasks").glob("*.json"))) == 2)
+    until(lambda: len(list((tmp_path / "kept").glob("*.jsonl.gz"))) == 2)
     stuck = int((tmp_path / "once-2").read_text())
     command.kill()
     _, said = command.communicate()

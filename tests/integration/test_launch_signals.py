@@ -20,7 +20,7 @@ how = sys.argv[1]
 
 def stand(pipe=None):
     found = [signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGUSR1)]
-    print(*found, flush=True)
+    os.write(1, f"{found}\\n".encode())
     time.sleep(1000)
 
 def fork():
@@ -55,7 +55,7 @@ def test_children_of_a_rank_die_of_sigterm(tmp_path: Path, how: str) -> None:
     """Only the rank itself outlives a SIGTERM to the whole job; whatever it starts has the default action."""
     with Launched(tmp_path, CHILDREN, args=(how,)) as launched:
         assert launched.wait() == exitcodes.OK
-        assert launched.log() == f"True True\nended by {signal.SIGTERM.value}\n"
+        assert launched.log() == f"[True, True]\nended by {signal.SIGTERM.value}\n"
 
 
 def test_a_child_dies_of_a_signal_that_comes_with_its_first_breath(tmp_path: Path) -> None:
