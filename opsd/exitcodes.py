@@ -18,7 +18,7 @@ BROKEN: Final = 4
 REPEATED: Final = 70
 """``opsd launch``: the same failure came back; restarting again would not help."""
 NO_SPACE: Final = 74
-"""The disk or the quota below a file or the output is full; it says nothing about the node or the run."""
+"""The disk or the quota below a file or the output is full, or stdout is closed; the node and the run may be well."""
 REQUEUE: Final = 75
 """``opsd launch``: run the job again: stopped in good order with the state saved, or too few nodes are left (then from
 the last checkpoint)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import os
@@ -25,9 +26,10 @@ _AT_ONCE = 1 << 20
 
 
 def read_settings(path: Path, *, follow: bool = True) -> bytes:
-    """The content of a file that a person has written; it may also be ``/dev/null``, or a pipe (``<(…)`` of a shell).
+    """The content of a file that a person has written, without a byte order mark.
 
-    Without ``follow``, ``path`` must be no symbolic link: one of a user may name a device that acts on being opened.
+    It may also be ``/dev/null``, or a pipe (``<(…)`` of a shell). Without ``follow``, ``path`` must be no symbolic
+    link: one of a user may name a device that acts on being opened.
 
     Raises OSError, also for other devices, for more than a mebibyte, and for a pipe without a writer for PIPE_S. They
     would fill the memory of an agent that reloads, or stop it.
@@ -45,7 +47,7 @@ def read_settings(path: Path, *, follow: bool = True) -> bytes:
             if not select.select([file], [], [], PIPE_S)[0]:
                 raise OSError(errno.ETIMEDOUT, f"a pipe into which nobody writes for {PIPE_S:g} s", str(path))
             if not (chunk := file.read(MAX_SETTINGS + 1 - len(content))):
-                return content
+                return content.removeprefix(codecs.BOM_UTF8)
             content += chunk
     raise OSError(errno.EFBIG, f"larger than {MAX_SETTINGS >> 20} MiB", str(path))
 

@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 
 from opsd import durable
 from opsd.checkpoints.remote import without_user
+from opsd.files import read_settings
 from opsd.trainer.data_settings import DataSettings, Shape
 from opsd.trainer.model_problems import model_problem
 from opsd.trainer.model_settings import ModelSettings, Section
@@ -201,7 +202,7 @@ def _find(source: str, presets: Path) -> Path:
 def read(path: Path) -> dict[str, Any]:
     """The content of a TOML file. Raises ConfigError."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_settings(path).decode())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{path} cannot be read: {reason}") from error

@@ -32,7 +32,7 @@ from opsd.config import literal
 from opsd.ledger.ablations import Ablation, note_ablation
 from opsd.ledger.records import LedgerError, read_lines, read_records
 from opsd.trainer.config import Config
-from opsd.words import first_line
+from opsd.words import first_line, plural
 
 CELLS: Final = "cells"
 SETTINGS, ORIGIN, LOCK, LOG, HELD = "cell.toml", "origin.json", "cell.lock", "cell.log", "held.jsonl"
@@ -68,6 +68,11 @@ class Cell:
         """The steps after which it is done."""
         return self.arm.config.run.steps
 
+    @property
+    def last_tenth(self) -> range:
+        """The steps whose losses count."""
+        return range(self.steps - max(1, self.steps // 10) + 1, self.steps + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -90,8 +95,8 @@ class Found:
 
     @property
     def loss(self) -> float | None:
-        """The mean of the last tenth of the losses; None if one of them was not finite, or before that."""
-        last = [self.losses.get(step) for step in range(self.step - max(1, self.cell.steps // 10) + 1, self.step + 1)]
+        """The mean of the losses of as many steps as the last tenth has; None if one is missing or was not finite."""
+        last = [self.losses.get(step) for step in range(self.step - len(self.cell.last_tenth) + 1, self.step + 1)]
         known = [loss for loss in last if loss is not None and math.isfinite(loss)]
         return fmean(known) if known and len(known) == len(last) else None
 
@@ -186,11 +191,23 @@ def look(cell: Cell) -> Found:
         starts, ends = ([float(line["t"]) for line in held if line["event"] == event] for event in ("start", "end"))
         cost = cost_of(records.events, records.metrics, starts, ends)
     end = _end_of(cell.folder)
-    state = _state(cell, end, max(losses, default=0))
+    state = _state(cell, end)
+    if state == "done" and (lost := _lost(cell, losses)):
+        return Found(cell, "refused", None, losses, cost, lost)
     if state in ("new", "stopped", "failed") and held and held[-1]["event"] == "refused":
         return Found(cell, "refused", None, losses, cost, str(held[-1].get("reason")))
     code, reason = (end.code, end.reason) if end is not None else (None, "")
     return Found(cell, state, code, losses, cost, first_line(reason) if state == "failed" else "")
+
+
+def _lost(cell: Cell, losses: Mapping[int, float | None]) -> str:
+    """Why the losses of a run that has ended well do not tell its loss, "" if they do."""
+    if missing := sum(step not in losses for step in cell.last_tenth):
+        return (
+            f"metrics.jsonl lacks {missing} of its last {plural(len(cell.last_tenth), 'step')}; put it back, or remove "
+            f"{cell.folder}, and the cell runs again"
+        )
+    return ""
 
 
 def _finite(value: object) -> float | None:
@@ -214,16 +231,11 @@ def _held(folder: Path) -> list[dict[str, Any]]:
 
 
 def is_done(folder: Path) -> bool:
-    """Whether the run in ``folder`` has ended well, after all its steps. Raises OSError, StudyError."""
-    try:
-        steps = tomllib.loads((folder / SETTINGS).read_text(encoding="utf-8"))["run"]["steps"]
-        with suppress(LedgerError):
-            step = max((int(line["step"]) for line in read_records(folder).metrics), default=0)
-            end = _end_of(folder)
-            return end is not None and end.code == exitcodes.OK and step >= steps
-    except (ValueError, LookupError, TypeError) as error:
-        raise StudyError(f"{folder / SETTINGS} has no run.steps: it is not the folder of a cell") from error
-    return False
+    """Whether the run in the ``folder`` of a cell has ended well. Raises OSError, StudyError."""
+    if not (folder / SETTINGS).exists():
+        raise StudyError(f"{folder} has no {SETTINGS}: it is not the folder of a cell")
+    end = _end_of(folder)
+    return end is not None and end.code == exitcodes.OK
 
 
 def _end_of(folder: Path) -> claims.End | None:
@@ -232,13 +244,23 @@ def _end_of(folder: Path) -> claims.End | None:
     return newest.end if newest is not None else None
 
 
-def _state(cell: Cell, end: claims.End | None, step: int) -> State:
+def _state(cell: Cell, end: claims.End | None) -> State:
     code = end.code if end is not None else None
-    if code == exitcodes.OK and step >= cell.steps:
+    if code == exitcodes.OK:
         return "done"
     if is_held(cell):
         return "running"
     return "stopped" if code is None or code in GOES_ON else "failed"
+
+
+def cell_dict(found: Found) -> dict[str, Any]:
+    """A cell for JSON."""
+    cell = found.cell
+    return {
+        "cell": cell.name, "arm": cell.arm.name, "seed": cell.seed, "state": found.state, "step": found.step,
+        "steps": cell.steps, "loss": found.loss, "gpu_hours": found.cost.gpu_hours, "folder": str(cell.folder),
+        "reason": found.reason,
+    }  # fmt: skip
 
 
 def metric_of(found: Found, metric: str) -> float | None:

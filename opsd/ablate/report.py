@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from opsd import durable
-from opsd.ablate.cells import Found, cost_of_all, metric_of, read_origin, to_toml
+from opsd.ablate.cells import ORIGIN, Found, cell_dict, cost_of_all, metric_of, read_origin, to_toml
 from opsd.ablate.cost import Cost
 from opsd.ablate.power import paired_spread, seeds_needed
 from opsd.ablate.study import BASELINE, LOSS, Study, StudyError, changes, facts_of
@@ -54,6 +54,17 @@ class Report:
     def complete(self) -> bool:
         """Whether every cell has a value, or has failed."""
         return all(metric_of(each, self.study.settings.metric) is not None for each in self.found)
+
+    @property
+    def doubts(self) -> list[str]:
+        """What speaks against the verdicts beside their own reasons, a sentence each."""
+        told = [self.stale] if self.stale else []
+        if dirty := self.origin.get("dirty"):
+            told.append(f"uncommitted changes in {', '.join(dirty)}")
+        if not self.origin.get("libraries") and any(each.state != "new" for each in self.found):
+            told.append(f"{ORIGIN} is missing: nothing tells whether all cells had the same code and libraries")
+        refused = {each.cell.name: each.reason for each in self.found if each.state == "refused"}
+        return told + [f"cell {name} does not count: {reason}" for name, reason in refused.items()]
 
     @property
     def unit(self) -> str:
@@ -152,15 +163,6 @@ def _arm_dict(arm: Compared) -> dict[str, Any]:
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in told.items()
     }
-
-
-def cell_dict(found: Found) -> dict[str, Any]:
-    """A cell for JSON."""
-    cell = found.cell
-    return {
-        "cell": cell.name, "arm": cell.arm.name, "seed": cell.seed, "state": found.state, "step": found.step,
-        "steps": cell.steps, "loss": found.loss, "gpu_hours": found.cost.gpu_hours, "folder": str(cell.folder),
-    }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

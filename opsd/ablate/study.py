@@ -179,7 +179,10 @@ def read_study(path: Path) -> Study:
         raw = read(path)
         arms = raw.pop("arm", {})
         settings = _validated(StudySettings, raw, path)
-        source = locate(_beside(path, settings.baseline))
+        try:
+            source = locate(_beside(path, settings.baseline))
+        except ConfigError as error:
+            raise StudyError(f"{path}: baseline: {error}") from error
         if not isinstance(arms, dict):
             raise StudyError(f'{path}: an arm is a section, for instance [arm.nope] set = ["model.nope_every=4"]')
         told = {name: _validated(ArmSettings, each, f"{path}: arm.{name}") for name, each in arms.items()}
@@ -196,6 +199,12 @@ def read_study(path: Path) -> Study:
             where = f"arm.{name}" if arm.set else "set"
             raise StudyError(f"{path}: {where}: {str(error).removeprefix('--set ')}") from error
     study = replace(study, arms=tuple(found))
+    for each in study.arms:
+        try:
+            _contents(each.config)
+        except StudyError as error:
+            where = "" if each.name == BASELINE else "arm."
+            raise StudyError(f"{path}: {where}{each.name}: {error}") from error
     if problem := _metric_problem(settings.metric, study.baseline.config.evaluation):
         raise StudyError(f"{path}: {problem}")
     if problems := list(confounds(study)):

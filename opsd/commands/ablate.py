@@ -20,6 +20,7 @@ from opsd.ablate.cells import (
     ORIGIN,
     Cell,
     Found,
+    cell_dict,
     cells_of,
     cost_of_all,
     look,
@@ -117,16 +118,40 @@ def run(file: Path, root: Path | None, **given: Any) -> int:
 
 @ablate.command(epilog=exit_codes({0: "told", 1: "Slurm does not tell", 2: "FILE cannot be used"}))
 @study_options
-def status(file: Path, root: Path | None) -> int:
-    """The state, step, loss and job of each cell of FILE."""
+@option("--json", "json_file", type=_FILE, help="Write JSON to FILE, - for stdout.")
+def status(file: Path, root: Path | None, json_file: Path | None) -> int:
+    """The state, step, loss and job of each cell of FILE.
+
+    A cell whose job waits or runs has the state that Slurm names.
+    """
     study, cells = _study(file, root)
     found = _look(cells)
     _tell_main_run(study, found)
     jobs: dict[str, Job] = _asked(lambda: running.jobs_of(cells, choose().slurm), {})
+    _refuse_to_overwrite(json_file, file, _root(file, root))
+    if json_file is not None:
+        told = {"cells": [_status_dict(each, jobs.get(each.cell.name)) for each in found]}
+        if not written(json_file, json.dumps(told, indent=1) + "\n", "the status"):
+            return exitcodes.FAILED
+    if str(json_file) != "-":
+        _show_status(found, jobs)
+    _tell_of_folder(_root(file, root), found)
+    return exitcodes.OK
+
+
+def _state_of(found: Found, job: Job | None) -> str:
+    return job.state if job is not None and found.state != "done" else found.state
+
+
+def _status_dict(found: Found, job: Job | None) -> dict[str, Any]:
+    return cell_dict(found) | {"state": _state_of(found, job), "job": None if job is None else job.id}
+
+
+def _show_status(found: Sequence[Found], jobs: Mapping[str, Job]) -> None:
     table = plain_table("cell", "arm", "seed", "state", "step", "loss", "job")
     for each in found:
         cell, job = each.cell, jobs.get(each.cell.name)
-        state = job.state if job is not None and each.state != "done" else each.state
+        state = _state_of(each, job)
         loss = "-" if each.loss is None else f"{each.loss:.4f}"
         table.add_row(
             cell.name, escape(cell.arm.name), str(cell.seed), f"[{_STYLES.get(state, 'default')}]{state}[/]",
@@ -138,8 +163,6 @@ def status(file: Path, root: Path | None) -> int:
             warn(f"cell {each.cell.name} {each.state}: {each.reason}")
     done = sum(each.state == "done" for each in found)
     click.echo(f"{done} of {plural(len(found), 'cell')} done, {cost_of_all(found).gpu_hours:.2f} GPU-hours")
-    _tell_of_folder(_root(file, root), found)
-    return exitcodes.OK
 
 
 @ablate.command(
@@ -521,10 +544,5 @@ def _show(report: Report) -> None:
     click.echo(f"cost: {cost_line(report.cost)}")
     if hours := report.planned_gpu_hours:
         click.echo(f"main run: {hours:,.0f} GPU-hours planned, of which this is {report.cost.gpu_hours / hours:.1%}")
-    for sentence in (
-        f"{plural(left, 'cell')} not done" if left else "",
-        report.stale,
-        f"uncommitted changes in {', '.join(report.origin.get('dirty', []))}" if report.origin.get("dirty") else "",
-    ):
-        if sentence:
-            warn(sentence)
+    for sentence in (*([f"{plural(left, 'cell')} not done"] if left else []), *report.doubts):
+        warn(sentence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import io
 import os
 import select
@@ -139,15 +140,35 @@ def show(error: click.ClickException) -> None:
     click.echo(f"opsd: {message}", err=True)
 
 
+def open_closed_streams() -> None:
+    """Give the standard streams that the caller has closed a descriptor: the next file would get their number.
+
+    What is written to such a stdout fails, as it should: nobody would see it.
+    """
+    modes = ((os.O_RDONLY, "r"), (os.O_RDONLY, "w"), (os.O_WRONLY, "w"))
+    for number, (name, (flags, mode)) in enumerate(zip(("stdin", "stdout", "stderr"), modes, strict=True)):
+        if getattr(sys, name) is None:
+            os.set_inheritable(os.open(os.devnull, flags), True)  # the lowest free number, which is this one
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+
+
+def unwritten(error: OSError, was_closed: bool) -> str:
+    """What helps if the output could not be written, "" for other errors. ``was_closed``: stdout, by the caller."""
+    if was_closed and error.errno == errno.EBADF:
+        return "open stdout"
+    return "free some, or send the output elsewhere" if exitcodes.of_error(error) == exitcodes.NO_SPACE else ""
+
+
 def main() -> None:
     """Entry point of the ``opsd`` script."""
+    was_closed = sys.stdout is None
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None if the caller has closed it
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a character for a dash shows "?"
     try:
         code = cli.main(standalone_mode=False, prog_name="opsd")
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except click.ClickException as error:
         show(error)
         sys.exit(exitcodes.USAGE)
@@ -160,9 +181,9 @@ def main() -> None:
         click.echo("opsd: interrupted", err=True)
         sys.exit(exitcodes.INTERRUPTED)
     except Exception as error:  # 1, as Python has it, would be the answer no: a prolog drains the node for it
-        if isinstance(error, OSError) and exitcodes.of_error(error) == exitcodes.NO_SPACE:
+        if isinstance(error, OSError) and (remedy := unwritten(error, was_closed)):
             where = f"{error.filename}: " if error.filename else ""
-            click.echo(f"opsd: {where}{error.strerror}: free some, or send the output elsewhere", err=True)
+            click.echo(f"opsd: {where}{error.strerror}: {remedy}", err=True)
             os._exit(exitcodes.NO_SPACE)  # the interpreter's own end would try to write again
         traceback.print_exc()
         sys.exit(exitcodes.BROKEN)

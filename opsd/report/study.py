@@ -62,8 +62,7 @@ def _header(report: Report) -> Html:
         ("cells", f"{done} of {len(report.found)} done"),
         ("baseline", settings.baseline),
     ]
-    stale = nothing(report.stale) if report.stale else Html("")
-    return join((Html(f"<h1>{h(study.path.name)} {pills}</h1>"), facts(shown), stale))
+    return join((Html(f"<h1>{h(study.path.name)} {pills}</h1>"), facts(shown), *map(nothing, report.doubts)))
 
 
 def _forest(report: Report, arms: Sequence[Compared]) -> str:

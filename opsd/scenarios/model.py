@@ -37,6 +37,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from opsd.files import read_settings
+
 Mode = Literal["observe", "recommend", "act"]
 MODES: tuple[Mode, ...] = ("observe", "recommend", "act")
 
@@ -207,8 +209,8 @@ class Scenario(_Part):
 def load(path: Path) -> Scenario:
     """Read a scenario file. Raises ScenarioError."""
     try:
-        return Scenario.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        return Scenario.model_validate(tomllib.loads(read_settings(path).decode()))
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScenarioError(f"{path}: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]

@@ -64,12 +64,12 @@ def test_stages_of_a_mixture_survive(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "code", "state"),
     [
-        (STEPS, 0, "done"), (7, 0, "stopped"), (7, 3, "stopped"), (7, 75, "stopped"), (7, None, "stopped"),
+        (STEPS, 0, "done"), (7, 0, "refused"), (7, 3, "stopped"), (7, 75, "stopped"), (7, None, "stopped"),
         (STEPS, None, "stopped"), (7, 1, "failed"), (0, 70, "failed"), (STEPS, 1, "failed"),
     ],
 )  # fmt: skip
 def test_the_state_of_a_cell(tmp_path: Path, steps: int, code: int | None, state: str) -> None:
-    """Done is a run that has all its steps and ended well; one that ended in good order or was killed goes on."""
+    """Done is a run that ended well, with all its losses; one that ended in good order or was killed goes on."""
     _, (cell, *_) = study_and_cells(make_study(tmp_path))
     assert look(cell).state == "new"
     end_cell(cell, steps=steps, code=code)
@@ -154,7 +154,7 @@ def test_a_cell_that_is_done_does_not_run_again(tmp_path: Path) -> None:
     end_cell(cell)
     end_cell(other, steps=5, code=75)
     assert is_done(cell.folder) and not is_done(other.folder)
-    (other.folder / SETTINGS).write_text("")
+    (other.folder / SETTINGS).unlink()
     with pytest.raises(StudyError, match="not the folder of a cell"):
         is_done(other.folder)
 

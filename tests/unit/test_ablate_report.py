@@ -327,6 +327,19 @@ def test_a_loss_that_is_no_number_counts_as_none(tmp_path: Path, loss: str) -> N
     assert arm["verdict"] in ("better", "undecided") and '"loss": ' + loss in metrics.read_text()
 
 
+def test_a_run_whose_losses_are_lost_has_not_failed(tmp_path: Path) -> None:
+    """It makes no pair, and is told with what to do; so is a study whose code nobody knows."""
+    path = ended(tmp_path)
+    last = study_and_cells(path)[1][-1]
+    (last.folder / "metrics.jsonl").unlink()
+    shown = ablate("report", path).output
+    assert "failed" not in shown and f"cell {last.name} does not count: metrics.jsonl lacks 2 of" in shown
+    assert "origin.json is missing" in shown
+    status = json.loads(ablate("status", path, "--json", "-").stdout)["cells"]
+    assert [cell["state"] for cell in status].count("done") == len(status) - 1
+    assert (status[-1]["state"], status[-1]["job"]) == ("refused", None) and "put it back" in status[-1]["reason"]
+
+
 @pytest.mark.parametrize("command", ["run", "status", "report", "stop"])
 def test_a_study_that_cannot_be_used_is_one_sentence(tmp_path: Path, command: str) -> None:
     """Nothing is started."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from pathlib import Path
 
@@ -145,6 +146,24 @@ def test_a_bad_file_is_one_sentence(shards: Path, head: str, named: str) -> None
     with pytest.raises(StudyError) as refused:
         read_study(study_file(shards, "", head))
     assert named in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (("/corpus", "/elsewhere"), "baseline: {0}/elsewhere"),
+        (("[arm.more]", '[arm.data]\nset = ["data.shards={0}/elsewhere"]\n[arm.more]'), "arm.data: {0}/elsewhere"),
+        (('"tiny"', '"none.toml"'), "baseline: there is no file none.toml"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_told_with_its_arm(shards: Path, change: tuple[str, str], named: str) -> None:
+    """And with the file, which may have a mark of its encoding as some editors write it."""
+    path = study_file(shards, "[arm.more]\n")
+    before, after = (each.format(shards) for each in change)
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(before.encode(), after.encode(), 1))
+    with pytest.raises(StudyError) as refused:
+        read_study(path)
+    assert str(refused.value).startswith(f"{path}: {named.format(shards)}")
 
 
 def test_the_metric_may_be_a_result_of_an_evaluation(shards: Path) -> None:

@@ -42,6 +42,15 @@ def test_a_reader_that_has_enough_is_no_answer() -> None:
     os.close(write_end)
 
 
+def test_a_closed_output_is_no_answer() -> None:
+    """As in `opsd config show >&-`. What closes the others does no harm."""
+    for redirections, code in ((">&-", exitcodes.NO_SPACE), ("2>&-", exitcodes.OK), ("<&-", exitcodes.OK)):
+        command = f'"{sys.executable}" -m opsd config show {redirections}'
+        ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        assert ended.returncode == code
+        assert ("open stdout" in ended.stderr) == (code != exitcodes.OK)
+
+
 def test_a_terminal_of_few_characters_shows_what_it_can() -> None:
     """A runbook has dashes and lines that ASCII lacks."""
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
