@@ -26,6 +26,7 @@ import json
 import math
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,14 +40,15 @@ from tokenizers import Tokenizer
 
 from opsd import durable, exitcodes
 from opsd.checkpoints.manifest import CheckpointError, folder_of, verify
+from opsd.evaluations import harness
+from opsd.evaluations.queue import AWAITING, RESULTS, SCORES
 from opsd.progress import tracked
-from opsd.trainer import harness
 from opsd.trainer.attention import Cache
 from opsd.trainer.config import CHECKPOINTS, CONFIG, Config, ConfigError
 from opsd.trainer.data.shards import DataError, Framing, find_index, place
 from opsd.trainer.data.texts import read_texts
 from opsd.trainer.data.tokenize import MAX_UNCOVERED, ids, load_tokenizer, uncovered
-from opsd.trainer.evaluations import AWAITING, RESULTS, SCORES
+from opsd.trainer.hf.export import export_checkpoint
 from opsd.trainer.hf.weights import config_in
 from opsd.trainer.items import Item, Score, accuracies, read_items, standard_error, write_scores
 from opsd.trainer.load import load
@@ -278,6 +280,16 @@ def reading(model: ModelSettings, trained: int, length: int) -> ModelSettings:
     return model.model_copy(update={"pattern": kinds, "dual_chunk": trained, "dual_chunk_local": trained // 4})
 
 
+def ask_harness(config: Config, checkpoint: Path, kept: Path) -> harness.Results:
+    """The results of the run's harness for ``checkpoint``. Raises DataError, CheckpointError or OSError."""
+    with tempfile.TemporaryDirectory(prefix="opsd-evaluation-") as name:
+        export_checkpoint(config, checkpoint, Path(name, "model"))
+        try:
+            return harness.run(config.evaluation.harness, Path(name, "model"), kept)
+        except harness.HarnessError as error:
+            raise DataError(f"evaluation.harness: {error}") from error
+
+
 def main(arguments: Sequence[str]) -> int:
     """Evaluate one checkpoint."""
     if len(arguments) != 2 or not arguments[1].isdecimal():
@@ -298,7 +310,7 @@ def main(arguments: Sequence[str]) -> int:
         line["positions"] = {}
         line["results"], line["errors"] = evaluate(config, model, kept, line["positions"])
         if config.evaluation.harness:
-            results, errors = harness.run(config, folder, kept)
+            results, errors = ask_harness(config, folder, kept)
             line["results"] |= results
             line["errors"] |= errors
         if config.evaluation.reference:

@@ -33,10 +33,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from opsd.trainer.background import Work, run_now
+from opsd.background import Work, run_now
+from opsd.jsonl import Appender
 from opsd.trainer.config import Config
 from opsd.trainer.data_settings import Shape
-from opsd.trainer.jsonl import Appender
 
 
 class MetricsLog:

@@ -64,7 +64,7 @@ from opsd.checkpoints.manifest import (
 )
 from opsd.checkpoints.retention import AWAITED, prune
 from opsd.durable import Unproved
-from opsd.trainer.jsonl import METRICS
+from opsd.jsonl import METRICS
 from opsd.trainer.locks import POLL_S, locked
 from opsd.trainer.memory import StateInfo, checksum, write_info
 from opsd.trainer.parts import PersistPlan, parts_of, remove_parts, with_retries, write_part

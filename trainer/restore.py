@@ -30,11 +30,11 @@ from opsd.checkpoints.manifest import newest as newest_step
 from opsd.checkpoints.remote import URL, without_user
 from opsd.client import Reporter
 from opsd.events import CheckpointLoaded, CheckpointRejected
+from opsd.jsonl import new_lines
 from opsd.trainer import memory
 from opsd.trainer.checkpoint import State
 from opsd.trainer.config import ConfigError
 from opsd.trainer.exchange import gather_held, newest_whole, plan_transfers, run_transfers
-from opsd.trainer.jsonl import new_lines
 from opsd.trainer.load import load, load_memory
 from opsd.trainer.locks import wait_for_saves
 from opsd.trainer.parts import with_retries

@@ -20,16 +20,16 @@ from typing import Any, Final
 
 import torch
 
+from opsd.background import Background, Work, run_now
 from opsd.client import Reporter
 from opsd.events import DataMixture
-from opsd.trainer.background import Background, Work, run_now
+from opsd.jsonl import METRICS, Appender
 from opsd.trainer.config import Config
 from opsd.trainer.counts import flops_per_token
 from opsd.trainer.data.mixture import Mixture
 from opsd.trainer.data_settings import Shape
-from opsd.trainer.evaluations import Evaluations
+from opsd.trainer.evaluations import queue_of, saved
 from opsd.trainer.experts import LOADS
-from opsd.trainer.jsonl import METRICS, Appender
 from opsd.trainer.metrics import MetricsLog
 from opsd.trainer.tracking import Tracking
 from opsd.trainer.world import World
@@ -56,7 +56,7 @@ class Telemetry:
         self._metrics = MetricsLog(folder / METRICS, config, world.size, background)
         self._loads = LoadsLog(folder / EXPERTS, config, background)
         self._lines = StepLines(config.run.log_every, config.run.steps, partial(peak_memory, world.device))
-        self._evaluations = Evaluations(config, folder, reporter, background) if config.evaluation.wanted else None
+        self._evaluations = queue_of(config, folder, reporter, background) if config.evaluation.wanted else None
         self._tracking = Tracking(config, folder, reporter)
 
     def begin(self, shape: Shape) -> None:
@@ -93,7 +93,7 @@ class Telemetry:
     def poll(self, committed: Iterable[int]) -> None:
         """Start evaluations of the checkpoints of the steps ``committed``, and report finished ones; never waits."""
         if self._first and self._evaluations is not None:
-            self._evaluations.add(committed)
+            self._evaluations.add(saved(Path(self._config.run.folder), committed))
             self._evaluations.poll(time.monotonic())
 
     def close(self, committed: Iterable[int]) -> None:
@@ -105,7 +105,7 @@ class Telemetry:
             storage_answers = self._background.finish()
         if self._evaluations is not None and storage_answers:
             with self._reporter.phase("evaluation"):
-                self._evaluations.add(committed)
+                self._evaluations.add(saved(Path(self._config.run.folder), committed))
                 self._evaluations.close()
         self._tracking.close()
 

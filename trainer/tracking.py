@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opsd.client import Reporter, append_event
+from opsd.evaluations.queue import RESULTS
 from opsd.events import TrackingFailed
 from opsd.files import write_text
+from opsd.jsonl import METRICS, Line, new_lines, read_positions, write_positions
 from opsd.trainer.config import Config, ConfigError
-from opsd.trainer.evaluations import RESULTS
-from opsd.trainer.jsonl import METRICS, Line, new_lines, read_positions, write_positions
 from opsd.trainer.settings import TrackingSettings
 
 FOLDER, POSITION, PLACES, LOG = "tracking", "position.json", "places.json", "tracking.log"

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from opsd.trainer.background import LIMIT, Background
+from opsd.background import LIMIT, Background
 
 
 class Storage:

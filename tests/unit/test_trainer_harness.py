@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.trainer.data.shards import DataError
-from opsd.trainer.harness import read_results
+from opsd.evaluations.harness import HarnessError, read_results
 
 LM_EVAL = {
     "results": {
@@ -70,5 +69,5 @@ def test_what_are_no_results_is_said(tmp_path: Path, content: str | None, senten
     """No file, no numbers, or something else altogether."""
     if content is not None:
         write(tmp_path, "results.json", content)
-    with pytest.raises(DataError, match=re.escape(sentence)):
+    with pytest.raises(HarnessError, match=re.escape(sentence)):
         read_results(tmp_path)

@@ -26,7 +26,7 @@ from opsd.checkpoints.manifest import (
     steps,
     verify,
 )
-from opsd.trainer.jsonl import METRICS
+from opsd.jsonl import METRICS
 from opsd.trainer.locks import LOCKS, hold_lock, wait_for_saves
 from opsd.trainer.parts import PersistPlan
 from tests.fakes.clock import until

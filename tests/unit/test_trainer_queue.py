@@ -10,9 +10,10 @@ import pytest
 
 from opsd.checkpoints.manifest import Manifest, commit, folder_of
 from opsd.client import Reporter, events_path
+from opsd.evaluations.queue import AWAITING, RESULTS, SUBMITTED, Queue, without_rank_variables
 from opsd.launch.ranks.settings import Assignment, Program, Settings
 from opsd.trainer.config import load
-from opsd.trainer.evaluations import AWAITING, RESULTS, SUBMITTED, Evaluations, without_rank_variables
+from opsd.trainer.evaluations import queue_of
 
 
 def test_an_evaluation_is_no_rank() -> None:
@@ -20,7 +21,7 @@ def test_an_evaluation_is_no_rank() -> None:
     base = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "OPSD_CONFIG": "/etc/opsd.toml", "HOME": "/home/a"}
     kept = dict.fromkeys(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "OMP_NUM_THREADS"), "1")
     kept["TORCH_FR_BUFFER_SIZE"] = "2000"
-    settings = Settings(Program("module", "train", (), "python", Path("/r")), "r", "1", "n1", 2, "r")
+    settings = Settings(Program("module", "train", (), "python", Path("/r")), "r", "1", "n1", 2, "r", evaluation="{}")
     fixed = settings.environment(0, Path("/r"), base)
     changing = settings.generation_environment(
         Assignment(0, 2, 0, 2, 4, "n1", 29500), 0, generation=3, restarts=2, error_file=Path("/e"), page=Path("/p")
@@ -38,10 +39,10 @@ def mark(tmp_path: Path) -> Path:
     return folder / AWAITING
 
 
-def begin(folder: Path, queue: str = "{command}") -> Evaluations:
+def begin(folder: Path, queue: str = "{command}") -> Queue:
     """Another start of the run."""
     config = load("tiny", ["data.shards=/data", f"evaluation.queue={json.dumps(queue)}"], {})
-    return Evaluations(config, folder, Reporter(folder / "page"))
+    return queue_of(config, folder, Reporter(folder / "page"))
 
 
 def events(folder: Path) -> list[dict[str, Any]]:

@@ -16,9 +16,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from opsd.evaluations.queue import RESULTS
 from opsd.trainer.config import CONFIG, Config
 from opsd.trainer.data.shards import DataError
-from opsd.trainer.evaluations import RESULTS
 
 DRAWN: Final = 100_000
 """Mixtures that are compared, as in RegMix; the best ``KEPT`` of them are averaged."""

@@ -17,10 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from opsd.trainer.config import Config
-from opsd.trainer.data.shards import DataError
-from opsd.trainer.hf.export import export_checkpoint
-
 MODEL, OUTPUT = "{model}", "{output}"
 """Placeholders in the command for the folders of the model and of the results."""
 LOG = "harness.log"
@@ -28,31 +24,32 @@ LOG = "harness.log"
 _STDERR, _NO_RESULT = "_stderr", "sample_len"
 _TAIL = 4096
 
+
+class HarnessError(Exception):
+    """A harness has failed, or has written no results; the message says how."""
+
+
 Results = tuple[dict[str, float], dict[str, float]]
 """The results by name, and the standard errors of those that have one."""
 
 
-def run(config: Config, checkpoint: Path, kept: Path) -> Results:
-    """The results of the run's harness for ``checkpoint``; its output goes into the folder ``kept``.
+def run(command: str, model: Path, kept: Path) -> Results:
+    """The results of ``command`` for the folder ``model``; its output goes into the folder ``kept``.
 
-    Raises DataError with the last line of its output, CheckpointError or OSError.
+    Raises HarnessError with the last line of its output, or OSError.
     """
+    kept.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="opsd-evaluation-") as name:
-        model, output = Path(name, "model"), Path(name, "results")
-        export_checkpoint(config, checkpoint, model)
-        words = [
-            word.replace(MODEL, str(model)).replace(OUTPUT, str(output))
-            for word in shlex.split(config.evaluation.harness)
-        ]
-        kept.mkdir(parents=True, exist_ok=True)
+        output = Path(name)
+        words = [word.replace(MODEL, str(model)).replace(OUTPUT, name) for word in shlex.split(command)]
         with open(kept / LOG, "wb") as log:
             try:
                 done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False)
             except OSError as error:
-                raise DataError(f"evaluation.harness: {words[0]} cannot be run: {error.strerror}") from error
+                raise HarnessError(f"{words[0]} cannot be run: {error.strerror}") from error
         if done.returncode:
             last = _last_line(kept / LOG)
-            raise DataError(f"evaluation.harness: {words[0]} ended with status {done.returncode}{last}")
+            raise HarnessError(f"{words[0]} ended with status {done.returncode}{last}")
         return read_results(output)
 
 
@@ -65,14 +62,14 @@ def _last_line(log: Path) -> str:
 
 
 def read_results(folder: Path) -> Results:
-    """The numbers in the newest results under ``folder``. Raises DataError if there are none."""
+    """The numbers in the newest results under ``folder``. Raises HarnessError if there are none."""
     files = sorted(folder.rglob("results*.json"), key=lambda path: path.stat().st_mtime)
     try:
         found = dict(_numbers(json.loads(files[-1].read_text(encoding="utf-8"))["results"])) if files else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"evaluation.harness: {files[-1].name} is no file of results: {error!r}") from error
+        raise HarnessError(f"{files[-1].name} is no file of results: {error!r}") from error
     if all(_STDERR in name for name in found):
-        raise DataError(f"evaluation.harness wrote no results_….json with numbers into {OUTPUT}")
+        raise HarnessError(f"the harness wrote no results_….json with numbers into {OUTPUT}")
     return (
         {name: value for name, value in found.items() if _STDERR not in name},
         {name.replace(_STDERR, ""): value for name, value in found.items() if _STDERR in name},

@@ -1,0 +1,1 @@
+"""Evaluations of checkpoints: the queue of a run, and harnesses."""
