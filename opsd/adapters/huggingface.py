@@ -31,9 +31,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import torch
+import transformers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from opsd.adapters import resuming
+from opsd.adapters.evaluating import SavedCheckpoints, evaluations_of, finish_at_exit, keeping_awaited
 from opsd.adapters.first_batches import DATA, audit_mode, audit_trainer, refuse_resume
 from opsd.adapters.shared import Gate, Phases, Share, any_rank
 from opsd.checkpoints.claims import Fence
@@ -55,6 +57,7 @@ class RankPageCallback(TrainerCallback):
         self._tokens = Share()
         self._audited = False
         self._plan: resuming.Plan | None = None
+        self._evaluations: SavedCheckpoints | None = None
 
     def _begin(self, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -88,6 +91,8 @@ class RankPageCallback(TrainerCallback):
         if self._attached:
             self._begin(Reporter.from_env("adapter"))
         self._reporter.planned(max(0, state.max_steps))
+        if state.is_world_process_zero:
+            self._evaluations = evaluations_of(str(args.output_dir), self._reporter)
         self._phases.enter("data")
 
     def on_step_begin(
@@ -116,6 +121,8 @@ class RankPageCallback(TrainerCallback):
         )
         if any_rank(self._reporter.stop_requested, args.device):
             control.should_save = control.should_training_stop = True
+        if self._evaluations is not None:
+            self._evaluations.poll()
         self._phases.enter("evaluation" if control.should_evaluate else "checkpoint" if control.should_save else "data")
         return control
 
@@ -142,6 +149,8 @@ class RankPageCallback(TrainerCallback):
         if state.is_world_process_zero and self._plan is not None:
             resuming.keep(os.environ.get("OPSD_RUN_DIR"), str(args.output_dir), state.global_step, self._plan)
         self._reporter.checkpoint_committed(state.global_step)
+        if self._evaluations is not None:
+            self._evaluations.saved(state.global_step)
         self._phases.enter("data")
 
     def on_evaluate(
@@ -162,7 +171,11 @@ class RankPageCallback(TrainerCallback):
     ) -> None:
         """The training has ended in good order."""
         self._phases.leave()
-        self._reporter.close()
+        if self._evaluations is None or self._evaluations.is_idle:
+            self._reporter.close()
+        else:
+            self._reporter.enter("evaluation")
+            finish_at_exit(self._reporter)
 
 
 _ROLLOUTS = {
@@ -313,3 +326,5 @@ setattr(Trainer, "__init_subclass__", classmethod(_wrap_derived))  # noqa: B010 
 setattr(Trainer, "training_step", _counted(Trainer.training_step))  # noqa: B010 -- as below
 for _name in ("_save_checkpoint", "save_model"):
     setattr(Trainer, _name, _gated(getattr(Trainer, _name)))
+for _place in (transformers.trainer_utils, transformers.trainer):
+    setattr(_place, "sort_checkpoints", keeping_awaited(_place.sort_checkpoints))  # noqa: B010 -- as below

@@ -69,7 +69,10 @@ FLUSH_S = 5.0
 
 
 _SECTIONS = {
-    "Program and ranks": ("local_size", "module", "no_python", "virtual_local_rank", "role", "audit"),
+    "Program and ranks": (
+        "local_size", "module", "no_python", "virtual_local_rank", "role", "audit", "evaluation",
+        "evaluation_queue",
+    ),
     "Several nodes": (
         "count", "spares", "nodes", "node_name", "join_timeout", "last_call", "node_timeout", "wait_for_node",
         "grow_after", "segment", "port",

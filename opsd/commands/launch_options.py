@@ -274,6 +274,20 @@ own_options = options(
         "the run, or warn; off: do not look. only: end after the audit.",
     ),
     option(
+        "--evaluation",
+        default="",
+        metavar="COMMAND",
+        help="Evaluate each checkpoint of a Hugging Face or TRL trainer with COMMAND, such as lm_eval. {model} in it "
+        "is the checkpoint, {output} the folder for results.",
+    ),
+    option(
+        "--evaluation-queue",
+        default="{command}",
+        metavar="COMMAND",
+        help="How an evaluation is started, such as sbatch --gpus=1 --wrap={command}; by default on the first node of "
+        "the run, beside the ranks.",
+    ),
+    option(
         "--beside",
         multiple=True,
         metavar="COMMAND",

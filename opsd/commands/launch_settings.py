@@ -23,6 +23,7 @@ import click
 from click.core import ParameterSource
 
 from opsd.commands.launch_options import rdzv_seconds, rendezvous_options
+from opsd.evaluations.queue import PLACE
 from opsd.launch.hangs.limits import HangLimits
 from opsd.launch.io.console import STDOUT
 from opsd.launch.io.reporting import print_message, takes_color
@@ -120,9 +121,32 @@ def settings_of(program: Program, run: str, node: str, options: dict[str, Any]) 
             secrets=[where for where in options["notify"] if "://" in where],
         ),
         audit=options["audit"],
+        evaluation=evaluation_of(program, options),
         gives_way=options["give_way"],
         color=takes_color(STDOUT),
     )
+
+
+def evaluation_of(program: Program, options: dict[str, Any]) -> str:
+    """The evaluation of checkpoints for the ranks' environment, "" for none. Raises click.UsageError."""
+    command, queue = options["evaluation"], options["evaluation_queue"]
+    if not command:
+        return ""
+    if program.name == TRAINER:
+        raise click.UsageError("--evaluation is for trainers of Hugging Face; set evaluation.harness of the run")
+    if not program.observe or options["no_observe"]:
+        raise click.UsageError("--evaluation needs the callback that --no-observe leaves out; drop one of them")
+    for flag, given in (("--evaluation", command), ("--evaluation-queue", queue)):
+        try:
+            words = shlex.split(given)
+        except ValueError as error:
+            raise click.UsageError(f"{flag} {given!r:.80} cannot be split into words: {error}") from error
+        here = flag == "--evaluation-queue" or queue == PLACE
+        if not words or (here and PLACE not in words[0] and shutil.which(words[0]) is None):
+            raise click.UsageError(f"{flag} {given!r:.80} names no program that can be executed here")
+    if PLACE not in queue:
+        raise click.UsageError(f"--evaluation-queue {queue!r:.80} lacks {PLACE}, the place of the evaluation's command")
+    return json.dumps({"command": command, "queue": queue, "python": sys.executable})
 
 
 def besides_of(options: dict[str, Any]) -> list[Beside]:

@@ -155,7 +155,8 @@ class Settings:
     """The settings of a launcher; times in seconds.
 
     ``restarts_asked``: the user set ``max_restarts``. ``virtual_local_rank``: each rank sees its own GPU only, as local
-    rank 0. ``resume``: the command that goes on with the run. ``gives_way``: a run that is stopped makes no report.
+    rank 0. ``resume``: the command that goes on with the run. ``evaluation``: see
+    ``opsd.adapters.evaluating``. ``gives_way``: a run that is stopped makes no report.
     """
 
     program: Program
@@ -176,6 +177,7 @@ class Settings:
     virtual_local_rank: bool = False
     resume: str = ""
     audit: str = AUDITS[0]
+    evaluation: str = ""
     gives_way: bool = False
     color: bool = False
     """Whether what ranks print ends on a terminal."""
@@ -204,6 +206,7 @@ class Settings:
             "OPSD_JOB": self.job,
             "OPSD_NODE": self.node,
             "OPSD_AUDIT": self.audit,
+            **({"OPSD_EVALUATION": self.evaluation} if self.evaluation else {}),
             "OPSD_GPU": "" if gpu is None else str(gpu),
         }
         return own_gpu_only(environment, local_rank) if self.virtual_local_rank else environment
