@@ -412,6 +412,18 @@ class Evaluation(TypedDict):
     why: NotRequired[str]
 
 
+class Audited(TypedDict):
+    """The first batches of a trainer of transformers or TRL were compared with their rows."""
+
+    documents: int
+    """that were looked at"""
+    findings: list[str]
+    notes: list[str]
+    mode: str
+    """`refuse`, `warn` or `only`"""
+    seconds: float
+
+
 class Rollouts(TypedDict):
     """What a trainer that generates has logged of its rollouts; fields that it does not log are left out."""
 
@@ -447,7 +459,7 @@ OF_RUNS: Final[tuple[type, ...]] = (
 OF_RANKS: Final[tuple[type, ...]] = (
     CheckpointRejected, CheckpointLoaded, CheckpointFailed, CheckpointUnproved, CheckpointCopyFailed, TrackingFailed,
     UpdateSkipped, CheckpointUploaded, CheckpointFetched, CheckpointUploadFailed, CheckpointFetchFailed, DataMixture,
-    DataWorkerRestarted, TpShardsEqual, ReplicasDiffer, ReplayDiffers, Evaluation, Rollouts,
+    DataWorkerRestarted, TpShardsEqual, ReplicasDiffer, ReplayDiffers, Evaluation, Audited, Rollouts,
 )  # fmt: skip
 """Written by ranks of the included trainer and by adapters; each has the field ``rank`` in addition."""
 

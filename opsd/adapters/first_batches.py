@@ -11,7 +11,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NoReturn
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from transformers import Trainer
 
+from opsd.events import Audited
 from opsd.posttrain.audit import Expected, Finding, Group, Report, audit, audit_overlap
 from opsd.posttrain.batches import Words, is_language_batch, read_batch, rows_of
 from opsd.posttrain.packing import audit_packing, first_packed
@@ -50,9 +51,10 @@ def audit_mode(environ: Mapping[str, str] = os.environ) -> str:
     return mode
 
 
-def audit_trainer(trainer: Trainer, inputs: Any, mode: str) -> None:
+def audit_trainer(trainer: Trainer, inputs: Any, mode: str, event: Callable[..., None]) -> None:
     """Audit before the first step, on the first rank; on all if a packed batch goes through a sharded model.
 
+    ``event`` writes one of the run.
     Raises AuditRefusedError if there are findings and ``mode`` is refuse or only, SystemExit(0) after one that is all.
     """
     began = time.monotonic()
@@ -60,7 +62,16 @@ def audit_trainer(trainer: Trainer, inputs: Any, mode: str) -> None:
     if speaks or sharded:
         report = audit_of(trainer, inputs, everything=speaks)
         if speaks:
-            _tell(report, mode, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            told = Audited(
+                documents=report.documents,
+                findings=[str(finding) for finding in report.findings],
+                notes=report.notes,
+                mode=mode,
+                seconds=round(seconds, 3),
+            )
+            event("audited", **told)
+            _tell(report, mode, seconds)
     if mode == "only":
         sys.exit(0)
 

@@ -74,7 +74,7 @@ class RankPageCallback(TrainerCallback):
         mode, step = audit_mode(), trainer.state.global_step
         self._audited, self._plan = True, resuming.plan_of(trainer)
         if mode != "off" and (step == 0 or mode == "only"):
-            audit_trainer(trainer, inputs, mode)
+            audit_trainer(trainer, inputs, mode, self._reporter.event)
         record = resuming.known(os.environ.get("OPSD_RUN_DIR"), str(trainer.args.output_dir))
         if mode != "off" and step > 0 and record is not None and record["step"] == step:
             skips = bool(trainer.args.ignore_data_skip)

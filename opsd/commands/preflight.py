@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -69,9 +70,17 @@ def _split(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
     return [name for value in values for name in value.split(",") if name]
 
 
+def _script(_ctx: click.Context, _param: click.Parameter, value: str) -> str:
+    try:
+        shlex.split(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{value!r:.80} cannot be split into words: {error}") from error
+    return value
+
+
 _SECTIONS = {
     "What is checked": ("profile", "only", "skip", "hours"),
-    "The run that is about to start": ("train", "train_set", "nodes", "sbatch"),
+    "The run that is about to start": ("train", "train_set", "script", "nodes", "sbatch"),
     "Results": ("json_file", "junit_file", "markdown_file", "textfile_file", "word_file", "quiet"),
     "What follows": ("acting", "fire_alerts"),
 }
@@ -102,6 +111,15 @@ _SECTIONS = {
 @config_options
 @option("--train", default="", metavar="CONFIG", help="Check the run that is about to start as well.")
 @option("--train-set", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one setting of that run.")
+@option(
+    "--run",
+    "script",
+    default="",
+    callback=_script,
+    metavar="'SCRIPT [ARGUMENTS]'",
+    help="Audit the first batches of a post-training script of transformers or TRL, with the words that follow opsd "
+    "launch.",
+)
 @option("--nodes", type=click.IntRange(1), default=1, help="Nodes of that run.")
 @option("--sbatch", type=_FILE, help="Batch script of that run.")
 @option("--alerts", "fire_alerts", is_flag=True, help="Fire each alert once, marked as a test. Pages people.")
@@ -124,6 +142,7 @@ def preflight(
     overrides: tuple[str, ...],
     train: str,
     train_set: tuple[str, ...],
+    script: str,
     nodes: int,
     sbatch: Path | None,
     hours: float | None,
@@ -153,6 +172,7 @@ def preflight(
         configured(settings.preflight, settings.agent.node, profile),
         train=str(Path(train).absolute()) if train.endswith(".toml") else train,
         overrides=train_set,
+        script=script,
         nodes=nodes,
         sbatch=str(sbatch.absolute()) if sbatch else "",
         fire_alerts=fire_alerts,

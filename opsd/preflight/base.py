@@ -16,9 +16,9 @@ from enum import StrEnum
 from typing import Final, Literal
 
 PROFILES: Final = ("quick", "standard", "burn-in", "spare")
-Need = Literal["gpu", "root", "network", "exclusive", "torch", "run"]
+Need = Literal["gpu", "root", "network", "exclusive", "torch", "run", "script"]
 """``exclusive``: measures a speed, so no other check may run at the same time. ``torch``: runs in the training's Python
-(preflight.python). ``run``: examines the run that is about to start."""
+(preflight.python). ``run``: examines the run that is about to start. ``script``: the same of a post-training script."""
 
 
 class Verdict(StrEnum):
@@ -143,6 +143,8 @@ class Context:
     ports_left_out: tuple[str, ...] = ()
     """Patterns of ports, as in the section ``[infiniband]``."""
     ignored_xids: tuple[int, ...] = ()
+    script: str = ""
+    """The words of a post-training script that is about to start, as after ``opsd launch``."""
     train: str = ""
     overrides: tuple[str, ...] = ()
     nodes: int = 1

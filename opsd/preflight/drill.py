@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from opsd.trainer.config import Config
 
 
+EVENTS = "drill.jsonl"
+
+
 def start(
     context: Context, config: Config, ranks: int, folder: Path, steps: int, settings: Sequence[str]
 ) -> tuple[subprocess.Popen[bytes], Path]:
@@ -27,7 +30,7 @@ def start(
     batch = readers * config.data.shape_at(1).micro_batch * config.parallel.pp
     command = [
         sys.executable, "-P", "-m", "opsd", "launch", f"--nproc-per-node={ranks}", "--standalone", "--redirects=3",
-        f"--run-id=drill-{os.getpid()}", f"--run-dir={folder}", f"--events={folder / 'drill.jsonl'}",
+        f"--run-id=drill-{os.getpid()}", f"--run-dir={folder}", f"--events={folder / EVENTS}",
         *program(context, config, folder, steps, batch, settings),
     ]  # fmt: skip
     output = folder / "output"
@@ -72,7 +75,7 @@ def storage_of(context: Context, config: Config) -> Path | None:
 
 def events(folder: Path) -> list[dict[str, Any]]:
     """The events of the launcher and the ranks so far."""
-    return lines(folder / "drill.jsonl")
+    return lines(folder / EVENTS)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

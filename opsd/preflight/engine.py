@@ -31,6 +31,7 @@ _NVIDIA_VENDOR: Final = "0x10de"
 _GPU_CLASSES: Final = ("0x0300", "0x0302")
 _SIMULATED: Final = "OPSD_SIMULATED_NVML"
 NO_RUN: Final = "no run was named; --train CONFIG checks one"
+NO_SCRIPT: Final = "no post-training script was named; --run SCRIPT checks one"
 
 
 class SelectionError(Exception):
@@ -178,6 +179,8 @@ def unmet_need(check: Check, context: Context, *, root: bool) -> Answer | None:
         return Answer(None, Verdict.COULD_NOT_RUN, "it needs root; run it with sudo or from the prolog")
     if "run" in check.needs and not context.train:
         return Answer(None, Verdict.NOT_APPLICABLE, NO_RUN)
+    if "script" in check.needs and not context.script:
+        return Answer(None, Verdict.NOT_APPLICABLE, NO_SCRIPT)
     if "gpu" in check.needs and context.device == "cuda":
         return _unfit_gpus(check, context)
     return None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("trl", reason="trl is not installed")
 
+from opsd.preflight.base import Verdict
+from opsd.preflight.report import Report
 from opsd.rank_page import read_page
 from tests.fakes.launched import Launched
 
@@ -60,6 +64,8 @@ trainer = trl.GRPOTrainer(
 )
 trainer.train()
 """
+STRIPPED = 'tokenizer.chat_template = CHATML.replace("messages %}", "messages[1:] %}")'
+"""A template that drops the system prompt."""
 # TRL 1.16 itself, without opsd, resumes a distillation exactly within its first epoch only.
 DISTILLATION = """
 rows = datasets.Dataset.from_list([{"prompt": writer.chat()[:-1]} for _ in range(128)])  # one epoch
@@ -139,7 +145,7 @@ def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
 
 def test_a_refused_run_is_not_repeated(tmp_path: Path) -> None:
     """A template that drops the system prompt: code 1, a sentence with the row, one generation."""
-    source = HEAD + 'tokenizer.chat_template = CHATML.replace("messages %}", "messages[1:] %}")' + SFT
+    source = HEAD + STRIPPED + SFT
     with Launched(tmp_path, source, "--nproc-per-node", "2") as run:
         assert run.wait(240) == 1
         assert "The system prompt of row 0" in run.err
@@ -150,8 +156,57 @@ def test_a_refused_run_is_not_repeated(tmp_path: Path) -> None:
 
 def test_a_warning_trains_all_the_same(tmp_path: Path) -> None:
     """The same with --audit warn."""
-    source = HEAD + 'tokenizer.chat_template = CHATML.replace("messages %}", "messages[1:] %}")' + SFT
+    source = HEAD + STRIPPED + SFT
     with Launched(tmp_path, source, "--audit", "warn") as run:
         assert run.wait(240) == 0
         assert "The system prompt of row 0" in run.out + run.err
     assert json.loads((tmp_path / "model/checkpoint-6/trainer_state.json").read_text())["global_step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "verdict", "said"),
+    [
+        (HEAD + SFT, 0, Verdict.PASS, ""),
+        (HEAD + STRIPPED + SFT, 1, Verdict.FAIL, "The system prompt of row 0"),
+        ("print('nothing')", 1, Verdict.COULD_NOT_RUN, "without a step of a trainer"),
+        ("raise ValueError('no such model')", 1, Verdict.COULD_NOT_RUN, "no such model"),
+    ],
+)
+def test_preflight_audits_a_script(tmp_path: Path, source: str, code: int, verdict: Verdict, said: str) -> None:
+    """The script is a check of the node; one that cannot be audited has failed."""
+    (tmp_path / "script.py").write_text(source)
+    words = ["preflight", "--only=run_audit", "--quiet", f"--run={tmp_path}/script.py", f"--json={tmp_path}/report"]
+    command = [sys.executable, "-m", "opsd", *words, f"--set=agent.state_dir={tmp_path / 'state'}"]
+    assert subprocess.run(command, cwd=tmp_path, timeout=240, check=False).returncode == code
+    (result,) = Report.from_json((tmp_path / "report").read_bytes()).results
+    assert result.verdict is verdict, result
+    assert said in " ".join(result.sentences)
+
+
+HARNESS = """
+import json, pathlib, sys
+model, output = map(pathlib.Path, sys.argv[1:])
+assert (model / "model.safetensors").exists() and (model / "tokenizer.json").exists()
+(output / "results.json").write_text(json.dumps({"results": {"task": {"step": int(model.name.split("-")[1])}}}))
+"""
+"""In the place of lm-evaluation-harness."""
+
+
+def test_each_checkpoint_is_evaluated_and_kept_until_then(tmp_path: Path) -> None:
+    """What the queue refuses waits for the next start; save_total_limit removes no checkpoint that waits."""
+    (tmp_path / "harness.py").write_text(HARNESS)
+    flags = ["--evaluation", f"{sys.executable} {tmp_path}/harness.py {{model}} {{output}}"]
+    source = HEAD.replace("save_steps=2", "save_steps=2, save_total_limit=1") + SFT
+    with Launched(tmp_path, source, *flags, "--evaluation-queue", "false {command}") as run:
+        assert run.wait(240) == 0, run.err
+        refused = run.events("evaluation")
+    kept = sorted(path.name for path in (tmp_path / "model").glob("checkpoint-*"))
+    assert kept == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert {(event["step"], event["why"].partition(",")[0]) for event in refused} == {
+        (step, "false ended with status 1") for step in (2, 4, 6)
+    }
+    with Launched(tmp_path, source.replace("max_steps=6", "max_steps=8"), *flags) as run:
+        assert run.wait(240) == 0, run.err
+        found = {event["step"]: event["results"] for event in run.events("evaluation") if event["results"]}
+    assert found == {step: {"task_step": float(step)} for step in (2, 4, 6, 8)}
+    assert not list((tmp_path / "model").glob("*/awaiting-evaluation"))

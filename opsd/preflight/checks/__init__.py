@@ -32,6 +32,7 @@ NAMES = (
     "memory",
     "storage_local",
     "storage_shared",
+    "run_audit",
     "run_config",
     "run_initial",
     "run_data",
