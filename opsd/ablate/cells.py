@@ -59,8 +59,8 @@ class Cell:
     folder: Path
 
     @property
-    def job_name(self) -> str:
-        """Of its job. The same cell in another folder has another job."""
+    def run_name(self) -> str:
+        """Of its run and its job. The same cell in another folder has others, so that both can run on one node."""
         return f"{self.name}-{digest_of(os.path.realpath(self.folder))[:6]}"
 
     @property

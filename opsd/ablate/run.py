@@ -55,7 +55,7 @@ def launch_command(cell: Cell, ranks: int, opsd: Sequence[str] = OPSD) -> list[s
 
 
 def _options(cell: Cell, ranks: int) -> list[str]:
-    return ["--run-id", cell.name, "--run-dir", str(cell.folder.absolute()), "--nproc-per-node", str(ranks)]
+    return ["--run-id", cell.run_name, "--run-dir", str(cell.folder.absolute()), "--nproc-per-node", str(ranks)]
 
 
 def _program(cell: Cell) -> list[str]:
@@ -205,7 +205,7 @@ def options_of(cell: Cell, partition: str, after: int | None, options: Sequence[
     """
     lane = f"afterany:{after},singleton" if after else "singleton"
     return [
-        f"--job-name={cell.job_name}", "--nodes=1", "--ntasks-per-node=1", "--no-kill", "--requeue",
+        f"--job-name={cell.run_name}", "--nodes=1", "--ntasks-per-node=1", "--no-kill", "--requeue",
         "--open-mode=append", f"--signal=USR1@{NOTICE_S}", f"--nice={NICE}", f"--partition={partition}",
         f"--output={cell.folder.absolute() / LOG}", f"--dependency={lane}", *options,
     ]  # fmt: skip
@@ -234,7 +234,7 @@ def submit(
         submitted = []
         for cell in cells:
             prepare(cell)
-            if cell.job_name in names or look(cell).state in ("done", "running"):
+            if cell.run_name in names or look(cell).state in ("done", "running"):
                 continue
             after = queue[-limit] if len(queue) >= limit else None
             queue.append(slurm.submit(script_of(cell, ranks, opsd), options_of(cell, partition, after, options)))
@@ -244,13 +244,13 @@ def submit(
 
 def jobs_of(cells: Sequence[Cell], slurm: Slurm) -> dict[str, Job]:
     """The jobs of cells that wait or run, by the name of the cell; of two jobs the older. Raises SlurmError."""
-    cell_of = {cell.job_name: cell.name for cell in cells}
+    cell_of = {cell.run_name: cell.name for cell in cells}
     return {cell_of[job.name]: job for job in sorted(_live(cells, slurm), key=lambda job: -job.id)}
 
 
 def _live(cells: Sequence[Cell], slurm: Slurm) -> list[Job]:
     """All jobs of cells that wait or run. Raises SlurmError."""
-    names = {cell.job_name for cell in cells}
+    names = {cell.run_name for cell in cells}
     return [job for job in slurm.jobs() if job.name in names and job.state not in ENDED]
 
 

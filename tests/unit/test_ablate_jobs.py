@@ -108,7 +108,7 @@ def test_what_is_done_gets_no_job(tmp_path: Path) -> None:
         end_cell(cell, steps=20 if not code else 3, code=code)
     queue = Queue()
     sent(tmp_path, queue)
-    assert queue.submitted == [cell.job_name for cell in cells[1:]]
+    assert queue.submitted == [cell.run_name for cell in cells[1:]]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 7])
@@ -137,7 +137,7 @@ def test_only_the_jobs_of_the_study_are_cancelled(tmp_path: Path) -> None:
     _, cells = study_and_cells(make_study(tmp_path))
     others = [
         Job(7, "running", "", "u", "p", (), "", None, None, None, 0, name)
-        for name in ("train", cells[0].name, cells[0].job_name[:-1])
+        for name in ("train", cells[0].name, cells[0].run_name[:-1])
     ]
     queue._jobs += others
     assert stop(cells, queue) == list(range(100, 106))
@@ -151,7 +151,7 @@ def test_a_job_says_what_it_is(tmp_path: Path) -> None:
     sent(tmp_path, queue)
     _, cells = study_and_cells(make_study(tmp_path))
     told = set(queue.options[0])
-    assert {"--requeue", "--no-kill", "--open-mode=append", "--partition=p", f"--job-name={cells[0].job_name}"} <= told
+    assert {"--requeue", "--no-kill", "--open-mode=append", "--partition=p", f"--job-name={cells[0].run_name}"} <= told
     assert any(option.startswith("--nice=") for option in told)
     folder = re.escape(str(cells[0].folder))
     wanted = (

@@ -186,7 +186,8 @@ def test_a_hold_that_a_person_has_set_stays(cluster: Cluster, hold: str) -> None
     said = cluster.nodes["n4"].run(*OPSD.split(), "requeue", "--json", str(job), user="nobody", check=False)
     assert (json.loads(said.stdout)["state"], json.loads(said.stdout)["held"]) == ("pending", reason)
     [found] = user.jobs([job])
-    assert (found.state, found.reason, found.starts_at) == ("pending", reason, began)
+    assert (found.state, found.reason) == ("pending", reason)
+    assert found.starts_at in (began, None)  # the scheduler itself takes its estimate back
 
 
 def test_a_job_whose_start_failed_is_tried_once_more(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class StudyOnSlurm:
 
     def jobs(self) -> list[Job]:
         """All that Slurm still knows, those that have ended included."""
-        names = {cell.job_name for cell in self.cells}
+        names = {cell.run_name for cell in self.cells}
         return [job for job in self.slurm.jobs() if job.name in names]
 
     def submit(self) -> str:
@@ -127,11 +127,11 @@ class StudyOnSlurm:
             assert time.monotonic() < limit, self.report()
             running = {job.name: job for job in self.jobs() if job.state == "running"}
             for cell in self.cells:
-                if cell.job_name in running and cell.job_name not in taken and look(cell).step > 15:
-                    taken.add(cell.job_name)
-                    self.free_s.append(self._take(running[cell.job_name].batch_host))
+                if cell.run_name in running and cell.run_name not in taken and look(cell).step > 15:
+                    taken.add(cell.run_name)
+                    self.free_s.append(self._take(running[cell.run_name].batch_host))
             time.sleep(0.3)
-        assert taken == {cell.job_name for cell in self.cells}
+        assert taken == {cell.run_name for cell in self.cells}
 
     def _take(self, node: str) -> float:
         """Seconds from the submission of a job of the main run until it runs on ``node``."""
@@ -161,7 +161,7 @@ class StudyOnSlurm:
 
     def accounted_gpu_hours(self) -> float:
         """What Slurm's accounting has for all starts of the cells' jobs."""
-        names = ",".join(cell.job_name for cell in self.cells)
+        names = ",".join(cell.run_name for cell in self.cells)
         words = ("sacct", "-D", "-X", "-n", "-P", f"--name={names}", "--format=JobName,ElapsedRaw,AllocTRES,State")
         lines = [line.split("|") for line in self.cluster.controller.run(*words).stdout.splitlines()]
         assert len(lines) == 2 * len(self.cells) and all("gres/gpu=1" in tres for _, _, tres, _ in lines), lines
@@ -178,7 +178,7 @@ def test_killed_submitters_and_preemptions_change_nothing(own_cluster: Cluster) 
     study.submit()
     seen |= {job.id: job.name for job in study.jobs()}
     study.preempt_each()
-    assert set(seen.values()) == {cell.job_name for cell in study.cells}
+    assert set(seen.values()) == {cell.run_name for cell in study.cells}
     assert len(seen) <= len(study.cells) + KILLS, "one job more at most for each killed submitter"
     wait_until(lambda: not any(job.state in ("running", "pending") for job in study.jobs()), "the last jobs", 120)
 
