@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -120,9 +119,9 @@ def _place(reader: Any) -> str:
 def summary(stage: Stage, plan: Mapping[str, Any], records: Sequence[Done]) -> dict[str, Any]:
     """The stage as a whole: its flows, and what it took from folders and gave to them.
 
-    Raises PipelineError if a file was written twice, if an input was not read exactly once, or if documents are lost.
+    Raises PipelineError if a file was written twice, or if an input was not read exactly once.
     """
-    problems = [*_written_twice(records), *_unread(stage, plan, records), *_lost(records)]
+    problems = [*_written_twice(records), *_unread(stage, plan, records)]
     if problems:
         raise PipelineError(f"stage {stage.number}: {'; '.join(shortened(problems))}")
     flows = merged(records)
@@ -174,19 +173,6 @@ def _unread(stage: Stage, plan: Mapping[str, Any], records: Sequence[Done]) -> I
         yield from (f"no task has read {place}/{name}" for name in sorted(wanted) if not times[name])
         yield from (f"{times[name]} tasks have read {place}/{name}" for name in sorted(wanted) if times[name] > 1)
         yield from (f"{place}/{name} was added while the stage ran" for name in sorted(wanted - known.keys()))
-
-
-def _lost(records: Sequence[Done]) -> Iterator[str]:
-    """Steps that have not passed on all that the one before them has."""
-    for done in records:
-        for before, after in pairwise(done.flows):
-            if (before.documents_out, before.bytes_out) != (after.documents_in, after.bytes_in):
-                yield f"task {done.rank} lost documents between {before.step} and {after.step}"
-        for flow in done.flows:
-            came, bytes_came = flow.documents_in + flow.documents_made, flow.bytes_in + flow.bytes_made + flow.edited
-            went, bytes_went = flow.documents_out + flow.documents_dropped, flow.bytes_out + flow.bytes_dropped
-            if not flow.consumed and (came, bytes_came) != (went, bytes_went):
-                yield f"task {done.rank}: {flow.step} took {came:,} documents, and {went:,} went out or were dropped"
 
 
 def demand_hand_over(stage: Stage, made: Mapping[str, Any], given: Mapping[str, int]) -> None:

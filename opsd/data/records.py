@@ -70,11 +70,19 @@ class Flow:
     bytes_out: int = 0
     documents_made: int = 0
     bytes_made: int = 0
-    documents_dropped: int = 0
-    bytes_dropped: int = 0
     edited: int = 0
     consumed: bool = False
     reasons: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def documents_dropped(self) -> int:
+        """Those that neither went out nor are in files of the step."""
+        return 0 if self.consumed else self.documents_in + self.documents_made - self.documents_out
+
+    @property
+    def bytes_dropped(self) -> int:
+        """Of those documents."""
+        return 0 if self.consumed else self.bytes_in + self.bytes_made + self.edited - self.bytes_out
 
     def add(self, other: Flow) -> None:
         """Count what ``other``, the same step in another task, has counted."""

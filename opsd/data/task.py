@@ -14,7 +14,6 @@ import json
 import os
 import resource
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +21,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,14 +43,21 @@ _DAMAGE: Final = ("Error when reading", "may be corrupted")
 
 
 class Meter:
-    """Counts what passes from one step to the next; ``before`` counts what comes into the step."""
+    """Counts what passes from a step, ``flow``, to the next one.
 
-    def __init__(self, flow: Flow, before: Meter | None, sizes: list[Any]) -> None:
-        self.flow, self._before, self._sizes = flow, before, sizes
-        self.entered: dict[int, int] = {}
-        """Bytes of the documents that are in the next step, by id. An id that comes again was that of a dropped one."""
-        self.next: Flow | None = None
+    Most documents leave the next step before another one goes in, so the last one that went in is kept as it is.
+    Those before it are kept by id: they are still in the step, or were dropped there. An id that comes again is that of
+    a dropped one.
+    """
+
+    __slots__ = ("_before", "_earlier", "_last", "_size", "_text", "ended", "flow")
+
+    def __init__(self, flow: Flow, before: Meter | None = None) -> None:
+        self.flow, self._before = flow, before
         self.ended = False
+        self._last: Any = None
+        self._text, self._size = "", 0
+        self._earlier: dict[int, int] = {}
 
     def __call__(self, documents: Any, rank: int = 0, world_size: int = 1) -> Any:
         """Stand between two steps, as a step of datatrove."""
@@ -63,41 +68,40 @@ class Meter:
         return self._counted(documents)
 
     def _counted(self, documents: Any) -> Iterator[Any]:
-        flow, before, following = self.flow, self._before, self.next
+        flow, before = self.flow, self._before or Meter(self.flow)
+        documents_out = bytes_out = 0
         for document in documents:
-            size = self._size(document.text)
-            flow.documents_out += 1
-            flow.bytes_out += size
-            came = None if before is None else before.entered.pop(id(document), None)
-            if came is None:
-                flow.documents_made += 1
-                flow.bytes_made += size
+            text = document.text
+            if document is before._last:
+                before._last, size = None, before._size
+                if text is not before._text:
+                    size = size_of(text)
+                    flow.edited += size - before._size
             else:
-                flow.edited += size - came
-            if following is not None:
-                following.documents_in += 1
-                following.bytes_in += size
-                if (gone := self.entered.get(id(document))) is not None:
-                    following.documents_dropped += 1
-                    following.bytes_dropped += gone
-                self.entered[id(document)] = size
+                size = size_of(text)
+                if (came := before._earlier.pop(id(document), None)) is None:
+                    flow.documents_made += 1
+                    flow.bytes_made += size
+                else:
+                    flow.edited += size - came
+            documents_out += 1
+            bytes_out += size
+            if self._last is not None:
+                self._earlier[id(self._last)] = self._size
+            self._last, self._text, self._size = document, text, size
             yield document
+        flow.documents_out, flow.bytes_out = documents_out, bytes_out
         self.ended = True
 
-    def _size(self, text: str) -> int:
-        """Bytes of a text. Most steps pass on the same object, which is measured once."""
-        if text.isascii():
-            return len(text)
-        if self._sizes[0] is not text:
-            self._sizes[:] = text, len(text.encode("utf-8", "surrogatepass"))
-        return int(self._sizes[1])
-
     def settle(self) -> None:
-        """Count what has not come out of the next step as dropped, or as consumed."""
-        if self.next is not None and not self.next.consumed:
-            self.next.documents_dropped += len(self.entered)
-            self.next.bytes_dropped += sum(self.entered.values())
-        self.entered.clear()
+        """Note what came into the step, once all documents have passed."""
+        if self._before is not None:
+            self.flow.documents_in, self.flow.bytes_in = self._before.flow.documents_out, self._before.flow.bytes_out
+
+
+def size_of(text: str) -> int:
+    """Bytes of a text in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
 class _Executor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no types
@@ -130,52 +134,43 @@ class _Executor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no typ
         }  # fmt: skip
 
 
-class Opened:
-    """The files that this process opens for reading below some folders. There can be one of them in a process."""
-
-    def __init__(self) -> None:
-        self.roots: tuple[str, ...] = ()
-        self.paths: dict[str, None] = {}
-        sys.addaudithook(self._hear)
-
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and self.roots:
-            path, _, flags = arguments
-            if isinstance(path, str) and path.startswith(self.roots) and flags & os.O_ACCMODE == os.O_RDONLY:
-                self.paths[path] = None
-
-    def below(self, folder: str) -> list[str]:
-        """The names of those below ``folder``."""
-        return sorted(path[len(folder) + 1 :] for path in self.paths if path.startswith(f"{folder}/"))
-
-
 class LocalFiles:
-    """The files that datatrove opens for writing. fsspec leaves them to the garbage collector behind a compressor.
+    """The files that datatrove opens on file systems of this machine.
 
-    On a full disk the buffered end of a file is then lost without an error. So the files are kept and closed here.
+    fsspec leaves a file behind a compressor to the garbage collector. On a full disk the buffered end of the file is
+    then lost without an error. So files for writing are kept and closed here.
     """
 
     def __init__(self) -> None:
         from fsspec.implementations.local import LocalFileSystem
 
-        before, self._files = LocalFileSystem._open, list[Any]()
+        before = LocalFileSystem._open
+        self.read: dict[str, None] = {}
+        """The paths of those for reading, in the order in which they were opened."""
+        self._written: list[Any] = []
 
         def opened(fs: Any, path: str, mode: str = "rb", **options: Any) -> Any:
             file = before(fs, path, mode=mode, **options)
-            if not mode.startswith("r"):
-                self._files = [*(each for each in self._files if not each.closed), file]
+            if mode.startswith("r"):
+                self.read[path] = None
+            else:
+                self._written = [*(each for each in self._written if not each.closed), file]
             return file
 
         LocalFileSystem._open = opened
 
+    def forget(self) -> None:
+        """Begin with none."""
+        self.read, self._written = {}, []
+
     def close(self) -> None:
         """Raises OSError."""
-        for file in self._files:
+        for file in self._written:
             file.close()
 
-    def forget(self) -> None:
-        """Let go of those of an attempt that has ended."""
-        self._files = []
+    def read_below(self, folder: str) -> list[str]:
+        """The names of those for reading below ``folder``."""
+        return sorted(path[len(folder) + 1 :] for path in self.read if path.startswith(f"{folder}/"))
 
 
 class Tasks:
@@ -188,7 +183,6 @@ class Tasks:
         if plan is None or [list(step) for step in stage.steps] != plan["steps"] or plan["tasks"] != stage.tasks:
             raise PipelineError(f"stage {stage.number} was changed while it runs: run `opsd data run` again")
         self._plan = plan_digest(plan)
-        self._opened = Opened()
         self._said: list[str] = []
         self._files = LocalFiles()
         os.environ.setdefault("RAYON_NUM_THREADS", str(cpus))  # tokenizers take all cores otherwise
@@ -229,26 +223,19 @@ class Tasks:
         meters = _meters(pipeline)
         metered = [part for step, meter in zip(pipeline, meters, strict=True) for part in (step, meter)]
         self._said.clear()
-        self._opened.paths.clear()
-        self._opened.roots = tuple(f"{place}/" for place in self._stage.inputs if "://" not in place)
-        try:
-            _Executor([self._listen, *metered], self._stage.tasks, self._folder.folder / LOG).run_rank(attempt.rank)
-            self._files.close()
-        finally:
-            self._opened.roots = ()
-            self._files.forget()
-        for meter in meters:
-            meter.settle()
+        self._files.forget()
+        _Executor([self._listen, *metered], self._stage.tasks, self._folder.folder / LOG).run_rank(attempt.rank)
+        self._files.close()
         if self._said:
             raise PipelineError(self._said[0])
-        flows = tuple(meter.flow for meter in meters)
         places = {aside: place for place, aside in staged.items()}
         for step, meter in zip(pipeline, meters, strict=True):
+            meter.settle()
             _audit(step, meter)
         return Done(
             attempt.rank, self._plan, attempt.token, tuple(_written(staged)), dict(staged),
-            {place: self._opened.below(place) for place in self._stage.inputs if "://" not in place},
-            flows, _counted(pipeline, "read_file", "data_folder", "documents", {}),
+            {place: self._files.read_below(place) for place in self._stage.inputs if "://" not in place},
+            tuple(meter.flow for meter in meters), _counted(pipeline, "read_file", "data_folder", "documents", {}),
             _counted(pipeline, "output_filename", "output_folder", "total", places),
         )  # fmt: skip
 
@@ -271,18 +258,15 @@ class Tasks:
             return f"{with_remedy(error)} (`opsd incidents` on this node has the storage's)"
         if isinstance(error, MemoryError):
             return f"no memory is left; it had {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10:,} MiB"
-        where = next(reversed(self._opened.paths), "")
+        where = next(reversed(self._files.read), "")
         said = f"{type(error).__name__}: {first_line(str(error))}"
         return f"{said} (the file that was opened last is {where})" if where else said
 
 
 def _meters(pipeline: list[Any]) -> list[Meter]:
     meters: list[Meter] = []
-    sizes: list[Any] = [None, 0]
     for step in pipeline:
-        meters.append(Meter(Flow(name_of(step)), meters[-1] if meters else None, sizes))
-    for meter, following in pairwise(meters):
-        meter.next = following.flow
+        meters.append(Meter(Flow(name_of(step)), meters[-1] if meters else None))
     return meters
 
 
@@ -300,6 +284,8 @@ def _audit(step: Any, meter: Meter) -> None:
         checks = {"dropped": flow.documents_dropped, "forwarded": flow.documents_out}
     elif hasattr(step, "read_file"):
         checks = {"documents": flow.documents_made}
+    elif hasattr(step, "output_mg"):
+        checks = {"total": flow.documents_in}
     for name, count in checks.items():
         if name in counts and counts[name] != count:
             raise PipelineError(
