@@ -124,13 +124,17 @@ def others_in(root: Path, cells: Iterable[Cell]) -> int:
 
 
 def prepare(cell: Cell) -> None:
-    """Make the folder of the cell, with the settings of its run. Raises StudyError, OSError."""
-    path = cell.folder / SETTINGS
+    """Make the folder of the cell, with the settings of its run and its places as they are now.
+
+    Raises StudyError, OSError.
+    """
+    path, settings = cell.folder / SETTINGS, _settings(cell).encode()
     if path.exists():
         demand_own(cell)
-        return
+        if path.read_bytes() == settings:
+            return
     durable.make_folder(cell.folder)
-    durable.replace(path, _settings(cell).encode())
+    durable.replace(path, settings)
 
 
 def demand_own(cell: Cell) -> None:

@@ -102,9 +102,9 @@ def test_a_killed_study_goes_on(tmp_path: Path, shards: Path, quiet: Path) -> No
     """First the submitter is killed, whose cell goes on; then one with its cell; then the folder moves. Same bits."""
     study, root = study_in(tmp_path, shards), tmp_path / "cells of it"
     command = [*ABLATE, "run", str(study), "--local", "--dir", str(root)]
-    for number, with_cell in enumerate((False, True)):
+    for number, with_cell in enumerate((False, True)):  # in the first cell, and in the second
         submitter = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(partial(reached, study, root, 4 + 20 * number), 200)
+        until(partial(reached, study, root, 4 + 12 * number), 200)
         for process in [submitter, *(submitter.children(recursive=True) if with_cell else ())]:
             process.kill()
         submitter.wait()

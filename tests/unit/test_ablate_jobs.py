@@ -155,7 +155,7 @@ def test_a_job_says_what_it_is(tmp_path: Path) -> None:
     assert any(option.startswith("--nice=") for option in told)
     folder = re.escape(str(cells[0].folder))
     wanted = (
-        rf"#!/bin/bash\nexec .* ablate cell {folder} -- .* slurm run --run-id {cells[0].name} "
+        rf"#!/bin/bash\nexec .* ablate cell {folder} -- .* slurm run --run-id {cells[0].run_name} "
         rf"--run-dir {folder} --nproc-per-node 1 --give-way --no-standby -- -m opsd\.trainer {folder}/cell\.toml\n"
     )
     assert re.fullmatch(wanted, queue.scripts[100])
