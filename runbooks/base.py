@@ -102,10 +102,10 @@ class Finding:
     the agent fills it in where a runbook leaves it empty. An incident opens once it has been
     found for ``lasting_s``, if that is longer than the runbook's ``open_after_s``. ``struck_at`` is the epoch second of
     the newest event that the finding rests on, None if it rests on a condition that lasts. ``gravity`` orders what is
-    to be done about it, from 1 on, for kinds in which that can rise; 0 for all others.
+    to be done about it, from 1 on, for kinds in which that can rise; 0 for all others. ``kind`` is that of the runbook;
+    the agent fills it in.
     """
 
-    kind: str
     key: str
     severity: Severity
     summary: str
@@ -119,6 +119,7 @@ class Finding:
     lasting_s: float = 0.0
     struck_at: float | None = None
     gravity: int = 0
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +295,7 @@ def same_finding(finding: Finding, view: View) -> Finding:
 
 
 Common = Literal["gpu", "rank", "run", "node"]
+DRAIN = "opsd drain NODE --incident ID --reason WHY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,4 +351,4 @@ class Runbook:
     prediction: bool = False
     told_by_runs: bool = False
     proved_by: Literal["", "run", "load"] = ""
-    first: tuple[str, ...] = ()
+    first: tuple[str, ...] = (DRAIN,)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
 from opsd.runbooks.lib.runs import (
     FRESH_S,
     REMEMBERED_S,
+    RunRunbook,
     job_of,
     quoted,
     ranks_of,
@@ -18,7 +19,7 @@ from opsd.runbooks.lib.runs import (
     step_seconds,
     world_size,
 )
-from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.lib.signals import counted, grouped, integer, number, text
 
 
 def _replaced(view: View, run: str, step: int, since: float) -> bool | None:
@@ -53,7 +54,6 @@ def _finding(events: Sequence[Event], view: View) -> Finding:
     run, step = text(first.data, "run"), integer(first.data, "step")
     files = sorted({text(event.data, "file") for event in events})
     return Finding(
-        kind="checkpoint_corrupt",
         key=f"{run}/step {step}",
         severity=Severity.WARNING,
         summary=f"the checkpoint of step {step} of {run} is damaged: {', '.join(files)}",
@@ -71,10 +71,9 @@ def _finding(events: Sequence[Event], view: View) -> Finding:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    rejected: dict[tuple[str, int], list[Event]] = {}
-    for event in view.events("checkpoint_rejected", REMEMBERED_S):
-        rejected.setdefault((text(event.data, "run"), integer(event.data, "step")), []).append(event)
-    for (run, step), events in rejected.items():
+    rejected = view.events("checkpoint_rejected", REMEMBERED_S)
+    by_step = grouped(rejected, lambda event: (text(event.data, "run"), integer(event.data, "step")))
+    for (run, step), events in by_step.items():
         fresh = view.wall - events[-1].at <= FRESH_S
         if fresh or _replaced(view, run, step, events[0].at) is False:
             yield _finding(events, view)
@@ -85,13 +84,11 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return _replaced(view, text(data, "run"), integer(data, "step"), number(data, "rejected_at") or incident.opened_at)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="checkpoint_corrupt",
     first=("opsd checkpoint verify FOLDER",),
     detect=_detect,
     remedy=notify_run("; the file stays where it is for the post-mortem"),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=300.0,
 )

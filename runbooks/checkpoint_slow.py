@@ -8,9 +8,9 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, run_events
+from opsd.runbooks.lib.runs import RunRunbook, live_leaders, live_ranks, run_events, run_finding, run_recovered
 from opsd.runbooks.lib.signals import counted, integer, number, text
 
 PHASE = "checkpoint"
@@ -38,8 +38,8 @@ def _stalls(view: View, rank: RankFact) -> list[float]:
 
 def _stuck(view: View, run: str) -> list[RankFact]:
     """The ranks that a checkpoint is blocking for too long now."""
-    ranks = [rank for rank in ranks_of(view, run) if rank.live and rank.phase == PHASE]
-    return [rank for rank in ranks if view.now - rank.phase_since > _limit(view, rank)]
+    saving = [rank for rank in live_ranks(view, run) if rank.phase == PHASE]
+    return [rank for rank in saving if view.now - rank.phase_since > _limit(view, rank)]
 
 
 def _limit(view: View, rank: RankFact) -> float:
@@ -72,61 +72,45 @@ def _behind(view: View, leader: RankFact) -> tuple[float, float] | None:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    for leader in leaders(view):
-        if not leader.live:
-            continue
-        stuck = _stuck(view, leader.run)
-        if stuck:
+    for leader in live_leaders(view):
+        if stuck := _stuck(view, leader.run):
             yield _standing(view, leader, stuck)
         elif slower := _slower(_stalls(view, leader)):
             now, before = slower
             said = f"each of the last two checkpoints held the training up for {now:.1f} s, {before:.1f} s before"
-            finding = _finding(view, leader, said, Culprit("storage", view.node), Severity.WARNING)
-            yield replace(finding, data={**finding.data, "before": before})
+            yield _finding(view, leader, said, before=before)
         elif behind := _behind(view, leader):
             lag, interval = behind
             said = f"the last checkpoint was durable after {lag:.0f} s, there are {interval:.0f} s between two"
-            yield _finding(view, leader, said, Culprit("storage", view.node), Severity.WARNING)
+            yield _finding(view, leader, said)
 
 
 def _standing(view: View, leader: RankFact, stuck: Sequence[RankFact]) -> Finding:
     """All ranks here save, or the others wait for the few that still do."""
     first = min(stuck, key=lambda rank: rank.phase_since)
     seconds = view.now - first.phase_since
-    ranks = [rank for rank in ranks_of(view, leader.run) if rank.live]
+    ranks = live_ranks(view, leader.run)
     few = 2 * len([rank for rank in ranks if rank.phase == PHASE]) < len(ranks)
     culprit = Culprit("storage", view.node, first.gpu if few else None, first.rank if few else None)
     who = f"rank {first.rank}" if few else f"{counted(len(stuck), 'rank')} here"
     said = f"{who} in a checkpoint for longer than {_limit(view, first):.0f} s"
     world = leader.world_size
     cost = Cost(1.0, seconds * world, f"{counted(world, 'GPU')} have waited for {seconds:.0f} s", world)
-    return _finding(view, leader, said, culprit, Severity.CRITICAL, cost)
+    return replace(_finding(view, leader, said), severity=Severity.CRITICAL, culprit=culprit, confidence=0.8, cost=cost)
 
 
-def _finding(
-    view: View, leader: RankFact, said: str, culprit: Culprit, severity: Severity, cost: Cost | None = None
-) -> Finding:
-    return Finding(
-        kind="checkpoint_slow",
-        key=leader.run,
-        severity=severity,
-        summary=f"checkpoints of {leader.run} are slow: {said}",
-        culprit=culprit,
-        confidence=0.8 if severity is Severity.CRITICAL else 0.7,
-        evidence=(Evidence(said, "rank pages", view.wall),),
-        cost=cost or Cost(),
-        job=leader.job,
-        data={"run": leader.run, "generation": leader.generation},
-    )
+def _finding(view: View, leader: RankFact, said: str, before: float | None = None) -> Finding:
+    summary, culprit = f"checkpoints of {leader.run} are slow: {said}", Culprit("storage", view.node)
+    return run_finding(view, leader, said, summary=summary, culprit=culprit, confidence=0.7, cost="", before=before)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once no rank stands in a checkpoint and the last one was about as fast as before, or the run ended well."""
     run = text(incident.data, "run")
-    leader = next((rank for rank in leaders(view) if rank.run == run and rank.live), None)
+    leader = next((rank for rank in live_leaders(view) if rank.run == run), None)
     if leader is None:
-        return True if recovered(view, run, integer(incident.data, "generation")) else None
-    if any(rank.live and rank.phase == PHASE for rank in ranks_of(view, run)):
+        return run_recovered(incident, view) or None
+    if any(rank.phase == PHASE for rank in live_ranks(view, run)):
         return False
     stalls, before = _stalls(view, leader), number(incident.data, "before")
     if before is not None and (not stalls or stalls[-1] >= 2 * before + NOTICEABLE_S):
@@ -134,14 +118,12 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return _slower(stalls) is None and _behind(view, leader) is None
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="checkpoint_slow",
     first=("iostat -x 1 5",),
     detect=_detect,
     remedy=notify_run("; look at what checkpoints are written to"),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=1800.0,
     causes=(Cause("storage_slow", "node", lag_s=60.0),),
 )

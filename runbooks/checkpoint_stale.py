@@ -7,9 +7,9 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Culprit, Finding, Incident, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, ranks_of, run_events, run_over, step_seconds
+from opsd.runbooks.lib.runs import RunRunbook, live_leaders, ranks_of, run_events, run_finding, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, text
 
 HISTORY_S = 7 * 86_400.0
@@ -43,29 +43,22 @@ def _overdue(view: View, leader: RankFact) -> tuple[int, float] | None:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    for leader in leaders(view):
-        overdue = _overdue(view, leader) if leader.live else None
-        if overdue is not None:
-            yield _finding(view, leader, *overdue)
-
-
-def _finding(view: View, leader: RankFact, committed: int, usual: float) -> Finding:
-    done = leader.steps[-1].step
-    behind = done - committed
-    at_risk = behind * step_seconds([leader]) * leader.world_size
-    fact = f"step {done} is done, the newest checkpoint is of step {committed}, usual are {usual:.0f} steps between two"
-    return Finding(
-        kind="checkpoint_stale",
-        key=leader.run,
-        severity=Severity.WARNING,
-        summary=f"{leader.run} has done {behind} steps since its last checkpoint, {behind / usual:.1f} times the usual",
-        culprit=Culprit("storage", view.node, detail="or the process that writes checkpoints"),
-        confidence=0.5,
-        evidence=(Evidence(fact, "rank pages", view.wall),),
-        cost=Cost(text=f"{at_risk / 3600:.1f} GPU-hours would be lost by a failure now"),
-        job=leader.job,
-        data={"run": leader.run, "generation": leader.generation, "committed": committed},
-    )
+    for leader in live_leaders(view):
+        if (overdue := _overdue(view, leader)) is None:
+            continue
+        (committed, usual), done = overdue, leader.steps[-1].step
+        behind, times = done - committed, f"{(done - committed) / usual:.1f}"
+        at_risk = behind * step_seconds([leader]) * leader.world_size
+        yield run_finding(
+            view, leader,
+            f"step {done} is done, the newest checkpoint is of step {committed}, "
+            f"usual are {usual:.0f} steps between two",
+            summary=f"{leader.run} has done {behind} steps since its last checkpoint, {times} times the usual",
+            culprit=Culprit("storage", view.node, detail="or the process that writes checkpoints"),
+            confidence=0.5,
+            cost=f"{at_risk / 3600:.1f} GPU-hours would be lost by a failure now",
+            committed=committed,
+        )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -77,14 +70,12 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return run_over(incident, view)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="checkpoint_stale",
     first=("df -h FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=1800.0,
     causes=(
         Cause("nvme_failing", "node", lag_s=60.0),

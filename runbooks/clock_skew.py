@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import latest, text
+from opsd.runbooks.lib.runs import live_ranks
+from opsd.runbooks.lib.signals import latest, said, text
 
 BOOTED = "opsd_host_boot_time_seconds"
 """The kernel derives it from the wall clock, so that it moves by as much as that is stepped."""
@@ -37,10 +38,9 @@ def _moved(view: View, seconds: float) -> float | None:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    moved = _moved(view, WINDOW_S)
+    moved, error = _moved(view, WINDOW_S), latest(view, MAX_ERROR)
     if moved is not None and abs(moved) >= STEP_S:
-        yield _finding(view, moved)
-    error = latest(view, MAX_ERROR)
+        yield _stepped(view, moved)
     if error is not None and error >= UNCORRECTED_S:
         yield _uncorrected(view, error)
 
@@ -48,41 +48,40 @@ def _detect(view: View) -> Iterator[Finding]:
 def _uncorrected(view: View, error: float) -> Finding:
     """The time service has stopped. A clock that no service has ever kept, as a container's, has no such error."""
     hours, offset = error / DRIFT / 3600.0, latest(view, OFFSET)
-    facts = [
-        f"the kernel says that the clock may be {error:.1f} s off: the last correction was about {hours:.0f} h ago",
-        f"{1e3 * offset:.1f} ms of that correction are left" if offset else "",
-    ]
     return Finding(
-        kind="clock_skew",
         key=f"{view.node}/uncorrected",
         severity=Severity.WARNING,
         summary=f"no time service has corrected the clock of {view.node} for about {hours:.0f} hours",
         culprit=Culprit("node", view.node, detail="time service"),
         confidence=0.9,
-        evidence=tuple(Evidence(fact, "kernel", view.wall) for fact in facts if fact),
+        evidence=said(
+            view, "kernel",
+            f"the kernel says that the clock may be {error:.1f} s off: the last correction was about {hours:.0f} h ago",
+            f"{1e3 * offset:.1f} ms of that correction are left" if offset else "",
+        ),
         cost=Cost(text="nothing itself; once the clock is minutes off, Slurm refuses the node"),
         data={"what": "uncorrected"},
-    )
+    )  # fmt: skip
 
 
-def _finding(view: View, moved: float) -> Finding:
-    ranks = [rank for rank in view.ranks if rank.live]
+def _stepped(view: View, moved: float) -> Finding:
+    ranks, known = live_ranks(view), latest(view, SYNCHRONISED)
     how = f"{abs(moved):.0f} s {'forward' if moved > 0 else 'back'}"
-    refused = f"more than the {CREDENTIAL_S:.0f} s that MUNGE tolerates" if abs(moved) > CREDENTIAL_S else ""
-    fact = f"the wall clock went {how} against the monotonic one within five minutes"
     kept = {1.0: "a time service keeps the clock", 0.0: "no time service keeps the clock"}
-    state = kept.get(-1.0 if (known := latest(view, SYNCHRONISED)) is None else known, "")
     return Finding(
-        kind="clock_skew",
         key=view.node,
         severity=Severity.WARNING,
         summary=f"the clock of {view.node} was moved {how}",
         culprit=Culprit("node", view.node, detail="wall clock"),
         confidence=0.95,
-        evidence=tuple(Evidence(said, "host", view.wall) for said in (fact, refused, state) if said),
+        evidence=said(
+            view, "host", f"the wall clock went {how} against the monotonic one within five minutes",
+            f"more than the {CREDENTIAL_S:.0f} s that MUNGE tolerates" if abs(moved) > CREDENTIAL_S else "",
+            "" if known is None else kept.get(known, ""),
+        ),
         cost=Cost(text="nothing itself; Slurm and logs that are compared with other nodes may suffer" if ranks else ""),
         job=ranks[0].job if ranks else "",
-    )
+    )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Severity, View
 from opsd.runbooks.lib.remedies import notify_unsupervised
-from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
+from opsd.runbooks.lib.runs import RunRunbook, downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
 from opsd.runbooks.lib.signals import counted, integer, integers, latest, number, text
 from opsd.runbooks.rank_hang import hangs, limit_of, moved_on, reported_states, state_of, waits_for_others
 
@@ -58,7 +58,6 @@ def _finding(
     data: Mapping[str, object],
 ) -> Finding:  # fmt: skip
     return Finding(
-        kind="collective_hang",
         key=f"{run}/generation {generation}",
         severity=Severity.CRITICAL,
         summary=f"{run} hangs in a collective, and no rank of {view.node} holds it up",
@@ -126,15 +125,13 @@ def _own_number(rank: RankFact) -> int:
     return rank.pid if rank.inside is None else rank.inside
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="collective_hang",
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=hangs(_from_launcher, _from_pages),
     diagnose=_diagnose,
     remedy=notify_unsupervised,
     healed=moved_on,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=180.0,
     causes=(
         Cause("gpu_lost", "gpu", within_s=60.0),

@@ -8,18 +8,11 @@ WITHIN_S, APART_S = 900.0, 60.0
 """Kernels before 5.6 report any moment above the threshold, at most every five minutes for each processor."""
 
 ROWS = (
-    Row(
-        "cpu_throttled", "processors are throttled by heat", lambda data: data.get("lasting") is True, within_s=WITHIN_S
-    ),
-    Row(
-        "cpu_throttled",
-        "processors are throttled by heat again and again",
-        lambda data: data.get("lasting") is False,
-        at_least=2,
-        within_s=WITHIN_S,
-        apart_s=APART_S,
-    ),
-)
+    Row("cpu_throttled", "processors are throttled by heat", lambda data: data.get("lasting") is True,
+        within_s=WITHIN_S),
+    Row("cpu_throttled", "processors are throttled by heat again and again", lambda data: data.get("lasting") is False,
+        at_least=2, within_s=WITHIN_S, apart_s=APART_S),
+)  # fmt: skip
 
 RUNBOOK = kernel_runbook(
     "cpu_thermal",

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, ranks_of, recovered, step_seconds
+from opsd.runbooks.lib.runs import RunRunbook, leaders, live_ranks, rank_of, run_finding, run_recovered, step_seconds
 from opsd.runbooks.lib.signals import integer, number, spread, text
 from opsd.runbooks.lib.trends import Point, by_step, condensed, due, thirds, trend
 
@@ -105,7 +105,7 @@ def _detect(view: View) -> Iterator[Finding]:
     if not steps or not due(steps[0], LOOK_EVERY_S):
         return
     for leader in leaders(view):
-        ranks = [rank for rank in ranks_of(view, leader.run) if rank.live and rank.generation == leader.generation]
+        ranks = [rank for rank in live_ranks(view, leader.run) if rank.generation == leader.generation]
         found = [pattern for rank in ranks if (pattern := _pattern(view, rank)) is not None]
         if found:
             yield _finding(view, sorted(found, key=lambda pattern: -pattern.share), len(ranks))
@@ -118,57 +118,38 @@ def _finding(view: View, found: Sequence[_Pattern], ranks: int) -> Finding:
     culprit = Culprit("data", view.node, detail="every loader")
     if len(found) == 1 and ranks > 1:
         culprit = Culprit("data", view.node, rank.gpu, rank.rank, "its loader")
-    return Finding(
-        kind="dataloader_growth",
-        key=rank.run,
+    return run_finding(
+        view, rank, *(pattern.said for pattern in found[:4]),
         severity=Severity.CRITICAL if worst.share >= COSTLY else Severity.WARNING,
         summary=f"{rank.run} waits for data {course}",
         culprit=culprit,
         confidence=0.8,
-        evidence=tuple(Evidence(pattern.said, "rank pages", view.wall) for pattern in found[:4]),
         cost=lost(view, rank, worst.share),
-        job=rank.job,
-        data={
-            "run": rank.run,
-            "rank": rank.rank,
-            "generation": rank.generation,
-            "limit": worst.limit,
-            "period": worst.period,
-        },
-    )
+        limit=worst.limit,
+        period=worst.period,
+    )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once the rank waits as little as before, through two periods and a half, or the run has ended."""
     data = incident.data
-    run, index, generation = text(data, "run"), integer(data, "rank"), integer(data, "generation")
-    rank = next((r for r in ranks_of(view, run) if r.rank == index and r.live and r.steps), None)
-    if rank is None:
-        return True if recovered(view, run, generation) else None
-    waits = _waits(view, rank)
-    return _over(data, [wait for step, wait in waits if step > rank.steps[-1].step - _steps(data)], len(waits))
-
-
-def _steps(data: Mapping[str, object]) -> int:
-    """How many of the last steps tell whether it is over."""
-    return max(10, int(PERIODS_OVER * integer(data, "period", 0)))
-
-
-def _over(data: Mapping[str, object], recent: Sequence[float], known: int) -> bool:
-    limit = number(data, "limit") or 0.0
-    if not recent or known < 5:
+    rank = rank_of(view, text(data, "run"), integer(data, "rank"))
+    if rank is None or not rank.live or not rank.steps:
+        return run_recovered(incident, view) or None
+    period, waits = integer(data, "period", 0), _waits(view, rank)
+    telling = rank.steps[-1].step - max(10, int(PERIODS_OVER * period))
+    recent = [wait for step, wait in waits if step > telling]
+    if not recent or len(waits) < 5:
         return False
-    return (max(recent) if integer(data, "period", 0) else median(recent)) <= limit
+    return (max(recent) if period else median(recent)) <= (number(data, "limit") or 0.0)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="dataloader_growth",
     first=("opsd diagnose",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     clear_after_s=20.0,
     verify_s=3600.0,
 )

@@ -8,9 +8,20 @@ from statistics import median
 
 from opsd.attribution import STOPPED, UNINTERRUPTIBLE
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, run_of, supervised, unsolved
-from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.base import Action, Cause, Cost, Culprit, Finding, Incident, Severity, View
+from opsd.runbooks.lib.runs import (
+    RunRunbook,
+    downtime,
+    job_of,
+    last_step,
+    live_ranks,
+    quoted,
+    rank_of,
+    run_of,
+    supervised,
+    unsolved,
+)
+from opsd.runbooks.lib.signals import counted, integer, number, said, text
 from opsd.runbooks.rank_hang import moved_on, reported_states, waits_for_data
 
 FLOOR_S = 3.0
@@ -32,13 +43,8 @@ def _limit(rank: RankFact) -> float:
 
 
 def _waits(rank: RankFact) -> bool:
-    return (
-        rank.live
-        and rank.process not in STOPPED
-        and rank.phase == "data"
-        and rank.steps_reported >= SETTLED_STEPS
-        and len(rank.steps) > 0
-    )
+    settled = rank.steps_reported >= SETTLED_STEPS and len(rank.steps) > 0
+    return rank.live and rank.process not in STOPPED and rank.phase == "data" and settled
 
 
 def _from_pages(view: View) -> Iterator[Finding]:
@@ -46,7 +52,7 @@ def _from_pages(view: View) -> Iterator[Finding]:
     for run in sorted({rank.run for rank in waiting if view.now - rank.phase_since > _limit(rank)}):
         # Half the limit: ranks stopped by one cause reach their limits a moment apart.
         stalled = [r for r in waiting if r.run == run and view.now - r.phase_since > _limit(r) / 2]
-        alive = [r for r in ranks_of(view, run) if r.live]
+        alive = live_ranks(view, run)
         if len(alive) > 1 and len(stalled) == len(alive):
             yield _shared(stalled, view)
         else:
@@ -56,22 +62,20 @@ def _from_pages(view: View) -> Iterator[Finding]:
 def _finding(rank: RankFact, view: View) -> Finding:
     waited = view.now - rank.phase_since
     worker = stalled_worker(rank)
-    others = sorted({r.phase for r in ranks_of(view, rank.run) if r.live and r.rank != rank.rank and r.phase != "data"})
+    halted = worker is not None and worker[1] in STOPPED
+    others = sorted({r.phase for r in live_ranks(view, rank.run) if r.rank != rank.rank and r.phase != "data"})
     facts = [
         f"rank {rank.rank} has waited {waited:.1f} s for its batch; its usual wait is {_usual_wait(rank):.3f} s",
         f"its loader process {worker[0]} is in state {worker[1]}{_meaning(worker[1])}" if worker else "",
         f"the other ranks wait for it in {' and '.join(others)}" if others else "",
     ]
     return Finding(
-        kind="dataloader_stall",
         key=f"{rank.run}/generation {rank.generation}/rank {rank.rank}",
         severity=Severity.CRITICAL,
         summary=f"rank {rank.rank} of {rank.run} has waited {waited:.0f} s for data",
-        culprit=Culprit(
-            "data", view.node, rank.gpu, rank.rank, "loader process stopped" if _halted(worker) else "loader"
-        ),
-        confidence=0.95 if _halted(worker) else 0.85,
-        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
+        culprit=Culprit("data", view.node, rank.gpu, rank.rank, "loader process stopped" if halted else "loader"),
+        confidence=0.95 if halted else 0.85,
+        evidence=said(view, "rank pages", *facts),
         cost=Cost(1.0, waited * rank.world_size, f"{counted(rank.world_size, 'GPU')} stood still for {waited:.0f} s"),
         job=rank.job,
         data={"run": rank.run, "rank": rank.rank, "generation": rank.generation, "step": last_step(rank)},
@@ -103,10 +107,6 @@ def _badness(state: str) -> int:
     return _WORST_FIRST.index(state) if state in _WORST_FIRST else len(_WORST_FIRST)
 
 
-def _halted(worker: tuple[int, str] | None) -> bool:
-    return worker is not None and worker[1] in STOPPED
-
-
 def _meaning(state: str) -> str:
     if state == UNINTERRUPTIBLE:
         return " (waiting for a disk or file server)"
@@ -123,7 +123,6 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
     page = rank_of(view, run, rank)
     said = f"rank {rank} has waited {stuck:.1f} s for its batch; the launcher's limit is {text(data, 'limit_s')} s"
     return Finding(
-        kind="dataloader_stall",
         key=f"{run}/generation {generation}/rank {rank}",
         severity=Severity.CRITICAL,
         summary=f"rank {rank} of {run} has waited {stuck:.0f} s for data",
@@ -140,8 +139,7 @@ def _detect(view: View) -> Iterator[Finding]:
     found = {finding.key: finding for finding in _from_pages(view)} if view.known("ranks") else {}
     yield from found.values()
     for event in unsolved(view, "hang_detected"):
-        finding = _from_launcher(event, view)
-        if finding is not None and finding.key not in found:
+        if (finding := _from_launcher(event, view)) is not None and finding.key not in found:
             yield finding
 
 
@@ -163,14 +161,12 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     return (Action("notify", target=run, reason=f"{why}; no opsd launcher is there to restart it"),)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="dataloader_stall",
     first=("kill -KILL PID", "iostat -x 1 3"),
     detect=_detect,
     remedy=_remedy,
     healed=moved_on,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=20.0,
     max_attempts=2,
     causes=(Cause("storage_slow", "node"), Cause("disk_errors", "node", lag_s=60.0)),

@@ -6,19 +6,25 @@ from collections.abc import Iterator
 from re import compile
 
 from opsd.runbooks.base import Cause, View
-from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, KernelFault, Lasting, Row, has, kernel_runbook, lasting_fault
-from opsd.runbooks.lib.signals import counted, text
+from opsd.runbooks.lib.kernel_faults import (
+    HOUR_S,
+    KernelFault,
+    Lasting,
+    Row,
+    has,
+    kernel_runbook,
+    lacks,
+    lasting_fault,
+    matches,
+)
+from opsd.runbooks.lib.signals import counted
 
 _NAMESPACE = compile(r"(nvme\d+)(?:c\d+)?n\d+")
-_NO_DISK = compile(r"(?:loop|sr|fd|zram|ram|nbd)\d")
-"""Devices without a disk of the node behind them: the errors of a mounted image, which any user may have made."""
+_disk = lacks("device", r"^(loop|sr|fd|zram|ram|nbd)\d")
+"""Not devices without a disk of the node behind them: the errors of a mounted image, which any user may have made."""
 
-_LOST = compile(r"Disabling|Removing|Device not ready|no available path")
+_LOST = "^(Disabling|Removing|Device not ready|no available path)"
 _POLLED, _GONE = "completion polled", "SAS host is non-operational"
-
-
-def _disk(data: Data) -> bool:
-    return not _NO_DISK.match(text(data, "device"))
 
 
 def _drive(device: str) -> str:
@@ -43,42 +49,21 @@ def _arrays(view: View, _seconds: float) -> Iterator[KernelFault]:
 
 
 ROWS = (
-    Row(
-        "raid_failed",
-        "the array {device} has failed: {outcome} {disk}",
-        has("outcome", "failing array", "Cannot continue operation"),
-        "device",
-        critical=True,
-    ),
+    Row("raid_failed", "the array {device} has failed: {outcome} {disk}",
+        has("outcome", "failing array", "Cannot continue operation"), "device", critical=True),
     Row("raid_failed", "the array {device} has lost {disk}", has("outcome", "disabling device"), "device"),
     Row("filesystem_readonly", "the file system on {device} was set to read-only", _disk, "device", critical=True),
     Row("filesystem_shutdown", "the file system on {device} was shut down", _disk, "device", critical=True),
-    Row(
-        "nvme_error",
-        "{device} is lost: {outcome}",
-        lambda data: bool(_LOST.match(text(data, "outcome"))),
-        "device",
-        critical=True,
-    ),
-    Row(
-        "nvme_error",
-        "{device} does not answer in time: {outcome}",
-        lambda data: text(data, "outcome") != _POLLED,
-        "device",
-        within_s=HOUR_S,
-    ),
+    Row("nvme_error", "{device} is lost: {outcome}", matches("outcome", _LOST), "device", critical=True),
+    Row("nvme_error", "{device} does not answer in time: {outcome}", lacks("outcome", _POLLED), "device",
+        within_s=HOUR_S),
     Row("controller_error", "{device} is lost: {outcome}", has("outcome", _GONE), "device", critical=True),
-    Row(
-        "controller_error",
-        "the firmware of {device} has failed: {outcome}",
-        lambda data: text(data, "outcome") != _GONE,
-        "device",
-        within_s=HOUR_S,
-    ),
+    Row("controller_error", "the firmware of {device} has failed: {outcome}", lacks("outcome", _GONE), "device",
+        within_s=HOUR_S),
     Row("nvme_error", "{device} loses interrupts", has("outcome", _POLLED), "device", at_least=3, within_s=HOUR_S),
     Row("io_error", "I/O errors of {device}", _disk, "device", within_s=HOUR_S),
     Row("filesystem_error", "errors of the file system on {device}", _disk, "device", within_s=HOUR_S),
-)
+)  # fmt: skip
 
 RUNBOOK = kernel_runbook(
     "disk_errors",

@@ -9,7 +9,8 @@ from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import rank_on
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import integer, latest, text
+from opsd.runbooks.lib.runs import live_ranks
+from opsd.runbooks.lib.signals import integer, latest, said, text
 from opsd.runbooks.lib.xids import ECHOES, code_of, gpu_at
 
 STATE = "opsd_collector_state"
@@ -24,47 +25,39 @@ def _hangs(view: View) -> bool | None:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    if _hangs(view):
-        yield _finding(view)
-
-
-def _stuck(view: View) -> list[RankFact]:
-    """Ranks that make no progress, or wait uninterruptibly in the kernel."""
-    return [
-        rank
-        for rank in view.ranks
-        if rank.live and (rank.process == UNINTERRUPTIBLE or view.now - rank.changed > STANDS_STILL_S)
-    ]
-
-
-def _finding(view: View) -> Finding:
-    stuck = _stuck(view)
+    if not _hangs(view):
+        return
+    stuck = [rank for rank in live_ranks(view) if view.now - rank.changed > STANDS_STILL_S or _in_kernel(rank)]
     xids = [event for event in view.events("xid", REMEMBERED_S) if code_of(event) not in ECHOES]
     tasks = view.events("hung_task", REMEMBERED_S)
-    in_kernel = [str(rank.rank) for rank in stuck if rank.process == UNINTERRUPTIBLE]
-    said = f"ranks {', '.join(in_kernel)} are in a system call that cannot be interrupted" if in_kernel else ""
+    in_kernel = [str(rank.rank) for rank in stuck if _in_kernel(rank)]
+    waits = f"ranks {', '.join(in_kernel)} are in a system call that cannot be interrupted" if in_kernel else ""
     standing = f"{len(stuck)} ranks here have stood still for {STANDS_STILL_S:.0f} s and more" if stuck else ""
-    facts = [Evidence("a question to the driver has not returned", "agent", view.wall)]
-    facts += [Evidence(event.message, "kernel log", event.at) for event in (*xids[-3:], *tasks[-3:])]
-    facts += [Evidence(fact, "rank pages", view.wall) for fact in (said, standing) if fact]
-    return Finding(
-        kind="driver_hang",
+    yield Finding(
         key=view.node,
         severity=Severity.CRITICAL if stuck else Severity.WARNING,
         summary=f"the NVIDIA driver of {view.node} does not answer",
         culprit=_culprit(view, [text(event.data, "pci_bus_id") for event in xids], tasks),
         confidence=0.9 if xids or tasks or in_kernel else 0.7,
-        evidence=tuple(facts),
+        evidence=(
+            *said(view, "agent", "a question to the driver has not returned"),
+            *(Evidence(event.message, "kernel log", event.at) for event in (*xids[-3:], *tasks[-3:])),
+            *said(view, "rank pages", waits, standing),
+        ),
         cost=_cost(stuck, view) if stuck else Cost(text="GPUs are not watched while it lasts"),
         job=stuck[0].job if stuck else "",
     )
+
+
+def _in_kernel(rank: RankFact) -> bool:
+    return rank.process == UNINTERRUPTIBLE
 
 
 def _culprit(view: View, addresses: Sequence[str], tasks: Sequence[Event]) -> Culprit:
     """The GPU if one alone is pointed at: by all Xids of the last minutes, else by ranks that hang in the kernel."""
     named = {gpu_at(view, address).index for address in addresses}
     hung = {integer(event.data, "pid") for event in tasks}
-    held = {rank.gpu for rank in view.ranks if rank.live and (rank.process == UNINTERRUPTIBLE or rank.pid in hung)}
+    held = {rank.gpu for rank in live_ranks(view) if _in_kernel(rank) or rank.pid in hung}
     gpus = named or held
     if len(gpus) == 1 and (gpu := next(iter(gpus))) is not None:
         rank = rank_on(view, gpu)
@@ -86,7 +79,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="driver_hang",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": drain the node; if it does not come back by itself only a reboot helps"),
     healed=_healed,

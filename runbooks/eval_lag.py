@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Incident, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, run_events, run_over, step_seconds
+from opsd.runbooks.lib.runs import RunRunbook, live_leaders, run_events, run_finding, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, number, text
 
 HISTORY_S = 7 * 86_400.0
@@ -84,8 +84,8 @@ def _lags(view: View, run: str) -> list[_Lag]:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    for leader in leaders(view):
-        if leader.live and (lags := _lags(view, leader.run)):
+    for leader in live_leaders(view):
+        if lags := _lags(view, leader.run):
             yield _finding(view, leader, lags)
 
 
@@ -101,18 +101,16 @@ def _finding(view: View, leader: RankFact, lags: Sequence[_Lag]) -> Finding:
     facts.append(f"{len(lags)} of {compared} results are behind")
     everything = len(lags) == compared
     detail = "model, settings or data are not those of the reference" if everything else "the data of these tasks"
-    return Finding(
-        kind="eval_lag",
-        key=leader.run,
-        severity=Severity.WARNING,
+    return run_finding(
+        view, leader, *facts,
+        source="events of the run",
         summary=f"{leader.run} is {worst.share:.0%} behind its reference run in {worst.name}",
         culprit=Culprit("user code" if everything else "data", detail=detail),
         confidence=0.6 if everything else 0.5,
-        evidence=tuple(Evidence(fact, "events of the run", view.wall) for fact in facts),
-        cost=Cost(text=f"{hours:.1f} GPU-hours of training since it fell behind"),
-        job=leader.job,
-        data={"run": leader.run, "generation": leader.generation, "step": worst.step, "names": [x.name for x in lags]},
-    )
+        cost=f"{hours:.1f} GPU-hours of training since it fell behind",
+        step=worst.step,
+        names=[lag.name for lag in lags],
+    )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -126,13 +124,11 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return run_over(incident, view)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="eval_lag",
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=3600.0,
 )

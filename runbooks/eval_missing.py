@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Incident, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, run_events, run_over, step_seconds
+from opsd.runbooks.lib.runs import RunRunbook, live_leaders, run_events, run_finding, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, text
 
 HISTORY_S = 7 * 86_400.0
@@ -67,35 +67,29 @@ def _backlog(view: View, run: str) -> _Backlog | None:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    for leader in leaders(view):
-        backlog = _backlog(view, leader.run) if leader.live else None
-        if backlog is not None and backlog.late:
+    for leader in live_leaders(view):
+        if (backlog := _backlog(view, leader.run)) is not None and backlog.late:
             yield _finding(view, leader, backlog)
 
 
 def _finding(view: View, leader: RankFact, backlog: _Backlog) -> Finding:
     behind = max(0, leader.steps[-1].step - backlog.evaluated)
     hours = behind * step_seconds([leader]) * leader.world_size / 3600
-    facts = [
-        f"{backlog.waiting} checkpoints wait for an evaluation, usual are {backlog.usual:.0f}",
-        f"the newest results are those of step {backlog.evaluated}, step {leader.steps[-1].step} is done",
-        f"{backlog.failed} evaluations since then had no results" if backlog.failed else "",
-    ]
     culprit = Culprit("unknown", detail="whatever starts or runs the evaluations")
     if backlog.failed:
         culprit = Culprit("user code", detail="evaluations run and have no results")
-    return Finding(
-        kind="eval_missing",
-        key=leader.run,
-        severity=Severity.WARNING,
+    return run_finding(
+        view, leader,
+        f"{backlog.waiting} checkpoints wait for an evaluation, usual are {backlog.usual:.0f}",
+        f"the newest results are those of step {backlog.evaluated}, step {leader.steps[-1].step} is done",
+        f"{backlog.failed} evaluations since then had no results" if backlog.failed else "",
+        source="events of the run",
         summary=f"{leader.run} has {backlog.waiting} checkpoints without an evaluation",
         culprit=culprit,
         confidence=0.8 if backlog.failed else 0.4,
-        evidence=tuple(Evidence(fact, "events of the run", view.wall) for fact in facts if fact),
-        cost=Cost(text=f"{hours:.1f} GPU-hours of training that nobody has judged"),
-        job=leader.job,
-        data={"run": leader.run, "generation": leader.generation, "evaluated": backlog.evaluated},
-    )
+        cost=f"{hours:.1f} GPU-hours of training that nobody has judged",
+        evaluated=backlog.evaluated,
+    )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -107,13 +101,11 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return run_over(incident, view)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="eval_missing",
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=3600.0,
 )

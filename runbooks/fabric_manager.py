@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.gpus import driver_restarted
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.runs import REMEMBERED_S, recovered, unsolved
-from opsd.runbooks.lib.signals import integer, number, text
+from opsd.runbooks.lib.runs import REMEMBERED_S, live_ranks, run_recovered, unsolved
+from opsd.runbooks.lib.signals import integer, number, said, text
 
 UP, STATE = "opsd_gpu_nvlink_up", "opsd_gpu_fabric_state"
 STATUS, PROBLEM = "opsd_gpu_fabric_status", "opsd_gpu_fabric_problem"
@@ -51,11 +51,8 @@ def _wrong(view: View) -> list[str]:
     for metric, fine, lasting_s in ((STATE, REGISTERED, STUCK_S), (STATUS, 0.0, DOWN_S), (PROBLEM, 0.0, STUCK_S)):
         for series in view.select(metric):
             points = series.values(lasting_s) if series.last not in (None, fine) else ()
-            if (
-                len(points) > 1
-                and points[-1][0] - points[0][0] >= 0.95 * lasting_s
-                and all(v != fine for _, v in points)
-            ):
+            lasted = len(points) > 1 and points[-1][0] - points[0][0] >= 0.95 * lasting_s
+            if lasted and all(value != fine for _, value in points):
                 found.setdefault(_what(metric, series), []).append(series.labels["gpu"])
     return [f"GPU {', '.join(sorted(gpus))}: {what}" for what, gpus in found.items()]
 
@@ -93,35 +90,27 @@ def _cured(view: View, since: float) -> bool:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    refused, fatal, wrong = list(_refused(view)), list(_fatal(view)), _wrong(view)
-    if _all_down(view) or refused or fatal or wrong:
-        yield _finding(view, refused, fatal, wrong)
-
-
-def _finding(view: View, refused: Sequence[Event], fatal: Sequence[Event], wrong: Sequence[str]) -> Finding:
-    ranks = [rank for rank in view.ranks if rank.live]
-    facts = [Evidence("every NVLink of the node is down", "NVML", view.wall)] if _all_down(view) else []
-    facts += [Evidence(fact, "NVML", view.wall) for fact in wrong]
+    refused, fatal, ranks = list(_refused(view)), list(_fatal(view)), live_ranks(view)
+    facts = [*said(view, "NVML", "every NVLink of the node is down" if _all_down(view) else "", *_wrong(view))]
     facts += [Evidence(event.message, "kernel log", event.at) for event in fatal[-4:]]
     facts += [Evidence(f"rank {text(e.data, 'rank')} ended: {_said(e)}", "launcher", e.at) for e in refused[-4:]]
-    what = facts[0].text
+    if not facts:
+        return
     newest = refused[-1].data if refused else {}
-    return Finding(
-        kind="fabric_manager",
+    yield Finding(
         key=view.node,
         severity=Severity.CRITICAL if ranks or refused else Severity.WARNING,
-        summary=f"the NVLink fabric of {view.node} does not work: {what}",
+        summary=f"the NVLink fabric of {view.node} does not work: {facts[0].text}",
         culprit=Culprit("node", view.node, detail="NVLink fabric"),
         confidence=0.95 if len(facts) > 1 else 0.85,
         evidence=tuple(facts),
         cost=Cost(text=f"{ranks[0].world_size} GPUs cannot train together" if ranks else ""),
         job=ranks[0].job if ranks else "",
         data={
-            "at": fatal[-1].at if fatal else None,
-            "run": text(newest, "run"),
+            "at": fatal[-1].at if fatal else None, "run": text(newest, "run"),
             "generation": integer(newest, "generation"),
         },
-    )
+    )  # fmt: skip
 
 
 def _said(event: Event) -> str:
@@ -131,9 +120,8 @@ def _said(event: Event) -> str:
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once links are up, the switch's error is cured, and the run that was refused trains."""
-    data = incident.data
-    down, fatal_at, run = _all_down(view), number(data, "at"), text(data, "run")
-    over = recovered(view, run, integer(data, "generation")) if run else True
+    down, fatal_at = _all_down(view), number(incident.data, "at")
+    over = run_recovered(incident, view) if text(incident.data, "run") else True
     if down or over is False or _wrong(view) or (fatal_at is not None and not _cured(view, fatal_at)):
         return False
     return None if down is None or over is None else True

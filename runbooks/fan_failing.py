@@ -214,7 +214,6 @@ def _finding(view: View, rising: Sequence[_Rising]) -> Finding:
     who = f"GPU {names} becomes" if len(rising) == 1 else f"GPUs {names} become"
     soon = f", at its limit in about {worst.limit_s / 60:.0f} minutes" if worst.limit_s is not None else ""
     return Finding(
-        kind="fan_failing",
         key=view.node,
         severity=Severity.WARNING,
         summary=f"{who} hotter at the same power{soon}",
@@ -248,7 +247,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="fan_failing",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": have fans and heat sinks checked"),
     healed=_healed,

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from statistics import median
 
 from opsd.collectors.base import GpuFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_of, job_evidence, loaded, newest, rank_on, set_by_opsd, told
+from opsd.runbooks.base import Cause, Finding, Incident, Runbook, View
+from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, gpu_of, loaded, newest, rank_on, set_by_opsd, told
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import text, usual
+from opsd.runbooks.lib.signals import grouped, text, usual
 
 LIMIT, DEFAULT = "opsd_gpu_power_limit_watts", "opsd_gpu_power_limit_default_watts"
 REASONS, CLOCK = "DCGM_FI_DEV_CLOCKS_EVENT_REASONS", "DCGM_FI_DEV_SM_CLOCK"
@@ -46,29 +46,18 @@ def _capped(view: View) -> Iterator[tuple[GpuFact, str, str]]:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    capped, under_load = list(_capped(view)), loaded(view)
-    for uuid in dict.fromkeys(gpu.uuid for gpu, _, _ in capped):
-        of_it = [(metric, what) for gpu, metric, what in capped if gpu.uuid == uuid]
-        gpu = next(gpu for gpu, _, _ in capped if gpu.uuid == uuid)
+    under_load = loaded(view)
+    for gpu, caps in grouped(_capped(view), lambda cap: cap[0]).items():
         rank = rank_on(view, gpu.index)
-        if not under_load(uuid, rank):
-            continue
-        what = " and ".join(words for _, words in of_it)
-        yield Finding(
-            kind="gpu_capped",
-            key=uuid,
-            severity=Severity.WARNING,
-            summary=f"GPU {gpu.index} was set slower than its peers: {what}",
-            culprit=Culprit("gpu", view.node, gpu.index, rank.rank if rank else None, "set by a person or a tool"),
-            confidence=0.95,
-            evidence=(
-                *(one for metric, words in of_it for one in told(view, uuid, metric, f"GPU {gpu.index}: {words}")),
-                job_evidence(view, rank),
-            ),
-            cost=Cost(text="every GPU of the job waits for it" if rank else ""),
-            job=rank.job if rank else "",
-            data={"uuid": uuid, "gpu": gpu.index, "watts": newest(view, DEFAULT).get(uuid)},
-        )
+        if under_load(gpu.uuid, rank):
+            what = " and ".join(words for *_, words in caps)
+            yield gpu_finding(
+                view, gpu.uuid, gpu.index, f"GPU {gpu.index} was set slower than its peers: {what}",
+                (e for _, metric, words in caps for e in told(view, gpu.uuid, metric, f"GPU {gpu.index}: {words}")),
+                detail="set by a person or a tool", confidence=0.95,
+                cost="every GPU of the job waits for it" if rank else "",
+                watts=newest(view, DEFAULT).get(gpu.uuid),
+            )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:

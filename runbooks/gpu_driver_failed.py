@@ -7,52 +7,31 @@ from collections.abc import Iterator
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, Series, View
 from opsd.runbooks.lib.gpus import gpu_culprit
-from opsd.runbooks.lib.kernel_faults import HOUR_S, KernelFault, Lasting, Row, has, kernel_runbook, lasting_fault
-from opsd.runbooks.lib.signals import text
+from opsd.runbooks.lib.kernel_faults import (
+    HOUR_S,
+    KernelFault,
+    Lasting,
+    Row,
+    has,
+    kernel_runbook,
+    lasting_fault,
+    matches,
+)
 
 ROWS = (
-    Row(
-        "gpu_init_failed",
-        "the driver cannot start the GPU at {pci_bus_id} ({status})",
-        about="pci_bus_id",
-        critical=True,
-    ),
-    Row(
-        "gpu_firmware_silent",
-        "the firmware of a GPU (number {instance} of the driver) does not answer: {cause}",
-        lambda data: "heartbeat" in text(data, "cause"),
-        critical=True,
-    ),
-    Row(
-        "gpu_firmware_silent",
-        "a GPU (number {instance} of the driver) does not go on: {cause}",
-        lambda data: "locked" in text(data, "cause"),
-        within_s=HOUR_S,
-    ),
-    Row(
-        "gpu_driver_fatal",
-        "the driver fails every new program until the node is rebooted: {cause}",
-        has("asks", "os reboot"),
-        critical=True,
-    ),
-    Row(
-        "gpu_driver_fatal",
-        "a GPU waits for its reset: {cause}",
-        has("asks", "Reset required"),
-        critical=True,
-        within_s=HOUR_S,
-    ),
-    Row(
-        "peermem_error",
-        "nvidia-peermem does not fit the network driver: {cause}",
-        lambda data: "symbol" in text(data, "cause"),
-    ),
-    Row(
-        "peermem_error",
-        "nvidia-peermem has lost track of device memory: {cause}",
-        lambda data: text(data, "cause").startswith("invalid"),
-    ),
-)
+    Row("gpu_init_failed", "the driver cannot start the GPU at {pci_bus_id} ({status})",
+        about="pci_bus_id", critical=True),
+    Row("gpu_firmware_silent", "the firmware of a GPU (number {instance} of the driver) does not answer: {cause}",
+        matches("cause", "heartbeat"), critical=True),
+    Row("gpu_firmware_silent", "a GPU (number {instance} of the driver) does not go on: {cause}",
+        matches("cause", "locked"), within_s=HOUR_S),
+    Row("gpu_driver_fatal", "the driver fails every new program until the node is rebooted: {cause}",
+        has("asks", "os reboot"), critical=True),
+    Row("gpu_driver_fatal", "a GPU waits for its reset: {cause}", has("asks", "Reset required"),
+        within_s=HOUR_S, critical=True),
+    Row("peermem_error", "nvidia-peermem does not fit the network driver: {cause}", matches("cause", "symbol")),
+    Row("peermem_error", "nvidia-peermem has lost track of device memory: {cause}", matches("cause", "^invalid")),
+)  # fmt: skip
 
 
 ON_BUS, RELEASES = "opsd_host_gpu_on_bus_info", "opsd_host_gpu_driver_info"
@@ -61,12 +40,9 @@ LASTED_S = 120.0
 
 NOT_STARTED = Row("gpu_init_failed", "{what} {pci_bus_id}", critical=True, within_s=0.0)
 REPLACED = Row(
-    "gpu_driver_replaced",
-    "the driver's library on the disk is of release {library}, its loaded module of {module}",
-    critical=True,
-    within_s=0.0,
-    go_on=True,
-)
+    "gpu_driver_replaced", "the driver's library on the disk is of release {library}, its loaded module of {module}",
+    critical=True, within_s=0.0, go_on=True,
+)  # fmt: skip
 
 
 def _lasting(view: View, seconds: float) -> Iterator[KernelFault]:

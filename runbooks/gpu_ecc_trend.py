@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import takewhile
 
-from opsd.runbooks.base import Cost, Finding, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Finding, Incident, Runbook, Series, View
 from opsd.runbooks.gpu_ecc import BURST, ERRORS
-from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, newest, told
+from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, number, text
 from opsd.runbooks.lib.trends import each_minute, hours_until
@@ -46,34 +46,19 @@ def _outlook(series: Series) -> tuple[list[float], float] | None:
 def _detect(view: View) -> Iterator[Finding]:
     for series in view.select(ERRORS, type="corrected", counter="volatile"):
         if series.last is not None and (found := _outlook(series)) is not None:
-            yield _finding(view, series, *found)
-
-
-def _finding(view: View, series: Series, minutes: Sequence[float], hours: float) -> Finding:
-    uuid, gpu = series.labels["UUID"], int(series.labels["gpu"])
-    culprit, rank = gpu_culprit(view, gpu, "corrected memory errors")
-    remapped = newest(view, REMAPPED).get(uuid)
-    facts = [
-        f"{minutes[-1]:.0f} corrected ECC errors in the last minute, {minutes[0]:.0f} {len(minutes)} minutes ago",
-        f"at this growth {BURST:.0f} a minute in {hours:.1f} hours",
-    ]
-    replaced = f"{remapped:.0f} rows have been replaced for corrected errors" if remapped else ""
-    return Finding(
-        kind="gpu_ecc_trend",
-        key=uuid,
-        severity=Severity.WARNING,
-        summary=f"GPU {gpu} corrects more and more memory errors",
-        culprit=culprit,
-        confidence=0.7,
-        evidence=(
-            *told(view, uuid, ERRORS, *facts),
-            *told(view, uuid, REMAPPED, replaced),
-            job_evidence(view, rank),
-        ),
-        cost=Cost(text="nothing yet; an error that cannot be corrected ends the rank"),
-        job=rank.job if rank else "",
-        data={"uuid": uuid, "gpu": gpu, "a_minute": minutes[-1]},
-    )
+            uuid, gpu, (minutes, hours) = series.labels["UUID"], int(series.labels["gpu"]), found
+            remapped, number_of = newest(view, REMAPPED).get(uuid), f"{len(minutes)} minutes"
+            facts = (
+                f"{minutes[-1]:.0f} corrected ECC errors in the last minute, {minutes[0]:.0f} {number_of} ago",
+                f"at this growth {BURST:.0f} a minute in {hours:.1f} hours",
+            )
+            replaced = f"{remapped:.0f} rows have been replaced for corrected errors" if remapped else ""
+            yield gpu_finding(
+                view, uuid, gpu, f"GPU {gpu} corrects more and more memory errors",
+                (*told(view, uuid, ERRORS, *facts), *told(view, uuid, REMAPPED, replaced)),
+                detail="corrected memory errors", confidence=0.7,
+                cost="nothing yet; an error that cannot be corrected ends the rank", a_minute=minutes[-1],
+            )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:

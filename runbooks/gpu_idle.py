@@ -35,7 +35,6 @@ def _finding(view: View, job: str, gpus: Collection[int]) -> Finding:
     which = f"GPU{'s' * (len(gpus) > 1)} {listed} of {view.node}"
     facts = (f"no kernel has run on GPU {gpu} for more than {IDLE_S / 60:.0f} minutes" for gpu in sorted(gpus))
     return Finding(
-        kind="gpu_idle",
         key=job,
         severity=Severity.INFO,
         summary=f"{whose} does not use {which}",

@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.collectors.base import GpuFact
 from opsd.runbooks.base import Cost, Evidence, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import gpu_culprit, gpu_of, job_evidence, xids_of
+from opsd.runbooks.lib.gpus import gpu_finding, gpu_of, rank_on, xids_of
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import counted, text
-
-
-def _finding(gpu: GpuFact, view: View) -> Finding:
-    culprit, rank = gpu_culprit(view, gpu.index, gpu.lost or "")
-    said = f"the driver says of GPU {gpu.index} ({gpu.pci_bus_id}): {gpu.lost}"
-    xids = [
-        Evidence(f"{xid.message} {view.wall - xid.at:.0f} s ago", text(xid.data, "source"), view.wall)
-        for xid in xids_of(view, gpu, 60.0)[-3:]
-    ]
-    waiting = rank.world_size if rank else 1
-    return Finding(
-        kind="gpu_lost",
-        key=gpu.uuid,
-        severity=Severity.CRITICAL,
-        summary=f"GPU {gpu.index} ({gpu.pci_bus_id}) is lost",
-        culprit=culprit,
-        confidence=0.98,
-        evidence=(Evidence(said, "NVML", view.wall), job_evidence(view, rank), *xids),
-        cost=Cost(1.0, 0.0, f"{counted(waiting, 'GPU')} cannot train while it is gone" if rank else "one GPU less"),
-        job=rank.job if rank else "",
-        data={"uuid": gpu.uuid, "gpu": gpu.index},
-    )
+from opsd.runbooks.lib.signals import counted, said, text
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    return (_finding(gpu, view) for gpu in view.gpus if gpu.lost is not None and gpu.uuid)
+    for gpu in view.gpus:
+        if gpu.lost is None or not gpu.uuid:
+            continue
+        waiting = rank.world_size if (rank := rank_on(view, gpu.index)) else 0
+        name = f"GPU {gpu.index} ({gpu.pci_bus_id})"
+        xids = (
+            Evidence(f"{xid.message} {view.wall - xid.at:.0f} s ago", text(xid.data, "source"), view.wall)
+            for xid in xids_of(view, gpu, 60.0)[-3:]
+        )
+        yield gpu_finding(
+            view, gpu.uuid, gpu.index, f"{name} is lost",
+            (*said(view, "NVML", f"the driver says of {name}: {gpu.lost}"), *xids),
+            detail=gpu.lost, confidence=0.98, severity=Severity.CRITICAL,
+            cost=Cost(1.0, 0.0, f"{counted(waiting, 'GPU')} cannot train while it is gone" if rank else "one GPU less"),
+        )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -45,7 +36,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_lost",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": drain the node and reboot it; twice in a week is a case for the vendor", swap=True),
     healed=_healed,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.runbooks.base import Cause, Cost, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, gpu_of, job_evidence, newest, told
+from opsd.runbooks.base import DRAIN, Cause, Finding, Incident, Runbook, View
+from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, gpu_of, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import text, usual
 
@@ -31,20 +31,10 @@ def _detect(view: View) -> Iterator[Finding]:
         gpu = gpu_of(view, uuid)
         if gpu is None or celsius < limit:
             continue
-        culprit, rank = gpu_culprit(view, gpu.index, "memory cooling")
         what = f"the memory of GPU {gpu.index} is at {celsius:.0f} °C, its limit is {limit:.0f} °C"
-        yield Finding(
-            kind="gpu_memory_hot",
-            key=uuid,
-            severity=Severity.WARNING,
-            summary=what,
-            culprit=culprit,
-            confidence=0.95,
-            evidence=(*told(view, uuid, TEMPERATURE, what), job_evidence(view, rank)),
-            cost=Cost(text="its clocks are held back, and memory errors become likely" if rank else ""),
-            job=rank.job if rank else "",
-            data={"uuid": uuid, "gpu": gpu.index},
-        )
+        costs = "its clocks are held back, and memory errors become likely" if rank_on(view, gpu.index) else ""
+        told_of = told(view, uuid, TEMPERATURE, what)
+        yield gpu_finding(view, uuid, gpu.index, what, told_of, detail="memory cooling", confidence=0.95, cost=costs)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -54,7 +44,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_memory_hot",
-    first=("nvidia-smi -i GPU -pl WATTS", "opsd drain NODE --incident ID --reason WHY"),
+    first=("nvidia-smi -i GPU -pl WATTS", DRAIN),
     detect=_detect,
     remedy=notify_node(": have the cooling of the GPU serviced"),
     healed=_healed,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.runbooks.base import Action, Cause, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, newest, told
-from opsd.runbooks.lib.remedies import swap_out
+from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, newest, told
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import text
 from opsd.runbooks.lib.xids import of_its_memory
 
@@ -28,38 +28,24 @@ def _detect(view: View) -> Iterator[Finding]:
                 said.setdefault(uuid, flag)
     for gpu in view.gpus if said else ():
         if gpu.uuid in said:
-            yield _finding(view, gpu.uuid, gpu.index, said[gpu.uuid])
-
-
-def _finding(view: View, uuid: str, gpu: int, flag: str) -> Finding:
-    what = FLAGS[flag]
-    culprit, rank = gpu_culprit(view, gpu, what)
-    rows, pages = newest(view, ROWS).get(uuid), sum(series.last or 0.0 for series in by_gpu(view, PAGES).get(uuid, ()))
-    remapped = f"{rows:.0f} rows were remapped after uncorrectable errors so far" if rows is not None else ""
-    retired = f"{pages:.0f} pages were retired so far" if pages else ""
-    return Finding(
-        kind="gpu_row_remap",
-        key=uuid,
-        severity=Severity.CRITICAL if flag == FAILED else Severity.WARNING,
-        summary=f"GPU {gpu}: {what}",
-        culprit=culprit,
-        confidence=0.98,
-        evidence=(
-            *told(view, uuid, flag, f"GPU {gpu}: {what}"),
-            *told(view, uuid, ROWS, remapped),
-            *told(view, uuid, PAGES, retired),
-            job_evidence(view, rank),
-        ),
-        job=rank.job if rank else "",
-        data={"uuid": uuid, "gpu": gpu, "flag": flag},
-    )
+            uuid, flag = gpu.uuid, said[gpu.uuid]
+            what, rows = f"GPU {gpu.index}: {FLAGS[flag]}", newest(view, ROWS).get(uuid)
+            pages = sum(series.last or 0.0 for series in by_gpu(view, PAGES).get(uuid, ()))
+            remapped = f"{rows:.0f} rows were remapped after uncorrectable errors so far" if rows is not None else ""
+            retired = f"{pages:.0f} pages were retired so far" if pages else ""
+            facts = ((flag, what), (ROWS, remapped), (PAGES, retired))
+            yield gpu_finding(
+                view, uuid, gpu.index, what,
+                (one for metric, fact in facts for one in told(view, uuid, metric, fact)),
+                detail=FLAGS[flag], confidence=0.98, flag=flag,
+                severity=Severity.CRITICAL if flag == FAILED else Severity.WARNING,
+            )  # fmt: skip
 
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     failed = incident.severity is Severity.CRITICAL
     advice = "take the node out, the GPU has to be replaced" if failed else "reset the GPU when its job is over"
-    notice = Action("notify", target=view.node, reason=f"{incident.summary}: {advice}")
-    return (*swap_out(incident, view), notice) if failed else (notice,)
+    return notify_node(f": {advice}", swap=failed)(incident, view)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
@@ -70,7 +56,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_row_remap",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

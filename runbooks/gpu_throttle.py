@@ -6,28 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import (
-    Action,
-    Cause,
-    Cost,
-    Culprit,
-    Finding,
-    Incident,
-    Runbook,
-    Series,
-    Severity,
-    View,
-)
+from opsd.runbooks.base import DRAIN, Action, Cause, Cost, Culprit, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, loaded, rank_on, told
 from opsd.runbooks.lib.losses import lost, lost_by, since_first_growth
-from opsd.runbooks.lib.remedies import swap_out
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import integer, latest, number, seconds_spent, text, usual
 
 THERMAL = ("sw_thermal", "hw_thermal")
 REASONS = (*THERMAL, "hw_slowdown", "hw_power_brake")
 """Clocks-event reasons that are throttles. The software power cap is not one: near 700 W it is the normal state."""
 
-THROTTLED = "opsd_gpu_throttle_seconds_total"
+THROTTLED, POWER_LIMIT = "opsd_gpu_throttle_seconds_total", "opsd_gpu_power_limit_watts"
 CLOCK, TEMPERATURE, POWER = "DCGM_FI_DEV_SM_CLOCK", "DCGM_FI_DEV_GPU_TEMP", "DCGM_FI_DEV_POWER_USAGE"
 
 SHORT_S, SHORT_LIMIT_S = 6.0, 3.0
@@ -73,9 +62,7 @@ def throttled_gpus(view: View) -> dict[str, list[str]]:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    gpus = _counters(view)
-    throttled = {uuid: reasons for uuid, counters in gpus.items() if (reasons := _throttles(counters))}
-    under_load = loaded(view)
+    gpus, throttled, under_load = _counters(view), throttled_gpus(view), loaded(view)
     for uuid, reasons in throttled.items():
         index = int(next(iter(gpus[uuid].values())).labels["gpu"])
         rank = rank_on(view, index)
@@ -108,12 +95,7 @@ def _finding(
     slowdown: tuple[float, float] | None,
     spent_s: float,
 ) -> Finding:
-    job = rank.job if rank else ""
-    temperature = latest(view, TEMPERATURE, UUID=uuid)
-    power, limit = (
-        latest(view, POWER, UUID=uuid),
-        latest(view, "opsd_gpu_power_limit_watts", UUID=uuid),
-    )
+    temperature, power, limit = (latest(view, metric, UUID=uuid) for metric in (TEMPERATURE, POWER, POWER_LIMIT))
     facts = {
         THROTTLED: f"throttled by {' and '.join(reasons)} for {spent_s:.0f} s of the last 10 minutes",
         CLOCK: f"SM clock {slowdown[0]:.0f} MHz, {slowdown[1]:.0f} MHz expected under load" if slowdown else "",
@@ -121,7 +103,6 @@ def _finding(
         POWER: f"power {power:.0f} W of {limit:.0f} W" if power is not None and limit is not None else "",
     }
     return Finding(
-        kind="gpu_throttle",
         key=uuid,
         severity=Severity.CRITICAL if rank else Severity.WARNING,
         summary=f"GPU {gpu} is throttled by {' and '.join(reasons)}",
@@ -129,7 +110,7 @@ def _finding(
         confidence=0.95 if rank else 0.9,
         evidence=tuple(one for metric, fact in facts.items() for one in told(view, uuid, metric, fact)),
         cost=cost_of(view, uuid, rank, slowdown, spent_s),
-        job=job,
+        job=rank.job if rank else "",
         data={"uuid": uuid, "gpu": gpu, "reasons": list(reasons)},
     )
 
@@ -152,24 +133,21 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
         return ()  # no load any more, or not known to be over yet: nothing to act on
     reasons = incident.data.get("reasons")
     thermal = isinstance(reasons, list | tuple) and any(reason in THERMAL for reason in reasons)
-    limit = latest(view, "opsd_gpu_power_limit_watts", UUID=uuid)
+    limit = latest(view, POWER_LIMIT, UUID=uuid)
     default = latest(view, "opsd_gpu_power_limit_default_watts", UUID=uuid)
     if not thermal or limit is None or default is None:
         cause = "check the cooling" if thermal else "check power supplies and the board"
-        notice = Action("notify", target=view.node, reason=f"{incident.summary}: {cause}, then replace the node")
-        return (*swap_out(incident, view), notice)
+        return notify_node(f": {cause}, then replace the node", swap=True)(incident, view)
     least = max(LOWEST * default, latest(view, "opsd_gpu_power_limit_min_watts", UUID=uuid) or 0.0)
     power = view.select(POWER, UUID=uuid)
     draws = [draw for series in power if (draw := usual(series, SHORT_LIMIT_S)) is not None]
     watts = round(max(min([CUT * limit, *(BELOW_DRAW * draw for draw in draws)]), least))
-    notice = Action(
-        "notify", target=view.node, reason=f"{incident.summary}: have its cooling serviced, replace the node"
-    )
+    serviced = ": have its cooling serviced, replace the node"
     if watts >= limit:
-        return (*swap_out(incident, view), notice)
+        return notify_node(serviced, swap=True)(incident, view)
     args = {"gpu": gpu, "watts": watts, "restore_watts": _limit_before(incident, limit)}
     why = f"{incident.summary}: less power is less heat, and a steady clock"
-    return (Action("set_power_limit", target=uuid, args=args, reason=why), notice)
+    return (Action("set_power_limit", target=uuid, args=args, reason=why), *notify_node(serviced)(incident, view))
 
 
 def _limit_before(incident: Incident, limit: float) -> float:
@@ -195,7 +173,7 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="gpu_throttle",
-    first=("nvidia-smi -i GPU -pl WATTS", "opsd drain NODE --incident ID --reason WHY"),
+    first=("nvidia-smi -i GPU -pl WATTS", DRAIN),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,

@@ -8,7 +8,7 @@ from itertools import pairwise
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import by_gpu, job_evidence
-from opsd.runbooks.lib.remedies import swap_out
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import FRESH_S, REMEMBERED_S
 from opsd.runbooks.lib.signals import integer, latest, number, text
 from opsd.runbooks.lib.xids import (
@@ -27,14 +27,9 @@ from opsd.runbooks.lib.xids import (
 
 ASKED = "opsd_gpu_recovery_action"
 ASKS: Mapping[int, str] = {
-    1: "reset_gpu",
-    2: "reboot_node",
-    3: "drain_p2p",
-    4: "drain_and_reset",
-    5: "recover_imex_domain",
-    6: "reset_gpu",
-    7: "reboot_node",
-}
+    1: "reset_gpu", 2: "reboot_node", 3: "drain_p2p", 4: "drain_and_reset", 5: "recover_imex_domain",
+    6: "reset_gpu", 7: "reboot_node",
+}  # fmt: skip
 """What the driver asks for (nvmlDeviceGpuRecoveryAction_t), in the words of the Xid catalogue."""
 
 RESTART, DIAGNOSTICS = "restart_app", "diagnostics"
@@ -180,7 +175,6 @@ def _finding(view: View, gpu: Gpu, action: str, culprit: Culprit, sure: float, x
     at = xids[-1].at if xids else view.wall
     asks = f"it calls for {action.replace('_', ' ')}: {_advice(action)}"
     return Finding(
-        kind="gpu_xid",
         key=gpu.uuid or gpu.pci,
         severity=Severity.WARNING if soft else Severity.CRITICAL,
         summary=f"{gpu}: {culprit.detail}",
@@ -217,9 +211,7 @@ def _times(xid: Event) -> str:
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     action = text(incident.data, "action")
-    told = f"{incident.summary}: {_advice(action)}"
-    swaps = swap_out(incident, view) if _rung(action) >= _NODE_GOES else ()
-    return (*swaps, Action("notify", target=view.node, reason=told))
+    return notify_node(f": {_advice(action)}", swap=_rung(action) >= _NODE_GOES)(incident, view)
 
 
 def _healed(incident: Incident, view: View) -> bool | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import latest, seconds_spent
+from opsd.runbooks.lib.runs import live_ranks
+from opsd.runbooks.lib.signals import latest, said, seconds_spent
 
 TOTAL, AVAILABLE = "opsd_host_memory_total_bytes", "opsd_host_memory_available_bytes"
 SHARED, PRESSURE = "opsd_host_memory_shared_bytes", "opsd_host_pressure_seconds_total"
@@ -33,29 +34,24 @@ def _state(view: View) -> tuple[float, float, float] | None:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    state = _state(view)
-    if state is not None and (state[1] < LOW or state[2] >= STALLED):
-        yield _finding(view, *state)
-
-
-def _finding(view: View, available: float, share: float, stalled: float) -> Finding:
-    total, shared = latest(view, TOTAL) or 1.0, latest(view, SHARED) or 0.0
-    swapped = latest(view, SWAPPED) or 0.0
-    ranks = [rank for rank in view.ranks if rank.live]
-    facts = [
+    if (state := _state(view)) is None or (state[1] >= LOW and state[2] < STALLED):
+        return
+    (available, share, stalled), ranks = state, live_ranks(view)
+    total, shared, swapped = latest(view, TOTAL) or 1.0, latest(view, SHARED) or 0.0, latest(view, SWAPPED) or 0.0
+    of_shared = f"{shared / GIB:.0f} GiB are shared memory" if shared > LARGE_SHARED * total else ""
+    facts = (
         f"{available / GIB:.1f} GiB ({share:.1%}) of the memory are left",
         f"all tasks waited for memory in {stalled:.0%} of the last {PRESSURE_S:.0f} s" if stalled else "",
-        f"{shared / GIB:.0f} GiB are shared memory" if shared > LARGE_SHARED * total else "",
+        of_shared,
         f"{swapped / GIB:.1f} GiB are swapped out" if swapped >= GIB / 10 else "",
-    ]
-    return Finding(
-        kind="host_memory",
+    )
+    yield Finding(
         key=view.node,
         severity=Severity.CRITICAL if share < CRITICAL or stalled >= STALLED else Severity.WARNING,
         summary=f"{view.node} runs out of memory: {available / GIB:.1f} GiB left",
-        culprit=Culprit("node", view.node, detail="shared memory" if facts[2] else ""),
+        culprit=Culprit("node", view.node, detail="shared memory" if of_shared else ""),
         confidence=0.9,
-        evidence=tuple(Evidence(fact, "host", view.wall) for fact in facts if fact),
+        evidence=said(view, "host", *facts),
         cost=Cost(text=f"the kernel may kill one of {len(ranks)} ranks here" if ranks else ""),
         job=ranks[0].job if ranks else "",
     )

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.ports import EXPECTED, Port, by_port, dependent, job_text, name, port_of, roles
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import growth, number, text
+from opsd.runbooks.lib.signals import grouped, growth, number, said, text
 
 STATE, PHYSICAL = "opsd_ib_port_state", "opsd_ib_port_physical_state"
 RATE, FLAPS = "opsd_ib_port_rate_bytes_per_second", "opsd_ib_link_flaps_total"
@@ -79,9 +79,8 @@ def _slow(view: View) -> Iterator[_Fault]:
 def _flapping(view: View) -> Iterator[_Fault]:
     """Ports that have lost their link again and again."""
     back = [event.data for event in view.events("ib_link_up", LONG_S)]
-    long = Counter(
-        (text(of, "device"), text(of, "port")) for of in back if (number(of, "down_s") or 0.0) >= LONG_DOWN_S
-    )
+    slow = (of for of in back if (number(of, "down_s") or 0.0) >= LONG_DOWN_S)
+    long = Counter((text(of, "device"), text(of, "port")) for of in slow)
     for port, series in by_port(view, FLAPS).items():
         lost = growth(series, PAST_S) if series.last else 0.0
         if lost >= FLAPS_LIMIT:
@@ -96,10 +95,7 @@ def _detect(view: View) -> Iterator[Finding]:
         every = [_Fault(fault.port, "lost their link", True) for fault in down]
         yield _finding(view, f"{view.node}/every port", f"all {len(down)} ports", every)
         return
-    faults: dict[Port, list[_Fault]] = {}
-    for fault in (*down, *_slow(view), *_flapping(view)):
-        faults.setdefault(fault.port, []).append(fault)
-    for port, found in faults.items():
+    for port, found in grouped((*down, *_slow(view), *_flapping(view)), lambda fault: fault.port).items():
         yield _finding(view, f"{view.node}/{'/'.join(port)}", name(port), found)
 
 
@@ -111,13 +107,12 @@ def _finding(view: View, key: str, who: str, faults: Sequence[_Fault]) -> Findin
     why = {PHASES.get(s.last or 0.0, "") for f in faults if f.down and (s := physical.get(f.port)) is not None}
     facts = [*(f"{name(fault.port)} {fault.what}" for fault in faults), *sorted(why), job_text(rank)]
     return Finding(
-        kind="ib_link",
         key=key,
         severity=Severity.CRITICAL if rank and any(fault.down for fault in faults) else Severity.WARNING,
         summary=f"{who} on {view.node} {what}",
         culprit=Culprit("network", view.node, detail=f"{who} {what}"),
         confidence=0.9,
-        evidence=tuple(Evidence(fact, "infiniband", view.wall) for fact in facts if fact),
+        evidence=said(view, "infiniband", *facts),
         cost=Cost(text="collectives with other nodes wait for this port, until NCCL gives up" if rank else ""),
         job=rank.job if rank else "",
         data={"ports": [list(port) for port in ports]},
@@ -138,7 +133,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="ib_link",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": look at cable, transceiver and switch"),
     healed=_healed,

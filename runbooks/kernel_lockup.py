@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, View
-from opsd.runbooks.lib.kernel_faults import HOUR_S, KernelFault, Row, has, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, KernelFault, Row, has, kernel_runbook
 from opsd.runbooks.lib.signals import integer, text
 
 LONG_S = 60
@@ -12,30 +14,20 @@ LONG_S = 60
 
 QUIET_S = 600.0
 
+
+def _soft(*, long: bool) -> Callable[[Data], bool]:
+    return lambda data: text(data, "lockup") == "soft" and (integer(data, "seconds") >= LONG_S) is long
+
+
 ROWS = (
-    Row(
-        "cpu_lockup",
-        "processor {cpu} is locked up with interrupts off",
-        has("lockup", "hard"),
-        within_s=HOUR_S,
-        critical=True,
-    ),
-    Row(
-        "cpu_lockup",
-        "processor {cpu} has been stuck in the kernel for {seconds} s",
-        lambda data: text(data, "lockup") == "soft" and integer(data, "seconds") >= LONG_S,
-        within_s=HOUR_S,
-        critical=True,
-    ),
-    Row(
-        "cpu_lockup",
-        "processor {cpu} is stuck in the kernel",
-        lambda data: text(data, "lockup") == "soft" and integer(data, "seconds") < LONG_S,
-        within_s=QUIET_S,
-    ),
+    Row("cpu_lockup", "processor {cpu} is locked up with interrupts off", has("lockup", "hard"),
+        within_s=HOUR_S, critical=True),
+    Row("cpu_lockup", "processor {cpu} has been stuck in the kernel for {seconds} s", _soft(long=True),
+        within_s=HOUR_S, critical=True),
+    Row("cpu_lockup", "processor {cpu} is stuck in the kernel", _soft(long=False), within_s=QUIET_S),
     Row("cpu_lockup", "a processor has stalled", has("lockup", "rcu"), within_s=QUIET_S),
     Row("hung_task", "{process} (pid {pid}) has been waiting in the kernel for {seconds} s", within_s=QUIET_S),
-)
+)  # fmt: skip
 
 
 def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:

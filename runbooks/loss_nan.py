@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.runs import leaders, rank_of, ranks_of, recovered, run_of, supervised, world_size
+from opsd.runbooks.base import Action, Cost, Culprit, Finding, Incident, Severity, View
+from opsd.runbooks.lib.runs import (
+    RunRunbook,
+    leaders,
+    rank_of,
+    ranks_of,
+    run_finding,
+    run_of,
+    run_recovered,
+    supervised,
+    world_size,
+)
 from opsd.runbooks.lib.signals import counted, integer, text
 
 BACK_STEPS = 5
@@ -46,36 +57,28 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _finding(view: View, leader: RankFact, step: int, first: RankFact) -> Finding:
     bad, good = _bad_ranks(view, leader.run, leader.generation, step)
-    before = [s for s in first.steps if s.step < step][-3:]
+    before, committed = [s for s in first.steps if s.step < step][-3:], leader.committed_step
     culprit = Culprit("unknown", view.node, detail="data, learning rate or hardware: a replay tells")
     if len(bad) == 1 and good:
         culprit = Culprit("gpu", view.node, bad[0].gpu, bad[0].rank, "only this rank's loss is no number")
-    facts = [
+    wasted = max(0, leader.steps[-1].step - step + 1)
+    world = counted(world_size(view, leader.run), "GPU")
+    finding = run_finding(
+        view, leader,
         f"the loss of step {step} is no number on {len(bad)} of {len(bad) + len(good)} ranks here",
         f"the losses before were {', '.join(f'{s.loss:.4g}' for s in before)}",
         f"the gradient norms before were {', '.join(f'{s.grad_norm:.4g}' for s in before)}",
-        f"the newest checkpoint is of step {leader.committed_step}" if leader.committed_step is not None else "",
-    ]
-    committed = leader.committed_step if leader.committed_step is not None else -1
-    wasted = max(0, leader.steps[-1].step - step + 1)
-    return Finding(
-        kind="loss_nan",
+        f"the newest checkpoint is of step {committed}" if committed is not None else "",
         key=f"{leader.run}/step {step}",
         severity=Severity.CRITICAL,
         summary=f"the loss of {leader.run} is no number since step {step}",
         culprit=culprit,
         confidence=0.8 if culprit.component == "gpu" else 0.5,
-        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
-        cost=Cost(1.0, text=f"{wasted} steps on {counted(world_size(view, leader.run), 'GPU')} were for nothing"),
-        job=leader.job,
-        data={
-            "run": leader.run,
-            "rank": first.rank,
-            "generation": leader.generation,
-            "step": step,
-            "committed": committed,
-        },
-    )
+        cost=Cost(1.0, text=f"{wasted} steps on {world} were for nothing"),
+        step=step,
+        committed=-1 if committed is None else committed,
+    )  # fmt: skip
+    return replace(finding, data={**finding.data, "rank": first.rank})
 
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
@@ -94,22 +97,18 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once the run is past the step with finite losses, or has ended as planned."""
-    data = incident.data
-    run, step = text(data, "run"), integer(data, "step")
-    rank = rank_of(view, run, integer(data, "rank"))
-    if rank is None:
-        return True if recovered(view, run, integer(data, "generation")) else None
+    data, step = incident.data, integer(incident.data, "step")
+    if (rank := rank_of(view, text(data, "run"), integer(data, "rank"))) is None:
+        return run_recovered(incident, view) or None
     last = rank.steps[-BACK_STEPS:]
     return len(last) == BACK_STEPS and last[0].step > step and all(math.isfinite(s.loss) for s in last)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="loss_nan",
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=900.0,
 )

@@ -9,10 +9,10 @@ from itertools import pairwise
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, run_recovered
-from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.lib.runs import RunRunbook, healed_by, live_leaders, run_finding
+from opsd.runbooks.lib.signals import counted, number
 from opsd.runbooks.lib.trends import SURE, WINDOW_S, by_step, condensed, due, thirds, trend
 from opsd.runbooks.loss_rising import fell_below_limit
 
@@ -80,10 +80,10 @@ def _detect(view: View) -> Iterator[Finding]:
     if not series:
         return
     looks = due(series[0], LOOK_EVERY_S)
-    for leader in leaders(view):
-        if leader.live and _frozen(view, leader):
+    for leader in live_leaders(view):
+        if _frozen(view, leader):
             yield _frozen_finding(view, leader)
-        elif looks and leader.live and (plateau := _plateau(view, leader)) is not None:
+        elif looks and (plateau := _plateau(view, leader)) is not None:
             yield _finding(view, leader, plateau)
 
 
@@ -119,60 +119,48 @@ def _frozen_finding(view: View, leader: RankFact) -> Finding:
     value, since = leader.steps[-1].loss, leader.steps[-FROZEN_STEPS].step
     what = "exactly 0" if value == 0.0 else f"exactly {value!r}"
     fact = f"the loss has been {what} in each of the last {FROZEN_STEPS} steps, from step {since} on at the latest"
-    return finding_of_run(
-        view,
-        leader,
-        fact,
-        kind="loss_plateau",
+    return run_finding(
+        view, leader, fact,
         severity=Severity.CRITICAL,
         summary=f"the loss of {leader.run} is frozen at {what}",
         culprit=Culprit("user code", detail="parameters that do not change, or a loss of nothing"),
         confidence=0.9,
         cost=f"every step since step {since} has taught the model nothing",
         frozen=value,
-    )
+    )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once a frozen loss changes, or the loss has fallen again; see ``fell_below_limit``."""
-    frozen = number(incident.data, "frozen")
-    if frozen is None:
-        return fell_below_limit(incident, view)
-    over = run_recovered(incident, view)
-    leader = rank_of(view, text(incident.data, "run"), integer(incident.data, "rank"))
-    if over is not False or leader is None or not leader.live:
-        return over
-    return any(step.loss != frozen for step in leader.steps[-3:])
+    return fell_below_limit(incident, view) if number(incident.data, "frozen") is None else _thawed(incident, view)
+
+
+@healed_by
+def _thawed(incident: Incident, _view: View, leader: RankFact) -> bool:
+    return leader.live and any(step.loss != number(incident.data, "frozen") for step in leader.steps[-3:])
 
 
 def _finding(view: View, leader: RankFact, plateau: _Plateau) -> Finding:
-    facts = [
+    detail = "the gradient has vanished" if plateau.vanished else "the schedule, or the data"
+    return run_finding(
+        view, leader,
         f"in the last {plateau.steps} steps the loss fell by {plateau.came:.3g}; by its course before, "
         f"{plateau.expected:.3g} were to be expected",
         "the gradient norm has fallen below a tenth of what it was" if plateau.vanished else "",
-    ]
-    detail = "the gradient has vanished" if plateau.vanished else "the schedule, or the data"
-    return finding_of_run(
-        view,
-        leader,
-        *facts,
-        kind="loss_plateau",
         summary=f"the loss of {leader.run} has stopped falling at {plateau.level:.3g}",
         culprit=Culprit("user code", detail=detail),
         confidence=0.7 if plateau.vanished else 0.4,
         cost=f"{counted(plateau.steps, 'step')} so far that have taught the model next to nothing",
         limit=plateau.level - FALLS_AGAIN * plateau.expected,
-    )
+    )  # fmt: skip
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="loss_plateau",
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     clear_after_s=30.0,
     verify_s=3600.0,
 )

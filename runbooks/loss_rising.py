@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Finding, Incident, Runbook, View
+from opsd.runbooks.base import Culprit, Finding, Incident, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, ranks_of, run_recovered
-from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.lib.runs import RunRunbook, healed_by, live_leaders, live_ranks, run_finding
+from opsd.runbooks.lib.signals import counted, number
 from opsd.runbooks.lib.trends import Trend, by_step, condensed, due, thirds, trend
 
 LOSS, NORM = "opsd_rank_loss", "opsd_rank_grad_norm"
@@ -70,50 +70,39 @@ def _detect(view: View) -> Iterator[Finding]:
     series = view.select(LOSS)
     if not series or not due(series[0], LOOK_EVERY_S):
         return
-    for leader in leaders(view):
-        rise = _rise(view, leader) if leader.live else None
-        if rise is not None:
+    for leader in live_leaders(view):
+        if (rise := _rise(view, leader)) is not None:
             yield _finding(view, leader, rise)
 
 
 def _finding(view: View, leader: RankFact, rise: _Rise) -> Finding:
-    facts = [
+    return run_finding(
+        view, leader,
         f"the loss went from {rise.before:.4g} to {rise.now:.4g} in {rise.steps} steps, "
         f"{rise.line.slope * 1000:+.3g} in a thousand, scatter {rise.line.noise:.2g}",
         f"gradient norm {rise.norms[0]:.3g} at first, {rise.norms[1]:.3g} now" if rise.norms else "",
-    ]
-    return finding_of_run(
-        view,
-        leader,
-        *facts,
-        kind="loss_rising",
         summary=f"the loss of {leader.run} rises steadily, from {rise.before:.3g} to {rise.now:.3g}",
         culprit=Culprit("user code", detail="most likely the learning rate"),
         confidence=0.5,
         cost=f"if it goes on, {counted(rise.steps, 'step')} and more on {leader.world_size} GPUs",
         limit=rise.before + OVER * (rise.now - rise.before),
-    )
+    )  # fmt: skip
 
 
-def fell_below_limit(incident: Incident, view: View) -> bool | None:
-    """True once the loss is below the incident's limit, or a later generation trains, or the run ended as planned."""
-    run, limit = text(incident.data, "run"), number(incident.data, "limit")
-    over = run_recovered(incident, view)
-    leader = rank_of(view, run, integer(incident.data, "rank"))
-    if over is not False or leader is None or limit is None or not any(rank.live for rank in ranks_of(view, run)):
-        return over
-    losses = [step.loss for step in leader.steps]
-    return bool(losses) and median(losses) < limit
+@healed_by
+def fell_below_limit(incident: Incident, view: View, leader: RankFact) -> bool:
+    """True once the loss is below the incident's limit."""
+    limit, losses = number(incident.data, "limit"), [step.loss for step in leader.steps]
+    known = limit is not None and bool(losses) and bool(live_ranks(view, leader.run))
+    return known and median(losses) < (limit or 0.0)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="loss_rising",
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),
     healed=fell_below_limit,
-    proved_by="run",
-    needs=("ranks",),
     clear_after_s=30.0,
     verify_s=3600.0,
 )

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Finding, Incident, Runbook, View
+from opsd.runbooks.base import Culprit, Finding, Incident, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, recovered
-from opsd.runbooks.lib.signals import integer, level, number, text
+from opsd.runbooks.lib.runs import RunRunbook, healed_by, live_leaders, run_finding
+from opsd.runbooks.lib.signals import level, number
 
 PAST_S, BUT_LAST_S = 600.0, 20.0
 LEAST_SAMPLES = 60
@@ -44,11 +44,9 @@ def began_anew(view: View, leader: RankFact) -> bool:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    for leader in leaders(view):
+    for leader in live_leaders(view):
         losses = [step.loss for step in leader.steps[-RECENT:]]
-        if not leader.live or not all(map(math.isfinite, losses)):
-            continue
-        if (past := past_level(view, leader, "opsd_rank_loss")) is None:
+        if not all(map(math.isfinite, losses)) or (past := past_level(view, leader, "opsd_rank_loss")) is None:
             continue
         middle, noise = past
         limit = middle + max(OUTLIER * noise, LEAST_RISE * abs(middle))
@@ -70,46 +68,37 @@ def _first_step(view: View, leader: RankFact, limit: float) -> int:
 def _finding(view: View, leader: RankFact, losses: Sequence[float], before: float, limit: float) -> Finding:
     top, first = max(losses), _first_step(view, leader, limit)
     course = "falling again" if losses[-1] < top - FALLING * (top - before) else "not falling"
-    facts = [
+    return run_finding(
+        view, leader,
         f"the last losses are {', '.join(f'{loss:.4g}' for loss in losses)}",
         f"the first high one was that of step {first}",
         f"the median of the last ten minutes is {before:.4g}",
         f"gradient norm {leader.steps[-1].grad_norm:.4g}",
-    ]
-    return finding_of_run(
-        view,
-        leader,
-        *facts,
-        kind="loss_spike",
         summary=f"the loss of {leader.run} has jumped from {before:.3g} to {top:.3g} and is {course}",
         culprit=Culprit("data", view.node, detail=f"most likely the batches around step {first}"),
         confidence=0.5,
         cost="if it does not fall by itself, the steps since the last checkpoint before it",
         before=before,
         top=top,
-    )
+    )  # fmt: skip
 
 
-def _healed(incident: Incident, view: View) -> bool | None:
-    """True once most of the jump is gone, or a later generation trains, or the run has ended as planned."""
-    data = incident.data
-    run, before, top = text(data, "run"), number(data, "before"), number(data, "top")
-    over = recovered(view, run, integer(data, "generation"))
-    leader = rank_of(view, run, integer(data, "rank"))
-    if over is not False or leader is None or before is None or top is None:
-        return over
+@healed_by
+def _healed(incident: Incident, _view: View, leader: RankFact) -> bool:
+    """True once most of the jump is gone."""
+    before, top = number(incident.data, "before"), number(incident.data, "top")
+    if before is None or top is None:
+        return False
     losses = [step.loss for step in leader.steps[-RECENT:]]
     return len(losses) == RECENT and all(loss < before + RECOVERED * (top - before) for loss in losses)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="loss_spike",
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,
     hold_s=0.0,

@@ -6,12 +6,7 @@ from opsd.runbooks.lib.kernel_faults import HOUR_S, Row, kernel_runbook
 
 ROWS = (
     Row("network_filesystem_crashed", "the Lustre client has crashed ({cause})", critical=True),
-    Row(
-        "network_filesystem_evicted",
-        "{server} has evicted the client ({fs})",
-        about="server",
-        within_s=HOUR_S,
-    ),
+    Row("network_filesystem_evicted", "{server} has evicted the client ({fs})", about="server", within_s=HOUR_S),
 )
 
 RUNBOOK = kernel_runbook(

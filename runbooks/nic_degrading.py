@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from opsd.runbooks import nic_failed
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.ports import Port, dependent, job_text, name, port_of, roles
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import growth, text
+from opsd.runbooks.lib.signals import grouped, growth, said, text
 from opsd.runbooks.lib.trends import due, each_minute, hours_until
 
 ERRORS = "opsd_ib_errors_total"
@@ -102,23 +102,19 @@ def _detect(view: View) -> Iterator[Finding]:
     faults = [*_fast(view), *_complaints(view)]
     if counters and due(counters[0], LOOK_EVERY_S):
         faults += [*_slow(view), *_lossy(view)]
-    found: dict[Port, list[_Fault]] = {}
-    for fault in faults:
-        found.setdefault(fault.port, []).append(fault)
-    return (_finding(view, port, of_port) for port, of_port in found.items())
+    return (_finding(view, port, of_port) for port, of_port in grouped(faults, lambda fault: fault.port).items())
 
 
 def _finding(view: View, port: Port, faults: Sequence[_Fault]) -> Finding:
     rank = dependent(view)
     what = list(dict.fromkeys(fault.what for fault in faults))
     return Finding(
-        kind="nic_degrading",
         key=f"{view.node}/{'/'.join(port)}",
         severity=Severity.WARNING,
         summary=f"{name(port)} on {view.node}: {' and '.join(what)}",
         culprit=Culprit("network", view.node, detail=name(port)),
         confidence=0.9 if any(fault.fast for fault in faults) else 0.8,
-        evidence=tuple(Evidence(fact, "infiniband", view.wall) for fact in [*what, job_text(rank)]),
+        evidence=said(view, "infiniband", *what, job_text(rank)),
         cost=Cost(text="packets that are sent again slow the collectives of every node" if rank else ""),
         job=rank.job if rank else "",
         data={"port": list(port)},
@@ -144,7 +140,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="nic_degrading",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": clean or replace cable and module before the link is lost", swap=True),
     healed=_healed,

@@ -10,21 +10,11 @@ from opsd.runbooks.lib.kernel_faults import HOUR_S, Data, KernelFault, Row, kern
 from opsd.runbooks.lib.ports import dependent, name, port_of
 from opsd.runbooks.lib.signals import text
 
-DEAD = frozenset(
-    {
-        "device's health compromised",
-        "health recovery flow aborted",
-        "health recovery failed",
-        "Fatal error detected",
-        "handling bad device here",
-        "starting health recovery flow",
-        "timeout. Will cause a leak of a command resource",
-        "unrecoverable hardware error",
-        "pre-initializing",
-        "probe failed",
-        "device is not ready",
-    }
-)
+DEAD = frozenset({
+    "device's health compromised", "health recovery flow aborted", "health recovery failed", "Fatal error detected",
+    "handling bad device here", "starting health recovery flow", "timeout. Will cause a leak of a command resource",
+    "unrecoverable hardware error", "pre-initializing", "probe failed", "device is not ready",
+})  # fmt: skip
 SILENT = frozenset({"TX timeout detected", "Tx Unit Hang", "tx_timeout", "transmit queue"})
 """It sends nothing, in the words of several drivers and of the kernel's own watchdog."""
 

@@ -26,19 +26,15 @@ def _together(view: View) -> Mapping[str, Sequence[str]]:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    if together := _together(view):
-        yield _finding(view, together)
-
-
-def _finding(view: View, together: Mapping[str, Sequence[str]]) -> Finding:
+    if not (together := _together(view)):
+        return
     indexes = sorted(gpu.index for gpu in view.gpus if gpu.uuid in together)
     reasons = sorted({reason for of_gpu in together.values() for reason in of_gpu})
     what = "cooling" if any(reason in THERMAL for reason in reasons) else "power supply"
     names = ", ".join(map(str, indexes))
     ranks = [rank for index in indexes if (rank := rank_on(view, index)) is not None]
     fact = f"GPUs {names} are throttled together by {' and '.join(reasons)}"
-    return Finding(
-        kind="node_throttle",
+    yield Finding(
         key=view.node,
         severity=Severity.CRITICAL if ranks else Severity.WARNING,
         summary=f"{view.node}: {fact}",
@@ -71,7 +67,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="node_throttle",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": have fans, coolant and power supplies checked", swap=True),
     healed=_healed,

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, quoted, recovered, unsolved
-from opsd.runbooks.lib.signals import counted, integer, latest, number, text
+from opsd.runbooks.lib.runs import (
+    downtime,
+    job_of,
+    last_step_at,
+    live_ranks,
+    quoted,
+    run_recovered,
+    unsolved_by_run,
+)
+from opsd.runbooks.lib.signals import counted, latest, number, said, text
 
 STATE, FLAG, REASON = "opsd_slurm_node_state", "opsd_slurm_node_flag", "opsd_slurm_node_reason_info"
 
@@ -23,31 +31,23 @@ PAST_S, HOLD_S = 600.0, 45.0
 
 def _from_launcher(view: View) -> Iterator[Finding]:
     """One incident for one generation of a run, however many nodes it has lost at once."""
-    lost: dict[tuple[str, int], list[Event]] = {}
-    for event in unsolved(view, "node_lost"):
-        lost.setdefault((text(event.data, "run"), integer(event.data, "generation")), []).append(event)
-    for (run, generation), events in lost.items():
-        yield _lost(view, run, generation, events)
-
-
-def _lost(view: View, run: str, generation: int, events: Sequence[Event]) -> Finding:
-    first, nodes = events[0], sorted({text(event.data, "lost") or "a node" for event in events})
-    names, began = ", ".join(nodes), first.at - (number(first.data, "silent_s") or 0.0)
-    culprit = Culprit("node", nodes[0])
-    if len(nodes) > 1:
-        culprit = Culprit("network", detail=f"{names} at once: look at what they share, a switch, a rack or power")
-    return Finding(
-        kind="node_unreachable",
-        key=f"{run}/generation {generation}",
-        severity=Severity.CRITICAL,
-        summary=f"{run} has lost {names}",
-        culprit=culprit,
-        confidence=0.9 if len(nodes) == 1 else 0.95,
-        evidence=tuple(evidence for event in events for evidence in quoted(event, "launcher", _sentence(event))),
-        cost=downtime(view, first, last_step_at(first.data, began)),
-        job=job_of(view, run),
-        data={"run": run, "generation": generation, "nodes": nodes},
-    )
+    for (run, generation), events in unsolved_by_run(view, "node_lost").items():
+        first, nodes = events[0], sorted({text(event.data, "lost") or "a node" for event in events})
+        names, began = ", ".join(nodes), first.at - (number(first.data, "silent_s") or 0.0)
+        culprit = Culprit("node", nodes[0])
+        if len(nodes) > 1:
+            culprit = Culprit("network", detail=f"{names} at once: look at what they share, a switch, a rack or power")
+        yield Finding(
+            key=f"{run}/generation {generation}",
+            severity=Severity.CRITICAL,
+            summary=f"{run} has lost {names}",
+            culprit=culprit,
+            confidence=0.9 if len(nodes) == 1 else 0.95,
+            evidence=tuple(evidence for event in events for evidence in quoted(event, "launcher", _sentence(event))),
+            cost=downtime(view, first, last_step_at(first.data, began)),
+            job=job_of(view, run),
+            data={"run": run, "generation": generation, "nodes": nodes},
+        )
 
 
 def _sentence(event: Event) -> str:
@@ -81,27 +81,24 @@ def _reason(view: View) -> str:
 def _from_slurm(view: View) -> Iterator[Finding]:
     if not _unreached(view) or _since(view) < HOLD_S:
         return
-    ranks = [rank for rank in view.ranks if rank.live]
-    down = bool(latest(view, STATE, state="down"))
-    reason = _reason(view)
-    facts = [
-        f"Slurm has this node as {'down' if down else 'not responding'}" + (f": {reason}" if reason else ""),
-        f"opsd runs on it, and so {'do' if len(ranks) != 1 else 'does'} {counted(len(ranks), 'rank')}",
-    ]
+    ranks, down, reason = live_ranks(view), bool(latest(view, STATE, state="down")), _reason(view)
     costs = "Slurm ends the node's jobs after SlurmdTimeout, 300 s unless slurm.conf says otherwise"
     if down:
         costs = "Slurm has given its jobs up: what they compute here is for nothing"
     yield Finding(
-        kind="node_unreachable",
         key=view.node,
         severity=Severity.CRITICAL if down and ranks else Severity.WARNING,
         summary=f"Slurm cannot reach {view.node}, which is up",
         culprit=Culprit("node", view.node, detail="slurmd, or the management network"),
         confidence=0.8,
-        evidence=tuple(Evidence(fact, "Slurm", view.wall) for fact in facts),
+        evidence=said(
+            view, "Slurm",
+            f"Slurm has this node as {'down' if down else 'not responding'}" + (f": {reason}" if reason else ""),
+            f"opsd runs on it, and so {'do' if len(ranks) != 1 else 'does'} {counted(len(ranks), 'rank')}",
+        ),
         cost=Cost(text=costs if ranks else "no rank runs here; the node is missing from the cluster"),
         job=ranks[0].job if ranks else "",
-    )
+    )  # fmt: skip
 
 
 def _detect(view: View) -> Iterator[Finding]:
@@ -111,9 +108,8 @@ def _detect(view: View) -> Iterator[Finding]:
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once the run trains without the lost node, or Slurm reaches this one again."""
-    run = text(incident.data, "run")
-    if run:
-        return recovered(view, run, integer(incident.data, "generation"))
+    if text(incident.data, "run"):
+        return run_recovered(incident, view)
     unreached = _unreached(view)
     return None if unreached is None else not unreached
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from opsd.runbooks.base import Cost, Finding, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, fresh, gpu_culprit, job_evidence, told
+from opsd.runbooks.base import Finding, Incident, Runbook, Series, Severity, View
+from opsd.runbooks.lib.gpus import by_gpu, fresh, gpu_finding, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 
@@ -20,10 +20,17 @@ QUIET_S = 300.0
 
 def _detect(view: View) -> Iterator[Finding]:
     indexes = {gpu.uuid: gpu.index for gpu in view.gpus if gpu.lost is None}
-    down = _down(view)
-    errors = _errors(view)
+    down, errors = _down(view), _errors(view)
     for uuid in indexes.keys() & (down.keys() | errors.keys()):
-        yield _finding(view, uuid, indexes[uuid], down.get(uuid, []), errors.get(uuid, []))
+        gpu, links = indexes[uuid], down.get(uuid, [])
+        facts = [f"link {', '.join(links)} down"] * bool(links) + errors.get(uuid, [])
+        what = " and ".join(facts)
+        yield gpu_finding(
+            view, uuid, gpu, f"NVLink of GPU {gpu}: {what}", told(view, uuid, ERRORS, *facts),
+            detail=what, confidence=0.9,
+            severity=Severity.CRITICAL if links and rank_on(view, gpu) else Severity.WARNING,
+            cost="collectives inside the node run at the pace of its slowest link",
+        )  # fmt: skip
 
 
 def _down(view: View) -> dict[str, list[str]]:
@@ -55,23 +62,6 @@ def _errors(view: View) -> dict[str, list[str]]:
     return found
 
 
-def _finding(view: View, uuid: str, gpu: int, down: Sequence[str], errors: Sequence[str]) -> Finding:
-    what = [f"link {', '.join(down)} down"] * bool(down) + list(errors)
-    culprit, rank = gpu_culprit(view, gpu, " and ".join(what))
-    return Finding(
-        kind="nvlink_errors",
-        key=uuid,
-        severity=Severity.CRITICAL if down and rank else Severity.WARNING,
-        summary=f"NVLink of GPU {gpu}: {' and '.join(what)}",
-        culprit=culprit,
-        confidence=0.9,
-        evidence=(*told(view, uuid, ERRORS, *what), job_evidence(view, rank)),
-        cost=Cost(text="collectives inside the node run at the pace of its slowest link"),
-        job=rank.job if rank else "",
-        data={"uuid": uuid, "gpu": gpu},
-    )
-
-
 def _healed(incident: Incident, view: View) -> bool | None:
     """True after quiet minutes with all links up: an intermittent fault shows itself again within that time or not."""
     uuid = text(incident.data, "uuid")
@@ -89,7 +79,6 @@ def _quiet(series: Series) -> bool:
 
 RUNBOOK = Runbook(
     kind="nvlink_errors",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": swap the node out at the next checkpoint", swap=True),
     healed=_healed,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import growth, latest, text
+from opsd.runbooks.lib.runs import live_ranks
+from opsd.runbooks.lib.signals import growth, latest, said, text
 
 WEAR, WRITTEN = "opsd_storage_nvme_wear_ratio", "opsd_storage_nvme_written_bytes_total"
 POWER_ON, INFO = "opsd_storage_nvme_power_on_seconds_total", "opsd_storage_nvme_info"
@@ -114,18 +115,15 @@ def _beside(view: View, controller: str) -> Iterator[str]:
 
 def _finding(view: View, controller: str, faults: Sequence[_Fault]) -> Finding:
     drive = next(series.labels for series in view.select(INFO, controller=controller))
-    ranks = [rank for rank in view.ranks if rank.live]
-    grave = any(fault.grave for fault in faults)
+    ranks, what = live_ranks(view), [fault.what for fault in faults]
     model = f"{drive['model']}, serial number {drive['serial']}"
-    facts = [*(fault.what for fault in faults), model, *_beside(view, controller)]
     return Finding(
-        kind="nvme_failing",
         key=f"{view.node}/{controller}/{drive['serial']}",
-        severity=Severity.CRITICAL if grave else Severity.WARNING,
-        summary=f"{controller} on {view.node}: {' and '.join(fault.what for fault in faults)}",
+        severity=Severity.CRITICAL if any(fault.grave for fault in faults) else Severity.WARNING,
+        summary=f"{controller} on {view.node}: {' and '.join(what)}",
         culprit=Culprit("storage", view.node, detail=controller),
         confidence=max(fault.confidence for fault in faults),
-        evidence=tuple(Evidence(fact, "SMART log", view.wall) for fact in facts),
+        evidence=said(view, "SMART log", *what, model, *_beside(view, controller)),
         cost=Cost(text="staged data and checkpoints on it are lost with it" if ranks else ""),
         job=ranks[0].job if ranks else "",
         data={"controller": controller, "serial": drive["serial"]},
@@ -136,17 +134,14 @@ def _finding(view: View, controller: str, faults: Sequence[_Fault]) -> Finding:
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once another drive is in its place, or it shows nothing any more; None if it does not answer."""
     controller = text(incident.data, "controller")
-    drives = [series for series in view.select(INFO, controller=controller) if series.last is not None]
+    drives = [series.labels for series in view.select(INFO, controller=controller) if series.last is not None]
     if not drives:
         return None
-    return all(drive.labels["serial"] != text(incident.data, "serial") for drive in drives) or not _faults(
-        view, controller
-    )
+    return all(drive["serial"] != text(incident.data, "serial") for drive in drives) or not _faults(view, controller)
 
 
 RUNBOOK = Runbook(
     kind="nvme_failing",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": move checkpoints elsewhere and have the drive replaced"),
     healed=_healed,

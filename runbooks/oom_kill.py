@@ -9,7 +9,7 @@ from opsd.collectors.base import Event
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import job_of
-from opsd.runbooks.lib.signals import integer, number, text
+from opsd.runbooks.lib.signals import grouped, integer, number, text
 
 REMEMBERED_S = 600.0
 
@@ -37,10 +37,8 @@ def _owner(view: View, event: Event) -> _Owner:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    by_job: dict[str, list[tuple[Event, _Owner]]] = {}
-    for event in view.events("oom_kill", REMEMBERED_S):
-        owner = _owner(view, event)
-        by_job.setdefault(owner.job, []).append((event, owner))
+    owned = ((event, _owner(view, event)) for event in view.events("oom_kill", REMEMBERED_S))
+    by_job = grouped(owned, lambda pair: pair[1].job)
     return (_finding(view, job, killed) for job, killed in by_job.items())
 
 
@@ -55,19 +53,13 @@ def _finding(view: View, job: str, killed: Sequence[tuple[Event, _Owner]]) -> Fi
         f"its control group was at its limit: {text(event.data, 'cgroup') or 'not named'}" if limit else "",
         f"rank {owner.rank} of run {owner.run} was hit" if owner.rank is not None else "",
     ]
-    hit = owner.rank is not None
+    hit, detail = owner.rank is not None, "limit of the job's memory" if limit else "memory of the node"
     return Finding(
-        kind="oom_kill",
         key=f"{view.node}/{job}",
         severity=Severity.CRITICAL if hit or any(fact.job == job for fact in view.ranks if job) else Severity.WARNING,
         summary=f"out of memory on {view.node}: the kernel killed {text(event.data, 'process')} "
         f"(pid {integer(event.data, 'pid')}) {whose}",
-        culprit=Culprit(
-            "rank" if hit else "node",
-            view.node,
-            rank=owner.rank,
-            detail="limit of the job's memory" if limit else "memory of the node",
-        ),
+        culprit=Culprit("rank" if hit else "node", view.node, rank=owner.rank, detail=detail),
         confidence=0.95,
         evidence=(
             *(Evidence(one.message, "kernel log", one.at) for one, _ in killed[-3:]),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from opsd.runbooks.base import Cost, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_culprit, job_evidence, loaded, newest, rank_on, told
+from opsd.runbooks.base import Finding, Incident, Runbook, View
+from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, gpu_of, loaded, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 
@@ -87,31 +87,18 @@ def _detect(view: View) -> Iterator[Finding]:
             faults.append(f"{replays[gpu.uuid]:.0f} packets repeated in a minute")
         faults += errors.get(gpu.uuid, [])
         if faults:
-            yield _finding(view, gpu.uuid, gpu.index, faults)
-
-
-def _finding(view: View, uuid: str, gpu: int, faults: Sequence[str]) -> Finding:
-    what = " and ".join(faults)
-    culprit, rank = gpu_culprit(view, gpu, what)
-    said = told(view, uuid, REPLAYS, f"PCIe link of GPU {gpu}: {what}")
-    return Finding(
-        kind="pcie_degraded",
-        key=uuid,
-        severity=Severity.WARNING,
-        summary=f"the PCIe link of GPU {gpu} is degraded: {what}",
-        culprit=culprit,
-        confidence=0.9,
-        evidence=(*said, job_evidence(view, rank)),
-        cost=Cost(text="copies between host and GPU, and network traffic of this GPU, are slower"),
-        job=rank.job if rank else "",
-        data={"uuid": uuid, "gpu": gpu},
-    )
+            what = " and ".join(faults)
+            yield gpu_finding(
+                view, gpu.uuid, gpu.index, f"the PCIe link of GPU {gpu.index} is degraded: {what}",
+                told(view, gpu.uuid, REPLAYS, f"PCIe link of GPU {gpu.index}: {what}"), detail=what, confidence=0.9,
+                cost="copies between host and GPU, and network traffic of this GPU, are slower",
+            )  # fmt: skip
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True if the link is as it should be, under load; an idle link cannot tell its generation."""
     uuid = text(incident.data, "uuid")
-    links, gpu = _Links.of(view), next((g for g in view.gpus if g.uuid == text(incident.data, "uuid")), None)
+    links, gpu = _Links.of(view), gpu_of(view, uuid)
     if gpu is None or uuid not in links.width or uuid not in links.generation:
         return None
     busy = loaded(view)(uuid, rank_on(view, gpu.index))
@@ -122,7 +109,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 RUNBOOK = Runbook(
     kind="pcie_degraded",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=notify_node(": reseat or replace at the next service"),
     healed=_healed,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from re import compile
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Culprit, View
 from opsd.runbooks.lib.gpus import gpu_culprit
-from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, KernelFault, Row, has, kernel_runbook
+from opsd.runbooks.lib.kernel_faults import DAY_S, HOUR_S, Data, KernelFault, Row, has, kernel_runbook, matches
 from opsd.runbooks.lib.ports import name, port_of
 from opsd.runbooks.lib.signals import text
 from opsd.runbooks.lib.xids import gpu_at
@@ -18,39 +17,22 @@ STORM = 1000
 
 TOGETHER_S = 5.0
 """The lines about one recovery come within this time: the devices below first, the port after its reset."""
-_FATAL = compile(r"\w+ \(Fatal\)")
-_NON_FATAL = compile(r"\w+ \(Non-Fatal\)")
 
 
 def _fatal(data: Data) -> bool:
-    return bool(_FATAL.fullmatch(text(data, "severity"))) or "outcome" in data
+    return matches("severity", r"^\w+ \(Fatal\)$")(data) or "outcome" in data
 
 
 ROWS = (
     Row("pcie_error", "a fatal PCIe error at {pci_bus_id} {outcome}", _fatal, "pci_bus_id", critical=True),
     Row("pcie_link_down", "the device in PCIe slot {slot} ({pci_bus_id}) is gone", about="pci_bus_id", critical=True),
-    Row(
-        "pcie_error",
-        "uncorrected PCIe errors at {pci_bus_id}",
-        lambda data: bool(_NON_FATAL.fullmatch(text(data, "severity"))),
-        "pci_bus_id",
-        within_s=HOUR_S,
-    ),
-    Row(
-        "pcie_error",
-        "a storm of corrected PCIe errors at {pci_bus_id}",
-        has("severity", "Corrected", "Correctable"),
-        "pci_bus_id",
-        STORM,
-        HOUR_S,
-    ),
-    Row(
-        "iommu_fault",
-        "the IOMMU has refused the device at {pci_bus_id} access to memory",
-        about="pci_bus_id",
-        within_s=HOUR_S,
-    ),
-)
+    Row("pcie_error", "uncorrected PCIe errors at {pci_bus_id}", matches("severity", r"^\w+ \(Non-Fatal\)$"),
+        "pci_bus_id", within_s=HOUR_S),
+    Row("pcie_error", "a storm of corrected PCIe errors at {pci_bus_id}", has("severity", "Corrected", "Correctable"),
+        "pci_bus_id", STORM, HOUR_S),
+    Row("iommu_fault", "the IOMMU has refused the device at {pci_bus_id} access to memory", about="pci_bus_id",
+        within_s=HOUR_S),
+)  # fmt: skip
 
 
 def _elsewhere(view: View) -> Callable[[Event], bool]:

@@ -75,7 +75,6 @@ def _finding(event: Event, view: View) -> Finding:
         f"{text(said, 'type')}: {text(said, 'message')} at {text(said, 'where')}" if isinstance(said, Mapping) else ""
     )
     return Finding(
-        kind="rank_crash",
         key=f"{run}/generation {generation}/rank {rank}",
         severity=Severity.CRITICAL,
         struck_at=event.at,

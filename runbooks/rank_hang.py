@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from opsd.attribution import INCONCLUSIVE, STOPPED, RankState, attribute_hang
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cause, Cost, Culprit, Detect, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Cost, Culprit, Detect, Evidence, Finding, Incident, Severity, View
 from opsd.runbooks.lib.remedies import notify_unsupervised
 from opsd.runbooks.lib.runs import (
+    RunRunbook,
     downtime,
     job_of,
     last_step,
@@ -70,7 +71,6 @@ def _from_launcher(event: Event, view: View) -> Finding | None:
     sentences = data.get("evidence")
     limit = f"its limit in {text(data, 'phase')} is {text(data, 'limit_s')} s"
     return Finding(
-        kind="rank_hang",
         key=f"{run}/generation {generation}",
         severity=Severity.CRITICAL,
         summary=f"{run} hangs in {text(data, 'phase')}: {reason}",
@@ -131,7 +131,6 @@ def _from_pages(view: View, run: str) -> Finding | None:
         return None
     world = culprit.world_size
     return Finding(
-        kind="rank_hang",
         key=f"{run}/generation {culprit.generation}",
         severity=Severity.CRITICAL,
         summary=f"rank {culprit.rank} of {run} hangs in {culprit.phase}: {verdict.reason}",
@@ -171,14 +170,12 @@ def moved_on(incident: Incident, view: View) -> bool | None:
     return over
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="rank_hang",
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=hangs(_from_launcher, _from_pages),
     remedy=notify_unsupervised,
     healed=moved_on,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=180.0,
     causes=(
         Cause("gpu_lost", "gpu", within_s=60.0),

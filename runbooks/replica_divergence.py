@@ -17,7 +17,7 @@ from opsd.runbooks.lib.runs import (
     run_recovered,
     step_seconds,
     supervised,
-    unsolved,
+    unsolved_by_run,
     world_size,
 )
 from opsd.runbooks.lib.signals import counted, integer, is_integer, number, text
@@ -73,12 +73,9 @@ def _difference(event: Event) -> _Difference | None:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    told: dict[tuple[str, int], list[_Difference]] = {}
-    for event in unsolved(view, "replicas_differ"):
-        if difference := _difference(event):
-            told.setdefault((text(event.data, "run"), integer(event.data, "generation")), []).append(difference)
-    for (run, generation), differences in told.items():
-        yield _finding(view, run, generation, differences)
+    for (run, generation), events in unsolved_by_run(view, "replicas_differ").items():
+        if differences := [difference for event in events if (difference := _difference(event))]:
+            yield _finding(view, run, generation, differences)
 
 
 def _suspects(differences: Sequence[_Difference]) -> list[int]:
@@ -111,7 +108,6 @@ def _finding(view: View, run: str, generation: int, differences: Sequence[_Diffe
     lost = max(0, first.step - agreed)
     facts = [*map(str, differences[:NAMED]), f"{first.tensor} was {since}", *xids[:2]]
     return Finding(
-        kind="replica_divergence",
         key=run,
         severity=Severity.CRITICAL,
         summary=f"the replicas of {run} differ in {_counted(tensors)} after step {first.step}",
@@ -156,7 +152,6 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 RUNBOOK = Runbook(
     kind="replica_divergence",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,
     healed=run_recovered,

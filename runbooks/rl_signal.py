@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Incident, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, run_events, run_over, step_seconds
+from opsd.runbooks.lib.runs import RunRunbook, live_leaders, run_events, run_finding, run_over, step_seconds
 from opsd.runbooks.lib.signals import integer, number, text
 
 HISTORY_S = 7 * 86_400.0
@@ -60,8 +60,8 @@ def _shows(sign: _Sign, events: Sequence[Event]) -> bool:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    for leader in leaders(view):
-        events = _rollouts(view, leader.run) if leader.live else []
+    for leader in live_leaders(view):
+        events = _rollouts(view, leader.run)
         if signs := [sign for sign in SIGNS if _shows(sign, events)]:
             yield _finding(view, leader, events, signs)
 
@@ -72,21 +72,16 @@ def _finding(view: View, leader: RankFact, events: Sequence[Event], signs: Seque
     since = _since(worst, events)
     hours = max(0, leader.steps[-1].step - since) * step_seconds([leader]) * leader.world_size / 3600
     reward = number(newest, "reward")
-    return Finding(
-        kind="rl_signal",
-        key=leader.run,
-        severity=Severity.WARNING,
+    return run_finding(
+        view, leader, *facts, f"since step {since}, the reward is {reward}",
+        source="events of the run",
         summary=f"{leader.run}: {facts[0]}",
         culprit=Culprit(worst.culprit, detail=worst.detail),
         confidence=0.8 if worst.name in ("unscored", "constant") else 0.6,
-        evidence=(
-            *(Evidence(fact, "events of the run", view.wall) for fact in facts),
-            Evidence(f"since step {since}, the reward is {reward}", "events of the run", view.wall),
-        ),
-        cost=Cost(text=f"{hours:.1f} GPU-hours without a signal"),
-        job=leader.job,
-        data={"run": leader.run, "generation": leader.generation, "sign": worst.name, "step": integer(newest, "step")},
-    )
+        cost=f"{hours:.1f} GPU-hours without a signal",
+        sign=worst.name,
+        step=integer(newest, "step"),
+    )  # fmt: skip
 
 
 def _since(sign: _Sign, events: Sequence[Event]) -> int:
@@ -112,13 +107,11 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return run_over(incident, view)
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="rl_signal",
     first=("opsd report RUN",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     verify_s=3600.0,
 )

@@ -7,10 +7,9 @@ from statistics import median
 from typing import Final
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Culprit, Finding, Incident, Runbook, View
+from opsd.runbooks.base import Culprit, Finding, Incident, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import finding_of_run, leaders, rank_of, recovered
-from opsd.runbooks.lib.signals import integer, text
+from opsd.runbooks.lib.runs import RunRunbook, healed_by, live_leaders, run_finding
 
 LOAD, LIMIT, ENTROPY, DROPPED_SHARE = (
     f"opsd_rank_router_{name}_ratio" for name in ("load", "load_limit", "entropy", "dropped")
@@ -42,8 +41,8 @@ def _collapse(view: View, leader: RankFact) -> float | None:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    for leader in leaders(view):
-        if not leader.live or leader.steps[-1].step < SETTLED_STEPS:
+    for leader in live_leaders(view):
+        if leader.steps[-1].step < SETTLED_STEPS:
             continue
         collapse, dropped = _collapse(view, leader), _recent(view, leader, DROPPED_SHARE)
         if (collapse is not None and collapse > COLLAPSED) or (dropped is not None and dropped > DROPPED):
@@ -53,46 +52,35 @@ def _detect(view: View) -> Iterator[Finding]:
 def _finding(view: View, leader: RankFact, collapse: float, dropped: float) -> Finding:
     load, limit = (_recent(view, leader, metric) or 0.0 for metric in (LOAD, LIMIT))
     entropy = _recent(view, leader, ENTROPY)
-    facts = [
+    what = "send most tokens to few experts" if collapse > COLLAPSED else f"drop {dropped:.0%} of the tokens"
+    return run_finding(
+        view, leader,
         f"the fullest expert of the worst layer has {load:.3g} times the mean load, of at most {limit:.3g}",
         f"{dropped:.1%} of the tokens are dropped",
-        *([f"the entropy of the routers' weights is {entropy:.0%} of the greatest"] if entropy is not None else []),
+        f"the entropy of the routers' weights is {entropy:.0%} of the greatest" if entropy is not None else "",
         f"step {leader.steps[-1].step}, loss {leader.steps[-1].loss:.4g}",
-    ]
-    what = "send most tokens to few experts" if collapse > COLLAPSED else f"drop {dropped:.0%} of the tokens"
-    return finding_of_run(
-        view,
-        leader,
-        *facts,
-        kind="router_collapse",
         summary=f"the routers of {leader.run} {what}",
         culprit=Culprit("unknown", view.node, detail="balance loss, learning rate, or data of one kind"),
         confidence=0.7,
         cost="experts without tokens learn nothing, and the ranks that have them wait for the others",
-    )
+    )  # fmt: skip
 
 
-def _healed(incident: Incident, view: View) -> bool | None:
-    """True once loads are even again, or a later generation trains, or the run has ended as planned."""
-    run = text(incident.data, "run")
-    over = recovered(view, run, integer(incident.data, "generation"))
-    leader = rank_of(view, run, integer(incident.data, "rank"))
-    if over is not False or leader is None:
-        return over
+@healed_by
+def _healed(_incident: Incident, view: View, leader: RankFact) -> bool | None:
+    """True once loads are even again."""
     collapse, dropped = _collapse(view, leader), _recent(view, leader, DROPPED_SHARE)
     if collapse is None and dropped is None:
         return None
     return (collapse or 0.0) < RECOVERED and (dropped or 0.0) < FEW_DROPPED
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="router_collapse",
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
     remedy=notify_run(),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,
 )

@@ -8,18 +8,18 @@ from typing import Final
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import gpu_of, newest, xids_of
-from opsd.runbooks.lib.remedies import swap_out
+from opsd.runbooks.lib.gpus import driver_restarted, gpu_of, newest, rank_on, xids_of
+from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import (
     job_of,
     rank_of,
     ranks_of,
     run_recovered,
     step_seconds,
-    unsolved,
+    unsolved_by_run,
     world_size,
 )
-from opsd.runbooks.lib.signals import counted, integer, is_integer, latest, number, text
+from opsd.runbooks.lib.signals import counted, grouped, integer, is_integer, number, said, text
 
 ERRORS = "opsd_gpu_ecc_errors_total"
 PENDING = "opsd_gpu_row_remap_pending"
@@ -51,9 +51,8 @@ class _Replay:
     def __str__(self) -> str:
         data = self.event.data
         sums = " and ".join(_texts(data, "checksums"))
-        return (
-            f"step {integer(data, 'step')}, computed twice: {text(data, 'where') or 'its gradients'} differs ({sums})"
-        )
+        where = text(data, "where") or "its gradients"
+        return f"step {integer(data, 'step')}, computed twice: {where} differs ({sums})"
 
     @property
     def neighbour(self) -> str:
@@ -79,14 +78,9 @@ def _replay(event: Event) -> _Replay | None:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    by_run: dict[tuple[str, int], list[_Replay]] = {}
-    for event in unsolved(view, "replay_differs"):
-        if replay := _replay(event):
-            by_run.setdefault((text(event.data, "run"), integer(event.data, "generation")), []).append(replay)
-    for (run, generation), replays in by_run.items():
-        by_ranks: dict[tuple[int, ...], list[_Replay]] = {}
-        for replay in replays:
-            by_ranks.setdefault(replay.ranks, []).append(replay)
+    for (run, generation), events in unsolved_by_run(view, "replay_differs").items():
+        replays = [replay for event in events if (replay := _replay(event))]
+        by_ranks = grouped(replays, lambda replay: replay.ranks)
         if len(by_ranks) > FEW or any(replay.verdict == PROGRAM for replay in replays):
             yield _finding(view, run, generation, replays, PROGRAM)
             continue
@@ -103,7 +97,6 @@ def _finding(view: View, run: str, generation: int, replays: Sequence[_Replay], 
     since = f"all ranks were last equal at step {agreed:.0f}" if agreed is not None else "there was no replay before"
     facts = [*(str(replay) for replay in replays[-FEW:]), replays[-1].neighbour, since]
     return Finding(
-        kind="silent_corruption",
         key=uuid or (run if verdict == PROGRAM else f"{run}/{'-'.join(map(str, first.ranks))}"),
         severity=Severity.WARNING if verdict == PROGRAM else Severity.CRITICAL,
         summary=f"{run}: {culprit} computed one micro-batch twice and got different bits",
@@ -111,7 +104,7 @@ def _finding(view: View, run: str, generation: int, replays: Sequence[_Replay], 
         confidence=_CONFIDENCE.get(verdict, 0.5) if len(first.ranks) == 1 else 0.4,
         evidence=(
             *(Evidence(fact, "rank events", replays[-1].event.at) for fact in facts),
-            *(Evidence(fact, "driver", view.wall) for fact in _doubts(view, uuid)),
+            *said(view, "driver", *_doubts(view, uuid)),
         ),
         cost=Cost(
             gpu_seconds=lost * step_seconds(ranks_of(view, run)) * world,
@@ -155,11 +148,11 @@ def _doubts(view: View, uuid: str) -> list[str]:
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
     """Only a GPU that a neighbour's result convicts is taken out, and only if the driver says something against it."""
     verdict = text(incident.data, "verdict")
-    swaps = swap_out(incident, view) if verdict == GPU and incident.culprit.component == "gpu" else ()
+    convicted = verdict == GPU and incident.culprit.component == "gpu"
     advice = _ADVICE.get(verdict, "burn its GPUs in; only a second data-parallel rank can tell GPU from program")
     agreed = number(incident.data, "agreed")
     back = f"; checkpoints up to step {agreed:.0f} are from before" if agreed is not None and verdict != PROGRAM else ""
-    return (*swaps, Action("notify", target=view.node, reason=f"{incident.summary}: {advice}{back}"))
+    return notify_node(f": {advice}{back}", swap=convicted)(incident, view)
 
 
 def _confirmed(incident: Incident, view: View) -> bool:
@@ -172,17 +165,14 @@ def _healed(incident: Incident, view: View) -> bool | None:
     uuid = text(incident.data, "uuid")
     if not over or not uuid:
         return over
-    booted = latest(view, "opsd_host_boot_time_seconds") or 0.0
-    loaded = [event.at for event in view.events("gpu_driver_loaded", DAY_S)]
-    if max([booted, *loaded]) > incident.opened_at:
+    if driver_restarted(view, incident.opened_at):
         return True
     gpu = gpu_of(view, uuid)
-    return gpu is None or not any(rank.gpu == gpu.index and rank.live for rank in view.ranks)
+    return gpu is None or rank_on(view, gpu.index) is None
 
 
 RUNBOOK = Runbook(
     kind="silent_corruption",
-    first=("opsd drain NODE --incident ID --reason WHY",),
     detect=_detect,
     remedy=_remedy,
     confirmed=_confirmed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -11,7 +11,6 @@ from opsd.runbooks.base import (
     SHARED_MOUNT,
     Cost,
     Culprit,
-    Evidence,
     Finding,
     Incident,
     Runbook,
@@ -20,7 +19,8 @@ from opsd.runbooks.base import (
     View,
 )
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import text
+from opsd.runbooks.lib.runs import live_ranks
+from opsd.runbooks.lib.signals import said, text
 
 COUNTED = (
     ("host", "space", "opsd_host_filesystem_size_bytes", "opsd_host_filesystem_available_bytes"),
@@ -119,28 +119,22 @@ def _room(view: View) -> dict[str, list[_Room]]:
 
 
 def _detect(view: View) -> Iterator[Finding]:
+    runs = sorted({rank.run for rank in live_ranks(view)})
     for mount, rooms in _room(view).items():
-        low = [room for room in rooms if room.low]
-        if low:
-            yield _finding(view, mount, low)
-
-
-def _finding(view: View, mount: str, low: Sequence[_Room]) -> Finding:
-    said = " and ".join(map(str, low))
-    critical = any(room.share < CRITICAL for room in low)
-    runs = sorted({rank.run for rank in view.ranks if rank.live})
-    return Finding(
-        kind="storage_full",
-        key=f"{view.node}{mount}",
-        severity=Severity.CRITICAL if critical else Severity.WARNING,
-        summary=f"{mount} on {view.node}: {said}",
-        culprit=Culprit("storage", view.node, detail=mount),
-        confidence=0.95 if any(room.share < LOW for room in low) else 0.7,
-        evidence=(Evidence(f"{mount}: {said}", low[0].source, view.wall),),
-        cost=Cost(text=f"checkpoints and logs of {', '.join(runs)} may not be written" if runs else ""),
-        data={"mount": mount, SHARED_MOUNT: mount if view.select(SHARED, mount=mount) else ""},
-        lasting_s=min(room.lasting_s for room in low),
-    )
+        if not (low := [room for room in rooms if room.low]):
+            continue
+        what, share = " and ".join(map(str, low)), min(room.share for room in low)
+        yield Finding(
+            key=f"{view.node}{mount}",
+            severity=Severity.CRITICAL if share < CRITICAL else Severity.WARNING,
+            summary=f"{mount} on {view.node}: {what}",
+            culprit=Culprit("storage", view.node, detail=mount),
+            confidence=0.95 if share < LOW else 0.7,
+            evidence=said(view, low[0].source, f"{mount}: {what}"),
+            cost=Cost(text=f"checkpoints and logs of {', '.join(runs)} may not be written" if runs else ""),
+            data={"mount": mount, SHARED_MOUNT: mount if view.select(SHARED, mount=mount) else ""},
+            lasting_s=min(room.lasting_s for room in low),
+        )
 
 
 def _healed(incident: Incident, view: View) -> bool | None:

@@ -10,7 +10,8 @@ from opsd.collectors.base import Event
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.signals import counted, growth, latest, level, number, text
+from opsd.runbooks.lib.runs import live_ranks
+from opsd.runbooks.lib.signals import counted, growth, latest, level, number, said, text
 
 DISK, NFS = "opsd_storage_io_latency_seconds", "opsd_storage_nfs_latency_seconds"
 REFAULTS = "opsd_storage_page_refaults_total"
@@ -134,7 +135,7 @@ def _evictions(view: View) -> float:
 
 def _saving(view: View) -> bool:
     """True while a run here writes a checkpoint, in front of the training or behind it."""
-    ranks = [rank for rank in view.ranks if rank.live]
+    ranks = live_ranks(view)
     committed = max((rank.committed_step for rank in ranks if rank.committed_step is not None), default=-1)
     return any(
         rank.phase == "checkpoint"
@@ -146,7 +147,7 @@ def _saving(view: View) -> bool:
 def _waiting(view: View) -> float:
     """The share of their time that the ranks here wait for data; 1.0 if one waits for seconds right now."""
     shares = [0.0]
-    for rank in (rank for rank in view.ranks if rank.live):
+    for rank in live_ranks(view):
         if rank.phase == "data" and view.now - rank.phase_since >= WAITING_S:
             return 1.0
         recent = [step for step in rank.steps if view.now - step.end <= RECENT_S and step.duration_s > 0]
@@ -163,23 +164,24 @@ def _detect(view: View) -> Iterator[Finding]:
 
 
 def _finding(view: View, slow: _Slow, evicted: float) -> Finding:
-    share, ranks = _waiting(view), [rank for rank in view.ranks if rank.live]
+    share, ranks = _waiting(view), live_ranks(view)
     again = f"{evicted:.0f} pages a second are read again soon after they were evicted" if evicted else ""
     waits = f"ranks wait for data in {share:.0%} of their time" if share >= COSTLY else ""
     stuck = int(latest(view, BLOCKED) or 0)
     blocked = f"{counted(stuck, 'task')} of the node blocked on input or output" if stuck else ""
-    facts = ((slow.what, slow.source), (again, "page cache"), (waits, "rank pages"), (blocked, "host"))
+    facts = ((slow.source, slow.what), ("page cache", again), ("rank pages", waits), ("host", blocked))
     errors = view.events("network_filesystem_error", LOST_S) if slow.source == "kernel log" else ()
     detail = f"{slow.detail}: evicts what is read again" if evicted else slow.detail
     return Finding(
-        kind="storage_slow",
         key=f"{view.node}/{slow.where}",
         severity=Severity.CRITICAL if waits else Severity.WARNING,
         summary=f"{view.node}: {slow.what or again}",
         culprit=Culprit("storage", view.node, detail=detail),
         confidence=0.85 if slow.what else 0.7,
-        evidence=tuple(Evidence(fact, source, view.wall) for fact, source in facts if fact)
-        + tuple(Evidence(event.message, "kernel log", event.at) for event in errors[-ERRORS_QUOTED:]),
+        evidence=(
+            *(evidence for source, fact in facts for evidence in said(view, source, fact)),
+            *(Evidence(event.message, "kernel log", event.at) for event in errors[-ERRORS_QUOTED:]),
+        ),
         cost=lost(view, max(ranks, key=lambda rank: rank.world_size), share, counted_s=RECENT_S) if waits else Cost(),
         job=ranks[0].job if ranks else "",
         data={"where": slow.where, "before": slow.before},

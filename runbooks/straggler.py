@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from opsd.collectors.base import RankFact, StepFact
-from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Incident, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.gpus import newest, set_by_opsd, told
 from opsd.runbooks.lib.losses import lost
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.runs import ranks_of, recovered
+from opsd.runbooks.lib.runs import RunRunbook, live_ranks, run_finding, run_recovered
 from opsd.runbooks.lib.signals import excess, integer, seconds_spent, spread, text
 from opsd.runbooks.lib.straggler_news import announced
 from opsd.runbooks.lib.straggler_news import healed as announcement_healed
@@ -93,7 +93,7 @@ def _compare(rank: RankFact, rows: Mapping[int, Sequence[float]]) -> Straggler |
 def _groups(view: View) -> Iterator[list[RankFact]]:
     """The live ranks of each run, if there are at least two in its newest generation."""
     for run in sorted({rank.run for rank in view.ranks}):
-        ranks = [rank for rank in ranks_of(view, run) if rank.live]
+        ranks = live_ranks(view, run)
         newest_generation = max((rank.generation for rank in ranks), default=0)
         ranks = [rank for rank in ranks if rank.generation == newest_generation and rank.steps]
         if len(ranks) > 1:
@@ -121,20 +121,15 @@ def _finding(found: Straggler, view: View) -> Finding:
     step_s = rank.steps[-1].duration_s
     cost = min(found.extra_s / step_s, 1.0) if step_s > 0 else 0.0
     said = f"rank {rank.rank} computes {found.compute_s:.3f} s a step, the median of its {found.peers} peers is"
-    return Finding(
-        kind="straggler",
+    return run_finding(
+        view, rank, f"{said} {found.peers_s:.3f} s over the same {found.steps} steps",
         key=f"{rank.run}/rank {rank.rank}",
         severity=Severity.CRITICAL if cost >= COSTLY else Severity.WARNING,
         summary=f"rank {rank.rank} of {rank.run} is {found.share:.0%} slower than its peers",
         culprit=Culprit("rank", view.node, rank.gpu, rank.rank, "slow computing"),
         confidence=0.8 if found.peers > 1 else 0.5,
-        evidence=(
-            Evidence(f"{said} {found.peers_s:.3f} s over the same {found.steps} steps", "rank pages", view.wall),
-        ),
         cost=lost(view, rank, cost),
-        job=rank.job,
-        data={"run": rank.run, "rank": rank.rank, "generation": rank.generation},
-    )
+    )  # fmt: skip
 
 
 def _diagnose(finding: Finding, view: View) -> Finding:
@@ -153,18 +148,16 @@ def _healed(incident: Incident, view: View) -> bool | None:
         if ranks[0].run == run and any(rank.rank == number for rank in ranks):
             enough = all(len(_recent(rank, view.now)) >= LEAST_STEPS for rank in ranks)
             return all(s.rank.rank != number for s in _stragglers(ranks, view.now)) if enough else None
-    return True if recovered(view, run, integer(incident.data, "generation")) else None
+    return run_recovered(incident, view) or None
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="straggler",
     first=("nvidia-smi -q -d PERFORMANCE,CLOCK -i GPU", "opsd diagnose"),
     detect=_detect,
     diagnose=_diagnose,
     remedy=notify_node("; {cost}"),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     open_after_s=10.0,
     look_every_s=5.0,
     clear_after_s=20.0,

@@ -8,7 +8,7 @@ from statistics import median
 
 from opsd.attribution import STOPPED
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Incident, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.losses import (
     BUT_LAST_S,
@@ -23,8 +23,8 @@ from opsd.runbooks.lib.losses import (
     settled,
 )
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import leaders, ranks_of, recovered
-from opsd.runbooks.lib.signals import integer, number, text
+from opsd.runbooks.lib.runs import RunRunbook, live_leaders, live_ranks, run_finding, run_recovered
+from opsd.runbooks.lib.signals import number, text
 from opsd.runbooks.straggler import stragglers_of
 
 DROP, BACK, COSTLY = 0.1, 0.05, 0.2
@@ -64,34 +64,30 @@ def _drop(view: View, rank: RankFact) -> tuple[float, float] | None:
 
 def _explained(view: View, run: str) -> bool:
     """True if a single rank or GPU is known to hold the run up: then that is the incident, and this its symptom."""
-    ranks = [rank for rank in ranks_of(view, run) if rank.live]
+    ranks = live_ranks(view, run)
     stuck = any(rank.process in STOPPED or view.now - rank.changed > RECENT_S for rank in ranks)
     unfit = unfit_gpus(view)
     return stuck or any(rank.gpu in unfit for rank in ranks) or bool(stragglers_of(view, run))
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    for leader in leaders(view):
-        drop = _drop(view, leader) if leader.live and leader.phase not in PAUSES else None
+    for leader in live_leaders(view):
+        drop = _drop(view, leader) if leader.phase not in PAUSES else None
         if drop is not None and not _explained(view, leader.run):
             yield _finding(view, leader, *drop)
 
 
 def _finding(view: View, leader: RankFact, before: float, now: float) -> Finding:
     share = 1 - now / before
-    fact = f"{now:.0f} tokens/s on rank {leader.rank}, {before:.0f} in the ten minutes before"
-    return Finding(
-        kind="throughput_drop",
-        key=leader.run,
+    return run_finding(
+        view, leader, f"{now:.0f} tokens/s on rank {leader.rank}, {before:.0f} in the ten minutes before",
         severity=Severity.CRITICAL if share >= COSTLY else Severity.WARNING,
         summary=f"{leader.run} trains {share:.0%} slower than before",
         culprit=Culprit("unknown", view.node),
         confidence=0.3,
-        evidence=(Evidence(fact, "rank pages", view.wall),),
         cost=settled(replace(lost(view, leader, share), before=before, now=now)),
-        job=leader.job,
-        data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, "before": before},
-    )
+        before=before,
+    )  # fmt: skip
 
 
 def _growth(view: View, rank: RankFact) -> _Growth | None:
@@ -115,7 +111,7 @@ def _growth(view: View, rank: RankFact) -> _Growth | None:
 
 def _diagnose(finding: Finding, view: View) -> Finding:
     """In the order in which a person would look: data, then network, then kernels."""
-    ranks = [rank for rank in ranks_of(view, text(finding.data, "run")) if rank.live and rank.steps]
+    ranks = [rank for rank in live_ranks(view, text(finding.data, "run")) if rank.steps]
     growths = [growth for growth in (_growth(view, rank) for rank in ranks) if growth is not None]
     if not growths:
         return finding
@@ -138,11 +134,10 @@ def _diagnose(finding: Finding, view: View) -> Finding:
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once the run is within 5 % of what it did before, or has ended as planned."""
-    data = incident.data
-    run, before = text(data, "run"), number(data, "before") or 0.0
-    leader = next((rank for rank in leaders(view) if rank.run == run and rank.live), None)
+    run, before = text(incident.data, "run"), number(incident.data, "before") or 0.0
+    leader = next((rank for rank in live_leaders(view) if rank.run == run), None)
     if leader is None:
-        return True if recovered(view, run, integer(data, "generation")) else None
+        return run_recovered(incident, view) or None
     recent = recent_steps(leader, view.now)
     if leader.steps_reported < SETTLED_STEPS or view.now - recent[-1].end > RECENT_S:
         return False
@@ -153,15 +148,13 @@ def _of_collectives(symptom: Incident, _cause: Incident) -> bool:
     return symptom.culprit.component == "network"
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="throughput_drop",
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=_detect,
     diagnose=_diagnose,
     remedy=notify_run("; {cost}; {culprit}"),
     healed=_healed,
-    proved_by="run",
-    needs=("ranks",),
     open_after_s=20.0,
     clear_after_s=20.0,
     verify_s=900.0,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import job_of, run_recovered, unsolved, world_size
-from opsd.runbooks.lib.signals import counted, integer, integers, text
+from opsd.runbooks.lib.runs import RunRunbook, job_of, run_recovered, unsolved_by_run, world_size
+from opsd.runbooks.lib.signals import counted, integers
 
 NAMED = 3
 """Tensors that the evidence names; the first ones say which layers it is."""
@@ -31,10 +31,7 @@ def _groups(events: Sequence[Event]) -> dict[tuple[int, ...], set[str]]:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    told: dict[tuple[str, int], list[Event]] = {}
-    for event in unsolved(view, "tp_shards_equal"):
-        told.setdefault((text(event.data, "run"), integer(event.data, "generation")), []).append(event)
-    for (run, generation), events in told.items():
+    for (run, generation), events in unsolved_by_run(view, "tp_shards_equal").items():
         if groups := _groups(events):
             yield _finding(view, run, generation, groups, events[0].at)
 
@@ -42,7 +39,6 @@ def _detect(view: View) -> Iterator[Finding]:
 def _finding(view: View, run: str, generation: int, groups: Mapping[tuple[int, ...], set[str]], at: float) -> Finding:
     tensors, width = set[str]().union(*groups.values()), max(map(len, groups))
     return Finding(
-        kind="tp_seed",
         key=run,
         severity=Severity.CRITICAL,
         summary=f"the tensor-parallel shards of {counted(len(tensors), 'tensor')} of {run} are copies of each other",
@@ -64,14 +60,12 @@ def _sentence(ranks: Sequence[int], names: set[str]) -> str:
     return f"ranks {', '.join(map(str, ranks))} hold the same bits as their shards of {shown}{rest}"
 
 
-RUNBOOK = Runbook(
+RUNBOOK = RunRunbook(
     kind="tp_seed",
     first=("opsd checkpoint audit FOLDER",),
     detect=_detect,
     remedy=notify_run("; stop the run: {cost}"),
     healed=run_recovered,
-    proved_by="run",
-    needs=("ranks",),
     clear_after_s=10.0,
     verify_s=1800.0,
 )

@@ -7,7 +7,7 @@ from statistics import median
 
 from opsd.collectors.base import GpuFact, RankFact
 from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, newest, told
+from opsd.runbooks.lib.gpus import by_gpu, gpu_of, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import run_of
 from opsd.runbooks.lib.signals import text
@@ -112,36 +112,27 @@ def _held(view: View) -> dict[str, tuple[GpuFact, str]]:
 
 
 def _detect(view: View) -> Iterator[Finding]:
-    used = newest(view, USED)
     for uuid, (gpu, what) in _held(view).items():
-        yield _finding(view, gpu, what, used.get(uuid))
-
-
-def _finding(view: View, gpu: GpuFact, what: str, used: float | None) -> Finding:
-    memory = f"{used / 1024:.1f} GiB of GPU {gpu.index} are in use" if used is not None else ""
-    dead = newest(view, DEAD_MEMORY).get(gpu.uuid)
-    kept = f"{dead / 2**30:.1f} GiB of it by processes that are dead" if dead else ""
-    return Finding(
-        kind="zombie_gpu_process",
-        key=gpu.uuid,
-        severity=Severity.WARNING,
-        summary=f"GPU {gpu.index} of {view.node}: {what}",
-        culprit=Culprit("gpu", view.node, gpu.index, detail=what),
-        confidence=0.85,
-        evidence=(
-            *told(view, gpu.uuid, PROCESSES, f"GPU {gpu.index}: {what}"),
-            *told(view, gpu.uuid, USED, memory, kept),
-        ),
-        cost=Cost(text="the next rank on this GPU may run out of memory, or shares it with a stranger"),
-        data={"uuid": gpu.uuid},
-    )
+        used, dead = newest(view, USED).get(uuid), newest(view, DEAD_MEMORY).get(uuid)
+        memory = f"{used / 1024:.1f} GiB of GPU {gpu.index} are in use" if used is not None else ""
+        kept = f"{dead / 2**30:.1f} GiB of it by processes that are dead" if dead else ""
+        yield Finding(
+            key=uuid,
+            severity=Severity.WARNING,
+            summary=f"GPU {gpu.index} of {view.node}: {what}",
+            culprit=Culprit("gpu", view.node, gpu.index, detail=what),
+            confidence=0.85,
+            evidence=(*told(view, uuid, PROCESSES, f"GPU {gpu.index}: {what}"), *told(view, uuid, USED, memory, kept)),
+            cost=Cost(text="the next rank on this GPU may run out of memory, or shares it with a stranger"),
+            data={"uuid": uuid},
+        )
 
 
 def _healed(incident: Incident, view: View) -> bool | None:
     """True once only ranks use the GPU. Leftover processes count even after the run's pages are forgotten."""
     uuid = text(incident.data, "uuid")
     count, used = newest(view, PROCESSES).get(uuid), newest(view, USED).get(uuid)
-    gpu = next((gpu for gpu in view.gpus if gpu.uuid == uuid), None)
+    gpu = gpu_of(view, uuid)
     if count is None or used is None or gpu is None:
         return None
     working = any(_works(rank) for rank in view.ranks if rank.gpu in (gpu.index, None))

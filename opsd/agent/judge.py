@@ -102,7 +102,7 @@ class Judge:
 
         def ask(runbook: Runbook, found: list[Finding]) -> None:
             for finding in runbook.detect(view):
-                found.append(with_job(_with_run(runbook.diagnose(finding, view), view), view))
+                found.append(with_job(_completed(runbook, finding, view), view))
 
         seeing = [runbook for runbook in self.runbooks.values() if sees(runbook, view)]
         looks = {runbook.kind: self._looks.get(runbook.kind, _Look()) for runbook in seeing}
@@ -192,8 +192,9 @@ def _ended(incident: Incident, runbook: Runbook, view: View) -> bool:
     return runbook.proved_by == "load" and gpu is not None and not loaded(view)(gpu.uuid, rank_on(view, gpu.index))
 
 
-def _with_run(finding: Finding, view: View) -> Finding:
-    """``finding`` with its run: the one that it names, else that of the ranks on its GPU, or of all ranks here."""
+def _completed(runbook: Runbook, finding: Finding, view: View) -> Finding:
+    """``finding``, diagnosed, with its kind and run: the one that it names, else that of its GPU, or of all ranks."""
+    finding = runbook.diagnose(finding, view)
     run = finding.run or finding.data.get("run")
     if not isinstance(run, str) or not run:
         gpu, supervised = finding.culprit.gpu, {fact.run for fact in view.runs if fact.alive}
@@ -204,4 +205,5 @@ def _with_run(finding: Finding, view: View) -> Finding:
         }
         run = runs.pop() if len(runs) == 1 else ""
     folder = next((fact.folder for fact in view.runs if fact.run == run), "") if run else ""
-    return replace(finding, run=run, data={**finding.data, "folder": folder} if folder else finding.data)
+    data = {**finding.data, "folder": folder} if folder else finding.data
+    return replace(finding, kind=runbook.kind, run=run, data=data)

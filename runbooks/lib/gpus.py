@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from opsd.collectors.base import Event, GpuFact, RankFact
-from opsd.runbooks.base import Culprit, Evidence, Series, View
-from opsd.runbooks.lib.signals import latest, number, text, usual
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Series, Severity, View
+from opsd.runbooks.lib.signals import grouped, latest, number, said, text, usual
 
 LOADED_PERCENT = 30.0
 LOAD_S = 6.0
@@ -20,9 +20,7 @@ def by_gpu(view: View, metric: str, **labels: str) -> dict[str, list[Series]]:
 
     A GPU may have changed its index or its model's name and have old series beside the new ones.
     """
-    found: dict[str, list[Series]] = {}
-    for series in view.select(metric, **labels):
-        found.setdefault(series.labels["UUID"], []).append(series)
+    found = grouped(view.select(metric, **labels), lambda series: series.labels["UUID"])
     for several in found.values():
         if len(several) > 1:
             several.sort(key=lambda series: series.last is None)
@@ -33,7 +31,7 @@ def told(view: View, uuid: str, metric: str, *facts: str) -> tuple[Evidence, ...
     """``facts`` (empty ones left out) as evidence from what delivers the GPU's series of ``metric``."""
     series = by_gpu(view, metric).get(uuid)
     source = SOURCES.get(series[0].source, series[0].source) if series else SOURCES["nvml"]
-    return tuple(Evidence(fact, source, view.wall) for fact in facts if fact)
+    return said(view, source, *facts)
 
 
 def job_evidence(view: View, rank: RankFact | None) -> Evidence:
@@ -77,6 +75,29 @@ def gpu_culprit(view: View, gpu: int, detail: str) -> tuple[Culprit, RankFact | 
     """The GPU as the culprit, and the live rank on it if there is one."""
     rank = rank_on(view, gpu)
     return Culprit("gpu", view.node, gpu, rank.rank if rank else None, detail), rank
+
+
+def gpu_finding(
+    view: View, uuid: str, gpu: int, summary: str, evidence: Iterable[Evidence], *,
+    detail: str, confidence: float, severity: Severity = Severity.WARNING, cost: str | Cost = "", key: str = "",
+    **data: object,
+) -> Finding:  # fmt: skip
+    """A fault of one GPU, with the live rank on it, whose job it concerns, in culprit and evidence.
+
+    ``detail`` is that of the culprit, ``data`` is kept beside UUID and index.
+    """
+    culprit, rank = gpu_culprit(view, gpu, detail)
+    return Finding(
+        key=key or uuid,
+        severity=severity,
+        summary=summary,
+        culprit=culprit,
+        confidence=confidence,
+        evidence=(*evidence, job_evidence(view, rank)),
+        cost=Cost(text=cost) if isinstance(cost, str) else cost,
+        job=rank.job if rank else "",
+        data={"uuid": uuid, "gpu": gpu, **data},
+    )
 
 
 def loaded(view: View) -> Callable[[str, RankFact | None], bool]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
-from opsd.runbooks.base import Action, Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import DRAIN, Action, Cause, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import drain_only, notify_node
-from opsd.runbooks.lib.signals import integer, latest, number, text
+from opsd.runbooks.lib.runs import live_ranks
+from opsd.runbooks.lib.signals import grouped, integer, latest, number, text
 
 BOOT_TIME = "opsd_host_boot_time_seconds"
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -70,6 +72,16 @@ def has(key: str, *values: str) -> Callable[[Data], bool]:
     return lambda data: text(data, key) in values
 
 
+def matches(key: str, pattern: str) -> Callable[[Data], bool]:
+    """Whether ``pattern`` is found in the field ``key`` of an event."""
+    return lambda data: re.search(pattern, text(data, key)) is not None
+
+
+def lacks(key: str, pattern: str) -> Callable[[Data], bool]:
+    """Whether it is not."""
+    return lambda data: re.search(pattern, text(data, key)) is None
+
+
 def _times(event: Event) -> int:
     """The number of errors in the event: equal lines are one event, and a line of EDAC may count several errors."""
     return integer(event.data, "count", 1) * integer(event.data, "errors", 1)
@@ -119,9 +131,6 @@ def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iter
                 yield KernelFault(row, about, of_it)
 
 
-DRAIN = "opsd drain NODE --incident ID --reason WHY"
-
-
 def kernel_runbook(
     kind: str,
     rows: Sequence[Row],
@@ -149,21 +158,18 @@ def kernel_runbook(
         return Culprit(component, view.node, detail=fault.about), None
 
     def detect(view: View) -> Iterator[Finding]:
-        found: dict[str, list[KernelFault]] = {}
         lasted = lasting.find(view, lasting.after_s) if lasting else ()
-        for fault in (*faults(view, rows, ignored), *lasted):
-            found.setdefault(whole(fault.about), []).append(fault)
+        found = grouped((*faults(view, rows, ignored), *lasted), lambda fault: whole(fault.about))
         for about, several in found.items():
             yield finding(view, about, sorted(several, key=lambda fault: not fault.row.critical))
 
     def finding(view: View, about: str, several: Sequence[KernelFault]) -> Finding:
         worst = several[0]
         culprit, rank = (culprit_of or of_component)(view, worst)
-        jobs = [fact.job for fact in view.ranks if fact.live]
+        jobs = [fact.job for fact in live_ranks(view)]
         lasts = any(fault.row.within_s == 0.0 for fault in several)
         events = sorted((event for fault in several for event in fault.events), key=lambda event: event.at)
         return Finding(
-            kind=kind,
             key=f"{view.node}/{about}",
             severity=Severity.CRITICAL if worst.row.critical else Severity.WARNING,
             summary=f"{view.node}: {' and '.join(dict.fromkeys(fault.what for fault in several))}",
@@ -177,21 +183,16 @@ def kernel_runbook(
             job=rank.job if rank else text(events[-1].data, "job") or next(iter(jobs), ""),
             struck_at=None if lasts else events[-1].at,
             data={
-                "about": about,
-                "at": events[-1].at,
-                "quiet_s": max(fault.row.within_s for fault in several),
-                "lasts": lasts,
-                "go_on": all(fault.row.go_on for fault in several if fault.row.critical),
+                "about": about, "at": events[-1].at, "quiet_s": max(fault.row.within_s for fault in several),
+                "lasts": lasts, "go_on": all(fault.row.go_on for fault in several if fault.row.critical),
             },
-        )
+        )  # fmt: skip
 
     def healed(incident: Incident, view: View) -> bool | None:
         booted = latest(view, BOOT_TIME)
         last = number(incident.data, "at") or incident.opened_at
-        is_there = lasting.find(view, 0.0) if lasting else ()
-        if any(
-            whole(fault.about) == text(incident.data, "about") for fault in (*faults(view, rows, ignored), *is_there)
-        ):
+        there = (*faults(view, rows, ignored), *(lasting.find(view, 0.0) if lasting else ()))
+        if any(whole(fault.about) == text(incident.data, "about") for fault in there):
             return False
         if lasting and incident.data.get("lasts") and not view.known(lasting.collector):
             return None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from opsd.collectors.base import Event, RankFact, RunFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, View
-from opsd.runbooks.lib.signals import counted, integer, number, text
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Healed, Incident, Runbook, Severity, View
+from opsd.runbooks.lib.signals import counted, grouped, integer, number, said, text
 
 REMEMBERED_S = 600.0
 """How far back a runbook looks for events."""
@@ -75,6 +76,17 @@ def run_recovered(incident: Incident, view: View) -> bool | None:
     return recovered(view, text(incident.data, "run"), integer(incident.data, "generation"))
 
 
+def healed_by(calm: Callable[[Incident, View, RankFact], bool | None]) -> Healed:
+    """Over once the run has recovered from the incident's generation; until then ``calm`` says it of its rank."""
+
+    def healed(incident: Incident, view: View) -> bool | None:
+        over = run_recovered(incident, view)
+        rank = rank_of(view, text(incident.data, "run"), integer(incident.data, "rank"))
+        return over if over is not False or rank is None else calm(incident, view, rank)
+
+    return healed
+
+
 def run_over(incident: Incident, view: View) -> bool | None:
     """The same for incidents that a later generation does not end: False while the run has live ranks here."""
     over = run_recovered(incident, view)
@@ -93,6 +105,11 @@ def unsolved(view: View, kind: str) -> Iterator[Event]:
             ended_well[which] = recovered(view, *which)
         if ended_well[which] is False:
             yield event
+
+
+def unsolved_by_run(view: View, kind: str) -> dict[tuple[str, int], list[Event]]:
+    """The same by run and generation."""
+    return grouped(unsolved(view, kind), lambda event: (text(event.data, "run"), integer(event.data, "generation")))
 
 
 def downtime(view: View, event: Event, last_step_at: float) -> Cost:
@@ -116,28 +133,19 @@ def downtime(view: View, event: Event, last_step_at: float) -> Cost:
     )
 
 
-def finding_of_run(
-    view: View,
-    leader: RankFact,
-    *facts: str,
-    kind: str,
-    summary: str,
-    culprit: Culprit,
-    confidence: float,
-    cost: str,
-    severity: Severity = Severity.WARNING,
-    **data: object,
-) -> Finding:
-    """What is wrong with the course of ``leader``'s run, one finding a run; ``facts`` that are not "" are evidence."""
+def run_finding(
+    view: View, leader: RankFact, *facts: str, summary: str, culprit: Culprit, confidence: float,
+    cost: str | Cost, severity: Severity = Severity.WARNING, key: str = "", source: str = "rank pages", **data: object,
+) -> Finding:  # fmt: skip
+    """What is wrong with ``leader``'s run, one finding a run unless there is a ``key``; empty facts are left out."""
     return Finding(
-        kind=kind,
-        key=leader.run,
+        key=key or leader.run,
         severity=severity,
         summary=summary,
         culprit=culprit,
         confidence=confidence,
-        evidence=tuple(Evidence(fact, "rank pages", view.wall) for fact in facts if fact),
-        cost=Cost(text=cost),
+        evidence=said(view, source, *facts),
+        cost=Cost(text=cost) if isinstance(cost, str) else cost,
         job=leader.job,
         data={"run": leader.run, "rank": leader.rank, "generation": leader.generation, **data},
     )
@@ -149,6 +157,20 @@ def world_size(view: View, run: str) -> int:
     sizes = [rank.world_size for rank in ranks_of(view, run)] + ([fact.world_size] if fact else [])
     sizes += [integer(start.data, "world_size", 1) for start in run_events(view, "generation_started", run)]
     return max(sizes, default=1)
+
+
+RunRunbook = partial(Runbook, needs=("ranks",), proved_by="run")
+"""A runbook about what only the ranks of a run tell, and only while it trains."""
+
+
+def live_ranks(view: View, run: str | None = None) -> list[RankFact]:
+    """The ranks here whose process lives, of one run or of all."""
+    return [rank for rank in (view.ranks if run is None else ranks_of(view, run)) if rank.live]
+
+
+def live_leaders(view: View) -> Iterator[RankFact]:
+    """The leaders whose process lives."""
+    return (leader for leader in leaders(view) if leader.live)
 
 
 def leaders(view: View) -> Iterator[RankFact]:

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
-from opsd.runbooks.base import Series, View
+from opsd.runbooks.base import Evidence, Series, View
 from opsd.stragglers.outliers import spread as spread
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+
+def said(view: View, source: str, *facts: str) -> tuple[Evidence, ...]:
+    """What ``source`` says now as evidence; empty facts are left out."""
+    return tuple(Evidence(fact, source, view.wall) for fact in facts if fact)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by their key, both in the order of their first appearance."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def excess(value: float, peers: Sequence[float]) -> float:

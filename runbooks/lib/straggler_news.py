@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Culprit, Evidence, Finding, Incident, Severity, View
+from opsd.runbooks.base import Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.lib.losses import lost, lost_by
-from opsd.runbooks.lib.runs import job_of, rank_of, ranks_of, run_over, world_size
+from opsd.runbooks.lib.runs import job_of, quoted, rank_of, ranks_of, run_over, world_size
 from opsd.runbooks.lib.signals import counted, integer, integers, number, text
 
 FOUND, GONE = "straggler_found", "straggler_gone"
@@ -58,36 +58,23 @@ def _finding(name: str, event: Event, view: View) -> Finding:
     cost = 1.0 - 1.0 / slowdown
     sentences = data.get("evidence")
     said = [str(one) for one in sentences] if isinstance(sentences, list | tuple) else []
-    advice = text(data, "advice")
-    who = (
-        ""
-        if not ranks
-        else f": rank {ranks[0]}"
-        if len(ranks) == 1
-        else f": {counted(len(ranks), 'rank')} on {_node(event)}"
-    )
+    several = f": {counted(len(ranks), 'rank')} on {_node(event)}"
+    who = several if len(ranks) > 1 else f": rank {ranks[0]}" if ranks else ""
+    compared = f"compared: {counted(integer(data, 'compared', 0), 'rank')} of the job"
     told = rank_of(view, run, ranks[0]) if ranks else next(iter(ranks_of(view, run)), None)
     return Finding(
-        kind="straggler",
         key=name,
         severity=Severity.INFO if not ranks else Severity.CRITICAL if cost >= COSTLY else Severity.WARNING,
         summary=f"{cause} in {run}{who}; steps take {slowdown:.2f} times as long",
         culprit=_culprit(cause, ranks, run, view),
         confidence=min(1.0, max(0.0, number(data, "confidence") or 0.5)),
-        evidence=tuple(
-            Evidence(one, "launcher", event.at)
-            for one in (*said, f"compared: {counted(integer(data, 'compared', 0), 'rank')} of the job", advice)
-            if one
-        ),
+        evidence=quoted(event, "launcher", *said, compared, text(data, "advice")),
         cost=lost(view, told, cost) if told else lost_by(f"run {run}", cost, world_size(view, run)),
         job=job_of(view, run),
         data={
-            "run": run,
-            "rank": ranks[0] if ranks else None,
-            "generation": integer(data, "generation"),
-            "leader": True,
+            "run": run, "rank": ranks[0] if ranks else None, "generation": integer(data, "generation"), "leader": True,
         },
-    )
+    )  # fmt: skip
 
 
 def _culprit(cause: str, ranks: list[int], run: str, view: View) -> Culprit:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Incident, View
 from opsd.runbooks.lib.runs import ranks_of
-from opsd.runbooks.lib.signals import integer, text
+from opsd.runbooks.lib.signals import grouped, integer, text
 
 DAY_S = 86_400.0
 BURST_GAP_S = 60.0
@@ -81,9 +81,7 @@ def by_address(events: Iterable[Event]) -> dict[str, list[Event]]:
 
     An Xid 45 that names the Xid before it counts as that one, if the line of that one was lost.
     """
-    found: dict[str, list[Event]] = {}
-    for event in events:
-        found.setdefault(text(event.data, "pci_bus_id"), []).append(event)
+    found = grouped(events, lambda event: text(event.data, "pci_bus_id"))
     for of_gpu in found.values():
         seen = {code_of(event) for event in of_gpu}
         of_gpu[:] = [event if integer(event.data, "caused_by") in {-1, *seen} else _cause_of(event) for event in of_gpu]

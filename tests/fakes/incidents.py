@@ -12,8 +12,8 @@ WALL = 1_700_000_000.0
 def finding(kind: str = "trouble", key: str = "gpu0", **changes: object) -> Finding:
     """A finding about GPU 0."""
     base = Finding(
-        kind, key, Severity.WARNING, "GPU 0 is in trouble", Culprit("gpu", "node", 0), 0.8,
-        (Evidence("too hot", "nvml", WALL),), Cost(0.1, 10.0, "a tenth"), "4242", {"gpu": 0},
+        key, Severity.WARNING, "GPU 0 is in trouble", Culprit("gpu", "node", 0), 0.8,
+        (Evidence("too hot", "nvml", WALL),), Cost(0.1, 10.0, "a tenth"), "4242", {"gpu": 0}, kind=kind,
     )  # fmt: skip
     return replace(base, **changes)
 

@@ -15,8 +15,8 @@ T0 = 1_700_000_000.0
 
 def finding(key: str = "gpu0", **changes: object) -> Finding:
     base = Finding(
-        "throttle", key, Severity.WARNING, "GPU 0 is slow", Culprit("gpu", "node", 0), 0.8,
-        (Evidence("too hot", "nvml", T0),), Cost(0.1, 10.0),
+        key, Severity.WARNING, "GPU 0 is slow", Culprit("gpu", "node", 0), 0.8,
+        (Evidence("too hot", "nvml", T0),), Cost(0.1, 10.0), kind="throttle",
     )  # fmt: skip
     return replace(base, **changes)
 

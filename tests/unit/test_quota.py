@@ -16,7 +16,7 @@ USERS = {"mine": 1000, "other": 1001, "of root": 0}
 
 def finding(kind: str, run: str, key: int) -> Finding:
     """One of a run, or of a GPU."""
-    return Finding(kind, f"{run}/{key}", Severity.WARNING, "", Culprit("node", "n1"), 1.0, (), run=run)
+    return Finding(f"{run}/{key}", Severity.WARNING, "", Culprit("node", "n1"), 1.0, (), run=run, kind=kind)
 
 
 def names(findings: list[Finding]) -> set[tuple[str, str]]:
@@ -92,7 +92,7 @@ def test_a_node_that_slurm_cannot_reach_is_nobodys() -> None:
     """That a run has lost nodes is what its launcher says; the same incident by Slurm's word names no run."""
     told = Judge([node_unreachable.RUNBOOK], Log(lambda _: None)).told_by_users
     lost = [finding("node_unreachable", "mine", key) for key in range(2 * MAX_OF_USER)]
-    silent = Finding("node_unreachable", "node1", Severity.CRITICAL, "", Culprit("node", "node1"), 1.0, ())
+    silent = Finding("node1", Severity.CRITICAL, "", Culprit("node"), 1.0, (), kind="node_unreachable")
     admitted = Quota().admit([*lost, silent], told, (), USERS, 0.0)
     assert len(admitted) == MAX_OF_USER + 1
     assert silent in admitted

@@ -76,4 +76,4 @@ def test_a_run_that_begins_again_has_no_spike() -> None:
 def test_a_spike_after_a_restart_from_a_checkpoint_is_still_one() -> None:
     """Going back some steps is no new beginning."""
     view = trained(falling(300) + falling(60) + [9.0] * 5, numbers=[*range(300), *range(250, 310), *range(310, 315)])
-    assert [finding.kind for finding in SPIKE.detect(view)] == ["loss_spike"]
+    assert len(list(SPIKE.detect(view))) == 1

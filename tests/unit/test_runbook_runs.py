@@ -51,5 +51,5 @@ def culprit_by_ras(silent: Mapping[str, object], *ranks: RankFact, user: int | N
     said = {"kind": "dead", "text": "rank 3 is dead", "communicator": "a1", "ranks": [silent]}
     told = Event("nccl_ras", 999.0, "rank 3 is dead", said, user)
     window.add("ranks", Reading(facts=ranks, events=(told,)))
-    hang = Finding("collective_hang", "smol", Severity.CRITICAL, "", Culprit("unknown"), 0.3, (), data={"run": "smol"})
+    hang = Finding("smol", Severity.CRITICAL, "", Culprit("unknown"), 0.3, (), data={"run": "smol"})
     return collective_hang.RUNBOOK.diagnose(hang, window).culprit

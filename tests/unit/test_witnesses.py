@@ -20,7 +20,7 @@ def detect(view: View) -> Iterator[Finding]:
     worst = max((series.last or 0.0 for series in view.select(VALUE.name)), default=0.0)
     if worst:
         severity = Severity.CRITICAL if worst == FAILED else Severity.WARNING
-        yield Finding("trouble", "x", severity, "s", Culprit("gpu"), 1.0, (Evidence("e", "s", view.wall),))
+        yield Finding("x", severity, "s", Culprit("gpu"), 1.0, (Evidence("e", "s", view.wall),))
 
 
 def remedy(incident: Incident, _view: View) -> Sequence[Action]:
