@@ -78,6 +78,8 @@ class DataSettings(Section):
     """The same on slower storage, used file by file if ``shards`` (on the node, for instance) has none."""
     tokenizer: str = ""
     """A tokenizer.json that the shards must have been made with; empty skips the comparison."""
+    chat_template: str = ""
+    """A Jinja template that the chats of the shards must have been rendered with; empty skips the comparison."""
     mixture: str = ""
     """A TOML file with ``[[stages]]``, or the name of a preset (smollm3); empty for the stages given here."""
     stages: Annotated[tuple[StageSettings, ...], Strict(False)] = ()

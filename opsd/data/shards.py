@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 from datatrove.io import DataFolderLike, get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
-from opsd.durable import replace
+from opsd import durable
+from opsd.checkpoints.manifest import checksum
 from opsd.trainer.data.shards import TOKENIZER, DataError, Framing, Tally, parse_shard
 from opsd.trainer.data.texts import EMPTY, encodable
 from opsd.trainer.data.tokenize import commit_corpus, framing_of, load_tokenizer, write_shards
@@ -27,23 +28,32 @@ class ShardWriter(PipelineStep):  # type: ignore[misc]  # datatrove has no types
     """Tokenises documents into shards of about ``shard_tokens`` tokens; it passes no document on.
 
     ``tokenizer`` is the path of a tokenizer.json, ``separator`` as for ``python -m opsd.trainer.data``. Documents
-    without a text are counted as dropped, as there.
+    without a text are counted as dropped, as there. ``chat_template`` is the Jinja file with which an earlier step has
+    rendered chats to texts: the index has its checksum, and special tokens in the texts are tokens.
     """
 
     name = "shards"
     type = "WRITER"
 
     def __init__(
-        self, output_folder: DataFolderLike, tokenizer: str, separator: str = "", shard_tokens: int = SHARD_TOKENS
+        self,
+        output_folder: DataFolderLike,
+        tokenizer: str,
+        separator: str = "",
+        shard_tokens: int = SHARD_TOKENS,
+        chat_template: str = "",
     ) -> None:
         super().__init__()
         self.output_folder = get_datafolder(output_folder)
         self.tokenizer, self.separator, self.shard_tokens = tokenizer, separator, shard_tokens
+        self.chat_template = chat_template
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         """Raises DataError, OSError."""
         tokenizer = load_tokenizer(Path(self.tokenizer))
         framing = framing_of(tokenizer, Path(self.tokenizer), self.separator)
+        if self.chat_template:
+            framing = replace(framing, template=checksum(Path(self.chat_template)))
         folder, tally = Path(self.output_folder.path), Tally()
         folder.mkdir(parents=True, exist_ok=True)
         name, texts = f"shard-{rank:05d}", self._texts(data or (), tally)
@@ -52,7 +62,7 @@ class ShardWriter(PipelineStep):  # type: ignore[misc]  # datatrove has no types
             "tasks": world_size, "tokenizer": tokenizer.to_str(pretty=True), "framing": asdict(framing),
             "shards": [asdict(shard) for shard in shards], "read": asdict(tally),
         }  # fmt: skip
-        replace(folder / f"part-{rank:05d}.json", json.dumps(part).encode())
+        durable.replace(folder / f"part-{rank:05d}.json", json.dumps(part).encode())
 
     def _texts(self, documents: Any, tally: Tally) -> Iterator[str]:
         for document in documents:
@@ -88,12 +98,14 @@ class ShardIndex(PipelineStep):  # type: ignore[misc]
                 f"{source} has the shards of {len(parts)} tasks, of {wanted}: run the stage with ShardWriter"
             )
         if any((part["tokenizer"], part["framing"]) != (parts[0]["tokenizer"], parts[0]["framing"]) for part in parts):
-            raise DataError(f"the tasks that wrote to {source} had different tokenizers: run them again")
+            raise DataError(
+                f"the tasks that wrote to {source} had different tokenizers or chat templates: run them again"
+            )
         read = Tally()
         for part in parts:
             read.add(Tally.parse(part["read"]))
         target.mkdir(parents=True, exist_ok=True)
-        replace(target / TOKENIZER, parts[0]["tokenizer"].encode())
-        framing = Framing(parts[0]["framing"]["separator"], tuple(parts[0]["framing"]["bos"]))
+        durable.replace(target / TOKENIZER, parts[0]["tokenizer"].encode())
+        framing = Framing.parse(parts[0]["framing"])
         shards = [parse_shard(entry) for part in parts for entry in part["shards"]]
         commit_corpus(target, load_tokenizer(target / TOKENIZER), framing, shards, read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opsd.data.pipeline import PipelineError
-from opsd.trainer.data.shards import read_index, verify
+from opsd.trainer.data.shards import Corpus, DataError, open_corpus, read_index, verify
+from opsd.trainer.data.sources import open_sources
 from opsd.trainer.data.tokenize import train_tokenizer
+from opsd.trainer.data_settings import DataSettings
 from tests.fakes.pipelines import Here, contents, run_here
 
 PIPELINE = """
@@ -110,3 +113,41 @@ def test_shards_of_a_task_that_are_missing_are_named(tmp_path: Path) -> None:
     assert "has the shards of 1 tasks, of 2" in said[-1]
     with pytest.raises(PipelineError, match=r"part-00001\.json is missing"):
         run_here(file)
+
+
+def test_the_turns_of_chats_are_tokens_and_their_template_is_known(tmp_path: Path) -> None:
+    """Marks of a template are one token each only in shards of chats; a run that names another template is refused."""
+    marked = "<|turn|>user\nHallo<|turn|>assistant\nTag"
+    file = make(tmp_path, [f"{marked} {number}" for number in range(30)], tasks=2)
+    tokenizer = train_tokenizer(TEXTS, 400)
+    tokenizer.add_special_tokens(["<|turn|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    turn = int(tokenizer.token_to_id("<|turn|>") or 0)
+    assert run_here(file)
+    assert first_tokens(open_corpus(tmp_path / "corpus", None, 20)).count(turn) == 0
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{% for each in messages %}<|turn|>{{ each.role }}\n{{ each.content }}{% endfor %}")
+    file.write_text(file.read_text().replace("shard_tokens=300", f"shard_tokens=300, chat_template='{template}'"))
+    assert run_here(file, redo=True)
+    assert first_tokens(open_corpus(tmp_path / "corpus", None, 20)).count(turn) == 2
+
+    def opened(template: Path) -> None:
+        shards = str(tmp_path / "corpus")
+        data = DataSettings(shards=shards, chat_template=str(template), sequence=20, batch=2, micro_batch=1)
+        open_sources(data, 1000)
+
+    opened(template)
+    shutil.copy(template, tmp_path / "other.jinja")
+    with open(tmp_path / "other.jinja", "a") as other:
+        other.write("<|turn|>")
+    with pytest.raises(
+        DataError, match=r"corpus have been rendered with another chat template than data\.chat_template"
+    ):
+        opened(tmp_path / "other.jinja")
+
+
+def first_tokens(corpus: Corpus) -> list[int]:
+    tokens, documents = np.empty((1, 21), np.int64), np.empty((1, 20), np.int32)
+    corpus.read([0], tokens, documents)
+    found: list[int] = tokens[0].tolist()
+    return found

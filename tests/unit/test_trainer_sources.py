@@ -154,6 +154,19 @@ def test_sources_whose_documents_end_otherwise_are_refused(shards: Path) -> None
     assert "/code begin and end with <s> and </s>, those of" in message or "begin and end with <|document|>" in message
 
 
+def test_chats_of_different_templates_are_refused(shards: Path) -> None:
+    """Sources without chats may be mixed with them; a run that names a template needs chats."""
+    assert "none.jinja cannot be read" in refusal(data(shards, chat_template="none.jinja"))
+    assert "has chats; leave out data.chat_template" in refusal(data(shards, chat_template=str(shards / "web" / INDEX)))
+    for name, template in (("code", "xxh3_128:1"), ("web", "xxh3_128:2")):
+        raw = json.loads((shards / name / INDEX).read_text())
+        raw["framing"]["template"] = template
+        (shards / name / INDEX).write_text(json.dumps(raw))
+        if name == "code":
+            open_sources(data(shards), 1000)
+    assert "have been rendered with different chat templates" in refusal(data(shards))
+
+
 def test_another_tokenizer_than_the_wanted_one_is_refused(shards: Path, tmp_path: Path) -> None:
     """data.tokenizer is compared with the one that made the shards; the file it was made from passes."""
     same, other = tmp_path / "same.json", tmp_path / "other.json"

@@ -77,10 +77,14 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """The tokens around each document: the one that separates documents, and what the tokenizer begins a text with."""
+    """The tokens around each document: the one that separates documents, and what the tokenizer begins a text with.
+
+    ``template`` is the checksum of the chat template with which the texts were rendered, "" without one.
+    """
 
     separator: str = DOCUMENT
     bos: tuple[str, ...] = ()
+    template: str = ""
 
     @property
     def begin(self) -> tuple[str, ...]:
@@ -91,6 +95,11 @@ class Framing:
     def end(self) -> tuple[str, ...]:
         """The tokens after a document."""
         return (self.separator,) if self.bos and self.separator not in self.bos else ()
+
+    @staticmethod
+    def parse(raw: Mapping[str, Any]) -> Framing:
+        """That of an index or a part; older ones lack some of it."""
+        return Framing(raw.get("separator", DOCUMENT), tuple(raw.get("bos", ())), raw.get("template", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +167,9 @@ def read_index(folder: Path) -> Index:
         if raw["format"] != FORMAT:
             raise DataError(f"{path} has format {raw['format']}, this trainer reads format {FORMAT}")
         shards = tuple(parse_shard(entry) for entry in raw["shards"])
-        framing = raw.get("framing", {})
         index = Index(
             raw["vocab"], raw["dtype"], File(**raw["tokenizer"]), shards,
-            framing=Framing(framing.get("separator", DOCUMENT), tuple(framing.get("bos", ()))),
+            framing=Framing.parse(raw.get("framing", {})),
             read=Tally.parse(raw["read"]) if raw.get("read") else None, made_by=dict(raw.get("made_by", {})),
         )  # fmt: skip
     except OSError as error:

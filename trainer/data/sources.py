@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from opsd.checkpoints.manifest import checksum
 from opsd.trainer.data.shards import (
     Corpus,
     DataError,
@@ -37,6 +38,7 @@ def open_sources(data: DataSettings, vocab: int, *, part: int = 0, parts: int = 
     """
     sources = {name: _open(data, name) for name in data.sources}
     check_tokenizers(list(sources.values()), data.tokenizer)
+    check_templates(list(sources.values()), data.chat_template)
     for source in sources.values():
         if source.index.vocab > vocab:
             raise DataError(f"{source.folder} has {source.index.vocab} token ids, model.vocab is {vocab}")
@@ -75,7 +77,10 @@ def check_tokenizers(sources: Sequence[Source], wanted: str) -> None:
                 f"{source.folder} and {first.folder} have been made with different tokenizers; "
                 "make one of them again with the other's tokenizer.json"
             )
-        if source.index.framing != first.index.framing:
+        if (source.index.framing.begin, source.index.framing.end) != (
+            first.index.framing.begin,
+            first.index.framing.end,
+        ):
             raise DataError(
                 f"the documents of {source.folder} begin and end with {_tokens(source)}, those of {first.folder} with "
                 f"{_tokens(first)}; make one of them again with the other's --separator"
@@ -88,6 +93,30 @@ def check_tokenizers(sources: Sequence[Source], wanted: str) -> None:
         add_separator(given, first.index.framing.separator)
         if given.to_str() != made_with.to_str():
             raise DataError(f"{first.folder} has been made with another tokenizer than data.tokenizer {wanted}")
+
+
+def check_templates(sources: Sequence[Source], wanted: str) -> None:
+    """Raise DataError if sources of chats have different chat templates, or another one than the file ``wanted``."""
+    chats = [source for source in sources if source.index.framing.template]
+    for source in chats[1:]:
+        if source.index.framing.template != chats[0].index.framing.template:
+            raise DataError(
+                f"the chats of {source.folder} and {chats[0].folder} have been rendered with different chat templates; "
+                "make one of them again with the other's"
+            )
+    if not wanted:
+        return
+    try:
+        template = checksum(Path(wanted))
+    except OSError as error:
+        raise DataError(f"data.chat_template {wanted} cannot be read: {error.strerror}") from error
+    if not chats:
+        raise DataError(f"no source of {sources[0].folder} has chats; leave out data.chat_template {wanted}")
+    if chats[0].index.framing.template != template:
+        raise DataError(
+            f"the chats of {chats[0].folder} have been rendered with another chat template than data.chat_template "
+            f"{wanted}; make them again with it"
+        )
 
 
 def check_framing(source: Source) -> None:

@@ -193,8 +193,8 @@ def write_shards(
     prefix: str = "shard",
 ) -> list[Shard]:
     """Write the shards of ``texts`` durably, with names that begin with ``prefix``. Raises OSError."""
-    # Text that happens to contain the marker must not begin a document.
-    tokenizer.encode_special_tokens = True
+    # Text that happens to contain the marker must not begin a document. Turns of a chat begin with such tokens.
+    tokenizer.encode_special_tokens = not framing.template
     writer = _ShardWriter(folder, prefix, dtype_for(tokenizer))
     shards: list[Shard] = []
     for document in _encode(texts, tokenizer, framing):

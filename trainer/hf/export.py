@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from opsd.checkpoints.manifest import read
+from opsd.checkpoints.manifest import checksum, read
 from opsd.durable import make_folder, move_into
 from opsd.trainer.config import Config, ConfigError
 from opsd.trainer.data.shards import TOKENIZER, DataError, Framing, find_index
@@ -49,6 +49,11 @@ def export_checkpoint(
         if chat_template is not None:
             if tokenizer is None:
                 raise ConfigError(f"{settings.data.shards} has no {TOKENIZER}, and a chat template needs one")
+            used = {framing.template for path in paths if (framing := _framing(path.parent)).template}
+            if used - {checksum(chat_template)}:
+                raise ConfigError(
+                    f"the chats of {settings.data.shards} have another chat template than {chat_template}"
+                )
             shutil.copyfile(chat_template, draft / CHAT_TEMPLATE)
         config |= tokens
         count = write(draft, parameters_in(folder), dtype, architecture, config)
