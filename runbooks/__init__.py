@@ -6,6 +6,7 @@ made of. ``NAMES`` is where they are registered.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 
 from opsd.runbooks.base import Runbook
@@ -71,4 +72,4 @@ NAMES = (
 )
 """Every runbook, in the order in which they are asked."""
 
-RUNBOOKS: tuple[Runbook, ...] = tuple(import_module(f"{__name__}.{name}").RUNBOOK for name in NAMES)
+RUNBOOKS: tuple[Runbook, ...] = tuple(replace(import_module(f"{__name__}.{name}").RUNBOOK, kind=name) for name in NAMES)

@@ -316,7 +316,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Runbook:
-    """One kind of incident.
+    """One kind of incident. ``kind`` is the name of its file, which the registry fills in.
 
     ``healed`` returns whether the fault is over: True, False, or None if that is unknown now (which
     is not healthy). An incident opens once it was found for ``open_after_s`` and resolves once healed for
@@ -334,7 +334,6 @@ class Runbook:
     GPU. Once that has ended, the incident ends as unproven.
     """
 
-    kind: str
     detect: Detect
     healed: Healed
     confirmed: Confirmed | None = None
@@ -352,3 +351,4 @@ class Runbook:
     told_by_runs: bool = False
     proved_by: Literal["", "run", "load"] = ""
     first: tuple[str, ...] = (DRAIN,)
+    kind: str = ""

@@ -6,19 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Severity, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import (
-    FRESH_S,
-    REMEMBERED_S,
-    RunRunbook,
-    job_of,
-    quoted,
-    ranks_of,
-    run_events,
-    run_of,
-    step_seconds,
-    world_size,
-)
+from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.runs import FRESH_S, REMEMBERED_S, job_of, quoted, ranks_of, run_events, run_of, steps_lost
 from opsd.runbooks.lib.signals import counted, grouped, integer, number, text
 
 
@@ -40,12 +29,7 @@ def _cost(view: View, run: str, step: int, since: float) -> Cost:
     if not loaded:
         return Cost()
     lost = max(0, step - integer(loaded[-1].data, "step", step))
-    world = world_size(view, run)
-    return Cost(
-        0.0,
-        lost * step_seconds(ranks_of(view, run)) * world,
-        f"{counted(lost, 'further step')} to do again on {counted(world, 'GPU')}",
-    )
+    return steps_lost(view, run, lost, f"{counted(lost, 'further step')} to do again on {{gpus}}")
 
 
 def _finding(events: Sequence[Event], view: View) -> Finding:
@@ -85,7 +69,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="checkpoint_corrupt",
     first=("opsd checkpoint verify FOLDER",),
     detect=_detect,
     remedy=notify_run("; the file stays where it is for the post-mortem"),

@@ -9,8 +9,8 @@ from statistics import median
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Finding, Incident, Severity, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, live_leaders, live_ranks, run_events, run_finding, run_recovered
+from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.runs import live_leaders, live_ranks, run_events, run_finding, run_recovered
 from opsd.runbooks.lib.signals import counted, integer, number, text
 
 PHASE = "checkpoint"
@@ -119,7 +119,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="checkpoint_slow",
     first=("iostat -x 1 5",),
     detect=_detect,
     remedy=notify_run("; look at what checkpoints are written to"),

@@ -8,8 +8,8 @@ from statistics import median
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Cause, Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, live_leaders, ranks_of, run_events, run_finding, run_over, step_seconds
+from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.runs import gpu_hours, live_leaders, ranks_of, run_events, run_finding, run_over
 from opsd.runbooks.lib.signals import integer, text
 
 HISTORY_S = 7 * 86_400.0
@@ -48,7 +48,6 @@ def _detect(view: View) -> Iterator[Finding]:
             continue
         (committed, usual), done = overdue, leader.steps[-1].step
         behind, times = done - committed, f"{(done - committed) / usual:.1f}"
-        at_risk = behind * step_seconds([leader]) * leader.world_size
         yield run_finding(
             view, leader,
             f"step {done} is done, the newest checkpoint is of step {committed}, "
@@ -56,7 +55,7 @@ def _detect(view: View) -> Iterator[Finding]:
             summary=f"{leader.run} has done {behind} steps since its last checkpoint, {times} times the usual",
             culprit=Culprit("storage", view.node, detail="or the process that writes checkpoints"),
             confidence=0.5,
-            cost=f"{at_risk / 3600:.1f} GPU-hours would be lost by a failure now",
+            cost=f"{gpu_hours(leader, committed):.1f} GPU-hours would be lost by a failure now",
             committed=committed,
         )  # fmt: skip
 
@@ -71,14 +70,10 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="checkpoint_stale",
     first=("df -h FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),
     healed=_healed,
     verify_s=1800.0,
-    causes=(
-        Cause("nvme_failing", "node", lag_s=60.0),
-        Cause("storage_full", "node", lag_s=60.0),
-    ),
+    causes=(Cause("nvme_failing", "node", lag_s=60.0), Cause("storage_full", "node", lag_s=60.0)),
 )

@@ -98,7 +98,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="clock_skew",
     first=("chronyc tracking",),
     detect=_detect,
     remedy=notify_node(": see which of both times was right"),

@@ -8,8 +8,5 @@ from opsd.runbooks.lib.signals import text
 ROWS = (Row("clock_unstable", "the clock source {device} is unstable", lambda data: text(data, "device") == "tsc"),)
 
 RUNBOOK = kernel_runbook(
-    "clock_unstable",
-    ROWS,
-    advice=": the node is slow until it is booted again",
-    cost="every read of the time is slow",
+    ROWS, advice=": the node is slow until it is booted again", cost="every read of the time is slow"
 )

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Evidence, Finding, Severity, View
-from opsd.runbooks.lib.remedies import notify_unsupervised
-from opsd.runbooks.lib.runs import RunRunbook, downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
+from opsd.runbooks.lib.remedies import RunRunbook, notify_unsupervised
+from opsd.runbooks.lib.runs import downtime, job_of, last_step, quoted, rank_of, ranks_of, user_of
 from opsd.runbooks.lib.signals import counted, integer, integers, latest, number, text
 from opsd.runbooks.rank_hang import hangs, limit_of, moved_on, reported_states, state_of, waits_for_others
 
@@ -126,16 +126,11 @@ def _own_number(rank: RankFact) -> int:
 
 
 RUNBOOK = RunRunbook(
-    kind="collective_hang",
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=hangs(_from_launcher, _from_pages),
     diagnose=_diagnose,
     remedy=notify_unsupervised,
     healed=moved_on,
     verify_s=180.0,
-    causes=(
-        Cause("gpu_lost", "gpu", within_s=60.0),
-        Cause("gpu_xid", "gpu", within_s=60.0),
-        Cause("ib_link", "node"),
-    ),
+    causes=(Cause("gpu_lost", "gpu", within_s=60.0), Cause("gpu_xid", "gpu", within_s=60.0), Cause("ib_link", "node")),
 )

@@ -15,7 +15,6 @@ ROWS = (
 )  # fmt: skip
 
 RUNBOOK = kernel_runbook(
-    "cpu_thermal",
     ROWS,
     advice=": have fans and heat sinks checked",
     cost="loaders and kernel launches are slower on all ranks of the node",

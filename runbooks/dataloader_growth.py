@@ -10,8 +10,8 @@ from statistics import median
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.lib.losses import lost
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, leaders, live_ranks, rank_of, run_finding, run_recovered, step_seconds
+from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.runs import leaders, live_ranks, rank_of, run_finding, run_recovered, step_seconds
 from opsd.runbooks.lib.signals import integer, number, spread, text
 from opsd.runbooks.lib.trends import Point, by_step, condensed, due, thirds, trend
 
@@ -145,7 +145,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="dataloader_growth",
     first=("opsd diagnose",),
     detect=_detect,
     remedy=notify_run("; {cost}"),

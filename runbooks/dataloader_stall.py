@@ -9,8 +9,8 @@ from statistics import median
 from opsd.attribution import STOPPED, UNINTERRUPTIBLE
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Action, Cause, Cost, Culprit, Finding, Incident, Severity, View
+from opsd.runbooks.lib.remedies import RunRunbook
 from opsd.runbooks.lib.runs import (
-    RunRunbook,
     downtime,
     job_of,
     last_step,
@@ -162,7 +162,6 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 RUNBOOK = RunRunbook(
-    kind="dataloader_stall",
     first=("kill -KILL PID", "iostat -x 1 3"),
     detect=_detect,
     remedy=_remedy,

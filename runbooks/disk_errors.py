@@ -66,7 +66,6 @@ ROWS = (
 )  # fmt: skip
 
 RUNBOOK = kernel_runbook(
-    "disk_errors",
     ROWS,
     component="storage",
     advice=": check the drive and have it replaced",

@@ -78,7 +78,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="driver_hang",
     detect=_detect,
     remedy=notify_node(": drain the node; if it does not come back by itself only a reboot helps"),
     healed=_healed,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, live_leaders, run_events, run_finding, run_over, step_seconds
+from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.runs import gpu_hours, live_leaders, run_events, run_finding, run_over
 from opsd.runbooks.lib.signals import integer, number, text
 
 HISTORY_S = 7 * 86_400.0
@@ -92,7 +92,7 @@ def _detect(view: View) -> Iterator[Finding]:
 def _finding(view: View, leader: RankFact, lags: Sequence[_Lag]) -> Finding:
     worst, since = lags[0], min(lag.since for lag in lags)
     compared = len(_evaluations(view, leader.run)[-1][1])
-    hours = max(0, leader.steps[-1].step - since) * step_seconds([leader]) * leader.world_size / 3600
+    hours = gpu_hours(leader, since)
     facts = [
         f"{lag.name} is {lag.ours:.4g} at step {lag.step}, the reference had {lag.reference:.4g} at equal tokens; "
         f"behind since step {lag.since}"
@@ -125,7 +125,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="eval_lag",
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),

@@ -8,8 +8,8 @@ from statistics import median
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, live_leaders, run_events, run_finding, run_over, step_seconds
+from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.runs import gpu_hours, live_leaders, run_events, run_finding, run_over
 from opsd.runbooks.lib.signals import integer, text
 
 HISTORY_S = 7 * 86_400.0
@@ -73,8 +73,7 @@ def _detect(view: View) -> Iterator[Finding]:
 
 
 def _finding(view: View, leader: RankFact, backlog: _Backlog) -> Finding:
-    behind = max(0, leader.steps[-1].step - backlog.evaluated)
-    hours = behind * step_seconds([leader]) * leader.world_size / 3600
+    hours = gpu_hours(leader, backlog.evaluated)
     culprit = Culprit("unknown", detail="whatever starts or runs the evaluations")
     if backlog.failed:
         culprit = Culprit("user code", detail="evaluations run and have no results")
@@ -102,7 +101,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="eval_missing",
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=notify_run("; {cost}"),

@@ -128,7 +128,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="fabric_manager",
     first=("journalctl -u nvidia-fabricmanager --since -1hour",),
     detect=_detect,
     remedy=notify_node(": restart the fabric manager, or reset all GPUs and switches of the node together"),

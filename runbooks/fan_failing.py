@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
-from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.gpu_throttle import unfit_gpus
-from opsd.runbooks.lib.gpus import by_gpu, job_evidence, newest, rank_on, told
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, job_evidence, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.trends import Trend, blocks, thirds, trend
 
@@ -245,12 +245,10 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return all(offsets[uuid][max(offsets[uuid])] <= value + RISE_CELSIUS / 4 for uuid, value in before.items())
 
 
-RUNBOOK = Runbook(
-    kind="fan_failing",
+RUNBOOK = GpuRunbook(
     detect=_detect,
     remedy=notify_node(": have fans and heat sinks checked"),
     healed=_healed,
-    needs=("nvml",),
     look_every_s=LOOK_EVERY_S,
     open_after_s=OPEN_AFTER_S,
     clear_after_s=60.0,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from statistics import median
 
 from opsd.collectors.base import GpuFact
-from opsd.runbooks.base import Cause, Finding, Incident, Runbook, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, gpu_of, loaded, newest, rank_on, set_by_opsd, told
+from opsd.runbooks.base import Cause, Finding, Incident, View
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, gpu_finding, gpu_of, loaded, newest, rank_on, set_by_opsd, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import grouped, text, usual
 
@@ -71,13 +71,11 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return all(gpu.uuid != uuid for gpu, _, _ in _capped(view))
 
 
-RUNBOOK = Runbook(
-    kind="gpu_capped",
+RUNBOOK = GpuRunbook(
     first=("nvidia-smi -i GPU -pl WATTS", "nvidia-smi -i GPU -rac"),
     detect=_detect,
     remedy=notify_node(": set it back, unless it was meant"),
     healed=_healed,
-    needs=("nvml",),
     open_after_s=10.0,
     look_every_s=5.0,
     verify_s=3600.0,

@@ -83,7 +83,6 @@ def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
 
 
 RUNBOOK = kernel_runbook(
-    "gpu_driver_failed",
     ROWS,
     advice=": start it cold, or install modules that fit each other",
     cost="jobs fail at their first CUDA call, or their collectives are slow",

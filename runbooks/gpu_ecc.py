@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from opsd.runbooks.base import Action, Cause, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, gpu_of, newest, told
+from opsd.runbooks.base import Action, Cause, Finding, Incident, Severity, View
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, gpu_finding, gpu_of, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, number, text
 from opsd.runbooks.lib.xids import of_its_memory
@@ -75,12 +75,10 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return quiet and not waiting and not wanted
 
 
-RUNBOOK = Runbook(
-    kind="gpu_ecc",
+RUNBOOK = GpuRunbook(
     detect=_detect,
     remedy=_remedy,
     healed=_healed,
-    needs=("nvml",),
     causes=(Cause("gpu_xid", "gpu", lag_s=60.0, fits=of_its_memory),),
     verify_s=900.0,
 )

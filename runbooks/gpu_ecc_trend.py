@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import takewhile
 
-from opsd.runbooks.base import Finding, Incident, Runbook, Series, View
+from opsd.runbooks.base import Finding, Incident, Series, View
 from opsd.runbooks.gpu_ecc import BURST, ERRORS
-from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, newest, told
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, gpu_finding, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, number, text
 from opsd.runbooks.lib.trends import each_minute, hours_until
@@ -70,13 +70,11 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return view.wall - incident.opened_at > QUIET_S and growth(found[0], QUIET_S) < usual / 2
 
 
-RUNBOOK = Runbook(
-    kind="gpu_ecc_trend",
+RUNBOOK = GpuRunbook(
     first=("nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU",),
     detect=_detect,
     remedy=notify_node(": reset it between two runs, and have it replaced if the errors come back"),
     healed=_healed,
-    needs=("nvml",),
     open_after_s=30.0,
     look_every_s=10.0,
     verify_s=3600.0,

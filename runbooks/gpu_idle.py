@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.jobs import is_halted, owner
 from opsd.runbooks.lib.remedies import notify_node
+from opsd.runbooks.lib.signals import said
 
 IDLE = "opsd_gpu_job_idle_seconds"
 
@@ -25,25 +26,19 @@ def _idle(view: View) -> Mapping[str, set[int]]:
 
 def _detect(view: View) -> Iterator[Finding]:
     for job, gpus in _idle(view).items():
-        yield _finding(view, job, gpus)
-
-
-def _finding(view: View, job: str, gpus: Collection[int]) -> Finding:
-    user = owner(job, view)
-    whose = f"job {job}{f' of {user}' if user else ''}"
-    listed = ", ".join(map(str, sorted(gpus)))
-    which = f"GPU{'s' * (len(gpus) > 1)} {listed} of {view.node}"
-    facts = (f"no kernel has run on GPU {gpu} for more than {IDLE_S / 60:.0f} minutes" for gpu in sorted(gpus))
-    return Finding(
-        key=job,
-        severity=Severity.INFO,
-        summary=f"{whose} does not use {which}",
-        culprit=Culprit("user code", view.node, detail=whose),
-        confidence=0.9,
-        evidence=tuple(Evidence(fact, "Slurm and the driver", view.wall) for fact in facts),
-        cost=Cost(throughput_ratio=1.0, gpus=len(gpus), text="nobody else can use them meanwhile"),
-        job=job,
-    )
+        user, listed = owner(job, view), ", ".join(map(str, sorted(gpus)))
+        whose = f"job {job}{f' of {user}' if user else ''}"
+        facts = (f"no kernel has run on GPU {gpu} for more than {IDLE_S / 60:.0f} minutes" for gpu in sorted(gpus))
+        yield Finding(
+            key=job,
+            severity=Severity.INFO,
+            summary=f"{whose} does not use GPU{'s' * (len(gpus) > 1)} {listed} of {view.node}",
+            culprit=Culprit("user code", view.node, detail=whose),
+            confidence=0.9,
+            evidence=said(view, "Slurm and the driver", *facts),
+            cost=Cost(throughput_ratio=1.0, gpus=len(gpus), text="nobody else can use them meanwhile"),
+            job=job,
+        )
 
 
 def _remedy(incident: Incident, view: View) -> Sequence[Action]:
@@ -58,7 +53,6 @@ def _healed(incident: Incident, view: View) -> bool:
 
 
 RUNBOOK = Runbook(
-    kind="gpu_idle",
     first=("scontrol show job -d JOB",),
     detect=_detect,
     remedy=_remedy,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.runbooks.base import Cost, Evidence, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import gpu_finding, gpu_of, rank_on, xids_of
+from opsd.runbooks.base import Cost, Evidence, Finding, Incident, Severity, View
+from opsd.runbooks.lib.gpus import GpuRunbook, gpu_finding, gpu_of, rank_on, xids_of
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import counted, said, text
 
@@ -34,12 +34,10 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if gpu is None else gpu.lost is None
 
 
-RUNBOOK = Runbook(
-    kind="gpu_lost",
+RUNBOOK = GpuRunbook(
     detect=_detect,
     remedy=notify_node(": drain the node and reboot it; twice in a week is a case for the vendor", swap=True),
     healed=_healed,
-    needs=("nvml",),
     open_after_s=1.0,
     clear_after_s=30.0,
     verify_s=600.0,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from opsd.runbooks.base import DRAIN, Cause, Finding, Incident, Runbook, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, gpu_of, newest, rank_on, told
+from opsd.runbooks.base import DRAIN, Cause, Finding, Incident, View
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, gpu_finding, gpu_of, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import text, usual
 
@@ -42,13 +42,11 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if heat is None else heat[0] <= heat[1] - COOLER
 
 
-RUNBOOK = Runbook(
-    kind="gpu_memory_hot",
+RUNBOOK = GpuRunbook(
     first=("nvidia-smi -i GPU -pl WATTS", DRAIN),
     detect=_detect,
     remedy=notify_node(": have the cooling of the GPU serviced"),
     healed=_healed,
-    needs=("nvml",),
     look_every_s=5.0,
     clear_after_s=30.0,
     verify_s=1800.0,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from opsd.runbooks.base import Action, Cause, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, newest, told
+from opsd.runbooks.base import Action, Cause, Finding, Incident, Severity, View
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, gpu_finding, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import text
 from opsd.runbooks.lib.xids import of_its_memory
@@ -54,12 +54,10 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return None if values.get(flag) is None else not any(values.values())
 
 
-RUNBOOK = Runbook(
-    kind="gpu_row_remap",
+RUNBOOK = GpuRunbook(
     detect=_detect,
     remedy=_remedy,
     healed=_healed,
-    needs=("nvml",),
     causes=(Cause("gpu_xid", "gpu", lag_s=60.0, fits=of_its_memory),),
     open_after_s=2.0,
     verify_s=3600.0,

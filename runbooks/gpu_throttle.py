@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import DRAIN, Action, Cause, Cost, Culprit, Finding, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, loaded, rank_on, told
+from opsd.runbooks.base import DRAIN, Action, Cause, Cost, Culprit, Finding, Incident, Series, Severity, View
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, loaded, rank_on, told
 from opsd.runbooks.lib.losses import lost, lost_by, since_first_growth
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import integer, latest, number, seconds_spent, text, usual
@@ -171,14 +171,12 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return True if steady and loaded(view)(uuid, rank_on(view, integer(incident.data, "gpu"))) else None
 
 
-RUNBOOK = Runbook(
-    kind="gpu_throttle",
+RUNBOOK = GpuRunbook(
     first=("nvidia-smi -i GPU -pl WATTS", DRAIN),
     detect=_detect,
     remedy=_remedy,
     healed=_healed,
     proved_by="load",
-    needs=("nvml",),
     verify_s=60.0,
     max_attempts=2,
     causes=(Cause("node_throttle", "node"),),

@@ -222,7 +222,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="gpu_xid",
     first=("nvidia-smi -q -d ECC,ROW_REMAPPER -i GPU",),
     detect=_detect,
     remedy=_remedy,

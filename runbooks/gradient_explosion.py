@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, healed_by, live_leaders, run_finding
+from opsd.runbooks.lib.remedies import RunRunbook
+from opsd.runbooks.lib.runs import healed_by, live_leaders, run_finding
 from opsd.runbooks.lib.signals import number
 from opsd.runbooks.loss_spike import MOST, RECENT, began_anew, past_level
 
@@ -26,22 +26,17 @@ def _detect(view: View) -> Iterator[Finding]:
         middle, noise = past
         limit = max(FACTOR * middle, middle + OUTLIER * noise)
         if sum(norm > limit or math.isinf(norm) for norm in norms) >= MOST and not began_anew(view, leader):
-            yield _finding(view, leader, norms, middle)
-
-
-def _finding(view: View, leader: RankFact, norms: Sequence[float], before: float) -> Finding:
-    losses = [step.loss for step in leader.steps[-RECENT:]]
-    return run_finding(
-        view, leader,
-        f"gradient norms of the last steps: {', '.join(f'{norm:.4g}' for norm in norms)}",
-        f"the median of the last ten minutes is {before:.4g}",
-        f"losses of the same steps: {', '.join(f'{loss:.4g}' for loss in losses)}",
-        summary=f"the gradient norm of {leader.run} is {max(norms) / before:.0f} times what it was",
-        culprit=Culprit("unknown", view.node, detail="learning rate, data, or an unstable layer"),
-        confidence=0.5,
-        cost="clipped steps hardly move the model; unclipped ones may ruin it",
-        before=before,
-    )  # fmt: skip
+            yield run_finding(
+                view, leader,
+                f"gradient norms of the last steps: {', '.join(f'{norm:.4g}' for norm in norms)}",
+                f"the median of the last ten minutes is {middle:.4g}",
+                f"losses of the same steps: {', '.join(f'{step.loss:.4g}' for step in leader.steps[-RECENT:])}",
+                summary=f"the gradient norm of {leader.run} is {max(norms) / middle:.0f} times what it was",
+                culprit=Culprit("unknown", view.node, detail="learning rate, data, or an unstable layer"),
+                confidence=0.5,
+                cost="clipped steps hardly move the model; unclipped ones may ruin it",
+                before=middle,
+            )  # fmt: skip
 
 
 @healed_by
@@ -52,10 +47,8 @@ def _healed(incident: Incident, _view: View, leader: RankFact) -> bool:
 
 
 RUNBOOK = RunRunbook(
-    kind="gradient_explosion",
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
-    remedy=notify_run(),
     healed=_healed,
     clear_after_s=10.0,
     verify_s=1800.0,

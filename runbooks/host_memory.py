@@ -63,7 +63,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="host_memory",
     first=("ps -eo pid,rss,comm --sort=-rss",),
     detect=_detect,
     remedy=notify_node(),

@@ -132,7 +132,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="ib_link",
     detect=_detect,
     remedy=notify_node(": look at cable, transceiver and switch"),
     healed=_healed,

@@ -40,7 +40,6 @@ def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
 
 
 RUNBOOK = kernel_runbook(
-    "kernel_lockup",
     ROWS,
     advice=": read the stack below the message in the kernel log",
     cost="every rank of the job waits for what is stuck",

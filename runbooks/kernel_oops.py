@@ -21,7 +21,6 @@ def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
 
 
 RUNBOOK = kernel_runbook(
-    "kernel_oops",
     ROWS,
     advice=": reboot the node before its next job",
     cost="the process was ended, and others hang on its locks",

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from opsd.collectors.base import RankFact, StepFact
 from opsd.runbooks.base import Action, Cost, Culprit, Finding, Incident, Severity, View
+from opsd.runbooks.lib.remedies import RunRunbook
 from opsd.runbooks.lib.runs import (
-    RunRunbook,
     leaders,
     rank_of,
     ranks_of,
@@ -105,7 +105,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="loss_nan",
     first=("opsd checkpoint list FOLDER",),
     detect=_detect,
     remedy=_remedy,

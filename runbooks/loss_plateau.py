@@ -10,8 +10,8 @@ from statistics import median
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, Severity, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, healed_by, live_leaders, run_finding
+from opsd.runbooks.lib.remedies import RunRunbook
+from opsd.runbooks.lib.runs import healed_by, live_leaders, run_finding
 from opsd.runbooks.lib.signals import counted, number
 from opsd.runbooks.lib.trends import SURE, WINDOW_S, by_step, condensed, due, thirds, trend
 from opsd.runbooks.loss_rising import fell_below_limit
@@ -156,10 +156,8 @@ def _finding(view: View, leader: RankFact, plateau: _Plateau) -> Finding:
 
 
 RUNBOOK = RunRunbook(
-    kind="loss_plateau",
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
-    remedy=notify_run(),
     healed=_healed,
     clear_after_s=30.0,
     verify_s=3600.0,

@@ -8,8 +8,8 @@ from statistics import median
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, healed_by, live_leaders, live_ranks, run_finding
+from opsd.runbooks.lib.remedies import RunRunbook
+from opsd.runbooks.lib.runs import healed_by, live_leaders, live_ranks, run_finding
 from opsd.runbooks.lib.signals import counted, number
 from opsd.runbooks.lib.trends import Trend, by_step, condensed, due, thirds, trend
 
@@ -72,21 +72,17 @@ def _detect(view: View) -> Iterator[Finding]:
         return
     for leader in live_leaders(view):
         if (rise := _rise(view, leader)) is not None:
-            yield _finding(view, leader, rise)
-
-
-def _finding(view: View, leader: RankFact, rise: _Rise) -> Finding:
-    return run_finding(
-        view, leader,
-        f"the loss went from {rise.before:.4g} to {rise.now:.4g} in {rise.steps} steps, "
-        f"{rise.line.slope * 1000:+.3g} in a thousand, scatter {rise.line.noise:.2g}",
-        f"gradient norm {rise.norms[0]:.3g} at first, {rise.norms[1]:.3g} now" if rise.norms else "",
-        summary=f"the loss of {leader.run} rises steadily, from {rise.before:.3g} to {rise.now:.3g}",
-        culprit=Culprit("user code", detail="most likely the learning rate"),
-        confidence=0.5,
-        cost=f"if it goes on, {counted(rise.steps, 'step')} and more on {leader.world_size} GPUs",
-        limit=rise.before + OVER * (rise.now - rise.before),
-    )  # fmt: skip
+            yield run_finding(
+                view, leader,
+                f"the loss went from {rise.before:.4g} to {rise.now:.4g} in {rise.steps} steps, "
+                f"{rise.line.slope * 1000:+.3g} in a thousand, scatter {rise.line.noise:.2g}",
+                f"gradient norm {rise.norms[0]:.3g} at first, {rise.norms[1]:.3g} now" if rise.norms else "",
+                summary=f"the loss of {leader.run} rises steadily, from {rise.before:.3g} to {rise.now:.3g}",
+                culprit=Culprit("user code", detail="most likely the learning rate"),
+                confidence=0.5,
+                cost=f"if it goes on, {counted(rise.steps, 'step')} and more on {leader.world_size} GPUs",
+                limit=rise.before + OVER * (rise.now - rise.before),
+            )  # fmt: skip
 
 
 @healed_by
@@ -98,10 +94,8 @@ def fell_below_limit(incident: Incident, view: View, leader: RankFact) -> bool:
 
 
 RUNBOOK = RunRunbook(
-    kind="loss_rising",
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
-    remedy=notify_run(),
     healed=fell_below_limit,
     clear_after_s=30.0,
     verify_s=3600.0,

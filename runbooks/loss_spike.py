@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, healed_by, live_leaders, run_finding
+from opsd.runbooks.lib.remedies import RunRunbook
+from opsd.runbooks.lib.runs import healed_by, live_leaders, run_finding
 from opsd.runbooks.lib.signals import level, number
 
 PAST_S, BUT_LAST_S = 600.0, 20.0
@@ -94,10 +94,8 @@ def _healed(incident: Incident, _view: View, leader: RankFact) -> bool:
 
 
 RUNBOOK = RunRunbook(
-    kind="loss_spike",
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
-    remedy=notify_run(),
     healed=_healed,
     clear_after_s=10.0,
     verify_s=1800.0,

@@ -10,7 +10,6 @@ ROWS = (
 )
 
 RUNBOOK = kernel_runbook(
-    "lustre_client",
     ROWS,
     component="storage",
     beside="network_filesystem_error",

@@ -48,7 +48,6 @@ ROWS = (
 )
 
 RUNBOOK = kernel_runbook(
-    "machine_check",
     ROWS,
     advice=": have the memory module or the processor replaced",
     ignored=_named_elsewhere,

@@ -139,7 +139,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="nic_degrading",
     detect=_detect,
     remedy=notify_node(": clean or replace cable and module before the link is lost", swap=True),
     healed=_healed,

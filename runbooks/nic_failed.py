@@ -54,7 +54,6 @@ def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
 
 
 RUNBOOK = kernel_runbook(
-    "nic_failed",
     ROWS,
     component="network",
     advice=": start the node cold, then replace the adapter",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import RankFact
-from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Severity, View
 from opsd.runbooks.gpu_throttle import THERMAL, THROTTLED, clocks_of, cost_of, throttled_gpus
-from opsd.runbooks.lib.gpus import loaded, rank_on, told
+from opsd.runbooks.lib.gpus import GpuRunbook, loaded, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 
 LEAST, SHARE = 3, 0.5
@@ -65,12 +65,10 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return still < SHARE * len(listed)
 
 
-RUNBOOK = Runbook(
-    kind="node_throttle",
+RUNBOOK = GpuRunbook(
     detect=_detect,
     remedy=notify_node(": have fans, coolant and power supplies checked", swap=True),
     healed=_healed,
-    needs=("nvml",),
     clear_after_s=10.0,
     verify_s=600.0,
 )

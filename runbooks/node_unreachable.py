@@ -7,15 +7,7 @@ from collections.abc import Iterator
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import (
-    downtime,
-    job_of,
-    last_step_at,
-    live_ranks,
-    quoted,
-    run_recovered,
-    unsolved_by_run,
-)
+from opsd.runbooks.lib.runs import downtime, job_of, last_step_at, live_ranks, quoted, run_recovered, unsolved_by_run
 from opsd.runbooks.lib.signals import counted, latest, number, said, text
 
 STATE, FLAG, REASON = "opsd_slurm_node_state", "opsd_slurm_node_flag", "opsd_slurm_node_reason_info"
@@ -115,7 +107,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="node_unreachable",
     told_by_runs=True,
     first=("scontrol show node NODE",),
     detect=_detect,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from opsd.runbooks.base import Finding, Incident, Runbook, Series, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, fresh, gpu_finding, rank_on, told
+from opsd.runbooks.base import Finding, Incident, Series, Severity, View
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, fresh, gpu_finding, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 
@@ -77,12 +77,10 @@ def _quiet(series: Series) -> bool:
     return len(points) > 0.9 * QUIET_S and points[-1][1] - points[0][1] < limit
 
 
-RUNBOOK = Runbook(
-    kind="nvlink_errors",
+RUNBOOK = GpuRunbook(
     detect=_detect,
     remedy=notify_node(": swap the node out at the next checkpoint", swap=True),
     healed=_healed,
-    needs=("nvml",),
     open_after_s=10.0,
     look_every_s=2.0,
     verify_s=1800.0,

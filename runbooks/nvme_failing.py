@@ -141,7 +141,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="nvme_failing",
     detect=_detect,
     remedy=notify_node(": move checkpoints elsewhere and have the drive replaced"),
     healed=_healed,

@@ -84,7 +84,6 @@ def _of_the_node(symptom: Incident, _cause: Incident) -> bool:
 
 
 RUNBOOK = Runbook(
-    kind="oom_kill",
     first=("sacct -j JOB --format=JobID,State,ExitCode,MaxRSS,ReqMem", "journalctl -k --since -1hour"),
     detect=_detect,
     remedy=notify_node(": give the job more memory, or have it use less"),

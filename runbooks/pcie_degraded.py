@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
 
-from opsd.runbooks.base import Finding, Incident, Runbook, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_finding, gpu_of, loaded, newest, rank_on, told
+from opsd.runbooks.base import Finding, Incident, View
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, gpu_finding, gpu_of, loaded, newest, rank_on, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.signals import growth, text
 
@@ -107,12 +107,10 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return True if busy else None
 
 
-RUNBOOK = Runbook(
-    kind="pcie_degraded",
+RUNBOOK = GpuRunbook(
     detect=_detect,
     remedy=notify_node(": reseat or replace at the next service"),
     healed=_healed,
-    needs=("nvml",),
     open_after_s=10.0,
     look_every_s=2.0,
     clear_after_s=60.0,

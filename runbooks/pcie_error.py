@@ -58,7 +58,6 @@ def _culprit(view: View, fault: KernelFault) -> tuple[Culprit, RankFact | None]:
 
 
 RUNBOOK = kernel_runbook(
-    "pcie_error",
     ROWS,
     advice=": have slot, riser and device checked",
     cost="ranks that use the device die or hang",

@@ -110,7 +110,6 @@ def _same_rank(crash: Incident, kill: Incident) -> bool:
 
 
 RUNBOOK = Runbook(
-    kind="rank_crash",
     first=("opsd report RUN_FOLDER --text", "sacct -j JOB --format=JobID,State,ExitCode,MaxRSS,ReqMem"),
     detect=_detect,
     healed=run_recovered,

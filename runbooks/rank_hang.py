@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from opsd.attribution import INCONCLUSIVE, STOPPED, RankState, attribute_hang
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Cause, Cost, Culprit, Detect, Evidence, Finding, Incident, Severity, View
-from opsd.runbooks.lib.remedies import notify_unsupervised
+from opsd.runbooks.lib.remedies import RunRunbook, notify_unsupervised
 from opsd.runbooks.lib.runs import (
-    RunRunbook,
     downtime,
     job_of,
     last_step,
@@ -171,7 +170,6 @@ def moved_on(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="rank_hang",
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=hangs(_from_launcher, _from_pages),
     remedy=notify_unsupervised,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import xids_of
 from opsd.runbooks.lib.runs import (
     job_of,
@@ -15,10 +15,9 @@ from opsd.runbooks.lib.runs import (
     ranks_of,
     run_of,
     run_recovered,
-    step_seconds,
+    steps_lost,
     supervised,
     unsolved_by_run,
-    world_size,
 )
 from opsd.runbooks.lib.signals import counted, integer, is_integer, number, text
 
@@ -104,7 +103,6 @@ def _finding(view: View, run: str, generation: int, differences: Sequence[_Diffe
     since = f"equal at step {agreed}" if agreed >= 0 else "never compared equal before"
     gpu = next((gpu for gpu in view.gpus if gpu.index == culprit.gpu), None)
     xids = [event.message for event in xids_of(view, gpu, ECC_S)] if gpu is not None else []
-    world = world_size(view, run)
     lost = max(0, first.step - agreed)
     facts = [*map(str, differences[:NAMED]), f"{first.tensor} was {since}", *xids[:2]]
     return Finding(
@@ -114,10 +112,7 @@ def _finding(view: View, run: str, generation: int, differences: Sequence[_Diffe
         culprit=culprit,
         confidence=confidence,
         evidence=tuple(Evidence(fact, "rank events", first.at) for fact in facts),
-        cost=Cost(
-            gpu_seconds=lost * step_seconds(ranks_of(view, run)) * world,
-            text=f"{counted(lost, 'step')} on {counted(world, 'GPU')} to do again, and all from here on",
-        ),
+        cost=steps_lost(view, run, lost, "{steps} on {gpus} to do again, and all from here on"),
         job=job_of(view, run),
         data={"run": run, "generation": generation, "step": first.step, "agreed": agreed},
     )
@@ -151,7 +146,6 @@ def _remedy(incident: Incident, view: View) -> Sequence[Action]:
 
 
 RUNBOOK = Runbook(
-    kind="replica_divergence",
     detect=_detect,
     remedy=_remedy,
     healed=run_recovered,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from opsd.collectors.base import Event, RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, live_leaders, run_events, run_finding, run_over, step_seconds
+from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.runs import gpu_hours, live_leaders, run_events, run_finding, run_over
 from opsd.runbooks.lib.signals import integer, number, text
 
 HISTORY_S = 7 * 86_400.0
@@ -70,7 +70,7 @@ def _finding(view: View, leader: RankFact, events: Sequence[Event], signs: Seque
     worst, newest = signs[0], events[-1].data
     facts = [sign.said.format(number(newest, sign.field) or 0.0) for sign in signs]
     since = _since(worst, events)
-    hours = max(0, leader.steps[-1].step - since) * step_seconds([leader]) * leader.world_size / 3600
+    hours = gpu_hours(leader, since)
     reward = number(newest, "reward")
     return run_finding(
         view, leader, *facts, f"since step {since}, the reward is {reward}",
@@ -108,7 +108,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="rl_signal",
     first=("opsd report RUN",),
     detect=_detect,
     remedy=notify_run("; {cost}"),

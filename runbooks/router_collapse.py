@@ -8,8 +8,8 @@ from typing import Final
 
 from opsd.collectors.base import RankFact
 from opsd.runbooks.base import Culprit, Finding, Incident, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, healed_by, live_leaders, run_finding
+from opsd.runbooks.lib.remedies import RunRunbook
+from opsd.runbooks.lib.runs import healed_by, live_leaders, run_finding
 
 LOAD, LIMIT, ENTROPY, DROPPED_SHARE = (
     f"opsd_rank_router_{name}_ratio" for name in ("load", "load_limit", "entropy", "dropped")
@@ -76,10 +76,8 @@ def _healed(_incident: Incident, view: View, leader: RankFact) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="router_collapse",
     first=("opsd report RUN_FOLDER --text",),
     detect=_detect,
-    remedy=notify_run(),
     healed=_healed,
     clear_after_s=10.0,
     verify_s=1800.0,

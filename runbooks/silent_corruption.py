@@ -7,19 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Action, Cost, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Action, Culprit, Evidence, Finding, Incident, Runbook, Severity, View
 from opsd.runbooks.lib.gpus import driver_restarted, gpu_of, newest, rank_on, xids_of
 from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.runs import (
-    job_of,
-    rank_of,
-    ranks_of,
-    run_recovered,
-    step_seconds,
-    unsolved_by_run,
-    world_size,
-)
-from opsd.runbooks.lib.signals import counted, grouped, integer, is_integer, number, said, text
+from opsd.runbooks.lib.runs import job_of, rank_of, run_recovered, steps_lost, unsolved_by_run
+from opsd.runbooks.lib.signals import grouped, integer, is_integer, number, said, text
 
 ERRORS = "opsd_gpu_ecc_errors_total"
 PENDING = "opsd_gpu_row_remap_pending"
@@ -93,7 +85,6 @@ def _finding(view: View, run: str, generation: int, replays: Sequence[_Replay], 
     culprit, uuid = _culprit(view, run, first.ranks, verdict)
     agreed, step = number(first.event.data, "agreed"), integer(first.event.data, "step")
     lost = max(0, step - int(agreed or 0))
-    world = world_size(view, run)
     since = f"all ranks were last equal at step {agreed:.0f}" if agreed is not None else "there was no replay before"
     facts = [*(str(replay) for replay in replays[-FEW:]), replays[-1].neighbour, since]
     return Finding(
@@ -106,10 +97,7 @@ def _finding(view: View, run: str, generation: int, replays: Sequence[_Replay], 
             *(Evidence(fact, "rank events", replays[-1].event.at) for fact in facts),
             *said(view, "driver", *_doubts(view, uuid)),
         ),
-        cost=Cost(
-            gpu_seconds=lost * step_seconds(ranks_of(view, run)) * world,
-            text=f"what {counted(world, 'GPU')} computed in up to {counted(lost, 'step')} may be wrong",
-        ),
+        cost=steps_lost(view, run, lost, "what {gpus} computed in up to {steps} may be wrong"),
         job=job_of(view, run),
         data={"run": run, "generation": generation, "verdict": verdict, "uuid": uuid, "agreed": agreed},
     )
@@ -172,7 +160,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="silent_corruption",
     detect=_detect,
     remedy=_remedy,
     confirmed=_confirmed,

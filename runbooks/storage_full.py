@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from opsd.runbooks.base import (
-    SHARED_MOUNT,
-    Cost,
-    Culprit,
-    Finding,
-    Incident,
-    Runbook,
-    Series,
-    Severity,
-    View,
-)
+from opsd.runbooks.base import SHARED_MOUNT, Cost, Culprit, Finding, Incident, Runbook, Series, Severity, View
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import live_ranks
 from opsd.runbooks.lib.signals import said, text
@@ -143,7 +133,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = Runbook(
-    kind="storage_full",
     first=("du -xh --max-depth=2 MOUNT",),
     detect=_detect,
     remedy=notify_node(),

@@ -212,7 +212,6 @@ def _ms(seconds: float) -> str:
 
 
 RUNBOOK = Runbook(
-    kind="storage_slow",
     first=("iostat -x 1 5",),
     detect=_detect,
     remedy=notify_node("; move the dataset to local NVMe, or the job to a node that has it there"),

@@ -11,8 +11,8 @@ from opsd.runbooks.base import Cause, Culprit, Evidence, Finding, Incident, Seve
 from opsd.runbooks.gpu_throttle import unfit_gpus
 from opsd.runbooks.lib.gpus import newest, set_by_opsd, told
 from opsd.runbooks.lib.losses import lost
-from opsd.runbooks.lib.remedies import notify_node
-from opsd.runbooks.lib.runs import RunRunbook, live_ranks, run_finding, run_recovered
+from opsd.runbooks.lib.remedies import RunRunbook, notify_node
+from opsd.runbooks.lib.runs import live_ranks, run_finding, run_recovered
 from opsd.runbooks.lib.signals import excess, integer, seconds_spent, spread, text
 from opsd.runbooks.lib.straggler_news import announced
 from opsd.runbooks.lib.straggler_news import healed as announcement_healed
@@ -152,7 +152,6 @@ def _healed(incident: Incident, view: View) -> bool | None:
 
 
 RUNBOOK = RunRunbook(
-    kind="straggler",
     first=("nvidia-smi -q -d PERFORMANCE,CLOCK -i GPU", "opsd diagnose"),
     detect=_detect,
     diagnose=_diagnose,

@@ -22,8 +22,8 @@ from opsd.runbooks.lib.losses import (
     recent_steps,
     settled,
 )
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, live_leaders, live_ranks, run_finding, run_recovered
+from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.runs import live_leaders, live_ranks, run_finding, run_recovered
 from opsd.runbooks.lib.signals import number, text
 from opsd.runbooks.straggler import stragglers_of
 
@@ -74,20 +74,16 @@ def _detect(view: View) -> Iterator[Finding]:
     for leader in live_leaders(view):
         drop = _drop(view, leader) if leader.phase not in PAUSES else None
         if drop is not None and not _explained(view, leader.run):
-            yield _finding(view, leader, *drop)
-
-
-def _finding(view: View, leader: RankFact, before: float, now: float) -> Finding:
-    share = 1 - now / before
-    return run_finding(
-        view, leader, f"{now:.0f} tokens/s on rank {leader.rank}, {before:.0f} in the ten minutes before",
-        severity=Severity.CRITICAL if share >= COSTLY else Severity.WARNING,
-        summary=f"{leader.run} trains {share:.0%} slower than before",
-        culprit=Culprit("unknown", view.node),
-        confidence=0.3,
-        cost=settled(replace(lost(view, leader, share), before=before, now=now)),
-        before=before,
-    )  # fmt: skip
+            (before, now), share = drop, 1 - drop[1] / drop[0]
+            yield run_finding(
+                view, leader, f"{now:.0f} tokens/s on rank {leader.rank}, {before:.0f} in the ten minutes before",
+                severity=Severity.CRITICAL if share >= COSTLY else Severity.WARNING,
+                summary=f"{leader.run} trains {share:.0%} slower than before",
+                culprit=Culprit("unknown", view.node),
+                confidence=0.3,
+                cost=settled(replace(lost(view, leader, share), before=before, now=now)),
+                before=before,
+            )  # fmt: skip
 
 
 def _growth(view: View, rank: RankFact) -> _Growth | None:
@@ -149,7 +145,6 @@ def _of_collectives(symptom: Incident, _cause: Incident) -> bool:
 
 
 RUNBOOK = RunRunbook(
-    kind="throughput_drop",
     first=("opsd diagnose --job JOB", "opsd diagnose"),
     detect=_detect,
     diagnose=_diagnose,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from opsd.collectors.base import Event
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Severity, View
-from opsd.runbooks.lib.remedies import notify_run
-from opsd.runbooks.lib.runs import RunRunbook, job_of, run_recovered, unsolved_by_run, world_size
+from opsd.runbooks.base import Cost, Culprit, Finding, Severity, View
+from opsd.runbooks.lib.remedies import RunRunbook, notify_run
+from opsd.runbooks.lib.runs import job_of, quoted, run_recovered, unsolved_by_run, world_size
 from opsd.runbooks.lib.signals import counted, integers
 
 NAMED = 3
@@ -32,26 +32,23 @@ def _groups(events: Sequence[Event]) -> dict[tuple[int, ...], set[str]]:
 
 def _detect(view: View) -> Iterator[Finding]:
     for (run, generation), events in unsolved_by_run(view, "tp_shards_equal").items():
-        if groups := _groups(events):
-            yield _finding(view, run, generation, groups, events[0].at)
-
-
-def _finding(view: View, run: str, generation: int, groups: Mapping[tuple[int, ...], set[str]], at: float) -> Finding:
-    tensors, width = set[str]().union(*groups.values()), max(map(len, groups))
-    return Finding(
-        key=run,
-        severity=Severity.CRITICAL,
-        summary=f"the tensor-parallel shards of {counted(len(tensors), 'tensor')} of {run} are copies of each other",
-        culprit=Culprit("user code", view.node, detail="one seed for every tensor-parallel rank"),
-        confidence=0.95,
-        evidence=tuple(Evidence(_sentence(ranks, names), "rank events", at) for ranks, names in sorted(groups.items())),
-        cost=Cost(
-            text=f"what {counted(world_size(view, run), 'GPU')} train from here on has to be trained again: of "
-            f"{width} shards {width - 1} begin as copies"
-        ),
-        job=job_of(view, run),
-        data={"run": run, "generation": generation},
-    )
+        if not (groups := _groups(events)):
+            continue
+        tensors, width = set[str]().union(*groups.values()), max(map(len, groups))
+        copied = counted(len(tensors), "tensor")
+        again = f"what {counted(world_size(view, run), 'GPU')} train from here on has to be trained again"
+        sentences = (_sentence(ranks, names) for ranks, names in sorted(groups.items()))
+        yield Finding(
+            key=run,
+            severity=Severity.CRITICAL,
+            summary=f"the tensor-parallel shards of {copied} of {run} are copies of each other",
+            culprit=Culprit("user code", view.node, detail="one seed for every tensor-parallel rank"),
+            confidence=0.95,
+            evidence=quoted(events[0], "rank events", *sentences),
+            cost=Cost(text=f"{again}: of {width} shards {width - 1} begin as copies"),
+            job=job_of(view, run),
+            data={"run": run, "generation": generation},
+        )
 
 
 def _sentence(ranks: Sequence[int], names: set[str]) -> str:
@@ -61,7 +58,6 @@ def _sentence(ranks: Sequence[int], names: set[str]) -> str:
 
 
 RUNBOOK = RunRunbook(
-    kind="tp_seed",
     first=("opsd checkpoint audit FOLDER",),
     detect=_detect,
     remedy=notify_run("; stop the run: {cost}"),

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from opsd.collectors.base import GpuFact, RankFact
-from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Runbook, Severity, View
-from opsd.runbooks.lib.gpus import by_gpu, gpu_of, newest, told
+from opsd.runbooks.base import Cost, Culprit, Finding, Incident, Severity, View
+from opsd.runbooks.lib.gpus import GpuRunbook, by_gpu, gpu_of, newest, told
 from opsd.runbooks.lib.remedies import notify_node
 from opsd.runbooks.lib.runs import run_of
 from opsd.runbooks.lib.signals import text
@@ -139,13 +139,11 @@ def _healed(incident: Incident, view: View) -> bool | None:
     return uuid not in _held(view) if working else count == 0 and used < LEAST_MIB
 
 
-RUNBOOK = Runbook(
-    kind="zombie_gpu_process",
+RUNBOOK = GpuRunbook(
     first=("kill -KILL PID", "nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv"),
     detect=_detect,
     remedy=notify_node(": end what holds it, or reset the GPU"),
     healed=_healed,
-    needs=("nvml",),
     open_after_s=30.0,
     clear_after_s=10.0,
     verify_s=900.0,

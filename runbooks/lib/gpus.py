@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from opsd.collectors.base import Event, GpuFact, RankFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Series, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Runbook, Series, Severity, View
 from opsd.runbooks.lib.signals import grouped, latest, number, said, text, usual
 
 LOADED_PERCENT = 30.0
@@ -13,6 +14,10 @@ LOAD_S = 6.0
 """A GPU is under load if its utilization has been above this in the last seconds."""
 SOURCES = {"nvml": "NVML", "dcgm": "DCGM"}
 """The names of the collectors' sources in evidence."""
+
+
+GpuRunbook = partial(Runbook, needs=("nvml",))
+"""A runbook that is blind without the driver."""
 
 
 def by_gpu(view: View, metric: str, **labels: str) -> dict[str, list[Series]]:

@@ -132,7 +132,6 @@ def faults(view: View, rows: Sequence[Row], ignored: Ignored = _nothing) -> Iter
 
 
 def kernel_runbook(
-    kind: str,
     rows: Sequence[Row],
     *,
     component: str = "node",
@@ -206,12 +205,5 @@ def kernel_runbook(
         return (*drain, *notify_node(advice, swap=critical and not go_on)(incident, view))
 
     return Runbook(
-        kind=kind,
-        detect=detect,
-        remedy=remedy,
-        healed=healed,
-        needs=("kmsg",),
-        verify_s=HOUR_S,
-        causes=tuple(causes),
-        first=first,
+        detect=detect, remedy=remedy, healed=healed, needs=("kmsg",), verify_s=HOUR_S, causes=tuple(causes), first=first
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from opsd.runbooks.base import Action, Incident, Remedy, View
+from opsd.runbooks.base import Action, Incident, Remedy, Runbook, View
 from opsd.runbooks.lib.runs import ranks_of, supervised
 from opsd.runbooks.lib.signals import text
 
@@ -29,6 +30,10 @@ def notify_node(advice: str = "", *, swap: bool = False) -> Remedy:
 def _notice(target: str, incident: Incident, advice: str) -> Action:
     said = advice.format(cost=incident.cost.text, culprit=incident.culprit)
     return Action("notify", target=target, reason=f"{incident.summary}{said}")
+
+
+RunRunbook = partial(Runbook, needs=("ranks",), proved_by="run", remedy=notify_run())
+"""A runbook about what only the ranks of a run tell, and only while it trains."""
 
 
 def notify_unsupervised(incident: Incident, view: View) -> Sequence[Action]:

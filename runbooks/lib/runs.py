@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 from opsd.collectors.base import Event, RankFact, RunFact
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Healed, Incident, Runbook, Severity, View
+from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Healed, Incident, Severity, View
 from opsd.runbooks.lib.signals import counted, grouped, integer, number, said, text
 
 REMEMBERED_S = 600.0
@@ -159,10 +158,6 @@ def world_size(view: View, run: str) -> int:
     return max(sizes, default=1)
 
 
-RunRunbook = partial(Runbook, needs=("ranks",), proved_by="run")
-"""A runbook about what only the ranks of a run tell, and only while it trains."""
-
-
 def live_ranks(view: View, run: str | None = None) -> list[RankFact]:
     """The ranks here whose process lives, of one run or of all."""
     return [rank for rank in (view.ranks if run is None else ranks_of(view, run)) if rank.live]
@@ -181,6 +176,13 @@ def leaders(view: View) -> Iterator[RankFact]:
             yield min(stepped, key=lambda rank: (-rank.generation, rank.rank))
 
 
+def steps_lost(view: View, run: str, steps: int, text: str) -> Cost:
+    """The cost of ``steps`` of the whole run. ``text`` has places for ``steps`` and ``gpus``."""
+    world = world_size(view, run)
+    said = text.format(steps=counted(steps, "step"), gpus=counted(world, "GPU"))
+    return Cost(gpu_seconds=steps * step_seconds(ranks_of(view, run)) * world, text=said)
+
+
 def last_step(rank: RankFact) -> int:
     """The number of the rank's last completed step, -1 before the first."""
     return rank.steps[-1].step if rank.steps else -1
@@ -190,6 +192,11 @@ def step_seconds(ranks: Sequence[RankFact]) -> float:
     """The usual duration of a step in seconds, 0.0 before there are any."""
     durations = sorted(step.duration_s for rank in ranks for step in rank.steps)
     return durations[len(durations) // 2] if durations else 0.0
+
+
+def gpu_hours(leader: RankFact, since: int) -> float:
+    """The GPU-hours that the run has computed since the step ``since``."""
+    return max(0, leader.steps[-1].step - since) * step_seconds([leader]) * leader.world_size / 3600
 
 
 def job_of(view: View, run: str) -> str:

@@ -28,7 +28,7 @@ def run_of(found: Finding, *ranks: RankFact) -> str:
     window = Window("node", seconds=60)
     window.begin(100.0, 1e9)
     window.add("ranks", Reading(facts=ranks))
-    book = Runbook("trouble", lambda _: [found], lambda *_: False)
+    book = Runbook(lambda _: [found], lambda *_: False, kind="trouble")
     (judged,) = Judge([book], SILENT).findings(window)
     assert from_json(to_json(opened(judged, 1e9))).run == judged.run
     return judged.run

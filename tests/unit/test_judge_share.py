@@ -18,7 +18,7 @@ class Looks:
 
     def __init__(self, *costs: float, look_every_s: float = 0.0) -> None:
         self.costs, self.used_s, self.times = list(costs), 0.0, list[float]()
-        book = Runbook("trouble", self._detect, lambda *_: False, look_every_s=look_every_s)
+        book = Runbook(self._detect, lambda *_: False, look_every_s=look_every_s, kind="trouble")
         self._judge = Judge([book], SILENT, used_s=lambda: self.used_s)
 
     def _detect(self, view: View) -> Iterator[Finding]:
@@ -66,7 +66,7 @@ def test_a_tick_has_its_share_and_what_waits_is_first_in_the_next() -> None:
         used += 0.7 * TICK_S
         return iter(())
 
-    books = [Runbook(kind, partial(detect, kind), lambda *_: False) for kind in "abcde"]
+    books = [Runbook(partial(detect, kind), lambda *_: False, kind=kind) for kind in "abcde"]
     judge, window = Judge(books, SILENT, used_s=lambda: used), Window("node", seconds=60)
     for second in range(3):
         window.begin(float(second), 1e9 + second)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from opsd.agent.incident_manager import MAX_OF_OTHERS, MAX_OF_USER, OTHERS, REST_S, Quota
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
-from opsd.runbooks import node_unreachable
+from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Culprit, Finding, Severity
 
 USERS = {"mine": 1000, "other": 1001, "of root": 0}
@@ -90,7 +90,7 @@ def test_runs_that_last_for_seconds_open_no_more_incidents() -> None:
 
 def test_a_node_that_slurm_cannot_reach_is_nobodys() -> None:
     """That a run has lost nodes is what its launcher says; the same incident by Slurm's word names no run."""
-    told = Judge([node_unreachable.RUNBOOK], Log(lambda _: None)).told_by_users
+    told = Judge(RUNBOOKS, Log(lambda _: None)).told_by_users
     lost = [finding("node_unreachable", "mine", key) for key in range(2 * MAX_OF_USER)]
     silent = Finding("node1", Severity.CRITICAL, "", Culprit("node"), 1.0, (), kind="node_unreachable")
     admitted = Quota().admit([*lost, silent], told, (), USERS, 0.0)
