@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from opsd.agent.by_hand import holder, who_has_it
 from opsd.agent.correlate import joint_gpu_seconds
+from opsd.agent.lifecycle import holder, who_has_it
 from opsd.agent.policy import HARMLESS, Ruling
 from opsd.runbooks import RUNBOOKS
 from opsd.runbooks.base import Incident, State

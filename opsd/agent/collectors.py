@@ -168,12 +168,7 @@ def _reports(settings: Settings, node: str, period_s: float) -> NodeWatch:
 
 def build(settings: Settings, state: Path | None = None) -> list[Collector]:
     """The collectors that are enabled. ``state`` is where they may keep what outlives the agent, None for nowhere."""
-    context = Context(
-        settings,
-        settings.agent.node,
-        state,
-        slurm_reports=partial(_reports, settings),
-    )
+    context = Context(settings, settings.agent.node, state, slurm_reports=partial(_reports, settings))
     for plugin in plugins():
         own = settings.section(plugin.settings)
         if own.enabled:

@@ -11,31 +11,104 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from opsd.agent import systemd
-from opsd.agent.by_hand import PATIENCE_S, SOCKET, WRITE_S, Order
+from opsd.agent import collectors, systemd
+from opsd.agent.actions import Drainer, Executor, Notifier
 from opsd.agent.heap import Trim
-from opsd.agent.incident_manager import IncidentManager
+from opsd.agent.incident_manager import IncidentManager, Listener
 from opsd.agent.journal import Journal
+from opsd.agent.judge import Judge
+from opsd.agent.kept_window import KeptWindowError, SavedWindow, newest
+from opsd.agent.lifecycle import PATIENCE_S, SOCKET, WRITE_S, Order
 from opsd.agent.logs import Log
+from opsd.agent.loop import Loop
 from opsd.agent.metrics import brief_samples, log_samples, reload_samples
+from opsd.agent.notify import Annotator, Announcer, Notifications
+from opsd.agent.policy import ActionLimits
 from opsd.agent.web.access import WebConfig, WebConfigError, load
 from opsd.agent.web.admission import own_hosts
 from opsd.agent.web.app import App
-from opsd.agent.web.fleet import Peers, connect
+from opsd.agent.web.fleet import PeerError, Peers, connect
 from opsd.agent.web.history import History
 from opsd.agent.web.ledgers import Ledgers, RunSeconds
-from opsd.agent.web.other_agents import PeerError
 from opsd.agent.web.server import Server
-from opsd.agent.wiring import build, build_journal
+from opsd.agent.window import Window
+from opsd.collectors import plugins, witnesses
 from opsd.collectors.base import Sample
+from opsd.collectors.nvml import NvmlSettings, PowerControl
+from opsd.collectors.ranks import RanksSettings
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import ConfigError, Settings
 from opsd.launch.io.control import ControlServer
-from opsd.launch.io.loop import Loop
+from opsd.launch.io.loop import Loop as SocketLoop
+from opsd.runbooks import RUNBOOKS
 from opsd.slurm.connect import choose
 from opsd.slurm.deferred import DeferredUpdates, keep_applying
+from opsd.slurm.drainer import SlurmDrainer
 from opsd.slurm.ownership import Rules
 from opsd.words import printable
+
+
+def _drainer(settings: Settings) -> Drainer:
+    """Drains this node through this machine's Slurm, which is looked up on use, and orders its repair if it may."""
+    slurm = cache(lambda: choose().slurm)
+    updates = DeferredUpdates(settings.agent.state_dir)
+    drain = SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), updates)
+    if settings.policy.repair == "observe":
+        return drain
+    from opsd.repair.order import Ordering  # most agents order nothing
+
+    return Ordering(drain, settings.agent.state_dir, acting=settings.policy.repair == "act")
+
+
+def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:
+    """The listeners of every change of an incident: notifications and Grafana."""
+    told: list[Listener] = []
+    notify, node = settings.notify, settings.agent.node
+    if notify.receiver:
+        muted = ActionLimits.of(settings.policy).muted
+        told.append(Announcer(notifier, node, log, muted=muted, mode_of=settings.policy.mode_of))
+    if notify.grafana_url:
+        told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
+    return told
+
+
+def _executor(settings: Settings, notifier: Notifier) -> Executor:
+    nvml, node = settings.section(NvmlSettings), settings.agent.node
+    return Executor(
+        shm=settings.section(RanksSettings).root,
+        notify=notifier,
+        set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
+        drain_node=_drainer(settings) if settings.policy.drain else None,
+        comment_job=lambda job, text: choose().slurm.summarize(job, text, f"idle {node}"),
+    )
+
+
+def _judge(settings: Settings, log: Log) -> Judge:
+    return Judge(RUNBOOKS, log, hold_s=settings.policy.reopen_within_s, max_relapses=settings.policy.max_relapses)
+
+
+def _loop(settings: Settings, journal: Journal, log: Log) -> tuple[Loop, IncidentManager]:
+    """The loop with everything connected, before the first collection."""
+    agent, policy = settings.agent, settings.policy
+    notifier, judge = Notifications(log, settings.notify.receiver), _judge(settings, log)
+    incident_manager = IncidentManager(
+        judge, _executor(settings, notifier), journal, log, mode_of=policy.mode_of, limits=ActionLimits.of(policy),
+        started_at=time.time(), listeners=_listeners(settings, notifier, log),
+    )  # fmt: skip
+    window = Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses())
+    saved = SavedWindow(systemd.runtime_folder())
+    try:
+        if past := newest((incident_manager.kept_window, saved.read()), window.ticks, time.monotonic()):
+            window.go_on(past)
+    except KeptWindowError as error:
+        log.warning("window begins empty", reason=str(error))
+    incident_manager.kept_window = b""
+    made = collectors.build(settings, agent.state_dir)
+    loop = Loop(
+        window, made, judge, incident_manager, journal, log,
+        interval_s=agent.interval_s, deadline_s=agent.deadline_s, saved=saved,
+    )  # fmt: skip
+    return loop, incident_manager
 
 
 class ListenError(Exception):
@@ -56,13 +129,12 @@ class Daemon:
             self._server = Server(agent.listen, log, web, own_hosts(agent.node, agent.names))
         except OSError as error:
             raise ListenError(error.strerror) from error
-        self._journal = build_journal(settings, log)
-        self._parts = build(settings, self._journal, log)
-        self._loop, self._history, self._orders = self._parts.loop, History(), Orders(log)
-        self._control = Control(self._parts.incident_manager, self._journal, log)
+        self._journal = Journal(agent.state_dir, self._say)
+        self._loop, incident_manager = _loop(settings, self._journal, log)
+        self._incident_manager, self._history, self._orders = incident_manager, History(), Orders(log)
+        self._control = Control(incident_manager, self._journal, log)
         self._reloader, self._trim = Reloader(settings, read, self._apply, log, wanted), Trim()
         self._loop.others += self._server.samples, self._reloader.samples, lambda: log_samples(log.lost())
-        incident_manager = self._parts.incident_manager
         self._loop.others.append(lambda: brief_samples(incident_manager.current, incident_manager.mode_of, agent.node))
         ledgers = Ledgers()
         if agent.run_seconds:
@@ -95,6 +167,13 @@ class Daemon:
         self._journal.close()
         self._log.info("agent stopped")
 
+    def _say(self, problem: str) -> None:
+        """When writing the journal fails, and when it works again."""
+        if problem:
+            self._log.error("journal is not written", problem=problem)
+        else:
+            self._log.info("journal is written", folder=str(self._journal.path.parent))
+
     def _after_tick(self) -> None:
         systemd.notify("WATCHDOG=1")
         self._control.after_tick()
@@ -106,8 +185,22 @@ class Daemon:
             systemd.notify("READY=1")
 
     def _apply(self, old: Settings, new: Settings) -> None:
+        """Go on with ``new`` settings instead of the ``old`` ones, but for most of ``[agent]``. For the loop's thread.
+
+        Collectors are made again only if one of their sections has changed, so that no history is lost otherwise.
+        """
         web, peers = web_parts(new)
-        self._parts.reconfigure(old, new)
+        changed = any(getattr(old, plugin.name) != getattr(new, plugin.name) for plugin in plugins())
+        made = collectors.build(new, new.agent.state_dir) if changed else None
+        judge, notifier = _judge(new, self._log), Notifications(self._log, new.notify.receiver)
+        executor, listeners = _executor(new, notifier), _listeners(new, notifier, self._log)
+        if made is not None:
+            self._loop.replace_collectors(made)
+        self._loop.replace_judge(judge)
+        mode_of, limits = new.policy.mode_of, ActionLimits.of(new.policy)
+        for former in self._incident_manager.replace_policy(judge, executor, mode_of, limits, listeners):
+            if isinstance(former, Announcer | Annotator):
+                former.close()
         self._server.web, self._server.hosts = web, own_hosts(new.agent.node, new.agent.names)
         self._app.job_nodes, self._app.fleet = (peers.jobs, peers.fleet) if peers else (None, None)
         self._facts.update(_policy_facts(new))
@@ -254,7 +347,7 @@ class Control:
         self._patience_s = patience_s
         self._order: Order | None = None
         self._carried_out = threading.Event()
-        self._loop: Loop | None = None
+        self._loop: SocketLoop | None = None
         self._server: ControlServer | None = None
 
     @property
@@ -265,7 +358,7 @@ class Control:
     def after_tick(self) -> None:
         """Open the socket once that is possible, and answer who waits for an order that is carried out."""
         if self._loop is None and not self._journal.problem:
-            self._loop = Loop()
+            self._loop = SocketLoop()
             self._server = ControlServer(self.path, self._loop, self._handle, self._say)
             threading.Thread(target=self._loop.run, name="control", daemon=True).start()
         order = self._order

@@ -126,10 +126,7 @@ def _spent(rank: RankFact, seconds: Callable[[StepFact], float]) -> _Spent:
     half = len(rank.steps) // 2
     before, now = rank.steps[:half], rank.steps[half:]
     return _Spent(
-        rank.rank,
-        median(map(seconds, before)),
-        median(map(seconds, now)),
-        median(map(training_seconds, now)),
+        rank.rank, median(map(seconds, before)), median(map(seconds, now)), median(map(training_seconds, now))
     )
 
 
@@ -139,11 +136,7 @@ def _speed(whole: Sequence[_Spent], slower: bool) -> DiagnosisStep:
 
 
 def _phase(
-    name: str,
-    spent: Sequence[_Spent],
-    among: Callable[[Sequence[float]], float],
-    total: float,
-    slower: bool,
+    name: str, spent: Sequence[_Spent], among: Callable[[Sequence[float]], float], total: float, slower: bool
 ) -> DiagnosisStep:
     """Whether the time is spent in a phase.
 

@@ -12,20 +12,96 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
-from opsd.agent import by_hand, correlate, incidents, lifecycle
-from opsd.agent.action_recovery import ActionRecovery
+from opsd.agent import correlate, incidents, lifecycle
 from opsd.agent.actions import Executor
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
 from opsd.agent.judge import Judge
-from opsd.agent.lifecycle import Outcome
+from opsd.agent.lifecycle import Outcome, unfinished
 from opsd.agent.logs import Log
-from opsd.agent.policy import HARMLESS, OF_A_RUN, ActionLimits, Decision, PastAction, Ruling, decide, needs_witness
+from opsd.agent.policy import (
+    HARMLESS,
+    OF_A_RUN,
+    UNCONFIRMED,
+    ActionLimits,
+    Decision,
+    PastAction,
+    Ruling,
+    decide,
+    needs_witness,
+)
 from opsd.agent.repairs import Repairs
 from opsd.agent.store import KEEP_ACTIONS_S, MAX_ENDED, JournalContent
 from opsd.agent.window import Window
 from opsd.collectors.base import Event
 from opsd.runbooks.base import Action, Done, Finding, Incident, State
+
+REPEATABLE = HARMLESS | {"set_power_limit", "swap_node", "drain_node", "comment_job"}
+"""Verbs whose second execution changes nothing."""
+RESUME_WITHIN_S = 900.0
+CONFIRM_WITHIN_S = 30.0
+"""how long the drivers have to say again why an action is needed."""
+_REMOVAL = ("swap_node", "drain_node")
+"""Verbs that take the node out; which of them is wanted depends on whether it still has ranks."""
+
+
+class ActionRecovery:
+    """The actions that wait to be carried out or given up."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[str, int, float | None]] = []
+
+    def add(self, incident: Incident) -> None:
+        """Take in what is under way in an incident that was loaded."""
+        self._waiting += [(incident.id, number, None) for number, _ in unfinished(incident)]
+
+    def due(
+        self, current: Sequence[Incident], judge: Judge, mode_of: Callable[[str], str], limits: ActionLimits,
+        view: Window,
+    ) -> Iterator[tuple[int, Action, Incident, str]]:  # fmt: skip
+        """Actions to carry out, or with why they are given up: number, action, incident, "" or the reason.
+
+        What changes hardware waits for the word of kernel or driver.
+        """
+        by_id = {incident.id: incident for incident in current}
+        waiting, self._waiting = self._waiting, []
+        for name, number, since in waiting:
+            incident = by_id.get(name)
+            if incident is None:
+                continue
+            record: Mapping[str, Any] = incident.actions[number]
+            action = Action(record["verb"], record["target"], {**record["args"], "resumed": True}, record["reason"])
+            refusal = why_not(incident.kind, record, mode_of(incident.kind), limits, view.wall)
+            if not refusal and needs_witness(action) and not _confirmed(action, incident, judge, view):
+                first_asked = view.now if since is None else since
+                if view.now - first_asked < CONFIRM_WITHIN_S:
+                    self._waiting.append((name, number, first_asked))
+                    continue
+                refusal = UNCONFIRMED
+            yield number, action, incident, refusal
+
+
+def why_not(kind: str, record: Mapping[str, Any], mode: str, limits: ActionLimits, now: float) -> str:
+    """Why an action that the end of an agent cut off is not to be carried out now, "" if it may be.
+
+    ``record`` is its entry in ``Incident.actions``, ``now`` is in epoch seconds.
+    """
+    if record.get("resumed"):
+        return "the agent has ended twice while this was under way"
+    if record["verb"] not in REPEATABLE:
+        return "doing it twice could do harm"
+    if not abs(now - record["at"]) < RESUME_WITHIN_S:
+        return f"it was begun more than {RESUME_WITHIN_S / 60:.0f} minutes ago"
+    if record["verb"] not in HARMLESS and mode != "act":
+        return f"policy mode is now {mode}"
+    return limits.muted(kind, now)
+
+
+def _confirmed(action: Action, incident: Incident, judge: Judge, view: Window) -> bool:
+    verbs = _REMOVAL if action.verb in _REMOVAL else (action.verb,)
+    wanted = judge.confirmed(incident, view.witnessed) if incident.kind in judge.runbooks else ()
+    return any(one.verb in verbs and one.target == action.target for one in wanted)
+
 
 MAX_OF_USER: Final = 64
 """Incidents of one user, current ones and those of the last ``REST_S``.
@@ -149,9 +225,11 @@ class IncidentManager:
         self._idle: frozenset[str] = frozenset()
         self._unprovable: dict[str, float] = {}
         self._quota, self._over_quota = Quota(), frozenset[int | None]()
+        self._users: Mapping[str, int | None] = {}
+        """Whose each run on the node is."""
         self._unfinished = ActionRecovery()
         self.repairs = Repairs(journal)
-        self.orders: SimpleQueue[by_hand.Order] = SimpleQueue()
+        self.orders: SimpleQueue[lifecycle.Order] = SimpleQueue()
         """Of people, from any thread; the next tick carries them out."""
         self._remember(journal.open(), started_at)
 
@@ -171,13 +249,9 @@ class IncidentManager:
         return tuple(self._book.incidents.values())
 
     def replace_policy(
-        self,
-        judge: Judge,
-        executor: Executor,
-        mode_of: Callable[[str], str],
-        limits: ActionLimits,
+        self, judge: Judge, executor: Executor, mode_of: Callable[[str], str], limits: ActionLimits,
         listeners: Sequence[Listener],
-    ) -> Sequence[Listener]:
+    ) -> Sequence[Listener]:  # fmt: skip
         """Judge, act and tell by these from now on; returns the former listeners.
 
         Incidents, history and counters stay, and so do the outcomes of actions that are under way.
@@ -200,6 +274,7 @@ class IncidentManager:
         if (late := self._journal.remembered()) is not None:
             self._remember(late, view.wall)
             self.kept_window = b""  # the window has begun without it
+        self._users = {run.run: run.user for run in view.runs} | {rank.run: rank.user for rank in view.ranks}
         for done in self._done:
             view.note(done)
         view.remember(self._told)
@@ -233,44 +308,40 @@ class IncidentManager:
         for transition in (*transitions, *lapses):
             self._tell(by_id[transition.incident], transition)
         for incident in ended:
-            self.ended.appendleft(incident)
-            self._written.pop(incident.id, None)
-            self._journal.incident(incident)
+            self._end(incident)
         for name in before.closed.keys() - self._book.closed.keys():
-            self._journal.incident(by_hand.gone(before.closed[name], view.wall))
+            self._journal.incident(lifecycle.gone(before.closed[name], view.wall))
         self._act(view, remedies)
         for incident in self.current:
             self._record(incident, view.wall)
 
-    def _obey(self, order: by_hand.Order, wall: float) -> None:
+    def _obey(self, order: lifecycle.Order, wall: float) -> None:
         """Carry out what a person asks for, or say why not."""
         incident = next((i for i in (*self.current, *self.ended) if i.id == order.incident), None)
         try:
             if incident is None:
-                raise by_hand.ByHandError(f"the agent knows no incident {order.incident!r}")
+                raise lifecycle.ByHandError(f"the agent knows no incident {order.incident!r}")
             if order.verb == "close":
                 self._book, after, transition = incidents.close(self._book, incident, order.by, order.reason, wall)
-                self.ended.appendleft(after)
-                self._written.pop(after.id, None)
-                self._journal.incident(after)
+                self._end(after)
                 self._tell(after, transition)
                 order.done = f"closed {after.id}"
             else:
-                after = by_hand.acknowledged(incident, order.by, order.for_s, wall)
+                after = lifecycle.acknowledged(incident, order.by, order.for_s, wall)
                 self._put(after)
                 self._record(after, wall)
-                order.done = f"{after.id} is acknowledged: {by_hand.who_has_it(after)}"
+                order.done = f"{after.id} is acknowledged: {lifecycle.who_has_it(after)}"
                 said = Transition(after.id, after.kind, after.state, after.state, wall, order.done)
                 self._journal.transition(said)
                 self._log.info("acknowledged", incident=after.id, by=order.by, text=order.done)
-        except by_hand.ByHandError as error:
+        except lifecycle.ByHandError as error:
             order.error = str(error)
 
     def _lapse(self, transitions: Sequence[Transition], wall: float) -> Iterator[Transition]:
         """End acknowledgements whose time is over, and those of incidents that are worse now (already notified)."""
         worse = {transition.incident for transition in transitions if transition.worse}
         for incident in self.current:
-            after, why = by_hand.lapsed(incident, wall, worse=incident.id in worse)
+            after, why = lifecycle.lapsed(incident, wall, worse=incident.id in worse)
             if why:
                 self._put(after)
             if why and incident.id not in worse:
@@ -281,8 +352,9 @@ class IncidentManager:
 
     def _admitted(self, view: Window) -> Sequence[Finding]:
         """The findings within the quotas of users; each user who begins to exceed it is a line in the log."""
-        told, users, working = self._judge.told_by_users, _users(view), _working(view)
-        findings = self._quota.admit(self._judge.findings(view), told, self._book.incidents, users, view.now, working)
+        told, found, gpus = self._judge.told_by_users, self._judge.findings(view), {gpu.index for gpu in view.gpus}
+        working = {rank.user for rank in view.ranks if rank.user is not None and rank.gpu in gpus}
+        findings = self._quota.admit(found, told, self._book.incidents, self._users, view.now, working)
         for user in self._quota.exceeded - self._over_quota:
             who = _OVER_QUOTA.get(user, f"runs of the user {user} have {MAX_OF_USER} incidents")
             text = f"{who}; no more are opened until some have been over for {REST_S:g} s"
@@ -305,7 +377,7 @@ class IncidentManager:
                 self._unfinished.add(known[name])
         recent = {(i.kind, i.key): i for i in reversed(memory.ended) if not i.closed} | dict(self._book.recent)
         settled = incidents.settled_by(memory.ended, wall) | dict(self._book.settled)
-        closed = {name: old for name, old in by_hand.goes_on(memory.ended).items() if name not in known}
+        closed = {name: old for name, old in lifecycle.goes_on(memory.ended).items() if name not in known}
         self._book = replace(self._book, incidents=known, recent=recent, settled=settled, closed=closed)
         self.ended.extend(memory.ended[: MAX_ENDED - len(self.ended)])
         self._history = [*memory.actions, *self._history]
@@ -316,9 +388,8 @@ class IncidentManager:
 
     def _resume(self, view: Window) -> None:
         """Carry out what the end of the earlier agent cut off, or give it up. What is carried out is recorded first."""
-        for number, action, incident, refusal in self._unfinished.due(
-            self.current, self._judge, self._mode_of, self._limits, view
-        ):
+        due = self._unfinished.due(self.current, self._judge, self._mode_of, self._limits, view)
+        for number, action, incident, refusal in due:
             if refusal:
                 detail = f"{lifecycle.GIVEN_UP}{refusal}"
                 self._executor.outcomes.put(Outcome(incident.id, number, False, detail))
@@ -329,6 +400,14 @@ class IncidentManager:
             said = {"verb": action.verb, "target": action.target, "reason": "cut off by the end of the earlier agent"}
             self._log.warning("acting", incident=incident.id, **said)
             self._executor.submit(incident.id, number, action, self._journal.flush)
+
+    def _user_of(self, action: Action) -> int | None:
+        """Whose processes an action is about; None for hardware and for a run that is gone."""
+        run = action.args.get("run") or Path(str(action.args.get("control", ""))).parent.name
+        return self._users.get(str(run)) if action.verb in OF_A_RUN else None
+
+    def _find(self, id: str) -> Incident | None:
+        return next((incident for incident in self.current if incident.id == id), None)
 
     def _forget_returned(self) -> None:
         """Remove incidents that have come back from the ended ones."""
@@ -358,8 +437,7 @@ class IncidentManager:
             if outcome.refused:
                 self._take_back(outcome)
             self.actions[verb, "ok" if outcome.ok else "failed"] += 1
-            incident = next((i for i in self.current if i.id == outcome.incident), None)
-            if outcome.ok and incident is not None:
+            if outcome.ok and (incident := self._find(outcome.incident)) is not None:
                 self._done.append(_done(incident.actions[outcome.number]))
             self._log.info("action ended", incident=outcome.incident, verb=verb, ok=outcome.ok, detail=outcome.detail)
             outcomes.append(outcome)
@@ -367,8 +445,7 @@ class IncidentManager:
 
     def _take_back(self, outcome: Outcome) -> None:
         """Refused actions have changed nothing and do not count against the budget."""
-        incident = next((i for i in self.current if i.id == outcome.incident), None)
-        if incident is None:
+        if (incident := self._find(outcome.incident)) is None:
             return
         action = incident.actions[outcome.number]
         wanted = incident.kind, action["verb"], action["target"], action["at"]
@@ -382,7 +459,7 @@ class IncidentManager:
 
         Nobody is notified of an acknowledged one.
         """
-        silent = {incident.id for incident in self.current if by_hand.holder(incident)}
+        silent = {incident.id for incident in self.current if lifecycle.holder(incident)}
         remedies = {
             id: [action for action in actions if id not in silent or action.verb not in HARMLESS]
             for id, actions in self._judge.remedies(self._waiting(), view).items()
@@ -405,27 +482,19 @@ class IncidentManager:
         waiting = self._waiting()
         self._idle = frozenset(name for name, actions in remedies.items() if not actions)
         self._history = [past for past in self._history if view.wall - past.at < KEEP_ACTIONS_S]
-        changed, user_of = {}, _user_of(view)
+        changed = {}
         for incident in waiting:
             actions, mode = remedies.get(incident.id, ()), self._mode_of(incident.kind)
             confirmed = self._judge.confirmed(incident, view.witnessed) if any(map(needs_witness, actions)) else ()
             decisions = decide(
-                incident,
-                actions,
-                mode,
-                self._history,
-                self._limits,
-                self._started_at,
-                view.wall,
-                user_of,
-                confirmed,
-                self._journal.problem,
-            )
+                incident, actions, mode, self._history, self._limits, self._started_at, view.wall,
+                self._user_of, confirmed, self._journal.problem,
+            )  # fmt: skip
             after = self._note([d for d in decisions if d.verdict is not Ruling.RUN], incident, view.wall)
             admitted = [decision.action for decision in decisions if decision.verdict is Ruling.RUN]
             refused = any(d.verdict is Ruling.REFUSE and d.action.verb not in HARMLESS for d in decisions)
             start = self._start_notifications if refused else self._start
-            changed[incident.kind, incident.key] = start(admitted, after, view.wall, user_of) if admitted else after
+            changed[incident.kind, incident.key] = start(admitted, after, view.wall) if admitted else after
         self._book = replace(self._book, incidents={**self._book.incidents, **changed})
 
     def _note(self, decisions: Sequence[Decision], incident: Incident, wall: float) -> Incident:
@@ -437,21 +506,17 @@ class IncidentManager:
             self._log.info("not done", incident=incident.id, verb=verb, outcome=outcome, reason=note["detail"])
         return after
 
-    def _start(
-        self, actions: Sequence[Action], incident: Incident, wall: float, user_of: Callable[[Action], int | None]
-    ) -> Incident:
+    def _start(self, actions: Sequence[Action], incident: Incident, wall: float) -> Incident:
         """Start one attempt. It is in the journal first: the executor waits for that."""
         records = [_recorded(action, "running", "", wall) for action in actions]
         after = lifecycle.started(incident, records, wall)
         self._record(after, wall)
         text = f"attempt {after.attempts}"
         self._journal.transition(Transition(after.id, after.kind, incident.state, after.state, wall, text))
-        self._submit(actions, incident, wall, user_of)
+        self._submit(actions, incident, wall)
         return after
 
-    def _start_notifications(
-        self, actions: Sequence[Action], incident: Incident, wall: float, user_of: Callable[[Action], int | None]
-    ) -> Incident:
+    def _start_notifications(self, actions: Sequence[Action], incident: Incident, wall: float) -> Incident:
         """Notify, once, of an incident whose other actions are refused for now; it waits for these."""
         known = {(past["verb"], past["target"]) for past in incident.actions if past["outcome"] != str(Ruling.REFUSE)}
         new = [action for action in actions if (action.verb, action.target) not in known]
@@ -459,21 +524,24 @@ class IncidentManager:
             return incident
         after = lifecycle.told(incident, [_recorded(action, "running", "", wall) for action in new])
         self._record(after, wall)
-        self._submit(new, incident, wall, user_of)
+        self._submit(new, incident, wall)
         return after
 
-    def _submit(
-        self, actions: Sequence[Action], incident: Incident, wall: float, user_of: Callable[[Action], int | None]
-    ) -> None:
+    def _submit(self, actions: Sequence[Action], incident: Incident, wall: float) -> None:
         """Hand ``actions`` to the executor; ``incident`` is as before them."""
         for number, action in enumerate(actions, len(incident.actions)):
-            past = PastAction(incident.kind, action.verb, action.target, wall, user_of(action))
+            past = PastAction(incident.kind, action.verb, action.target, wall, self._user_of(action))
             if action.verb not in HARMLESS:  # the policy asks for no others, and users can bring them about
                 self._history.append(past)
             intention = self._journal.action(incident.id, past)
             said = {"verb": action.verb, "target": action.target, "reason": action.reason}
             self._log.warning("acting", incident=incident.id, **said)
             self._executor.submit(incident.id, number, action, intention.wait)
+
+    def _end(self, incident: Incident) -> None:
+        self.ended.appendleft(incident)
+        self._written.pop(incident.id, None)
+        self._journal.incident(incident)
 
     def _tell(self, incident: Incident, transition: Transition) -> None:
         if transition.before is None:
@@ -493,30 +561,6 @@ class IncidentManager:
             self._journal.incident(incident)
 
 
-def _users(view: Window) -> Mapping[str, int | None]:
-    """Whose each run on the node is."""
-    return {**{run.run: run.user for run in view.runs}, **{rank.run: rank.user for rank in view.ranks}}
-
-
-def _working(view: Window) -> frozenset[int]:
-    """The users who have a rank on a GPU."""
-    gpus = {gpu.index for gpu in view.gpus}
-    return frozenset(rank.user for rank in view.ranks if rank.user is not None and rank.gpu in gpus)
-
-
-def _user_of(view: Window) -> Callable[[Action], int | None]:
-    """A function that tells whose processes an action is about; None for hardware and for a run that is gone."""
-    users = _users(view)
-
-    def user(action: Action) -> int | None:
-        if action.verb not in OF_A_RUN:
-            return None
-        run = action.args.get("run") or Path(str(action.args.get("control", ""))).parent.name
-        return users.get(str(run))
-
-    return user
-
-
 def _done(record: Mapping[str, Any]) -> Done:
     """An action that was carried out, from how it stands in ``Incident.actions``."""
     return Done(record["verb"], record["target"], record["args"], record["at"])
@@ -525,14 +569,9 @@ def _done(record: Mapping[str, Any]) -> Done:
 def _recorded(action: Action, outcome: str, detail: str, at: float) -> Mapping[str, object]:
     """An action as it stands in ``Incident.actions``; ``at`` is the epoch second of the decision."""
     return {
-        "verb": action.verb,
-        "target": action.target,
-        "args": dict(action.args),
-        "reason": action.reason,
-        "at": at,
-        "outcome": str(outcome),
-        "detail": detail,
-    }
+        "verb": action.verb, "target": action.target, "args": dict(action.args), "reason": action.reason, "at": at,
+        "outcome": str(outcome), "detail": detail,
+    }  # fmt: skip
 
 
 def _essence(incident: Incident) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from opsd.agent import by_hand, lifecycle
+from opsd.agent import lifecycle
 from opsd.agent.lifecycle import IncidentRules, Observed, Outcome
 from opsd.runbooks.base import Finding, Incident, State
 
@@ -116,7 +116,7 @@ def close(
     table: IncidentTable, incident: Incident, by: str, reason: str, now: float
 ) -> tuple[IncidentTable, Incident, Transition]:
     """End the current ``incident`` for a person: the new table, the incident, its transition. Raises ByHandError."""
-    after = by_hand.closed(incident, by, reason, now)
+    after = lifecycle.closed(incident, by, reason, now)
     name = (incident.kind, incident.key)
     current = {other: kept for other, kept in table.incidents.items() if other != name}
     settled = {**table.settled, **settled_by([after], now)}
@@ -135,7 +135,7 @@ def _still_closed(
         clear_after_s = rules.get(old.kind, IncidentRules()).clear_after_s
         lost = now - max(old.last_seen_at, table.watching_since) >= lifecycle.GIVE_UP_S
         healed = observed.healed.get(old.id)
-        after = by_hand.still_closed(old, found.get(name), healed, clear_after_s, lost, now)
+        after = lifecycle.still_closed(old, found.get(name), healed, clear_after_s, lost, now)
         if after is not None:
             yield name, after
 
@@ -168,17 +168,13 @@ def cost_growth(before: IncidentTable, after: IncidentTable) -> Iterator[tuple[s
 def shifted(table: IncidentTable, seconds: float) -> IncidentTable:
     """The table after a step of the wall clock by ``seconds``, so that no wait becomes shorter or longer."""
     return IncidentTable(
-        {name: _moved(incident, seconds) for name, incident in table.incidents.items()},
+        {name: lifecycle.shifted(incident, seconds) for name, incident in table.incidents.items()},
         {name: (a + seconds, b + seconds) for name, (a, b) in table.pending.items()},
-        {name: _moved(incident, seconds) for name, incident in table.recent.items()},
+        {name: lifecycle.shifted(incident, seconds) for name, incident in table.recent.items()},
         table.watching_since + seconds,
         {name: at + seconds for name, at in table.settled.items()},
-        {name: _moved(incident, seconds) for name, incident in table.closed.items()},
+        {name: lifecycle.shifted(incident, seconds) for name, incident in table.closed.items()},
     )
-
-
-def _moved(incident: Incident, seconds: float) -> Incident:
-    return by_hand.shifted(lifecycle.shifted(incident, seconds), seconds)
 
 
 def _transition(before: State | None, incident: Incident, now: float) -> Transition:

@@ -16,10 +16,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from opsd.agent.incidents import Transition
-from opsd.agent.journal_file import FORGET_EVENTS, KEEP_EVENTS, StoreError
 from opsd.agent.policy import PastAction
-from opsd.agent.records import event_document
-from opsd.agent.store import JournalContent, MovedError, Row, Store, this_boot
+from opsd.agent.store import (
+    FORGET_EVENTS,
+    KEEP_EVENTS,
+    JournalContent,
+    MovedError,
+    Row,
+    Store,
+    StoreError,
+    event_document,
+    this_boot,
+)
 from opsd.collectors.base import Event, RepairFact
 from opsd.runbooks.base import Incident
 

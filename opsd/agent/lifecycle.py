@@ -29,11 +29,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
 
-from opsd.runbooks.base import Cost, Culprit, Evidence, Finding, Incident, Severity, State
+from opsd.runbooks.base import Acknowledgement, Closing, Cost, Culprit, Evidence, Finding, Incident, Severity, State
 from opsd.runbooks.lib.losses import followed
+from opsd.words import clock, duration
 
 MAX_EVIDENCE = 24
 """Limit of sentences; those from the opening take at most two thirds."""
@@ -44,6 +46,8 @@ UNPROVEN_S = 30.0
 """Seconds after the end of a run, or of a GPU's load, from which an incident that only they could prove is unproven."""
 COST_GAP_S = 10.0
 """Longest time between two findings for which their cost is assumed to continue."""
+TIMES = ("opened_at", "last_seen_at", "healthy_since", "acted_at", "reopened_at", "resolved_at", "struck_at")
+"""The epoch seconds of an incident itself."""
 GIVEN_UP = "given up after a restart of the agent: "
 _SEVERITIES = (Severity.INFO, Severity.WARNING, Severity.CRITICAL)
 
@@ -98,13 +102,8 @@ def is_current(incident: Incident) -> bool:
 
 def started(incident: Incident, actions: Iterable[Mapping[str, object]], now: float) -> Incident:
     """The incident after ``actions`` (as recorded, outcome "running") were started."""
-    return replace(
-        incident,
-        state=State.ACTING,
-        acted_at=now,
-        attempts=incident.attempts + 1,
-        actions=(*incident.actions, *actions),
-    )
+    after = told(incident, actions)
+    return replace(after, state=State.ACTING, acted_at=now, attempts=incident.attempts + 1)
 
 
 def told(incident: Incident, actions: Iterable[Mapping[str, object]]) -> Incident:
@@ -126,19 +125,7 @@ def resumed(incident: Incident, now: float) -> Incident:
     The time of health starts over, as the time without an agent is unknown. A time to come, of a clock that was ahead,
     is taken for ``now``, or the wait that it begins would last until then.
     """
-
-    def past(at: float | None) -> float | None:
-        return None if at is None else min(at, now)
-
-    incident = replace(
-        incident,
-        healthy_since=None,
-        opened_at=min(incident.opened_at, now),
-        last_seen_at=min(incident.last_seen_at, now),
-        acted_at=past(incident.acted_at),
-        reopened_at=past(incident.reopened_at),
-        struck_at=past(incident.struck_at),
-    )
+    incident = replace(_with_times(incident, lambda at: min(at, now)), healthy_since=None)
     if incident.state is State.ACTING and not [*unfinished(incident)]:
         return replace(incident, state=State.VERIFYING, acted_at=now)
     if incident.state is State.VERIFYING and incident.acted_at is None:
@@ -178,17 +165,18 @@ def shifted(incident: Incident, seconds: float) -> Incident:
     def moved(at: float | None) -> float | None:
         return None if at is None else at + seconds
 
+    ack, end = incident.ack, incident.closed
     return replace(
-        incident,
-        opened_at=incident.opened_at + seconds,
-        last_seen_at=incident.last_seen_at + seconds,
+        _with_times(incident, lambda at: at + seconds),
         evidence=tuple(replace(e, at=e.at + seconds, last=moved(e.last)) for e in incident.evidence),
-        healthy_since=moved(incident.healthy_since),
-        acted_at=moved(incident.acted_at),
-        reopened_at=moved(incident.reopened_at),
-        resolved_at=moved(incident.resolved_at),
-        struck_at=moved(incident.struck_at),
+        ack=ack and replace(ack, at=ack.at + seconds, until=moved(ack.until), over_at=moved(ack.over_at)),
+        closed=end and replace(end, at=end.at + seconds),
     )
+
+
+def _with_times(incident: Incident, move: Callable[[float], float]) -> Incident:
+    times: dict[str, Any] = {name: move(at) for name in TIMES if (at := getattr(incident, name)) is not None}
+    return replace(incident, **times)
 
 
 def _same(action: Mapping[str, object]) -> tuple[object, ...]:
@@ -319,13 +307,8 @@ def settled(incident: Incident, outcomes: Sequence[Outcome], rule: IncidentRules
         return incident
     actions = list(incident.actions)
     for outcome in outcomes:
-        state = "ok" if outcome.ok else "failed"
-        actions[outcome.number] = {
-            **actions[outcome.number],
-            "outcome": state,
-            "detail": outcome.detail,
-            "ended_at": now,
-        }
+        end = {"outcome": "ok" if outcome.ok else "failed", "detail": outcome.detail, "ended_at": now}
+        actions[outcome.number] = {**actions[outcome.number], **end}
     after = replace(incident, actions=tuple(actions))
     if incident.state is not State.ACTING or any(action.get("outcome") == "running" for action in actions):
         return after
@@ -362,12 +345,8 @@ def judged(
         return _after_attempt(incident, rule, watching_since, now)
     begun = [at for at in (incident.acted_at, incident.reopened_at) if at is not None]
     idle_since = max(watching_since, max(begun, default=incident.opened_at))
-    if (
-        incident.state is State.OPEN
-        and incident.id in observed.idle
-        and not healed
-        and now - idle_since >= rule.verify_s
-    ):
+    idle = incident.state is State.OPEN and incident.id in observed.idle and not healed
+    if idle and now - idle_since >= rule.verify_s:
         return replace(incident, state=State.ESCALATED, verdict=f"not over after {rule.verify_s:.0f} s")
     return incident
 
@@ -394,3 +373,123 @@ def _end(incident: Incident, now: float) -> Incident:
         return replace(incident, resolved_at=now, verdict=f"{incident.verdict}; over later")
     verdict = "over by itself" if incident.attempts == 0 else f"over after attempt {incident.attempts}"
     return replace(incident, state=State.RESOLVED, resolved_at=now, verdict=verdict)
+
+
+SOCKET: Final = "control.sock"
+"""Where in the state folder an agent takes orders, see ``opsd.agent.daemon``."""
+PATIENCE_S: Final = 10.0
+"""How long a person waits for the tick that carries out the order."""
+WRITE_S: Final = 3.0
+"""And for the disk then."""
+ACKNOWLEDGED: Final = "acknowledged"
+"""The state that metrics show for an incident with an acknowledgement in force."""
+
+
+@dataclass(slots=True)
+class Order:
+    """What a person asks for: ``ack`` for ``for_s`` (None: to the end) or ``close``, of one incident.
+
+    Who carries it out sets ``done``, and ``error`` if it cannot be done.
+    """
+
+    verb: Literal["ack", "close"]
+    incident: str
+    by: str
+    for_s: float | None = None
+    reason: str = ""
+    done: str = ""
+    error: str = ""
+
+
+class ByHandError(Exception):
+    """A person asks for something that cannot be done; the message is one sentence."""
+
+
+def holder(incident: Incident) -> Acknowledgement | None:
+    """The acknowledgement in force."""
+    ack = incident.ack
+    return ack if ack is not None and ack.over_at is None else None
+
+
+def acknowledged(incident: Incident, by: str, for_s: float | None, now: float) -> Incident:
+    """The incident that the person ``by`` has for ``for_s``, None: to its end. Replaces an earlier acknowledgement.
+
+    Raises ByHandError if the incident is over.
+    """
+    if incident.resolved_at is not None:
+        raise ByHandError(f"{incident.id} is over since {clock(incident.resolved_at)}: there is nothing to acknowledge")
+    until = None if for_s is None else now + for_s
+    return replace(incident, ack=Acknowledgement(by, now, until))
+
+
+def lapsed(incident: Incident, now: float, *, worse: bool) -> tuple[Incident, str]:
+    """The incident without an acknowledgement that is over now, and why; it and "" while there is none to end.
+
+    It is over after its time, and once the incident is ``worse`` than what was acknowledged.
+    """
+    ack = holder(incident)
+    if ack is None or not (worse or (ack.until is not None and now >= ack.until)):
+        return incident, ""
+    why = "worse"
+    if ack.until is not None and not worse:
+        why = f"the acknowledgement by {ack.by} was for {duration(ack.until - ack.at)}"
+    return replace(incident, ack=replace(ack, over_at=now)), why
+
+
+def closed(incident: Incident, by: str, reason: str, now: float) -> Incident:
+    """The incident, ended by a person. Raises ByHandError if it is over, or while opsd acts on it."""
+    if incident.resolved_at is not None:
+        raise ByHandError(f"{incident.id} is over since {clock(incident.resolved_at)}: there is nothing to close")
+    if incident.state is State.ACTING:
+        raise ByHandError(f"opsd is acting on {incident.id}: close it once the action has ended")
+    return replace(
+        incident,
+        state=State.RESOLVED,
+        resolved_at=now,
+        healthy_since=None,
+        verdict=f"closed by {by}: {reason}",
+        closed=Closing(by, now, reason),
+    )
+
+
+def is_new(old: Incident, finding: Finding) -> bool:
+    """Whether ``finding`` is evidence that ``old`` was not closed on: a later event, or a graver finding."""
+    before = old.struck_at if old.struck_at is not None or old.closed is None else old.closed.at
+    later = finding.struck_at is not None and before is not None and finding.struck_at > before
+    return later or rises(old, finding)
+
+
+def still_closed(
+    old: Incident, finding: Finding | None, healed: bool | None, clear_after_s: float, lost: bool, now: float
+) -> Incident | None:
+    """The closed incident ``old`` after this tick; None once its evidence is gone or new evidence is there.
+
+    Evidence is gone once the fault was known to be healed for ``clear_after_s``, or if there was none for so long that
+    it is ``lost``.
+    """
+    if finding is not None:
+        return None if is_new(old, finding) else replace(old, last_seen_at=now, healthy_since=None)
+    since = (old.healthy_since if old.healthy_since is not None else now) if healed else None
+    proven = since is not None and now - since >= clear_after_s
+    return None if proven or lost else replace(old, healthy_since=since)
+
+
+def gone(old: Incident, now: float) -> Incident:
+    """The closed incident, once its evidence is gone."""
+    return old if old.closed is None else replace(old, closed=replace(old.closed, gone_at=now))
+
+
+def goes_on(ended: Collection[Incident]) -> Mapping[tuple[str, str], Incident]:
+    """The closed ones of the ``ended`` incidents (newest first) whose evidence goes on, as far as is known."""
+    found = [i for i in ended if i.closed is not None and i.closed.gone_at is None]
+    return {(i.kind, i.key): i for i in reversed(found)}
+
+
+def who_has_it(incident: Incident) -> str:
+    """Who has the incident in words, "" if nobody ever had it."""
+    if (ack := incident.ack) is None:
+        return ""
+    if ack.over_at is not None:
+        return f"nobody; {ack.by} had it from {clock(ack.at)} to {clock(ack.over_at)}"
+    until = "" if ack.until is None or incident.resolved_at is not None else f", until {clock(ack.until)}"
+    return f"{ack.by} since {clock(ack.at)}{until}"

@@ -13,8 +13,8 @@ from typing import Final
 from opsd import __version__
 from opsd.agent.actions import VERBS
 from opsd.agent.brief import brief
-from opsd.agent.by_hand import ACKNOWLEDGED, holder
 from opsd.agent.gather import Health, Source
+from opsd.agent.lifecycle import ACKNOWLEDGED, holder
 from opsd.collectors.base import Metric, Sample
 from opsd.runbooks.base import SHARED_MOUNT, Incident, Severity, State
 
@@ -22,33 +22,24 @@ BUILD = Metric("opsd_build_info", "Release of the agent.", "info", labels=("vers
 COLLECTOR_STATE = Metric(
     "opsd_collector_state",
     "1 for the state the collector is in: ok, limited (a limit leaves something out), no_data (nothing to collect from "
-    "here), error, hung, starting.",
-    labels=("collector", "state"),
-)
+    "here), error, hung, starting.", labels=("collector", "state"),
+)  # fmt: skip
 COLLECTOR_UP = Metric(
     "opsd_collector_up", "1 if the collector's latest collection delivered.", labels=("collector",), kept=False
 )
 COLLECTOR_SECONDS = Metric(
-    "opsd_collector_duration_seconds",
-    "Duration of the latest collection.",
-    unit="seconds",
-    labels=("collector",),
+    "opsd_collector_duration_seconds", "Duration of the latest collection.", unit="seconds", labels=("collector",),
     kept=False,
-)
+)  # fmt: skip
 COLLECTOR_ERRORS = Metric(
-    "opsd_collector_errors_total",
-    "Collections that raised an exception.",
-    "counter",
-    labels=("collector",),
+    "opsd_collector_errors_total", "Collections that raised an exception.", "counter", labels=("collector",),
     kept=False,
-)
+)  # fmt: skip
 COLLECTOR_AGE = Metric(
     "opsd_collector_last_success_timestamp_seconds",
-    "Unix time of the latest collection that delivered; 0 if there was none.",
-    unit="seconds",
-    labels=("collector",),
+    "Unix time of the latest collection that delivered; 0 if there was none.", unit="seconds", labels=("collector",),
     kept=False,
-)
+)  # fmt: skip
 TICK_SECONDS = Metric("opsd_agent_tick_seconds", "Duration of the latest tick of the agent's loop.", unit="seconds")
 TICKS = Metric("opsd_agent_ticks_total", "Ticks of the agent's loop.", "counter")
 MISSED = Metric("opsd_agent_missed_ticks_total", "Ticks left out because the one before took too long.", "counter")
@@ -76,81 +67,63 @@ OVER_QUOTA = Metric(
 COST = Metric(
     "opsd_incidents_gpu_seconds_total",
     "GPU-seconds lost by incidents since the agent's start, where their runbook can tell. Symptoms are left out.",
-    "counter",
-    "seconds",
-    ("kind",),
-)
+    "counter", "seconds", ("kind",),
+)  # fmt: skip
 BRIEF = Metric(
     "opsd_incident_brief_info",
     "Who acts on an incident that is not over, and the next command, which runs on the node in the label on. Symptoms "
-    "and acknowledged incidents are left out.",
-    "info",
-    labels=("kind", "gpu", "incident", "acts", "command", "on"),
+    "and acknowledged incidents are left out.", "info", labels=("kind", "gpu", "incident", "acts", "command", "on"),
     kept=False,
-)
+)  # fmt: skip
 SO_FAR = Metric(
     "opsd_incident_gpu_seconds",
     "GPU-seconds that incidents which are not over have lost so far, where that is known. Symptoms are left out.",
-    unit="seconds",
-    labels=("kind", "gpu"),
-    kept=False,
-)
+    unit="seconds", labels=("kind", "gpu"), kept=False,
+)  # fmt: skip
 ACTIONS = Metric(
-    "opsd_actions_total",
-    "Actions by what became of them: ok, failed, recommended, refused.",
-    "counter",
+    "opsd_actions_total", "Actions by what became of them: ok, failed, recommended, refused.", "counter",
     labels=("verb", "outcome"),
-)
+)  # fmt: skip
 HTTP_CONNECTIONS = Metric("opsd_http_connections", "Open connections to the agent's HTTP server.")
 HTTP_REFUSED = Metric(
     "opsd_http_refused_total",
     "Connections closed and requests refused: slow (header or reading took too long), share (its user or address had "
     "too many connections or TLS handshakes, or answers that took too much processor time or memory), full (there were "
     "too many connections), password, certificate (none, or one that web_config does not accept), host (a name that is "
-    "not this agent's), malformed.",
-    "counter",
-    labels=("reason",),
-)
+    "not this agent's), malformed.", "counter", labels=("reason",),
+)  # fmt: skip
 LOG_LOST = Metric(
-    "opsd_log_lines_lost_total",
-    "Lines of the agent's log that nobody took: a full pipe, a journal that hangs.",
+    "opsd_log_lines_lost_total", "Lines of the agent's log that nobody took: a full pipe, a journal that hangs.",
     "counter",
-)
+)  # fmt: skip
 CONFIG_OK = Metric(
     "opsd_config_last_reload_successful",
     "1 if the latest attempt to load the configuration succeeded; 0: the one before it is in force.",
 )
 CONFIG_AT = Metric(
-    "opsd_config_last_reload_success_timestamp_seconds",
-    "Unix time at which the configuration in force was loaded.",
+    "opsd_config_last_reload_success_timestamp_seconds", "Unix time at which the configuration in force was loaded.",
     unit="seconds",
-)
+)  # fmt: skip
 RUN_SECONDS = Metric(
     "opsd_run_seconds_total",
-    "Wall clock of a run by bucket of its ledger, on the node of its rank 0; only with agent.run_seconds.",
-    "counter",
-    "seconds",
-    ("run", "bucket"),
-)
+    "Wall clock of a run by bucket of its ledger, on the node of its rank 0; only with agent.run_seconds.", "counter",
+    "seconds", ("run", "bucket"),
+)  # fmt: skip
 
 RUN_PLANNED = Metric(
     "opsd_run_planned_seconds",
-    "Wall clock that the plan of a run has, from plan.json in its folder; only with agent.run_seconds.",
-    unit="seconds",
+    "Wall clock that the plan of a run has, from plan.json in its folder; only with agent.run_seconds.", unit="seconds",
     labels=("run",),
-)
+)  # fmt: skip
 RUN_FORECAST = Metric(
-    "opsd_run_forecast_seconds",
-    "Wall clock that a run with a plan is expected to take.",
-    unit="seconds",
+    "opsd_run_forecast_seconds", "Wall clock that a run with a plan is expected to take.", unit="seconds",
     labels=("run",),
-)
+)  # fmt: skip
 RUN_BEYOND = Metric(
     "opsd_run_beyond_plan_seconds",
     "Seconds by which a run is expected to exceed its plan by bucket of its ledger; below 0 it takes less.",
-    unit="seconds",
-    labels=("run", "bucket"),
-)
+    unit="seconds", labels=("run", "bucket"),
+)  # fmt: skip
 
 METRICS = (
     BUILD, COLLECTOR_STATE, COLLECTOR_UP, COLLECTOR_SECONDS, COLLECTOR_ERRORS, COLLECTOR_AGE, TICK_SECONDS, TICKS,

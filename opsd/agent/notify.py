@@ -1,59 +1,87 @@
-"""Notifications: a line in the log, and a webhook if configured."""
+"""Notifications about incidents: the log, and a webhook and Grafana if configured."""
 
 from __future__ import annotations
 
+import json
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from opsd.agent.actions import ActionError, Notifier
 from opsd.agent.brief import brief
-from opsd.agent.by_hand import holder
 from opsd.agent.incidents import Transition, is_over, turn_of
+from opsd.agent.lifecycle import holder, is_current
 from opsd.agent.logs import Log
 from opsd.fair_queue import FairQueue
+from opsd.files import read_settings
 from opsd.notify.receiver import NotifyError, send_to_all
 from opsd.runbooks.base import Incident, State
 
 MAX_WAITING = 100
 """Announcements that wait, for each run and for each kind of incident of the node."""
 THREADS = 4
+TIMEOUT_S = 10.0
+MAX_OPEN = 1000
+"""Incidents whose annotation is remembered until they end."""
 
 
-class LogNotifier:
-    """Writes notifications to the agent's log."""
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-
-    def __call__(self, text: str, fields: Mapping[str, object]) -> None:
-        self._log.warning("notification", text=text, **fields)
+class AnnotationError(Exception):
+    """Grafana did not take an annotation; the message says why in one sentence, without the token."""
 
 
-class WebhookNotifier:
-    """Sends notifications to all receivers that ``where`` names, and also writes them to the log.
+class Notifications:
+    """Writes notifications to the agent's log, and sends them to all receivers that ``where`` names, None for none.
 
     A file with URLs is read each time, so that a renewed URL is used.
     """
 
-    def __init__(self, log: Log, where: str | Path) -> None:
-        self._to_log = LogNotifier(log)
-        self._where = str(where)
+    def __init__(self, log: Log, where: str | Path | None = None) -> None:
+        self._log, self._where = log, where
 
     def __call__(self, text: str, fields: Mapping[str, object]) -> None:
-        self._to_log(text, fields)
+        self._log.warning("notification", text=text, **fields)
         try:
-            send_to_all(self._where, text, fields)
+            if self._where:
+                send_to_all(str(self._where), text, fields)
         except NotifyError as error:
             raise ActionError(str(error)) from error
 
 
-class Announcer:
-    """Notifies about incidents that open, escalate or end, without blocking the loop.
+class Background:
+    """Sends in threads of its own, so that a slow receiver delays nothing else.
 
     Runs, and kinds of incidents of the node, take turns, so that a run that has many delays the others little. Beyond
-    ``MAX_WAITING`` of one they are dropped, as journal and metrics have them all. ``muted`` returns why a kind is
-    silenced at an epoch second, "" if it is not.
+    ``MAX_WAITING`` of one they are dropped, as journal and metrics have them all.
+    """
+
+    def __init__(self, what: str, threads: int, log: Log) -> None:
+        self._what, self._log = what, log
+        self._queue = FairQueue(what, threads, share=1, room=MAX_WAITING)
+
+    def close(self) -> None:
+        """End once what is queued is sent."""
+        self._queue.close(finish=True)
+
+    def _later(self, incident: Incident, work: Callable[[], None]) -> None:
+        if not self._queue.submit(turn_of(incident), partial(self._try, incident.id, work)):
+            self._log.warning(f"{self._what} dropped", incident=incident.id, reason=f"{MAX_WAITING} are waiting")
+
+    def _try(self, incident: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except (ActionError, AnnotationError) as error:
+            self._log.warning(f"{self._what} failed", incident=incident, reason=str(error))
+        except Exception as error:
+            reason = f"a bug in opsd: {type(error).__name__}"
+            self._log.error(f"{self._what} failed", incident=incident, reason=reason)
+
+
+class Announcer(Background):
+    """Notifies about incidents that open, escalate or end.
+
+    ``muted`` returns why a kind is silenced at an epoch second, "" if it is not.
     """
 
     def __init__(
@@ -65,9 +93,8 @@ class Announcer:
         muted: Callable[[str, float], str] = lambda _kind, _wall: "",
         mode_of: Callable[[str], str] = lambda _kind: "observe",
     ) -> None:
-        self._notify, self._node, self._log, self._muted = notify, node, log, muted
-        self._mode_of = mode_of
-        self._queue = FairQueue("announce", THREADS, share=1, room=MAX_WAITING)
+        super().__init__("announcement", THREADS, log)
+        self._notify, self._node, self._muted, self._mode_of = notify, node, muted, mode_of
 
     def __call__(self, incident: Incident, transition: Transition) -> None:
         """Queue a notification about ``transition`` of ``incident`` if it is relevant.
@@ -107,17 +134,64 @@ class Announcer:
             "job": incident.job,
             "verdict": incident.verdict,
         }
-        if not self._queue.submit(turn_of(incident), partial(self._send, text, fields)):
-            self._log.warning("announcement dropped", incident=incident.id, reason=f"{MAX_WAITING} are waiting")
+        self._later(incident, partial(self._notify, text, fields))
 
-    def close(self) -> None:
-        """End once what is queued is sent."""
-        self._queue.close(finish=True)
 
-    def _send(self, text: str, fields: Mapping[str, object]) -> None:
+class Annotator(Background):
+    """Writes incidents and actions into Grafana as annotations, which every board of opsd shows.
+
+    An incident is a region from its opening to its end, the beginning of an action a point. ``token_file`` is read each
+    time, so that a renewed token is used.
+    """
+
+    def __init__(self, url: str, token_file: Path, node: str, log: Log) -> None:
+        super().__init__("annotation", 1, log)
+        self._url, self._token_file, self._node = url.rstrip("/"), token_file, node
+        self._ids: OrderedDict[str, int] = OrderedDict()
+
+    def __call__(self, incident: Incident, transition: Transition) -> None:
+        """Queue an annotation of ``transition``. Symptoms are not annotated: their cause is."""
+        opened, acting = transition.before is None, transition.after is State.ACTING
+        if incident.cause is None and (opened or acting or not is_current(incident)):
+            self._later(incident, partial(self._annotate, incident, transition))
+
+    def _annotate(self, incident: Incident, transition: Transition) -> None:
+        at = round(transition.at * 1000)
+        text = f"{incident.kind} on {self._node}: {incident.summary}"
+        if transition.before is None:
+            self._remember(incident.id, self._send("POST", "", self._body(incident, at, text)))
+        elif transition.after is State.ACTING:
+            verbs = ", ".join(str(action["verb"]) for action in incident.actions if action.get("outcome") == "running")
+            self._send("POST", "", self._body(incident, at, f"{text}: {verbs or 'acting'}"))
+        elif (known := self._ids.pop(incident.id, None)) is not None:
+            self._send("PATCH", f"/{known}", {"timeEnd": at, "text": f"{text} – {incident.verdict or 'over'}"})
+        else:
+            body = self._body(incident, round(incident.opened_at * 1000), text)
+            self._send("POST", "", {**body, "timeEnd": at})
+
+    def _body(self, incident: Incident, at: int, text: str) -> dict[str, Any]:
+        tags = ["opsd", incident.kind, incident.severity.value, f"node:{self._node}"]
+        return {"time": at, "text": text, "tags": [*tags, f"job:{incident.job}"] if incident.job else tags}
+
+    def _remember(self, incident: str, answer: Any) -> None:
+        number = answer.get("id") if isinstance(answer, dict) else None
+        if isinstance(number, int):
+            self._ids[incident] = number
+            if len(self._ids) > MAX_OPEN:
+                self._ids.popitem(last=False)
+
+    def _send(self, method: str, path: str, body: dict[str, Any]) -> Any:
         try:
-            self._notify(text, fields)
-        except ActionError as error:
-            self._log.warning("announcement failed", reason=str(error))
-        except Exception as error:
-            self._log.error("announcement failed", reason=f"a bug in opsd: {type(error).__name__}")
+            token = read_settings(self._token_file).decode("ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise AnnotationError(f"{self._token_file}: the token cannot be read") from error
+        try:
+            from opsd.notify.outgoing import send_json  # megabytes that only an agent with annotations needs
+
+            secret = {"Authorization": f"Bearer {token}"}
+            status, content = send_json(method, f"{self._url}/api/annotations{path}", body, TIMEOUT_S, secret)
+            if 200 <= status < 300:
+                return json.loads(content)
+        except Exception as error:  # also of proxies and certificates, which the environment names
+            raise AnnotationError(f"Grafana does not answer as it should: {type(error).__name__}") from error
+        raise AnnotationError(f"Grafana answered with status {status}")

@@ -3,35 +3,340 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeGuard, TypeVar
 
-from opsd.agent.journal_file import (
-    KEEP_EVENTS,
-    MAX_CURRENT,
-    StoreError,
-    UnusableError,
-    forget,
-    free_name,
-    lock,
-    open_file,
-    prune,
-    set_aside,
-)
+from pydantic import TypeAdapter, ValidationError
+
+from opsd.agent.lifecycle import TIMES
 from opsd.agent.policy import HARMLESS, PastAction
-from opsd.agent.records import RecordError, clean, from_json, past_action, past_event, past_repair, to_json
 from opsd.collectors.base import Event, RepairFact
 from opsd.collectors.lib.clock import boot_id
 from opsd.collectors.repairs import MOST as MAX_REPAIRS
+from opsd.collectors.repairs import parse
 from opsd.durable import make_folder
 from opsd.runbooks.base import Incident
+
+SCHEMA_VERSION = 1
+KEEP_S = 90 * 86_400.0
+CACHE_KIB = 256
+"""The journal is written, and read only at the start; SQLite's own 2 MiB would fill within hours."""
+MAX_CURRENT = 2_000
+"""Number of current incidents that are kept: the newest."""
+KEEP_INCIDENTS = 20_000
+KEEP_REPAIRS = 1_000
+KEEP_ROWS = 100_000
+"""Number of ended incidents, of repairs, and of actions and of transitions, that are kept."""
+KEEP_EVENTS = 2_000
+"""Number of events that are kept for the window of the next agent: the newest."""
+FORGET_EVENTS = "DELETE FROM events WHERE number <= (SELECT max(number) FROM events) - ?"
+WASTE_BYTES = 64 << 20
+"""A file with more unused room than this is written again when it is opened."""
+KEEP_ASIDE = 5
+"""Number of files of a kind (damaged, newer, ...) that are kept aside."""
+
+
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT, sqlite3.SQLITE_ERROR)
+"""Result codes for a file whose content is no journal; the last one for a format that SQLite does not know."""
+_SCHEMA = """
+CREATE TABLE incidents (
+  id TEXT PRIMARY KEY, kind TEXT NOT NULL, key TEXT NOT NULL, state TEXT NOT NULL,
+  opened_at REAL NOT NULL, resolved_at REAL, document TEXT NOT NULL
+);
+CREATE INDEX incidents_current ON incidents (opened_at) WHERE resolved_at IS NULL;
+CREATE INDEX incidents_by_time ON incidents (opened_at);
+CREATE TABLE transitions (
+  number INTEGER PRIMARY KEY, incident TEXT NOT NULL, at REAL NOT NULL,
+  before TEXT, after TEXT NOT NULL, text TEXT NOT NULL
+);
+CREATE TABLE actions (
+  number INTEGER PRIMARY KEY, incident TEXT NOT NULL, at REAL NOT NULL,
+  kind TEXT NOT NULL, verb TEXT NOT NULL, target TEXT NOT NULL
+);
+"""
+_ADDED = {
+    ("actions", "user"): "ALTER TABLE actions ADD COLUMN user INTEGER;",
+    ("window", "content"): "CREATE TABLE window (id INTEGER PRIMARY KEY, boot TEXT NOT NULL, content BLOB NOT NULL);",
+    ("events", "document"): "CREATE TABLE events "
+    "(number INTEGER PRIMARY KEY, boot TEXT NOT NULL, at REAL NOT NULL, document TEXT NOT NULL);",
+    (
+        "repairs",
+        "document",
+    ): "CREATE TABLE repairs (id TEXT PRIMARY KEY, opened_at REAL NOT NULL, document TEXT NOT NULL);",
+}
+"""Parts of the schema that older journals may lack, by one of their columns."""
+
+
+class StoreError(Exception):
+    """The file cannot be used; the message says why in one sentence."""
+
+
+class UnusableError(Exception):
+    """The file is no journal of this release: ``word`` for the name it gets, and a predicate."""
+
+    def __init__(self, word: str, predicate: str) -> None:
+        super().__init__(predicate)
+        self.word = word
+
+
+def lock(path: Path) -> int:
+    """Lock the journal for this agent while the returned file descriptor is open."""
+    descriptor = os.open(path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise StoreError(f"{path} is in use by another agent; give each its own agent.state_dir") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def open_file(path: Path, now: float) -> sqlite3.Connection:
+    """The journal, made if missing, without what is too old or too much. Raises UnusableError, sqlite3.Error."""
+    database = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+    try:
+        database.text_factory = lambda raw: raw.decode(errors="replace")
+        (version,) = database.execute("PRAGMA user_version").fetchone()
+        tables = _tables(database)
+        if version != SCHEMA_VERSION and (tables or version):
+            age = "newer" if version > SCHEMA_VERSION else "older"
+            raise UnusableError(age, f"was written by a{'n' * (age == 'older')} {age} opsd (schema {version})")
+        database.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = FULL")  # an intention must survive the node, not only the agent
+        (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if verdict != "ok":
+            raise UnusableError("damaged", "is damaged")
+        if version == 0:
+            statements = f"{_SCHEMA} {' '.join(_ADDED.values())}"
+            database.executescript(f"BEGIN; {statements} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+        else:
+            _complete(database, tables)
+        forget(database, now)
+        if _pragma(database, "freelist_count") * _pragma(database, "page_size") > WASTE_BYTES:
+            database.execute("VACUUM")
+    except BaseException as error:
+        database.close()
+        if _is_damage(error):
+            raise UnusableError("damaged", "is damaged") from error
+        raise
+    return database
+
+
+def _complete(database: sqlite3.Connection, tables: frozenset[tuple[object, ...]]) -> None:
+    """Add what a journal of an earlier release lacks. Raises UnusableError, sqlite3.Error."""
+    known = {column[:2] for column in tables}
+    missing = [statement for column, statement in _ADDED.items() if column not in known]
+    if _tables_after(statement for statement in _ADDED.values() if statement not in missing) != tables:
+        raise UnusableError("foreign", "has other tables than opsd's")
+    for statement in missing:
+        database.execute(statement)
+
+
+def forget(database: sqlite3.Connection, now: float) -> None:
+    """Delete what is too old, and the oldest of what is too much.
+
+    Too old is what was long before the newest incident: a clock that is a year ahead takes no history away.
+    """
+    (newest,) = database.execute("SELECT max(opened_at) FROM incidents").fetchone()
+    oldest = (min(now, newest) if isinstance(newest, int | float) else now) - KEEP_S
+    database.execute("DELETE FROM incidents WHERE resolved_at < ?", (oldest,))
+    for over, number in (("IS NOT NULL", KEEP_INCIDENTS), ("IS NULL", MAX_CURRENT)):
+        newest = f"SELECT opened_at FROM incidents WHERE resolved_at {over} ORDER BY opened_at DESC LIMIT 1 OFFSET ?"  # noqa: S608
+        last = database.execute(newest, (number,)).fetchone()
+        if last is not None:
+            database.execute(f"DELETE FROM incidents WHERE resolved_at {over} AND opened_at <= ?", last)  # noqa: S608
+    kept = "SELECT rowid FROM repairs ORDER BY opened_at DESC LIMIT ?"
+    database.execute(f"DELETE FROM repairs WHERE rowid NOT IN ({kept})", (KEEP_REPAIRS,))  # noqa: S608
+    database.execute(FORGET_EVENTS, (KEEP_EVENTS,))
+    for table in ("actions", "transitions"):
+        excess = f"number <= (SELECT max(number) FROM {table}) - ?"  # noqa: S608
+        database.execute(f"DELETE FROM {table} WHERE at < ? OR {excess}", (oldest, KEEP_ROWS))  # noqa: S608
+
+
+def _pragma(database: sqlite3.Connection, name: str) -> int:
+    (value,) = database.execute(f"PRAGMA {name}").fetchone()
+    return int(value)
+
+
+def _is_damage(error: BaseException) -> bool:
+    """Whether SQLite says that the file is damaged, be it in a message that is no UTF-8, which Python cannot raise."""
+    if isinstance(error, sqlite3.DatabaseError):
+        return error.sqlite_errorcode & 0xFF in _DAMAGED
+    return isinstance(error, UnicodeDecodeError)
+
+
+def _tables(database: sqlite3.Connection) -> frozenset[tuple[object, ...]]:
+    """Every column of every table, with its type."""
+    columns = "SELECT t.name, c.name, c.type, c.pk FROM sqlite_master t JOIN pragma_table_info(t.name) c"
+    return frozenset(database.execute(f"{columns} WHERE t.type = 'table'"))
+
+
+def _tables_after(added: Iterable[str]) -> frozenset[tuple[object, ...]]:
+    """The columns of a journal that lacks all but ``added``."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.executescript(f"{_SCHEMA} {' '.join(added)}")
+        return _tables(database)
+
+
+def set_aside(path: Path, word: str) -> Path:
+    """Rename the file, and what SQLite keeps beside it, to a name with ``word``.
+
+    The file comes last: SQLite would play a log that stays behind into the next file of this name.
+    """
+    aside = free_name(path, word)
+    for suffix in ("-shm", "-wal", ""):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(aside.with_name(aside.name + suffix))
+    prune(path, word)
+    return aside
+
+
+def free_name(path: Path, word: str) -> Path:
+    """A name beside ``path`` with ``word`` and the time that no file has."""
+    stem = f"{path.name}.{word}-{time.strftime('%Y%m%dT%H%M%S')}"
+    names = (path.with_name(f"{stem}.{number}" if number else stem) for number in range(1_000_000))
+    return next(name for name in names if not name.exists())
+
+
+def prune(path: Path, word: str) -> None:
+    """Remove all but the newest files of ``word``."""
+    kept = [p for p in path.parent.glob(f"{path.name}.{word}-*") if not p.name.endswith(("-wal", "-shm"))]
+    for old in sorted(kept, key=lambda p: p.stat().st_mtime_ns)[:-KEEP_ASIDE]:
+        for suffix in ("", "-wal", "-shm"):
+            old.with_name(old.name + suffix).unlink(missing_ok=True)
+
+
+_ACTION_TEXTS = ("verb", "target", "reason", "outcome", "detail")
+_LAST_S = 1e12
+"""Epoch seconds beyond all times."""
+_MANY = 1_000_000_000
+
+
+class RecordError(Exception):
+    """A record that opsd did not write."""
+
+
+def to_document(incident: Incident) -> dict[str, Any]:
+    """The incident as JSON-able values, the form of the API and of the journal."""
+    document = asdict(incident)
+    document["data"] = dict(incident.data)
+    document["actions"] = [dict(action) for action in incident.actions]
+    document["proposed"] = [dict(action) for action in incident.proposed]
+    return document
+
+
+def to_json(incident: Incident) -> str:
+    """The document as JSON text in valid UTF-8. Raises TypeError or ValueError for keys that JSON does not have."""
+    return clean(json.dumps(to_document(incident), default=str, ensure_ascii=False))
+
+
+def from_json(text: object) -> Incident:
+    """The incident whose ``to_json`` is ``text``. Raises RecordError for anything else."""
+    if not isinstance(text, str):
+        raise RecordError("not a text")
+    try:
+        incident = _incidents().validate_json(text, strict=True)
+    except ValidationError as error:
+        raise RecordError(f"{error.error_count()} values are none of an incident") from error
+    if not all(map(_is_time, _times(incident))):
+        raise RecordError("a time is no number")
+    if not (0 <= incident.attempts < _MANY and 0 <= incident.relapses < _MANY):
+        raise RecordError("a count is none")
+    if not all(map(_is_action, incident.actions)) or not all(map(_is_proposal, incident.proposed)):
+        raise RecordError("an action lacks its fields")
+    return incident
+
+
+def past_action(row: Sequence[object], now: float) -> PastAction:
+    """The action of a row with kind, verb, target, time and user; a time to come is ``now``. Raises RecordError."""
+    *texts, at, user = row
+    if not all(isinstance(text, str) for text in texts) or not _is_time(at):
+        raise RecordError("not an action")
+    if user is not None and not isinstance(user, int):
+        raise RecordError("not an action of a user")
+    kind, verb, target = map(str, texts)
+    return PastAction(kind, verb, target, min(at, now), user)
+
+
+def past_repair(row: Sequence[object]) -> RepairFact:
+    """The repair of a row with its id and document. Raises RecordError."""
+    id, document = row
+    try:
+        repair = parse(document if isinstance(document, str) else "")
+    except ValueError as error:
+        raise RecordError("not a repair") from error
+    if repair.id != id:
+        raise RecordError("column and document differ")
+    return repair
+
+
+def event_document(event: Event) -> str:
+    """What the journal keeps of an event beside its time. Raises TypeError or ValueError for what JSON has not."""
+    return json.dumps(
+        {"kind": event.kind, "at": 0.0, "message": event.message, "data": dict(event.data)}, ensure_ascii=False
+    )
+
+
+def past_event(row: Sequence[object], now: float) -> Event:
+    """The event of a row with its time and document; a time to come is ``now``. Raises RecordError."""
+    at, document = row
+    try:
+        event = _events().validate_json(document if isinstance(document, str) else "")
+    except ValidationError as error:
+        raise RecordError("not an event") from error
+    if not _is_time(at):
+        raise RecordError("a time is no number")
+    return replace(event, at=min(at, now))
+
+
+def clean(text: str) -> str:
+    """``text`` as valid UTF-8: names that users give may be any bytes."""
+    return text.encode(errors="replace").decode()
+
+
+@cache
+def _events() -> TypeAdapter[Event]:
+    return TypeAdapter(Event)
+
+
+@cache
+def _incidents() -> TypeAdapter[Incident]:
+    return TypeAdapter(Incident)
+
+
+def _times(incident: Incident) -> Iterator[float]:
+    ack, end = incident.ack, incident.closed
+    times = [getattr(incident, name) for name in TIMES]
+    times += [ack.at, ack.until, ack.over_at] if ack is not None else []
+    times += [end.at, end.gone_at] if end is not None else []
+    yield from (at for at in times if at is not None)
+    yield from (at for evidence in incident.evidence for at in (evidence.at, evidence.newest))
+
+
+def _is_time(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and -_LAST_S < value < _LAST_S
+
+
+def _is_action(action: Mapping[str, object]) -> bool:
+    texts = all(isinstance(action.get(name), str) for name in _ACTION_TEXTS)
+    return texts and isinstance(action.get("args"), dict) and _is_time(action.get("at"))
+
+
+def _is_proposal(action: Mapping[str, object]) -> bool:
+    return isinstance(action.get("verb"), str) and isinstance(action.get("args"), dict)
+
 
 T = TypeVar("T")
 Parse = Callable[[Sequence[object]], T]
@@ -126,12 +431,7 @@ class Store:
             content = JournalContent(
                 self._read(current, (MAX_CURRENT,), lambda row: _incident(row, over=False), odd["incidents"])[::-1],
                 self._read(ended, (MAX_ENDED,), lambda row: _incident(row, over=True), odd["incidents"]),
-                self._read(
-                    actions,
-                    recent,
-                    lambda row: past_action(row, now),
-                    odd["actions"],
-                ),
+                self._read(actions, recent, lambda row: past_action(row, now), odd["actions"]),
                 self._read(repairs, (MAX_REPAIRS,), past_repair, odd["repairs"])[::-1],
                 self._read(events, (self._boot, KEEP_EVENTS), lambda row: past_event(row, now), odd["events"])[::-1],
             )

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import click
 
-from opsd.agent.by_hand import PATIENCE_S, SOCKET, WRITE_S
-from opsd.agent.web.repairs import outcome
+from opsd.agent.lifecycle import PATIENCE_S, SOCKET, WRITE_S
+from opsd.agent.web.jobs import outcome
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.options import Group, Span, exit_codes, option
 from opsd.commands.output import fail, output_console, plain_table, printable

@@ -9,8 +9,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from opsd.agent.web.jobs import cost_text
-from opsd.agent.web.repairs import RepairNow
+from opsd.agent.web.jobs import RepairNow, cost_text
 from opsd.commands.agent_client import Agent, agent_options
 from opsd.commands.gpu_state import gpu_state, heat_style
 from opsd.commands.output import output_console, plain_table, printable, rank_table

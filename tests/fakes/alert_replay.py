@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 import yaml
 
-from opsd.agent.by_hand import holder
+from opsd.agent.lifecycle import holder
 from opsd.agent.web.exposition import Exposition
 from opsd.collectors.base import Sample
 from opsd.dashboards.alerts import alerts, linked

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from opsd.agent import lifecycle
 from opsd.agent.judge import Judge
 from opsd.agent.logs import Log
-from opsd.agent.records import from_json, to_json
+from opsd.agent.store import from_json, to_json
 from opsd.agent.web import api
 from opsd.agent.web.exposition import Exposition
 from opsd.agent.window import Window

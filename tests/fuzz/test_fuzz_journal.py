@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from opsd.agent.journal import Journal
 from opsd.agent.policy import PastAction
-from opsd.agent.records import RecordError, from_json, to_json
-from opsd.agent.store import Store
+from opsd.agent.store import RecordError, Store, from_json, to_json
 from tests.fakes.fuzzing import AMOUNTS, changed, encoded, fuzz, json_lines, numbers, texts
 from tests.fakes.incidents import incident
 

@@ -12,7 +12,6 @@ from http import HTTPStatus
 import pytest
 
 from opsd.agent.loop import Snapshot
-from opsd.agent.web.access import Attempts
 from opsd.agent.web.admission import Budget, Budgets
 from opsd.agent.web.app import App, Request
 from opsd.agent.web.server import CONNECTION_S, HEADER_S, MAX_PER_PEER, Server
@@ -162,7 +161,7 @@ def test_answers_that_nobody_reads_have_a_limit(own: bool) -> None:
 @pytest.fixture
 def poor(app: StuckApp) -> Iterator[Server]:
     """A server whose peers may connect three times, and have one answer."""
-    budgets = Budgets(unlimited=(), connections=Attempts(3, 1e6), answers=Budget(1e-9, 1e-6))
+    budgets = Budgets(unlimited=(), connections=Budget(3, 1e-6), answers=Budget(1e-9, 1e-6))
     server = Server("127.0.0.1:0", SILENT, budgets=budgets)
     server.start(app)
     yield server

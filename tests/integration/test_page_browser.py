@@ -20,10 +20,9 @@ import pytest
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import App, Request
-from opsd.agent.web.fleet import Fleet, NodeSummary
+from opsd.agent.web.fleet import Answer, Fleet, NodeSummary
 from opsd.agent.web.history import History
 from opsd.agent.web.ledgers import LedgerResult, Ledgers
-from opsd.agent.web.other_agents import Answer
 from opsd.agent.web.server import Server
 from opsd.collectors.base import StepFact
 from opsd.plan.hardware import hardware_of

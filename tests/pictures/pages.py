@@ -11,8 +11,7 @@ from typing import Final
 from PIL import Image
 
 from opsd.agent.web.app import App
-from opsd.agent.web.fleet import Fleet, NodeSummary
-from opsd.agent.web.other_agents import Answer
+from opsd.agent.web.fleet import Answer, Fleet, NodeSummary
 from opsd.slurm.port import Node
 from opsd.stack.node import JOB
 from opsd.stack.world import eventually, get

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from opsd.agent import lifecycle
-from opsd.agent.action_recovery import why_not
+from opsd.agent.incident_manager import why_not
 from opsd.agent.lifecycle import Outcome
 from opsd.agent.policy import ActionLimits, PastAction
 from opsd.runbooks.base import Action, Evidence, Incident, Runbook, State, View

@@ -12,7 +12,7 @@ from pathlib import Path
 from opsd.agent.journal import Journal
 from opsd.agent.repairs import Repairs
 from opsd.agent.web.app import App, Request
-from opsd.agent.web.repairs import repair_card
+from opsd.agent.web.node_page import repair_card
 from opsd.agent.window import Window
 from opsd.collectors.base import Reading, RepairFact, RepairStep
 from opsd.collectors.repairs import COLLECTOR, MOST, RepairsCollector

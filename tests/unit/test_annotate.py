@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.annotate import Annotator
 from opsd.agent.incidents import Transition
 from opsd.agent.logs import Log
+from opsd.agent.notify import Annotator
 from opsd.config import ConfigError, load
 from opsd.runbooks.base import State
 from tests.fakes.clock import eventually

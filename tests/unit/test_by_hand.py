@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.by_hand import Order, holder
 from opsd.agent.daemon import MAX_FOR_S, Control, parse
+from opsd.agent.lifecycle import Order, holder
 from opsd.agent.notify import Announcer
 from opsd.collectors.base import Reading
 from opsd.control import ControlError, ask

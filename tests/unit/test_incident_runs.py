@@ -8,7 +8,7 @@ import pytest
 
 from opsd.agent.judge import Judge
 from opsd.agent.lifecycle import merged, opened
-from opsd.agent.records import from_json, to_json
+from opsd.agent.store import from_json, to_json
 from opsd.agent.web.history import History
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.window import Window

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from opsd.agent.web.asker import Asker
-from opsd.agent.web.fleet import connect
-from opsd.agent.web.other_agents import FRESH_S, MAX_NODES, Answer, JobNodes, NodeOfJob, PeerError
+from opsd.agent.web.fleet import FRESH_S, MAX_NODES, Answer, JobNodes, NodeOfJob, PeerError, connect
 from opsd.collectors.slurm import SlurmSettings
 from opsd.config import Settings
 from opsd.settings.agent import AgentSettings

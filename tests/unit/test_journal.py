@@ -13,10 +13,19 @@ import pytest
 
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import MAX_BACKLOG, Journal
-from opsd.agent.journal_file import KEEP_INCIDENTS, KEEP_ROWS, KEEP_S, MAX_CURRENT, open_file
 from opsd.agent.policy import PastAction
-from opsd.agent.records import from_json, to_json
-from opsd.agent.store import MAX_ACTIONS, MAX_ENDED, JournalContent
+from opsd.agent.store import (
+    KEEP_INCIDENTS,
+    KEEP_ROWS,
+    KEEP_S,
+    MAX_ACTIONS,
+    MAX_CURRENT,
+    MAX_ENDED,
+    JournalContent,
+    from_json,
+    open_file,
+    to_json,
+)
 from opsd.runbooks.base import State
 from tests.fakes.clock import eventually
 from tests.fakes.incidents import incident

@@ -14,10 +14,8 @@ import pytest
 
 from opsd.agent.incidents import Transition
 from opsd.agent.journal import Journal
-from opsd.agent.journal_file import SCHEMA_VERSION
 from opsd.agent.policy import PastAction
-from opsd.agent.records import to_document
-from opsd.agent.store import JournalContent
+from opsd.agent.store import SCHEMA_VERSION, JournalContent, to_document
 from opsd.runbooks.base import Cost, State
 from tests.fakes.clock import until
 from tests.fakes.incidents import incident

@@ -17,7 +17,7 @@ import pytest
 from opsd.agent.actions import ActionError
 from opsd.agent.incidents import Transition
 from opsd.agent.logs import Log
-from opsd.agent.notify import MAX_WAITING, Announcer, WebhookNotifier
+from opsd.agent.notify import MAX_WAITING, Announcer, Notifications
 from opsd.notify.outgoing import send_json
 from opsd.runbooks.base import Severity, State
 from tests.fakes.agent import SILENT
@@ -28,25 +28,25 @@ from tests.fakes.webhook import Webhook
 
 def test_a_notification_is_posted(webhook: Webhook) -> None:
     """Text and fields as one JSON object."""
-    WebhookNotifier(SILENT, webhook.url)("GPU 3 is hot", {"target": "n17"})
+    Notifications(SILENT, webhook.url)("GPU 3 is hot", {"target": "n17"})
     assert webhook.posts == [{"text": "GPU 3 is hot", "target": "n17"}]
 
 
 def test_what_users_write_is_no_markup(webhook: Webhook) -> None:
     """It alerts nobody, hides no link, and is no second message."""
     evil = "a <!channel> @here <https://e.example|b> [c](https://e.example)\x1b[2J\r\nn9: gpu_xid \u202e\x9b <script>"
-    WebhookNotifier(SILENT, webhook.url)(evil, {"culprit": evil, "list": [evil]})
+    Notifications(SILENT, webhook.url)(evil, {"culprit": evil, "list": [evil]})
     (post,) = webhook.posts
     told = "a ‹!channel› @ here ‹https://e.example|b› [c] (https://e.example) [2J  n9: gpu_xid    ‹script›"
     assert post == {"text": told, "culprit": told, "list": [told]}
-    WebhookNotifier(SILENT, webhook.url)("x" * 100_000, {})
+    Notifications(SILENT, webhook.url)("x" * 100_000, {})
     assert len(str(webhook.posts[1]["text"])) == 2000
 
 
 def test_the_address_can_be_in_a_file(webhook: Webhook, tmp_path: Path) -> None:
     """It is read each time, so that a renewed one is taken up; one that cannot be read is told without it."""
     secret = tmp_path / "webhook"
-    notify = WebhookNotifier(SILENT, secret)
+    notify = Notifications(SILENT, secret)
     with pytest.raises(ActionError, match="webhook: neither a URL nor a file with URLs that can be read"):
         notify("early", {})
     secret.write_text(f"{webhook.url}\n", encoding="ascii")
@@ -59,13 +59,13 @@ def test_each_receiver_hears_of_it_also_after_another_has_failed(webhook: Webhoo
     file = tmp_path / "webhook"
     file.write_text(f"# ours\nhttp://127.0.0.1:1/s3cret\n{webhook.url}\n", encoding="utf-8")
     with pytest.raises(ActionError, match=r"^127\.0\.0\.1: the webhook could not be reached: Connection refused$"):
-        WebhookNotifier(SILENT, file)("GPU 3 is hot", {})
+        Notifications(SILENT, file)("GPU 3 is hot", {})
     assert [post["text"] for post in webhook.posts] == ["GPU 3 is hot"]
 
 
 def test_a_webhook_that_refuses_or_is_gone_does_not_leak_its_address(webhook: Webhook) -> None:
     """The error says what happened; the address is as good as a password and is not in it."""
-    notify = WebhookNotifier(SILENT, webhook.url)
+    notify = Notifications(SILENT, webhook.url)
     webhook.status = 403
     with pytest.raises(ActionError) as refused:
         notify("x", {})
@@ -82,7 +82,7 @@ def test_a_webhook_that_has_moved_has_told_nobody(webhook: Webhook, status: int)
     """The answer names another address, and nobody has read the message."""
     webhook.status = status
     with pytest.raises(ActionError, match=f"answered with status {status}"):
-        WebhookNotifier(SILENT, webhook.url)("x", {})
+        Notifications(SILENT, webhook.url)("x", {})
 
 
 def test_an_environment_in_which_nothing_can_be_posted_is_a_sentence(
@@ -91,7 +91,7 @@ def test_an_environment_in_which_nothing_can_be_posted_is_a_sentence(
     """The client raises what it likes over proxies that the environment names."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:port")
     with pytest.raises(ActionError, match="could not be reached: InvalidURL"):
-        WebhookNotifier(SILENT, webhook.url)("x", {})
+        Notifications(SILENT, webhook.url)("x", {})
 
 
 def test_people_hear_of_beginning_and_end_and_not_of_the_steps_between() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from opsd import exitcodes
 from opsd.agent.incidents import Transition
-from opsd.agent.notify import Announcer, WebhookNotifier
+from opsd.agent.notify import Announcer, Notifications
 from opsd.notify.receiver import NotifyError, Receiver, body_for, read_receivers, type_of
 from opsd.runbooks.base import Severity, State
 from opsd.words import unformatted
@@ -140,7 +140,7 @@ def internet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Intern
 def test_the_agent_tells_what_apprise_knows(internet: Internet, url: str, host: str) -> None:
     """Slack, Teams and PagerDuty get an incident from the agent, in the form that apprise has for each."""
     pytest.importorskip("apprise")
-    announce = Announcer(WebhookNotifier(SILENT, url), "n17", SILENT)
+    announce = Announcer(Notifications(SILENT, url), "n17", SILENT)
     announce(incident(severity=Severity.CRITICAL), Transition("i", "trouble", None, State.OPEN, 1.0, ""))
     assert eventually(lambda: bool(internet.messages), 60)
     ((told, message),) = internet.messages
@@ -152,7 +152,7 @@ def test_pagerduty_is_called_and_closes_with_the_incident(internet: Internet) ->
     """With the incident's severity. What comes later is about the same one, and its end ends it there."""
     pytest.importorskip("apprise")
     url = next(url for url in SERVICES if url.startswith("pagerduty"))
-    tell, fields = WebhookNotifier(SILENT, url), {"id": "trouble-1", "node": "n17", "kind": "trouble"}
+    tell, fields = Notifications(SILENT, url), {"id": "trouble-1", "node": "n17", "kind": "trouble"}
     for severity, state in (("warning", "opened"), ("critical", "escalated"), ("critical", "resolved")):
         tell(f"[{severity}] n17: trouble {state}", {**fields, "severity": severity, "state": state})
     tell("[warning] n17: trouble opened", {**fields, "id": "trouble-2", "severity": "warning", "state": "opened"})

@@ -6,9 +6,8 @@ import re
 from typing import Any
 
 from opsd.agent.web.app import App, Request
-from opsd.agent.web.fleet import Fleet, FleetView, NodeSummary, RunSummary, node_summary
+from opsd.agent.web.fleet import Answer, Fleet, FleetView, NodeSummary, OtherNodes, RunSummary, node_summary
 from opsd.agent.web.fleet_page import ALONE, MAX_ROWS, fleet_page
-from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.collectors import repairs, spare
 from opsd.collectors.base import RunFact, Sample
 from opsd.collectors.slurm import LEMON

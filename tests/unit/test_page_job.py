@@ -8,10 +8,10 @@ from typing import Any
 
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.app import App, PageCache, Request
+from opsd.agent.web.fleet import Answer, IncidentSummary, NodeOfJob, OtherNodes
 from opsd.agent.web.history import ENDED_S, History
 from opsd.agent.web.job_page import job_page, node_of_job
 from opsd.agent.web.ledgers import LedgerResult
-from opsd.agent.web.other_agents import Answer, IncidentSummary, NodeOfJob, OtherNodes
 from opsd.collectors.base import Metric, Sample, StepFact
 from opsd.collectors.lib.rank_series import MFU, ROUTER_DROPPED, ROUTER_ENTROPY, ROUTER_LIMIT, ROUTER_LOAD
 from tests.fakes.incidents import WALL, incident

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from opsd import exitcodes
-from opsd.agent.journal_file import open_file
+from opsd.agent.store import open_file
 from opsd.calibration.evidence import NotUsable, day
 from opsd.calibration.read import measured
 from opsd.commands.main import cli

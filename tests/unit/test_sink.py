@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.agent.logs import Log
-from opsd.agent.sink import Sink
-from opsd.agent.systemd import JournalWriter
+from opsd.agent.logs import JournalWriter, Log, Sink
 
 LINES = 5_000
 

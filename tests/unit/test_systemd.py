@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opsd.agent.systemd import encode, leads_to_journal
+from opsd.agent.logs import encode, leads_to_journal
 
 
 def decode(entry: bytes) -> dict[str, str]:

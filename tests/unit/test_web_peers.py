@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from opsd.agent.web.access import Attempts
-from opsd.agent.web.admission import peer_of
+from opsd.agent.web.admission import Budget, peer_of
 from tests.fakes.clock import FakeClock, eventually
 
 
@@ -72,7 +71,7 @@ def test_a_socket_that_is_closed_already_is_nobodys() -> None:
 def test_a_peer_has_some_attempts_at_once_and_then_one_a_second() -> None:
     """Others are not concerned."""
     clock = FakeClock()
-    attempts = Attempts(10, 1.0, clock.monotonic)
+    attempts = Budget(10, 1.0, clock=clock.monotonic)
     assert [attempts.allow("a") for _ in range(12)] == [True] * 10 + [False] * 2
     assert attempts.allow("b")
     clock.advance(1.0)

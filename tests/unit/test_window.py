@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.agent import window as module
-from opsd.agent.event_log import MAX_TOLD, MAX_WITNESSED, USER_BYTES, USERS_BYTES
-from opsd.agent.window import MAX_GONE, Window
+from opsd.agent.window import MAX_GONE, MAX_TOLD, MAX_WITNESSED, USER_BYTES, USERS_BYTES, Window
 from opsd.collectors.base import Event, GpuFact, Metric, Reading, Sample
 
 GAUGE = Metric("temperature", "help", labels=("gpu",))
@@ -278,7 +277,7 @@ def test_what_users_tell_leaves_room_for_witnesses() -> None:
     """However many series they have."""
     window = Window("node", seconds=1, witnesses=["nvml"])
     window.begin(1.0, 1.0)
-    window.add("ranks", Reading(tuple(Sample(GAUGE, 1.0, (f"run-{i}",)) for i in range(module.MAX_TOLD + 5))))
+    window.add("ranks", Reading(tuple(Sample(GAUGE, 1.0, (f"run-{i}",)) for i in range(module.MAX_TOLD_SERIES + 5))))
     window.add("nvml", Reading((Sample(GAUGE, 1.0, ("0",)),)))
     assert window.refused == 5
     assert window.select("temperature", gpu="0")

@@ -11,8 +11,7 @@ import base64
 import binascii
 import hashlib
 import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -98,29 +97,6 @@ class WebConfig:
             return False
         right = bcrypt.checkpw(password.encode()[:72], self._users.get(user, _NOBODY))
         return right and user in self._users
-
-
-class Attempts:
-    """How often a peer may do what is costly: ``most`` times at once, then once every ``each_s`` seconds.
-
-    For one thread. ``MAX_PEERS`` peers are remembered.
-    """
-
-    MAX_PEERS = 1024
-
-    def __init__(self, most: int, each_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most, self._each_s, self._clock = most, each_s, clock
-        self._free_at: dict[str, float] = {}
-
-    def allow(self, peer: str) -> bool:
-        """Count an attempt of ``peer``; whether it may be made."""
-        now = self._clock()
-        free_at = max(self._free_at.pop(peer, 0.0), now)
-        allowed = free_at + self._each_s <= now + self._most * self._each_s
-        self._free_at[peer] = free_at + self._each_s * allowed
-        if len(self._free_at) > self.MAX_PEERS:
-            del self._free_at[next(iter(self._free_at))]
-        return allowed
 
 
 def _digest(authorization: str) -> bytes:

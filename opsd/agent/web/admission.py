@@ -15,39 +15,46 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from opsd.agent.web.access import Attempts
 from opsd.agent.web.connection import Connection, Stage
 
-CONNECTIONS: Final = 200, 0.01
-"""How many connections a peer may make at once, and seconds until the next one."""
+CONNECTIONS: Final = 200, 100.0
+"""How many connections a peer may make at once, and then in a second."""
 ANSWERS: Final = 2.0, 0.1
 """Seconds of processor time for the answers to a peer that are made for it alone: at once, and in each second."""
 
 
 class Budget:
-    """``burst_s`` seconds of processor time at once for each peer, then ``share`` of a core. Any thread may ask.
+    """The budget of each peer: ``burst`` at once, then ``rate`` in a second. Any thread may ask.
 
-    A peer in debt waits until the debt is paid. ``MAX_PEERS`` are remembered.
+    It is spent in attempts, or in seconds of processor time. A peer in debt waits until the debt is paid. ``MAX_PEERS``
+    are remembered.
     """
 
     MAX_PEERS: Final = 1024
 
-    def __init__(self, burst_s: float, share: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ahead_s, self._share, self._clock = burst_s / share, share, clock
+    def __init__(self, burst: float, rate: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ahead_s, self._rate, self._clock = burst / rate, rate, clock
         self._paid_at: dict[str, float] = {}
         self._guard = threading.Lock()
 
-    def affords(self, peer: str) -> bool:
-        """Whether ``peer`` has anything left."""
+    def affords(self, peer: str, cost: float = 0.0) -> bool:
+        """Whether ``peer`` has anything left, or ``cost``."""
         with self._guard:
-            return self._paid_at.get(peer, 0.0) <= self._clock() + self._ahead_s
+            now = self._clock()
+            return max(self._paid_at.get(peer, 0.0), now) + cost / self._rate <= now + self._ahead_s
 
-    def charge(self, peer: str, used_s: float) -> None:
-        """Take off what an answer for ``peer`` has cost."""
+    def charge(self, peer: str, cost: float) -> None:
+        """Take off what something for ``peer`` has cost."""
         with self._guard:
-            self._paid_at[peer] = max(self._paid_at.pop(peer, 0.0), self._clock()) + used_s / self._share
+            self._paid_at[peer] = max(self._paid_at.pop(peer, 0.0), self._clock()) + cost / self._rate
             if len(self._paid_at) > self.MAX_PEERS:
                 del self._paid_at[next(iter(self._paid_at))]
+
+    def allow(self, peer: str) -> bool:
+        """Count an attempt of ``peer``; whether it may be made. For one thread."""
+        allowed = self.affords(peer, 1.0)
+        self.charge(peer, float(allowed))
+        return allowed
 
 
 class Budgets:
@@ -57,11 +64,11 @@ class Budgets:
         self,
         *,
         unlimited: Collection[str] | None = None,
-        connections: Attempts | None = None,
+        connections: Budget | None = None,
         answers: Budget | None = None,
     ) -> None:
         self._unlimited = {f"uid {uid}" for uid in (0, os.geteuid())} if unlimited is None else unlimited
-        self._connections = connections or Attempts(*CONNECTIONS)
+        self._connections = connections or Budget(*CONNECTIONS)
         self._answers = answers or Budget(*ANSWERS)
 
     def may_connect(self, peer: str) -> bool:

@@ -14,10 +14,9 @@ from opsd.agent.brief import brief
 from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
 from opsd.agent.gather import Source
 from opsd.agent.loop import Snapshot
-from opsd.agent.records import to_document
 from opsd.agent.similar_incidents import Similar, nearest, statistics
-from opsd.agent.web.jobs import jobs_on_gpus
-from opsd.agent.web.repairs import repair_now
+from opsd.agent.store import to_document
+from opsd.agent.web.jobs import jobs_on_gpus, repair_now
 from opsd.collectors.base import RankFact, RepairFact
 from opsd.runbooks.base import Incident
 

@@ -28,14 +28,117 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
+from opsd.agent.brief import Brief
+from opsd.agent.gather import Health
 from opsd.agent.loop import Snapshot
-from opsd.agent.web import api, shapes
+from opsd.agent.similar_incidents import KindStatistics
+from opsd.agent.web import api
+from opsd.agent.web.api import BRIEF, GAUGES, PUBLIC, STEP
 from opsd.agent.web.exposition import Exposition, exemplars, is_cached
-from opsd.agent.web.fleet import Fleet, NodeSummary, node_summary
+from opsd.agent.web.fleet import Fleet, JobNodes, NodeOfJob, NodeSummary, node_summary
 from opsd.agent.web.history import History
+from opsd.agent.web.html import HEADERS, REFRESH_S, problem_page
+from opsd.agent.web.jobs import JobOnGpus, RepairNow
 from opsd.agent.web.ledgers import Ledgers, forecast_of, studies_of
-from opsd.agent.web.other_agents import JobNodes, NodeOfJob
-from opsd.runbooks.base import State
+from opsd.collectors.base import GpuFact, RankFact, RepairFact, RepairStep, RunFact
+from opsd.runbooks.base import Incident, State
+
+
+class Record(NamedTuple):
+    """An object: the fields of the dataclass ``of`` (``only`` these, if given) and ``more``, by name.
+
+    A value of ``more`` is a type, another Record, or a list with one Record.
+    """
+
+    name: str
+    about: str
+    more: Mapping[str, Any] = {}
+    of: type | None = None
+    only: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
+ACTION: Final = Record(
+    "ActionTaken",
+    "An action of the agent, or one that it recommends. `ended_at` is there once it has ended, `resumed` if it was "
+    "carried out again after a restart of the agent.",
+    {
+        "verb": str, "target": str, "args": dict[str, Any], "reason": str, "at": float, "outcome": str, "detail": str,
+        "ended_at?": float, "resumed?": bool,
+    },
+)  # fmt: skip
+_INCIDENT: Final = {"actions": [ACTION], "joint_gpu_seconds": float}
+SYMPTOM: Final = Record(
+    "Symptom", "A symptom, complete.", {**_INCIDENT, "symptoms": list[dict[str, Any]]}, Incident, PUBLIC
+)
+BRIEF_SYMPTOM: Final = Record("BriefSymptom", "A symptom in brief.", {}, Incident, BRIEF)
+_TOLD: Final = {**_INCIDENT, "brief": Brief}
+LISTED: Final = Record(
+    "ListedIncident",
+    "An incident that is no symptom. `joint_gpu_seconds` is its cost together with that of its symptoms; losses that "
+    "overlap count once. `symptoms` are complete if `?symptoms=1` asks for it.",
+    {**_TOLD, "symptoms": [BRIEF_SYMPTOM, SYMPTOM]}, Incident, PUBLIC,
+)  # fmt: skip
+SIMILAR: Final = Record(
+    "SimilarIncident",
+    "A past incident: `similarity` is 0 to 1, `done` are executed verbs, `helped` is null if none was executed.",
+    {"similarity": float, "done": list[str], "helped": bool | None}, Incident, (*BRIEF, "verdict"),
+)  # fmt: skip
+INCIDENT: Final = Record(
+    "IncidentDetails", "An incident with its symptoms and the past incidents most like it.",
+    {**_TOLD, "symptoms": [SYMPTOM], "similar": [SIMILAR]}, Incident, PUBLIC,
+)  # fmt: skip
+INCIDENTS: Final = Record("Incidents", "Newest first.", {"incidents": [LISTED]})
+REPAIR: Final = Record(
+    "Repair", "A repair of this node with its steps in order.", {
+        "state": str,
+        "steps": [Record("RepairStep", "`ok` is null until the step has ended.", {}, RepairStep, STEP)],
+    }, RepairFact, without=("attempts", "resumed_at"),
+)  # fmt: skip
+REPAIRS: Final = Record("Repairs", "Newest first.", {"repairs": [REPAIR]})
+STATISTICS: Final = Record("Statistics", "Incidents by kind.", {"kinds": list[KindStatistics]})
+RANKS: Final = Record(
+    "Ranks",
+    "`at` is the monotonic second of the answer, `wall` the same in epoch seconds. Times of ranks are monotonic.",
+    {"at": float, "wall": float, "ranks": list[RankFact]},
+)
+COLLECTOR: Final = Record(
+    "Collector",
+    "`last_success_age_s` is null if it never succeeded.",
+    {
+        "name": str, "state": Health, "reason": str, "duration_s": float, "errors": int,
+        "last_success_age_s": float | None, "series": int,
+    },
+)  # fmt: skip
+RANK: Final = Record(
+    "RankInBrief",
+    "`process` is the kernel's state letter, null once the process is gone; `step` is the last completed one.",
+    {
+        "run": str, "rank": int, "generation": int, "gpu": int | None, "pid": int, "live": bool, "process": str | None,
+        "phase": str, "phase_s": float, "step": int | None, "step_s": float | None, "committed_step": int | None,
+        "planned_step": int | None,
+    },
+)  # fmt: skip
+CONFIG: Final = Record(
+    "ConfigState",
+    "`reloads` were tried, `problem` is that of the last one, `needs_restart` are keys that a reload does not apply.",
+    {"reloads": int, "loaded_at": float, "problem": str, "needs_restart": list[str]},
+)
+GPU: Final = Record("Gpu", "Null is what a GPU does not have.", dict.fromkeys(GAUGES.values(), float | None), GpuFact)
+STATUS: Final = Record(
+    "Status",
+    "Agent and node. `incidents` counts current ones by state; `lemon` is a node that keeps failing.",
+    {
+        "node": str, "started_at": float, "mode": str, "gpu_hour": float, "currency": str, "config": CONFIG,
+        "version": str, "tick": int, "tick_age_s": float, "series": int, "collectors": [COLLECTOR],
+        "journal": Record("JournalState", "`problem` is empty while it can be written.", {"up": bool, "problem": str}),
+        "repair": RepairNow | None, "lemon": bool, "faults": float | None, "incidents": dict[str, int],
+        "gpus": [GPU],
+        "ranks": [RANK], "runs": list[RunFact], "jobs": list[JobOnGpus],
+    },
+)  # fmt: skip
+PROBLEM: Final = Record("Problem", "A refusal, in one sentence.", {"error": str})
+
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 _CHEAP = frozenset({"/metrics", "/healthz", "/readyz"})
@@ -145,22 +248,23 @@ class App:
             return problem(HTTPStatus.SERVICE_UNAVAILABLE, "the first collection is not done yet")
         return self._healthz(request)
 
+    @property
+    def _node(self) -> str:
+        return str(self._facts.get("node", ""))
+
     def _status(self, _request: Request) -> Answer:
         facts = {**self._facts, "config": self._config()} if self._config else self._facts
         return _json(api.status(self._latest(), facts, time.monotonic()))
 
     def _incidents(self, request: Request) -> Answer:
-        if (limit := _limit(request)) is None:
-            return problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
         states, nested = request.query.get("state", ()), request.query.get("symptoms", ["0"])[-1] == "1"
-        return _json(
-            api.incident_list(self._latest(), states, limit, node=str(self._facts.get("node", "")), nested=nested)
+        return _limited(
+            request, lambda limit: api.incident_list(self._latest(), states, limit, node=self._node, nested=nested)
         )
 
     def _repairs(self, request: Request) -> Answer:
-        if (limit := _limit(request)) is None:
-            return problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
-        return _json(api.repair_list(self._latest(), request.query.get("state", ()), limit))
+        states = request.query.get("state", ())
+        return _limited(request, lambda limit: api.repair_list(self._latest(), states, limit))
 
     def _repair(self, request: Request) -> Answer:
         found = next((repair for repair in self._latest().repairs if repair.id == request.id), None)
@@ -169,100 +273,80 @@ class App:
         return _json(api.repair_details(found))
 
     def _ranks(self, request: Request) -> Answer:
-        body = api.ranks(self._latest(), request.query.get("job", [""])[-1])
-        return HTTPStatus.OK, body, {"Content-Type": JSON}
+        return _encoded(api.ranks(self._latest(), request.query.get("job", [""])[-1]))
 
     def _statistics(self, _request: Request) -> Answer:
         return _json(api.incident_statistics(self._latest()))
 
     def _openapi(self, _request: Request) -> Answer:
-        return HTTPStatus.OK, OPENAPI.read_bytes(), {"Content-Type": JSON}
+        return _encoded(OPENAPI.read_bytes())
 
     def _incident(self, request: Request) -> Answer:
         latest = self._latest()
         found = api.find(latest, request.id)
         if found is None:
             return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered")
-        return _json(api.incident_details(latest, found, str(self._facts.get("node", ""))))
+        return _json(api.incident_details(latest, found, self._node))
 
     def _incident_page(self, id: str) -> Answer:
-        from opsd.agent.web import pages
+        from opsd.agent.web.incident_page import incident_page
 
-        latest, now = self._latest(), time.monotonic()
+        latest = self._latest()
         found = api.find(latest, id)
         if found is None:
             return problem(HTTPStatus.NOT_FOUND, "no incident with this id is remembered; see /")
-        node = str(self._facts.get("node", ""))
-        body = self._pages.get(("incident", id), latest, now, lambda: pages.incident_page(latest, found, node))
-        return HTTPStatus.OK, body or b"", pages.HEADERS
+        make = partial(incident_page, latest, found, self._node)
+        return _page(self._pages.get(("incident", id), latest, time.monotonic(), make))
 
     def _index(self, request: Request) -> Answer:
-        from opsd.agent.web import pages
+        from opsd.agent.web.node_page import node_page
 
-        refresh_s = _refresh(request)
-        latest, now = self._latest(), time.monotonic()
+        refresh_s, latest, now = _refresh(request), self._latest(), time.monotonic()
 
         def make() -> bytes:
             shown = self._history.with_ended(latest)
-            return pages.node_page(shown, self._history, self._facts, refresh_s=refresh_s, now=now)
+            return node_page(shown, self._history, self._facts, refresh_s=refresh_s, now=now)
 
-        return HTTPStatus.OK, self._pages.get(refresh_s, latest, now, make) or b"", pages.HEADERS
+        return _page(self._pages.get(refresh_s, latest, now, make))
 
     def _summary(self) -> NodeSummary:
-        node = str(self._facts.get("node", ""))
         return node_summary(
-            self._latest(), node, time.monotonic(),
+            self._latest(), self._node, time.monotonic(),
             lambda run: forecast_of(self._ledgers.of(run).ledger),
             lambda run: studies_of(self._ledgers.of(run).ledger),
         )  # fmt: skip
 
-    def _node(self, _request: Request) -> Answer:
-        return HTTPStatus.OK, self._summary().model_dump_json().encode() + b"\n", {"Content-Type": JSON}
+    def _summary_of_node(self, _request: Request) -> Answer:
+        return _encoded(self._summary().model_dump_json().encode() + b"\n")
 
     def _fleet(self, request: Request) -> Answer:
-        from opsd.agent.web import pages
+        from opsd.agent.web.fleet_page import ALONE, fleet_page
 
-        refresh_s, view = _refresh(request), self.fleet.view() if self.fleet else pages.ALONE
-
-        def make() -> bytes:
-            return pages.fleet_page(self._summary(), view, refresh_s=refresh_s)
-
-        body = self._pages.get(("fleet", refresh_s), self._latest(), time.monotonic(), make)
-        return HTTPStatus.OK, body or b"", pages.HEADERS
+        refresh_s, view = _refresh(request), self.fleet.view() if self.fleet else ALONE
+        key, latest, now = ("fleet", refresh_s), self._latest(), time.monotonic()
+        return _page(self._pages.get(key, latest, now, lambda: fleet_page(self._summary(), view, refresh_s=refresh_s)))
 
     def _job_summary(self, request: Request) -> Answer:
-        from opsd.agent.web import pages
+        from opsd.agent.web.job_page import node_of_job
 
-        summary = pages.node_of_job(
-            self._history.with_ended(self._latest()), request.id, str(self._facts.get("node", "")), time.monotonic()
-        )
+        shown = self._history.with_ended(self._latest())
+        summary = node_of_job(shown, request.id, self._node, time.monotonic())
         if summary is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node")
-        return HTTPStatus.OK, summary.model_dump_json().encode() + b"\n", {"Content-Type": JSON}
+        return _encoded(summary.model_dump_json().encode() + b"\n")
 
     def _job(self, id: str) -> Answer:
-        from opsd.agent.web import pages
+        from opsd.agent.web.job_page import job_page
 
-        latest, now = self._latest(), time.monotonic()
-        node = str(self._facts.get("node", ""))
-
-        others = self.job_nodes
+        latest, now, others = self._latest(), time.monotonic(), self.job_nodes
 
         def make() -> bytes | None:
-            return pages.job_page(
-                self._history.with_ended(latest),
-                self._history,
-                self._ledgers.of,
-                id,
-                node,
-                now,
-                others.of if others else None,
-            )
+            shown, others_of = self._history.with_ended(latest), others.of if others else None
+            return job_page(shown, self._history, self._ledgers.of, id, self._node, now, others_of)
 
-        body = self._job_pages.get(id, latest, now, make)
-        if body is None:
+        if (body := self._job_pages.get(id, latest, now, make)) is None:
             return problem(HTTPStatus.NOT_FOUND, "no run of this job is on this node; see /")
-        return HTTPStatus.OK, body, pages.HEADERS
+        return _page(body)
 
 
 class Parameter(NamedTuple):
@@ -284,10 +368,9 @@ class Route(NamedTuple):
 
 
 _LIMIT: Final = Parameter(
-    "limit",
-    f"How many at most; {MAX_LIMIT} if more are asked for.",
+    "limit", f"How many at most; {MAX_LIMIT} if more are asked for.",
     {"type": "integer", "minimum": 0, "maximum": 999_999_999, "default": DEFAULT_LIMIT},
-)
+)  # fmt: skip
 _STATES: Final = "Only those in this state; `current` means all that are not over."
 _STATE: Final = Parameter(
     "state", _STATES, {"type": "array", "items": {"enum": ["current", *(state.value for state in State)]}}
@@ -297,56 +380,54 @@ _WHOLE: Final = Parameter("symptoms", "`1`: symptoms complete, else in brief.", 
 _JOB: Final = Parameter("job", "Only those of the job with this id, or of the run with this name.", {"type": "string"})
 
 API: Final = (
-    Route("/api/v1/status", "Collectors, GPUs, ranks, runs, jobs, journal", App._status, shapes.STATUS),
-    Route("/api/v1/ranks", "The rank pages with their recent steps", App._ranks, shapes.RANKS, (_JOB,)),
-    Route("/api/v1/node", "This node in brief, for the fleet page of other nodes", App._node, NodeSummary),
+    Route("/api/v1/status", "Collectors, GPUs, ranks, runs, jobs, journal", App._status, STATUS),
+    Route("/api/v1/ranks", "The rank pages with their recent steps", App._ranks, RANKS, (_JOB,)),
+    Route("/api/v1/node", "This node in brief, for the fleet page of other nodes", App._summary_of_node, NodeSummary),
     Route("/api/v1/jobs/{id}", "This node's part of a job, for the job's page on others", App._job_summary, NodeOfJob),
-    Route(
-        "/api/v1/incidents",
-        "Incidents with their symptoms, newest first",
-        App._incidents,
-        shapes.INCIDENTS,
-        (_STATE, _LIMIT, _WHOLE),
-    ),
-    Route("/api/v1/incidents/{id}", "One incident, and similar past ones", App._incident, shapes.INCIDENT),
-    Route(
-        "/api/v1/repairs",
-        "The repairs of this node step by step, newest first",
-        App._repairs,
-        shapes.REPAIRS,
-        (_REPAIR_STATE, _LIMIT),
-    ),
-    Route("/api/v1/repairs/{id}", "One repair", App._repair, shapes.REPAIR),
-    Route("/api/v1/statistics", "Statistics of incidents by kind", App._statistics, shapes.STATISTICS),
+    Route("/api/v1/incidents", "Incidents with their symptoms, newest first", App._incidents, INCIDENTS,
+          (_STATE, _LIMIT, _WHOLE)),
+    Route("/api/v1/incidents/{id}", "One incident, and similar past ones", App._incident, INCIDENT),
+    Route("/api/v1/repairs", "The repairs of this node step by step, newest first", App._repairs, REPAIRS,
+          (_REPAIR_STATE, _LIMIT)),
+    Route("/api/v1/repairs/{id}", "One repair", App._repair, REPAIR),
+    Route("/api/v1/statistics", "Statistics of incidents by kind", App._statistics, STATISTICS),
     Route("/api/v1/openapi.json", "This description", App._openapi, dict[str, Any]),
-)
+)  # fmt: skip
 """The routes of the API; ``openapi.json`` is made from them."""
 
 
-def _limit(request: Request) -> int | None:
-    """How much is asked for at most; None if that is no number."""
+def _limited(request: Request, make: Callable[[int], object]) -> Answer:
+    """The result of ``make`` for the limit that the request has."""
     text = request.query.get("limit", [str(DEFAULT_LIMIT)])[-1]
-    return min(int(text), MAX_LIMIT) if text.isascii() and text.isdigit() and len(text) <= 9 else None
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        return problem(HTTPStatus.BAD_REQUEST, "limit must be a whole number")
+    return _json(make(min(int(text), MAX_LIMIT)))
 
 
 def _refresh(request: Request) -> int:
-    from opsd.agent.web import pages
-
     wanted = request.query.get("refresh", ["0"])[-1]
-    return next((seconds for seconds in pages.REFRESH_S if str(seconds) == wanted), 0)
+    return next((seconds for seconds in REFRESH_S if str(seconds) == wanted), 0)
 
 
 def _runbook(name: str) -> Answer:
-    from opsd.agent.web import pages
+    from opsd.agent.web.guides import runbook_list, runbook_page
 
-    body = pages.runbook_page(name) if name else pages.runbook_list()
+    body = runbook_page(name) if name else runbook_list()
     if body is None:
         return problem(HTTPStatus.NOT_FOUND, "no runbook has this name; see /runbooks")
-    return HTTPStatus.OK, body, pages.HEADERS
+    return _page(body)
+
+
+def _page(body: bytes | None) -> Answer:
+    return HTTPStatus.OK, body or b"", HEADERS
 
 
 def _json(value: object) -> Answer:
-    return HTTPStatus.OK, api.encode(value), {"Content-Type": JSON}
+    return _encoded(api.encode(value))
+
+
+def _encoded(body: bytes) -> Answer:
+    return HTTPStatus.OK, body, {"Content-Type": JSON}
 
 
 def problem(status: HTTPStatus, text: str) -> Answer:
@@ -359,9 +440,7 @@ def readable(request: Request, answer: Answer) -> Answer:
     status, body, _ = answer
     if status is HTTPStatus.OK or not request.is_of_a_browser:
         return answer
-    from opsd.agent.web import pages
-
-    return status, pages.problem_page(status, json.loads(body)["error"]), pages.HEADERS
+    return status, problem_page(status, json.loads(body)["error"]), HEADERS
 
 
 class PageCache:

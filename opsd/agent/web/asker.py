@@ -12,8 +12,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from opsd.agent.web.access import client_certificate, has_tls
-from opsd.agent.web.fleet import NodeSummary
-from opsd.agent.web.other_agents import MAX_ANSWER, TIMEOUT_S, Answer, NodeOfJob, PeerError
+from opsd.agent.web.fleet import MAX_ANSWER, TIMEOUT_S, Answer, NodeOfJob, NodeSummary, PeerError
 from opsd.agent.web.tls import problem_of
 from opsd.files import read_settings
 from opsd.settings.agent import AgentSettings

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 from urllib.parse import quote
 
-from opsd.agent.web.fleet import FleetView, NodeSummary
+from opsd.agent.web.fleet import Answer, FleetView, NodeSummary, OtherNodes
 from opsd.agent.web.html import (
     STATE_TONES,
     TONES,
@@ -24,7 +24,6 @@ from opsd.agent.web.html import (
     table,
     whole,
 )
-from opsd.agent.web.other_agents import Answer, OtherNodes
 from opsd.slurm.port import Node
 from opsd.words import span
 

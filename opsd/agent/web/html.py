@@ -236,6 +236,8 @@ def problem_page(status: HTTPStatus, sentence: str) -> bytes:
 
 
 MAX_RANKS: Final = 32
+REFRESH_S: Final = (0, 5, 60)
+"""After how many seconds a page may load itself again; 0 is never."""
 
 STATE_TONES: Final = {"running": "good", "finished": "good", "failed": "bad", "spare": ""} | dict.fromkeys(
     ("waiting", "restarting", "stopping"), "warn"

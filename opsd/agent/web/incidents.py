@@ -8,8 +8,8 @@ from typing import Final
 from urllib.parse import quote
 
 from opsd.agent.brief import Brief, brief, cost_now
-from opsd.agent.by_hand import holder, who_has_it
 from opsd.agent.correlate import joint_gpu_seconds, symptoms_of
+from opsd.agent.lifecycle import holder, who_has_it
 from opsd.agent.loop import Snapshot
 from opsd.agent.web.api import newest_first
 from opsd.agent.web.html import TONES, Html, card, h, join, link, nothing, pill

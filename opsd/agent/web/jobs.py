@@ -1,4 +1,4 @@
-"""The Slurm jobs on the GPUs of this node, whose they are, and which of their GPUs are idle. Pure."""
+"""Jobs and repairs of this node: whose its GPUs are, which are idle, and where its repair is. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from opsd.agent.loop import Snapshot
+from opsd.words import span
 
 IDLE_S: Final = 60.0
 """A GPU that ran no kernel for this long counts as idle."""
@@ -52,3 +53,36 @@ def cost_text(gpu_hours: float, about: Mapping[str, Any]) -> str:
     """GPU-hours, with their price where ``about``, the facts of an agent, has that of one and its currency."""
     price, currency = float(about.get("gpu_hour", 0.0)), about.get("currency", "")
     return f"{gpu_hours:.1f} GPU-hours" + (f", {gpu_hours * price:,.2f} {currency}" if price else "")
+
+
+@dataclass(frozen=True, slots=True)
+class RepairNow:
+    """A repair that is ordered or under way, or that has left this node out of service.
+
+    ``state`` is a value of ``opsd_repair_state``; ``age_s`` is None once it has ended.
+    """
+
+    state: str
+    attempts: int
+    age_s: float | None
+
+    @property
+    def text(self) -> str:
+        """In a few words: ``retest, remedy 2, for 12 min``."""
+        remedy = f", remedy {self.attempts}" if self.attempts else ""
+        return f"{self.state}{remedy}" + (f", for {span(self.age_s)}" if self.age_s is not None else "")
+
+
+def repair_now(snapshot: Snapshot) -> RepairNow | None:
+    """None if nothing is to be said of one: there was none, or the node is back in service."""
+    state = next((sample.labels[0] for sample in snapshot.select("opsd_repair_state") if sample.value), None)
+    age_s = snapshot.value("opsd_repair_age_seconds")
+    in_service = any(s.labels == ("drain",) and s.value == 0 for s in snapshot.select("opsd_slurm_node_flag"))
+    if state is None or state == "returned" or (age_s is None and in_service):
+        return None
+    return RepairNow(state, int(snapshot.value("opsd_repair_attempts") or 0), age_s)
+
+
+def outcome(ok: bool | None) -> str:
+    """How a step of a repair has ended, in a word."""
+    return {True: "done", False: "failed", None: "under way"}[ok]

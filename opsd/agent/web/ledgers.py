@@ -65,10 +65,7 @@ class Ledgers:
     """
 
     def __init__(
-        self,
-        make: Callable[[Path, int], LedgerResult] | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        self, make: Callable[[Path, int], LedgerResult] | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._make, self._clock = make or LedgerMaker(), clock
         self._made: dict[Which, tuple[LedgerResult, float]] = {}

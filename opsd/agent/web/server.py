@@ -24,8 +24,8 @@ import h11
 
 from opsd.agent.logs import Log
 from opsd.agent.metrics import http_samples
-from opsd.agent.web.access import Attempts, WebConfig
-from opsd.agent.web.admission import Budgets, Hosts, oldest, peer_of, too_much
+from opsd.agent.web.access import WebConfig
+from opsd.agent.web.admission import Budget, Budgets, Hosts, oldest, peer_of, too_much
 from opsd.agent.web.app import Answer, App, Request, problem, readable
 from opsd.agent.web.connection import Connection, Stage, UncertifiedError
 from opsd.collectors.base import Sample
@@ -38,8 +38,8 @@ HEADER_S: Final = 2.0
 CONNECTION_S: Final = 5.0
 """A connection is closed after this many seconds in any case."""
 PASSWORDS: Final = 10, 1.0
-HANDSHAKES: Final = 20, 0.1
-"""How many a peer may try at once, and seconds until the next one: a handshake takes this thread milliseconds."""
+HANDSHAKES: Final = 20, 10.0
+"""How many a peer may try at once, and then in a second: a handshake takes this thread milliseconds."""
 MAX_UNSENT: Final = 16 << 20
 """Bytes of different answers that clients have not taken yet."""
 POLL_S: Final = 0.2
@@ -92,7 +92,7 @@ class Server:
             end.setblocking(False)
         self._open: dict[Connection, None] = {}
         self._of_peer: Counter[str] = Counter()
-        self._attempts, self._handshakes = Attempts(*PASSWORDS), Attempts(*HANDSHAKES)
+        self._attempts, self._handshakes = Budget(*PASSWORDS), Budget(*HANDSHAKES)
         self._answers: deque[tuple[Connection, Answer]] = deque()
         self._quick, self._slow = FairQueue("http", 4, share=3), FairQueue("http-pages", 2, share=1)
         self._dear = FairQueue("http-dear", 1, share=1)
