@@ -48,69 +48,6 @@ from opsd.slurm.ownership import Rules
 from opsd.words import printable
 
 
-def _drainer(settings: Settings) -> Drainer:
-    """Drains this node through this machine's Slurm, which is looked up on use, and orders its repair if it may."""
-    slurm = cache(lambda: choose().slurm)
-    updates = DeferredUpdates(settings.agent.state_dir)
-    drain = SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), updates)
-    if settings.policy.repair == "observe":
-        return drain
-    from opsd.repair.order import Ordering  # most agents order nothing
-
-    return Ordering(drain, settings.agent.state_dir, acting=settings.policy.repair == "act")
-
-
-def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:
-    """The listeners of every change of an incident: notifications and Grafana."""
-    told: list[Listener] = []
-    notify, node = settings.notify, settings.agent.node
-    if notify.receiver:
-        muted = ActionLimits.of(settings.policy).muted
-        told.append(Announcer(notifier, node, log, muted=muted, mode_of=settings.policy.mode_of))
-    if notify.grafana_url:
-        told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
-    return told
-
-
-def _executor(settings: Settings, notifier: Notifier) -> Executor:
-    nvml, node = settings.section(NvmlSettings), settings.agent.node
-    return Executor(
-        shm=settings.section(RanksSettings).root,
-        notify=notifier,
-        set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
-        drain_node=_drainer(settings) if settings.policy.drain else None,
-        comment_job=lambda job, text: choose().slurm.summarize(job, text, f"idle {node}"),
-    )
-
-
-def _judge(settings: Settings, log: Log) -> Judge:
-    return Judge(RUNBOOKS, log, hold_s=settings.policy.reopen_within_s, max_relapses=settings.policy.max_relapses)
-
-
-def _loop(settings: Settings, journal: Journal, log: Log) -> tuple[Loop, IncidentManager]:
-    """The loop with everything connected, before the first collection."""
-    agent, policy = settings.agent, settings.policy
-    notifier, judge = Notifications(log, settings.notify.receiver), _judge(settings, log)
-    incident_manager = IncidentManager(
-        judge, _executor(settings, notifier), journal, log, mode_of=policy.mode_of, limits=ActionLimits.of(policy),
-        started_at=time.time(), listeners=_listeners(settings, notifier, log),
-    )  # fmt: skip
-    window = Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses())
-    saved = SavedWindow(systemd.runtime_folder())
-    try:
-        if past := newest((incident_manager.kept_window, saved.read()), window.ticks, time.monotonic()):
-            window.go_on(past)
-    except KeptWindowError as error:
-        log.warning("window begins empty", reason=str(error))
-    incident_manager.kept_window = b""
-    made = collectors.build(settings, agent.state_dir)
-    loop = Loop(
-        window, made, judge, incident_manager, journal, log,
-        interval_s=agent.interval_s, deadline_s=agent.deadline_s, saved=saved,
-    )  # fmt: skip
-    return loop, incident_manager
-
-
 class ListenError(Exception):
     """The address cannot be listened on; the message is the reason."""
 
@@ -220,6 +157,69 @@ def web_parts(settings: Settings) -> tuple[WebConfig, Peers | None]:
         return web, connect(settings)
     except (WebConfigError, PeerError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _drainer(settings: Settings) -> Drainer:
+    """Drains this node through this machine's Slurm, which is looked up on use, and orders its repair if it may."""
+    slurm = cache(lambda: choose().slurm)
+    updates = DeferredUpdates(settings.agent.state_dir)
+    drain = SlurmDrainer(slurm, settings.agent.node, Rules.of(settings.policy), updates)
+    if settings.policy.repair == "observe":
+        return drain
+    from opsd.repair.order import Ordering  # most agents order nothing
+
+    return Ordering(drain, settings.agent.state_dir, acting=settings.policy.repair == "act")
+
+
+def _listeners(settings: Settings, notifier: Notifier, log: Log) -> list[Listener]:
+    """The listeners of every change of an incident: notifications and Grafana."""
+    told: list[Listener] = []
+    notify, node = settings.notify, settings.agent.node
+    if notify.receiver:
+        muted = ActionLimits.of(settings.policy).muted
+        told.append(Announcer(notifier, node, log, muted=muted, mode_of=settings.policy.mode_of))
+    if notify.grafana_url:
+        told.append(Annotator(notify.grafana_url, notify.grafana_token_file, node, log))
+    return told
+
+
+def _executor(settings: Settings, notifier: Notifier) -> Executor:
+    nvml, node = settings.section(NvmlSettings), settings.agent.node
+    return Executor(
+        shm=settings.section(RanksSettings).root,
+        notify=notifier,
+        set_power_limit=PowerControl(nvml.library).set_power_limit if nvml.enabled else None,
+        drain_node=_drainer(settings) if settings.policy.drain else None,
+        comment_job=lambda job, text: choose().slurm.summarize(job, text, f"idle {node}"),
+    )
+
+
+def _judge(settings: Settings, log: Log) -> Judge:
+    return Judge(RUNBOOKS, log, hold_s=settings.policy.reopen_within_s, max_relapses=settings.policy.max_relapses)
+
+
+def _loop(settings: Settings, journal: Journal, log: Log) -> tuple[Loop, IncidentManager]:
+    """The loop with everything connected, before the first collection."""
+    agent, policy = settings.agent, settings.policy
+    notifier, judge = Notifications(log, settings.notify.receiver), _judge(settings, log)
+    incident_manager = IncidentManager(
+        judge, _executor(settings, notifier), journal, log, mode_of=policy.mode_of, limits=ActionLimits.of(policy),
+        started_at=time.time(), listeners=_listeners(settings, notifier, log),
+    )  # fmt: skip
+    window = Window(agent.node, seconds=agent.window_s, interval_s=agent.interval_s, witnesses=witnesses())
+    saved = SavedWindow(systemd.runtime_folder())
+    try:
+        if past := newest((incident_manager.kept_window, saved.read()), window.ticks, time.monotonic()):
+            window.go_on(past)
+    except KeptWindowError as error:
+        log.warning("window begins empty", reason=str(error))
+    incident_manager.kept_window = b""
+    made = collectors.build(settings, agent.state_dir)
+    loop = Loop(
+        window, made, judge, incident_manager, journal, log,
+        interval_s=agent.interval_s, deadline_s=agent.deadline_s, saved=saved,
+    )  # fmt: skip
+    return loop, incident_manager
 
 
 class Orders:

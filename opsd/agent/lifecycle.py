@@ -1,4 +1,4 @@
-"""The life of one incident, as pure functions of findings and time.
+"""The life of one incident, as pure functions of findings, time and what people say of it.
 
 ::
 

@@ -1,4 +1,7 @@
-"""The journal's file: SQLite in WAL mode, one writer at a time. Every call may wait for the disk."""
+"""The journal's file: its lock, schema and records, what is kept and for how long, and files that are set aside.
+
+SQLite in WAL mode, one writer at a time. Every call may wait for the disk. A record that opsd did not write is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""All nodes at a glance: what each agent says of its node, and what Slurm says of it."""
+"""The other nodes: what each agent says of its node and of a job, and what Slurm says of them.
+
+The list of nodes comes from Slurm, never from a run's files, which a user writes. Requests do not wait: they get the
+last known answers.
+"""
 
 from __future__ import annotations
 
