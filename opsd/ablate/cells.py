@@ -29,7 +29,7 @@ from opsd.ablate.cost import Cost, cost_of, sum_of
 from opsd.ablate.study import BASELINE, LOSS, PLACES, Arm, Study, StudyError, digest_of, identity_of
 from opsd.checkpoints import claims
 from opsd.config import literal
-from opsd.ledger.ablations import Ablation, note_ablation
+from opsd.ledger import beside
 from opsd.ledger.records import LedgerError, read_lines, read_records
 from opsd.trainer.config import Config
 from opsd.words import first_line, plural
@@ -397,12 +397,12 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]
 def tell_main_run(study: Study, found: Sequence[Found], folder: Path) -> None:
     """Note in the ``folder`` of the main run what the study has cost. Raises StudyError."""
     cost = cost_of_all(found)
-    told = Ablation(
+    told = beside.Ablation(
         str(study.path.absolute()), len(found), sum(each.state == "done" for each in found), cost.gpu_hours,
         cost.preempted, cost.recomputed, cost.failures,
     )  # fmt: skip
     try:
-        note_ablation(folder, told, time.time())
+        beside.note(folder, told, time.time())
     except OSError as error:
         raise StudyError(f"the cost of the study is not noted in the main run {folder}: {error.strerror}") from error
 

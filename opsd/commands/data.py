@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.markup import escape
 
-from opsd import exitcodes
+from opsd import durable, exitcodes
 from opsd.commands.options import Group, exit_codes, option, options
 from opsd.commands.output import fail, output_console, plain_table, warn, written
 from opsd.data.pipeline import PipelineError, load
@@ -67,7 +68,11 @@ def data() -> None:
     "--redo", is_flag=True, help="Run again what has changed and what depends on it, and tasks whose files are damaged."
 )
 @option("--allow-copies", is_flag=True, help="Accept inputs that have the same content as another one.")
-def run(file: Path, root: Path | None, retries: int, redo: bool, allow_copies: bool, **given: Any) -> int:
+@option("--beside", type=click.Path(path_type=Path, file_okay=False), metavar="RUN",
+        help="Folder of the run that the data is for. The cost is noted there, for its report and pages.")  # fmt: skip
+def run(
+    file: Path, root: Path | None, retries: int, redo: bool, allow_copies: bool, beside: Path | None, **given: Any
+) -> int:
     """Run the stages of FILE, one after the other: as arrays of Slurm, or here if there is no Slurm.
 
     Repeat it to go on. A task is done once its files are on the disk, with the digest of code, arguments, inputs and
@@ -80,7 +85,10 @@ def run(file: Path, root: Path | None, retries: int, redo: bool, allow_copies: b
         stages = load(file)
         with held(root):
             complete = Run(file, root, stages, _engine(root, retries, given), warn, redo, allow_copies).run()
-            _show(_status(root))
+            found = _status(root)
+            if beside is not None:
+                _note(beside, found)
+            _show(found)
     except PipelineError as error:
         fail(str(error), exitcodes.USAGE)
     except SlurmError as error:
@@ -335,6 +343,15 @@ def _status(root: Path) -> dict[str, Any]:
         return status_of(root)
     except PipelineError as error:
         fail(str(error), exitcodes.USAGE)
+
+
+def _note(folder: Path, found: dict[str, Any]) -> None:
+    """Note the cost of the pipeline in the folder of the run that the data is for. Raises OSError."""
+    from opsd.ledger.beside import DataRun, note
+
+    tasks, done = (sum(stage[name] for stage in found["stages"]) for name in ("tasks", "done"))
+    durable.make_folder(folder)
+    note(folder, DataRun(found["pipeline"], tasks, done, **found["cost"]), time.time())
 
 
 def _show(found: dict[str, Any]) -> None:

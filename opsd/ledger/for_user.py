@@ -18,11 +18,12 @@ from typing import Any
 
 from opsd.collectors.lib.rights import Rights, open_as
 from opsd.files import open_regular
-from opsd.ledger.ablations import read_ablations
+from opsd.ledger import beside
+from opsd.ledger.beside import Ablation, DataRun
 from opsd.ledger.ledger import earlier_tokens, make_ledger, trained_tokens
 from opsd.ledger.records import LedgerError, Opener, gpus_of, lost_nodes, read_places, read_plan, read_records
 
-_MOST_STUDIES = 1000
+_MOST_BESIDE = 1000
 
 
 def records_for_user(folder: Path, user: int) -> dict[str, Any]:
@@ -37,14 +38,15 @@ def records_for_user(folder: Path, user: int) -> dict[str, Any]:
     return {
         **make_ledger(events, metrics, unread).as_dict(), "curves": curves(metrics), "plan": _plan(folder, opener),
         "tokens": trained_tokens(metrics), "earlier_tokens": earlier_tokens(metrics), "lost_nodes": lost_nodes(events),
-        "gpus": gpus_of(events), "places": read_places(folder, opener), "ablations": _ablations(folder, opener),
+        "gpus": gpus_of(events), "places": read_places(folder, opener), "ablations": _beside(Ablation, folder, opener),
+        "data": _beside(DataRun, folder, opener),
     }  # fmt: skip
 
 
-def _ablations(folder: Path, opener: Opener) -> list[dict[str, Any]]:
-    """The studies beside the run, none without a file that can be read."""
+def _beside(kind: type[Ablation] | type[DataRun], folder: Path, opener: Opener) -> list[dict[str, Any]]:
+    """The studies or data pipelines beside the run, none without a file that can be read."""
     try:
-        return [asdict(each) for each in read_ablations(folder, opener)[-_MOST_STUDIES:]]
+        return [asdict(each) for each in beside.read(kind, folder, opener)[-_MOST_BESIDE:]]
     except OSError:
         return []
 

@@ -38,6 +38,7 @@ def report_page(run: RunReport, price: Price) -> str:
         _ledger(run),
         _plan(run),
         _ablations(run),
+        _data(run),
         _checkpoints(run),
         _evaluations(run),
         _experts(run),
@@ -166,6 +167,16 @@ def _ablations(run: RunReport) -> Html:
         "Ablations",
         join((Html(f"<p>{h(run.ablations_line)}</p>"), stacked_table("Ablations", columns, rows))),
     )
+
+
+def _data(run: RunReport) -> Html:
+    """The pipelines that made data for the run, and what they cost."""
+    if not run.data:
+        return Html("")
+    rows = [(each.pipeline, f"{each.done} of {each.tasks}", f"{each.core_hours:,.2f}", f"{each.lost_core_hours:,.2f}")
+            for each in run.data]  # fmt: skip
+    columns = ("Pipeline", "Tasks done", "Core-hours", "Lost to retries")
+    return card("data", "Data", join((Html(f"<p>{h(run.data_line)}</p>"), stacked_table("Data", columns, rows))))
 
 
 def _bar(share: float) -> Html:

@@ -12,7 +12,8 @@ from typing import Any
 
 from opsd import exitcodes
 from opsd.launch.io.run_log import EventText
-from opsd.ledger.ablations import Ablation, ablations_line, read_ablations
+from opsd.ledger import beside
+from opsd.ledger.beside import Ablation, DataRun, ablations_line, data_line
 from opsd.ledger.ledger import Ledger, earlier_tokens, make_ledger, repeated_steps, trained_tokens
 from opsd.ledger.records import PLAN, LedgerError, lost_nodes, read_lines, read_plan, read_records
 from opsd.plan.forecast import BadPlan, Forecast, Planned, Progress, forecast, forecast_dict
@@ -106,6 +107,8 @@ class RunReport:
     experts: ExpertLoads | None = None
     ablations: Sequence[Ablation] = ()
     """Studies that name this run as their main run."""
+    data: Sequence[DataRun] = ()
+    """Pipelines that made data for it."""
 
     @property
     def state(self) -> str:
@@ -141,6 +144,11 @@ class RunReport:
         return ablations_line(self.ablations, self.planned.gpu_hours if self.planned else None)
 
     @property
+    def data_line(self) -> str:
+        """What the pipelines of data beside the run cost; "" without any."""
+        return data_line(self.data, self.planned.gpu_hours if self.planned else None)
+
+    @property
     def forecast(self) -> Forecast | None:
         """How the run will end; None without a plan, before the first step and after the last."""
         if self.planned is None or self.tokens is None:
@@ -172,6 +180,7 @@ class RunReport:
             "slow": list(self.slow),
             "experts": self.experts.as_dict() if self.experts else None,
             "ablations": [asdict(each) for each in self.ablations],
+            "data": [asdict(each) for each in self.data],
             "ledger": self.ledger.as_dict(),
             "plan": self.planned.model_dump() if self.planned else None,
             "forecast": forecast_dict(found) if (found := self.forecast) else None,
@@ -190,10 +199,12 @@ def read_run(folder: Path) -> RunReport:
         evaluations = list(read_lines(folder / EVALUATIONS, ("t", "step", "results")))
     studies: list[Ablation] = []
     with suppress(OSError):
-        studies = read_ablations(folder)
-    run = replace(
-        summarize(folder, events, metrics, evaluations, ledger), experts=read_loads(folder), ablations=studies
-    )
+        studies = beside.read(Ablation, folder)
+    pipelines: list[DataRun] = []
+    with suppress(OSError):
+        pipelines = beside.read(DataRun, folder)
+    summed = summarize(folder, events, metrics, evaluations, ledger)
+    run = replace(summed, experts=read_loads(folder), ablations=studies, data=pipelines)
     try:
         return replace(run, planned=Planned.parse(read_plan(folder)))
     except FileNotFoundError:

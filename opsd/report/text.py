@@ -118,6 +118,8 @@ def _facts(run: RunReport, price: Price) -> Iterator[str]:
         yield from _labelled("cost", [cost])
     if run.ablations:
         yield from _labelled("ablations", [run.ablations_line])
+    if run.data:
+        yield from _labelled("data", [run.data_line])
 
 
 def _plan(run: RunReport) -> Iterator[str]:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from opsd.ledger import beside
+from opsd.ledger.beside import DataRun
 from tests.fakes.clock import until
 from tests.fakes.pipelines import PIPELINE, contents, make_pipeline
 from tests.fakes.tmpfs import tmpfs
@@ -66,7 +68,7 @@ def test_killed_failing_and_interrupted_tasks_change_no_byte(tmp_path: Path) -> 
     until(lambda: not Path(f"/proc/{stuck}").exists())
     assert contents(tmp_path / "kept").keys() == {"00000.jsonl.gz", "00001.jsonl.gz"}
 
-    again = run(file)
+    again = run(file, "--beside", str(tmp_path / "main"))
     assert again.returncode == 0, again.stderr
     assert "1 task, 2 are done" in again.stderr
     assert {name: contents(tmp_path / name) for name in ("kept", "final")} == undisturbed
@@ -79,6 +81,7 @@ def test_killed_failing_and_interrupted_tasks_change_no_byte(tmp_path: Path) -> 
         ("done", 0, 0),
     ]
     assert told["cost"]["core_hours"] > told["cost"]["lost_core_hours"] > 0
+    assert beside.read(DataRun, tmp_path / "main") == [DataRun(str(file), 5, 5, **told["cost"])]
 
 
 def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path: Path) -> None:

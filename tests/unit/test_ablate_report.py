@@ -15,9 +15,9 @@ from click.testing import CliRunner, Result
 
 from opsd import exitcodes
 from opsd.ablate.study import read_study
-from opsd.agent.web.ledgers import studies_of
+from opsd.agent.web.ledgers import beside_of
 from opsd.commands.main import cli
-from opsd.ledger.ablations import ABLATIONS
+from opsd.ledger.beside import ABLATIONS, DATA, DataRun, note
 from opsd.ledger.for_user import records_for_user
 from opsd.report.page import report_page
 from opsd.report.run import Price, read_run
@@ -135,7 +135,7 @@ def test_the_cost_stands_beside_the_plan_of_the_main_run(tmp_path: Path) -> None
 
 
 def test_the_main_run_knows_what_its_studies_cost(tmp_path: Path) -> None:
-    """Each look at a study notes that once, for the run's report and the pages of agents."""
+    """So it does of pipelines of data. Each is noted once, for the run's report and the pages of agents."""
     run = tmp_path / "main"
     run.mkdir()
     for name, lines in (("events.jsonl", EVENTS), ("metrics.jsonl", STEPS)):
@@ -147,11 +147,18 @@ def test_the_main_run_knows_what_its_studies_cost(tmp_path: Path) -> None:
     assert len((run / ABLATIONS).read_text().splitlines()) == 1
     (study,) = read_run(run).ablations
     assert (study.gpu_hours, study.cells, study.done) == (hours, 6, 6)
+    for t in (1.0, 2.0):
+        note(run, DataRun("<web>.py", 40, 39, 120.0, 7.5), t)
+    assert len((run / DATA).read_text().splitlines()) == 1
     text = CliRunner().invoke(cli, ["report", str(run), "--text"]).output
+    assert re.search(r"data +120\.00 core-hours of 1 pipeline, 7\.50 lost to retries, beside [\d,]{7} GPU-hours", text)
+    assert "&lt;web&gt;.py" in report_page(read_run(run), Price())
     assert "ablations 0.10 GPU-hours of 1 study, 0.0% of the plan" in re.sub(" +", " ", text)
     assert str(path) in report_page(read_run(run), Price())
     ledger = records_for_user(run, os.getuid())
-    assert studies_of(ledger).startswith("0.10 GPU-hours of 1 study, 0.0%")
+    lines = beside_of(ledger)
+    assert lines["ablations"].startswith("0.10 GPU-hours of 1 study, 0.0%")
+    assert lines["data"].startswith("120.00 core-hours")
     with (run / ABLATIONS).open("a") as file:
         file.write('{"t": 1, "study": "x", "cells": -1, "done": 0, "gpu_hours": 1e999}\n[]\n{"t')
     assert len(read_run(run).ablations) == 1

@@ -34,7 +34,7 @@ from opsd.agent.web.exposition import Exposition, exemplars, is_cached
 from opsd.agent.web.fleet import Fleet, JobNodes, NodeOfJob, NodeSummary, node_summary
 from opsd.agent.web.history import History
 from opsd.agent.web.html import HEADERS, REFRESH_S, problem_page
-from opsd.agent.web.ledgers import Ledgers, forecast_of, studies_of
+from opsd.agent.web.ledgers import Ledgers, beside_of, forecast_of
 from opsd.runbooks.base import State
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
@@ -210,7 +210,7 @@ class App:
         return node_summary(
             self._latest(), self._node, time.monotonic(),
             lambda run: forecast_of(self._ledgers.of(run).ledger),
-            lambda run: studies_of(self._ledgers.of(run).ledger),
+            lambda run: beside_of(self._ledgers.of(run).ledger).get("ablations", ""),
         )  # fmt: skip
 
     def _summary_of_node(self, _request: Request) -> Answer:

@@ -34,7 +34,7 @@ from opsd.agent.web.html import (
     table,
 )
 from opsd.agent.web.incidents import MAX_GROUPS, Listing, ended_card, open_card, page_tone
-from opsd.agent.web.ledgers import LedgerResult, forecast_of, studies_of
+from opsd.agent.web.ledgers import LedgerResult, beside_of, forecast_of
 from opsd.agent.web.node_page import slowdown_limit
 from opsd.agent.web.run_charts import gpu_charts, run_charts
 from opsd.collectors.base import RankFact, RunFact
@@ -300,8 +300,7 @@ def _ledger(run: RunFact, made: LedgerResult) -> Html:
         ]
     )
     found = forecast_of(made.ledger)
-    studies = studies_of(made.ledger)
-    shown = [*(told(found) if found else ()), *([("ablations", studies)] if studies else ())]
+    shown = [*(told(found) if found else ()), *beside_of(made.ledger).items()]
     outlook = facts(shown) if shown else Html("")
     notes = join(nothing(f"Note: {note}") for note in made.ledger["notes"])
     body = join((summary, outlook, table(title, ("Bucket", "Time", "Share"), rows), notes))

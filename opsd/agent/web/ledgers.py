@@ -169,17 +169,21 @@ def forecast_of(ledger: Mapping[str, Any] | None) -> Forecast | None:
     return forecast(planned, Progress(*(ledger[name] for name in names)))
 
 
-def studies_of(ledger: Mapping[str, Any] | None) -> str:
-    """What the studies beside a run cost; "" without any."""
-    if ledger is None or not ledger.get("ablations"):
-        return ""
-    from opsd.ledger.ablations import ablations_line, ablations_of
+def beside_of(ledger: Mapping[str, Any] | None) -> dict[str, str]:
+    """What the work beside a run costs, in words: "ablations" and "data", as far as there are any."""
+    if ledger is None or not (ledger.get("ablations") or ledger.get("data")):
+        return {}
+    from opsd.ledger.beside import Ablation, DataRun, ablations_line, data_line, parse
     from opsd.plan.forecast import BadPlan, Planned
 
     hours = None
     with contextlib.suppress(BadPlan):
         hours = Planned.parse(ledger["plan"]).gpu_hours if ledger.get("plan") else None
-    return ablations_line(ablations_of(ledger["ablations"]), hours)
+    lines = {
+        "ablations": ablations_line(parse(Ablation, ledger.get("ablations") or ()), hours),
+        "data": data_line(parse(DataRun, ledger.get("data") or ()), hours),
+    }
+    return {name: line for name, line in lines.items() if line}
 
 
 def _outlook(run: str, ledger: Mapping[str, Any]) -> Iterator[Sample]:
