@@ -227,13 +227,7 @@ def _runbook_samples(
 
 def cost_samples(kinds: Iterable[str], cost: Mapping[str, float]) -> tuple[Sample, ...]:
     """GPU-seconds lost by kind, zeros included."""
-    return _cost_samples(tuple(kinds), frozenset(cost.items()))
-
-
-@lru_cache(maxsize=1)
-def _cost_samples(kinds: tuple[str, ...], cost: frozenset[tuple[str, float]]) -> tuple[Sample, ...]:
-    lost = dict(cost)
-    return tuple(Sample(COST, lost.get(kind, 0.0), (kind,)) for kind in kinds)
+    return tuple(Sample(COST, cost.get(kind, 0.0), (kind,)) for kind in kinds)
 
 
 def brief_samples(incidents: Sequence[Incident], mode_of: Callable[[str], str], node: str) -> Iterator[Sample]:
@@ -253,14 +247,7 @@ def brief_samples(incidents: Sequence[Incident], mode_of: Callable[[str], str], 
 
 def action_samples(actions: Mapping[tuple[str, str], int]) -> tuple[Sample, ...]:
     """Actions by verb and outcome, zeros included."""
-    return _action_samples(frozenset(actions.items()))
-
-
-@lru_cache(maxsize=1)
-def _action_samples(actions: frozenset[tuple[tuple[str, str], int]]) -> tuple[Sample, ...]:
-    number = dict(actions)
-    pairs = product(VERBS, OUTCOMES)
-    return tuple(Sample(ACTIONS, float(number.get(pair, 0)), pair) for pair in pairs)
+    return tuple(Sample(ACTIONS, float(actions.get(pair, 0)), pair) for pair in product(VERBS, OUTCOMES))
 
 
 def loop_samples(ticks: int, missed: int, tick_s: float, series: int, refused: int) -> Iterator[Sample]:
