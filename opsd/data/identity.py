@@ -26,7 +26,7 @@ OWN: Final = "opsd_pipeline"
 _LEFT_OUT: Final = frozenset({"stats", "output_mg"})
 """Attributes of steps that change while they run."""
 _LONGEST_PATH: Final = 4096
-_NUMBERED: Final = re.compile(r" at 0x[0-9a-f]+")
+_NUMBERED: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def digest(value: object) -> str:

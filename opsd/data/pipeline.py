@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -77,10 +78,14 @@ def name_of(step: object) -> str:
 
 
 def folders_of(value: object, depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """The folders in the attributes of a step and of the steps in them, such as a writer of what is left out."""
+    """The folders in the attributes of a step and of the steps in them, such as a writer of what is left out.
+
+    Those with "local" in their names, such as ``local_working_dir``, are for the files of a task while it runs.
+    """
     for name, each in getattr(value, "__dict__", {}).items():
         if place_of(each) is not None:
-            yield name, each
+            if "local" not in name:
+                yield name, each
         elif depth < _DEEPEST and hasattr(each, "__dict__") and name not in ("stats", "output_mg", "fs"):
             yield from folders_of(each, depth + 1)
 
@@ -95,7 +100,10 @@ def load(path: Path) -> list[Stage]:
     datatrove.io.DataFolder.cachable = False  # each step has a folder of its own, which can be led elsewhere
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        found = runpy.run_path(str(path), run_name=OWN).get("stages")
+        with _not_run():
+            found = runpy.run_path(str(path), run_name=OWN).get("stages")
+    except PipelineError as error:
+        raise PipelineError(f"{path} {error}") from None
     except OSError as error:
         raise PipelineError(f"{error.filename or path} cannot be read: {reason(error)}") from error
     except (Exception, SystemExit) as error:
@@ -112,12 +120,32 @@ def load(path: Path) -> list[Stage]:
     return stages
 
 
+@contextmanager
+def _not_run() -> Iterator[None]:
+    """Refuse executors that the file runs itself, which would run without proof."""
+    from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+
+    def refuse(executor: Any) -> None:
+        raise PipelineError('calls run() of an executor: do that below `if __name__ == "__main__":` only')
+
+    kinds = (LocalPipelineExecutor, SlurmPipelineExecutor)
+    runs = [kind.run for kind in kinds]
+    for kind in kinds:
+        kind.run = refuse
+    try:
+        yield
+    finally:
+        for kind, run in zip(kinds, runs, strict=True):
+            kind.run = run
+
+
 def _check(stage: Stage) -> None:
     """Raise PipelineError for folders that cannot be proved."""
     for place in stage.outputs:
         if "://" in place:
             raise PipelineError(
-                f"stage {stage.number} writes to {place}: what is written must be on a file system that all nodes see"
+                f"stage {stage.number} writes to {place}, an object store: write to a folder that all nodes see, "
+                "and copy that"
             )
     allowed = {place for step in stage.executor.pipeline if getattr(step, "in_place", False) for _, place in _of(step)}
     for place in stage.outputs:

@@ -145,11 +145,17 @@ class LocalFiles:
         from fsspec.implementations.local import LocalFileSystem
 
         before = LocalFileSystem._open
+        self.inputs: tuple[str, ...] = ()
+        """Folders below which nothing may be written."""
         self.read: dict[str, None] = {}
         """The paths of those for reading, in the order in which they were opened."""
         self._written: list[Any] = []
 
         def opened(fs: Any, path: str, mode: str = "rb", **options: Any) -> Any:
+            if mode != "rb" and path.startswith(self.inputs):
+                raise PipelineError(
+                    f"a step writes {path} into a folder that its stage reads: run that step without opsd"
+                )
             file = before(fs, path, mode=mode, **options)
             if mode.startswith("r"):
                 self.read[path] = None
@@ -185,6 +191,7 @@ class Tasks:
         self._plan = plan_digest(plan)
         self._said: list[str] = []
         self._files = LocalFiles()
+        self._files.inputs = tuple(f"{place}/" for place in stage.inputs if "://" not in place)
         os.environ.setdefault("RAYON_NUM_THREADS", str(cpus))  # tokenizers take all cores otherwise
         same_bytes_at_any_time()
 

@@ -119,6 +119,46 @@ def test_a_file_on_one_node_changes_no_digest(tmp_path: Path) -> None:
     assert [stage.steps for stage in load(file)] == before
 
 
+def test_addresses_and_scratch_folders_change_no_digest(tmp_path: Path) -> None:
+    """The tokenizer of datatrove has a generator of random numbers, whose name has an address, and a working folder."""
+    text = (
+        PIPELINE.replace(
+            "LEAST = 10",
+            """
+from datatrove.io import get_datafolder
+from numpy.random import default_rng
+
+class Least:
+    def __init__(self):
+        self.rand, self.local_working_dir = default_rng(), get_datafolder("FOLDER/scratch")
+
+LEAST = Least()""",
+        )
+        .replace("> LEAST", "> LEAST.rand.integers(1)")
+        .replace("LambdaFilter(is_long)", "LambdaFilter(is_long, LEAST)")
+    )
+    file = make_pipeline(tmp_path, text)
+    both = [load(file), load(file)]
+    assert both[0][0].steps == both[1][0].steps
+    assert both[0][0].inputs == [str(tmp_path / "raw")]
+
+
+def test_a_step_that_writes_into_its_input_is_refused(tmp_path: Path) -> None:
+    """Before it has done so: others read there, and nothing would prove what it has written."""
+    text = PIPELINE.replace(
+        "    for document in documents:\n        document.text",
+        """
+    from datatrove.io import get_datafolder
+    get_datafolder("FOLDER/kept").open("all", "w")
+    for document in documents:
+        document.text""",
+    )
+    said: list[str] = []
+    assert not run_here(make_pipeline(tmp_path, text), said=said)
+    assert "kept/all into a folder that its stage reads" in said[-1]
+    assert not (tmp_path / "kept/all").exists()
+
+
 MANY = PIPELINE.replace("tasks=3", "tasks=200").replace("tasks=2\n", "tasks=4\n")
 
 
@@ -236,7 +276,11 @@ def test_two_attempts_at_once_write_one_result(tmp_path: Path) -> None:
         ("raise SystemExit(4)", "fails: SystemExit"),
         ("import nothing_of_that_name", "fails: ModuleNotFoundError"),
         (PIPELINE.replace('"FOLDER/final"', '"FOLDER/kept"'), "reads .*kept and writes to"),
-        (PIPELINE.replace('"FOLDER/final"', '"memory://final"'), "writes to memory://"),
+        (
+            PIPELINE.replace('"FOLDER/final"', '"memory://final"'),
+            "writes to memory://.*final, an object store: write to",
+        ),
+        (PIPELINE + "stages[1].run()", r"pipeline.py calls run\(\) of an executor: do that below"),
         (PIPELINE.replace("${rank}", "same"), "both write .*same.jsonl.gz"),
     ],
 )
