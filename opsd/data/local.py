@@ -39,6 +39,12 @@ class _Worker:
             self.process.stdin.write(b"%d\n" % rank)
             self.process.stdin.flush()
 
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait()
+
 
 @dataclass
 class Local:
@@ -62,18 +68,19 @@ class Local:
                         selector.register(worker.answers, selectors.EVENT_READ, worker)
                         worker.ask(waiting.popleft())
                     for key, _ in selector.select(1.0):
-                        attempt = self._answer(key.data, folder)
-                        if attempt is None or key.data.process.poll() is not None:
-                            selector.unregister(key.data.answers)
-                            self._running.remove(key.data)
-                        if attempt is not None and attempt.outcome not in ("done", "superseded"):
+                        worker, attempt = key.data, self._answer(key.data, folder)
+                        if attempt.outcome in ("done", "superseded"):
+                            done += 1
+                        else:
                             tell(attempt)
                             if tries.ended(attempt):
                                 waiting.append(attempt.rank)
-                        done += attempt is not None and attempt.outcome in ("done", "superseded")
-                        if key.data in self._running and not self._next(key.data, waiting):
-                            selector.unregister(key.data.answers)
-                            self._running.remove(key.data)
+                        if waiting and worker.process.poll() is None:
+                            worker.ask(waiting.popleft())
+                        else:
+                            selector.unregister(worker.answers)
+                            self._running.remove(worker)
+                            worker.end()
                     look(done, len(ranks))
             finally:
                 for worker in self._running:
@@ -91,18 +98,7 @@ class Local:
         return self._running[-1]
 
     @staticmethod
-    def _next(worker: _Worker, waiting: deque[int]) -> bool:
-        """Give the worker its next task; one for which there is none ends."""
-        if waiting:
-            worker.ask(waiting.popleft())
-            return True
-        assert worker.process.stdin is not None
-        worker.process.stdin.close()
-        worker.process.wait()
-        return False
-
-    @staticmethod
-    def _answer(worker: _Worker, folder: StageFolder) -> Attempt | None:
+    def _answer(worker: _Worker, folder: StageFolder) -> Attempt:
         """How the task of a worker has ended, also if the worker has died. Raises PipelineError."""
         line = worker.answers.readline()
         if line.endswith(b"\n"):

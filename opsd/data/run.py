@@ -50,23 +50,21 @@ class Tries:
     """The attempts at tasks since the command began, and whether there may be another one."""
 
     retries: int = RETRIES
-    failed: dict[int, list[Attempt]] = field(default_factory=dict)
-    lost: dict[int, list[Attempt]] = field(default_factory=dict)
+    tried: dict[int, list[Attempt]] = field(default_factory=dict)
 
     def ended(self, attempt: Attempt) -> bool:
         """Note an attempt that has not done its task; whether it may be tried again. One without outcome was lost."""
-        tried = self.failed if attempt.outcome else self.lost
-        tried.setdefault(attempt.rank, []).append(attempt)
+        self.tried.setdefault(attempt.rank, []).append(attempt)
         return self.may(attempt.rank)
 
     def may(self, rank: int) -> bool:
         """Whether the task may be tried again."""
-        return len(self.failed.get(rank, ())) <= self.retries and len(self.lost.get(rank, ())) <= LOSSES
+        failed = [bool(attempt.outcome) for attempt in self.tried.get(rank, ())]
+        return sum(failed) <= self.retries and len(failed) - sum(failed) <= LOSSES
 
     def last(self, rank: int) -> Attempt | None:
         """The newest one at this task that was not successful."""
-        tried = [*self.failed.get(rank, ()), *self.lost.get(rank, ())]
-        return max(tried, key=lambda attempt: attempt.began) if tried else None
+        return max(self.tried.get(rank, ()), key=lambda attempt: attempt.began, default=None)
 
 
 @contextmanager

@@ -28,12 +28,10 @@ def status(root: Path) -> dict[str, Any]:
 
 
 def _stage(folder: StageFolder) -> dict[str, Any]:
-    plan, finished = folder.plan or {"tasks": 0, "steps": []}, folder.finished()
-    attempts = folder.attempts()
-    useful = {folder.read(rank).attempt for rank in finished}
+    plan, records, attempts = folder.plan or {"tasks": 0, "steps": []}, folder.records(), folder.attempts()
+    finished, useful = {record.rank for record in records}, {record.attempt for record in records}
     running = [a for a in attempts if not a.outcome and a.rank not in finished and time.time() - a.seen < 6 * BEAT_S]
     spent = {a.token: a.seconds * a.cpus / 3600 for a in attempts}
-    records = folder.records()
     files = [file for record in records for file in record.files]
     return {
         "number": folder.number,

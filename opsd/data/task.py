@@ -1,8 +1,9 @@
 """One task of a stage, in the process that runs it: counted, written aside, proved, then put into place.
 
-datatrove's own executor runs the steps, with a counter between every two of them. All output folders lead elsewhere
-while it runs. Once every file is on the disk, the attempt creates the record of the task. The files of the first
-attempt that does so are moved into place. So an attempt that is killed, or thought to be lost, changes nothing.
+datatrove's local executor runs the steps, with a counter between every two of them. Nothing reads its marks of
+completion. All output folders lead elsewhere while it runs. Once every file is on the disk, the attempt creates the
+record of the task. The files of the first attempt that does so are moved into place. So an attempt that is killed, or
+thought to be lost, changes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from datatrove.executor.base import PipelineExecutor
+from datatrove.executor import LocalPipelineExecutor
 from datatrove.utils.logging import logger
 
 from opsd import durable
@@ -102,36 +103,6 @@ class Meter:
 def size_of(text: str) -> int:
     """Bytes of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
-
-
-class _Executor(PipelineExecutor):  # type: ignore[misc]  # datatrove has no types
-    """datatrove's way of running one rank. It neither believes nor writes its marks of completion."""
-
-    def __init__(self, pipeline: list[Any], world_size: int, log: Path) -> None:
-        super().__init__(pipeline, logging_dir=str(log), skip_completed=False)
-        self._world_size = world_size
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    def run(self) -> None:
-        """All ranks, one after the other."""
-        for rank in range(self.world_size):
-            self.run_rank(rank)
-
-    def run_rank(self, rank: int) -> None:
-        """Raises what the steps raise."""
-        self._run_for_rank(rank, local_rank=rank)
-
-    def mark_rank_as_completed(self, rank: int) -> None:
-        """The record of the task takes its place."""
-
-    def get_distributed_env(self, node_rank: int = -1) -> dict[str, str]:
-        return {
-            "datatrove_node_ips": "localhost", "datatrove_cpus_per_task": "-1", "datatrove_mem_per_cpu": "-1",
-            "datatrove_gpus_on_node": "-1", "datatrove_executor": "LOCAL",
-        }  # fmt: skip
 
 
 class LocalFiles:
@@ -231,7 +202,13 @@ class Tasks:
         metered = [part for step, meter in zip(pipeline, meters, strict=True) for part in (step, meter)]
         self._said.clear()
         self._files.forget()
-        _Executor([self._listen, *metered], self._stage.tasks, self._folder.folder / LOG).run_rank(attempt.rank)
+        executor = LocalPipelineExecutor(
+            [self._listen, *metered],
+            self._stage.tasks,
+            logging_dir=str(self._folder.folder / LOG),
+            skip_completed=False,
+        )
+        executor._run_for_rank(attempt.rank, local_rank=attempt.rank)
         self._files.close()
         if self._said:
             raise PipelineError(self._said[0])

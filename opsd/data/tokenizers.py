@@ -23,6 +23,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from opsd.data.overlap import UNSPACED
 from opsd.plan.hardware import hardware_of
 from opsd.plan.plan import plan_for_gpus
 from opsd.plan.reliability import HABITS
@@ -40,13 +41,9 @@ SAMPLE_BYTES: Final = 2_000_000
 """Of each language that are read."""
 _BATCH: Final = 64
 _WORD: Final = re.compile(r"\S+")
-_UNSPACED: Final = re.compile(
-    "[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-    "\U00020000-\U0002ffff]"
-)
-"""Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese."""
+_UNSPACED: Final = re.compile(UNSPACED)
 _MOST_UNSPACED: Final = 0.3
-"""Share of letters of such scripts from which on words are not counted."""
+"""Share of letters of scripts without spaces from which on words are not counted."""
 
 
 @dataclass(frozen=True, slots=True)
