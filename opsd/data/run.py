@@ -23,6 +23,7 @@ from opsd.data.records import (
     StageFolder,
     Written,
     damage,
+    plan_digest,
     publish,
     read_json,
     write_json,
@@ -148,8 +149,10 @@ class Run:
         folder.forget()
 
     def _kept(self, stage: Stage, folder: StageFolder) -> list[Done]:
-        """The records whose files are as they were written. Raises PipelineError, OSError."""
-        records = folder.records()
+        """The records of this plan whose files are as they were written. Raises PipelineError, OSError."""
+        if stale := _stale(folder, records := folder.records()):
+            folder.forget(stale)
+            records = [done for done in records if done.rank not in stale]
         for done in records:
             publish(done)
         bad = {done.rank: why for done in records for file in done.files if (why := damage(file))}
@@ -164,6 +167,10 @@ class Run:
 
     def _finish(self, stage: Stage, folder: StageFolder, plan: dict[str, Any], records: Sequence[Done]) -> None:
         """Check the stage as a whole. Raises PipelineError, OSError."""
+        if stale := _stale(folder, records):
+            raise PipelineError(
+                f"stage {stage.number}: an attempt of before has finished task {stale[0]}: run the same command again"
+            )
         for done in records:
             publish(done)
         made = checks.summary(stage, plan, records)
@@ -182,6 +189,12 @@ class Run:
 
     def _tell(self, attempt: Attempt) -> None:
         self.say(f"task {attempt.rank} on {attempt.host} {told(attempt)}")
+
+
+def _stale(folder: StageFolder, records: Sequence[Done]) -> list[int]:
+    """The tasks that an attempt has finished which was begun before the stage was begun again."""
+    plan = plan_digest(folder.plan or {})
+    return [done.rank for done in records if done.plan != plan]
 
 
 def told(attempt: Attempt) -> str:

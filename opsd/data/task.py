@@ -174,6 +174,8 @@ class Tasks:
         try:
             with _beating(self._folder, attempt):
                 done = self._attempted(attempt, staged)
+                if plan_digest(self._folder.plan or {}) != self._plan:
+                    raise PipelineError("the stage was begun again while this attempt ran")
                 content = json.dumps(asdict(done)).encode()
                 is_first = durable.create(self._folder.record(rank), content)
                 attempt.outcome = DONE if is_first else SUPERSEDED

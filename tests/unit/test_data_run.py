@@ -269,6 +269,29 @@ def test_two_attempts_at_once_write_one_result(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*.opsd"))
 
 
+def test_an_attempt_of_an_earlier_plan_changes_nothing(tmp_path: Path) -> None:
+    """It was taken for lost, and goes on after its stage was begun again."""
+    file = make_pipeline(tmp_path)
+    run_here(file)
+    late = Tasks(load(file)[0], StageFolder(tmp_path / "pipeline", 1))
+    make_pipeline(tmp_path, PIPELINE.replace("LEAST = 10", "LEAST = 12"))
+    outcomes: list[str] = []
+
+    def go_on(number: int) -> None:
+        if number == 1:
+            outcomes.append(late.run(0).why)
+
+    assert run_here(file, Here(go_on), redo=True)
+    assert outcomes == ["the stage was begun again while this attempt ran"]
+    assert min(map(len, texts_in(tmp_path / "kept"))) > 12
+    (tmp_path / "pipeline/stage-01/tasks/00000.json").write_text(
+        (tmp_path / "pipeline/stage-01/tasks/00000.json").read_text().replace('"plan": "', '"plan": "0')
+    )
+    engine = Here()
+    assert run_here(file, engine)
+    assert engine.ran == [(1, 0)]
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
