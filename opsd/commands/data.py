@@ -83,8 +83,9 @@ def run(
     root = root or file.with_suffix("")
     try:
         stages = load(file)
+        pipeline = Run(file, root, stages, _engine(root, retries, given), warn, redo, allow_copies)
         with held(root):
-            complete = Run(file, root, stages, _engine(root, retries, given), warn, redo, allow_copies).run()
+            complete = pipeline.run()
             found = _status(root)
             if beside is not None:
                 _note(beside, found)

@@ -82,7 +82,7 @@ def held(root: Path) -> Iterator[None]:
 
 @dataclass
 class Run:
-    """One call of the command for the pipeline in ``file``, whose state is in ``root``."""
+    """One call of the command for the pipeline in ``file``, whose state is in ``root``. Raises PipelineError."""
 
     file: Path
     root: Path
@@ -95,6 +95,11 @@ class Run:
     def __post_init__(self) -> None:
         self._written: dict[Path, Written] = {}
         self._given: dict[str, int] = {}
+        for stage in self.stages:
+            if str(self.root.absolute()) in (*stage.outputs, *stage.inputs):
+                raise PipelineError(
+                    f"{self.root} is a folder of stage {stage.number}: choose another --dir for the state"
+                )
 
     def run(self) -> bool:
         """Run all stages; False if a task was given up. Raises PipelineError, OSError."""

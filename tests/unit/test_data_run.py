@@ -303,6 +303,7 @@ def test_an_attempt_of_an_earlier_plan_changes_nothing(tmp_path: Path) -> None:
             PIPELINE.replace('"FOLDER/final"', '"memory://final"'),
             "writes to memory://.*final, an object store: write to",
         ),
+        (PIPELINE.replace("FOLDER/final", "FOLDER/pipeline"), "is a folder of stage 2: choose another --dir"),
         (PIPELINE + "stages[1].run()", r"pipeline.py calls run\(\) of an executor: do that below"),
         (PIPELINE.replace("${rank}", "same"), "both write .*same.jsonl.gz"),
     ],
