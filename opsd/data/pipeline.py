@@ -147,6 +147,12 @@ def _check(stage: Stage) -> None:
                 f"stage {stage.number} writes to {place}, an object store: write to a folder that all nodes see, "
                 "and copy that"
             )
+    for step in stage.executor.pipeline:
+        if hasattr(step, "upload_files"):  # datatrove's writers to the Hub of Hugging Face
+            raise PipelineError(
+                f"stage {stage.number}: {name_of(step)} uploads while its task runs: write to a folder that all nodes "
+                "see, and upload that"
+            )
     allowed = {place for step in stage.executor.pipeline if getattr(step, "in_place", False) for _, place in _of(step)}
     for place in stage.outputs:
         for other in stage.inputs:

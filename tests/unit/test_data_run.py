@@ -304,6 +304,11 @@ def test_an_attempt_of_an_earlier_plan_changes_nothing(tmp_path: Path) -> None:
             "writes to memory://.*final, an object store: write to",
         ),
         (PIPELINE.replace("FOLDER/final", "FOLDER/pipeline"), "is a folder of stage 2: choose another --dir"),
+        (
+            PIPELINE + "from datatrove.pipeline.writers import HuggingFaceDatasetWriter\n"
+            "stages[1].pipeline[-1] = HuggingFaceDatasetWriter('a/b', local_working_dir='FOLDER/hub')",
+            "stage 2: Hugging.* uploads while its",
+        ),
         (PIPELINE + "stages[1].run()", r"pipeline.py calls run\(\) of an executor: do that below"),
         (PIPELINE.replace("${rank}", "same"), "both write .*same.jsonl.gz"),
     ],
