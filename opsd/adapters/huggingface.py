@@ -307,10 +307,15 @@ def attach_to_all() -> None:
 def _resumed(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def resume_and_train(trainer: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is None:
-            resume_from_checkpoint = resuming.last_saved(os.environ.get("OPSD_RUN_DIR"), str(trainer.args.output_dir))
-            if resume_from_checkpoint is not None and trainer.args.process_index == 0:
-                print(f"opsd: the training goes on from {resume_from_checkpoint}", file=sys.stderr, flush=True)
+        given, run = resume_from_checkpoint, os.environ.get("OPSD_RUN_DIR")
+        resume_from_checkpoint = resuming.chosen(given, run, str(trainer.args.output_dir))
+        if resume_from_checkpoint != given and trainer.args.process_index == 0:
+            said = (
+                f"goes on from {resume_from_checkpoint}"
+                if resume_from_checkpoint
+                else "begins: no checkpoint is complete"
+            )
+            print(f"opsd: the training {said}", file=sys.stderr, flush=True)
         return train(trainer, resume_from_checkpoint, *args, **kwargs)
 
     return resume_and_train
@@ -326,5 +331,11 @@ setattr(Trainer, "__init_subclass__", classmethod(_wrap_derived))  # noqa: B010 
 setattr(Trainer, "training_step", _counted(Trainer.training_step))  # noqa: B010 -- as below
 for _name in ("_save_checkpoint", "save_model"):
     setattr(Trainer, _name, _gated(getattr(Trainer, _name)))
-for _place in (transformers.trainer_utils, transformers.trainer):
-    setattr(_place, "sort_checkpoints", keeping_awaited(_place.sort_checkpoints))  # noqa: B010 -- as below
+_SORTS: list[tuple[Any, str]] = [
+    (transformers.trainer_utils, "sort_checkpoints"),
+    (transformers.trainer, "sort_checkpoints"),
+]
+_SORTS.append((Trainer, "_sorted_checkpoints"))  # before transformers 5
+for _place, _name in _SORTS:
+    if hasattr(_place, _name):
+        setattr(_place, _name, keeping_awaited(getattr(_place, _name)))

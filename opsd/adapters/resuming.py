@@ -19,6 +19,8 @@ from opsd import durable
 from opsd.posttrain.rows import digest
 
 FILE = "transformers.json"
+STATE = "trainer_state.json"
+"""What transformers writes last into a checkpoint."""
 SAMPLED = 256
 Plan = dict[str, Any]
 
@@ -96,6 +98,30 @@ def known(run: str | None, output: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and {"step", "checkpoint", "plan"} <= found.keys() else None
 
 
+def chosen(given: Any, run: str | None, output: str) -> Any:
+    """What ``trainer.train`` is to resume from if the program says ``given``: a checkpoint that is complete, or None.
+
+    A rank that dies while it saves leaves a folder without a state. ``resume_from_checkpoint=True``, and the path from
+    transformers' ``get_last_checkpoint``, are such a folder then, and each start fails. Raises ResumeError.
+    """
+    if given is None:
+        return last_saved(run, output)
+    if given is not True and not _is_incomplete(given):
+        return given
+    if (saved := last_saved(run, output)) is not None:
+        return saved
+    found = [path for path in Path(output).glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
+    complete = [path for path in found if (path / STATE).is_file()]
+    if complete:
+        return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
+    return given if given is True and not found else None
+
+
+def _is_incomplete(given: Any) -> bool:
+    path = Path(given) if isinstance(given, str | os.PathLike) else None
+    return path is not None and path.name.startswith("checkpoint-") and path.is_dir() and not (path / STATE).is_file()
+
+
 def last_saved(run: str | None, output: str) -> str | None:
     """The checkpoint from which the training goes on, None if this run has saved none.
 
@@ -104,7 +130,7 @@ def last_saved(run: str | None, output: str) -> str | None:
     record = known(run, output)
     if record is None:
         return None
-    if not Path(record["checkpoint"], "trainer_state.json").is_file():
+    if not Path(record["checkpoint"], STATE).is_file():
         raise ResumeError(
             f"the run has saved {record['checkpoint']}, and it is not there: put it back, pass resume_from_checkpoint, "
             f"or remove {Path(str(run), FILE)} to begin again"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from opsd.adapters.resuming import FILE, ResumeError, data_digest, keep, known, last_saved, problems
+from opsd.adapters.resuming import FILE, ResumeError, chosen, data_digest, keep, known, last_saved, problems
 
 PLAN: dict[str, Any] = {
     "planned_steps": 10, "samples_of_a_step": 8, "seeds": [42, None], "rollouts_of_a_prompt": None, "data": "a",
@@ -56,6 +56,22 @@ def test_a_record_for_each_output_folder(tmp_path: Path) -> None:
             last_saved(str(tmp_path), str(tmp_path / "sft"))
     keep(str(tmp_path), str(tmp_path / "sft"), 8, PLAN)
     assert last_saved(str(tmp_path), str(tmp_path / "sft")) == str(tmp_path / "sft/checkpoint-8")
+
+
+def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
+    """What a script asks for counts, unless a rank died while it saved that checkpoint."""
+    run, output = str(tmp_path), str(tmp_path / "out")
+    first, second, third = (tmp_path / f"out/checkpoint-{step}" for step in (2, 4, 12))
+    assert chosen(True, run, output) is True, "transformers says that there is none"
+    third.mkdir(parents=True)
+    assert [chosen(given, run, output) for given in (True, str(third))] == [None, None]
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text("{}")
+    assert [chosen(given, run, output) for given in (True, str(third))] == [str(second)] * 2
+    keep(run, output, 2, PLAN)
+    assert [chosen(given, run, output) for given in (True, str(third), None)] == [str(first)] * 3
+    assert [chosen(given, run, output) for given in (str(second), False, "base")] == [str(second), False, "base"]
 
 
 def test_a_digest_of_the_data() -> None:
