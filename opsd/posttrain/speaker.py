@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,18 +26,25 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
     Raises SpeakerError if there is none.
     """
-    if (folder / "config.json").is_file():
+    if _is_checkpoint(folder):
         return [folder]
     named = ((_NUMBERED.fullmatch(path.name), path) for path in folder.glob("checkpoint-*"))
     numbered = [(int(match[1]), path) for match, path in named if match is not None]
-    found = [path for _, path in sorted(numbered) if (path / "config.json").is_file()]
+    found = [path for _, path in sorted(numbered) if _is_checkpoint(path)]
     if found:
         return found
     if (folder / "checkpoints").is_dir():
         raise SpeakerError(
             f"{folder} is a run of the included trainer: export it first (python -m opsd.trainer.huggingface export)"
         )
-    raise SpeakerError(f"{folder} has no config.json and no checkpoint-N: name the folder of a checkpoint")
+    raise SpeakerError(
+        f"{folder} has no config.json, no adapter_config.json and no checkpoint-N: name the folder of a checkpoint"
+    )
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Of a model, or of an adapter such as LoRA, which transformers puts on its base model."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def home_of(checkpoint: Path) -> Path:
@@ -76,6 +84,8 @@ class Speaker:
     def load(cls, folder: Path, device: str = "auto") -> Speaker:
         """The newest checkpoint in ``folder``. ``device`` auto is the first GPU, or the CPU. Raises SpeakerError."""
         path = checkpoints_in(folder)[-1]
+        if not (path / "config.json").is_file() and importlib.util.find_spec("peft") is None:
+            raise SpeakerError(f"{path} is an adapter on another model: pip install peft")
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"

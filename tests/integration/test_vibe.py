@@ -15,10 +15,11 @@ pytest.importorskip("transformers")
 
 import torch
 from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
 
 from opsd.commands.main import cli
 from opsd.posttrain.rows import Example
-from opsd.posttrain.speaker import Speaker, checkpoints_in
+from opsd.posttrain.speaker import Speaker, SpeakerError, checkpoints_in
 from opsd.posttrain.vibe import Vibe, measure, repeated
 from tests.fakes.posttrain import CHATML, byte_tokenizer, message, tiny_llama
 
@@ -176,3 +177,22 @@ def test_movement_alone_proves_nothing() -> None:
     """Without rows a model whose output moves may still not follow; one whose output stays does not."""
     still = Vibe("a", 0.001, None, None, False, 1, 0, 0, 16)
     assert (still.follows, Vibe("a", 0.4, None, None, False, 1, 0, 0, 16).follows) == ("no", "unknown")
+
+
+def test_an_adapter_speaks_through_its_base(tmp_path: Path) -> None:
+    """A checkpoint of LoRA has the adapter alone: transformers puts it on the base that it names."""
+    peft = pytest.importorskip("peft")
+    tokenizer = byte_tokenizer()
+    tiny_llama().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    settings = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "v_proj"])
+    adapted = peft.get_peft_model(base, settings)
+    adapted.save_pretrained(tmp_path / "out/checkpoint-4")
+    tokenizer.save_pretrained(tmp_path / "out/checkpoint-4")
+    speaker = Speaker.load(tmp_path / "out", "cpu")
+    ids = speaker.prompt([message("user", "which one?")])
+    expected = torch.log_softmax(adapted.eval()(torch.tensor([ids])).logits[0, :-1].detach(), -1)
+    assert torch.allclose(speaker.log_probabilities(ids, 1), expected, atol=1e-5)
+    (tmp_path / "base/config.json").unlink()
+    with pytest.raises(SpeakerError, match="cannot be loaded by transformers"):
+        Speaker.load(tmp_path / "out", "cpu")
