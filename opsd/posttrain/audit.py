@@ -138,10 +138,11 @@ def _match(examples: Sequence[Example | None], documents: Sequence[Tokens], word
     """Each document with the row of the longest text that it has: an answer, or the last of a user."""
     keys = []
     for example in filter(None, examples):
-        texts = [example.last_answer(), *example.texts("user")[-1:], *example.texts("text")]
-        key = max((words.plain(text) for text in texts), key=len, default="")
-        if len(key) >= SHORTEST:
-            keys.append((key, example))
+        for rejected in (False, True) if example.kind == "pair" else (False,):
+            texts = [example.last_answer(rejected=rejected), *example.texts("user")[-1:], *example.texts("text")]
+            key = max((words.plain(text) for text in texts), key=len, default="")
+            if len(key) >= SHORTEST:
+                keys.append((key, example))
     keys.sort(key=lambda pair: -len(pair[0]))
     found = []
     for tokens in documents:

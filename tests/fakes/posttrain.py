@@ -32,6 +32,7 @@ def byte_tokenizer(template: str | None = CHATML, **changes: Any) -> transformer
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **settings)
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = template
+    tokenizer.model_input_names = ["input_ids", "attention_mask"]  # the default of transformers 5
     return tokenizer
 
 

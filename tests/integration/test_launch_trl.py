@@ -13,10 +13,12 @@ import pytest
 
 pytest.importorskip("trl", reason="trl is not installed")
 
+from opsd.agent.swap import planned_swap
 from opsd.preflight.base import Verdict
 from opsd.preflight.report import Report
 from opsd.rank_page import read_page
 from tests.fakes.launched import Launched
+from tests.fakes.nodes import Nodes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -102,34 +104,64 @@ def weights(folder: Path, step: int) -> bytes:
     return (folder / f"model/checkpoint-{step}/model.safetensors").read_bytes()
 
 
-LONGER = HEAD.replace("max_steps=6", "max_steps=24").replace("save_steps=2", "save_steps=4")
+def longer(name: str) -> str:
+    """More steps, each of which takes a quarter of a second at least."""
+    source = HEAD.replace("max_steps=6", "max_steps=24").replace("save_steps=2", "save_steps=4") + SLOWLY
+    return (source + SCRIPTS[name]).replace("trainer.train()", "trainer.add_callback(Slowly())\ntrainer.train()")
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["sft", "dpo", "kto", "grpo", "distillation"])
-def test_killed_and_stopped_it_ends_as_undisturbed(tmp_path: Path, name: str) -> None:
-    """A rank is killed, later the run is stopped and started again: the same weights to the bit, no step twice."""
-    folders = [tmp_path / "quiet", tmp_path / "disturbed"]
-    for folder in folders:
-        folder.mkdir()
-    source = LONGER + SCRIPTS[name]
-    with Launched(folders[0], source, "--nproc-per-node", "2") as run:
+SLOWLY = """
+import time, transformers
+class Slowly(transformers.TrainerCallback):
+    def on_step_end(self, *_, **__):
+        time.sleep(float(os.environ.get("SLOWLY", 0)))
+"""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "SLOWLY": "0.25"}
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_killed_hung_swapped_and_stopped_it_ends_as_undisturbed(tmp_path: Path, name: str) -> None:
+    """A rank dies, one hangs, which takes its node out, another node is swapped, and the run is stopped and started.
+
+    The weights are the same to the bit.
+    """
+    (tmp_path / "quiet").mkdir()
+    with Launched(tmp_path / "quiet", longer(name), "--nproc-per-node", "2") as run:
         assert run.wait(300) == 0, run.err
-    with Launched(folders[1], source, "--nproc-per-node", "2") as run:
-        run.until(lambda: committed(run) >= 8, 200)
-        os.kill(run.events("generation_started")[0]["ranks"][1]["pid"], signal.SIGKILL)
-        run.until(lambda: committed(run) >= 12 and len(run.events("generation_started")) > 1, 200)
-        run.process.terminate()
-        assert run.wait(120) == 75, run.err
-        assert "the training goes on from" in run.log(0, 2)
-    with Launched(folders[1], source, "--nproc-per-node", "2") as run:
-        assert run.wait(300) == 0, run.err
-        (resumed,) = [each for each in run.events("generation_started") if each["generation"] > 2][:1]
-        assert "the training goes on from" in run.log(0, resumed["generation"])
-    assert weights(folders[0], 24) == weights(folders[1], 24)
+    folder = tmp_path / "disturbed"
+    folder.mkdir()
+    environ = {f"n{number}": ENVIRONMENT for number in (1, 2, 3, 4)}
+
+    def generation() -> int:
+        return max((event["generation"] for event in nodes.events("resumed")), default=1)
+
+    def rank(number: int) -> int:
+        """The process of a rank, wherever it is."""
+        pages = folder.glob(f"n*/r/rank-{number:04d}.page")
+        return max((page for path in pages if (page := read_page(path))), key=lambda page: page.created).pid
+
+    with Nodes(folder, longer(name), "--nnodes=2", "--spares=2", "--no-standby", count=4, environ=environ) as nodes:
+        nodes.until(lambda: committed(nodes) >= 4, 200)
+        os.kill(rank(1), signal.SIGKILL)
+        nodes.until(lambda: generation() == 2 and committed(nodes) >= 8, 200)
+        os.kill(rank(1), signal.SIGSTOP)
+        nodes.until(lambda: generation() == 3 and committed(nodes) >= 12, 200)
+        assert len(nodes.events("hang_detected")) == 1
+        stays, leaves = nodes.events("generation_started")[-1]["nodes"]
+        assert planned_swap(lambda request: nodes.ask(stays, **request), leaves, "it is tested", patience_s=120)
+        nodes.until(lambda: generation() == 4 and committed(nodes) >= 16, 200)
+        for process in nodes.processes.values():
+            process.terminate()
+        assert 75 in nodes.wait(120).values()
+    with Nodes(folder, longer(name), "--nnodes=2", "--no-standby", count=2, environ=environ) as nodes:
+        assert nodes.wait(300) == {"n1": 0, "n2": 0}
+    said = "".join(path.read_text() for path in sorted(folder.glob("run/logs/**/rank-0000.log")))
+    assert said.count("the training goes on from") == 4
+    assert weights(folder, 24) == weights(tmp_path / "quiet", 24)
 
 
-def committed(run: Launched) -> int:
+def committed(run: Launched | Nodes) -> int:
     return max((event["step"] for event in run.events("checkpoint_committed")), default=0)
 
 
