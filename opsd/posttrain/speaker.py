@@ -85,7 +85,7 @@ class Speaker:
         """The newest checkpoint in ``folder``. ``device`` auto is the first GPU, or the CPU. Raises SpeakerError."""
         path = checkpoints_in(folder)[-1]
         if not (path / "config.json").is_file() and importlib.util.find_spec("peft") is None:
-            raise SpeakerError(f"{path} is an adapter on another model: pip install peft")
+            raise SpeakerError(f"{path} is an adapter on another model, which needs peft: install it")
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
