@@ -329,8 +329,8 @@ class Runbook:
     that only ranks can make: whether what kernel and drivers say, in the view that it is given, bears the incident out,
     so that it may act on hardware. Without it they have to give reason for the same finding. ``told_by_runs``: findings
     that name a run rest on what that run says, as they do where ``needs`` has the ranks. ``first`` are commands for the
-    person on call, the best one first; the first whose placeholders (NODE, GPU, ID, WATTS and others) are all known is
-    shown. ``proved_by`` is what must go on so that the end of the fault can be seen: its "run", or the "load" of its
+    person on call, the best one first. Shown is the first of which all placeholders (NODE, GPU, ID, WATTS and others)
+    are known. ``proved_by`` is what must go on so that the end of the fault can be seen: its "run", or the "load" of its
     GPU. Once that has ended, the incident ends as unproven.
     """
 

@@ -34,7 +34,7 @@ class Wanted:
 
 
 def wanted(environ: Mapping[str, str] = os.environ) -> Wanted | None:
-    """What the launcher has asked for, None for nothing."""
+    """What the launcher asks for; None without ``--evaluation``."""
     asked = environ.get(WANTED)
     return Wanted(**json.loads(asked)) if asked and environ.get("OPSD_RUN_DIR") else None
 

@@ -518,7 +518,7 @@ REPEATABLE = HARMLESS | {"set_power_limit", "swap_node", "drain_node", "comment_
 """Verbs whose second execution changes nothing."""
 RESUME_WITHIN_S = 900.0
 CONFIRM_WITHIN_S = 30.0
-"""how long the drivers have to say again why an action is needed."""
+"""How long the drivers have to say again why an action is needed."""
 _REMOVAL = ("swap_node", "drain_node")
 """Verbs that take the node out; which of them is wanted depends on whether it still has ranks."""
 

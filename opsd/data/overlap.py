@@ -29,7 +29,7 @@ UNSPACED: Final = (
     "[\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0002ffff]"
 )
-"""A character of Thai, Lao, Tibetan, Burmese, Khmer, Japanese and Chinese, which have no spaces between words."""
+"""A character of a script without spaces between words: Thai, Lao, Tibetan, Burmese, Khmer, Japanese, Chinese."""
 _WORD: Final = re.compile(rf"{UNSPACED}|\w+")
 
 

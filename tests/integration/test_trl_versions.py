@@ -16,7 +16,7 @@ from opsd.commands.checkout import ROOT
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 OF_THEIR_TIME = ("tokenizers>=0.22,<0.23", "huggingface_hub>=0.34,<1", "datasets>=4.7,<5")
-"""What the oldest transformers needs older than it is here."""
+"""Packages that the oldest transformers takes only in releases of its time."""
 CHOSEN = "not distillation and (fills_its_page or evaluated)"
 
 

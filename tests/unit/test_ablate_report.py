@@ -335,7 +335,7 @@ def test_a_loss_that_is_no_number_counts_as_none(tmp_path: Path, loss: str) -> N
 
 
 def test_a_run_whose_losses_are_lost_has_not_failed(tmp_path: Path) -> None:
-    """It makes no pair, and is told with what to do; so is a study whose code nobody knows."""
+    """It makes no pair, and the report says what to do. It also says if the record of the code is missing."""
     path = ended(tmp_path)
     last = study_and_cells(path)[1][-1]
     (last.folder / "metrics.jsonl").unlink()

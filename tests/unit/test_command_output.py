@@ -43,7 +43,7 @@ def test_a_reader_that_has_enough_is_no_answer() -> None:
 
 
 def test_a_closed_output_is_no_answer() -> None:
-    """As in `opsd config show >&-`. What closes the others does no harm."""
+    """As in `opsd config show >&-`. To close stdin or stderr does no harm."""
     for redirections, code in ((">&-", exitcodes.NO_SPACE), ("2>&-", exitcodes.OK), ("<&-", exitcodes.OK)):
         command = f'"{sys.executable}" -m opsd config show {redirections}'
         ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
