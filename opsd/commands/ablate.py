@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import psutil
 from rich.markup import escape
 
 from opsd import exitcodes
@@ -29,6 +29,7 @@ from opsd.ablate.cells import (
 )
 from opsd.ablate.cost import cost_line
 from opsd.ablate.study import BASELINE, Study, StudyError, read_study
+from opsd.collectors.lib.processes import start_time
 from opsd.commands.options import Finite, Group, exit_codes, option, options
 from opsd.commands.output import fail, output_console, plain_table, warn, written
 from opsd.commands.plan import Known, figures_of
@@ -322,9 +323,16 @@ def cell(folder: Path, command: tuple[str, ...]) -> int:
 
 
 def _job_start() -> float:
-    """The epoch second at which the job began, as Slurm says from 23.02 on; before that the start of its script."""
+    """The epoch second at which the job began, as Slurm says from 23.02 on; before that the start of its script.
+
+    The kernel tells that in ticks since the boot, and the time of the boot in whole seconds, which is too coarse.
+    """
     told = os.environ.get("SLURM_JOB_START_TIME", "")
-    return float(told) if told.isdecimal() else psutil.Process().create_time()
+    if told.isdecimal():
+        return float(told)
+    ticks = start_time(os.getpid())
+    assert ticks is not None  # of the own process
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 
 def _study(file: Path, root: Path | None) -> tuple[Study, list[Cell]]:

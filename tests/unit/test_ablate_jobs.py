@@ -170,7 +170,9 @@ def test_a_job_notes_how_long_it_held_its_node(tmp_path: Path, signals: tuple[in
     script = "trap 'echo usr1' USR1; trap 'echo term; sleep 1; exit 75' TERM; echo ready; "
     script += '[ -n "$1" ] || exit 0; while :; do sleep 0.1; done'
     command = [sys.executable, "-m", "opsd", "ablate", "cell", str(cell.folder), "--", "sh", "-c", script, "sh"]
+    began = time.time()
     process = subprocess.Popen([*command, *(["wait"] if signals else [])], stdout=subprocess.PIPE, text=True)
+    forked = time.time()
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     for number in signals:
         process.send_signal(number)
@@ -180,6 +182,7 @@ def test_a_job_notes_how_long_it_held_its_node(tmp_path: Path, signals: tuple[in
     process.stdout.close()
     start, end = (json.loads(line) for line in (cell.folder / "held.jsonl").read_text().splitlines())
     assert (start["event"], end["event"]) == ("start", "end")
+    assert began - 0.02 < start["t"] < forked + 0.02  # a tick or two
     assert start["t"] < end["t"] <= ended - (1 if signals else 0)
 
 
