@@ -330,8 +330,8 @@ class Runbook:
     so that it may act on hardware. Without it they have to give reason for the same finding. ``told_by_runs``: findings
     that name a run rest on what that run says, as they do where ``needs`` has the ranks. ``first`` are commands for the
     person on call, the best one first. Shown is the first of which all placeholders (NODE, GPU, ID, WATTS and others)
-    are known. ``proved_by`` is what must go on so that the end of the fault can be seen: its "run", or the "load" of its
-    GPU. Once that has ended, the incident ends as unproven.
+    are known. ``proved_by`` is what must go on so that the end of the fault can be seen: its "run", or the "load" of
+    its GPU. Once that has ended, the incident ends as unproven.
     """
 
     detect: Detect
