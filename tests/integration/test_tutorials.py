@@ -63,6 +63,14 @@ def test_of_the_trainer(variables: dict[str, str]) -> None:
         play(DOCS / "tutorial-trainer.md", shell)
 
 
+def test_of_post_training(variables: dict[str, str]) -> None:
+    """A pretrained model answers after SFT, APO and GRPO, and a template without an end is refused."""
+    for package in ("trl", "math_verify"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    with Shell(ROOT, variables) as shell:
+        play(DOCS / "tutorial-post-training.md", shell)
+
+
 def test_of_ablations(variables: dict[str, str]) -> None:
     """The study of the guide: three questions, three seeds, one command."""
     with Shell(ROOT, variables) as shell:
