@@ -74,6 +74,16 @@ def test_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         assert "rank 0 did not stop in time after SIGTERM" in launched.event("finished")["reason"]
 
 
+@pytest.mark.timeout(120)
+def test_a_rank_that_stays_after_the_others_is_named(tmp_path: Path) -> None:
+    """The run waits for it, and says so once."""
+    program = TRAIN + "train(5)\nif rank == 1:\n    time.sleep(33)\n"
+    with Launched(tmp_path, program, "--nproc-per-node", "3") as run:
+        assert run.wait(100) == 0, run.err
+        assert run.err.count("rank 1 has not ended 30 s after rank") == 1, run.err
+        assert "without progress it counts as hung" in run.err
+
+
 def test_interrupt_stops_fast(tmp_path: Path) -> None:
     """Ctrl-C ends everything at once, with its own exit code."""
     with Launched(tmp_path, TRAIN + "train(10_000)", TWO) as launched:

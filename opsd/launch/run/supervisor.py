@@ -17,7 +17,7 @@ from opsd import exitcodes
 from opsd.client import process_start
 from opsd.events import Finished, GenerationStarted, RankProcess
 from opsd.launch.hangs.culprit import RankStatus
-from opsd.launch.hangs.limits import WARM_STEPS
+from opsd.launch.hangs.limits import FINISH_S, WARM_STEPS
 from opsd.launch.hangs.watch import HangWatch
 from opsd.launch.io.console import Console
 from opsd.launch.io.control import Request
@@ -35,8 +35,11 @@ from opsd.launch.run.run_control import CONTROL, RankFailure, RunControl
 from opsd.launch.run.step_times import StepSampler
 from opsd.rank_page import RankPage
 from opsd.rundir import RunFolders, RunState, State
+from opsd.words import duration, ranges
 
 POLL_S, POLL_SUSPICIOUS_S, POLL_AWAITING_S = 0.25, 0.05, 0.02
+LATE_S = 30.0
+"""How long after the first rank that has ended in good order those are named that have not."""
 QUIET_S = 10.0
 """When ranks without pages, or with observed ones, which may never have a step, count as started up."""
 
@@ -227,6 +230,15 @@ class Supervisor:
             self._aggregation.note(self.generation)
         elif not self.generation.running and not self._aggregation.open and not self._reported:
             self._all_ended()
+        elif len(self.generation.running) == len(self.generation.ranks) - 1:
+            self.loop.later(LATE_S, partial(self._tell_who_is_late, self.generation, rank))
+
+    def _tell_who_is_late(self, generation: Generation, first: Rank) -> None:
+        """Say it where ranks stay: an upload, or a deadlock of a library as it ends, which torch's gloo has had."""
+        if generation is self.generation and self._teardown is None and generation.running:
+            late = f"rank {ranges(rank.rank for rank in generation.running)}"
+            waits = "" if self._hangs is None else f". In {duration(FINISH_S)} without progress it counts as hung"
+            print_message(f"{late} has not ended {LATE_S:g} s after rank {first.rank}{waits}")
 
     def _note_end(self, rank: Rank) -> None:
         if rank.ended is None:
