@@ -278,7 +278,7 @@ def _supervise(
     if limits is not None:
         hangs = HangWatch(limits, folders, loop, find_py_spy(), stacks_suffix, find_gpu_probe())
     loop.every(TRIM_S, console.trim)
-    companions = Companions(besides, folders, loop, events, settings.program.cwd, startup_s=startup_s)
+    companions = Companions(besides, folders, loop, events, settings, startup_s=startup_s)
     supervisor = Supervisor(
         settings,
         folders,

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from opsd import exitcodes
 from opsd.slurm.run_owner import WATCH_S
 from tests.fakes.clock import eventually
@@ -79,6 +81,49 @@ def test_the_next_launcher_ends_what_nobody_has_ended(tmp_path: Path) -> None:
             assert launched.wait() == exitcodes.OK
             assert "4 processes that an earlier launcher of this run has left were killed" in launched.err
         assert not any(alive(pid) for pid in marked)
+    finally:
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
+
+
+COMPANIONS = {
+    "alone": ('exec python "$here/stubborn.py" "$here/started"', 1),
+    "with a child and a daemon": (
+        'python "$here/stubborn.py" "$here/started" & setsid python "$here/stubborn.py" "$here/started" & wait', 2,
+    ),
+    "without environment": ('exec env -i "$(command -v python)" "$here/stubborn.py" "$here/started"', 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "guarded"),
+    [*((kind, True) for kind in COMPANIONS), ("alone", False), ("with a child and a daemon", False)],
+)
+def test_no_companion_outlives_a_killed_launcher(tmp_path: Path, kind: str, guarded: bool) -> None:
+    """The guard ends companions and what they have started, or else the next launcher, if they have an environment."""
+    command, count = COMPANIONS[kind]
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+    script = tmp_path / "companion.sh"
+    script.write_text(f'#!/bin/bash\nhere=$(dirname "$0")\n{command}\n')
+    script.chmod(0o755)
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    path, pids = tmp_path / "started", list[int]()
+    try:
+        with Launched(tmp_path, "import time; time.sleep(1000)", "--beside", str(script), env=env) as launched:
+            launched.event("generation_started")
+            launched.until(lambda: path.exists() and len(path.read_text().split()) == count)
+            pids = [int(pid) for pid in path.read_text().split()]
+            if not guarded:
+                (guard,) = guards(launched.process.pid)
+                launched.signal(signal.SIGSTOP)
+                os.kill(guard, signal.SIGKILL)
+            launched.signal(signal.SIGKILL)
+            launched.wait()
+        if not guarded:
+            with Launched(tmp_path, "") as launched:
+                assert launched.wait() == exitcodes.OK
+                assert "that an earlier launcher of this run has left were killed" in launched.err
+        assert eventually(lambda: not any(alive(pid) for pid in pids))
     finally:
         for pid in filter(alive, pids):
             os.kill(pid, signal.SIGKILL)

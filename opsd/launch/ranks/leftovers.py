@@ -1,13 +1,14 @@
-"""Ends what ranks have started and left running, once their launcher is gone without ending it: killed, for instance.
+"""Ends what a launcher has started and left running, once it is gone without ending it: killed, for instance.
 
 Ranks die with their launcher (``PR_SET_PDEATHSIG``), which is not inherited: the program below a shell script, workers
-of data loaders and daemons would live on beside the next start of the run. They are known by what they inherit: the
-launcher's mark in their environment, or else the session of their rank. A process that is meant to outlive its launcher
-starts in a session of its own without ``OPSD_LAUNCHER``.
+of data loaders, daemons and companions would live on beside the next start of the run. They are known by what they
+inherit: the launcher's mark in their environment, or else the session of their rank or companion. A process that is
+meant to outlive its launcher starts in a session of its own without ``OPSD_LAUNCHER``.
 
 ``python -I -S leftovers.py MARK FOLDER`` is the guard of a launcher (``guard.py``), a process that waits for its end.
 It uses the standard library only, and little of it, because one runs beside every launcher. Messages on its stdin, a
-socket that keeps them apart, tell it the ranks that there are now, ``ranks PID:START …``, or ``done`` if none is left.
+socket that keeps them apart, tell it the leaders of sessions that there are now, ranks and
+companions, ``leaders PID:START …``, or ``done`` if none is left.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import time
 from collections.abc import Callable, Mapping
 
 LAUNCHER = "OPSD_LAUNCHER"
-"""The environment variable that marks everything a rank has started."""
-RUN_DIR, JOB, SLURM_JOB = "OPSD_RUN_DIR", "OPSD_JOB", "SLURM_JOB_ID"
+"""The environment variable that marks everything a launcher has started."""
+RUN_DIR, JOB, NODE, SLURM_JOB = "OPSD_RUN_DIR", "OPSD_JOB", "OPSD_NODE", "SLURM_JOB_ID"
 DONE = "done"
 KILLING_S = 30.0
 _AGAIN_S = 0.02
@@ -37,17 +38,17 @@ def of_launcher(mark: str, folder: str) -> IsOurs:
     return lambda _, environment: wanted.items() <= environment.items() and _is_of_its_job(environment)
 
 
-def of_gone_launchers(folder: str) -> IsOurs:
-    """Processes of the run in ``folder`` with the mark of any launcher of this node that is gone.
+def of_gone_launchers(folder: str, node: str) -> IsOurs:
+    """Processes of the run in ``folder`` with the mark of any launcher of this ``node`` that is gone.
 
-    A mark from another namespace of processes says nothing here about its launcher.
+    A mark from another namespace of processes, or from another node by ``srun``, says nothing here about its launcher.
     """
     here = _namespace("self")
 
     def is_ours(pid: int, environment: Environment) -> bool:
         if environment.get(RUN_DIR.encode()) != os.fsencode(folder) or not _is_of_its_job(environment):
             return False
-        if _namespace(str(pid)) != here:
+        if environment.get(NODE.encode()) != node.encode() or _namespace(str(pid)) != here:
             return False
         launcher, _, start = environment.get(LAUNCHER.encode(), b"").decode("ascii", "replace").partition("-")
         return launcher.isdecimal() and start.isdecimal() and start_of(int(launcher)) != int(start)
@@ -60,16 +61,16 @@ def _is_of_its_job(environment: Environment) -> bool:
     return environment.get(JOB.encode(), b"") == environment.get(SLURM_JOB.encode(), b"")
 
 
-def end(is_ours: IsOurs, ranks: Mapping[int, int] | None = None, limit_s: float = KILLING_S) -> int:
-    """Kill all processes that ``is_ours`` accepts, or in the sessions of ``ranks``; returns how many were found.
+def end(is_ours: IsOurs, leaders: Mapping[int, int] | None = None, limit_s: float = KILLING_S) -> int:
+    """Kill all processes that ``is_ours`` accepts, or in the sessions of ``leaders``; returns how many were found.
 
-    ``ranks`` maps pids to start times, which tell a session from a later one of the same number. Looks until two looks
-    in a row find nothing, since processes start others meanwhile, for ``limit_s`` seconds at most.
+    ``leaders`` maps pids to start times, which tell a session from a later one of the same number. Looks until two
+    looks in a row find nothing, since processes start others meanwhile, for ``limit_s`` seconds at most.
     """
     seen: set[tuple[int, int]] = set()
     deadline, quiet = time.monotonic() + limit_s, 0
     while quiet < 2 and time.monotonic() < deadline:
-        found = _find(is_ours, ranks or {})
+        found = _find(is_ours, leaders or {})
         for pid, _ in found:
             _kill(pid)
         seen.update(found)
@@ -84,9 +85,9 @@ def start_of(pid: int) -> int | None:
     return int(fields[_START]) if fields else None
 
 
-def _find(is_ours: IsOurs, ranks: Mapping[int, int]) -> list[tuple[int, int]]:
+def _find(is_ours: IsOurs, leaders: Mapping[int, int]) -> list[tuple[int, int]]:
     # The number of a session is not reused while it has processes; only a later leader can have made it another's.
-    sessions = {pid for pid, start in ranks.items() if start_of(pid) in (None, start)}
+    sessions = {pid for pid, start in leaders.items() if start_of(pid) in (None, start)}
     found = []
     for name in os.listdir("/proc"):  # noqa: PTH208  # pathlib would cost every guard a megabyte
         fields = _stat(int(name)) if name.isdecimal() and int(name) != os.getpid() else None
@@ -135,10 +136,10 @@ def main() -> None:
     said = _last_message(int(mark.partition("-")[0]))
     if said == DONE:
         return
-    ranks = {int(pid): int(start) for pid, _, start in (word.partition(":") for word in said.split()[1:])}
-    count = end(of_launcher(mark, folder), ranks)
+    leaders = {int(pid): int(start) for pid, _, start in (word.partition(":") for word in said.split()[1:])}
+    count = end(of_launcher(mark, folder), leaders)
     if count:
-        print(f"opsd: the launcher is gone; {count} processes of its ranks were killed", file=sys.stderr)
+        print(f"opsd: the launcher is gone; {count} processes of its run were killed", file=sys.stderr)
 
 
 def _last_message(launcher: int) -> str:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from opsd.launch.io.console import STDERR, STDOUT, Routing
 from opsd.launch.ranks.interpreters import python_with, why_unfit
-from opsd.launch.ranks.leftovers import LAUNCHER
+from opsd.launch.ranks.leftovers import JOB, LAUNCHER, NODE, RUN_DIR
 from opsd.launch.ranks.process import launcher_mark
 from opsd.rundir import RECORDER
 from opsd.words import plural
@@ -200,16 +200,17 @@ class Settings:
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "TORCHELASTIC_USE_AGENT_STORE": "False",
-            LAUNCHER: launcher_mark(),
+            **self.marks(run_dir),
             "OPSD_RUN": self.run,
-            "OPSD_RUN_DIR": str(run_dir),
-            "OPSD_JOB": self.job,
-            "OPSD_NODE": self.node,
             "OPSD_AUDIT": self.audit,
             **({"OPSD_EVALUATION": self.evaluation} if self.evaluation else {}),
             "OPSD_GPU": "" if gpu is None else str(gpu),
         }
         return own_gpu_only(environment, local_rank) if self.virtual_local_rank else environment
+
+    def marks(self, run_dir: Path) -> dict[str, str]:
+        """The variables by which all that the launcher starts for the run is found once it is gone."""
+        return {LAUNCHER: launcher_mark(), RUN_DIR: str(run_dir), JOB: self.job, NODE: self.node}
 
     def generation_environment(
         self, place: Assignment, local_rank: int, *, generation: int, restarts: int, error_file: Path, page: Path

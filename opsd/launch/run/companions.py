@@ -23,8 +23,8 @@ from opsd.events import CompanionFailed, CompanionReady
 from opsd.launch.hangs.activity import BUSY_SHARE, Usage, process_tree, read_usage
 from opsd.launch.io.loop import Loop
 from opsd.launch.io.reporting import EventLog, print_message
-from opsd.launch.ranks.leftovers import LAUNCHER
-from opsd.launch.ranks.process import Child, launcher_mark, spawn
+from opsd.launch.ranks.process import Child, spawn
+from opsd.launch.ranks.settings import Settings
 from opsd.rundir import RunFolders
 from opsd.words import duration
 
@@ -144,7 +144,7 @@ class Companions:
         folders: RunFolders,
         loop: Loop,
         events: EventLog,
-        cwd: Path,
+        settings: Settings,
         *,
         startup_s: float,
     ) -> None:
@@ -152,7 +152,7 @@ class Companions:
         self._folders = folders
         self._loop = loop
         self._events = events
-        self._cwd = cwd
+        self._settings = settings
         self._startup_s = startup_s
         self._running: list[_Companion] = []
         self._failed: Callable[[str], None] = lambda _: None
@@ -169,16 +169,17 @@ class Companions:
     def start(self, generation: int, failed: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> None:
         """Start them anew. Raises OSError with a sentence."""
         self._failed = failed
+        marks = self._settings.marks(self._folders.folder)
         for number, beside in enumerate(self._besides):
             folder = self._folders.generation_logs(generation)
             folder.mkdir(parents=True, exist_ok=True)
             log = folder / f"beside-{number}.log"
-            env = {name: value for name, value in environ.items() if name not in _OWN} | {LAUNCHER: launcher_mark()}
+            env = {name: value for name, value in environ.items() if name not in _OWN} | marks
             if beside.gpus is not None:
                 env["CUDA_VISIBLE_DEVICES"] = beside.gpus
             try:
                 with open(log, "ab") as output:
-                    child = spawn(beside.words, env=env, cwd=self._cwd, output=output.fileno())
+                    child = spawn(beside.words, env=env, cwd=self._settings.program.cwd, output=output.fileno())
             except OSError as error:
                 raise OSError(
                     error.errno, f"the companion `{beside.name}` cannot be started: {error.strerror}"

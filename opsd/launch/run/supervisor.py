@@ -101,7 +101,7 @@ class Supervisor:
         hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
         numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGQUIT, *hangup)
         self.loop.on_signals(numbers, self._on_signal)
-        if killed := leftovers.end(leftovers.of_gone_launchers(str(self.folders.folder))):
+        if killed := leftovers.end(leftovers.of_gone_launchers(str(self.folders.folder), self.settings.node)):
             print_message(f"{killed} processes that an earlier launcher of this run has left were killed")
         control.start_run()
         self._poll()
@@ -140,7 +140,8 @@ class Supervisor:
         self.events.emit("generation_started", **fields)
 
     def _watch_ranks(self) -> None:
-        self._guard.watch([rank.child.pid for rank in self.generation.ranks])
+        beside = self._companions.pids if self._companions is not None else ()
+        self._guard.watch([*(rank.child.pid for rank in self.generation.ranks), *beside])
         if self._hangs is not None:
             self._hangs.new_generation()
         for rank in self.generation.ranks:
@@ -424,7 +425,7 @@ class Guard:
         self._folder = folder
         self._child: Child | None = None
         self._channel: socket.socket | None = None
-        self._ranks = "ranks"
+        self._leaders = "leaders"
         self._start()
 
     @property
@@ -432,10 +433,10 @@ class Guard:
         """Its process, which is no rank's."""
         return () if self._child is None else (self._child.pid,)
 
-    def watch(self, ranks: Collection[int]) -> None:
-        """From now on these are the processes of ranks; they have not been collected yet."""
-        self._ranks = " ".join(["ranks", *(f"{pid}:{process_start(pid)}" for pid in ranks)])
-        self._say(self._ranks)
+    def watch(self, leaders: Collection[int]) -> None:
+        """From now on these are the ranks and companions; they have not been collected yet."""
+        self._leaders = " ".join(["leaders", *(f"{pid}:{process_start(pid)}" for pid in leaders)])
+        self._say(self._leaders)
 
     def close(self) -> None:
         """The launcher is about to end, and has ended its ranks."""
@@ -447,14 +448,14 @@ class Guard:
         command = (sys.executable, "-I", "-S", leftovers.__file__, launcher_mark(), str(self._folder))
         env = {name: value for name, value in os.environ.items() if name != leftovers.LAUNCHER}
         with theirs:
-            ours.send(self._ranks.encode())  # before it begins: the launcher may be killed at any time
+            ours.send(self._leaders.encode())  # before it begins: the launcher may be killed at any time
             try:
                 self._child = spawn(
                     command, env=env, cwd=Path("/"), stdin=theirs.fileno(), output=subprocess.DEVNULL, error_output=2
                 )
             except OSError as error:
                 ours.close()
-                print_message(f"there is no guard over what ranks leave: {error.strerror}")
+                print_message(f"there is no guard over what ranks and companions leave: {error.strerror}")
                 return
         self._channel = ours
         ours.setblocking(False)
