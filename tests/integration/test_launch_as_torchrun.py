@@ -98,7 +98,7 @@ def test_a_run_that_had_begun_before_is_not_ended_at_once(tmp_path: Path) -> Non
         assert first.wait() == exitcodes.OK
     with Launched(tmp_path, "1 / 0", TWO) as launched:
         assert launched.wait() == exitcodes.REPEATED
-        assert "twice before the first step" in launched.err
+        assert "twice soon after its start with the same error, and no step was seen" in launched.err
 
 
 RECORDED = """

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd import exitcodes
-from opsd.launch.ranks.failure import Failure, RankError, RestartPolicy, classify, first_cause, size_mismatch
+from opsd.launch.ranks.failure import Failure, RankError, RestartPolicy, classify, explain, first_cause, size_mismatch
 
 KILLED = Failure(1, "signal SIGKILL", "signal", 10.0, step=5)
 BUG = Failure(0, "exit code 1", "user", 10.0, step=5, error=RankError("ValueError", "bad shape 3", "train.py:7 in f"))
@@ -152,12 +152,56 @@ def test_user_error_at_another_step_is_tried_again() -> None:
 
 def test_errors_before_the_first_step_are_apart_if_the_run_got_further() -> None:
     """A storage that could not be reached at the restarts of two days is no bug; without progress between it is."""
-    policy, unreached = RestartPolicy(10), replace(BUG, step=None)
+    policy, unreached = RestartPolicy(10), replace(BUG, step=None, reports=True)
     assert policy.judge(unreached, "n1", furthest=100, committed=None) is None
     assert policy.judge(unreached, "n1", furthest=100_000, committed=None) is None
     stop = policy.judge(unreached, "n1", furthest=100_000, committed=None)
     assert stop is not None
     assert "twice before the first step" in stop.reason
+
+
+SOON, LATE = replace(BUG, step=None, soon=True), replace(BUG, step=None)
+
+
+@pytest.mark.parametrize(
+    ("failures", "limit", "said"),
+    [
+        ([SOON, SOON], 3, "failed twice soon after its start with the same error, and no step was seen"),
+        ([LATE, LATE], 3, None),
+        ([SOON, LATE], 3, None),
+        ([SOON, replace(KILLED, step=None), SOON], 3, None),
+        ([LATE, LATE, LATE], 3, "came 3 times and no step was seen"),
+        ([LATE] * 6, 0, None),
+        ([SOON] * 6, 0, None),
+        ([BUG] * 6, 0, None),
+        ([replace(LATE, reports=True)] * 2, 3, "failed twice before the first step"),
+    ],
+)
+def test_where_steps_are_unknown_only_the_start_counts_as_one_place(
+    failures: list[Failure], limit: int, said: str | None
+) -> None:
+    """A program that reports no step and has run for minutes may have done some."""
+    policy = RestartPolicy(10, same_limit=limit)
+    verdicts = [policy.judge(failure, "n1", furthest=None, committed=None) for failure in failures]
+    assert not any(verdicts[:-1])
+    assert (said is None) == (verdicts[-1] is None)
+    if verdicts[-1] is not None and said is not None:
+        assert said in verdicts[-1].reason
+
+
+@pytest.mark.parametrize(
+    ("failure", "when"),
+    [
+        (BUG, "after step 5"),
+        (LATE, "before a step was seen"),
+        (replace(LATE, reports=True), "before its first step"),
+    ],
+)
+def test_how_far_the_program_had_come(failure: Failure, when: str) -> None:
+    """Nobody says that no step was done where steps are unknown."""
+    stop = RestartPolicy(0).judge(failure, "n1", furthest=None, committed=None)
+    assert stop is not None
+    assert f"Rank 0 on n1 failed {when} with ValueError" in explain(stop, failure, "n1", "", "")
 
 
 def test_restarts_run_out() -> None:

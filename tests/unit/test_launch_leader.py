@@ -26,7 +26,7 @@ def test_the_first_cause_is_blamed(stage: LeaderHarness) -> None:
     """Ranks that lost their connection have failed too, earlier or later; the other one is the cause."""
     stage.fail("n1", 0, "communication")
     stage.loop.advance(0.05)
-    stage.fail("n2", 3, "user", error=RankError("ValueError", "boom", "train.py:7"))
+    stage.fail("n2", 3, "user", reports=True, error=RankError("ValueError", "boom", "train.py:7"))
     stage.loop.advance(0.2)
     assert stage.slots == [NODES, NODES]
     memory = stage.group.proposals[-1].payload["policy"]

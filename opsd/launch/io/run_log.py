@@ -232,7 +232,7 @@ def _rank_exited(event: EventRecord) -> str:
     if not event.get("culprit"):
         return ""
     step, error = event.get("step"), event.get("error")
-    when = "before its first step" if step is None else f"after step {step}"
+    when = "before a step was seen" if step is None else f"after step {step}"
     told = f"rank {event['rank']} on {event['node']} failed {when}"
     return f"{told}: {error.get('type')}: {error.get('message')}" if error else f"{told}: {event['exit']}"
 

@@ -57,7 +57,8 @@ class Failure:
 
     ``exit`` is its exit in words ("signal SIGKILL", "exit code 1", "hung in backward"), ``step`` the last completed
     step, ``t`` the time of its error or exit in seconds (any clock, the same for all). ``detail`` is an explanation.
-    ``at_once``: the run has only just begun.
+    ``at_once``: the run has only just begun. ``soon``: its ranks have only just been started. ``reports``: the program
+    itself reports its steps, so that it has done none if ``step`` is None. Otherwise nobody knows.
     """
 
     rank: int
@@ -69,6 +70,20 @@ class Failure:
     error: RankError | None = None
     detail: str = ""
     at_once: bool = False
+    soon: bool = False
+    reports: bool = False
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether it is known how far the program had come."""
+        return self.step is not None or self.reports
+
+    @property
+    def when(self) -> str:
+        """How far the program had come, as part of a sentence."""
+        if self.step is not None:
+            return f"after step {self.step}"
+        return "before its first step" if self.reports else "before a step was seen"
 
     @property
     def signature(self) -> tuple[str, ...]:
@@ -146,12 +161,11 @@ def explain(stop: GiveUp, cause: Failure, node: str, log: str, log_tail: str, hi
 
     ``log`` is "" where there is none to point to: of a lost node, and of a rank that said nothing about its hang.
     """
-    step = "before its first step" if cause.step is None else f"after step {cause.step}"
     lines = log_tail.splitlines()[-10:]
     if len(lines) == 1 and cause.error is not None and cause.error.message in lines[0]:
         lines = []  # the cause says the same
     tail = "\n".join(f"    {line}" for line in lines)
-    text = f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {step} with {cause.cause}{hint}."
+    text = f"stopped: {stop.reason}. Rank {cause.rank} on {node} failed {cause.when} with {cause.cause}{hint}."
     if not log:
         return text
     return f"{text} Its log is {log}" + (f"; it ends in\n{tail}" if tail else ".")
@@ -172,7 +186,9 @@ class RestartPolicy:
     - An audit refuses the first batches.
     - The program itself fails as soon as the run has begun, as with a wrong argument or a missing module. A user who
       has ``asked`` for restarts gets them all the same.
-    - The program itself fails at the same step twice, or twice before a first step without progress in between.
+    - The program itself fails at the same step twice, or twice before a first step without progress in between. Where
+      steps are unknown, twice soon after its start: one that has run for long may have done some. Not if
+      ``same_limit`` is 0.
     - The same failure comes ``same_limit`` times without progress. A failure of hardware counts by node. A node that
       fails twice is left out (see ``NodeHealth``). An error that comes with every node is the program's.
     - There are more than ``max_restarts`` restarts within ``refill_steps`` committed steps. After so much durable
@@ -221,25 +237,43 @@ class RestartPolicy:
         if furthest is not None and furthest > self._furthest:
             self._furthest = furthest
             self._same.clear()
-            self._user_errors = {place for place in self._user_errors if place[0] is not None}
+            self._forget_starts()
         self._same[failure.signature][node] += 1
-        at_step = "before the first step" if failure.step is None else f"after step {failure.step}"
         if failure.error is not None and failure.error.type == AUDIT_REFUSED:
             return GiveUp(exitcodes.FAILED, "the audit of the first batches refuses the run")
         at_once = failure.at_once and failure.step is None and not self._asked
         if failure.kind == "user" and at_once and self._max_restarts > 0:
             return GiveUp(exitcodes.FAILED, "the program failed as soon as it was started")
-        if failure.kind == "user":
-            place = (failure.step, failure.signature)
-            if place in self._user_errors and self._max_restarts > 0:
-                return GiveUp(exitcodes.REPEATED, f"the program failed twice {at_step} with the same error")
-            self._user_errors.add(place)
+        if self._max_restarts > 0 and (twice := self._comes_again(failure)):
+            return GiveUp(exitcodes.REPEATED, twice)
         if self._max_restarts > 0 and (came := self._too_often(failure, node)):
-            return GiveUp(exitcodes.REPEATED, f"the same failure came {came} without the run getting any further")
+            rest = "without the run getting any further" if failure.shows_progress else "and no step was seen"
+            return GiveUp(exitcodes.REPEATED, f"the same failure came {came} {rest}")
         self._used += 1
         if self._used > self._max_restarts:
             return GiveUp(exitcodes.FAILED, self._exhausted())
         return None
+
+    def _comes_again(self, failure: Failure) -> str:
+        """How an error of the program has come at the same place before, in words, "" if it has not."""
+        if not failure.shows_progress and not failure.soon:
+            self._forget_starts()
+            return ""
+        if failure.kind != "user" or self._same_limit == 0:
+            return ""
+        place = (failure.step, failure.signature)
+        known = place in self._user_errors
+        self._user_errors.add(place)
+        if not known:
+            return ""
+        if not failure.shows_progress:
+            return "the program failed twice soon after its start with the same error, and no step was seen"
+        at_step = "before the first step" if failure.step is None else f"after step {failure.step}"
+        return f"the program failed twice {at_step} with the same error"
+
+    def _forget_starts(self) -> None:
+        """The program may have done steps."""
+        self._user_errors = {place for place in self._user_errors if place[0] is not None}
 
     def _too_often(self, failure: Failure, node: str) -> str:
         """How often it came, in words, if that is too often, else ""."""

@@ -23,7 +23,7 @@ from opsd.launch.ranks.step_log import StepLog
 from opsd.rank_page import PageError, RankPage, read_page
 
 AT_ONCE_S = 60.0
-"""A failure so soon after the first start of a run is one at startup."""
+"""A failure so soon after the ranks' start is one at startup."""
 AGGREGATION_S = 0.02
 """After a failure that is clearly a first cause: time for the other ranks' exits, for the record."""
 VICTIM_S = 1.0
@@ -97,7 +97,7 @@ class Rank:
         """The exception that the rank has recorded and its wall second; None without one."""
         return read_error(self.error_file)
 
-    def failure(self, *, at_once: bool) -> Failure | None:
+    def failure(self) -> Failure | None:
         """Its failure: a bad exit, or a recorded error before the exit. None without either."""
         if self.exit is not None and self.exit.ok:
             return None
@@ -107,25 +107,23 @@ class Rank:
         exit = str(self.exit) if self.exit is not None else "exit code 1"
         kind, detail = classify(exit, error, self.log_tail()), size_mismatch(self.log_tail(_WITH_STACK))
         failure = Failure(self.rank, exit, kind, self._ended_t(), error=error, detail=detail)
-        return self._with_place(failure if t is None else replace(failure, t=t), at_once=at_once)
+        return self._with_place(failure if t is None else replace(failure, t=t))
 
-    def departure(self, before: float, *, at_once: bool) -> Failure | None:
+    def departure(self, before: float) -> Failure | None:
         """Its end in good order, if that came before the wall second ``before``: others may still have needed it."""
         if self.exit is None or not self.exit.ok or self._ended_t() > before:
             return None
         detail = "it ended while other ranks still communicated with it"
-        return self._with_place(
-            Failure(self.rank, str(self.exit), "user", self._ended_t(), detail=detail), at_once=at_once
-        )
+        return self._with_place(Failure(self.rank, str(self.exit), "user", self._ended_t(), detail=detail))
 
     def _ended_t(self) -> float:
         return _wall(self.ended or time.monotonic())
 
-    def _with_place(self, failure: Failure, *, at_once: bool) -> Failure:
+    def _with_place(self, failure: Failure) -> Failure:
         page = self.page()
         last = page.last_step if page is not None else None
         step, phase = last.step if last is not None else None, page.phase if page is not None else None
-        return replace(failure, step=step, phase=phase, at_once=at_once)
+        return replace(failure, step=step, phase=phase, reports=page is not None and not page.observed)
 
     def report_exit(self, events: EventLog, failure: Failure, *, culprit: bool) -> None:
         """Write the ``rank_exited`` event of its ``failure``."""
@@ -170,15 +168,16 @@ class Generation:
 
         If all of those have only lost a peer, also the ranks that had ended in good order by then.
         """
-        found = [(failure, rank) for rank in self.ranks if (failure := rank.failure(at_once=self._at_once(rank)))]
+        found = [(self._timed(failure, rank), rank) for rank in self.ranks if (failure := rank.failure())]
         if not found or not all(failure.lost_a_peer for failure, _ in found):
             return found
         before = min(failure.t for failure, _ in found) + VICTIM_S
-        left = [(left, rank) for rank in self.ranks if (left := rank.departure(before, at_once=self._at_once(rank)))]
+        left = [(self._timed(left, rank), rank) for rank in self.ranks if (left := rank.departure(before))]
         return [*found, *left]
 
-    def _at_once(self, rank: Rank) -> bool:
-        return self.number == 1 and (rank.ended or time.monotonic()) - self.started < AT_ONCE_S
+    def _timed(self, failure: Failure, rank: Rank) -> Failure:
+        soon = (rank.ended or time.monotonic()) - self.started < AT_ONCE_S
+        return replace(failure, soon=soon, at_once=soon and self.number == 1)
 
 
 def usable_pages(ranks: Sequence[Rank]) -> dict[int, RankPage]:

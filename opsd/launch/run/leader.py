@@ -304,8 +304,7 @@ class Leader:
             hint = python_with(missing_module(cause.error))
             self.end(verdict.code, explain(verdict, cause, report.node, report.log, report.tail, hint))
             return
-        when = "before its first step" if cause.step is None else f"after step {cause.step}"
-        said = said or f"rank {cause.rank} on {report.node} failed {when} with {cause.cause}"
+        said = said or f"rank {cause.rank} on {report.node} failed {cause.when} with {cause.cause}"
         self._interrupted(said)
         self._restarts += 1
         if named:
