@@ -37,37 +37,44 @@ class KeptWindowError(ValueError):
 def pack(window: Window, most: int = MAX_BYTES, level: int = _LEVEL) -> bytes:
     """The series of ``window`` and their times, to be read again by ``unpack``; b"" if they are more than ``most``.
 
-    ``level`` is that of zlib; with 0 nothing is compressed.
+    Also b"" before the first tick. ``level`` is that of zlib; with 0 nothing is compressed.
     """
     rings = [*window.rings()]
-    if (len(rings) * _ITEM + window.times.itemsize) * window.ticks > most * 7 // 8:  # the rest is for the names
+    rest = window.past.rest if window.past is not None else {}
+    size = ((len(rings) + len(rest)) * _ITEM + window.times.itemsize) * window.ticks
+    if window.tick < 0 or size > most * 7 // 8:  # the rest is for the names
         return b""
     head = {
         "tick": window.tick,
         "now": window.now,
         "ticks": window.ticks,
         "series": [
-            [told, r.metric.name, *r.values_of, r.base, r.limit, r.tick, r.changed, r.value] for told, r in rings
+            *([told, r.metric.name, *r.values_of, r.base, r.limit, r.tick, r.changed, r.value] for told, r in rings),
+            *([*of, *numbers] for of, (numbers, _) in rest.items()),
         ],
     }
     packer = zlib.compressobj(level)
     first = json.dumps(head).encode()
     parts = [packer.compress(len(first).to_bytes(8, "little") + first), packer.compress(window.times.tobytes())]
     parts += [packer.compress(ring.offsets.tobytes()) for _, ring in rings]
+    parts += [packer.compress(offsets) for _, offsets in rest.values()]
     return b"".join((*parts, packer.flush()))
 
 
 class Past:
-    """The series of an earlier agent, each of which is given back once; ``now`` is its last monotonic second."""
+    """The series of an earlier agent, each of which is given back once; ``now`` is its last monotonic second.
+
+    ``rest`` has those that have not been given back, by what they are of: their numbers and their offsets.
+    """
 
     def __init__(
         self, tick: int, now: float, times: array[float], series: dict[tuple[object, ...], tuple[Any, ...]]
     ) -> None:
-        self.tick, self.now, self.times, self._series = tick, now, times, series
+        self.tick, self.now, self.times, self.rest = tick, now, times, series
 
     def give(self, ring: Ring, *, told: bool) -> None:
         """Let ``ring``, which is new, go on where the same series ended."""
-        known = self._series.pop((told, ring.metric.name, *ring.values_of), None)
+        known = self.rest.pop((told, ring.metric.name, *ring.values_of), None)
         if known is not None:
             (ring.base, ring.limit, ring.tick, ring.changed, ring.value), offsets = known
             ring.offsets = array("f")

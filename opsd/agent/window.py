@@ -74,7 +74,7 @@ class Window:
         self._kinds: dict[type[Fact], Sequence[Fact]] = {}
         self._done: dict[tuple[str, str], Done] = {}
         self._fresh: set[str] = set()
-        self._past: Past | None = None
+        self.past: Past | None = None
         self._past_until = 0
         self.news: list[Event] = []
         """Events from witnesses in this tick."""
@@ -106,7 +106,7 @@ class Window:
         self.times[self.tick % self.ticks] = now
         self._fresh.clear()
         if self.tick >= self._past_until:
-            self._past = None
+            self.past = None
         self.news.clear()
         if self.tick % max(1, self.ticks // 40) == 0 or self._added > MAX_GONE:
             self._drop_unseen()
@@ -164,7 +164,7 @@ class Window:
 
     def go_on(self, past: Past) -> None:
         """Begin with what an earlier agent has kept, before the first tick. Series that come late have none."""
-        self.tick, self.times, self._past = past.tick, past.times, past
+        self.tick, self.now, self.times, self.past = past.tick, past.now, past.times, past
         self._past_until = past.tick + PAST_TICKS
 
     def remember(self, events: Iterable[Event]) -> None:
@@ -215,8 +215,8 @@ class Window:
                     self.refused += 1
                     continue
                 ring = family[labels] = Ring(self, metric, labels, value, source)
-                if self._past is not None:
-                    self._past.give(ring, told=told)
+                if self.past is not None:
+                    self.past.give(ring, told=told)
                 self._count += 1
                 self._told_count += told
                 self._added += 1

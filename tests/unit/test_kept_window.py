@@ -58,6 +58,27 @@ def test_what_is_older_than_the_window_is_not_told():
     assert [*series.values(10.0)] == [(500.0, 70.0)]
 
 
+@pytest.mark.parametrize("seen", [(), ("0",), ("1",), ("0", "1")])
+def test_agents_that_end_at_once_lose_nothing(seen):
+    """What an agent had no time to collect is kept for the one after it."""
+    short = _window()
+    short.go_on(unpack(_stopped(), short.ticks, 6.0))
+    if seen:
+        _tick(short, 6.0, *(_sample(70.0, gpu) for gpu in seen))
+    window = _window()
+    window.go_on(unpack(pack(short), window.ticks, 8.0))
+    _tick(window, 8.0, _sample(80.0), _sample(80.0, "1"))
+    between = {gpu: [(6.0, 70.0)] if gpu in seen else [] for gpu in ("0", "1")}
+    first, second = ([*series.values(60.0)] for series in window.select("temperature"))
+    assert first == [(0.0, 60.0), (1.0, 61.0), (2.0, 62.0), (3.0, 63.0), *between["0"], (8.0, 80.0)]
+    assert second == [(0.0, 40.0), (1.0, 40.0), (2.0, 40.0), (3.0, 40.0), *between["1"], (8.0, 80.0)]
+
+
+def test_before_its_first_tick_a_window_without_a_past_is_nothing():
+    """The next agent begins with nothing, without a word of a broken window."""
+    assert pack(_window()) == b""
+
+
 def test_a_user_gets_no_past_that_a_driver_told():
     """The same name from another kind of source is another series."""
     window = _window()
