@@ -34,15 +34,20 @@ FOUND = [
         ("oom_kill/a_rank.toml", "ends, node boots"),
         ("rank_crash/ambiguous_cuda_error.toml", "ends, node boots"),
         ("gpu_driver_failed/library_replaced.toml", "ends, node boots"),
+        ("disk_errors/array_degraded_before.toml", "agent restarts early"),
     )
 ]
 """Differences that there have been."""
 RIGHT = {
     # No launcher is left that would restart the rank that hangs: a person is told.
     ("dataloader_stall/healthy_stopped_rank", "run ends while open"): ["told 1 more times: rank_hang"],
+    ("dataloader_stall/healthy_stopped_rank", "ends, GPUs idle"): ["told 1 more times: rank_hang"],
+    # Without its run a throttle is less grave. Once the run is seen again it is critical, and a rise is told.
+    ("node_throttle/all_by_heat", "ranks blind early"): ["told 1 more times: node_throttle"],
     # A reset heals corrected errors. A burst that comes back after one is a reason to replace the GPU.
     ("gpu_ecc/corrected_burst", "ends, node boots"): ["told 1 more times: gpu_ecc"],
     # The run trained again before anybody could read of the crash. Its cause is told.
+    ("host_memory/a_rank_is_killed", "events late"): [missing("rank_crash", "smol/generation 1/rank 2", "rank", 2, 2)],
     ("oom_kill/a_rank", "events late"): [missing("rank_crash", "smol/generation 1/rank 2", "rank", 2, 2)],
     ("oom_kill/a_rank", "ranks blind early"): [missing("rank_crash", "smol/generation 1/rank 2", "rank", 2, 2)],
     # A rank page has no step that was done a minute ago, at eight steps a second.
