@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import click
 
 from opsd import durable, exitcodes
 from opsd.commands.options import Finite, exit_codes, option
+from opsd.commands.output import fail
 
 if TYPE_CHECKING:
     from opsd.posttrain.speaker import Messages, Speaker
@@ -70,15 +72,23 @@ def chat(
         raise click.UsageError(f"this needs {error.name}: pip install transformers torch") from error
     try:
         place = transcript or home_of(checkpoints_in(checkpoint)[-1]) / CHATS / time.strftime("%Y%m%d-%H%M%S.jsonl")
-        durable.make_folder(place.parent)
+        with _kept(place):
+            durable.make_folder(place.parent)
         speakers = [Speaker.load(folder, device) for folder in (checkpoint, other) if folder is not None]
         set_seed(seed)
         return _talk(speakers, system, place, max_new_tokens, temperature)
     except SpeakerError as error:
         raise click.UsageError(str(error)) from error
+
+
+@contextmanager
+def _kept(place: Path) -> Iterator[None]:
+    """What fails here is the transcript; stdout has its own errors."""
+    try:
+        yield
     except OSError as error:
-        click.echo(f"opsd: the transcript cannot be written to {error.filename or place}: {error.strerror}", err=True)
-        return exitcodes.of_error(error)
+        where = error.filename or place
+        fail(f"the transcript cannot be written to {where}: {error.strerror}", exitcodes.of_error(error))
 
 
 def _talk(speakers: list[Speaker], system: str, place: Path, most: int, temperature: float) -> int:
@@ -110,7 +120,8 @@ def _talk(speakers: list[Speaker], system: str, place: Path, most: int, temperat
             answers[speaker.name] = {"text": answer.text, "stopped": answer.stopped}
         turn = len(histories[0]) // 2
         record = {"t": time.time(), "turn": turn, "system": system, "user": line, "answers": answers}
-        durable.append(place, json.dumps(record).encode() + b"\n")
+        with _kept(place):
+            durable.append(place, json.dumps(record).encode() + b"\n")
     if place.exists():
         click.echo(f"transcript: {place}", err=True)
     return exitcodes.OK

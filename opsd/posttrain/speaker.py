@@ -94,8 +94,8 @@ class Speaker:
             dtype = torch.float32 if device == "cpu" else "auto"
             model: Any = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
             model = model.to(device).eval()
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            said = str(error).strip().partition("\n")[0]
+        except Exception as error:  # transformers, tokenizers and safetensors may raise anything
+            said = str(error).strip().partition("\n")[0] or type(error).__name__
             raise SpeakerError(f"{path} cannot be loaded by transformers: {said:.300}") from error
         return cls(f"{path.parent.name}/{path.name}" if path.parent.name else path.name, model, tokenizer)
 

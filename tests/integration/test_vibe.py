@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import random
 import subprocess
 import sys
@@ -146,6 +147,27 @@ def test_a_chat_is_answered_and_kept(folder: Path, tmp_path: Path) -> None:
     assert [line["answers"][name] for line in lines] == [
         {"text": "blue", "stopped": True}, {"text": "red", "stopped": True},
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("output", "code"), [("| head -c 5", 141), (">&-", 74)])
+def test_a_chat_that_nobody_reads_does_not_blame_its_transcript(folder: Path, output: str, code: int) -> None:
+    """The reader that goes away ends it, and a closed stdout is named."""
+    script = f"set -o pipefail; {sys.executable} -m opsd chat {folder} --max-new-tokens 12 {output}"
+    asked = "say it.\n" * 20
+    said = subprocess.run(["bash", "-c", script], input=asked, capture_output=True, text=True, timeout=120, check=False)
+    assert said.returncode == code, said.stderr
+    assert "transcript cannot" not in said.stderr
+
+
+@pytest.mark.parametrize("command", ["chat", "vibe"])
+def test_a_cut_off_model_is_a_sentence(folder: Path, tmp_path: Path, command: str) -> None:
+    """safetensors raises an error of its own."""
+    broken = shutil.copytree(folder / "checkpoint-1", tmp_path / "broken")
+    with (broken / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    result = CliRunner().invoke(cli, [command, str(broken)])
+    assert result.exit_code == 2
+    assert "cannot be loaded" in result.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("command", ["chat", "vibe"])
