@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -161,7 +161,7 @@ def test_a_chat_that_nobody_reads_does_not_blame_its_transcript(folder: Path, ou
 
 @pytest.mark.parametrize("command", ["chat", "vibe"])
 def test_a_cut_off_model_is_a_sentence(folder: Path, tmp_path: Path, command: str) -> None:
-    """safetensors raises an error of its own."""
+    """Safetensors raises an error of its own."""
     broken = shutil.copytree(folder / "checkpoint-1", tmp_path / "broken")
     with (broken / "model.safetensors").open("r+b") as file:
         file.truncate(100)
