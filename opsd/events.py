@@ -180,7 +180,10 @@ class CompanionReady(TypedDict):
 
 
 class CompanionFailed(TypedDict):
-    """A companion of the run has ended, refuses, or hangs; the generation starts again."""
+    """A companion of the run has ended, refuses, or hangs, and the generation starts again.
+
+    Or it listens on all addresses, and the run ends.
+    """
 
     companion: str
     why: str

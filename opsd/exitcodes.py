@@ -10,7 +10,7 @@ FAILED: Final = 1
 """The command ran and the answer is no: a rank failed beyond repair, a check failed, a fault was not repaired."""
 USAGE: Final = 2
 """The command line or a configuration file is wrong, or names a run or a file that does not exist; nothing was
-started."""
+started. `opsd launch` also ends with it if a companion listens on all addresses."""
 INTERRUPTED: Final = 3
 """Stopped by the user before it was done."""
 BROKEN: Final = 4

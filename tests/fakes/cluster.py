@@ -33,6 +33,7 @@ class FakeNode:
         self.step_times = StepSampler()
         self.generation = SimpleNamespace(number=0, running=[], ranks=[])
         self.state, self.stopping, self.done, self.ending = "waiting", "", False, False
+        self.cut_off = False
         self.left: tuple[int, str] | None = None
 
     def start(self, number: int, place: object, restarts: int) -> None:

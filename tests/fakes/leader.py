@@ -198,9 +198,9 @@ class LeaderHarness:
         for sender in senders:
             self.tell(sender, messages.StopWanted(SIGTERM))
 
-    def finish_ranks(self, *names: str, told: Stop | None = None) -> None:
+    def finish_ranks(self, *names: str, told: Stop | None = None, cut_off: bool = False) -> None:
         for name in names:
-            self.tell(name, messages.Ended(self.generation, told))
+            self.tell(name, messages.Ended(self.generation, told, cut_off))
 
     def fail(self, sender: str, rank: int, kind: Any, **fields: Any) -> None:
         failure = Failure(rank, "exit code 1", kind, 0.0, **fields)

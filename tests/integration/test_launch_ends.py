@@ -37,6 +37,38 @@ def test_stop_at_a_step_boundary(tmp_path: Path, number: signal.Signals, everyon
         assert stopped["signal"] == number.name
         assert launched.events()[-1]["exit_code"] == exitcodes.REQUEUE
         assert not launched.events("rank_exited")
+        assert launched.err.count("stop requested: the ranks have 120 s to save and end") == 1
+
+
+UNAWARE = """
+import os, sys, time
+from opsd.client import Reporter
+reporter = Reporter.from_env()
+reporter.step(step=7)
+print("ready", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+"""
+UNHANDLED = "import time\nprint('ready', flush=True)\ntime.sleep(1000)\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (UNAWARE, "stopped in good order after SIGTERM; no checkpoint was seen"),
+        (UNHANDLED, "ended by SIGTERM, which ranks do not handle"),
+    ],
+)
+def test_a_stop_of_a_program_that_reads_no_request(tmp_path: Path, source: str, reason: str) -> None:
+    """It is said at once that the ranks were asked, and at the end what was seen of a checkpoint."""
+    end = tmp_path / "end"
+    with Launched(tmp_path, source, args=(str(end),)) as launched:
+        launched.until(lambda: "ready" in launched.log())
+        launched.signal(signal.SIGTERM)
+        launched.until(lambda: "stop requested: the ranks have 120 s to save and end (SIGTERM; " in launched.err)
+        end.touch()
+        assert launched.wait() == exitcodes.REQUEUE
+        assert launched.event("finished")["reason"] == reason
 
 
 @pytest.mark.parametrize("gives_way", [False, True])

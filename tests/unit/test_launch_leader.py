@@ -11,7 +11,7 @@ import pytest
 
 from opsd import exitcodes
 from opsd.launch.hangs.culprit import RankStatus
-from opsd.launch.ranks.failure import RankError
+from opsd.launch.ranks.failure import COMPANION_REFUSED, RankError
 from opsd.launch.run import messages
 from opsd.launch.run.messages import RankStatusesWanted, StopOrdered
 from tests.fakes.leader import NODES, SIGTERM, SPARE, LeaderHarness, swap_of
@@ -191,6 +191,36 @@ def test_a_stop_ends_in_a_requeue(stage: LeaderHarness) -> None:
     assert not stage.over
     stage.finish_ranks("n3", told=SIGTERM)
     assert stage.over == [(exitcodes.REQUEUE, "stopped in good order after SIGTERM")]
+
+
+@pytest.mark.parametrize(
+    ("furthest", "committed", "cut_off", "kept"),
+    [
+        (9, 9, False, "; the newest checkpoint is that of step 9"),
+        (9, 8, False, "; the newest checkpoint is that of step 8, 1 step is done again"),
+        (9, 5, True, "; the newest checkpoint is that of step 5, 4 steps are done again"),
+        (9, None, False, "; no checkpoint was seen"),
+        (None, None, True, ""),
+    ],
+)
+def test_a_stop_says_what_is_kept(
+    stage: LeaderHarness, furthest: int | None, committed: int | None, cut_off: bool, kept: str
+) -> None:
+    """The newest checkpoint and the steps after it, and whether the signal has ended ranks; one such node is enough."""
+    stage.stop("n1")
+    stage.tell("n2", messages.Progress(stage.generation, furthest, committed))
+    stage.finish_ranks("n1", told=SIGTERM, cut_off=cut_off)
+    stage.finish_ranks("n2", "n3", told=SIGTERM)
+    how = "ended by SIGTERM, which ranks do not handle" if cut_off else "stopped in good order after SIGTERM"
+    assert stage.over == [(exitcodes.REQUEUE, how + kept)]
+
+
+def test_a_companion_that_may_not_run_ends_the_run(stage: LeaderHarness) -> None:
+    """It would be the same at each start."""
+    stage.fail("n1", 0, "environment", error=RankError(COMPANION_REFUSED, "the companion `x` may not", ""))
+    stage.loop.advance(2.0)
+    assert stage.over == [(exitcodes.USAGE, "the companion `x` may not")]
+    assert stage.slots == [NODES]
 
 
 def test_the_run_is_done_when_all_nodes_are(stage: LeaderHarness) -> None:

@@ -15,6 +15,9 @@ Kind = Literal["signal", "user", "communication", "hardware", "environment", "ha
 PROGRAM_NOT_FOUND = "ProgramNotFound"
 """The error type with which ``worker.py`` reports that there is no program to run."""
 
+COMPANION_REFUSED = "CompanionRefusedError"
+"""The error type of a companion that may not run as it is configured: it would be the same at each start."""
+
 AUDIT_REFUSED = "AuditRefusedError"
 """The error type with which an adapter refuses the first batches: they are the same at each start."""
 

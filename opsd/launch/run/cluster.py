@@ -21,7 +21,7 @@ from opsd.launch.io.loop import Timer
 from opsd.launch.io.protocol import Member, ProtocolError
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import OF_ONE_LAUNCHER
-from opsd.launch.ranks.failure import Failure, first_cause
+from opsd.launch.ranks.failure import COMPANION_REFUSED, Failure, RankError, first_cause
 from opsd.launch.ranks.shutdown import SECOND_STOP_S
 from opsd.launch.run import messages
 from opsd.launch.run.aggregation import LocalHang, to_ages
@@ -137,9 +137,15 @@ class ClusterRun:
 
     def companion_failed(self, reason: str) -> None:
         """Report it as a failure of this node's first rank, which the companion serves."""
-        failure = Failure(
-            self._change.first_rank, reason, "environment", time.time(), step=self._node.progress.furthest
-        )
+        self._tell_companion(reason)
+
+    def companion_refused(self, reason: str) -> None:
+        """The same; the leader ends the run."""
+        self._tell_companion(reason, RankError(COMPANION_REFUSED, reason, ""))
+
+    def _tell_companion(self, reason: str, error: RankError | None = None) -> None:
+        rank, step = self._change.first_rank, self._node.progress.furthest
+        failure = Failure(rank, reason, "environment", time.time(), step=step, error=error)
         self._tell(messages.Failed(self._generation, (messages.FailedRank(failure),)))
 
     def failed(self, found: Sequence[RankFailure]) -> None:
@@ -163,7 +169,7 @@ class ClusterRun:
     def ended(self) -> None:
         """Report that this node is done."""
         self._tell_progress()
-        self._tell(messages.Ended(self._generation, self._stops.told))
+        self._tell(messages.Ended(self._generation, self._stops.told, self._node.cut_off))
 
     def asked_to_stop(self, by: str) -> None:
         self._stops.asked(by)
@@ -258,7 +264,7 @@ class ClusterRun:
         if runs and self._failures:  # other ranks may run on
             self._tell_failures(self._failures)
         elif runs and node.done:
-            self._tell(messages.Ended(plan.generation, self._stops.told))
+            self._tell(messages.Ended(plan.generation, self._stops.told, self._node.cut_off))
         elif not runs or node.ending or not node.generation.running:
             self._tell(messages.Waiting(plan.generation, self._gone_s))
 
@@ -489,6 +495,8 @@ class LocalStops:
             self.leave_if_recalled()
             return
         stop = Stop(StopReason.REQUEST) if by == CONTROL else Stop(StopReason.SIGNAL, by)
+        if self._node.generation.running and not self._node.stopping:
+            self._say_how_long(stop)
         if self.wanted or not self._node.stopping:
             self._stop_ranks(stop)
         self.wanted = self.wanted or stop
@@ -498,6 +506,13 @@ class LocalStops:
             limit = self._node.settings.stop_timeout_s if self._change.plan is not None else UNBEGUN_S
             limit_s = (limit, min(limit, SECOND_STOP_S), 0.0)[min(self._idle_stops, 3) - 1]
             self._node.loop.later(limit_s, lambda: self._leave_idle(f"stopped after {by}"))
+
+    def _say_how_long(self, stop: Stop) -> None:
+        limit_s = self._node.settings.stop_timeout_s
+        print_message(
+            f"stop requested: the ranks have {limit_s:g} s to save and end "
+            f"({stop}; a second one leaves {min(limit_s, SECOND_STOP_S):g} s, a third none)"
+        )
 
     def _leave_idle(self, reason: str) -> None:
         """Exit if nobody has ended the run; ranks that were started meanwhile stop in their own time."""

@@ -1,8 +1,8 @@
 """Companions of a run: servers such as vLLM that ranks use, started, watched and ended with each generation.
 
 A companion runs on the first node of a generation. One that ends, refuses, or neither answers nor works, ends the
-generation, which then starts again with a new one. The failure names it. While it works, ranks that wait for it are not
-hung: see ``HangDetector.companion_works``.
+generation, which then starts again with a new one. The failure names it. One that listens on all addresses ends the
+run. While it works, ranks that wait for it are not hung: see ``HangDetector.companion_works``.
 """
 
 from __future__ import annotations
@@ -136,7 +136,11 @@ class _Companion:
 
 
 class Companions:
-    """Those of this node. ``failed`` is called once a generation with a sentence that names the culprit."""
+    """Those of this node.
+
+    ``failed`` is called once a generation with a sentence that names the culprit, or else ``refused`` if that may not
+    run as it is configured.
+    """
 
     def __init__(
         self,
@@ -155,7 +159,8 @@ class Companions:
         self._settings = settings
         self._startup_s = startup_s
         self._running: list[_Companion] = []
-        self._failed: Callable[[str], None] = lambda _: None
+        self._failed: Callable[[str], None] = _untold
+        self._refused: Callable[[str], None] = _untold
         self.works_at = -float("inf")
         """The monotonic second at which one was last seen to work."""
         if besides:
@@ -166,9 +171,16 @@ class Companions:
         """Their processes, which are collected here."""
         return frozenset(each.child.pid for each in self._running)
 
-    def start(self, generation: int, failed: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> None:
+    def start(
+        self,
+        generation: int,
+        failed: Callable[[str], None],
+        *,
+        refused: Callable[[str], None],
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
         """Start them anew. Raises OSError with a sentence."""
-        self._failed = failed
+        self._failed, self._refused = failed, refused
         marks = self._settings.marks(self._folders.folder)
         for number, beside in enumerate(self._besides):
             folder = self._folders.generation_logs(generation)
@@ -190,7 +202,7 @@ class Companions:
 
     def collect(self) -> None:
         """The generation ends: its processes are killed with those of ranks, and collected here."""
-        self._failed = lambda _: None
+        self._failed = self._refused = _untold
         for each in self._running:
             each.child.kill_group()
             each.child.reap(1.0)
@@ -224,11 +236,12 @@ class Companions:
     def _sentence(self, companion: _Companion, why: str) -> str:
         return f"its companion `{companion.beside.name}` {why} (log: {companion.log})"
 
-    def _fail(self, companion: _Companion, why: str) -> None:
-        failed, self._failed = self._failed, lambda _: None
+    def _fail(self, companion: _Companion, why: str, *, refused: bool = False) -> None:
+        tell = self._refused if refused else self._failed
+        self._failed = self._refused = _untold
         if companion in self._running:
             self._events.emit("companion_failed", **CompanionFailed(companion=companion.beside.name, why=why))
-            failed(self._sentence(companion, why))
+            tell(f"the companion `{companion.beside.name}` {why}" if refused else self._sentence(companion, why))
 
     def _look(self) -> None:
         for each in list(self._running):
@@ -255,8 +268,8 @@ class Companions:
             self.works_at = now
         was_ready = companion.health.ready
         if open_to_all:
-            why = f"listens on all addresses ({open_to_all}): bind it to 127.0.0.1, or allow it with --beside-public"
-            self._fail(companion, why)
+            bind = "bind it to 127.0.0.1, by --host 127.0.0.1 with many servers, or allow it with --beside-public"
+            self._fail(companion, f"listens on all addresses ({open_to_all}): {bind}", refused=True)
         elif why := companion.health.note(answer, works, now):
             self._fail(companion, why)
         elif companion.health.ready and not was_ready and companion.beside.health:
@@ -264,6 +277,9 @@ class Companions:
             print_message(f"the companion `{companion.beside.name}` is ready after {duration(seconds)}")
             fields = CompanionReady(companion=companion.beside.name, seconds=round(seconds, 3))
             self._events.emit("companion_ready", **fields)
+
+
+def _untold(_: str) -> None: ...
 
 
 def listens_on_all(pid: int) -> str:

@@ -38,7 +38,14 @@ from opsd.launch.io.loop import Timers
 from opsd.launch.io.protocol import Member
 from opsd.launch.io.reporting import print_message
 from opsd.launch.io.run_log import RunEventLog
-from opsd.launch.ranks.failure import PROGRAM_NOT_FOUND, Failure, RestartPolicy, explain, missing_module
+from opsd.launch.ranks.failure import (
+    COMPANION_REFUSED,
+    PROGRAM_NOT_FOUND,
+    Failure,
+    RestartPolicy,
+    explain,
+    missing_module,
+)
 from opsd.launch.ranks.interpreters import python_with
 from opsd.launch.ranks.settings import gpu_count
 from opsd.launch.run import messages
@@ -240,8 +247,8 @@ class Leader:
                     self._hangs.begin(self._stops.at_work)
             case messages.RankStatuses(_, ranks, stacks):
                 self._hangs.add(sender, list(rank_statuses(ranks, self._clock())), stacks)
-            case messages.Ended(_, told):
-                self._stops.ended(sender, told)
+            case messages.Ended(_, told, cut_off):
+                self._stops.ended(sender, told, cut_off=cut_off)
             case messages.Waiting(_, gone_s):
                 self._log.emit("ranks_gone", gone_s, **RanksGone(gone=sender, gone_s=round(gone_s, 3)))
                 self._stops.ranks_gone(sender)
@@ -289,6 +296,8 @@ class Leader:
         if cause.error is not None and cause.error.type == PROGRAM_NOT_FOUND:
             where = f" (on {report.node})" if len(self._planner.slots) > 1 else ""
             self.end(exitcodes.NOT_FOUND, f"{cause.error.message}{where}")
+        elif cause.error is not None and cause.error.type == COMPANION_REFUSED:
+            self.end(exitcodes.USAGE, cause.error.message)
         else:
             self._recover(report)
 
@@ -353,10 +362,11 @@ class Leader:
         self._restarts += 1
         self.propose_next()
 
-    def stopped(self, stop: Stop) -> None:
-        """The ranks have ended in order, as requested: the run is to be started again."""
+    def stopped(self, stop: Stop, *, cut_off: bool) -> None:
+        """The ranks have ended, as requested: the run is to be started again."""
         self._log.emit("stopped", **Stopped(signal=str(stop), step=self.furthest))
-        self.end(exitcodes.REQUEUE, f"stopped in good order after {stop}")
+        how = f"ended by {stop}, which ranks do not handle" if cut_off else f"stopped in good order after {stop}"
+        self.end(exitcodes.REQUEUE, how + _saved(self.furthest, self._committed))
 
     def replaced(self) -> None:
         """Forget what was known of the generation that ends."""
@@ -390,6 +400,14 @@ class Leader:
 
 def _loss(node: str, silent_s: float) -> str:
     return f"node {node} is lost: nothing heard of it for {silent_s:.1f} s"
+
+
+def _saved(furthest: int | None, committed: int | None) -> str:
+    """What is kept of a run that has done ``furthest`` steps, as the end of a sentence, "" if nobody knows."""
+    if committed is None:
+        return "" if furthest is None else "; no checkpoint was seen"
+    newest, again = f"; the newest checkpoint is that of step {committed}", (furthest or 0) - committed
+    return f"{newest}, {again} step{'s are' if again > 1 else ' is'} done again" if again > 0 else newest
 
 
 def later(known: int | None, step: int | None) -> int | None:

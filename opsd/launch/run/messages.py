@@ -122,11 +122,12 @@ class RankStatuses:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """All ranks of a node have ended in good order, by themselves or as they were told."""
+    """All ranks of a node have ended, by themselves or as they were told; ``cut_off``: the signal has ended some."""
 
     direction: ClassVar = TO_LEADER
     generation: int
     told: Stop | None = None
+    cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,9 @@ class RunControl(Protocol):
     def companion_failed(self, reason: str) -> None:
         """A companion on this node has failed; ``reason`` names it."""
 
+    def companion_refused(self, reason: str) -> None:
+        """A companion on this node may not run as it is configured: the run ends; ``reason`` is a sentence."""
+
     def failed(self, found: Sequence[RankFailure]) -> None:
         """Ranks of this node have failed at about the same time."""
 

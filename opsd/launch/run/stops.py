@@ -26,8 +26,8 @@ class StopCallbacks(Protocol):
     def restart_all(self) -> None:
         """The same, losing the steps since the last checkpoint."""
 
-    def stopped(self, stop: Stop) -> None:
-        """All ranks have made their checkpoint and ended, as they were told."""
+    def stopped(self, stop: Stop, *, cut_off: bool) -> None:
+        """All ranks have ended, as they were told; ``cut_off``: the signal has ended some, which do not handle it."""
 
     def end(self, code: int, reason: str) -> None:
         """The run is over."""
@@ -53,6 +53,7 @@ class StopCoordinator:
         self._say = say
         self._stop: Stop | None = None
         self._ended: dict[str, Stop | None] = {}
+        self._cut_off = False
         self._slots: tuple[str, ...] = ()
         self._at_work: set[str] = set()
         """Those of ``_slots`` that have not ended: thousands end at once, so each only takes itself out."""
@@ -74,7 +75,7 @@ class StopCoordinator:
 
     def forget(self) -> None:
         """Another generation is proposed."""
-        self._stop, self._ended, self._leaving = None, {}, {}
+        self._stop, self._ended, self._cut_off, self._leaving = None, {}, False, {}
         self._slots, self._at_work = (), set()
 
     def swap(self, node: str, reason: str) -> None:
@@ -139,9 +140,10 @@ class StopCoordinator:
         else:
             self._order(stop)
 
-    def ended(self, node: str, told: Stop | None) -> None:
+    def ended(self, node: str, told: Stop | None, *, cut_off: bool) -> None:
         """The ranks of ``node`` have ended by themselves, or as they were ``told``, possibly by a previous leader."""
         self._ended[node] = told
+        self._cut_off = self._cut_off or cut_off
         self._at_work.discard(node)
         if self.at_work:
             return
@@ -149,7 +151,7 @@ class StopCoordinator:
         if stop is None:
             self._callbacks.end(exitcodes.OK, "all ranks finished")
         elif stop.final:
-            self._callbacks.stopped(stop)
+            self._callbacks.stopped(stop, cut_off=self._cut_off)
         else:
             self._take_over(stop)
             self._callbacks.propose_next()

@@ -73,6 +73,8 @@ class Supervisor:
         self.step_times = StepSampler()
         self.done = False
         """True once the ranks of the generation have all ended in good order."""
+        self.cut_off = False
+        """Whether the signal to stop has ended some of them, which do not handle it."""
         self._starter = starter
         self._standby = starter.standby
         self._hangs = hangs
@@ -123,7 +125,8 @@ class Supervisor:
         self._world_size = place.world_size
         try:
             if self._companions is not None and place.node_rank == 0:
-                self._companions.start(number, self._control.companion_failed)
+                control = self._control
+                self._companions.start(number, control.companion_failed, refused=control.companion_refused)
             self._starter.start(generation, place, restarts)
         except OSError as error:
             self._watch_ranks()
@@ -343,7 +346,7 @@ class Supervisor:
         self.finish(exitcodes.FAILED, f"{culprits} cannot be killed: stuck in the kernel; the node needs a reboot")
 
     def _all_ended(self) -> None:
-        self.done = True
+        self.done, self.cut_off = True, any(map(self._stop.explains, self.generation.ranks))
         self.progress.update(self.generation)
         self.end(self._control.ended, gracefully=True)
 
