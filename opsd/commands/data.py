@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -40,6 +41,11 @@ def data() -> None:
 
     FILE is a Python file that defines `stages`, a list of datatrove's executors. docs/data.md describes it.
     """
+    program = Path(sys.argv[0])
+    if sys.flags.hash_randomization and (program.name == "opsd" or program.parts[-2:] == ("opsd", "__main__.py")):
+        # Digests, and tasks that are repeated, need sets in the same order in each process.
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  # this program once more
 
 
 @data.command(

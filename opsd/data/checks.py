@@ -102,8 +102,13 @@ def _remedy(problems: Sequence[str]) -> str:
 
 
 def demand_outputs(stage: Stage, known: Known) -> None:
-    """Raise PipelineError if an output folder has files that the run has not written."""
+    """Raise PipelineError if an output folder is a file system, or has files that the run has not written."""
     for place in stage.outputs:
+        if Path(place).resolve().is_mount():
+            raise PipelineError(
+                f"stage {stage.number} writes to {place}, where another file system begins: name a folder in it, since "
+                "files are made ready beside the folder and then moved"
+            )
         others = sorted(name for name in listing(place) if Path(place, name) not in known)
         if others:
             raise PipelineError(
@@ -173,6 +178,8 @@ def _unread(stage: Stage, plan: Mapping[str, Any], records: Sequence[Done]) -> I
         yield from (f"no task has read {place}/{name}" for name in sorted(wanted) if not times[name])
         yield from (f"{times[name]} tasks have read {place}/{name}" for name in sorted(wanted) if times[name] > 1)
         yield from (f"{place}/{name} was added while the stage ran" for name in sorted(wanted - known.keys()))
+        gone = [name for name in known.keys() - set(listing(place)) if not times[name]]
+        yield from (f"{place}/{name} was removed before it was read" for name in sorted(gone))
 
 
 def demand_hand_over(stage: Stage, made: Mapping[str, Any], given: Mapping[str, int]) -> None:

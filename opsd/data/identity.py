@@ -1,11 +1,13 @@
 """Digests of pipelines: equal as long as code, arguments and files that are named in them are.
 
-Code of the pipeline's own file counts by what it compiles to, with the globals that it uses, so that comments do not
-count. Modules beside it count by their text, installed packages by their version.
+Code of the pipeline's own file counts by what it compiles to, with the globals that it uses and the modules that it
+imports, so that comments do not count. Modules beside it count by their text and that of the modules that they import,
+installed packages by their version. Sets have the same order in every process only with ``PYTHONHASHSEED=0``.
 """
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import importlib.metadata
 import json
@@ -13,8 +15,10 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache, partial
-from pathlib import Path
+from modulefinder import ModuleFinder
+from pathlib import Path, PurePath
 from string import Template
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -23,9 +27,12 @@ from opsd.checkpoints.manifest import checksum
 
 OWN: Final = "opsd_pipeline"
 """The name under which the file of a pipeline runs."""
+_OWN_PACKAGE: Final = "opsd"
 _LEFT_OUT: Final = frozenset({"stats", "output_mg"})
 """Attributes of steps that change while they run."""
 _LONGEST_PATH: Final = 4096
+_LARGEST_SEED: Final = 2**64
+"""Without a seed numpy takes 128 random bits."""
 _NUMBERED: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -62,8 +69,14 @@ def _compound(value: object, above: set[int]) -> Any:
         return ["mapping", sorted(pairs, key=lambda pair: json.dumps(pair, sort_keys=True))]
     if isinstance(value, FunctionType):
         return _function(value, above)
+    if hasattr(owner := getattr(value, "__self__", None), "bit_generator"):
+        return ["method", getattr(value, "__name__", ""), _described(owner, above)]
     if isinstance(value, MethodType):
         return ["method", _described(value.__func__, above)]
+    if isinstance(value, ModuleType):
+        return ["module", *_module(value.__name__)]
+    if isinstance(value, PurePath):
+        return ["path", _text(str(value))]
     if isinstance(value, partial):
         return [
             "partial",
@@ -74,7 +87,10 @@ def _compound(value: object, above: set[int]) -> Any:
     if isinstance(value, type):
         return _class(value, above)
     if isinstance(value, re.Pattern | Template):
-        return [type(value).__name__, value.pattern if isinstance(value, re.Pattern) else value.template]
+        return [
+            type(value).__name__,
+            *((value.pattern, value.flags) if isinstance(value, re.Pattern) else (value.template,)),
+        ]
     return _instance(value, above)
 
 
@@ -100,6 +116,8 @@ def _instance(value: object, above: set[int]) -> Any:
         ]
     if (folder := place_of(value)) is not None:
         return ["folder", folder]
+    if (seeds := getattr(getattr(value, "bit_generator", None), "seed_seq", None)) is not None:
+        return ["numpy's random numbers", seeds.entropy if seeds.entropy <= _LARGEST_SEED else "without a seed"]
     names = dict.fromkeys([*getattr(value, "__dict__", ()), *getattr(type(value), "__slots__", ())])
     fields = {name: getattr(value, name, None) for name in names if name not in _LEFT_OUT}
     kind = _class(type(value), above)
@@ -126,7 +144,7 @@ def _class(kind: type, above: set[int]) -> Any:
     code = {
         name: _described(getattr(member, "__func__", getattr(member, "fget", member)), above)
         for name, member in vars(kind).items()
-        if not name.startswith("__") or name in ("__init__", "__call__")
+        if not name.startswith("__") or isinstance(member, FunctionType)
     }
     return [kind.__qualname__, [_described(base, above) for base in kind.__bases__], code]
 
@@ -138,17 +156,29 @@ def _function(function: FunctionType, above: set[int]) -> Any:
     used = {
         name: _described(function.__globals__[name], above)
         for name in sorted(set(_names(function.__code__)))
-        if name in function.__globals__ and not isinstance(function.__globals__[name], ModuleType)
+        if name in function.__globals__
     }
+    beside = str(Path(function.__code__.co_filename).parent)
+    used |= {f"import {name}": _module(name, beside) for name in sorted(set(_imported(function.__code__)))}
     given = [function.__defaults__, function.__kwdefaults__]
     return ["function", _code(function.__code__), _described(given, above), _described(cells, above), used]
 
 
 def _names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+    for inner in _inner(code):
+        yield from _names(inner)
+
+
+def _imported(code: CodeType) -> Iterator[str]:
+    """The modules that a function imports while it runs."""
+    yield from (str(each.argval) for each in dis.get_instructions(code) if each.opname == "IMPORT_NAME")
+    for inner in _inner(code):
+        yield from _imported(inner)
+
+
+def _inner(code: CodeType) -> Iterator[CodeType]:
+    return (constant for constant in code.co_consts if isinstance(constant, CodeType))
 
 
 def _code(code: CodeType) -> Any:
@@ -165,15 +195,40 @@ def _constant(value: object) -> Any:
 
 
 @cache
-def _module(name: str) -> tuple[str, str]:
-    """A module with the version of its package, or for one that is not installed with the checksum of its file."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    packages = {str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib", "stdlib")}
-    if file is not None and not any(str(Path(file).resolve()).startswith(f"{folder}/") for folder in packages):
-        return name, checksum(Path(file))
+def _module(name: str, beside: str = "") -> tuple[Any, ...]:
+    """A module with the version of its package. One that is not installed: with the checksums of all that it imports.
+
+    Those are in files beside it or in folders there. It is looked for in the folder ``beside`` first.
+    """
+    if (file := _file_of(name, beside)) is not None and not _is_installed(file):
+        finder = ModuleFinder(path=[str(_root_of(file, name))], excludes=[_OWN_PACKAGE])
+        if name.partition(".")[0] != _OWN_PACKAGE:
+            with suppress(ImportError, SyntaxError):
+                finder.import_hook(name)
+        files = {str(path) for each in finder.modules.values() if (path := getattr(each, "__file__", None))}
+        return name, sorted([Path(each).name, checksum(Path(each))] for each in {*files, str(file)})
     for distribution in _distributions().get(name.partition(".")[0], ()):
         return name, importlib.metadata.version(distribution)
     return name, ""
+
+
+def _file_of(name: str, beside: str) -> Path | None:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if name not in sys.modules:
+        path = Path(beside, *name.split("."))
+        named = (path.with_suffix(".py"), path / "__init__.py") if beside else ()
+        file = next((str(each) for each in named if each.is_file()), None)
+    return Path(file) if file and Path(file).is_file() else None
+
+
+def _root_of(file: Path, name: str) -> Path:
+    """The folder from which the module ``name`` is imported."""
+    return file.parents[name.count(".") + (file.name == "__init__.py")]
+
+
+def _is_installed(file: Path) -> bool:
+    packages = (str(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib", "stdlib"))
+    return any(str(file.resolve()).startswith(f"{folder}/") for folder in packages)
 
 
 @cache

@@ -217,6 +217,12 @@ class StageFolder:
             (self.folder / PLAN).unlink(missing_ok=True)
 
 
+def waiting_room(place: str) -> Path:
+    """Where files of the output folder ``place`` are made ready: beside it, or beside what it links to."""
+    path = Path(place).resolve()
+    return path.with_name(f".{path.name}.opsd")
+
+
 def publish(done: Done) -> None:
     """Move the files of a finished task into place, as far as they are not there yet. Raises OSError."""
     folders = set()

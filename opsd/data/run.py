@@ -26,6 +26,7 @@ from opsd.data.records import (
     plan_digest,
     publish,
     read_json,
+    waiting_room,
     write_json,
 )
 from opsd.words import duration, plural
@@ -188,7 +189,7 @@ class Run:
         for place, count in made["given"].items():
             self._given[place] = self._given.get(place, 0) + count
         for place in stage.outputs:
-            shutil.rmtree(Path(place).with_name(f".{Path(place).name}.opsd"), ignore_errors=True)
+            shutil.rmtree(waiting_room(place), ignore_errors=True)
         if folder.done != made:
             write_json(folder.folder / DONE, made)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import errno
 import gzip
+import io
 import json
 import os
 import resource
@@ -32,13 +33,26 @@ from opsd import durable
 from opsd.checkpoints.manifest import checksum
 from opsd.data.identity import place_of
 from opsd.data.pipeline import PipelineError, Stage, folders_of, name_of
-from opsd.data.records import BEAT_S, LOG, Attempt, Done, Flow, StageFolder, Written, plan_digest, publish
+from opsd.data.records import (
+    BEAT_S,
+    LOG,
+    Attempt,
+    Done,
+    Flow,
+    StageFolder,
+    Written,
+    plan_digest,
+    publish,
+    waiting_room,
+)
 from opsd.words import first_line, with_remedy
 
 DONE: Final = "done"
 FAILED: Final = "failed"
 SUPERSEDED: Final = "superseded"
 """How an attempt ends; superseded is one that another attempt was faster than."""
+_COMPRESSED: Final = (".gz", ".zst", ".xz", ".bz2")
+_NO_TEXT: Final = "without text"
 _DAMAGE: Final = ("Error when reading", "may be corrupted")
 """What datatrove's readers say, at the level of a warning, of a document that they leave out because it is damaged."""
 
@@ -128,6 +142,8 @@ class LocalFiles:
                     f"a step writes {path} into a folder that its stage reads: run that step without opsd"
                 )
             file = before(fs, path, mode=mode, **options)
+            if mode == "rb" and path.endswith(_COMPRESSED) and not os.fstat(file.fileno()).st_size:
+                raise EOFError(f"{path} is empty: a compressed file has a head at least")
             if mode.startswith("r"):
                 self.read[path] = None
             else:
@@ -148,6 +164,40 @@ class LocalFiles:
     def read_below(self, folder: str) -> list[str]:
         """The names of those for reading below ``folder``."""
         return sorted(path[len(folder) + 1 :] for path in self.read if path.startswith(f"{folder}/"))
+
+
+class Textless:
+    """Counts the documents that a reader of datatrove leaves out, since they have no text."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader, self._make = reader, reader.get_document_from_dict
+        self._has_key = reader.adapter.__name__ == "_default_adapter"
+        self._kept: set[str] = set()
+        self._left_out: dict[str, int] = {}
+        self._without_key: dict[str, list[str]] = {}
+        reader.get_document_from_dict = self._made
+
+    def _made(self, data: dict[str, Any], source: str, number: Any) -> Any:
+        names = list(data)
+        document = self._make(data, source, number)
+        if document is not None:
+            self._kept.add(source)
+        else:
+            self._left_out[source] = self._left_out.get(source, 0) + 1
+            if self._has_key and self._reader.text_key not in names:
+                self._without_key.setdefault(source, names)
+        return document
+
+    def settle(self, flow: Flow) -> None:
+        """Count them as dropped. Raises PipelineError if no document of a file has a text."""
+        for source in self._without_key.keys() - self._kept:
+            raise PipelineError(
+                f"no document of {source} has a text: {flow.step} looks for {self._reader.text_key!r}, and there are "
+                f"{', '.join(self._without_key[source][:10])}"
+            )
+        if count := sum(self._left_out.values()):
+            flow.documents_made += count
+            flow.reasons[_NO_TEXT] = count
 
 
 class Tasks:
@@ -189,8 +239,6 @@ class Tasks:
             attempt.seen = time.time()
         for place in staged.values():
             shutil.rmtree(place, ignore_errors=True)
-            with suppress(OSError):
-                Path(place).parent.rmdir()
         self._folder.note(attempt)
         return attempt
 
@@ -201,6 +249,7 @@ class Tasks:
                 if name.startswith("output"):
                     folder.path = staged[str(place_of(folder))]
         meters = _meters(pipeline)
+        textless = {id(step): Textless(step) for step in pipeline if hasattr(step, "get_document_from_dict")}
         metered = [part for step, meter in zip(pipeline, meters, strict=True) for part in (step, meter)]
         self._said.clear()
         self._files.forget()
@@ -217,6 +266,8 @@ class Tasks:
         places = {aside: place for place, aside in staged.items()}
         for step, meter in zip(pipeline, meters, strict=True):
             meter.settle()
+            if (left_out := textless.get(id(step))) is not None:
+                left_out.settle(meter.flow)
             _audit(step, meter)
         return Done(
             attempt.rank, self._plan, attempt.token, tuple(_written(staged)), dict(staged),
@@ -262,14 +313,14 @@ def _audit(step: Any, meter: Meter) -> None:
     if not meter.ended:
         raise PipelineError(f"the step after {flow.step} stopped before the end of its documents: some were not read")
     counts = {name: int(metric.total) for name, metric in getattr(getattr(step, "stats", None), "stats", {}).items()}
-    flow.reasons = {name[8:]: count for name, count in counts.items() if name.startswith("dropped_")}
+    flow.reasons |= {name[8:]: count for name, count in counts.items() if name.startswith("dropped_")}
     if left := flow.documents_dropped - sum(flow.reasons.values()):
         flow.reasons[flow.step] = left
     checks = {}
     if hasattr(step, "filter_batch"):
         checks = {"dropped": flow.documents_dropped, "forwarded": flow.documents_out}
     elif hasattr(step, "read_file"):
-        checks = {"documents": flow.documents_made}
+        checks = {"documents": flow.documents_made - flow.reasons.get(_NO_TEXT, 0)}
     elif hasattr(step, "output_mg"):
         checks = {"total": flow.documents_in}
     for name, count in checks.items():
@@ -291,8 +342,7 @@ def _counted(pipeline: list[Any], mark: str, attribute: str, stat: str, places: 
 
 def _aside(place: str, attempt: Attempt) -> str:
     """Where an attempt writes what belongs into the folder ``place``: beside it, on the same file system."""
-    path = Path(place)
-    return str(path.with_name(f".{path.name}.opsd") / f"{attempt.rank:05d}-{attempt.token}")
+    return str(waiting_room(place) / f"{attempt.rank:05d}-{attempt.token}")
 
 
 def _written(staged: Mapping[str, str]) -> Iterator[Written]:
@@ -334,7 +384,10 @@ def _beating(folder: StageFolder, attempt: Attempt) -> Iterator[None]:
 
 
 def same_bytes_at_any_time() -> None:
-    """Have fsspec write gzip without the time of writing, so that an attempt that is repeated writes the same bytes."""
+    """Have fsspec write gzip without the time of writing, so that an attempt that is repeated writes the same bytes.
+
+    It reads zstd to its end, too.
+    """
     from fsspec.compression import compr, register_compression
 
     before = compr["gzip"]
@@ -348,3 +401,59 @@ def same_bytes_at_any_time() -> None:
         return compressor
 
     register_compression("gzip", opened, "gz", force=True)
+    if find_spec("zstandard"):
+        written = compr.get("zstd")
+        register_compression(
+            "zstd",
+            lambda file, mode="rb": io.BufferedReader(ZstdFrames(file)) if "r" in mode else written(file, mode=mode),
+            "zst",
+            force=True,
+        )
+
+
+class ZstdFrames(io.RawIOBase):
+    """All frames of a zstd file, one after the other; zstandard's own reader takes a file that ends early as whole.
+
+    Raises EOFError for such a file.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left, self._begun = file, b"", False
+        self._frame: Any = None
+        self._decoded = memoryview(b"")
+
+    def readable(self) -> bool:
+        """It is for reading."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """See ``io.RawIOBase``."""
+        while not self._decoded:
+            if not self._decode():
+                return 0
+        size = min(len(buffer), len(self._decoded))
+        buffer[:size] = self._decoded[:size]
+        self._decoded = self._decoded[size:]
+        return size
+
+    def _decode(self) -> bool:
+        from zstandard import ZstdDecompressor
+
+        raw = self._left or self._file.read(1 << 17)
+        if not raw:
+            if self._begun:
+                raise EOFError("the zstd file ends early")
+            return False
+        if self._frame is None:
+            self._frame = ZstdDecompressor().decompressobj()
+        self._decoded = memoryview(self._frame.decompress(raw))
+        self._begun, self._left = not self._frame.eof, b""
+        if self._frame.eof:
+            self._left, self._frame = self._frame.unused_data, None
+        return True
+
+    def close(self) -> None:
+        """Close the file, too."""
+        if not self.closed:
+            self._file.close()
+        super().close()

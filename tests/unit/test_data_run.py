@@ -6,6 +6,8 @@ import gzip
 import json
 import random
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +24,8 @@ from opsd.data.records import Flow, StageFolder
 from opsd.data.status import status
 from opsd.data.task import Meter, Tasks
 from tests.fakes.pipelines import PIPELINE, Here, contents, make_pipeline, make_raw, run_here
+
+LINES = b'{"text": "a text that is long", "id": "1"}\n'
 
 
 def texts_in(folder: Path) -> list[str]:
@@ -231,12 +236,30 @@ def test_an_input_that_is_there_twice_is_refused(tmp_path: Path) -> None:
         ("9.jsonl", b'{"text": "a text that is long", "id": "1"}\n{"text": "cut o', "9.jsonl"),
         (
             "9.jsonl.gz",
-            gzip.compress(b'{"text": "a text that is long", "id": "1"}\n' * 99, mtime=0)[:-20],
+            gzip.compress(LINES * 99, mtime=0)[:-20],
             "9.jsonl.gz",
         ),
         ("9.jsonl", b'{"text": "\xff\xfe\x00"}\n', "9.jsonl"),
+        ("9.jsonl.zst", zstandard.compress(LINES * 9999)[:-20], "9.jsonl.zst"),
+        ("9.jsonl.zst", zstandard.compress(LINES) + zstandard.compress(LINES)[:-3], "9.jsonl.zst"),
+        ("9.jsonl.zst", b"", "9.jsonl.zst is empty"),
+        ("9.jsonl.gz", b"", "9.jsonl.gz is empty"),
+        (
+            "9.jsonl",
+            b'{"content": "a text"}\n',
+            "9.jsonl has a text: JsonlReader looks for 'text', and there are content",
+        ),
     ],
-    ids=["cut off", "gzip that is cut off", "not UTF-8"],
+    ids=[
+        "cut off",
+        "gzip that is cut off",
+        "not UTF-8",
+        "zstd that is cut off",
+        "its second frame is cut off",
+        "zstd of 0 bytes",
+        "gzip of 0 bytes",
+        "another key",
+    ],
 )
 def test_a_file_that_cannot_be_read_to_its_end_fails_its_task(
     tmp_path: Path, name: str, content: bytes, told: str
@@ -248,6 +271,79 @@ def test_a_file_that_cannot_be_read_to_its_end_fails_its_task(
     assert not run_here(file, said=said)
     assert told in said[-1]
     assert contents(tmp_path / "kept").keys() == {"00000.jsonl.gz", "00001.jsonl.gz"}
+
+
+def test_all_frames_of_a_zstd_file_are_read(tmp_path: Path) -> None:
+    """As several programs write them; zstandard's own reader ends after the first."""
+    file = make_pipeline(tmp_path)
+    (tmp_path / "raw/9.jsonl.zst").write_bytes(zstandard.compress(LINES * 5) + zstandard.compress(LINES * 4))
+    assert run_here(file)
+    assert texts_in(tmp_path / "kept").count("a text that is long") == 9
+
+
+def test_empty_texts_are_counted_as_dropped(tmp_path: Path) -> None:
+    """A document may be empty; the others of its file have texts."""
+    file = make_pipeline(tmp_path)
+    (tmp_path / "raw/9.jsonl").write_bytes(b'{"text": "", "id": "1"}\n' * 3 + LINES)
+    assert run_here(file)
+    reader = status(tmp_path / "pipeline")["stages"][0]["flows"][0]
+    assert reader["reasons"] == {"without text": 3}
+    assert (reader["documents"]["made"], reader["documents"]["out"], reader["documents"]["dropped"]) == (204, 201, 3)
+
+
+def test_an_input_that_goes_before_it_is_read_is_missed(tmp_path: Path) -> None:
+    """A task finds its files when it begins."""
+    gone = tmp_path / "raw/004.jsonl"
+    with pytest.raises(PipelineError, match=r"004\.jsonl was removed before it was read"):
+        run_here(make_pipeline(tmp_path), Here(lambda _: gone.unlink(missing_ok=True)))
+
+
+def test_an_output_folder_may_be_a_link(tmp_path: Path) -> None:
+    """Files are made ready beside the folder that it leads to, which may be on another file system."""
+    file = make_pipeline(tmp_path)
+    (tmp_path / "elsewhere/kept").mkdir(parents=True)
+    (tmp_path / "kept").symlink_to(tmp_path / "elsewhere/kept")
+    made: list[Path] = []
+    assert run_here(file, Here(lambda number: made.extend((tmp_path / "elsewhere").iterdir()) if number == 2 else None))
+    assert len(contents(tmp_path / "elsewhere/kept")) == 3
+    assert not (tmp_path / ".kept.opsd").exists()
+
+
+HELPER = "import again\nLEAST = again.LEAST\ndef least():\n    return LEAST\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import helper\ndef least():\n    return helper.least()", None),
+        ("def least():\n    from helper import LEAST\n    return LEAST", None),
+        ("import re\nP = re.compile('a')\ndef least():\n    return bool(P) * 10", ("('a')", "('a', re.I)")),
+        ("import numpy\nR = numpy.random.default_rng(1).uniform\ndef least():\n    return R()", ("(1)", "(2)")),
+        ("class T:\n    def __len__(self):\n        return 10\ndef least():\n    return len(T())", ("10", "11")),
+        ("from pathlib import Path\nF = Path('FOLDER/words.txt')\ndef least():\n    return len(F.read_text())", None),
+    ],
+    ids=["module of a module", "import in a function", "flags", "seed", "special method", "path"],
+)  # fmt: skip
+def test_whatever_a_step_uses_counts(tmp_path: Path, before: str, after: tuple[str, str] | None) -> None:
+    """Also what it uses through others, wherever it is edited."""
+    whole = PIPELINE.replace("LEAST = 10", before).replace("> LEAST", "> least()")
+    (tmp_path / "helper.py").write_text(HELPER)
+    (tmp_path / "again.py").write_text("LEAST = 10\n")
+    (tmp_path / "words.txt").write_text("ten words.")
+    file = make_pipeline(tmp_path, whole)
+    script = "import pathlib, sys; from opsd.data.pipeline import load; print(load(pathlib.Path(sys.argv[1]))[0].steps)"
+
+    def steps() -> str:
+        return subprocess.run([sys.executable, "-c", script, file], capture_output=True, text=True, check=True).stdout
+
+    planned = steps()
+    assert steps() == planned
+    if after is not None:
+        file.write_text(file.read_text().replace(*after))
+    else:
+        (tmp_path / "again.py").write_text("LEAST = 11\n")
+        (tmp_path / "words.txt").write_text("eleven words")
+    assert steps() != planned
 
 
 def test_two_attempts_at_once_write_one_result(tmp_path: Path) -> None:
@@ -338,7 +434,9 @@ def test_a_step_that_stops_early_is_a_failure(tmp_path: Path) -> None:
 
 def test_documents_that_a_reader_leaves_out_are_missed(tmp_path: Path) -> None:
     """Readers of datatrove skip documents without a text; those were written by the stage before."""
-    text = PIPELINE.replace('JsonlReader("FOLDER/kept")', 'JsonlReader("FOLDER/kept", text_key="none")')
+    text = PIPELINE.replace('JsonlReader("FOLDER/kept")', 'JsonlReader("FOLDER/kept", adapter=no_text)').replace(
+        "LEAST = 10", 'LEAST = 10\n\ndef no_text(self, data, path, number):\n    return {"text": "", "id": path}\n'
+    )
     with pytest.raises(PipelineError, match=r"read 0 documents from .*kept, and \d+ were written there"):
         run_here(make_pipeline(tmp_path, text))
 
