@@ -72,13 +72,23 @@ class RankPageCallback(TrainerCallback):
         if self._audited:
             return
         mode, step = audit_mode(), trainer.state.global_step
-        self._audited, self._plan = True, resuming.plan_of(trainer)
+        self._audited = True
         if mode != "off" and (step == 0 or mode == "only"):
             audit_trainer(trainer, inputs, mode, self._reporter.event)
-        record = resuming.known(os.environ.get("OPSD_RUN_DIR"), str(trainer.args.output_dir))
-        if mode != "off" and step > 0 and record is not None and record["step"] == step:
-            skips = bool(trainer.args.ignore_data_skip)
-            refuse_resume(resuming.problems(record["plan"], self._plan, step, skips_data=skips), mode)
+        if trainer.args.process_index == 0:
+            self._plan = resuming.plan_of(trainer)
+            if mode != "off" and step > 0:
+                self._compare(trainer, self._plan, step, mode)
+
+    def _compare(self, trainer: Trainer, plan: resuming.Plan, step: int, mode: str) -> None:
+        records = resuming.known(os.environ.get("OPSD_RUN_DIR"), str(trainer.args.output_dir))
+        before = next((each["plan"] for each in records if each["step"] == step), None)
+        if before is None:
+            return
+        for note in resuming.notes(before, plan):
+            print(f"opsd: audit: {note}", file=sys.stderr, flush=True)
+        skips = bool(trainer.args.ignore_data_skip)
+        refuse_resume(resuming.problems(before, plan, step, skips_data=skips), mode)
 
     def count(self, tokens: int, sharing: int) -> None:
         """Add a batch of ``tokens`` that ``sharing`` ranks compute together."""
@@ -147,7 +157,8 @@ class RankPageCallback(TrainerCallback):
         """A checkpoint has been written, by all ranks."""
         any_rank(False, args.device)
         if state.is_world_process_zero and self._plan is not None:
-            resuming.keep(os.environ.get("OPSD_RUN_DIR"), str(args.output_dir), state.global_step, self._plan)
+            run, shared = os.environ.get("OPSD_RUN_DIR"), not args.save_on_each_node
+            resuming.keep(run, str(args.output_dir), state.global_step, self._plan, shared=shared)
         self._reporter.checkpoint_committed(state.global_step)
         if self._evaluations is not None:
             self._evaluations.saved(state.global_step)
@@ -308,14 +319,19 @@ def _resumed(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def resume_and_train(trainer: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         given, run = resume_from_checkpoint, os.environ.get("OPSD_RUN_DIR")
-        resume_from_checkpoint = resuming.chosen(given, run, str(trainer.args.output_dir))
-        if resume_from_checkpoint != given and trainer.args.process_index == 0:
+
+        def say(sentence: str) -> None:
+            if trainer.args.process_index == 0:
+                print(f"opsd: {sentence}", file=sys.stderr, flush=True)
+
+        resume_from_checkpoint = resuming.chosen(given, run, str(trainer.args.output_dir), say)
+        if resume_from_checkpoint != given:
             said = (
                 f"goes on from {resume_from_checkpoint}"
                 if resume_from_checkpoint
                 else "begins: no checkpoint is complete"
             )
-            print(f"opsd: the training {said}", file=sys.stderr, flush=True)
+            say(f"the training {said}")
         return train(trainer, resume_from_checkpoint, *args, **kwargs)
 
     return resume_and_train

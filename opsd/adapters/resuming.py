@@ -1,36 +1,58 @@
 """The checkpoint from which a training of this run goes on, and whether it goes on with the same data.
 
 After each save the first rank writes ``transformers.json`` in the run's folder. It has the checkpoint and what the
-training is made of: data, samples of a step, seeds, planned steps. transformers finds its place in the data by counting
-steps, so it is right only while these stay as they are.
+training is made of: data, settings, samples of a step, seeds, planned steps. transformers finds its place in the data
+by counting steps, so it is right only while these stay as they are. The file also lists what each checkpoint holds
+(``holding.py``), so that one that has lost a part is not resumed from.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from opsd import durable
+from opsd.adapters import holding
 from opsd.posttrain.rows import digest
 
 FILE = "transformers.json"
-STATE = "trainer_state.json"
-"""What transformers writes last into a checkpoint."""
-SAMPLED = 256
+SAMPLED, LISTED = 256, 100_000
+"""Rows that are compared of a data set that computes its rows, and of a list."""
+BATCH, HASHED_BYTES = 1024, 4 << 30
+"""Rows that are hashed at once, and about how many bytes in all: of larger data sets every n-th batch."""
 Plan = dict[str, Any]
+Record = dict[str, Any]
+FREE = re.compile(
+    r"output_dir|overwrite_output_dir|run_name|project|report_to|disable_tqdm|debug|skip_memory_metrics|local_rank"
+    r"|(logging|log|save|hub|push_to_hub|eval|trackio|vllm|ddp|ray|include)_.*|evaluation_strategy|push_to_hub|.*_eval"
+    r"|(per_device|fp16_full|bf16_full|do|batch)_eval.*|do_.*|prediction_loss_only|load_best_model_at_end"
+    r"|metric_for_best_model|greater_is_better|resume_from_checkpoint|ignore_data_skip|restore_callback_.*|max_steps"
+    r"|enable_jit_checkpoint|num_train_epochs|seed|data_seed|num_generations|per_device_train_batch_size|no_cuda|use_cpu"
+    r"|gradient_accumulation_steps|steps_per_generation|dataset_num_proc|dataloader_(num|pin|persist|prefetch|multi).*"
+    r"|num_completions_to_print|model_init_kwargs|torch_empty_cache_steps"
+)
+"""Settings that may change, or that are compared in another way."""
+OF_SAMPLES = re.compile(
+    r"(data|packing|padding|pad_|shuffle|truncation|train_sampling|group_by|remove_unused|length_column|label_names)"
+    r".*|.*(shuffle|packing|sampler|template).*|max_(seq_|prompt_)?length|(eos|pad)_token|generation_batch_size"
+    r"|num_iterations|accelerator_config|(assistant|completion)_only_loss"
+)
+"""Settings that decide which samples come in which order, or what they hold."""
 
 
-class ResumeError(Exception):
+class ResumeRefusedError(Exception):
     """It is not known where the training goes on, or its checkpoint is gone; the message says what to do."""
 
 
 def plan_of(trainer: Any) -> Plan:
-    """What decides which samples a step has; ``data`` is None for a stream."""
+    """What decides which samples a step has; ``rows`` is None for a stream."""
     arguments = trainer.args
     samples = arguments.per_device_train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
     return {
@@ -38,20 +60,61 @@ def plan_of(trainer: Any) -> Plan:
         "samples_of_a_step": int(samples),
         "seeds": [arguments.seed, arguments.data_seed],
         "rollouts_of_a_prompt": getattr(arguments, "num_generations", None),
-        "data": data_digest(trainer.train_dataset),
+        "rows": data_digest(trainer.train_dataset),
+        "settings": settings_of(arguments),
     }
 
 
+def settings_of(arguments: Any) -> dict[str, str]:
+    """All settings that are not ``FREE``. Those that a program has added to transformers' and TRL's are its own."""
+    kinds = (kind for kind in type(arguments).__mro__ if kind.__module__.partition(".")[0] in ("transformers", "trl"))
+    kind = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
+    names = [each.name for each in dataclasses.fields(kind)] if kind is not None else []
+    return {name: _shown(getattr(arguments, name, None)) for name in names if not FREE.fullmatch(name)}
+
+
+def _shown(value: Any) -> str:
+    """The same in each process: an object is its fields, or else its type."""
+    try:
+        return json.dumps(value, sort_keys=True, default=_plain)
+    except (TypeError, ValueError):
+        return type(value).__name__
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return vars(value)
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return value if isinstance(value, str) else getattr(value, "value", type(value).__name__)
+
+
 def data_digest(data: Any) -> str | None:
-    """Of the number of rows, and of at most ``SAMPLED`` of them from all over the data set; None for a stream."""
+    """Of the rows and their number, None for a stream: of all rows that are tables or lists, unless there are many."""
     if not hasattr(data, "__getitem__") or not hasattr(data, "__len__") or not len(data):
         return None
     found, length = hashlib.blake2b(str(len(data)).encode(), digest_size=12), len(data)
-    count = min(length, SAMPLED)
+    if hasattr(data, "with_format") and hasattr(data, "column_names"):
+        _hash_tables(data.with_format("arrow"), found)
+        return found.hexdigest()
+    count = min(length, LISTED if isinstance(data, list | tuple) else SAMPLED)
     for at in range(count):
         row = data[at * length // count]
         found.update(digest(row) if isinstance(row, Mapping) else b"?")
     return found.hexdigest()
+
+
+def _hash_tables(data: Any, found: Any) -> None:
+    """The rows as Arrow writes them to a file: it does not matter how they are cut into chunks."""
+    length, step, at = len(data), BATCH, 0
+    while at < length:
+        table = data[at : at + BATCH]
+        if at == 0:
+            found.update(repr([(name, str(table.schema.field(name).type)) for name in table.column_names]).encode())
+            step = BATCH * (1 + int(table.nbytes / table.num_rows * length) // HASHED_BYTES)
+        for batch in table.take([*range(table.num_rows)]).combine_chunks().to_batches():
+            found.update(batch.serialize())
+        at += step
 
 
 def problems(before: Plan, now: Plan, step: int, *, skips_data: bool = False) -> list[str]:
@@ -59,7 +122,7 @@ def problems(before: Plan, now: Plan, step: int, *, skips_data: bool = False) ->
     found = []
     if skips_data:
         found.append("ignore_data_skip begins with the first sample again: leave it out.")
-    if before.get("data") != now.get("data"):
+    if "rows" in before and before["rows"] != now.get("rows"):
         found.append("The data set is not the one of the checkpoint: samples would be trained twice, or never.")
     for name, what in (
         ("samples_of_a_step", "samples of a step"),
@@ -70,72 +133,112 @@ def problems(before: Plan, now: Plan, step: int, *, skips_data: bool = False) ->
             found.append(
                 f"The {what} were {before.get(name)} and are {now.get(name)}: the order of the data is another."
             )
+    found += [
+        f"{change}: the samples, or their order, are others."
+        for name, change in _changes(before, now)
+        if OF_SAMPLES.fullmatch(name)
+    ]
     if step > now.get("planned_steps", 0):
         found.append(f"Step {step} is done, and only {now.get('planned_steps')} are planned.")
     return found
 
 
-def keep(run: str | None, output: str, step: int, plan: Plan) -> None:
-    """Note that the checkpoint of ``step`` below ``output`` is there. A run without a folder has no record."""
+def notes(before: Plan, now: Plan) -> list[str]:
+    """Settings that have changed since the checkpoint and leave the samples as they are. Pure."""
+    return [f"{change}." for name, change in _changes(before, now) if not OF_SAMPLES.fullmatch(name)]
+
+
+def _changes(before: Plan, now: Plan) -> list[tuple[str, str]]:
+    """Names that one of both has not are those of another release of transformers or TRL."""
+    old, new = before.get("settings", {}), now.get("settings", {})
+    changed = [name for name in old if name in new and old[name] != new[name]]
+    return [(name, f"{name} was {old[name]:.80} at the checkpoint and is {new[name]:.80}") for name in changed]
+
+
+def keep(run: str | None, output: str, step: int, plan: Plan, *, shared: bool = True) -> None:
+    """Note that the checkpoint of ``step`` below ``output`` is there. A run without a folder has no record.
+
+    What it holds is noted if all nodes see the same folder (``shared``).
+    """
     if not run:
         return
-    path = Path(run, FILE)
+    path, folder = Path(run, FILE), Path(output, f"checkpoint-{step}").resolve()
     known: dict[str, Any] = {}
     try:
         known = _read(path)
-    except ResumeError as error:
+    except ResumeRefusedError as error:
         print(f"opsd: {error}; it is written anew", file=sys.stderr, flush=True)
-    known[_name(output)] = {"step": step, "checkpoint": str(Path(output, f"checkpoint-{step}").resolve()), "plan": plan}
+    earlier = [each for each in _records(known, output) if each["step"] < step and Path(each["checkpoint"]).is_dir()]
+    record = {"step": step, "checkpoint": str(folder), "plan": plan}
+    if shared:
+        record["files"] = holding.contents(folder)
+    known[_name(output)] = record | {"earlier": earlier}
     try:
         durable.replace(path, json.dumps(known, indent=1).encode())
     except OSError as error:
         print(f"opsd: {path} cannot be written: {error.strerror}; a restart begins again", file=sys.stderr, flush=True)
 
 
-def known(run: str | None, output: str) -> dict[str, Any] | None:
-    """The record of the training into ``output``: step, checkpoint, plan. None if there is none. Raises ResumeError."""
-    found = _read(Path(run, FILE)).get(_name(output)) if run else None
-    return found if isinstance(found, dict) and {"step", "checkpoint", "plan"} <= found.keys() else None
+def known(run: str | None, output: str) -> list[Record]:
+    """The records of the checkpoints of ``output``, the last one first. Raises ResumeRefusedError."""
+    return _records(_read(Path(run, FILE)), output) if run else []
 
 
-def chosen(given: Any, run: str | None, output: str) -> Any:
+def _records(known: dict[str, Any], output: str) -> list[Record]:
+    last = known.get(_name(output))
+    if not isinstance(last, dict):
+        return []
+    found = [{name: last[name] for name in last if name != "earlier"}, *last.get("earlier", [])]
+    return [each for each in found if isinstance(each, dict) and {"step", "checkpoint", "plan"} <= each.keys()]
+
+
+def _silent(_: str) -> None:
+    pass
+
+
+def chosen(given: Any, run: str | None, output: str, say: Callable[[str], None] = _silent) -> Any:
     """What ``trainer.train`` is to resume from if the program says ``given``: a checkpoint that is complete, or None.
 
     A rank that dies while it saves leaves a folder without a state. ``resume_from_checkpoint=True``, and the path from
-    transformers' ``get_last_checkpoint``, are such a folder then, and each start fails. Raises ResumeError.
+    transformers' ``get_last_checkpoint``, are such a folder then, and each start fails. ``say`` gets what is wrong with
+    those that are passed over. Raises ResumeRefusedError.
     """
+    records = known(run, output)
+    held = {each["checkpoint"]: each.get("files") for each in records}
+    if given is not None and given is not True:
+        path = Path(given).resolve() if isinstance(given, str | os.PathLike) else None
+        if path is None or not path.name.startswith("checkpoint-") or not path.is_dir():
+            return given
+        if not (faults := holding.faults(path, held.get(str(path)))):
+            return given
+        say(f"{path} is not complete: {faults}")
+    if records:
+        return _last_complete(records, str(run), say)
     if given is None:
-        return last_saved(run, output)
-    if given is not True and not _is_incomplete(given):
-        return given
-    if (saved := last_saved(run, output)) is not None:
-        return saved
+        return None
     found = [path for path in Path(output).glob("checkpoint-*") if path.name.rpartition("-")[2].isdecimal()]
-    complete = [path for path in found if (path / STATE).is_file()]
-    if complete:
-        return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
+    for path in sorted(found, key=lambda path: -int(path.name.rpartition("-")[2])):
+        if not (faults := holding.faults(path, None)):
+            return str(path)
+        say(f"{path} is not complete: {faults}")
     return given if given is True and not found else None
 
 
-def _is_incomplete(given: Any) -> bool:
-    path = Path(given) if isinstance(given, str | os.PathLike) else None
-    return path is not None and path.name.startswith("checkpoint-") and path.is_dir() and not (path / STATE).is_file()
-
-
-def last_saved(run: str | None, output: str) -> str | None:
-    """The checkpoint from which the training goes on, None if this run has saved none.
-
-    Raises ResumeError if it is gone: to begin again would train the same samples twice, and end with exit code 0.
-    """
-    record = known(run, output)
-    if record is None:
-        return None
-    if not Path(record["checkpoint"], STATE).is_file():
-        raise ResumeError(
-            f"the run has saved {record['checkpoint']}, and it is not there: put it back, pass resume_from_checkpoint, "
-            f"or remove {Path(str(run), FILE)} to begin again"
-        )
-    return str(record["checkpoint"])
+def _last_complete(records: list[Record], run: str, say: Callable[[str], None]) -> str:
+    """To begin again would train the same samples twice, and end with exit code 0: so it is refused."""
+    wrong = []
+    for record in records:
+        path, files = Path(record["checkpoint"]), record.get("files")
+        if not (faults := holding.faults(path, files)):
+            if files and not any("optim" in name for name in files):
+                say(f"{path} has no optimizer (save_only_model): the training does not go on exactly")
+            return str(path)
+        wrong.append(f"{path} is not complete: {faults}")
+        say(wrong[-1])
+    more = f", and none of {len(wrong) - 1} earlier ones is" if len(wrong) > 1 else ""
+    raise ResumeRefusedError(
+        f"{wrong[0]}{more}. Put it back, pass resume_from_checkpoint, or remove {Path(run, FILE)} to begin again"
+    )
 
 
 def _name(output: str) -> str:
@@ -143,13 +246,13 @@ def _name(output: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Raises ResumeError for a file that is there and cannot be read."""
+    """Raises ResumeRefusedError for a file that is there and cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ResumeError(f"{path} cannot be read ({error}): remove it to begin again") from error
+        raise ResumeRefusedError(f"{path} cannot be read ({error}): remove it to begin again") from error
     if not isinstance(found, dict):
-        raise ResumeError(f"{path} is not a record of trainings: remove it to begin again")
+        raise ResumeRefusedError(f"{path} is not a record of trainings: remove it to begin again")
     return found

@@ -175,6 +175,27 @@ def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
         assert "The data set is not the one of the checkpoint" in run.err
 
 
+def test_a_resume_with_another_order_or_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    """Another sampling, then a checkpoint without its optimizer, then none that is complete."""
+    with Launched(tmp_path, HEAD + SFT) as run:
+        assert run.wait(240) == 0, run.err
+    longer = (HEAD + SFT).replace("max_steps=6", "max_steps=8")
+    with Launched(tmp_path, longer.replace("save_steps=2", "save_steps=2, dataloader_drop_last=True")) as run:
+        assert run.wait(240) == 1
+        assert "dataloader_drop_last was false at the checkpoint and is true" in run.err
+    (tmp_path / "model/checkpoint-6/optimizer.pt").unlink()
+    with Launched(tmp_path, longer.replace("save_steps=2", "save_steps=2, learning_rate=1e-4")) as run:
+        assert run.wait(240) == 0, run.err
+        assert "checkpoint-6 is not complete: optimizer.pt is missing" in run.out + run.err
+        assert "learning_rate was 2e-05 at the checkpoint" in run.out + run.err
+    for path in (tmp_path / "model").glob("checkpoint-*/trainer_state.json"):
+        path.write_text("")
+    with Launched(tmp_path, longer) as run:
+        assert run.wait(240) == 1
+        assert "no checkpoint to go on from is complete" in run.err
+        assert sum(event["event"] == "generation_started" for event in run.events()) == 4
+
+
 def test_a_refused_run_is_not_repeated(tmp_path: Path) -> None:
     """A template that drops the system prompt: code 1, a sentence with the row, one generation."""
     source = HEAD + STRIPPED + SFT

@@ -7,10 +7,22 @@ from typing import Any
 
 import pytest
 
-from opsd.adapters.resuming import FILE, ResumeError, chosen, data_digest, keep, known, last_saved, problems
+from opsd.adapters.resuming import (
+    FILE,
+    FREE,
+    OF_SAMPLES,
+    ResumeRefusedError,
+    chosen,
+    data_digest,
+    keep,
+    known,
+    notes,
+    problems,
+)
 
 PLAN: dict[str, Any] = {
-    "planned_steps": 10, "samples_of_a_step": 8, "seeds": [42, None], "rollouts_of_a_prompt": None, "data": "a",
+    "planned_steps": 10, "samples_of_a_step": 8, "seeds": [42, None], "rollouts_of_a_prompt": None, "rows": "a",
+    "settings": {"max_length": "512", "learning_rate": "0.1", "gone": "1"},
 }  # fmt: skip
 
 
@@ -20,11 +32,18 @@ PLAN: dict[str, Any] = {
         ({}, 4, False, []),
         ({"planned_steps": 20}, 4, False, []),
         ({"planned_steps": 3}, 4, False, ["only 3 are planned"]),
-        ({"data": "b"}, 4, False, ["twice, or never"]),
+        ({"rows": "b"}, 4, False, ["twice, or never"]),
         ({"samples_of_a_step": 4}, 4, False, ["were 8 and are 4"]),
         ({"seeds": [1, None]}, 4, False, ["The seeds were"]),
+        (
+            {"settings": {"max_length": "256", "new": "1"}},
+            4,
+            False,
+            ["max_length was 512 at the checkpoint and is 256"],
+        ),
+        ({"settings": {"max_length": "512", "learning_rate": "0.2"}}, 4, False, []),
         ({}, 4, True, ["ignore_data_skip"]),
-        ({"data": "b", "rollouts_of_a_prompt": 8}, 4, False, ["twice, or never", "rollouts of a prompt"]),
+        ({"rows": "b", "rollouts_of_a_prompt": 8}, 4, False, ["twice, or never", "rollouts of a prompt"]),
     ],
 )
 def test_what_keeps_a_training_from_going_on(now: dict[str, Any], step: int, skips: bool, said: list[str]) -> None:
@@ -34,28 +53,98 @@ def test_what_keeps_a_training_from_going_on(now: dict[str, Any], step: int, ski
     assert all(part in sentence for part, sentence in zip(said, found, strict=True))
 
 
+def test_a_changed_setting_that_leaves_the_samples_is_noted() -> None:
+    """A learning rate may be another on purpose."""
+    assert notes(PLAN, {"settings": {"max_length": "1", "learning_rate": "0.2"}}) == [
+        "learning_rate was 0.1 at the checkpoint and is 0.2."
+    ]
+
+
+def test_which_settings_decide_the_samples() -> None:
+    """By name, in all releases; paths, logs and the number of steps may change."""
+    decide = (
+        "train_sampling_strategy group_by_length dataloader_drop_last packing packing_strategy max_length "
+        "max_seq_length "
+        "max_prompt_length truncation_mode shuffle_dataset padding_free accelerator_config num_iterations eos_token "
+        "chat_template_path dataset_text_field generation_batch_size completion_only_loss dataloader_in_order"
+    )
+    may = (
+        "output_dir logging_steps save_steps save_total_limit hub_token max_steps num_train_epochs eval_steps seed "
+        "dataloader_num_workers dataset_num_proc per_device_train_batch_size vllm_max_model_length report_to"
+    )
+    noted = "learning_rate lr_scheduler_type optim weight_decay bf16 beta loss_type max_completion_length temperature"
+    assert all(OF_SAMPLES.fullmatch(name) and not FREE.fullmatch(name) for name in decide.split())
+    assert all(FREE.fullmatch(name) for name in may.split())
+    assert not any(OF_SAMPLES.fullmatch(name) or FREE.fullmatch(name) for name in noted.split())
+
+
+def save(run: Path, name: str, step: int) -> Path:
+    folder = run / name / f"checkpoint-{step}"
+    (folder / "global_step2").mkdir(parents=True)
+    for file in ("model.safetensors", "optimizer.pt", "rng_state_0.pth", "global_step2/shard.pt"):
+        (folder / file).write_bytes(EMPTY_MODEL)
+    (folder / "trainer_state.json").write_text("{}")
+    return folder
+
+
+EMPTY_MODEL = (2).to_bytes(8, "little") + b"{}"
+
+
 def test_a_record_for_each_output_folder(tmp_path: Path) -> None:
-    """A script may train twice. If a checkpoint is gone, or the record damaged, nothing begins again in silence."""
+    """A script may train twice. If the record is damaged, nothing begins again in silence."""
+    run, sft = str(tmp_path), str(tmp_path / "sft")
     for name, step in (("sft", 4), ("dpo", 2), ("sft", 8)):
-        folder = tmp_path / name / f"checkpoint-{step}"
-        folder.mkdir(parents=True)
-        (folder / "trainer_state.json").write_text("{}")
-        keep(str(tmp_path), str(tmp_path / name), step, PLAN)
-    assert last_saved(str(tmp_path), str(tmp_path / "sft")) == str(tmp_path / "sft/checkpoint-8")
-    record = known(str(tmp_path), str(tmp_path / "dpo"))
-    assert record is not None
-    assert (record["step"], record["plan"]) == (2, PLAN)
-    (tmp_path / "dpo/checkpoint-2/trainer_state.json").unlink()
-    with pytest.raises(ResumeError, match=r"checkpoint-2, and it is not there: put it back"):
-        last_saved(str(tmp_path), str(tmp_path / "dpo"))
-    assert last_saved(None, str(tmp_path / "sft")) is None
-    assert last_saved(str(tmp_path), str(tmp_path / "kto")) is None
+        save(tmp_path, name, step)
+        keep(run, str(tmp_path / name), step, PLAN)
+    assert chosen(None, run, sft) == str(tmp_path / "sft/checkpoint-8")
+    assert [(each["step"], each["plan"]) for each in known(run, sft)] == [(8, PLAN), (4, PLAN)]
+    assert chosen(None, None, sft) is None
+    assert chosen(None, run, str(tmp_path / "kto")) is None
     for damaged in ("{", "[]"):
         (tmp_path / FILE).write_text(damaged)
-        with pytest.raises(ResumeError, match="remove it to begin again"):
-            last_saved(str(tmp_path), str(tmp_path / "sft"))
-    keep(str(tmp_path), str(tmp_path / "sft"), 8, PLAN)
-    assert last_saved(str(tmp_path), str(tmp_path / "sft")) == str(tmp_path / "sft/checkpoint-8")
+        with pytest.raises(ResumeRefusedError, match="remove it to begin again"):
+            chosen(None, run, sft)
+    keep(run, sft, 8, PLAN)
+    assert chosen(None, run, sft) == str(tmp_path / "sft/checkpoint-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_left", "said"),
+    [
+        *((name, None, f"{name} is missing") for name in ("optimizer.pt", "rng_state_0.pth", "global_step2/shard.pt")),
+        ("model.safetensors", 4, "model.safetensors has 4 bytes instead of 10"),
+        ("trainer_state.json", 0, "trainer_state.json has 0 bytes instead of 2"),
+        ("", None, "it is not there"),
+    ],
+)
+def test_a_checkpoint_that_has_lost_a_part(tmp_path: Path, name: str, bytes_left: int | None, said: str) -> None:
+    """The last complete one is taken and the fault named; without one the run is refused."""
+    run, output, told = str(tmp_path), str(tmp_path / "out"), list[str]()
+    first, second = save(tmp_path, "out", 2), save(tmp_path, "out", 4)
+    for step in (2, 4):
+        keep(run, output, step, PLAN)
+    for folder in (second, first):
+        if not name:
+            folder.rename(folder.with_name("elsewhere" + folder.name))
+        elif bytes_left is None:
+            (folder / name).unlink()
+        else:
+            (folder / name).write_bytes((folder / name).read_bytes()[:bytes_left])
+        if folder == second:
+            for given in (None, True):
+                assert chosen(given, run, output, told.append) == str(first)
+    assert told == [f"{second} is not complete: {said}"] * 2
+    with pytest.raises(ResumeRefusedError, match=f"{said}, and none of 1 earlier ones is. Put it back"):
+        chosen(None, run, output)
+
+
+def test_a_checkpoint_without_an_optimizer_is_told(tmp_path: Path) -> None:
+    """Of save_only_model: there was none from the start."""
+    folder, told = save(tmp_path, "out", 2), list[str]()
+    (folder / "optimizer.pt").unlink()
+    keep(str(tmp_path), str(tmp_path / "out"), 2, PLAN)
+    assert chosen(None, str(tmp_path), str(tmp_path / "out"), told.append) == str(folder)
+    assert "no optimizer (save_only_model)" in told[0]
 
 
 def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
@@ -66,8 +155,9 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     third.mkdir(parents=True)
     assert [chosen(given, run, output) for given in (True, str(third))] == [None, None]
     for folder in (first, second):
-        folder.mkdir()
-        (folder / "trainer_state.json").write_text("{}")
+        save(tmp_path, "out", int(folder.name[11:]))
+    (third / "trainer_state.json").write_text("{}")
+    (third / "model.safetensors").write_bytes(EMPTY_MODEL[:-1])
     assert [chosen(given, run, output) for given in (True, str(third))] == [str(second)] * 2
     keep(run, output, 2, PLAN)
     assert [chosen(given, run, output) for given in (True, str(third), None)] == [str(first)] * 3
@@ -81,3 +171,16 @@ def test_a_digest_of_the_data() -> None:
     assert data_digest(rows) != data_digest(rows[:-1])
     assert data_digest(rows) != data_digest(rows[::-1])
     assert data_digest(iter(rows)) is None
+
+
+def test_a_digest_of_tables() -> None:
+    """All rows count, however they lie in memory."""
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    rows = [{"text": f"row {at}", "label": at % 2 == 0, "ids": [at] * (at % 5)} for at in range(3000)]
+    table = datasets.Dataset.from_list(rows)
+    parts = datasets.concatenate_datasets([table.select(range(1001)), table.select(range(1001, 3000))])
+    assert data_digest(table) == data_digest(parts)
+    assert data_digest(table) == data_digest(table.select(range(2999, -1, -1)).select(range(2999, -1, -1)))
+    for at in (0, 1, 1777, 2999):
+        changed = [row | {"text": "other"} if number == at else row for number, row in enumerate(rows)]
+        assert data_digest(table) != data_digest(datasets.Dataset.from_list(changed))

@@ -18,8 +18,11 @@ PROGRAM_NOT_FOUND = "ProgramNotFound"
 COMPANION_REFUSED = "CompanionRefusedError"
 """The error type of a companion that may not run as it is configured: it would be the same at each start."""
 
-AUDIT_REFUSED = "AuditRefusedError"
-"""The error type with which an adapter refuses the first batches: they are the same at each start."""
+REFUSALS = {
+    "AuditRefusedError": "the audit of the first batches refuses the run",
+    "ResumeRefusedError": "no checkpoint to go on from is complete",
+}
+"""The error types with which an adapter refuses a run, and what is said: the next start would end in the same way."""
 
 _COMMUNICATION = re.compile(
     r"connection (reset|closed|refused|was closed|was reset|aborted)|broken pipe|closed by (the )?(remote )?peer"
@@ -242,8 +245,8 @@ class RestartPolicy:
             self._same.clear()
             self._forget_starts()
         self._same[failure.signature][node] += 1
-        if failure.error is not None and failure.error.type == AUDIT_REFUSED:
-            return GiveUp(exitcodes.FAILED, "the audit of the first batches refuses the run")
+        if failure.error is not None and (refused := REFUSALS.get(failure.error.type)):
+            return GiveUp(exitcodes.FAILED, refused)
         at_once = failure.at_once and failure.step is None and not self._asked
         if failure.kind == "user" and at_once and self._max_restarts > 0:
             return GiveUp(exitcodes.FAILED, "the program failed as soon as it was started")
