@@ -96,10 +96,12 @@ def audit(groups: Sequence[Group], words: Words, *, expected: Expected = "auto",
 
     ``expected`` is what the loss should cover, ``longest`` the trainer's limit of tokens.
     """
-    report, matched = Report(), list[Matched]()
+    report, matched, whole = Report(), list[Matched](), list[Matched]()
     for group in groups:
         report.rows, report.documents = report.rows + len(group.examples), report.documents + len(group.documents)
-        matched += (_align if group.aligned else _match)(group.examples, group.documents, words)
+        found = (_align if group.aligned else _match)(group.examples, group.documents, words)
+        matched += found
+        whole += found if group.aligned else ()
     if unknown := sum(each.example is None for each in matched):
         report.notes.append(f"{unknown} of {plural(len(matched), 'document')} could not be compared with a raw row")
     checks: Iterable[Callable[[list[Matched], Words, Report], Iterator[Finding]]] = (
@@ -108,6 +110,7 @@ def audit(groups: Sequence[Group], words: Words, *, expected: Expected = "auto",
     for check in checks:
         report.findings += check(matched, words, report)
     report.findings += _truncated(matched, words, report, longest)
+    report.findings += _turns_lost(whole, words, report, longest)
     if not any(finding.kind in ("nothing_trained", "labels_shifted") for finding in report.findings):
         report.findings += _given_text_trained(matched, words, report, expected)
         report.findings += _ends(matched, words, report, longest)
@@ -175,7 +178,7 @@ def _system_lost(matched: list[Matched], words: Words, report: Report) -> Iterat
     for each in matched:
         texts = each.example.texts("system", rejected=each.rejected) if each.example is not None else []
         with_system += bool(texts)
-        if any(words.plain(text) not in each.text for text in texts):
+        if any(_times(each, words.plain(text), words) < 1 for text in texts):
             lost, first = lost + 1, first or each
     if first is not None:
         yield Finding(
@@ -186,15 +189,29 @@ def _system_lost(matched: list[Matched], words: Words, report: Report) -> Iterat
         )
 
 
+def _times(each: Matched, system: str, words: Words) -> int:
+    """How often the document has a system prompt beside the times that other turns have its words."""
+    assert each.example is not None
+    turns = (*each.example.prompt, *(each.example.rejected if each.rejected else each.example.answer))
+    others = [words.plain(turn.text) for turn in turns if turn.role != "system"]
+    return each.text.count(system) - sum(other.count(system) for other in others if other in each.text)
+
+
 def _double_bos(matched: list[Matched], words: Words, report: Report) -> Iterator[Finding]:
     """Two beginnings: the template writes one, and the tokenizer adds another."""
-    found = [each for each in matched if words.bos is not None and each.tokens.ids[:2] == [words.bos, words.bos]]
+    found = [each for each in matched if words.bos is not None and _head(each, words) == [words.bos, words.bos]]
     if found:
         yield Finding(
             "double_bos",
             f"{found[0].name} begins with two BOS tokens, as {_share(len(found), len(matched), 'document')}.",
             "Tokenize what the chat template has written with add_special_tokens=False.",
         )
+
+
+def _head(each: Matched, words: Words) -> list[int]:
+    """The first two tokens that are not white space."""
+    first = each.tokens.ids[:TAIL]
+    return [token for token in first if token == words.bos or squeeze(words.decode([token]))][:2]
 
 
 def _labels(matched: list[Matched], words: Words, report: Report) -> Iterator[Finding]:
@@ -238,7 +255,7 @@ def _pairs(matched: list[Matched], words: Words, report: Report) -> Iterator[Fin
     """Pairs whose sides are equal, or answer different questions."""
     sides = {side: [each for each in matched if each.tokens.side == side] for side in ("chosen", "rejected")}
     pairs = list(zip(sides["chosen"], sides["rejected"], strict=False))
-    equal = [chosen for chosen, rejected in pairs if chosen.tokens.ids == rejected.tokens.ids]
+    equal = [chosen for chosen, rejected in pairs if chosen.text == rejected.text]
     if equal:
         sentence = f"Chosen and rejected are equal in {equal[0].name}, as in {_share(len(equal), len(pairs), 'pair')}."
         if len(equal) / len(pairs) > EQUAL_SHARE:
@@ -294,6 +311,30 @@ def _truncated(matched: list[Matched], words: Words, report: Report, longest: in
             report.notes.append(sentence)
 
 
+def _turns_lost(matched: list[Matched], words: Words, report: Report, longest: int | None) -> Iterator[Finding]:
+    """Earlier turns that a template or a formatting function leaves out."""
+    judged, lost = 0, list[Matched]()
+    for each in matched:
+        full = longest is not None and len(each.tokens.ids) >= longest
+        if full or each.example is None or each.example.kind == "text":
+            continue
+        answers = each.example.texts("assistant", rejected=each.rejected)[:-1]
+        earlier = [*each.example.texts("user", rejected=each.rejected), *(a.rpartition("</think>")[2] for a in answers)]
+        texts = [text for text in map(words.plain, earlier) if len(text) >= SHORTEST]
+        judged += bool(texts)
+        if any(text not in each.text for text in texts):
+            lost.append(each)
+    if not lost:
+        return
+    share = _share(len(lost), judged, "document")
+    sentence = f"A question or an earlier answer of {lost[0].name} is not in its tokens, as in {share}."
+    if len(lost) / judged > TRUNCATED_SHARE:
+        advice = "Look at the chat template and at the formatting function: one of them drops turns."
+        yield Finding("turns_lost", sentence, advice)
+    else:
+        report.notes.append(sentence)
+
+
 def _overlaps(text: str, answer: str) -> bool:
     """Whether ``text`` ends in the beginning of ``answer``, or begins with its end: one of both was cut there."""
     least = min(len(answer), SHORTEST)
@@ -304,21 +345,23 @@ def _given_text_trained(matched: list[Matched], words: Words, report: Report, ex
     """Loss on what the model is given: the user's text, the system prompt, the prompt of a completion."""
     masked = [each for each in matched if _is_masked(each, words)]
     whole: list[Matched] = []
-    judged, found = 0, list[Matched]()
+    judged, found, given = 0, list[Matched](), ""
     for each in matched:
         if each.example is None or each.example.kind in ("text", "prompt") or expected == "all":
             continue
-        if not (texts := _given(each, words)):
-            continue
-        judged += 1
+        users, systems = (_given(each, role, words) for role in ("user", "system"))
+        judged += bool(users or systems)
         answers = "\n".join(words.plain(text) for text in each.example.texts("assistant", rejected=each.rejected))
-        if all(each.trained.count(text) > answers.count(text) for text in texts):
+        trained = [each.trained.count(text) > answers.count(text) for text in users]
+        by_user = bool(trained) and all(trained)
+        if by_user or any(each.trained.count(text) > answers.count(text) for text in systems):
             auto = expected == "auto" and each.example.kind == "chat" and not masked
             (whole if auto else found).append(each)
+            given = "the user's text" if by_user else "the system prompt"
     if found:
         yield Finding(
             "given_text_trained",
-            f"The loss covers the user's text of {found[0].name}, as in {_share(len(found), judged, 'document')}.",
+            f"The loss covers {given} of {found[0].name}, as in {_share(len(found), judged, 'document')}.",
             "Look at the mask of the loss (assistant_only_loss, completion_only_loss, the collator's labels).",
         )
     elif whole:
@@ -328,11 +371,11 @@ def _given_text_trained(matched: list[Matched], words: Words, report: Report, ex
         )
 
 
-def _given(each: Matched, words: Words) -> list[str]:
-    """Texts of the user that are long enough to be found, without white space."""
+def _given(each: Matched, role: str, words: Words) -> list[str]:
+    """Texts of the user or the system that are long enough to be found, without white space."""
     if each.example is None:
         return []
-    texts = [words.plain(text) for text in each.example.texts("user", rejected=each.rejected)]
+    texts = [words.plain(text) for text in each.example.texts(role, rejected=each.rejected)]
     return [text for text in texts if len(text) >= SHORTEST]
 
 
@@ -345,7 +388,7 @@ def _is_masked(each: Matched, words: Words) -> bool:
 
 def _ends(matched: list[Matched], words: Words, report: Report, longest: int | None) -> Iterator[Finding]:
     """An answer whose end is not trained never learns to stop."""
-    judged, present, unended = 0, 0, list[Matched]()
+    judged, present, by_text, unended = 0, 0, 0, list[Matched]()
     for each in matched:
         answer = each.answer(words)
         full = longest is not None and len(each.tokens.ids) >= longest
@@ -356,8 +399,14 @@ def _ends(matched: list[Matched], words: Words, report: Report, longest: int | N
         closing = bool(words.closing) and answer + words.closing in each.text
         present += closing or any(token in words.ends for token in ids)
         taught = any(token in words.ends and bit for token, bit in zip(ids, trained, strict=True))
+        by_text += closing and not taught
         if not (taught or (closing and answer + words.closing in each.trained)):
             unended.append(each)
+    if judged and by_text * 2 > judged:
+        report.notes.append(
+            f"answers end with {words.closing!r}, at which the tokenizer's eos_token does not stop: name it for the "
+            "training (TRL: --eos_token), or where answers are generated"
+        )
     plain = [each for each in matched if each.example is not None and each.example.kind == "text"]
     for each in plain:
         places = [at for at, token in enumerate(each.tokens.ids) if token in words.ends]

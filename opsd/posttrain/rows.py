@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 Kind = Literal["chat", "completion", "pair", "prompt", "text"]
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant", "developer": "system"}
-_RAW = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "text", "label", "tools")
 EXCERPT = 48
 
 
@@ -114,11 +113,20 @@ def _text(content: Any) -> str:
 
 
 def digest(row: Mapping[str, Any]) -> bytes:
-    """Equal for rows whose raw columns are equal but for white space; of rows of tokens, for equal tokens."""
-    raw = {name: row[name] for name in _RAW if row.get(name) is not None}
-    if not raw:
-        raw = {"input_ids": [int(token) for token in row.get("input_ids", ())]} if "input_ids" in row else dict(row)
-    text = " ".join(json.dumps(raw, sort_keys=True, default=str).split())
+    """Equal for rows that ask and answer the same, in any format; of rows of tokens, for equal tokens.
+
+    Case, white space and system prompts do not count.
+    """
+    content: Any = (
+        {"input_ids": [int(token) for token in row.get("input_ids", ())]} if "input_ids" in row else dict(row)
+    )
+    if (example := Example.of(row, 0)) is not None:
+        sides = ((*example.prompt, *example.answer), example.rejected)
+        content = [
+            [(turn.role, " ".join(turn.text.casefold().split())) for turn in side if turn.role != "system"]
+            for side in sides
+        ]
+    text = " ".join(json.dumps(content, sort_keys=True, default=str).split())
     return hashlib.blake2b(text.encode(), digest_size=12).digest()
 
 

@@ -101,6 +101,7 @@ NO_SYSTEM = CHATML.replace(
     "{% for message in messages %}", "{% for message in messages if message['role'] != 'system' %}"
 )
 NO_END = CHATML.replace("<|im_end|>", "")
+LAST_TURNS = CHATML.replace("in messages %}", "in messages[-2:] %}")
 
 
 def copied_labels(features: Rows) -> dict[str, torch.Tensor]:
@@ -114,6 +115,27 @@ def copied_labels(features: Rows) -> dict[str, torch.Tensor]:
 def shifted_labels(features: Rows) -> dict[str, torch.Tensor]:
     batch = copied_labels(features)
     return {**batch, "labels": torch.cat([batch["labels"][:, 1:], torch.full((len(features), 1), -100)], 1)}
+
+
+def system_labels(features: Rows) -> dict[str, torch.Tensor]:
+    """A collator that leaves out the user, and trains the system prompt up to its ``<|im_end|>``."""
+    batch = copied_labels(features)
+    for labels, row in zip(batch["labels"], features, strict=True):
+        end = row["input_ids"].index(2)
+        for at, label in enumerate(row["labels"]):
+            labels[at] = labels[at] if label != -100 or at < end else -100
+    return batch
+
+
+def with_words_of_the_system(rows: Rows) -> Rows:
+    for row in rows:
+        system, user = row["messages"][:2]
+        user["content"] = f"{user['content']} {system['content']}"
+    return rows
+
+
+def as_completions(rows: Rows) -> Rows:
+    return [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in rows]
 
 
 def marker_not_found(features: Rows) -> dict[str, torch.Tensor]:
@@ -147,13 +169,13 @@ def pad_is_eos() -> Any:
     )  # fmt: skip
 
 
-def two_beginnings() -> Any:
-    tokenizer = byte_tokenizer("<s>" + CHATML)
+def two_beginnings(between: str = "") -> Any:
+    tokenizer = byte_tokenizer(f"<s>{between}{CHATML}")
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 1)]
     )
     rows = [
-        {"text": tokenizer.apply_chat_template(row["messages"], tokenize=False), "messages": row["messages"]}
+        {"text": between + tokenizer.apply_chat_template(row["messages"], tokenize=False), "messages": row["messages"]}
         for row in chats()
     ]
     return sft([{"text": row["text"]} for row in rows], tokenizer)
@@ -182,8 +204,9 @@ def empty_answers() -> Any:
     return sft(rows, tokenizer, max_length=None)  # with a limit TRL drops them itself
 
 
-def equal(rows: Rows) -> Rows:
-    return [{**row, "rejected": row["chosen"]} if at % 3 == 0 else row for at, row in enumerate(rows)]
+def equal(rows: Rows, more: str = "") -> Rows:
+    same = [[{**each, "content": each["content"] + more} for each in row["chosen"]] for row in rows]
+    return [{**row, "rejected": same[at]} if at % 3 == 0 else row for at, row in enumerate(rows)]
 
 
 PLANTED: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -201,15 +224,30 @@ PLANTED: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: sft(chats(), byte_tokenizer(TRAINED), assistant_only_loss=True, data_collator=copied_labels),
     ),
     "collator trains the prompt": ("given_text_trained", lambda: sft(completions(), data_collator=copied_labels)),
+    "collator trains the system prompt": (
+        "given_text_trained",
+        lambda: sft(chats(), byte_tokenizer(TRAINED), assistant_only_loss=True, data_collator=system_labels),
+    ),
+    "template without earlier turns": (
+        "turns_lost", lambda: sft(chats(turns=3, system=False), byte_tokenizer(LAST_TURNS))
+    ),
+    "system prompt in the user's words": (
+        "system_lost", lambda: sft(with_words_of_the_system(chats()), byte_tokenizer(NO_SYSTEM))
+    ),
     "padding is the end token": ("end_untrained", pad_is_eos),
     "template without end": ("end_missing", lambda: sft(chats(), byte_tokenizer(NO_END))),
     "marker not found": ("nothing_trained", lambda: sft(chats(), data_collator=marker_not_found)),
     "rows without answer": ("rows_untrained", empty_answers),
     "two BOS": ("double_bos", two_beginnings),
+    "two BOS on two lines": ("double_bos", lambda: two_beginnings("\n")),
     "answers cut off": ("answers_truncated", lambda: sft(chats(), max_length=180)),
     "equal pairs": ("pairs_equal", lambda: dpo(equal(pairs()))),
+    "pairs that differ in a space": ("pairs_equal", lambda: dpo(equal(pairs(), " "))),
     "different prompts": ("prompts_differ", lambda: dpo(other_prompts())),
     "evaluation in training": ("evaluation_in_training", lambda: sft(chats(), evaluation=chats()[3:9])),
+    "evaluation in training, in another format": (
+        "evaluation_in_training", lambda: sft(chats(), evaluation=as_completions(chats()[3:9]))
+    ),
     "labels shifted": ("labels_shifted", lambda: sft(chats(), data_collator=shifted_labels)),
     "packing leaks past positions": ("packing_leaks", lambda: sft(chats(), data_collator=one_long_row)),
     "packing without boundaries": ("packing_leaks", lambda: sft(chats(), data_collator=without_positions)),
@@ -233,8 +271,9 @@ def test_a_planted_fault_is_refused(name: str, tmp_path: Path, monkeypatch: pyte
 
 
 KINDS = {
-    "system_lost": "The system prompt of row", "given_text_trained": "The loss covers the user's text of row",
+    "system_lost": "The system prompt of row", "given_text_trained": "The loss covers the",
     "end_untrained": "The end token of row", "end_missing": "There is no end token behind the answer of row",
+    "turns_lost": "A question or an earlier answer of row",
     "nothing_trained": "No token of row", "rows_untrained": "is trained, as of 4 of 24 documents",
     "double_bos": "begins with two BOS tokens", "answers_truncated": "is cut off at 180 tokens, as in 24 of 24",
     "pairs_equal": "Chosen and rejected are equal in row 0",
