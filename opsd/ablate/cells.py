@@ -211,6 +211,11 @@ def _lost(cell: Cell, losses: Mapping[int, float | None]) -> str:
             f"metrics.jsonl lacks {missing} of its last {plural(len(cell.last_tenth), 'step')}; put it back, or remove "
             f"{cell.folder}, and the cell runs again"
         )
+    if foreign := [step for step in losses if step > max(cell.last_tenth)]:
+        return (
+            f"metrics.jsonl has step {min(foreign)}, and the run ends at {max(cell.last_tenth)}: it is of another run. "
+            f"Put its own back, or remove {cell.folder}, and the cell runs again"
+        )
     return ""
 
 

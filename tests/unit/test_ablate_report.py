@@ -347,6 +347,17 @@ def test_a_run_whose_losses_are_lost_has_not_failed(tmp_path: Path) -> None:
     assert (status[-1]["state"], status[-1]["job"]) == ("refused", None) and "put it back" in status[-1]["reason"]
 
 
+def test_losses_of_a_longer_run_do_not_count(tmp_path: Path) -> None:
+    """A file of another run that was put there has steps that the cell's run has not."""
+    path = ended(tmp_path)
+    last = study_and_cells(path)[1][-1]
+    metrics = last.folder / "metrics.jsonl"
+    foreign = re.sub(r'"step": \d+', '"step": 9999', metrics.read_text().splitlines()[-1])
+    metrics.write_text(f"{metrics.read_text()}{foreign}\n")
+    shown = ablate("report", path).output
+    assert f"cell {last.name} does not count: metrics.jsonl has step 9999" in shown and "of another run" in shown
+
+
 @pytest.mark.parametrize("command", ["run", "status", "report", "stop"])
 def test_a_study_that_cannot_be_used_is_one_sentence(tmp_path: Path, command: str) -> None:
     """Nothing is started."""
