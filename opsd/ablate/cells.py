@@ -30,9 +30,9 @@ from opsd.ablate.study import BASELINE, LOSS, PLACES, Arm, Study, StudyError, di
 from opsd.checkpoints import claims
 from opsd.config import literal
 from opsd.ledger import beside
-from opsd.ledger.records import LedgerError, read_lines, read_records
+from opsd.ledger.records import EVENTS, METRICS, STEPS, LedgerError, RunRecords, read_lines, read_records
 from opsd.trainer.config import Config
-from opsd.words import first_line, plural
+from opsd.words import first_line, plural, printable
 
 CELLS: Final = "cells"
 SETTINGS, ORIGIN, LOCK, LOG, HELD = "cell.toml", "origin.json", "cell.lock", "cell.log", "held.jsonl"
@@ -78,7 +78,8 @@ class Cell:
 class Found:
     """A cell as its folder shows it. ``losses`` are those of its steps by number, None if one was not finite.
 
-    ``reason`` says why it failed or was refused.
+    ``reason`` says why it failed or was refused, ``unread`` which records its cost lacks. A refused cell whose ``code``
+    is 0 has ended well, and does not run again.
     """
 
     cell: Cell
@@ -87,6 +88,7 @@ class Found:
     losses: Mapping[int, float | None]
     cost: Cost
     reason: str = ""
+    unread: str = ""
 
     @property
     def step(self) -> int:
@@ -129,7 +131,7 @@ def prepare(cell: Cell) -> None:
     Raises StudyError, OSError.
     """
     path, settings = cell.folder / SETTINGS, _settings(cell).encode()
-    if path.exists():
+    if path.exists() or (cell.folder / claims.FOLDER).exists():
         demand_own(cell)
         if path.read_bytes() == settings:
             return
@@ -175,7 +177,7 @@ def to_toml(config: Config, comment: Sequence[str], changed: Mapping[str, Mappin
     """The settings of a run that are not at their default, with those ``changed``; one that is None is left out."""
     sections = config.model_dump(exclude_defaults=True)
     sections["data"].pop("mixture", None)  # its stages are among the settings
-    lines = [f"# {line}" for line in comment]
+    lines = [f"# {printable(line)}" for line in comment]
     for section, values in sections.items():
         told = {key: value for key, value in (values | changed.get(section, {})).items() if value is not None}
         lines += ["", f"[{section}]", *(f"{key} = {literal(value)}" for key, value in told.items())]
@@ -184,38 +186,63 @@ def to_toml(config: Config, comment: Sequence[str], changed: Mapping[str, Mappin
 
 def look(cell: Cell) -> Found:
     """The state of a cell. Raises StudyError, OSError."""
-    if not (cell.folder / SETTINGS).exists():
+    if not any((cell.folder / name).exists() for name in (SETTINGS, claims.FOLDER)):
         return Found(cell, "new", None, {}, Cost())
     demand_own(cell)
     losses: dict[int, float | None] = {}
-    cost, held = Cost(), _held(cell.folder)
-    with suppress(LedgerError):
+    cost, held, wrong, unread = Cost(), _held(cell.folder), "", list[str]()
+    try:
         records = read_records(cell.folder)
-        losses = {int(line["step"]): _finite(line.get("loss")) for line in records.metrics}
+        # The launcher's lines, which are read if there are no others, are of several steps.
+        own = (line for line in records.metrics if "loss" in line and "steps" not in line)
+        losses = {int(line["step"]): _finite(line["loss"]) for line in own}
         starts, ends = ([float(line["t"]) for line in held if line["event"] == event] for event in ("start", "end"))
-        cost = cost_of(records.events, records.metrics, starts, ends)
-    end = _end_of(cell.folder)
+        cost, unread = cost_of(records.events, records.metrics, starts, ends), records.unread
+        wrong = _foreign(cell, records)
+    except LedgerError as error:
+        wrong = f"{error}; {_again(cell)}"
+    newest = _newest(cell.folder)
+    end = newest.end if newest is not None else None
     state = _state(cell, end)
-    if state == "done" and (lost := _lost(cell, losses)):
-        return Found(cell, "refused", None, losses, cost, lost)
+    if newest is not None and newest.start and not newest.start.startswith(cell.name):
+        wrong = f"{cell.folder / claims.FOLDER} is of {newest.start}; {_again(cell)}"
+    if state == "done" and (wrong := wrong or _lost(cell, losses)):
+        return Found(cell, "refused", exitcodes.OK, losses, cost, wrong)
     if state in ("new", "stopped", "failed") and held and held[-1]["event"] == "refused":
         return Found(cell, "refused", None, losses, cost, str(held[-1].get("reason")))
     code, reason = (end.code, end.reason) if end is not None else (None, "")
-    return Found(cell, state, code, losses, cost, first_line(reason) if state == "failed" else "")
+    if state == "done" and not cost.gpu_hours:
+        unread.append("no event tells when it held its devices")
+    return Found(cell, state, code, losses, cost, first_line(reason) if state == "failed" else "", "; ".join(unread))
+
+
+def _again(cell: Cell) -> str:
+    return f"put its own back, or remove {cell.folder}, and the cell runs again"
+
+
+def _foreign(cell: Cell, records: RunRecords) -> str:
+    """Why the records are not those of the cell's run, "" if they may be.
+
+    Events name their run. Losses are told twice, by the trainer and by the launcher that reads them on the rank page.
+    """
+    for run in (str(event["run"]) for event in records.events if "run" in event):
+        if not run.startswith(cell.name):
+            return f"{EVENTS} is of run {run}; {_again(cell)}"
+    told = {(line["generation"], line["step"]): _finite(line.get("loss")) for line in records.metrics}
+    with suppress(OSError):
+        for line in read_lines(cell.folder / STEPS, ("generation", "step", "loss")):
+            loss, seen = told.get((line["generation"], line["step"])), _finite(line["loss"])
+            if loss is not None and seen is not None and not math.isclose(loss, seen, rel_tol=1e-6):
+                return f"{METRICS} has the loss {loss} at step {line['step']}, where {STEPS} has {seen}; {_again(cell)}"
+    return ""
 
 
 def _lost(cell: Cell, losses: Mapping[int, float | None]) -> str:
     """Why the losses of a run that has ended well do not tell its loss, "" if they do."""
     if missing := sum(step not in losses for step in cell.last_tenth):
-        return (
-            f"metrics.jsonl lacks {missing} of its last {plural(len(cell.last_tenth), 'step')}; put it back, or remove "
-            f"{cell.folder}, and the cell runs again"
-        )
-    if foreign := [step for step in losses if step > max(cell.last_tenth)]:
-        return (
-            f"metrics.jsonl has step {min(foreign)}, and the run ends at {max(cell.last_tenth)}: it is of another run. "
-            f"Put its own back, or remove {cell.folder}, and the cell runs again"
-        )
+        return f"{METRICS} lacks {missing} of its last {plural(len(cell.last_tenth), 'step')}; {_again(cell)}"
+    if foreign := [step for step in losses if step > cell.steps]:
+        return f"{METRICS} has step {min(foreign)}, and the run ends at {cell.steps}; {_again(cell)}"
     return ""
 
 
@@ -243,14 +270,13 @@ def is_done(folder: Path) -> bool:
     """Whether the run in the ``folder`` of a cell has ended well. Raises OSError, StudyError."""
     if not (folder / SETTINGS).exists():
         raise StudyError(f"{folder} has no {SETTINGS}: it is not the folder of a cell")
-    end = _end_of(folder)
-    return end is not None and end.code == exitcodes.OK
+    newest = _newest(folder)
+    return newest is not None and newest.end is not None and newest.end.code == exitcodes.OK
 
 
-def _end_of(folder: Path) -> claims.End | None:
-    """The end of the run, None if it has not ended."""
-    newest = claims.newest(folder) if (folder / claims.FOLDER).is_dir() else None
-    return newest.end if newest is not None else None
+def _newest(folder: Path) -> claims.Claim | None:
+    """The newest generation of the run, None if it has none."""
+    return claims.newest(folder) if (folder / claims.FOLDER).is_dir() else None
 
 
 def _state(cell: Cell, end: claims.End | None) -> State:

@@ -64,7 +64,10 @@ class Report:
         if not self.origin.get("libraries") and any(each.state != "new" for each in self.found):
             told.append(f"{ORIGIN} is missing: nothing tells whether all cells had the same code and libraries")
         refused = {each.cell.name: each.reason for each in self.found if each.state == "refused"}
-        return told + [f"cell {name} does not count: {reason}" for name, reason in refused.items()]
+        told += [f"cell {name} does not count: {reason}" for name, reason in refused.items()]
+        return told + [
+            f"the cost of cell {each.cell.name} is not whole: {each.unread}" for each in self.found if each.unread
+        ]
 
     @property
     def unit(self) -> str:
@@ -267,12 +270,17 @@ def _baseline(study: Study, overrides: Sequence[str], evidence: Sequence[str]) -
 
 
 def stale(study: Study) -> str:
-    """The promotion that has replaced the study's baseline, in one sentence; "" if there is none."""
-    path = study.path.absolute().parent / PROMOTIONS
+    """The promotion that has replaced the study's baseline, or why that is not known; "" if none has."""
+    path, unread = study.path.absolute().parent / PROMOTIONS, list[str]()
     try:
-        lines = [line for line in read_lines(path, ("baseline", "arm", "new")) if line["baseline"] == study.identity]
-    except OSError:
+        read = list(read_lines(path, ("baseline", "arm", "new"), unread=unread))
+    except FileNotFoundError:
         return ""
+    except OSError as error:
+        unread, read = [f"{path} cannot be read: {error.strerror}"], []
+    lines = [line for line in read if line["baseline"] == study.identity]
+    if unread and not lines:
+        return f"{unread[0]}: nothing tells whether a promotion has replaced this baseline"
     if not lines:
         return ""
     return f"{lines[-1]['new']} has replaced this baseline, by a promotion of arm {lines[-1]['arm']}: compare with it"

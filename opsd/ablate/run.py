@@ -81,7 +81,7 @@ def run_local(
     with _interruptible():
         for at, cell in enumerate(cells, 1):
             prepare(cell)
-            if look(cell).state == "done":
+            if look(cell).code == exitcodes.OK:
                 continue
             if (lock := hold(cell)) is None:
                 say(f"{_named(cell)} is being run by another process; it comes last")
@@ -98,7 +98,7 @@ def run_local(
 def _run_one(cell: Cell, lock: int, command: Sequence[str], say: Say, took: list[float], left: int) -> Iterator[Failed]:
     """Run a cell, whose lock is given up at the end, unless it was done in the meantime."""
     try:
-        if look(cell).state == "done":
+        if look(cell).code == exitcodes.OK:
             return
         began = time.monotonic()
         code = _run(cell, lock, command)
@@ -234,7 +234,8 @@ def submit(
         submitted = []
         for cell in cells:
             prepare(cell)
-            if cell.run_name in names or look(cell).state in ("done", "running"):
+            found = look(cell)
+            if cell.run_name in names or found.code == exitcodes.OK or found.state == "running":
                 continue
             after = queue[-limit] if len(queue) >= limit else None
             queue.append(slurm.submit(script_of(cell, ranks, opsd), options_of(cell, partition, after, options)))

@@ -200,6 +200,8 @@ def report(
     """
     if str(json_file) == str(page_file) == "-":
         raise click.UsageError("--json and --html cannot both be -: give one of them a file")
+    if json_file is not None and page_file is not None and json_file.resolve() == page_file.resolve():
+        raise click.UsageError("--json and --html name the same file: give each its own")
     for out in (json_file, page_file):
         _refuse_to_overwrite(out, file, _root(file, root))
     made = _report(file, root, look, beside)
@@ -359,8 +361,12 @@ def _refuse_to_overwrite(out: Path | None, file: Path, root: Path) -> None:
     """End the command if ``out`` is the study's file or would be among its state."""
     if out is None or str(out) == "-":
         return
+    from opsd.ablate.report import PROMOTIONS
+
     target, state = out.resolve(), root.resolve()
-    if target == file.resolve() or target in (state / ORIGIN, state / CELLS) or target.is_relative_to(state / CELLS):
+    study, _ = _study(file, root)
+    own = (file.resolve(), study.source.resolve(), file.resolve().with_name(PROMOTIONS), state / ORIGIN, state / CELLS)
+    if target in own or target.is_relative_to(state / CELLS):
         fail(f"{out} belongs to the study; name another file", exitcodes.USAGE)
 
 
@@ -419,7 +425,10 @@ def _run(study: Study, cells: Sequence[Cell], root: Path, given: Mapping[str, An
     click.echo(f"{done} of {plural(len(cells), 'cell')} done; `opsd ablate report` compares them")
     for each in failed:
         warn(f"cell {each.cell.name} failed with exit code {each.code}; its log is {each.log}")
-    return exitcodes.FAILED if failed else exitcodes.OK
+    refused = [each for each in found if each.state == "refused" and each.code == exitcodes.OK]
+    for cell in refused:
+        warn(f"cell {cell.cell.name} does not count: {cell.reason}")
+    return exitcodes.FAILED if failed or refused else exitcodes.OK
 
 
 def _submit(cells: Sequence[Cell], root: Path, given: Mapping[str, Any]) -> int:

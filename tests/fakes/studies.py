@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 
@@ -52,7 +51,7 @@ def end_cell(
 ) -> None:
     """Leave what a run leaves that made ``steps`` of a second and ended with ``code``, None if it was killed."""
     prepare(cell)
-    events: list[Mapping[str, object]] = [
+    events: list[dict[str, object]] = [
         {"t": began, "event": "generation_started", "generation": 1, "world_size": gpus, "gpus": gpus}
     ]
     lines = [
@@ -64,10 +63,14 @@ def end_cell(
         claims.create(
             cell.folder,
             Claim(
-                claims.newest_number(cell.folder) + 1, "it", "n1-1-0", plan={"end": {"code": code, "reason": "told"}}
+                claims.newest_number(cell.folder) + 1, f"{cell.run_name}, n1-1-0", "n1-1-0",
+                plan={"end": {"code": code, "reason": "told"}},
             ),
-        )
-    for name, records in (("events.jsonl", events), ("metrics.jsonl", lines)):
+        )  # fmt: skip
+    events = [event | {"run": cell.run_name} for event in events]
+    seen = [line | {"steps": steps} for line in lines[-1:] if loss is not None]
+    logs = (("events.jsonl", events), ("metrics.jsonl", lines), ("steps.jsonl", seen))
+    for name, records in logs:
         (cell.folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
 

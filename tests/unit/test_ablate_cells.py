@@ -95,7 +95,7 @@ def test_the_loss_is_the_mean_of_the_last_tenth(tmp_path: Path) -> None:
     with (cell.folder / "metrics.jsonl").open("a") as file:
         for step, loss in ((19, 2.0), (20, 1.0)):
             file.write(
-                json.dumps({"t": 1100 + step, "generation": 1, "step": step, "step_s": 1.0, "loss": loss}) + "\n"
+                json.dumps({"t": 1100 + step, "generation": 2, "step": step, "step_s": 1.0, "loss": loss}) + "\n"
             )
     assert metric_of(look(cell), "loss") == 1.5
 

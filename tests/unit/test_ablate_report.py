@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -275,6 +276,8 @@ def test_comparisons_with_an_old_baseline_are_stale(tmp_path: Path) -> None:
     assert "study-lr.toml has replaced this baseline" in ablate("report", other).output
     other.write_text(path.read_text().replace('"tiny"', '"study-lr.toml"').replace("1e-3", "2e-3"))
     assert told(other)["stale"] is None
+    (tmp_path / "promotions.jsonl").write_text("no JSON\n")
+    assert "nothing tells whether a promotion has replaced" in str(told(path)["stale"])
 
 
 def test_what_is_not_better_is_promoted_with_a_reason_only(tmp_path: Path) -> None:
@@ -283,8 +286,8 @@ def test_what_is_not_better_is_promoted_with_a_reason_only(tmp_path: Path) -> No
     refused = ablate("promote", path, "lr")
     assert refused.exit_code == exitcodes.USAGE and "--reason" in refused.output
     assert not (tmp_path / "study-lr.toml").exists()
-    assert ablate("promote", path, "lr", "--reason", "it is simpler").exit_code == 0
-    assert "# Reason: it is simpler" in (tmp_path / "study-lr.toml").read_text()
+    assert ablate("promote", path, "lr", "--reason", "it is simpler\n[run]\nsteps = 7").exit_code == 0
+    assert "# Reason: it is simpler [run] steps = 7\n" in (tmp_path / "study-lr.toml").read_text()
     assert "exists" in ablate("promote", path, "lr", "--reason", "it is simpler").output
     assert "has no arm rate; its arms are lr" in ablate("promote", path, "rate").output
 
@@ -340,22 +343,99 @@ def test_a_run_whose_losses_are_lost_has_not_failed(tmp_path: Path) -> None:
     last = study_and_cells(path)[1][-1]
     (last.folder / "metrics.jsonl").unlink()
     shown = ablate("report", path).output
-    assert "failed" not in shown and f"cell {last.name} does not count: metrics.jsonl lacks 2 of" in shown
+    assert "the arm failed" not in shown and f"cell {last.name} does not count: metrics.jsonl lacks 2 of" in shown
     assert "origin.json is missing" in shown
     status = json.loads(ablate("status", path, "--json", "-").stdout)["cells"]
     assert [cell["state"] for cell in status].count("done") == len(status) - 1
-    assert (status[-1]["state"], status[-1]["job"]) == ("refused", None) and "put it back" in status[-1]["reason"]
+    assert (status[-1]["state"], status[-1]["job"]) == ("refused", None) and "put its own back" in status[-1]["reason"]
 
 
-def test_losses_of_a_longer_run_do_not_count(tmp_path: Path) -> None:
-    """A file of another run that was put there has steps that the cell's run has not."""
+def longer(folder: Path, _other: Path) -> None:
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(
+        metrics.read_text() + re.sub(r'"step": \d+', '"step": 9999', metrics.read_text().splitlines()[-1])
+    )
+
+
+def without_losses(folder: Path, _other: Path) -> None:
+    (folder / "steps.jsonl").unlink()
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(re.sub(r'"loss": [^,}]+, ', "", metrics.read_text()))
+
+
+def foreign_metrics(folder: Path, other: Path) -> None:
+    shutil.copy(other / "metrics.jsonl", folder)
+
+
+def foreign_run(folder: Path, other: Path) -> None:
+    for name in ("events.jsonl", "metrics.jsonl", "steps.jsonl"):
+        shutil.copy(other / name, folder)
+
+
+def foreign_claims(folder: Path, other: Path) -> None:
+    shutil.rmtree(folder / "generations")
+    shutil.copytree(other / "generations", folder / "generations")
+
+
+def no_events(folder: Path, _other: Path) -> None:
+    (folder / "events.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (longer, "metrics.jsonl has step 9999, and the run ends at 20"),
+        (without_losses, "metrics.jsonl lacks 2 of its last 2 steps"),
+        (foreign_metrics, "at step 20, where steps.jsonl has"),
+        (foreign_run, "events.jsonl is of run"),
+        (foreign_claims, "generations is of"),
+        (no_events, "is not a run folder: events.jsonl"),
+    ],
+)
+def test_records_that_are_not_the_cells_own_do_not_count(
+    tmp_path: Path, damage: Callable[[Path, Path], None], why: str
+) -> None:
+    """A copy from another cell gives no verdict. The cell has ended, so it is not run again."""
+    path = ended(tmp_path)
+    cells = study_and_cells(path)[1]
+    damage(cells[-1].folder, cells[0].folder)
+    shown = ablate("report", path).output
+    assert f"cell {cells[-1].name} does not count: " in shown and why in shown
+    before = sorted(cells[-1].folder.iterdir())
+    again = CliRunner().invoke(cli, ["ablate", "run", str(path), "--local"], standalone_mode=False)
+    assert again.return_value == exitcodes.FAILED and "does not count" in again.output
+    assert sorted(cells[-1].folder.iterdir()) == before
+
+
+def test_a_folder_without_its_settings_is_nobodys(tmp_path: Path) -> None:
+    """It may be a copy of another cell, from which the refused settings were removed."""
+    path = ended(tmp_path)
+    (study_and_cells(path)[1][-1].folder / "cell.toml").unlink()
+    for command in ("report", "status", "run"):
+        refused = ablate(command, path, *(["--local"] if command == "run" else []))
+        assert refused.exit_code == exitcodes.USAGE and "remove the folder" in refused.output
+
+
+def test_a_cost_that_is_not_whole_says_so(tmp_path: Path) -> None:
+    """The losses count, the cost does not."""
     path = ended(tmp_path)
     last = study_and_cells(path)[1][-1]
-    metrics = last.folder / "metrics.jsonl"
-    foreign = re.sub(r'"step": \d+', '"step": 9999', metrics.read_text().splitlines()[-1])
-    metrics.write_text(f"{metrics.read_text()}{foreign}\n")
+    (last.folder / "events.jsonl").write_text("no JSON\n")
     shown = ablate("report", path).output
-    assert f"cell {last.name} does not count: metrics.jsonl has step 9999" in shown and "of another run" in shown
+    assert f"the cost of cell {last.name} is not whole: 1 line of events.jsonl cannot be read" in shown
+
+
+@pytest.mark.parametrize("name", ["study.toml", "base.toml", "promotions.jsonl", "study/origin.json"])
+def test_a_report_is_not_written_over_what_it_rests_on(tmp_path: Path, name: str) -> None:
+    """Also not over the baseline."""
+    path = ended(tmp_path)
+    source = read_study(path).source
+    (tmp_path / "base.toml").write_bytes(source.read_bytes())
+    path.write_text(re.sub(r'baseline = "[^"]*"', 'baseline = "base.toml"', path.read_text()))
+    before = (tmp_path / "base.toml").read_bytes()
+    refused = ablate("report", path, "--json", tmp_path / name)
+    assert refused.exit_code == exitcodes.USAGE and "belongs to the study" in refused.output
+    assert (tmp_path / "base.toml").read_bytes() == before
 
 
 @pytest.mark.parametrize("command", ["run", "status", "report", "stop"])
