@@ -6,11 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import stdev
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from opsd.ablate.verdict import Floats, chi_square_below, fewest_pairs, shifted_t_above, t_limit
+
+LARGEST_SHIFT: Final = 1e6
+"""Beyond it every seed decides; the distribution cannot be computed for much larger ones."""
 
 
 @dataclass(frozen=True)
@@ -68,5 +72,5 @@ def _powers(seeds: NDArray[np.int_], effect: float, spread: float, alpha: float,
     if effect == 0 or spread == 0:
         return np.where(enough & (effect != 0), 1.0, 0.0)
     freedom = np.maximum(seeds - 1, 1)
-    shift = np.sqrt(seeds) * abs(effect) / spread
+    shift = np.sqrt(seeds) * min(abs(effect) / spread, LARGEST_SHIFT)
     return np.where(enough, shifted_t_above(t_limit(alpha / (2 * arms * looks), freedom), freedom, shift), 0.0)

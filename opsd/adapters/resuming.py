@@ -1,9 +1,9 @@
 """The checkpoint from which a training of this run goes on, and whether it goes on with the same data.
 
-After each save the first rank writes ``transformers.json`` in the run's folder. It has the checkpoint and what the
-training is made of: data, settings, samples of a step, seeds, planned steps. transformers finds its place in the data
-by counting steps, so it is right only while these stay as they are. The file also lists what each checkpoint holds
-(``holding.py``), so that one that has lost a part is not resumed from.
+After each save the first rank writes ``transformers.json`` in the run's folder. It names the checkpoint and what the
+training is made of: data, settings, samples of a step, seeds, planned steps. These must stay as they are, since
+transformers finds its place in the data by counting steps. The file also lists what each checkpoint holds
+(``holding.py``). No training goes on from one that has lost a part.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def chat(
 
 @contextmanager
 def _kept(place: Path) -> Iterator[None]:
-    """What fails here is the transcript; stdout has its own errors."""
+    """An OSError in here is one of the transcript, not of stdout, and ends the command."""
     try:
         yield
     except OSError as error:

@@ -401,59 +401,14 @@ def same_bytes_at_any_time() -> None:
         return compressor
 
     register_compression("gzip", opened, "gz", force=True)
-    if find_spec("zstandard"):
-        written = compr.get("zstd")
-        register_compression(
-            "zstd",
-            lambda file, mode="rb": io.BufferedReader(ZstdFrames(file)) if "r" in mode else written(file, mode=mode),
-            "zst",
-            force=True,
-        )
+    if (written := compr.get("zstd")) is not None:
+        from opsd.trainer.data.texts import ZstdFrames
 
+        def opened_zstd(file: Any, mode: str = "rb") -> Any:
+            return (
+                io.BufferedReader(ZstdFrames(file, Path(getattr(file, "name", "input.zst"))))
+                if "r" in mode
+                else written(file, mode=mode)
+            )
 
-class ZstdFrames(io.RawIOBase):
-    """All frames of a zstd file, one after the other; zstandard's own reader takes a file that ends early as whole.
-
-    Raises EOFError for such a file.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self._file, self._left, self._begun = file, b"", False
-        self._frame: Any = None
-        self._decoded = memoryview(b"")
-
-    def readable(self) -> bool:
-        """It is for reading."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """See ``io.RawIOBase``."""
-        while not self._decoded:
-            if not self._decode():
-                return 0
-        size = min(len(buffer), len(self._decoded))
-        buffer[:size] = self._decoded[:size]
-        self._decoded = self._decoded[size:]
-        return size
-
-    def _decode(self) -> bool:
-        from zstandard import ZstdDecompressor
-
-        raw = self._left or self._file.read(1 << 17)
-        if not raw:
-            if self._begun:
-                raise EOFError("the zstd file ends early")
-            return False
-        if self._frame is None:
-            self._frame = ZstdDecompressor().decompressobj()
-        self._decoded = memoryview(self._frame.decompress(raw))
-        self._begun, self._left = not self._frame.eof, b""
-        if self._frame.eof:
-            self._left, self._frame = self._frame.unused_data, None
-        return True
-
-    def close(self) -> None:
-        """Close the file, too."""
-        if not self.closed:
-            self._file.close()
-        super().close()
+        register_compression("zstd", opened_zstd, "zst", force=True)

@@ -42,7 +42,7 @@ RIGHT = {
     # No launcher is left that would restart the rank that hangs: a person is told.
     ("dataloader_stall/healthy_stopped_rank", "run ends while open"): ["told 1 more times: rank_hang"],
     ("dataloader_stall/healthy_stopped_rank", "ends, GPUs idle"): ["told 1 more times: rank_hang"],
-    # Without its run a throttle is less grave. Once the run is seen again it is critical, and a rise is told.
+    # Without its run a throttle is less grave. It is critical once the run is seen again, which is told.
     ("node_throttle/all_by_heat", "ranks blind early"): ["told 1 more times: node_throttle"],
     # A reset heals corrected errors. A burst that comes back after one is a reason to replace the GPU.
     ("gpu_ecc/corrected_burst", "ends, node boots"): ["told 1 more times: gpu_ecc"],

@@ -60,7 +60,7 @@ def test_what_is_older_than_the_window_is_not_told():
 
 @pytest.mark.parametrize("seen", [(), ("0",), ("1",), ("0", "1")])
 def test_agents_that_end_at_once_lose_nothing(seen):
-    """What an agent had no time to collect is kept for the one after it."""
+    """The next agent still gets the series that this one had no time to collect."""
     short = _window()
     short.go_on(unpack(_stopped(), short.ticks, 6.0))
     if seen:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from opsd.trainer.data.shards import DataError, Tally
 
@@ -370,19 +370,24 @@ def _open(path: Path) -> io.BufferedReader:
     return path.open("rb")
 
 
-class _Zstd(io.RawIOBase):
-    """The content of a zstd file with any number of frames. The library's own reader accepts truncated files."""
+class ZstdFrames(io.RawIOBase):
+    """The content of a zstd file with any number of frames. The library's own reader accepts truncated files.
 
-    def __init__(self, path: Path) -> None:
+    Reading raises EOFError for those.
+    """
+
+    def __init__(self, file: IO[bytes], path: Path) -> None:
         self._new_frame = _zstandard(path).ZstdDecompressor().decompressobj
-        self._file = path.open("rb")
+        self._file = file
         self._frame: Any = None
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
+        """It is for reading."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """See ``io.RawIOBase``."""
         while not self._ready:
             block = self._file.read(1 << 17)
             if not block and self._frame is not None:
@@ -403,15 +408,20 @@ class _Zstd(io.RawIOBase):
                 self._frame = None
 
     def close(self) -> None:
+        """Close the file, too."""
         self._file.close()
         super().close()
+
+
+def _open_zstd(path: Path) -> ZstdFrames:
+    return ZstdFrames(path.open("rb"), path)
 
 
 COMPRESSIONS: Mapping[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.GzipFile,
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\0": lzma.LZMAFile,
-    b"\x28\xb5\x2f\xfd": _Zstd,
+    b"\x28\xb5\x2f\xfd": _open_zstd,
 }
 """How a file is decompressed, by its first bytes."""
 

@@ -61,8 +61,8 @@ class RankError:
 class Failure:
     """A rank that ended, or hung, when it should not have.
 
-    ``exit`` is its exit in words ("signal SIGKILL", "exit code 1", "hung in backward"), ``step`` the last completed
-    step, ``t`` the time of its error or exit in seconds (any clock, the same for all). ``detail`` is an explanation.
+    ``exit`` is its exit in words: "signal SIGKILL", "exit code 1", "hung in backward". ``step`` is the last completed
+    step. ``t`` is the time of its error or exit, in seconds of one clock for all. ``detail`` is an explanation.
     ``at_once``: the run has only just begun. ``soon``: its ranks have only just been started. ``reports``: the program
     itself reports its steps, so that it has done none if ``step`` is None. Otherwise nobody knows.
     """

@@ -1,14 +1,14 @@
 """Ends what a launcher has started and left running, once it is gone without ending it: killed, for instance.
 
-Ranks die with their launcher (``PR_SET_PDEATHSIG``), which is not inherited: the program below a shell script, workers
-of data loaders, daemons and companions would live on beside the next start of the run. They are known by what they
-inherit: the launcher's mark in their environment, or else the session of their rank or companion. A process that is
+Ranks die with their launcher (``PR_SET_PDEATHSIG``). Their children do not inherit that. Workers of data loaders,
+daemons, companions and the program below a shell script would live on beside the next start of the run. They are known
+by the launcher's mark in their environment, or else by the session of their rank or companion. A process that is
 meant to outlive its launcher starts in a session of its own without ``OPSD_LAUNCHER``.
 
 ``python -I -S leftovers.py MARK FOLDER`` is the guard of a launcher (``guard.py``), a process that waits for its end.
-It uses the standard library only, and little of it, because one runs beside every launcher. Messages on its stdin, a
-socket that keeps them apart, tell it the leaders of sessions that there are now, ranks and
-companions, ``leaders PID:START …``, or ``done`` if none is left.
+It uses the standard library only, and little of it, because one runs beside every launcher. Its stdin is a socket that
+keeps messages apart. ``leaders PID:START …`` names the ranks and companions that there are now, which lead sessions.
+``done`` says that none is left.
 """
 
 from __future__ import annotations

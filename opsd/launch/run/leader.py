@@ -403,7 +403,7 @@ def _loss(node: str, silent_s: float) -> str:
 
 
 def _saved(furthest: int | None, committed: int | None) -> str:
-    """What is kept of a run that has done ``furthest`` steps, as the end of a sentence, "" if nobody knows."""
+    """The newest checkpoint of a run that has done ``furthest`` steps, as the end of a sentence; "" if nobody knows."""
     if committed is None:
         return "" if furthest is None else "; no checkpoint was seen"
     newest, again = f"; the newest checkpoint is that of step {committed}", (furthest or 0) - committed

@@ -67,3 +67,9 @@ def test_the_upper_bound_holds_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
     held = np.mean([paired_spread([*row]).high >= math.sqrt(2) for row in rng.normal(size=(1000, 5))])
     assert held == pytest.approx(0.8, abs=3 * math.sqrt(0.16 / 1000))
+
+
+@pytest.mark.parametrize(("effect", "spread"), [(1e300, 1.0), (0.1, 1e-300), (1e300, 1e-300), (1e8, 1.0)])
+def test_an_effect_beyond_all_noise_needs_the_fewest_seeds(effect: float, spread: float) -> None:
+    """The distribution overflows where no seed could hide it."""
+    assert seeds_needed(effect, spread) == seeds_needed(100.0, 0.1)
