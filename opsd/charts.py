@@ -164,7 +164,8 @@ def forest_plot(title: str, effects: Sequence[Effect], *, x: Axis, margin: float
     reach = _reach([each for each in effects if math.isfinite(each.value)], margin)
     if not reach:
         return ""
-    left, right, bottom = _NAMES, width - _SAID, _TOP + _ROW_HEIGHT * len(effects)
+    said = max(_SAID, 20 + _CHARACTER * max(len(_text(each.said)) for each in effects))
+    left, right, bottom = _NAMES, width - said, _TOP + _ROW_HEIGHT * len(effects)
     wide = Axis(x.label, low=-reach, high=reach)
     across = _Scale.over([-reach, reach], wide, left, right, room=False)
     parts = [

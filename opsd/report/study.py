@@ -117,7 +117,8 @@ def _curves(report: Report) -> dict[str, Curve]:
     """By arm the mean loss of its seeds, at the steps that all seeds with a loss have reached."""
     found: dict[str, Curve] = {}
     for arm in report.study.arms:
-        runs = [each.losses for each in report.found if each.cell.arm.name == arm.name and each.losses]
+        own = (each for each in report.found if each.cell.arm.name == arm.name and each.state != "refused")
+        runs = [each.losses for each in own if each.losses]
         shared = sorted(set.intersection(*(set(losses) for losses in runs))) if runs else []
         found[arm.name] = _thinned(
             [(float(step), _mean([losses[step] for losses in runs])) for step in shared], _POINTS

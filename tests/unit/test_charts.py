@@ -6,16 +6,19 @@ import math
 import re
 from xml.etree import ElementTree
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.charts import (
     MAX_STYLES,
     Axis,
+    Effect,
     Kind,
     Limit,
     Series,
     Span,
+    forest_plot,
     format_number,
     line_chart,
     standalone,
@@ -98,3 +101,12 @@ def test_all_gpus_of_a_node_can_be_told_apart(count: int) -> None:
     assert all(f">GPU {n}</text>" in drawn for n in range(count)) or count == 1
     assert drawn.count('<path class="limit"') == 1 and ">slows down</text>" in drawn
     assert len({style(n) for n in range(MAX_STYLES)}) == MAX_STYLES
+
+
+@pytest.mark.parametrize("said", ["better -0.5 (no interval)", "undecided +4.48e-05 (-0.00115 to +0.00124)"])
+def test_what_a_forest_plot_says_ends_within_it(said: str) -> None:
+    """Long intervals had their end cut off."""
+    drawn = forest_plot("Effects", [Effect("arm", 0.1, -0.1, 0.3, 3, said)], x=Axis("nats"))
+    (begin,) = re.findall(rf'<text x="([\d.]+)"[^>]*>{re.escape(said)}', drawn)
+    width = float(re.findall(r'viewBox="0 0 (\d+)', drawn)[0])
+    assert float(begin) + 6.5 * len(said) <= width
