@@ -241,7 +241,11 @@ def promote(report: Report, name: str, out: Path, reason: str) -> None:
     evidence = _evidence(report, found, reason)
     durable.create(out, _baseline(study, arm.settings.set, evidence).encode())
     told = {"t": time.time(), "baseline": study.identity, "arm": name, "new": str(out.absolute()), "evidence": evidence}
-    durable.append(study.path.absolute().parent / PROMOTIONS, json.dumps(told).encode() + b"\n")
+    try:
+        durable.append(study.path.absolute().parent / PROMOTIONS, json.dumps(told).encode() + b"\n")
+    except OSError:
+        out.unlink()  # a baseline of which no study would know
+        raise
 
 
 def _evidence(report: Report, arm: Compared, reason: str) -> list[str]:

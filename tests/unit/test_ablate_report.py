@@ -280,6 +280,14 @@ def test_comparisons_with_an_old_baseline_are_stale(tmp_path: Path) -> None:
     assert "nothing tells whether a promotion has replaced" in str(told(path)["stale"])
 
 
+def test_a_promotion_that_cannot_be_recorded_leaves_no_baseline(tmp_path: Path) -> None:
+    """Studies beside it would not know that they are stale."""
+    path = ended(tmp_path)
+    (tmp_path / "promotions.jsonl").mkdir()
+    assert "Is a directory" in ablate("promote", path, "lr").output
+    assert not (tmp_path / "study-lr.toml").exists()
+
+
 def test_what_is_not_better_is_promoted_with_a_reason_only(tmp_path: Path) -> None:
     """The reason is in the file, which is never overwritten."""
     path = ended(tmp_path, 0.0)
