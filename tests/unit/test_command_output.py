@@ -30,6 +30,17 @@ def test_a_result_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("words", [["--version"], ["config", "nothing"]])
+def test_a_command_ends_without_a_last_collection(words: list[str]) -> None:
+    """All objects are out of the collector's sight by then: a job that gives way keeps its node 0.2 s less."""
+    program = (
+        "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count() > 10_000)); "
+        "from opsd.commands.main import main; main()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=False)
+    assert ended.stdout.splitlines()[-1] == "True", ended.stderr
+
+
 def test_a_reader_that_has_enough_is_no_answer() -> None:
     """As in `opsd config show | head -1`: neither 0, as a check would pass, nor 1, as if it had failed."""
     read_end, write_end = os.pipe()
