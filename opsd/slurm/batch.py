@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import select
 import signal
 import subprocess
 import time
@@ -80,9 +81,16 @@ class Batch:
         self._stopped_starts = BadStarts(self.folder / "hurried.json")
 
     def listen(self) -> None:
-        """Handle the signals that ask for a stop. Child processes do not inherit the handlers."""
+        """Handle the signals that ask for a stop. They, and the end of a step, cut a pause short.
+
+        Child processes do not inherit the handlers.
+        """
         for number in STOPPING:
             signal.signal(number, lambda number, _: self.signals.append(signal.Signals(number)))
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        receiver, sender = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        self.sleep = lambda seconds: _pause(receiver, seconds)
 
     def run(self, steps: Steps) -> int:
         """Return the exit code of the batch script once the run is over and Slurm has been told what to do."""
@@ -227,6 +235,12 @@ class Batch:
             cancel_spares(self.slurm(), self.folder, self.job, self.say)
         except SlurmError as error:
             self._tell(f"spares that were asked for may still wait in the queue: {error}")
+
+
+def _pause(wakeups: int, seconds: float) -> None:
+    """Wait until a signal has written to ``wakeups``, for ``seconds`` at most."""
+    if select.select([wakeups], [], [], seconds)[0]:
+        os.read(wakeups, 4096)
 
 
 _PR_SET_PDEATHSIG = 1

@@ -215,6 +215,26 @@ def test_no_step_outlives_the_batch_script(tmp_path: Path) -> None:
     batch.stdout.close()
 
 
+@pytest.mark.parametrize("what", ["end of a step", "signal"])
+def test_a_pause_ends_with_a_step_or_a_signal(tmp_path: Path, what: str) -> None:
+    """A node that another run waits for is not kept for the rest of the pause."""
+    program = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from opsd.slurm.allocation import Allocation\n"
+        "from opsd.slurm.batch import Batch, Steps\n"
+        "batch = Batch(Path(sys.argv[1]), 'train, job 7.0', Allocation(7, ('n1',), 'n1', 0, '', ''), None)\n"
+        "batch.listen()\n"
+        "command = ['true'] if sys.argv[2] != 'signal' else ['sh', '-c', f'kill -USR1 {os.getpid()}; exec sleep 600']\n"
+        "steps = Steps({'n1': command}, {'PATH': '/usr/bin:/bin'})\n"
+        "batch.sleep(600)\n"
+        "print(sorted(steps.codes), [each.name for each in batch.signals])\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path), what]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert said.stdout == ("[] ['SIGUSR1']\n" if what == "signal" else "['n1'] []\n"), said.stderr
+
+
 def test_steps_are_ended_without_a_word(tmp_path: Path) -> None:
     """SIGTERM would have srun end its task."""
     steps = Steps({"n1": ["sleep", "600"], "n2": ["true"]}, {"PATH": "/usr/bin:/bin"})
