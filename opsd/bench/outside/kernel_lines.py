@@ -28,6 +28,7 @@ INCIDENTS: Mapping[str, str] = {
     "mlx5_tx_timeout": "nic_failed",
     "mlx5_cq_error": "nic_failed",
     "mlx5_health": "nic_failed",
+    "mlx5_trouble": "nic_degrading",
     "nic_silent": "nic_failed",
     "nic_unanswered": "nic_failed",
     "peermem": "gpu_driver_failed",
