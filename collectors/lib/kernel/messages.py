@@ -311,7 +311,7 @@ _DEVICES = (
         rf"mlx5\w* {_PCI}.*?(?P<cause>Cable unplugged|device's health compromised|Health issue observed, [^,]*"
         r"|High temperature on sensors|timeout\. Will cause a leak of a command resource)",
     ),
-    _rule("nic_error", "synd 0x", rf"mlx5\w* {_PCI}:(?: print_health\S*:)?.*? synd 0x[1-9a-f]\w*: (?P<cause>\w[\w ]*\w)"),
+    _rule("nic_error", "synd 0x", rf"mlx5\w* {_PCI}:.*? synd 0x[1-9a-f]\w*: (?P<cause>\w[\w ]*\w)"),
     _rule("nic_error", "mlx5", rf"mlx5\w* {_PCI}.*?(?P<cause>pre-initializing) state, aborting"),
     _rule(
         "nic_error",
