@@ -69,7 +69,12 @@ def data() -> None:
     type=click.IntRange(1),
     help="Tasks at once; by default those of the executor, on this machine at most one for each core.",
 )
-@option("--retries", type=click.IntRange(0), default=RETRIES, help="How often a task that failed is tried again.")
+@option(
+    "--retries",
+    type=click.IntRange(0),
+    default=RETRIES,
+    help="How often a task that failed is tried again, unless it fails twice in a row with the same error.",
+)
 @option(
     "--redo", is_flag=True, help="Run again what has changed and what depends on it, and tasks whose files are damaged."
 )
@@ -89,7 +94,7 @@ def run(
     root = root or file.with_suffix("")
     try:
         stages = load(file)
-        pipeline = Run(file, root, stages, _engine(root, retries, given), warn, redo, allow_copies)
+        pipeline = Run(file, root, stages, _engine(root, given), warn, redo, allow_copies, retries)
         with held(root):
             complete = pipeline.run()
             found = _status(root)
@@ -105,7 +110,9 @@ def run(
         return exitcodes.INTERRUPTED
     except OSError as error:
         fail(with_remedy(error), exitcodes.of_error(error))
-    return exitcodes.OK if complete else exitcodes.FAILED
+    if complete:
+        return exitcodes.OK
+    return exitcodes.NO_SPACE if pipeline.full else exitcodes.FAILED
 
 
 @data.command(epilog=exit_codes({0: "told", 1: "FILE cannot be written", 2: "there is no such run"}))
@@ -324,7 +331,7 @@ def task(root: Path, stage: int, array: str) -> int:
         fail(str(error), exitcodes.USAGE)
 
 
-def _engine(root: Path, retries: int, given: dict[str, Any]) -> Engine:
+def _engine(root: Path, given: dict[str, Any]) -> Engine:
     """Slurm if it is here and --local is not given."""
     from opsd.data.array import Arrays
     from opsd.data.local import Local
@@ -338,9 +345,9 @@ def _engine(root: Path, retries: int, given: dict[str, Any]) -> Engine:
         else:
             return Arrays(
                 root, slurm, warn, partition=given["partition"] or "", options=given["sbatch"],
-                limit=given["workers"] or 0, per_job=given["tasks_per_job"] or 0, retries=retries,
+                limit=given["workers"] or 0, per_job=given["tasks_per_job"] or 0,
             )  # fmt: skip
-    return Local(root, given["workers"] or 0, retries)
+    return Local(root, given["workers"] or 0)
 
 
 def _status(root: Path) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from opsd import exitcodes
 from opsd.data.pipeline import PipelineError, Stage
-from opsd.data.records import ARRAYS, LOG, Attempt, StageFolder, write_json
-from opsd.data.run import RETRIES, Tries
+from opsd.data.records import ARRAYS, FAILED, LOG, Attempt, StageFolder, write_json
+from opsd.data.run import Tries
 from opsd.progress import shown
 from opsd.slurm.port import ENDED, Job, Slurm, SlurmRejected, SlurmUnavailable
 from opsd.slurm.requeue_helper import OPSD
@@ -68,15 +68,14 @@ class Arrays:
     options: Sequence[str] = ()
     limit: int = 0
     per_job: int = 0
-    retries: int = RETRIES
     opsd: Sequence[str] = ()
     sleep: Callable[[float], object] = time.sleep
     clock: Callable[[], float] = time.time
     _said: set[str] = field(default_factory=set)
 
-    def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tell: Callable[[Attempt], object]) -> None:
+    def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tries: Tries) -> None:
         """See ``opsd.data.run.Engine``. Raises SlurmError if nothing can be submitted, OSError."""
-        tries, told = Tries(self.retries), set[str]()
+        told = set[str]()
         began = self.clock()
         earlier = {attempt.token for attempt in folder.attempts() if attempt.began < began - _NEW_S}
         with shown(f"stage {stage.number}", "tasks") as look:
@@ -90,7 +89,6 @@ class Arrays:
                         if attempt.token not in told:
                             told.add(attempt.token)
                             tries.ended(attempt)
-                            tell(attempt)
                     self._submit(stage, folder, sorted(rank for rank in idle if tries.may(rank)), tries, live)
                     if all(not tries.may(rank) for rank in left):
                         return
@@ -124,7 +122,7 @@ class Arrays:
                 members = array.of_job(index)
                 tried = [each for each in own if each.rank in members]
                 if not tried or any(each.job in running for each in tried):
-                    failed = {each.rank for each in tried if each.outcome == "failed"}
+                    failed = {each.rank for each in tried if each.outcome == FAILED}
                     busy |= {rank for rank in members if newest[rank] is array} - failed
         return busy
 
@@ -132,7 +130,7 @@ class Arrays:
     def _ended(attempts: Sequence[Attempt], live: Mapping[str, list[Job]], idle: set[int]) -> Iterator[Attempt]:
         running = {job.id for jobs in live.values() for job in jobs}
         for attempt in attempts:
-            if attempt.rank in idle and (attempt.outcome == "failed" or attempt.job not in running):
+            if attempt.rank in idle and (attempt.outcome == FAILED or attempt.job not in running):
                 yield attempt
 
     @staticmethod
@@ -237,7 +235,7 @@ def run_job(root: Path, stage: int, token: str, environ: Mapping[str, str]) -> i
         tasks: Any = tasks_of(root, stage, int(environ.get("SLURM_CPUS_PER_TASK") or 1))
     except PipelineError as error:
         for rank in ranks:
-            folder.note(Attempt(rank, "", job=job, array=token, outcome="failed", why=str(error)))
+            folder.note(Attempt(rank, "", job=job, array=token, outcome=FAILED, why=str(error), error=str(error)))
         raise
     outcomes = [tasks.run(rank, job, token).outcome for rank in ranks if not folder.record(rank).exists()]
-    return exitcodes.FAILED if "failed" in outcomes else exitcodes.OK
+    return exitcodes.FAILED if FAILED in outcomes else exitcodes.OK

@@ -33,7 +33,8 @@ _LEFT_OUT: Final = frozenset({"stats", "output_mg"})
 _LONGEST_PATH: Final = 4096
 _LARGEST_SEED: Final = 2**64
 """Without a seed numpy takes 128 random bits."""
-_NUMBERED: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+"""Of an object in the memory of a process, as in its repr."""
 
 
 def digest(value: object) -> str:
@@ -123,7 +124,7 @@ def _instance(value: object, above: set[int]) -> Any:
     kind = _class(type(value), above)
     if fields:
         return [kind, {name: _described(each, above) for name, each in fields.items()}]
-    return [kind, _NUMBERED.sub("", repr(value))]
+    return [kind, ADDRESS.sub("", repr(value))]
 
 
 def place_of(value: object) -> str | None:

@@ -9,16 +9,19 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from opsd.data.pipeline import PipelineError, Stage
-from opsd.data.records import LOG, Attempt, StageFolder
-from opsd.data.run import RETRIES, Tries, cores
+from opsd.data.records import FAILED, LOG, Attempt, StageFolder
+from opsd.data.run import Tries, cores
 from opsd.progress import shown
+
+_CRASHES: Final = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL})
+"""Signals that a program brings upon itself; nobody sends them."""
 
 
 @dataclass
@@ -52,12 +55,11 @@ class Local:
 
     root: Path
     workers: int = 0
-    retries: int = RETRIES
     _running: list[_Worker] = field(default_factory=list)
 
-    def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tell: Callable[[Attempt], object]) -> None:
+    def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tries: Tries) -> None:
         """See ``opsd.data.run.Engine``. Raises PipelineError, OSError."""
-        waiting, tries, done = deque(ranks), Tries(self.retries), 0
+        waiting, done = deque(ranks), 0
         asked = getattr(stage.executor, "workers", -1)
         most = self.workers or min(cores(), asked if asked > 0 else stage.tasks)
         with shown(f"stage {stage.number}", "tasks") as look, selectors.DefaultSelector() as selector:
@@ -71,10 +73,8 @@ class Local:
                         worker, attempt = key.data, self._answer(key.data, folder)
                         if attempt.outcome in ("done", "superseded"):
                             done += 1
-                        else:
-                            tell(attempt)
-                            if tries.ended(attempt):
-                                waiting.append(attempt.rank)
+                        elif tries.ended(attempt):
+                            waiting.append(attempt.rank)
                         if waiting and worker.process.poll() is None:
                             worker.ask(waiting.popleft())
                         else:
@@ -116,6 +116,7 @@ class Local:
             return attempt
         what = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         memory = "; if memory was short, the kernel log and `opsd incidents` say so" if code == -signal.SIGKILL else ""
-        attempt.outcome, attempt.why = "", f"its process ended with {what}{memory}"
+        attempt.outcome = "" if code < 0 and -code not in _CRASHES else FAILED
+        attempt.why, attempt.error = f"its process ended with {what}{memory}", what if code >= 0 else ""
         folder.note(attempt)
         return attempt

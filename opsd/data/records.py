@@ -32,6 +32,8 @@ from opsd.data.pipeline import PipelineError
 
 RUN, PLAN, DONE = "run.json", "plan.json", "done.json"
 TASKS, ATTEMPTS, ARRAYS, LOG = "tasks", "attempts", "arrays", "log"
+FAILED: Final = "failed"
+"""The outcome of an attempt that an exception ended."""
 BEAT_S: Final = 10.0
 """How often a living attempt says that it lives."""
 
@@ -123,7 +125,10 @@ class Done:
 
 @dataclass(slots=True)
 class Attempt:
-    """One try at a task. ``seen`` is when it was last known to live, ``outcome`` is "" while it runs or if it died."""
+    """One try at a task. ``seen`` is when it was last known to live, ``outcome`` is "" while it runs or if it died.
+
+    ``error`` is the exception that ended it, if it may well come again: not for a full disk, which ``errno`` names.
+    """
 
     rank: int
     plan: str
@@ -136,6 +141,8 @@ class Attempt:
     cpus: int = 1
     outcome: str = ""
     why: str = ""
+    error: str = ""
+    errno: int = 0
 
     @property
     def seconds(self) -> float:
@@ -200,8 +207,13 @@ class StageFolder:
         """Write an attempt down, whole, though not for a power loss. Raises OSError."""
         path = self.folder / ATTEMPTS / f"{attempt.rank:05d}.{attempt.token}.json"
         draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(attempt)), encoding="utf-8")
-        draft.replace(path)
+        try:
+            draft.write_text(json.dumps(asdict(attempt)), encoding="utf-8")
+            draft.replace(path)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            error.filename = str(path)
+            raise
 
     def forget(self, ranks: Sequence[int] | None = None) -> None:
         """Remove the records of ``ranks``, or of all, with the files that they have written. Raises OSError."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +36,8 @@ from opsd.words import duration, plural
 LOCK: Final = "lock"
 RETRIES: Final = 3
 """How often a task that failed is tried again."""
+_TOLD: Final = 5
+"""How many attempts with the same error are told."""
 LOSSES: Final = 10
 """How often a task is tried again that was preempted or killed, or whose node was lost."""
 
@@ -43,26 +47,44 @@ Say = Callable[[str], object]
 class Engine(Protocol):
     """Where tasks run."""
 
-    def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tell: Callable[[Attempt], object]) -> None:
-        """Return once each task is done or was given up; ``tell`` gets each attempt that has ended. Raises OSError."""
+    def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tries: Tries) -> None:
+        """Return once each task is done or was given up; ``tries`` gets attempts that were not successful.
+
+        Raises OSError.
+        """
 
 
 @dataclass(slots=True)
 class Tries:
-    """The attempts at tasks since the command began, and whether there may be another one."""
+    """The attempts at tasks of a stage since the command began, and whether there may be another one.
+
+    Each that was not successful is told, but of those with the same error only the first ones.
+    """
 
     retries: int = RETRIES
+    say: Say = lambda _: None
     tried: dict[int, list[Attempt]] = field(default_factory=dict)
+    _same: Counter[str] = field(default_factory=Counter)
 
     def ended(self, attempt: Attempt) -> bool:
         """Note an attempt that has not done its task; whether it may be tried again. One without outcome was lost."""
         self.tried.setdefault(attempt.rank, []).append(attempt)
+        self._same[attempt.error] += 1
+        if not attempt.error or self._same[attempt.error] <= _TOLD:
+            self.say(f"task {attempt.rank} on {attempt.host} {told(attempt)}")
+            if attempt.error and self._same[attempt.error] == _TOLD:
+                self.say("tasks that fail like this are not told any more")
         return self.may(attempt.rank)
 
     def may(self, rank: int) -> bool:
         """Whether the task may be tried again."""
         failed = [bool(attempt.outcome) for attempt in self.tried.get(rank, ())]
-        return sum(failed) <= self.retries and len(failed) - sum(failed) <= LOSSES
+        return sum(failed) <= self.retries and len(failed) - sum(failed) <= LOSSES and not self.fails_again(rank)
+
+    def fails_again(self, rank: int) -> bool:
+        """Whether the task has failed twice in a row with the same error."""
+        *_, one, other = ["", "", *(attempt.error for attempt in self.tried.get(rank, ()) if attempt.outcome)]
+        return one == other != ""
 
     def last(self, rank: int) -> Attempt | None:
         """The newest one at this task that was not successful."""
@@ -92,6 +114,9 @@ class Run:
     say: Say
     redo: bool = False
     allow_copies: bool = False
+    retries: int = RETRIES
+    full: bool = field(default=False, init=False)
+    """Whether a task was given up because a disk or a quota is full."""
 
     def __post_init__(self) -> None:
         self._written: dict[Path, Written] = {}
@@ -128,10 +153,13 @@ class Run:
         left = sorted(set(range(stage.tasks)) - {done.rank for done in records})
         if left:
             self.say(_begins(stage, len(left), len(self.stages)))
-            self.engine.run(stage, folder, left, self._tell)
+            tries = Tries(self.retries, self.say)
+            self.engine.run(stage, folder, left, tries)
             records = folder.records()
             if missing := sorted(set(range(stage.tasks)) - {done.rank for done in records}):
-                self.say(f"stage {stage.number}: {plural(len(missing), 'task')} not done: {_why(folder, missing)}")
+                last = [attempt for rank in missing if (attempt := tries.last(rank)) is not None]
+                self.full = any(attempt.errno in (errno.ENOSPC, errno.EDQUOT) for attempt in last)
+                self.say(f"stage {stage.number}: {plural(len(missing), 'task')} not done: {_why(last, tries)}")
                 return False
         self._finish(stage, folder, plan, records)
         return True
@@ -193,9 +221,6 @@ class Run:
         if folder.done != made:
             write_json(folder.folder / DONE, made)
 
-    def _tell(self, attempt: Attempt) -> None:
-        self.say(f"task {attempt.rank} on {attempt.host} {told(attempt)}")
-
 
 def _stale(folder: StageFolder, records: Sequence[Done]) -> list[int]:
     """The tasks that an attempt has finished which was begun before the stage was begun again."""
@@ -215,10 +240,10 @@ def _begins(stage: Stage, left: int, stages: int) -> str:
     return f"stage {stage.number} of {stages}: {stage.name}: {plural(left, 'task')}{done}"
 
 
-def _why(folder: StageFolder, ranks: Sequence[int]) -> str:
-    tried = [attempt for attempt in folder.attempts() if attempt.rank in set(ranks)]
-    last = {attempt.rank: attempt for attempt in tried}
-    return "; ".join(checks.shortened([f"task {rank} {told(attempt)}" for rank, attempt in sorted(last.items())]))
+def _why(last: Sequence[Attempt], tries: Tries) -> str:
+    twice = " (twice in a row, so it was not tried again)"
+    reasons = [f"task {each.rank} {told(each)}{twice if tries.fails_again(each.rank) else ''}" for each in last]
+    return "; ".join(checks.shortened(reasons))
 
 
 def cores() -> int:

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from opsd.data.checks import merged
 from opsd.data.pipeline import PipelineError
-from opsd.data.records import BEAT_S, RUN, Attempt, Flow, StageFolder, read_json
-from opsd.words import count, duration, size
+from opsd.data.records import BEAT_S, FAILED, RUN, Attempt, Flow, StageFolder, read_json
+from opsd.words import count, duration, plural, size
 
 BAR: Final = 30
 """Width of the funnel in characters."""
@@ -38,7 +38,7 @@ def _stage(folder: StageFolder) -> dict[str, Any]:
         "steps": [name for name, _ in plan["steps"]],
         "state": _state(folder, len(finished) == plan["tasks"], bool(running)),
         "tasks": plan["tasks"], "done": len(finished), "running": len({a.rank for a in running}),
-        "failed": sum(a.outcome == "failed" for a in attempts),
+        "failed": sum(a.outcome == FAILED for a in attempts),
         "lost": sum(not a.outcome and a.token not in useful and a not in running for a in attempts),
         "eta_s": _eta(attempts, useful, plan["tasks"] - len(finished), len(running)),
         "cost": {"core_hours": sum(spent.values()), "lost_core_hours": sum(spent[t] for t in spent.keys() - useful)},
@@ -90,7 +90,8 @@ def funnel(stage: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 def headline(stage: Mapping[str, Any]) -> str:
     """A stage in one line."""
     parts = [f"stage {stage['number']}: {stage['state']}, {stage['done']:,} of {stage['tasks']:,} tasks"]
-    parts += [f"{stage[name]:,} {name}" for name in ("running", "failed", "lost") if stage[name]]
+    parts += [f"{stage['running']:,} running"] if stage["running"] else []
+    parts += [f"{plural(stage[name], 'attempt')} {name}" for name in ("failed", "lost") if stage[name]]
     if stage["eta_s"] is not None:
         parts.append(f"about {duration(stage['eta_s'])} left")
     written = stage["written"]

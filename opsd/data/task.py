@@ -31,10 +31,11 @@ from datatrove.utils.logging import logger
 
 from opsd import durable
 from opsd.checkpoints.manifest import checksum
-from opsd.data.identity import place_of
+from opsd.data.identity import ADDRESS, place_of
 from opsd.data.pipeline import PipelineError, Stage, folders_of, name_of
 from opsd.data.records import (
     BEAT_S,
+    FAILED,
     LOG,
     Attempt,
     Done,
@@ -48,11 +49,12 @@ from opsd.data.records import (
 from opsd.words import first_line, with_remedy
 
 DONE: Final = "done"
-FAILED: Final = "failed"
 SUPERSEDED: Final = "superseded"
-"""How an attempt ends; superseded is one that another attempt was faster than."""
+"""How an attempt ends that has not failed; superseded is one that another attempt was faster than."""
 _COMPRESSED: Final = (".gz", ".zst", ".xz", ".bz2")
 _NO_TEXT: Final = "without text"
+_LASTING: Final = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Errors of the operating system that no other node and no later time changes, as a rule."""
 _DAMAGE: Final = ("Error when reading", "may be corrupted")
 """What datatrove's readers say, at the level of a warning, of a document that they leave out because it is damaged."""
 
@@ -231,8 +233,9 @@ class Tasks:
                 attempt.outcome = DONE if is_first else SUPERSEDED
                 if is_first:
                     publish(done)
-        except (Exception, SystemExit) as error:
-            attempt.outcome, attempt.why = FAILED, self._why(error)
+        except BaseException as error:
+            attempt.outcome, attempt.why, attempt.error = FAILED, self._why(error), lasting(error)
+            attempt.errno = getattr(error, "errno", None) or 0
             if _is_committed(self._folder, rank, attempt):  # the driver completes what is left to do
                 return attempt
         finally:
@@ -292,12 +295,29 @@ class Tasks:
         if isinstance(error, PipelineError):
             return str(error)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS):
+            error.filename = error.filename or " or ".join(self._stage.outputs)
             return f"{with_remedy(error)} (`opsd incidents` on this node has the storage's)"
         if isinstance(error, MemoryError):
             return f"no memory is left; it had {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10:,} MiB"
         where = next(reversed(self._files.read), "")
-        said = f"{type(error).__name__}: {first_line(str(error))}"
+        said = _said(error)
         return f"{said} (the file that was opened last is {where})" if where else said
+
+
+def lasting(error: BaseException) -> str:
+    """The exception, if it may well come again. "" for what passes: a full disk, the network, memory, an I/O error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError | ConnectionError | TimeoutError):
+            return ""
+        if isinstance(cause, OSError) and cause.errno and not isinstance(cause, _LASTING):
+            return ""
+        cause = cause.__cause__ or cause.__context__
+    return ADDRESS.sub("", _said(error))
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(str(error))}"
 
 
 def _meters(pipeline: list[Any]) -> list[Meter]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from opsd.data.pipeline import Stage, load
-from opsd.data.records import Attempt, StageFolder
-from opsd.data.run import Run
+from opsd.data.records import StageFolder
+from opsd.data.run import Run, Tries
 from opsd.data.task import Tasks
 
 PIPELINE = """
@@ -64,7 +64,7 @@ class Here:
         self.ran: list[tuple[int, int]] = []
         self._before = before
 
-    def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tell: Callable[[Attempt], object]) -> None:
+    def run(self, stage: Stage, folder: StageFolder, ranks: Sequence[int], tries: Tries) -> None:
         """See ``opsd.data.run.Engine``."""
         self._before(stage.number)
         tasks = Tasks(stage, folder)
@@ -72,7 +72,7 @@ class Here:
             self.ran.append((stage.number, rank))
             attempt = tasks.run(rank)
             if attempt.outcome == "failed":
-                tell(attempt)
+                tries.ended(attempt)
 
 
 def run_here(file: Path, engine: Here | None = None, *, redo: bool = False, said: list[str] | None = None) -> bool:

@@ -8,11 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from opsd import exitcodes
+from opsd.data.records import StageFolder
 from opsd.ledger import beside
 from opsd.ledger.beside import DataRun
 from tests.fakes.clock import until
@@ -84,6 +87,35 @@ def test_killed_failing_and_interrupted_tasks_change_no_byte(tmp_path: Path) -> 
     assert beside.read(DataRun, tmp_path / "main") == [DataRun(str(file), 5, 5, **told["cost"])]
 
 
+FAULTS = """
+import ctypes, os
+
+def fault(documents, rank=0, world_size=1):
+    yield from documents
+    if rank == 0:
+        raise TypeError(f"{object()} has no length")
+    if rank == 1:
+        os._exit(0)
+    if rank == 2:
+        raise KeyboardInterrupt
+    if rank == 3:
+        ctypes.string_at(0)
+    if rank == 4:
+        raise ConnectionError("no answer")
+"""
+
+
+def test_what_would_come_again_is_tried_twice(tmp_path: Path) -> None:
+    """An exception of the pipeline, or a process that ends itself; a crash or the network may be better next time."""
+    text = FAULTS + PIPELINE.replace("LambdaFilter(is_long)", "fault, LambdaFilter(is_long)").replace("=3", "=6")
+    ended = run(make_pipeline(tmp_path, text), "--workers", "3")
+    assert (ended.returncode, "5 tasks not done" in ended.stderr) == (exitcodes.FAILED, True), ended.stderr
+    ranks = Counter(attempt.rank for attempt in StageFolder(tmp_path / "pipeline", 1).attempts())
+    assert ranks == {0: 2, 1: 2, 2: 2, 3: 4, 4: 4, 5: 1}
+    assert ended.stderr.count("(twice in a row, so it was not tried again)") == 3
+    assert ("SIGSEGV" in ended.stderr, "exit code 0 (twice" in ended.stderr) == (True, True)
+
+
 def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path: Path) -> None:
     """The next stage has not seen half of a file."""
     with tmpfs(tmp_path / "disk", "size=400k") as disk:
@@ -93,8 +125,8 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(tmp_path: Path) -> Non
             while True:
                 file_.write(b"x" * 4096)
         full = run(file, "--retries", "1")
-        assert full.returncode == 1
-        assert "No space left on device" in full.stderr
+        assert full.returncode == exitcodes.NO_SPACE
+        assert "kept: No space left on device" in full.stderr
         assert "make room there" in full.stderr
         assert not list((disk / "kept").glob("*")) if (disk / "kept").exists() else True
         filler.unlink()

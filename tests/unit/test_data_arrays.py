@@ -17,6 +17,7 @@ import pytest
 from opsd.data.array import Arrays, arrays_of
 from opsd.data.pipeline import Stage
 from opsd.data.records import Attempt, StageFolder
+from opsd.data.run import Tries
 from opsd.slurm.port import Job, Node, SlurmRejected, SlurmUnavailable
 from tests.fakes.clock import FakeClock
 from tests.fakes.slurm import FakeSlurm
@@ -101,7 +102,7 @@ def play(
 ) -> tuple[Queue, list[Attempt], StageFolder]:
     folder = StageFolder(tmp_path, 1)
     folder.make()
-    clock, told = FakeClock(), list[Attempt]()
+    clock = FakeClock()
     queue = Queue(folder, fate, clock, most, room)
     arrays = Arrays(
         tmp_path,
@@ -114,8 +115,9 @@ def play(
         **options,
     )
     executor = SimpleNamespace(world_size=tasks, pipeline=[])
-    arrays.run(Stage(1, executor), folder, range(tasks), told.append)
-    return queue, told, folder
+    tries = Tries()
+    arrays.run(Stage(1, executor), folder, range(tasks), tries)
+    return queue, [attempt for each in tries.tried.values() for attempt in each], folder
 
 
 def test_three_thousand_tasks_fit_into_arrays(tmp_path: Path) -> None:
@@ -185,11 +187,9 @@ def test_commands_that_die_never_run_a_task_twice_at_once(tmp_path: Path, seed: 
             raise KeyboardInterrupt
 
     for _ in range(400):
-        arrays = Arrays(
-            tmp_path, queue, lambda _: None, per_job=2, opsd=("opsd",), retries=99, sleep=sleep, clock=clock.wall
-        )
+        arrays = Arrays(tmp_path, queue, lambda _: None, per_job=2, opsd=("opsd",), sleep=sleep, clock=clock.wall)
         try:
-            arrays.run(stage, folder, range(30), lambda _: None)
+            arrays.run(stage, folder, range(30), Tries(99))
         except (KeyboardInterrupt, SlurmUnavailable):
             queue.error = None
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import random
@@ -20,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opsd.data.pipeline import PipelineError, load
-from opsd.data.records import Flow, StageFolder
+from opsd.data.records import Attempt, Flow, StageFolder
+from opsd.data.run import Tries
 from opsd.data.status import status
-from opsd.data.task import Meter, Tasks
+from opsd.data.task import Meter, Tasks, lasting
 from tests.fakes.pipelines import PIPELINE, Here, contents, make_pipeline, make_raw, run_here
 
 LINES = b'{"text": "a text that is long", "id": "1"}\n'
@@ -509,6 +511,56 @@ def test_documents_and_bytes_are_counted_at_every_step(
             assert (flow.documents_in, flow.bytes_in) == (len(came), size(came))
             dropped = [text for text in came if "a" in text] if flow.step == "dropping" else []
             assert (flow.documents_dropped, flow.bytes_dropped) == (len(dropped), size(dropped))
+
+
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        (["a", "b", "a"], 3), (["a", "a"], 2), (["b", "a", "a"], 3), (["a", None, "a"], 3), ([""] * 9, 4),
+        (["a", "b", "a", "b"], 4), ([None] * 20, 11),
+    ],
+)  # fmt: skip
+def test_the_same_error_twice_in_a_row_ends_a_task(errors: list[str | None], told: int) -> None:
+    """None is an attempt that was killed; "" one that passes, of which three more are made."""
+    said: list[str] = []
+    tries = Tries(say=said.append)
+    for error in errors:
+        attempt = Attempt(1, "", outcome="" if error is None else "failed", error=error or "")
+        if not tries.ended(attempt):
+            break
+    assert len(tries.tried[1]) == told
+
+
+def test_the_same_error_of_many_tasks_is_told_a_few_times() -> None:
+    """Another one is told all the same."""
+    said: list[str] = []
+    tries = Tries(say=said.append)
+    for rank in range(300):
+        tries.ended(Attempt(rank, "", outcome="failed", error="TypeError", why=f"file {rank}"))
+    tries.ended(Attempt(300, "", outcome="failed", error="ValueError", why="other"))
+    assert len(said) == 7
+    assert (said[5], "other" in said[6]) == ("tasks that fail like this are not told any more", True)
+
+
+@pytest.mark.parametrize(
+    ("error", "lasts"),
+    [
+        (TypeError("no length"), "TypeError: no length"), (ImportError("no module"), "ImportError: no module"),
+        (ValueError("<x at 0x7f12>"), "ValueError: <x>"), (SystemExit(0), "SystemExit: 0"),
+        (FileNotFoundError(2, "No such file", "model"), "FileNotFoundError: [Errno 2] No such file: 'model'"),
+        (gzip.BadGzipFile("Not a gzipped file"), "BadGzipFile: Not a gzipped file"),
+        (MemoryError(), ""), (ConnectionError("reset"), ""), (TimeoutError(), ""),
+        (OSError(errno.ENOSPC, "full"), ""), (OSError(errno.EIO, "I/O error"), ""),
+        (OSError(errno.ESTALE, "stale"), ""),
+    ],
+)  # fmt: skip
+def test_which_exceptions_would_come_again(error: BaseException, lasts: str) -> None:
+    """Also if a step has raised another one because of it."""
+    assert lasting(error) == lasts
+    try:
+        raise RuntimeError("a step failed") from error
+    except RuntimeError as outer:
+        assert bool(lasting(outer)) == bool(lasts)
 
 
 def test_a_pipeline_needs_its_file(tmp_path: Path) -> None:

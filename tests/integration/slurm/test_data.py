@@ -13,7 +13,8 @@ import pytest
 
 from opsd.data.array import Arrays, arrays_of
 from opsd.data.pipeline import Stage
-from opsd.data.records import Attempt, StageFolder
+from opsd.data.records import StageFolder
+from opsd.data.run import Tries
 from opsd.data.status import status
 from opsd.slurm.commands import CommandSlurm
 from tests.fakes.clock import until
@@ -151,9 +152,9 @@ def test_three_thousand_tasks_with_the_usual_size_of_arrays() -> None:
         folder.make()
         arrays = Arrays(root, slurm, print, opsd=(str(script),))
         stage = Stage(1, SimpleNamespace(world_size=3000, pipeline=[]))
-        told: list[Attempt] = []
-        arrays.run(stage, folder, range(3000), told.append)
-        assert told == []
+        tries = Tries()
+        arrays.run(stage, folder, range(3000), tries)
+        assert not tries.tried
         assert folder.finished() == set(range(3000))
         assert sorted(array.jobs for array in arrays_of(folder)) == [998, 1001, 1001]
         assert {path.read_text() for path in root.glob("ran-*")} == {"x\n"}
