@@ -21,10 +21,10 @@ from opsd.dependents import Dependents
 from opsd.preflight import view
 from opsd.preflight.base import Context, CouldNotRunError, Verdict
 from opsd.preflight.command import HISTORY, keep, yardsticks
+from opsd.preflight.drill import CHECK, METRICS, VICTIM, Drill, Interrupted, lead, take_part
 from opsd.preflight.engine import judged
 from opsd.preflight.history import History
 from opsd.preflight.network.rendezvous import RendezvousError, place, use_interface
-from opsd.preflight.node_drill import CHECK, METRICS, VICTIM, Drill, Interrupted, lead, take_part
 from opsd.preflight.report import Report, Result
 from opsd.preflight.training import config_of, devices_of
 

@@ -21,7 +21,7 @@ from opsd.preflight import view
 from opsd.preflight.command import HISTORY, keep, yardsticks
 from opsd.preflight.history import History
 from opsd.preflight.network.check import Interrupted, Scope, label_of, run_check, slowest_rate
-from opsd.preflight.network.participant import Participant, leading, take_part
+from opsd.preflight.network.member import Participant, leading, take_part
 from opsd.preflight.network.plan import effort
 from opsd.preflight.network.rendezvous import Place, RendezvousError, place, read_switches, resolve, use_interface
 from opsd.preflight.report import Report

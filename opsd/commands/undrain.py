@@ -14,8 +14,7 @@ from opsd.config import Settings
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import HISTORY
 from opsd.preflight.engine import SelectionError
-from opsd.preflight.history import History, HistoryError
-from opsd.preflight.latest import newest
+from opsd.preflight.history import History, HistoryError, newest
 from opsd.preflight.report import Report, ReportError
 from opsd.slurm.deferred import DeferredUpdate
 from opsd.slurm.ownership import PreflightResult

@@ -19,11 +19,10 @@ from typing import Final
 from opsd import __version__
 from opsd.files import write_text
 from opsd.preflight import series
-from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict
+from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict, duration, quantity
 from opsd.preflight.engine import judged
 from opsd.preflight.judge import Value, Yardsticks
 from opsd.preflight.report import Report, ReportError, Result
-from opsd.preflight.units import duration, quantity
 
 PROFILE: Final = "burn-in"
 LONGEST_H: Final = 72.0

@@ -23,7 +23,7 @@ from rich.console import Console
 from opsd import __version__
 from opsd.dependents import Dependents
 from opsd.files import write_text
-from opsd.preflight import burnin, formats, series, view
+from opsd.preflight import burnin, series, view
 from opsd.preflight.base import Bounds, Check, Context, Demand
 from opsd.preflight.engine import CheckRun, SelectionError, find, run, select, unmet_need
 from opsd.preflight.fleet import Fleet
@@ -39,9 +39,9 @@ BURN_IN_H: Final = 24.0
 _STOP: Final = (signal.SIGINT, signal.SIGTERM)
 FORMATS: Final[Mapping[str, Callable[[Report], str]]] = {
     "json": Report.to_json,
-    "junit": formats.junit,
-    "markdown": formats.markdown,
-    "textfile": formats.openmetrics,
+    "junit": view.junit,
+    "markdown": view.markdown,
+    "textfile": view.openmetrics,
 }
 
 

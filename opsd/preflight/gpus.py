@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from opsd.collectors.base import GpuFact, Metric, NoData, Sample
 from opsd.collectors.nvml import NvmlCollector, NvmlError
-from opsd.preflight.base import Context, CouldNotRunError, UnfitError
+from opsd.preflight.base import Context, CouldNotRunError, Finding, UnfitError, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -82,3 +83,33 @@ def torch_devices(context: Context) -> list[torch.device]:
 def device_name(device: torch.device) -> str:
     """The name of a torch device in reports."""
     return "processor" if device.type == "cpu" else f"GPU {device.index}"
+
+
+T = TypeVar("T")
+
+
+def on_each(devices: Sequence[torch.device], work: Callable[[torch.device], T]) -> tuple[dict[str, T], list[Finding]]:
+    """Results by device name, and a finding for every device that raised RuntimeError, torch's CUDA errors."""
+    results: dict[str, T] = {}
+    findings: list[Finding] = []
+    with ThreadPoolExecutor(len(devices)) as pool:
+        futures = {device_name(device): pool.submit(work, device) for device in devices}
+    for name, future in futures.items():
+        error = future.exception()
+        if error is None:
+            results[name] = future.result()
+        elif isinstance(error, RuntimeError):
+            reason = str(error).strip().partition("\n")[0]
+            advice = "read `dmesg | grep -i xid`, drain the node and reset the GPU"
+            findings.append(Finding(Verdict.FAIL, f"{name} stopped computing: {reason}", advice, name))
+        else:
+            raise error
+    return results, findings
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has finished its queued work."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,13 +1,15 @@
 """The node's earlier preflights: one SQLite file in the state folder.
 
 Each run is stored whole as JSON, and its values also as rows, so that trends need no parsing.
+
 """
 
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +18,12 @@ from typing import Final
 
 from rich.table import Table
 
-from opsd.preflight.base import Verdict
-from opsd.preflight.judge import Past, SeriesKey
+from opsd.preflight.base import Check, Verdict, quantity
+from opsd.preflight.engine import select
+from opsd.preflight.judge import Past, SeriesKey, mad
 from opsd.preflight.report import Report, ReportError
-from opsd.preflight.stats import mad
-from opsd.preflight.units import quantity
+from opsd.settings.preflight import PreflightSettings
+from opsd.slurm.ownership import PreflightResult
 from opsd.words import reason
 
 RECENT_RUNS: Final = 5
@@ -211,3 +214,40 @@ def render(trends: Sequence[Trend]) -> Table:
             quantity(values[-1], trend.unit),
         )
     return table
+
+
+_SEARCHED_RUNS = 100
+SKEW_S: Final = 300.0
+"""A run that began later than this from now began by a clock that was wrong, and says nothing of when."""
+
+
+def newest(
+    node: str,
+    profile: str,
+    checks: Iterable[Check],
+    settings: PreflightSettings,
+    history: History,
+    reports: Iterable[Report] = (),
+    now: float | None = None,
+) -> PreflightResult | None:
+    """The newest preflight ``profile`` of ``node`` in ``history`` and ``reports``, None if there is none.
+
+    One that was restricted by --only or --skip, or interrupted, is left out unless it failed, and so is one that has
+    not begun yet at the epoch second ``now``, by default the clock's: it would be the newest for long. Raises
+    SelectionError for settings that leave no check, and HistoryError.
+    """
+    known = tuple(checks)
+    runs = [run for run in history.runs(node, _SEARCHED_RUNS) if run.profile == profile]
+    kept = (history.report(run.id) for run in runs)
+    given = (report for report in reports if report.node == node and report.profile == profile)
+    latest = (time.time() if now is None else now) + SKEW_S
+    begun = (report for report in (*given, *kept) if report.started <= latest)
+    whole = (r for r in begun if not r.interrupted and (not r.passed or is_whole(r, known, settings)))
+    last = max(whole, key=lambda report: report.started, default=None)
+    return PreflightResult(last.started, last.passed) if last else None
+
+
+def is_whole(report: Report, checks: Iterable[Check], settings: PreflightSettings) -> bool:
+    """Whether it has all of its profile, but what preflight.skip leaves out. Raises SelectionError."""
+    required = {check.name for check in select(tuple(checks), report.profile, skip=settings.skip)}
+    return required <= {result.check for result in report.results}

@@ -7,6 +7,7 @@ Every value is compared with up to five yardsticks, and the worst verdict counts
 - the fleet's median of the same measure;
 - the node's own last runs, by median and median absolute deviation, reported even above every floor;
 - for counters, the growth since the last run.
+
 """
 
 from __future__ import annotations
@@ -17,9 +18,23 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from opsd.preflight.base import Bounds, Check, Finding, Measure, Measurement, Outcome, Verdict
-from opsd.preflight.stats import MAD_TO_SIGMA, mad
-from opsd.preflight.units import duration, quantity
+from opsd.preflight.base import Bounds, Check, Finding, Measure, Measurement, Outcome, Verdict, duration, quantity
+
+MAD_TO_SIGMA: Final = 1.4826
+"""Factor from the median absolute deviation to the standard deviation of a normal distribution."""
+
+
+def mad(values: Sequence[float]) -> float:
+    """Median absolute deviation from the median. Raises StatisticsError without values."""
+    middle = median(values)
+    return median(abs(value - middle) for value in values)
+
+
+def nearest_rank(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` (0 to 1) of the values do not exceed. Raises IndexError if empty."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
 
 _SIGMAS: Final = 4.0
 _MIN_RUNS: Final = 3

@@ -14,7 +14,7 @@ from opsd.config import Settings
 from opsd.preflight.checks import CHECKS, gpu_inventory
 from opsd.preflight.command import keep, say
 from opsd.preflight.engine import SelectionError
-from opsd.preflight.latest import is_whole
+from opsd.preflight.history import is_whole
 from opsd.preflight.report import Report
 from opsd.slurm.connect import choose
 from opsd.slurm.drain import OWN_PREFIX

@@ -13,8 +13,7 @@ from opsd.config import Settings
 from opsd.preflight.base import Context
 from opsd.preflight.checks import CHECKS, versions
 from opsd.preflight.command import HISTORY
-from opsd.preflight.history import History
-from opsd.preflight.latest import newest
+from opsd.preflight.history import History, newest
 from opsd.preflight.report import Report
 from opsd.settings.spare import SpareSettings
 from opsd.slurm.ownership import PreflightResult, day

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from opsd.preflight.finder import find
-from opsd.preflight.grouptest import Answer, Culprit, Diagnosis, GroupTest
+from opsd.preflight.finder import Answer, Culprit, Diagnosis, GroupTest, find
 from opsd.slurm.topology import even
 
 BANDWIDTH: Final = 42e9

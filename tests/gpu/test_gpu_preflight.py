@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from opsd.preflight.base import Check, Context, Verdict
-from opsd.preflight.checks import gpu_burn, gpu_burn_fp8, gpu_host_copy, gpu_memory, gpu_peer
+from opsd.preflight.checks import gpu_burn, gpu_host_copy, gpu_memory, gpu_peer
 from opsd.preflight.judge import judge
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 CHECKS = (
     gpu_burn.CHECK,
-    gpu_burn_fp8.CHECK,
+    gpu_burn.FP8,
     gpu_memory.CHECK,
     gpu_host_copy.CHECK,
     pytest.param(

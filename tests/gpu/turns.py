@@ -7,7 +7,8 @@ from statistics import median
 
 import torch
 
-from opsd.preflight.burn import bf16, burn, size_of, synchronise
+from opsd.preflight.checks.gpu_burn import bf16, burn, size_of
+from opsd.preflight.gpus import synchronise
 
 
 def in_turns(device: torch.device, seconds: float, turns: int = 4) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from rich.console import Console
 from opsd.collectors.lib.nvml.throttle import REASONS
 from opsd.preflight import series
 from opsd.preflight.base import Check, Context, Demand, Verdict
-from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage_local
+from opsd.preflight.checks import cpu, gpu_health, gpu_inventory, memory, storage
 from opsd.preflight.checks.run_steps import MemoryUse
 from opsd.preflight.engine import CheckRun, run
 from opsd.preflight.report import Result
@@ -162,7 +162,7 @@ def test_storage_is_measured_with_fio_and_nothing_is_left(tmp_path: Path):
     folder = tmp_path / "scratch"
     folder.mkdir()
     context = Context("node-1", "quick", 0.0, local_dir=str(folder), demand=Demand(tokens_per_s=1e18))
-    result = one(storage_local.CHECK, context, tmp_path, 3.0)
+    result = one(storage.LOCAL, context, tmp_path, 3.0)
     assert {value.measure for value in result.values} == {"write", "read", "random_read", "random_read_p99"}
     assert result.verdict is Verdict.FAIL
     assert "that the run consumes" in result.sentences[0]
@@ -171,6 +171,6 @@ def test_storage_is_measured_with_fio_and_nothing_is_left(tmp_path: Path):
 
 def test_a_storage_folder_that_does_not_exist_could_not_run(tmp_path: Path):
     """The sentence names the folder."""
-    result = one(storage_local.CHECK, Context("node-1", "quick", 0.0, local_dir=str(tmp_path / "gone")), tmp_path)
+    result = one(storage.LOCAL, Context("node-1", "quick", 0.0, local_dir=str(tmp_path / "gone")), tmp_path)
     assert result.verdict is Verdict.COULD_NOT_RUN
     assert "gone" in result.reason or "fio is not installed" in result.reason

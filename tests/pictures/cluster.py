@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Final
 
-from opsd.preflight.formats import openmetrics
+from opsd.preflight.view import openmetrics
 from opsd.stack.node import GPUS, StackNode
 from opsd.stack.world import Stack
 from tests.fakes.preflight_reports import CLOCK, DISK, GEMM, report

@@ -16,7 +16,7 @@ pytest.importorskip("grafana_foundation_sdk")
 from opsd.commands.metrics import catalogue
 from opsd.dashboards.alerts import rules
 from opsd.dashboards.build import rendered
-from opsd.preflight.formats import openmetrics
+from opsd.preflight.view import openmetrics
 from tests.fakes.preflight_reports import GEMM, report
 
 BOARDS = [pytest.param(json.loads(text), id=path.stem) for path, text in rendered()]

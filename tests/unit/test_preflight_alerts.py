@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from opsd.preflight.alertmanager import Listed, Notified
 from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError
 from opsd.preflight.checks import run_alerts
-from opsd.preflight.checks.run_alerts import Seen, findings
+from opsd.preflight.checks.run_alerts import Listed, Notified, Seen, findings
 from opsd.preflight.checks.run_alerts import tests_of as fired_for
 
 RULES = (

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opsd.preflight.finder import find
-from opsd.preflight.grouptest import Answer, Culprit, Diagnosis, GroupTest, Tolerance, disjoint, partition
+from opsd.preflight.finder import Answer, Culprit, Diagnosis, GroupTest, Tolerance, disjoint, find, partition
 from tests.fakes.planted import PLANTS, Fault, SimulatedCluster, cluster, score, search
 
 SIZES = st.integers(2, 200)

@@ -7,13 +7,11 @@ import json
 import pytest
 
 from opsd.plan.figures import spec_of
-from opsd.preflight import tools
 from opsd.preflight.base import Context, CouldNotRunError, Outcome, Verdict
 from opsd.preflight.checks import (
     collectives,
     dcgm,
     gpu_burn,
-    gpu_burn_fp8,
     gpu_host_copy,
     gpu_memory,
     gpu_peer,
@@ -41,7 +39,7 @@ def values(outcome: Outcome) -> dict[tuple[str, str], float]:
     ("check", "function"),
     [
         (gpu_burn.CHECK, gpu_burn.run),
-        (gpu_burn_fp8.CHECK, gpu_burn_fp8.run),
+        (gpu_burn.FP8, gpu_burn.run_fp8),
         (gpu_memory.CHECK, gpu_memory.run),
         (gpu_host_copy.CHECK, gpu_host_copy.run),
         (gpu_peer.CHECK, gpu_peer.run),
@@ -56,7 +54,7 @@ def test_every_gpu_check_measures_all_that_it_declares(check, function):
 
 def test_a_product_that_differs_is_counted():
     """A multiplier that flips one element in every product after the first is silent corruption."""
-    from opsd.preflight.burn import burn
+    from opsd.preflight.checks.gpu_burn import burn
 
     def prepare(device, size):
         calls = []
@@ -74,7 +72,7 @@ def test_a_product_that_differs_is_counted():
 
 def test_a_device_that_fails_is_named_and_the_others_go_on():
     """As when one GPU of eight falls off the bus in the middle of the burn."""
-    from opsd.preflight.devices import on_each
+    from opsd.preflight.gpus import on_each
 
     def work(device):
         if device.index == 1:
@@ -89,7 +87,7 @@ def test_a_device_that_fails_is_named_and_the_others_go_on():
 
 def test_a_bug_in_a_check_is_not_blamed_on_the_device():
     """Only what torch raises for device errors is."""
-    from opsd.preflight.devices import on_each
+    from opsd.preflight.gpus import on_each
 
     with pytest.raises(ZeroDivisionError):
         on_each([torch.device("cpu")], lambda device: 1 // 0)
@@ -125,7 +123,7 @@ node-1:880:880 [0] NCCL INFO comm 0x55ba rank 0 nranks 8
 
 def test_the_table_of_nccl_tests_is_read_in_base_units():
     """The better half of each row, lines of NCCL between them notwithstanding."""
-    small, large = tools.nccl_tests(NCCL)
+    small, large = nccl_tests.parse(NCCL)
     assert (small.size, small.seconds, small.busbw) == (1024, pytest.approx(12.9e-6), pytest.approx(0.14e9))
     assert (large.size, large.busbw, large.wrong) == (8 << 30, pytest.approx(480.5e9), 0)
     assert values(nccl_tests.outcome([small, large]))["busbw", "8.59 GB"] == pytest.approx(480.5e9)
@@ -133,7 +131,7 @@ def test_the_table_of_nccl_tests_is_read_in_base_units():
 
 def test_wrong_elements_fail_the_check():
     """nccl-tests itself has exited 0 with them."""
-    rows = tools.nccl_tests(NCCL.replace("480.2      0", "480.2      7"))
+    rows = nccl_tests.parse(NCCL.replace("480.2      0", "480.2      7"))
     assert judge(nccl_tests.CHECK, nccl_tests.outcome(rows), 0.0).verdict is Verdict.FAIL
 
 
@@ -143,7 +141,7 @@ def test_wrong_elements_fail_the_check():
 def test_a_run_of_nccl_tests_that_broke_off_could_not_run(text: str):
     """A table without its end is no result."""
     with pytest.raises(CouldNotRunError, match="did not finish"):
-        tools.nccl_tests(text)
+        nccl_tests.parse(text)
 
 
 def nvbandwidth_answer(**changes) -> str:
@@ -158,7 +156,7 @@ def nvbandwidth_answer(**changes) -> str:
 
 def test_the_matrices_of_nvbandwidth_are_read_pair_by_pair():
     """Numbers are texts there, and a GPU does not copy to itself."""
-    found = tools.nvbandwidth(nvbandwidth_answer())
+    found = nvbandwidth.parse(nvbandwidth_answer())
     assert values(nvbandwidth.outcome(found)) == {("between", "0 to 1"): 394.2e9, ("between", "1 to 0"): 393.9e9}
 
 
@@ -175,7 +173,7 @@ def test_the_matrices_of_nvbandwidth_are_read_pair_by_pair():
 def test_nvbandwidth_without_numbers_could_not_run(text: str):
     """Nothing measured is nothing known."""
     with pytest.raises(CouldNotRunError, match="nvbandwidth"):
-        tools.nvbandwidth(text)
+        nvbandwidth.parse(text)
 
 
 def dcgm_answer(*results: dict, name: str = "memory", key: str = "DCGM Diagnostic") -> str:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.preflight.base import Bounds, Check, Finding, Measure, Measurement, Outcome, Peers, Verdict
-from opsd.preflight.judge import Past, Yardsticks, judge
-from opsd.preflight.stats import mad, nearest_rank
+from opsd.preflight.judge import Past, Yardsticks, judge, mad, nearest_rank
 from tests.fakes.preflight_checks import good
 
 DAY = 86_400.0

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opsd.preflight.history import History
-from opsd.preflight.latest import newest
+from opsd.preflight.history import History, newest
 from opsd.preflight.report import Report
 from opsd.settings.preflight import PreflightSettings
 from opsd.slurm.ownership import PreflightResult

@@ -19,13 +19,21 @@ from opsd.preflight.base import Verdict
 from opsd.preflight.checks import CHECKS
 from opsd.preflight.command import validate
 from opsd.preflight.engine import SelectionError
-from opsd.preflight.grouptest import Culprit, Diagnosis, Evidence, Level
+from opsd.preflight.finder import Culprit, Diagnosis, Evidence, Level
 from opsd.preflight.judge import Value
 from opsd.preflight.network import measure, plan
-from opsd.preflight.network.bandwidth import Timing, busbw, sizes
 from opsd.preflight.network.check import join_outcome, slowest_rate
-from opsd.preflight.network.coordinator import Coordinator, MeasurementRequest, MeasurementResult, slowest
-from opsd.preflight.network.participant import Participant
+from opsd.preflight.network.coordinator import (
+    Coordinator,
+    Done,
+    Joined,
+    MeasurementRequest,
+    MeasurementResult,
+    Spec,
+    slowest,
+)
+from opsd.preflight.network.member import Participant
+from opsd.preflight.network.plan import Timing, busbw, sizes
 from opsd.preflight.network.rendezvous import (
     Place,
     RendezvousError,
@@ -34,7 +42,6 @@ from opsd.preflight.network.rendezvous import (
     read_switches,
     resolve,
 )
-from opsd.preflight.network.spec import Done, Joined, Spec
 from opsd.preflight.report import Report, Result
 from opsd.settings.preflight import PreflightSettings
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opsd.collectors.lib.kernel.log import KERNEL, LogRecord
-from opsd.preflight import storage
 from opsd.preflight.base import PROFILES, CouldNotRunError, Demand, NotApplicableError, Verdict
 from opsd.preflight.checks import (
     CHECKS,
@@ -22,10 +21,11 @@ from opsd.preflight.checks import (
     limits,
     numa,
     pressure,
+    storage,
     storage_shared,
     versions,
 )
-from opsd.preflight.topology import parse_list
+from opsd.preflight.checks.numa import parse_list
 from opsd.runbooks import RUNBOOKS
 from tests.fakes.fixture_tree import look, summaries, tree
 

@@ -17,10 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_pro
 from rich.console import Console
 
 from opsd.files import write_text
-from opsd.preflight import formats, view
-from opsd.preflight.base import Finding, Verdict
+from opsd.preflight import view
+from opsd.preflight.base import Finding, Verdict, quantity
 from opsd.preflight.report import Report, ReportError, Result
-from opsd.preflight.units import quantity
 from tests.fakes.preflight_reports import ABSENT, CLOCK, DISK, GEMM, VERSIONS, report
 
 ALL = report(GEMM, CLOCK, DISK, ABSENT, VERSIONS)
@@ -76,7 +75,7 @@ def test_every_failure_is_one_sentence_with_the_remedy_and_the_runbook():
 
 def test_junit_has_a_test_case_per_check_with_the_totals_ci_systems_read():
     """Failures and errors fail the build, what does not apply is skipped."""
-    root = ElementTree.fromstring(formats.junit(ALL))
+    root = ElementTree.fromstring(view.junit(ALL))
     suite = root[0]
     assert root.tag == "testsuites" and suite.tag == "testsuite"
     assert {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped")} == {
@@ -95,7 +94,7 @@ def test_junit_has_a_test_case_per_check_with_the_totals_ci_systems_read():
 
 def test_an_optional_check_that_could_not_run_is_skipped_in_junit():
     """The build passes, as the node does."""
-    suite = ElementTree.fromstring(formats.junit(report(VERSIONS, replace(DISK, optional=True))))[0]
+    suite = ElementTree.fromstring(view.junit(report(VERSIONS, replace(DISK, optional=True))))[0]
     assert (suite.get("errors"), suite.get("skipped")) == ("0", "1")
 
 
@@ -103,16 +102,16 @@ def test_an_optional_check_that_could_not_run_is_skipped_in_junit():
 def test_whatever_a_check_says_the_formats_stay_well_formed(text: str):
     """Control characters, markup and pipes in a message break neither XML nor the Markdown table nor the metrics."""
     odd = replace(GEMM, findings=(Finding(Verdict.FAIL, text, text),), title=text or "x")
-    ElementTree.fromstring(formats.junit(report(odd, replace(DISK, reason=text))))
-    table = [line for line in formats.markdown(report(replace(DISK, reason=text))).splitlines() if line[:1] == "|"]
+    ElementTree.fromstring(view.junit(report(odd, replace(DISK, reason=text))))
+    table = [line for line in view.markdown(report(replace(DISK, reason=text))).splitlines() if line[:1] == "|"]
     assert len(table) == 3
     values = tuple(replace(value, subject=text) for value in GEMM.values[:1])
-    list(parse_openmetrics(formats.openmetrics(report(replace(GEMM, values=values), node=text or "n"))))
+    list(parse_openmetrics(view.openmetrics(report(replace(GEMM, values=values), node=text or "n"))))
 
 
 def test_openmetrics_is_read_by_both_parsers_and_says_who_passed_when():
     """node_exporter's textfile collector reads the Prometheus text format."""
-    text = formats.openmetrics(ALL)
+    text = view.openmetrics(ALL)
     for parse in (parse_openmetrics, parse_prometheus):
         samples = {(s.name, *sorted(s.labels.values())): s.value for family in parse(text) for s in family.samples}
         assert samples["opsd_preflight_passed", "node-1", "quick"] == 0
@@ -123,7 +122,7 @@ def test_openmetrics_is_read_by_both_parsers_and_says_who_passed_when():
 
 def test_markdown_has_the_verdict_first_and_a_line_per_problem():
     """A page for a ticket."""
-    lines = formats.markdown(ALL).splitlines()
+    lines = view.markdown(ALL).splitlines()
     assert lines[0] == (
         "## node-1 FAILED preflight (quick): 1 failed, 1 could not run, 1 with a warning, 1 passed, 1 not applicable"
     )

@@ -11,8 +11,7 @@ from opsd.preflight.base import Context, Demand, Verdict
 from opsd.preflight.checks import run_steps
 from opsd.preflight.checks.run_config import Setting, findings, seconds_of
 from opsd.preflight.checks.run_steps import MemoryUse
-from opsd.preflight.plan import predict
-from opsd.preflight.training import demand_of
+from opsd.preflight.training import demand_of, predict
 
 pytest.importorskip("numpy")
 

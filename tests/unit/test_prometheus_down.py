@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from opsd.preflight.alertmanager import Alertmanager, alerts_of
 from opsd.preflight.base import CouldNotRunError
+from opsd.preflight.checks.run_alerts import Alertmanager, alerts_of
 from tests.fakes.answering import answering
 
 

@@ -1,4 +1,4 @@
-"""All preflight checks: one file each. ``NAMES`` is where they are registered."""
+"""All preflight checks. ``NAMES`` is where they are registered."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ NAMES = (
     "gpu_health",
     "dcgm",
     "gpu_burn",
-    "gpu_burn_fp8",
     "gpu_memory",
     "gpu_host_copy",
     "gpu_peer",
@@ -30,8 +29,7 @@ NAMES = (
     "nvbandwidth",
     "cpu",
     "memory",
-    "storage_local",
-    "storage_shared",
+    "storage",
     "run_audit",
     "run_config",
     "run_initial",
@@ -40,6 +38,8 @@ NAMES = (
     "run_steps",
     "run_alerts",
 )
-"""Every check, in the order in which the table shows them."""
+"""The files of the checks, in the order in which the table shows them."""
 
-CHECKS: Final[tuple[Check, ...]] = tuple(import_module(f"{__name__}.{name}").CHECK for name in NAMES)
+CHECKS: Final[tuple[Check, ...]] = tuple(
+    value for name in NAMES for value in vars(import_module(f"{__name__}.{name}")).values() if isinstance(value, Check)
+)

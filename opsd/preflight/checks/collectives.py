@@ -8,7 +8,7 @@ from opsd.ports import free_port
 from opsd.preflight import gpus
 from opsd.preflight.base import Check, Context, NotApplicableError, Outcome, Progress
 from opsd.preflight.network import plan
-from opsd.preflight.network.participant import Participant, leading
+from opsd.preflight.network.member import Participant, leading
 from opsd.preflight.network.rendezvous import Place
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from opsd.preflight import gpus
 from opsd.preflight.base import Bounds, Check, Context, Finding, Measure, Measurement, Outcome, Peers, Progress
-from opsd.preflight.burn import synchronise
-from opsd.preflight.devices import on_each
+from opsd.preflight.gpus import on_each, synchronise
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from opsd.preflight.base import (
     Progress,
     Verdict,
 )
-from opsd.preflight.burn import synchronise
+from opsd.preflight.gpus import synchronise
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from opsd.preflight.base import Bounds, Check, Context, Finding, Measure, Measurement, Outcome, Progress, Verdict
-from opsd.preflight.units import quantity
+from opsd.preflight.base import (
+    Bounds,
+    Check,
+    Context,
+    Finding,
+    Measure,
+    Measurement,
+    Outcome,
+    Progress,
+    Verdict,
+    quantity,
+)
 
 _GIB: Final = 1 << 30
 _WANTED_FILES: Final = 65_536

@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from opsd.preflight.base import Check, Context, Measure, Measurement, Outcome, Peers, Progress
-from opsd.preflight.topology import numa_nodes
+from opsd.preflight.checks.numa import numa_nodes
 
 _BUFFER: Final = 64 << 20
 """Per core: larger than a core's share of any present last-level cache."""

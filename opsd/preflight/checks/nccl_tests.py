@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+from typing import Final, NamedTuple
 
-from opsd.preflight import gpus, tools
+from opsd.preflight import gpus
 from opsd.preflight.base import (
     Bounds,
     Check,
@@ -16,8 +18,39 @@ from opsd.preflight.base import (
     NotApplicableError,
     Outcome,
     Progress,
+    quantity,
 )
-from opsd.preflight.units import quantity
+
+_HALF: Final = r"\s+(\d+(?:\.\d+)?)\s+(\d+(?:\.\d+)?)\s+(\d+(?:\.\d+)?)\s+(\d+|N/A)"
+"""Microseconds, algbw and busbw in GB/s, wrong elements; a row has one such half out of place and one in place."""
+_ROW: Final = re.compile(rf"^\s*(\d+)\s+\d+\s+\S+\s+\S+\s+-?\d+{_HALF}{_HALF}\s*$", re.MULTILINE)
+
+
+class NcclRow(NamedTuple):
+    """One size of an nccl-tests run, the better of out of place and in place, in bytes and seconds."""
+
+    size: int
+    seconds: float
+    algbw: float
+    busbw: float
+    wrong: int
+
+
+def parse(text: str) -> list[NcclRow]:
+    """The rows of an nccl-tests table; lines of NCCL itself between them are skipped.
+
+    Raises CouldNotRunError if there are none or the output is incomplete.
+    """
+    rows = []
+    for size, *halves in _ROW.findall(text):
+        best = min(halves[:4], halves[4:], key=lambda half: float(half[0]))
+        seconds, algbw, busbw = float(best[0]) * 1e-6, float(best[1]) * 1e9, float(best[2]) * 1e9
+        wrong = sum(int(half[3]) for half in (halves[:4], halves[4:]) if half[3] != "N/A")
+        rows.append(NcclRow(int(size), seconds, algbw, busbw, wrong))
+    if not rows or "# Avg bus bandwidth" not in text:
+        lines = [line for line in text.splitlines() if "error" in line.lower() or "failure" in line.lower()]
+        raise CouldNotRunError(f"nccl-tests did not finish{': ' + lines[-1].strip() if lines else ''}")
+    return rows
 
 
 def run(context: Context, progress: Progress) -> Outcome:
@@ -30,10 +63,10 @@ def run(context: Context, progress: Progress) -> Outcome:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 3 * context.seconds, check=False)
     except subprocess.TimeoutExpired:
         raise CouldNotRunError("all_reduce_perf did not end; look for NCCL's warnings with NCCL_DEBUG=WARN") from None
-    return outcome(tools.nccl_tests(done.stdout + done.stderr))
+    return outcome(parse(done.stdout + done.stderr))
 
 
-def outcome(rows: list[tools.NcclRow]) -> Outcome:
+def outcome(rows: list[NcclRow]) -> Outcome:
     """Bus bandwidth by size, and the number of wrong elements."""
     measured = (Measurement("busbw", row.busbw, quantity(row.size, "bytes")) for row in rows)
     return Outcome((*measured, Measurement("wrong", sum(row.wrong for row in rows))))

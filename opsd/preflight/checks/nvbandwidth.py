@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
-from opsd.preflight import tools
 from opsd.preflight.base import (
     Check,
     Context,
@@ -27,6 +27,36 @@ _TESTS: Final = {
 }
 
 
+def parse(text: str) -> Mapping[str, list[tuple[str, float]]]:
+    """Bytes per second by test and pair ("0 to 1"), from `nvbandwidth --json`.
+
+    Raises CouldNotRunError if it reports an error or nothing.
+    """
+    try:
+        body: dict[str, Any] = json.loads(text[text.index("{") :])["nvbandwidth"]
+    except (ValueError, KeyError) as error:
+        raise CouldNotRunError(f"nvbandwidth gave no result: {text.strip()[:120] or 'no output'}") from error
+    if body.get("error"):
+        raise CouldNotRunError(f"nvbandwidth could not run: {body['error']}")
+    found = {
+        str(case.get("name")): [*_cells(case.get("bandwidth_matrix", []))]
+        for case in body.get("testcases", [])
+        if case.get("status") == "Passed" and "GB/s" in str(case.get("bandwidth_description", "GB/s"))
+    }
+    failed = [str(case.get("name")) for case in body.get("testcases", []) if case.get("status") in ("Error", "Failed")]
+    if failed or not any(found.values()):
+        raise CouldNotRunError(f"nvbandwidth could not measure {', '.join(failed) or 'anything'}")
+    return found
+
+
+def _cells(matrix: list[list[Any]]) -> Iterator[tuple[str, float]]:
+    """The measured cells of a matrix of texts, "N/A" where nothing was measured."""
+    for row, values in enumerate(matrix):
+        for column, value in enumerate(values):
+            if value != "N/A":
+                yield f"{row} to {column}", float(value) * 1e9
+
+
 def run(context: Context, progress: Progress) -> Outcome:
     """Run the three tests."""
     if shutil.which("nvbandwidth") is None:
@@ -36,7 +66,7 @@ def run(context: Context, progress: Progress) -> Outcome:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60 + 3 * context.seconds, check=False)
     except subprocess.TimeoutExpired:
         raise CouldNotRunError("nvbandwidth did not end; look for Xids in the kernel log") from None
-    return outcome(tools.nvbandwidth(done.stdout or done.stderr))
+    return outcome(parse(done.stdout or done.stderr))
 
 
 def outcome(found: Mapping[str, list[tuple[str, float]]]) -> Outcome:

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from opsd.preflight import drill
-from opsd.preflight.base import Check, Context, CouldNotRunError, Finding, Outcome, Progress, Verdict
+from opsd.preflight.base import Check, Context, CouldNotRunError, Finding, Outcome, Progress, Verdict, duration
 from opsd.preflight.engine import count_gpus
-from opsd.preflight.units import duration
 
 
 def run(context: Context, progress: Progress) -> Outcome:

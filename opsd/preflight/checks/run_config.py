@@ -22,10 +22,10 @@ from opsd.preflight.base import (
     Outcome,
     Progress,
     Verdict,
+    duration,
+    quantity,
 )
-from opsd.preflight.plan import STALL_S, RunPlan
-from opsd.preflight.training import config_of, plan_of
-from opsd.preflight.units import duration, quantity
+from opsd.preflight.training import STALL_S, RunPlan, config_of, plan_of
 from opsd.slurm.promises import of_script
 from opsd.slurm.sbatch_script import seconds_of
 

@@ -8,12 +8,20 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from opsd.preflight.base import Check, Context, CouldNotRunError, Finding, Measure, Measurement, Outcome, Progress
+from opsd.preflight.base import (
+    Check,
+    Context,
+    CouldNotRunError,
+    Finding,
+    Measure,
+    Measurement,
+    Outcome,
+    Progress,
+    quantity,
+)
 from opsd.preflight.base import Verdict as V
-from opsd.preflight.plan import RunPlan
-from opsd.preflight.storage import READ_MARGIN
-from opsd.preflight.training import config_of, plan_of
-from opsd.preflight.units import quantity
+from opsd.preflight.checks.storage import READ_MARGIN
+from opsd.preflight.training import RunPlan, config_of, plan_of
 
 if TYPE_CHECKING:
     from opsd.trainer.config import Config

@@ -25,11 +25,10 @@ from opsd.preflight.base import (
     NotApplicableError,
     Outcome,
     Progress,
+    duration,
 )
 from opsd.preflight.base import Verdict as V
-from opsd.preflight.plan import predict
-from opsd.preflight.training import config_of, devices_of
-from opsd.preflight.units import duration
+from opsd.preflight.training import config_of, devices_of, predict
 
 if TYPE_CHECKING:
     from opsd.trainer.config import Config

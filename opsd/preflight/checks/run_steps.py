@@ -34,24 +34,18 @@ from opsd.preflight.base import (
     Measurement,
     Outcome,
     Progress,
+    duration,
+    quantity,
 )
 from opsd.preflight.base import Verdict as V
-from opsd.preflight.plan import predict
-from opsd.preflight.storage import CHECKPOINT_SHARE
-from opsd.preflight.training import config_of, devices_of
-from opsd.preflight.units import duration, quantity
+from opsd.preflight.checks.storage import CHECKPOINT_SHARE
+from opsd.preflight.training import config_of, devices_of, predict
 from opsd.preflight.watch import Sampler
 
 if TYPE_CHECKING:
     from opsd.trainer.config import Config
 
-SAVE_EVERY: Final = 10
 STEPS: Final = 40
-SETTINGS: Final = (
-    f"checkpoint.every={SAVE_EVERY}", "checkpoint.minutes=0", "checkpoint.mttf_hours=0", "checkpoint.keep=1",
-    "evaluation.perplexity={}", "evaluation.cloze={}",
-)  # fmt: skip
-"""Evaluation has its own check."""
 POLL_S: Final = 0.2
 AS_PREDICTED: Final = 0.7
 """A run below this share of the predicted speed has a problem."""
@@ -65,7 +59,7 @@ def run(context: Context, progress: Progress) -> Outcome:
     ranks = devices_of(context)
     with tempfile.TemporaryDirectory(prefix="opsd-drill-", dir=drill.storage_of(context, config)) as name:
         folder = Path(name)
-        process, output = drill.start(context, config, ranks, folder, STEPS, SETTINGS)
+        process, output = drill.start(context, config, ranks, folder, STEPS, drill.SETTINGS)
         try:
             with MemoryUse(lambda: _pids(folder), context.nvml_library) as memory_use:
                 killed = _drill(folder, lambda: process.poll() is not None, progress)

@@ -11,10 +11,9 @@ from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, V
 from opsd.preflight.engine import judged
 from opsd.preflight.judge import Yardsticks
 from opsd.preflight.network import plan
-from opsd.preflight.network.coordinator import Coordinator
-from opsd.preflight.network.participant import Participant
+from opsd.preflight.network.coordinator import Coordinator, Joined
+from opsd.preflight.network.member import Participant
 from opsd.preflight.network.plan import COLLECTIVES, PAIR, PATTERNS, SEARCH, Effort
-from opsd.preflight.network.spec import Joined
 from opsd.preflight.report import Report, Result
 from opsd.slurm.hostlist import compress
 

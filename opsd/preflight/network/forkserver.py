@@ -20,7 +20,7 @@ from typing import IO, Any, Final, Self
 
 from pydantic import TypeAdapter
 
-from opsd.preflight.network.spec import Done, Spec
+from opsd.preflight.network.coordinator import Done, Spec
 
 _GRACE_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Final
 
-from opsd.preflight.network.spec import Spec
+from opsd.preflight.network.coordinator import Spec
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
-"""Storage compared with what the run needs: tokens per second times bytes per token, checkpoint size per interval.
+"""Local (scratch NVMe) and shared storage (Lustre, Weka, NFS …), measured with fio and direct I/O.
 
-fio measures it with direct I/O.
+Compared with what the run needs: tokens per second times bytes per token, checkpoint size per interval.
 """
 
 from __future__ import annotations
@@ -12,22 +12,25 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from opsd.preflight.base import (
+    Check,
     Context,
     CouldNotRunError,
     Demand,
     Finding,
     Measure,
     Measurement,
+    NotApplicableError,
     Outcome,
     Progress,
     Verdict,
+    duration,
+    quantity,
 )
-from opsd.preflight.units import duration, quantity
 
 _SIZE: Final = 1 << 30
 READ_MARGIN: Final = 3.0
@@ -36,14 +39,16 @@ CHECKPOINT_SHARE: Final = 0.25
 """A checkpoint that takes longer than this share of its interval will at times overlap the next one."""
 
 
-def measures() -> tuple[Measure, ...]:
-    """What a storage check measures."""
-    return (
-        Measure("write", "bytes_per_second", "write bandwidth", "higher", noise=0.25),
-        Measure("read", "bytes_per_second", "read bandwidth", "higher", noise=0.25),
-        Measure("random_read", "operations_per_second", "16 KiB random reads", "higher", noise=0.25),
-        Measure("random_read_p99", "seconds", "latency of 16 KiB random reads (p99)", "lower", noise=1.0),
-    )
+def run_local(context: Context, progress: Progress) -> Outcome:
+    """Measure the configured folder, or the one for temporary files."""
+    return run(context, progress, context.local_dir or tempfile.gettempdir())
+
+
+def run_shared(context: Context, progress: Progress) -> Outcome:
+    """Measure the configured folder."""
+    if not context.shared_dir:
+        raise NotApplicableError("preflight.shared_dir is not configured")
+    return run(context, progress, context.shared_dir)
 
 
 def run(context: Context, progress: Progress, folder: str) -> Outcome:
@@ -153,3 +158,27 @@ def parse(text: str, direction: Literal["read", "write"]) -> Speed:
     if job["error"] or not side["total_ios"]:
         raise CouldNotRunError(f"fio moved no data (error {job['error']})")
     return Speed(side["bw_bytes"], side["iops"], p99)
+
+
+LOCAL = Check(
+    name="storage_local",
+    title="Local storage",
+    run=run_local,
+    seconds={"quick": 6, "standard": 30, "burn-in": 300, "spare": 30},
+    measures=(
+        Measure("write", "bytes_per_second", "write bandwidth", "higher", noise=0.25),
+        Measure("read", "bytes_per_second", "read bandwidth", "higher", noise=0.25),
+        Measure("random_read", "operations_per_second", "16 KiB random reads", "higher", noise=0.25),
+        Measure("random_read_p99", "seconds", "latency of 16 KiB random reads (p99)", "lower", noise=1.0),
+    ),
+    needs=frozenset({"exclusive"}),
+    advice="look at `nvme smart-log` for wear and temperature, and at other users of the disk with iotop",
+)
+SHARED = replace(
+    LOCAL,
+    name="storage_shared",
+    title="Shared storage",
+    run=run_shared,
+    needs=frozenset({"exclusive", "network"}),
+    advice="compare with another node at the same time: if all are slow it is the storage, otherwise this node's mount",
+)
