@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -22,8 +23,8 @@ from opsd.preflight import view
 from opsd.preflight.base import Context, CouldNotRunError, Verdict
 from opsd.preflight.command import HISTORY, keep, yardsticks
 from opsd.preflight.drill import CHECK, METRICS, VICTIM, Drill, Interrupted, lead, take_part
-from opsd.preflight.engine import judged
 from opsd.preflight.history import History
+from opsd.preflight.judge import judge
 from opsd.preflight.network.rendezvous import RendezvousError, place, use_interface
 from opsd.preflight.report import Report, Result
 from opsd.preflight.training import config_of, devices_of
@@ -147,9 +148,9 @@ def _lead(this: Drill, settings: Settings, targets: dict[str, Path], within_s: f
     except Interrupted:
         result = empty
     else:
-        begun = Result(CHECK.name, CHECK.title, Verdict.PASS, started=began, seconds=time.monotonic() - clock)
+        took = time.monotonic() - clock
         known = yardsticks(CHECK, label, settings.preflight, history, None, console)
-        result = judged(begun, CHECK, outcome, known)
+        result = replace(judge(CHECK, outcome, began, known), seconds=took)
     report = Report(label, "drill", __version__, began, time.time(), (result,), result is empty)
     view.show(report, console)
     keep(report, targets, history, console)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 PROFILES: Final = ("quick", "standard", "burn-in", "spare")
 Need = Literal["gpu", "root", "network", "exclusive", "torch", "run", "script"]
@@ -37,16 +37,28 @@ class Verdict(StrEnum):
         return list(Verdict).index(self)
 
 
-class NotApplicableError(Exception):
+class NotMeasuredError(Exception):
+    """A check ended with ``verdict`` and without an outcome."""
+
+    verdict: ClassVar[Verdict]
+
+
+class NotApplicableError(NotMeasuredError):
     """The node has nothing that the check could examine; the message says what is absent."""
 
+    verdict = Verdict.NOT_APPLICABLE
 
-class CouldNotRunError(Exception):
+
+class CouldNotRunError(NotMeasuredError):
     """The check applies but could not run; the message says why and what to do."""
 
+    verdict = Verdict.COULD_NOT_RUN
 
-class UnfitError(Exception):
+
+class UnfitError(NotMeasuredError):
     """The check failed before it could measure, because of the node; the message says why and what to do."""
+
+    verdict = Verdict.FAIL
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +185,7 @@ class Check:
     """One check. ``run`` must be a top-level function of its module.
 
     A check without ``run`` is not run by the engine: its caller, such as the coordinator of a network check, passes an
-    outcome to ``engine.judged``.
+    outcome to ``judge``.
 
     ``seconds`` maps each profile that includes the check to its measuring time. ``advice`` is what to do when it fails,
     ``runbook`` the page with details (`opsd runbook show NAME`). With ``stable``, facts that differ from the node's

@@ -20,9 +20,8 @@ from opsd import __version__
 from opsd.files import write_text
 from opsd.preflight import series
 from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict, duration, quantity
-from opsd.preflight.engine import judged
-from opsd.preflight.judge import Value, Yardsticks
-from opsd.preflight.report import Report, ReportError, Result
+from opsd.preflight.judge import judge
+from opsd.preflight.report import Report, ReportError, Result, Value
 
 PROFILE: Final = "burn-in"
 LONGEST_H: Final = 72.0
@@ -145,8 +144,7 @@ def merged(rounds: Sequence[Report], burn: BurnIn) -> Report:
     found = Outcome(
         (*counts, *seen.measurements), (*seen.findings, *declines(whole, burn.checks)), {"files": str(burn.folder)}
     )
-    began = Result(CHECK.name, CHECK.title, Verdict.PASS, started=rounds[0].started, seconds=summed)
-    overall = judged(began, CHECK, found, Yardsticks())
+    overall = replace(judge(CHECK, found, rounds[0].started), seconds=summed)
     return replace(last, started=rounds[0].started, results=(*results, overall))
 
 

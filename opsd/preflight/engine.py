@@ -22,7 +22,17 @@ import psutil
 from pydantic import TypeAdapter
 
 from opsd import __version__
-from opsd.preflight.base import Check, Context, Outcome, Progress, Verdict
+from opsd.preflight.base import (
+    Check,
+    Context,
+    CouldNotRunError,
+    NotApplicableError,
+    NotMeasuredError,
+    Outcome,
+    Progress,
+    UnfitError,
+    Verdict,
+)
 from opsd.preflight.judge import Yardsticks, judge
 from opsd.preflight.report import Report, Result
 
@@ -127,9 +137,10 @@ async def _run_check(check_run: CheckRun, check: Check, listener: Listener) -> R
     )
     log = check_run.logs / f"{check.name}.log"
     started, clock = time.time(), time.monotonic()
-    answer = unmet_need(check, check_run.context, root=os.geteuid() == 0)
-    if answer is None:
-        answer = await supervise(
+    try:
+        if why := unmet_need(check, check_run.context, root=os.geteuid() == 0):
+            raise why
+        outcome = await supervise(
             check,
             replace(check_run.context, seconds=seconds),
             deadline_s=seconds * check_run.patience + check_run.grace_s,
@@ -137,29 +148,18 @@ async def _run_check(check_run: CheckRun, check: Check, listener: Listener) -> R
             progress=lambda share, subject: listener.progress(check, share, subject),
             python=check_run.python if "torch" in check.needs else sys.executable,
         )
-    result = Result(
-        check.name,
-        check.title,
-        answer.verdict,
-        check.name in check_run.optional,
-        answer.reason,
-        started=started,
-        seconds=time.monotonic() - clock,
-        runbook=check.runbook,
-        log=str(log) if log.exists() and log.stat().st_size else "",
-    )
-    return result if answer.outcome is None else judged(result, check, answer.outcome, check_run.yardsticks(check))
-
-
-def judged(result: Result, check: Check, outcome: Outcome, yardsticks: Yardsticks) -> Result:
-    """``result`` with the verdict on ``outcome``."""
-    judgement = judge(check, outcome, result.started, yardsticks)
+        took = time.monotonic() - clock
+        result = judge(check, outcome, started, check_run.yardsticks(check))
+    except NotMeasuredError as error:
+        took = time.monotonic() - clock
+        result = Result(
+            check.name, check.title, error.verdict, reason=str(error), started=started, runbook=check.runbook
+        )
     return replace(
         result,
-        verdict=judgement.verdict,
-        values=judgement.values,
-        findings=judgement.findings,
-        facts=outcome.facts,
+        optional=check.name in check_run.optional,
+        seconds=took,
+        log=str(log) if log.exists() and log.stat().st_size else "",
     )
 
 
@@ -173,30 +173,30 @@ def _unfinished(check_run: CheckRun, check: Check) -> Result:
     )
 
 
-def unmet_need(check: Check, context: Context, *, root: bool) -> Answer | None:
+def unmet_need(check: Check, context: Context, *, root: bool) -> NotMeasuredError | None:
     """Why ``check`` cannot be started here, None if it can. ``root``: this process has root's rights."""
     if "root" in check.needs and not root:
-        return Answer(None, Verdict.COULD_NOT_RUN, "it needs root; run it with sudo or from the prolog")
+        return CouldNotRunError("it needs root; run it with sudo or from the prolog")
     if "run" in check.needs and not context.train:
-        return Answer(None, Verdict.NOT_APPLICABLE, NO_RUN)
+        return NotApplicableError(NO_RUN)
     if "script" in check.needs and not context.script:
-        return Answer(None, Verdict.NOT_APPLICABLE, NO_SCRIPT)
+        return NotApplicableError(NO_SCRIPT)
     if "gpu" in check.needs and context.device == "cuda":
         return _unfit_gpus(check, context)
     return None
 
 
-def _unfit_gpus(check: Check, context: Context) -> Answer | None:
+def _unfit_gpus(check: Check, context: Context) -> NotMeasuredError | None:
     """GPUs on the PCI bus suffice, whether the driver sees them or not; simulated ones can be queried but not used."""
     if os.environ.get(_SIMULATED):
         computes = "torch" in check.needs
-        return Answer(None, Verdict.NOT_APPLICABLE, "simulated GPUs cannot compute") if computes else None
+        return NotApplicableError("simulated GPUs cannot compute") if computes else None
     if count_gpus(context):
         return None
     if context.gpus:
         reason = f"the node must have {context.gpus} GPUs and there is no NVIDIA GPU on its PCI bus"
-        return Answer(None, Verdict.FAIL, reason)
-    return Answer(None, Verdict.NOT_APPLICABLE, "no NVIDIA GPU on this node")
+        return UnfitError(reason)
+    return NotApplicableError("no NVIDIA GPU on this node")
 
 
 def count_gpus(context: Context) -> int:
@@ -217,21 +217,13 @@ _LINE_LIMIT: Final = 1 << 24
 _LOG_TAIL: Final = 2_000
 _FINISH_S: Final = 5.0
 _TIDY_S: Final = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """How the process of a check ended: its outcome, or NOT_APPLICABLE, COULD_NOT_RUN or FAIL with the reason."""
-
-    outcome: Outcome | None
-    verdict: Verdict = Verdict.PASS
-    reason: str = ""
+_ERRORS: Final = {error.verdict: error for error in (NotApplicableError, CouldNotRunError, UnfitError)}
 
 
 async def supervise(
     check: Check, context: Context, *, deadline_s: float, log: Path, progress: Progress, python: str
-) -> Answer:
-    """Run ``check`` with the interpreter ``python`` and return its answer; its output goes to ``log``.
+) -> Outcome:
+    """Run ``check`` with the interpreter ``python``; what it prints goes to ``log``. Raises NotMeasuredError.
 
     Its process has its own session, so cancelling this call ends it and everything it started. It imports nothing from
     the current folder (-P), which may be a user's while this is root.
@@ -246,19 +238,19 @@ async def supervise(
         )  # fmt: skip
     try:
         async with asyncio.timeout(deadline_s):
-            answer = await _converse(process, context, progress)
-            if answer is not None:
-                return answer
+            outcome = await _converse(process, context, progress)
+            if outcome is not None:
+                return outcome
             exit_code = await process.wait()
     except TimeoutError:
-        return Answer(None, Verdict.COULD_NOT_RUN, f"it did not finish within {deadline_s:.0f} s{_last_line(log)}")
+        raise CouldNotRunError(f"it did not finish within {deadline_s:.0f} s{_last_line(log)}") from None
     finally:
         await _end(process)
-    return Answer(None, Verdict.COULD_NOT_RUN, _death(exit_code, _oom_kills(context.proc) > ooms, log))
+    raise CouldNotRunError(_death(exit_code, _oom_kills(context.proc) > ooms, log))
 
 
-async def _converse(process: asyncio.subprocess.Process, context: Context, progress: Progress) -> Answer | None:
-    """Send the context and read answers until the final one; None if the process ended without one."""
+async def _converse(process: asyncio.subprocess.Process, context: Context, progress: Progress) -> Outcome | None:
+    """Send the context and read until the outcome; None if the process ended without. Raises NotMeasuredError."""
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(ConnectionError):
         process.stdin.write(TypeAdapter(Context).dump_json(context))
@@ -269,13 +261,9 @@ async def _converse(process: asyncio.subprocess.Process, context: Context, progr
         if "progress" in message:
             progress(*message["progress"])
         elif "outcome" in message:
-            return Answer(TypeAdapter(Outcome).validate_python(message["outcome"]))
-        elif "not_applicable" in message:
-            return Answer(None, Verdict.NOT_APPLICABLE, message["not_applicable"])
-        elif "unfit" in message:
-            return Answer(None, Verdict.FAIL, message["unfit"])
+            return TypeAdapter(Outcome).validate_python(message["outcome"])
         else:
-            return Answer(None, Verdict.COULD_NOT_RUN, message["could_not_run"])
+            raise _ERRORS[message["verdict"]](message["reason"])
     return None
 
 

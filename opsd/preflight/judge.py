@@ -19,6 +19,7 @@ from statistics import median
 from typing import Final
 
 from opsd.preflight.base import Bounds, Check, Finding, Measure, Measurement, Outcome, Verdict, duration, quantity
+from opsd.preflight.report import Result, Value
 
 MAD_TO_SIGMA: Final = 1.4826
 """Factor from the median absolute deviation to the standard deviation of a normal distribution."""
@@ -68,28 +69,6 @@ class Yardsticks:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """A judged measurement. ``normal`` is the yardstick that it missed, or else the best known one."""
-
-    measure: str
-    subject: str
-    value: float
-    unit: str
-    verdict: Verdict
-    normal: float | None = None
-    better: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """The verdict on one check: the worst of its findings, a pass if there are none."""
-
-    verdict: Verdict
-    values: tuple[Value, ...]
-    findings: tuple[Finding, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Bound:
     """Missing ``normal`` by more than the share ``tolerance`` gives ``verdict``."""
 
@@ -103,8 +82,8 @@ class _Bound:
         return value < self.normal - slack if better == "higher" else value > self.normal + slack
 
 
-def judge(check: Check, outcome: Outcome, now: float, yardsticks: Yardsticks = Yardsticks()) -> Judgement:
-    """The verdict on ``outcome``, measured at wall second ``now``.
+def judge(check: Check, outcome: Outcome, started: float, yardsticks: Yardsticks = Yardsticks()) -> Result:
+    """The result of ``check``, whose ``outcome`` was measured from wall second ``started`` on: its worst finding.
 
     A value that is not a number, and a speed of zero, always fail.
     """
@@ -117,7 +96,7 @@ def judge(check: Check, outcome: Outcome, now: float, yardsticks: Yardsticks = Y
             summary = f"{_name(measure, measurement.subject)} is {measurement.value}"
             findings.append(Finding(Verdict.FAIL, summary, check.advice, measurement.subject))
             continue
-        value, finding = _judge_value(check, measure, measurement, outcome.measurements, now, yardsticks)
+        value, finding = _judge_value(check, measure, measurement, outcome.measurements, started, yardsticks)
         values.append(value)
         findings += [finding] if finding else []
     findings += _missing(measures.values(), outcome.measurements)
@@ -125,7 +104,16 @@ def judge(check: Check, outcome: Outcome, now: float, yardsticks: Yardsticks = Y
         findings += _changed(outcome.facts, yardsticks.facts)
     findings.sort(key=lambda finding: -finding.verdict.rank)
     worst = max((finding.verdict for finding in findings), key=lambda verdict: verdict.rank, default=Verdict.PASS)
-    return Judgement(worst, tuple(values), tuple(findings))
+    return Result(
+        check.name,
+        check.title,
+        worst,
+        values=tuple(values),
+        findings=tuple(findings),
+        facts=outcome.facts,
+        started=started,
+        runbook=check.runbook,
+    )
 
 
 def _judge_value(

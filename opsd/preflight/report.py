@@ -11,13 +11,25 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 
 from opsd.preflight.base import Finding, Verdict
-from opsd.preflight.judge import Value
 
 FORMAT: Final = 1
 
 
 class ReportError(Exception):
     """The file is not a preflight report; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A judged measurement. ``normal`` is the yardstick that it missed, or else the best known one."""
+
+    measure: str
+    subject: str
+    value: float
+    unit: str
+    verdict: Verdict
+    normal: float | None = None
+    better: str = ""
 
 
 @dataclass(frozen=True, slots=True)

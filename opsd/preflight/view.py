@@ -21,8 +21,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.table import Table
 
 from opsd.preflight.base import Check, Verdict, duration, quantity
-from opsd.preflight.judge import Value
-from opsd.preflight.report import Report, Result
+from opsd.preflight.report import Report, Result, Value
 
 _NOT_XML: Final = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 """Characters that XML 1.0 (section 2.2) cannot hold, not even escaped."""

@@ -1,7 +1,7 @@
 """The process that runs one check: ``python -m opsd.preflight.worker MODULE:FUNCTION``, context as JSON on stdin.
 
 It answers with JSON lines on its original stdout: ``{"progress": [share, subject]}`` any number of times, and one
-``{"outcome": …}``, ``{"not_applicable": why}``, ``{"unfit": why}`` or ``{"could_not_run": why}``. Everything else that
+``{"outcome": …}`` or ``{"verdict": …, "reason": …}``. Everything else that
 the check or its libraries print goes to stderr.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
-from opsd.preflight.base import Context, CouldNotRunError, NotApplicableError, Outcome, UnfitError
+from opsd.preflight.base import Context, NotMeasuredError, Outcome
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,12 +38,8 @@ def main(reference: str) -> None:
     context = TypeAdapter(Context).validate_json(sys.stdin.buffer.read())
     try:
         outcome = getattr(import_module(module), name)(context, lambda share, subject: tell(progress=[share, subject]))
-    except NotApplicableError as error:
-        tell(not_applicable=str(error))
-    except CouldNotRunError as error:
-        tell(could_not_run=str(error))
-    except UnfitError as error:
-        tell(unfit=str(error))
+    except NotMeasuredError as error:
+        tell(verdict=error.verdict, reason=str(error))
     else:
         tell(outcome=TypeAdapter(Outcome).dump_python(outcome, mode="json"))
     # A thread stuck in a driver call must not keep the process alive.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from opsd.preflight.base import Finding, Verdict
-from opsd.preflight.judge import Value
-from opsd.preflight.report import Report, Result
+from opsd.preflight.report import Report, Result, Value
 
 GEMM = Result(
     "gpu_burn",

@@ -189,7 +189,7 @@ def test_a_check_that_needs_root_could_not_run_without():
     answer = unmet_need(check, Context("node-1", "quick", 0.0), root=False)
     assert answer is not None
     assert answer.verdict is Verdict.COULD_NOT_RUN
-    assert "sudo" in answer.reason
+    assert "sudo" in str(answer)
     assert unmet_need(check, Context("node-1", "quick", 0.0), root=True) is None
 
 

@@ -21,8 +21,7 @@ from opsd.plan.hardware import hardware_of
 from opsd.plan.reliability import HABITS
 from opsd.preflight.base import Verdict
 from opsd.preflight.history import History
-from opsd.preflight.judge import Value
-from opsd.preflight.report import Report
+from opsd.preflight.report import Report, Value
 from opsd.preflight.report import Result as CheckResult
 
 H100 = hardware_of("h100")

@@ -13,8 +13,7 @@ import pytest
 from opsd.preflight import burnin, series
 from opsd.preflight.base import Check, Measure, Verdict
 from opsd.preflight.burnin import BurnIn
-from opsd.preflight.judge import Value
-from opsd.preflight.report import Report
+from opsd.preflight.report import Report, Value
 from opsd.preflight.series import Sample
 from tests.fakes.preflight_reports import CLOCK, GEMM, VERSIONS, report
 

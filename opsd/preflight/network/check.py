@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opsd import __version__
 from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict
-from opsd.preflight.engine import judged
-from opsd.preflight.judge import Yardsticks
+from opsd.preflight.judge import Yardsticks, judge
 from opsd.preflight.network import plan
 from opsd.preflight.network.coordinator import Coordinator, Joined
 from opsd.preflight.network.member import Participant
@@ -52,8 +51,8 @@ def run_check(
     interrupted = False
     try:
         for check, began, outcome in _steps(participant, coordinator, scope, say):
-            empty = Result(check.name, check.title, Verdict.PASS, started=began, seconds=time.time() - began)
-            results.append(judged(empty, check, outcome, yardsticks(check)))
+            took = time.time() - began
+            results.append(replace(judge(check, outcome, began, yardsticks(check)), seconds=took))
     except Interrupted:
         interrupted = True
     return Report(label_of(participant), scope.profile, __version__, started, time.time(), tuple(results), interrupted)

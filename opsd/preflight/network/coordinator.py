@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -21,28 +21,26 @@ class Spec:
     """One measurement by a group of nodes.
 
     ``members`` are node numbers in rank order. ``size`` is in bytes: of a message for the patterns, in total for a
-    collective. ``name`` is the collective. Each node has so many ``processes``. It runs for ``seconds`` and at least
-    ``iterations``, and is ended after ``deadline_s``.
+    collective. ``name`` is the collective. It runs for ``seconds`` and at least ``iterations``. The coordinator adds
+    the number of the test, how many ``processes`` each node has, and after how long the test is ended.
     """
 
-    test: int
     members: tuple[int, ...]
     pattern: Pattern
     size: int
     iterations: int
     seconds: float
-    deadline_s: float
-    backend: str = "gloo"
     name: str = ""
+    test: int = 0
+    deadline_s: float = 60.0
+    backend: str = "gloo"
     processes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A node's result of a test: seconds per iteration, of its slowest exchange, or why it failed."""
+    """The result of a test, on a node or on the slowest: seconds of each iteration, or why it failed."""
 
-    test: int
-    node: int
     seconds: tuple[float, ...] = ()
     error: str = ""
 
@@ -60,26 +58,6 @@ class Joined:
 
 _POLL_S: Final = 0.02
 _GRACE_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class MeasurementRequest:
-    """A measurement to make: ``size`` in bytes, for ``seconds``; ``name`` is the collective for that pattern."""
-
-    members: tuple[int, ...]
-    pattern: Pattern
-    size: int
-    iterations: int
-    seconds: float
-    name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasurementResult:
-    """Seconds of each iteration on the slowest node; empty, with the reason, if the test did not finish."""
-
-    seconds: tuple[float, ...]
-    error: str = ""
 
 
 class Coordinator:
@@ -113,9 +91,18 @@ class Coordinator:
             self._backend, self.processes = "gloo", 1
         return joined
 
-    def measure(self, round_of: Sequence[MeasurementRequest]) -> list[MeasurementResult]:
+    def measure(self, round_of: Sequence[Spec]) -> list[Done]:
         """Make the measurements of one round in parallel; they must not share a node."""
-        specs = [self._spec(request) for request in round_of]
+        specs = [
+            replace(
+                spec,
+                test=next(self._numbers),
+                deadline_s=self._deadline_s,
+                backend=self._backend,
+                processes=self.processes,
+            )
+            for spec in round_of
+        ]
         for spec in specs:
             if self.silent.isdisjoint(spec.members):
                 text = TypeAdapter(Spec).dump_json(spec).decode()
@@ -129,29 +116,15 @@ class Coordinator:
         for node in range(self._nodes):
             self._order(node, "stop")
 
-    def _spec(self, request: MeasurementRequest) -> Spec:
-        return Spec(
-            next(self._numbers),
-            request.members,
-            request.pattern,
-            request.size,
-            request.iterations,
-            request.seconds,
-            self._deadline_s,
-            self._backend,
-            request.name,
-            self.processes,
-        )
-
     def _order(self, node: int, text: str) -> None:
         number = self._orders.get(node, 0)
         self._orders[node] = number + 1
         self._store.set(f"order/{node}/{number}", text)
 
-    def _collect(self, spec: Spec, deadline: float) -> MeasurementResult:
+    def _collect(self, spec: Spec, deadline: float) -> Done:
         absent = self.silent & {*spec.members}
         if absent:
-            return MeasurementResult((), f"node {min(absent)} is silent")
+            return Done(error=f"node {min(absent)} is silent")
         waiting = {*spec.members}
         answers: dict[int, Done] = {}
         while waiting and time.monotonic() < deadline:
@@ -163,16 +136,14 @@ class Coordinator:
             time.sleep(_POLL_S)
         if waiting:
             self.silent |= waiting
-            return MeasurementResult((), f"node {min(waiting)} did not answer")
+            return Done(error=f"node {min(waiting)} did not answer")
         return slowest(answers)
 
 
-def slowest(answers: Mapping[int, Done]) -> MeasurementResult:
+def slowest(answers: Mapping[int, Done]) -> Done:
     """Each iteration's slowest node; if one node failed, the test failed."""
     failed = {node: done.error for node, done in answers.items() if done.error}
     if failed:
         node = min(failed)
-        return MeasurementResult((), f"node {node}: {failed[node]}")
-    return MeasurementResult(
-        tuple(max(values) for values in zip(*(done.seconds for done in answers.values()), strict=True))
-    )
+        return Done(error=f"node {node}: {failed[node]}")
+    return Done(tuple(max(values) for values in zip(*(done.seconds for done in answers.values()), strict=True)))

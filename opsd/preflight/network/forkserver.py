@@ -80,7 +80,6 @@ def _serve(orders: IO[str], answers: int) -> None:
 
 def _supervise(spec: Spec, order: dict[str, Any]) -> Done:
     """Fork one process per local rank and collect their results."""
-    node = order["node"]
     children: dict[int, int] = {}
     for index in range(order["local"]):
         reader, writer = os.pipe()
@@ -100,9 +99,9 @@ def _supervise(spec: Spec, order: dict[str, Any]) -> Done:
     answers = [json.loads(text) if text else {"error": "it did not finish"} for text in texts]
     errors = [answer["error"] for answer in answers if "error" in answer]
     if errors:
-        return Done(spec.test, node, error=errors[0])
+        return Done(error=errors[0])
     # An iteration is as slow as the slowest rail of the node.
-    return Done(spec.test, node, tuple(max(values) for values in zip(*(a["seconds"] for a in answers), strict=True)))
+    return Done(tuple(max(values) for values in zip(*(a["seconds"] for a in answers), strict=True)))
 
 
 def _read_all(readers: list[int], seconds: float) -> list[str]:

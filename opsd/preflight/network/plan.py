@@ -10,7 +10,7 @@ from typing import Final
 from opsd.preflight.base import Check, Finding, Measure, Measurement, Outcome, Verdict, quantity
 from opsd.preflight.finder import Answer, Diagnosis, Evidence, GroupTest, Tolerance, find
 from opsd.preflight.judge import nearest_rank
-from opsd.preflight.network.coordinator import Coordinator, MeasurementRequest, MeasurementResult, Pattern
+from opsd.preflight.network.coordinator import Coordinator, Done, Pattern, Spec
 from opsd.slurm.hostlist import compress
 
 FACTORS: Final[Mapping[str, Callable[[int], float]]] = {
@@ -144,7 +144,7 @@ def collectives(
         for size in how.sizes:
             say(f"{name} {quantity(size, 'bytes')}")
             (measured,) = coordinator.measure(
-                [MeasurementRequest(tuple(nodes), "collective", size, how.iterations, how.seconds, name)]
+                [Spec(tuple(nodes), "collective", size, how.iterations, how.seconds, name)]
             )
             if not measured.seconds:
                 findings.append(Finding(Verdict.FAIL, f"{name} of {quantity(size, 'bytes')} failed: {measured.error}"))
@@ -166,9 +166,7 @@ def patterns(coordinator: Coordinator, nodes: Sequence[int], how: Effort, say: C
     findings: list[Finding] = []
     for pattern, text in _PATTERNS.items():
         say(text)
-        (measured,) = coordinator.measure(
-            [MeasurementRequest(tuple(nodes), pattern, how.message, how.iterations, how.seconds)]
-        )
+        (measured,) = coordinator.measure([Spec(tuple(nodes), pattern, how.message, how.iterations, how.seconds)])
         if measured.seconds:
             rate = how.message / median(measured.seconds)
             measurements.append(Measurement("bandwidth", rate, f"{text} on {len(nodes)} nodes"))
@@ -200,13 +198,11 @@ def search(
             return diagnosis
 
 
-def _request(test: GroupTest, number: Mapping[str, int], how: Effort) -> MeasurementRequest:
-    return MeasurementRequest(
-        tuple(number[name] for name in test.members), "pairs", how.message, how.iterations, how.seconds
-    )
+def _request(test: GroupTest, number: Mapping[str, int], how: Effort) -> Spec:
+    return Spec(tuple(number[name] for name in test.members), "pairs", how.message, how.iterations, how.seconds)
 
 
-def _answer(measured: MeasurementResult, message: int) -> Answer:
+def _answer(measured: Done, message: int) -> Answer:
     return Answer(tuple(message / seconds for seconds in measured.seconds))
 
 
